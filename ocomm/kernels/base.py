@@ -1,0 +1,130 @@
+"""What every set of kernels offers: stateless loops over flat float32 buffers, driven by one block table.
+
+The tables are NumPy structured arrays with the memory layout of ``ocomm_block`` and ``ocomm_tensor`` in
+``native/ocomm.h``, so that the C loops, the NumPy reference and the CUDA kernels read the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.types import DType, ReduceOp
+
+#: One row per scale block; fields as in ``ocomm_block``.
+BLOCK = np.dtype(
+    [
+        ("offset", np.int64),
+        ("start", np.int64),
+        ("owned", np.int64),
+        ("bits", np.int64),
+        ("scale", np.int64),
+        ("length", np.int32),
+        ("tensor", np.int32),
+    ],
+    align=True,
+)
+
+#: One row per tensor; fields as in ``ocomm_tensor``. Addresses are 0 where C has NULL.
+TENSOR = np.dtype(
+    [
+        ("grad", np.uint64),
+        ("param", np.uint64),
+        ("momentum", np.uint64),
+        ("beta1", np.float32),
+        ("one_minus_beta1", np.float32),
+        ("weight_decay", np.float32),
+        ("step_size", np.float32),
+        ("decay", np.float32),
+        ("skip", np.int32),
+    ],
+    align=True,
+)
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+Table = NDArray[np.void]
+
+
+class Kernels(Protocol):
+    """Loops named by what they do; all arrays are one-dimensional and contiguous, nothing is allocated or kept.
+
+    ``mask`` is one bit per flat element, 1 = masked, or None. ``scale`` is ``"l1"`` (mean \\|c\\|) or ``"rms"``.
+    A returned bool says whether every scale written is finite.
+    """
+
+    name: str
+
+    def compress(
+        self,
+        blocks: Table,
+        values: Floats,
+        error: Floats,
+        error_out: Floats,
+        mask: Bytes | None,
+        scale: str,
+        packed: Bytes,
+    ) -> bool:
+        """c = values + error; signs and scale of c into ``packed``; error_out = c - scale * sign(c)."""
+        ...
+
+    def compress_momentum(
+        self,
+        blocks: Table,
+        tensors: Table,
+        previous: Bytes | None,
+        error: Floats,
+        error_out: Floats,
+        mask: Bytes | None,
+        scale: str,
+        packed: Bytes,
+    ) -> bool:
+        """As ``compress`` of beta1 * m + one_minus_beta1 * (grad + weight_decay * param).
+
+        m is the tensor's dense momentum where its address is set, else the previous packed result.
+        """
+        ...
+
+    def average(
+        self,
+        blocks: Table,
+        received: Sequence[Bytes],
+        origin: int,
+        error: Floats,
+        error_out: Floats,
+        mask: Bytes | None,
+        scale: str,
+        packed: Bytes,
+    ) -> bool:
+        """The owner's half: mean of all ranks' messages in rank order, plus error, compressed again into ``packed``.
+
+        ``error`` and ``error_out`` are indexed by the table's ``owned``.
+        """
+        ...
+
+    def unpack(self, blocks: Table, packed: Bytes, mask: Bytes | None, out: Floats) -> None:
+        """out = scale * sign, 0 where masked."""
+        ...
+
+    def apply(self, blocks: Table, tensors: Table, packed: Bytes, denominator: Floats, mask: Bytes | None) -> None:
+        """param = param * decay, then param -= (step_size * scale) * sign / denominator; masked elements only decay."""
+        ...
+
+    def reduce(
+        self,
+        dtype: DType,
+        op: ReduceOp,
+        sources: Sequence[Bytes],
+        prescale: float,
+        postscale: float,
+        out: Bytes,
+    ) -> None:
+        """Elementwise reduction in rank order, float32 accumulation for the 16-bit floats; raw bytes in and out."""
+        ...
+
+    def checksum(self, data: Bytes, full: bool) -> int:
+        """Hash of a sample of the buffer, or of all of it."""
+        ...

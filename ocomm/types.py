@@ -1,0 +1,99 @@
+"""Value types that every layer may name: element types, operations, topology, settings.
+
+Nothing here acts: no network, thread, clock or environment.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+
+
+class DType(enum.IntEnum):
+    """Element types on the wire; the numbers are part of the wire format and of ``native/ocomm.h``."""
+
+    UINT8 = 0
+    INT8 = 1
+    INT16 = 2
+    INT32 = 3
+    INT64 = 4
+    BOOL = 5
+    FLOAT16 = 6
+    BFLOAT16 = 7
+    FLOAT32 = 8
+    FLOAT64 = 9
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return _ITEMSIZE[self]
+
+    @property
+    def is_floating(self) -> bool:
+        return self >= DType.FLOAT16
+
+    @property
+    def label(self) -> str:
+        """The name as NumPy, Torch and TensorFlow print it: ``float32``."""
+        return self.name.lower()
+
+    @classmethod
+    def from_numpy(cls, dtype: np.dtype) -> DType:
+        """Element type of a NumPy dtype; ``bfloat16`` is recognised by name (ml_dtypes). TypeError if unsupported."""
+        try:
+            return cls[dtype.name.upper()]
+        except KeyError:
+            raise TypeError(
+                f"dtype {dtype.name} is not supported; use one of {', '.join(d.label for d in cls)}"
+            ) from None
+
+
+_ITEMSIZE = {
+    DType.UINT8: 1,
+    DType.INT8: 1,
+    DType.INT16: 2,
+    DType.INT32: 4,
+    DType.INT64: 8,
+    DType.BOOL: 1,
+    DType.FLOAT16: 2,
+    DType.BFLOAT16: 2,
+    DType.FLOAT32: 4,
+    DType.FLOAT64: 8,
+}
+
+
+class ReduceOp(enum.IntEnum):
+    """Reductions, with Horovod's numbers. BITWISE_OR is for the runtime's own masks (uint8 only)."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+    BITWISE_OR = 6
+
+    @property
+    def label(self) -> str:
+        return self.name.capitalize()
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where a rank stands: in the world, inside its host, and among the hosts' equal local ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    hosts: tuple[str, ...]  # host of every rank
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """True if every host has the same number of ranks."""
+        counts = {host: self.hosts.count(host) for host in self.hosts}
+        return len(set(counts.values())) == 1
