@@ -97,3 +97,13 @@ class Topology:
         """True if every host has the same number of ranks."""
         counts = {host: self.hosts.count(host) for host in self.hosts}
         return len(set(counts.values())) == 1
+
+
+class Flag(enum.IntFlag):
+    """What a rank tells all others before a step is committed; OR-ed over the ranks."""
+
+    NON_FINITE = 1  # a scale was NaN or Inf
+    CHANGED = 2  # a gradient, or what it was compressed with, changed after hand-over: do the step again
+    SKIP = 4  # this rank does not take the step (loss scaling found an overflow, or zero_grad() came instead)
+    RAISED = 8  # this rank raised an exception between backward and step()
+    UNHANDED = 16  # a gradient came that overlap had not expected (second backward)

@@ -1,0 +1,169 @@
+"""A plan: what one exchange computes and sends, as a value.
+
+Python decides and builds plans; an engine runs them. ``native_engine`` runs one in C without the GIL, ``python_engine``
+is its slow twin over any transport; both must leave the same bytes in every buffer.
+
+A plan is a list of segments which may overlap in time. A segment is a list of stages which may not: a stage first
+runs its computations, then posts its messages, and is over when all of them have arrived and left. So the three-phase
+compressed allreduce is three stages: compress and alltoall; average, compress again and allgather; unpack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ocomm.kernels.base import Bytes, Floats, Table
+from ocomm.types import DType, ReduceOp
+
+#: What precedes the payload of every message of a fixed-layout exchange; the numbers are compared on arrival.
+#: ``signature`` names layout, segment and compressor; ``hyper`` digests lr, betas and weight decay.
+HEADER = np.dtype(
+    [
+        ("magic", np.uint32),
+        ("rank", np.uint32),
+        ("step", np.int64),
+        ("signature", np.uint64),
+        ("hyper", np.uint64),
+        ("flags", np.uint32),
+        ("attempt", np.uint32),  # 0, then 1 for a step that is done again without overlap
+        ("announcement", np.int64),  # the coordinator's decision for the next step; 0 for none
+        ("tensors", np.uint32),  # presence bits that follow, one per tensor: "has a gradient on this rank"
+        ("reserved", np.uint32),
+        ("reserved2", np.int64),
+    ],
+    align=True,
+)
+MAGIC = 0x4F434F4D
+assert HEADER.itemsize == 64
+
+
+def header_nbytes(tensors: int) -> int:
+    """Bytes of a header with presence bits for ``tensors`` tensors; a multiple of 8."""
+    return HEADER.itemsize + (tensors + 63) // 64 * 8
+
+
+@dataclass(slots=True)
+class Copy:
+    """memcpy of one array over another of the same nbytes."""
+
+    source: Bytes
+    destination: Bytes
+
+
+@dataclass(slots=True)
+class Reduce:
+    """Order-fixed elementwise reduction; ``out`` may be one of ``sources``."""
+
+    dtype: DType
+    op: ReduceOp
+    sources: Sequence[Bytes]
+    prescale: float
+    postscale: float
+    out: Bytes
+
+
+@dataclass(slots=True)
+class Compress:
+    """Worker side. Compresses ``values`` or, where ``tensors`` is given, the momentum of this step.
+
+    ``flags`` is one uint32: a non-finite scale sets ``Flag.NON_FINITE`` in it.
+    """
+
+    blocks: Table
+    values: Floats | None
+    tensors: Table | None
+    previous: Bytes | None
+    error: Floats
+    error_out: Floats
+    mask: Bytes | None
+    scale: str
+    packed: Bytes
+    flags: np.ndarray
+
+
+@dataclass(slots=True)
+class Average:
+    """Owner side: mean over ranks, plus the owner's error, compressed again. ``received`` in rank order."""
+
+    blocks: Table
+    received: Sequence[Bytes]
+    origin: int
+    error: Floats
+    error_out: Floats
+    mask: Bytes | None
+    scale: str
+    packed: Bytes
+    flags: np.ndarray
+
+
+@dataclass(slots=True)
+class Unpack:
+    """Scale times sign into a flat buffer."""
+
+    blocks: Table
+    packed: Bytes
+    mask: Bytes | None
+    out: Floats
+
+
+@dataclass(slots=True)
+class Seal:
+    """Writes ``header`` (one HEADER row, with ``flags`` OR-ed in) and ``presence`` to the start of each message."""
+
+    header: np.ndarray
+    flags: np.ndarray
+    presence: Bytes
+    messages: Sequence[Bytes]
+
+
+@dataclass(slots=True)
+class Check:
+    """Compares the headers of ``messages`` (rank order) with ``header``; a difference ends the plan as MISMATCH.
+
+    ORs their flags into ``flags``, their presence bits into ``presence``; copies rank 0's announcement.
+    """
+
+    header: np.ndarray
+    messages: Sequence[Bytes]
+    flags: np.ndarray
+    presence: Bytes
+    announcement: np.ndarray
+
+
+Computation = Copy | Reduce | Compress | Average | Unpack | Seal | Check
+
+
+@dataclass(slots=True)
+class Message:
+    """``buffer`` goes to, or is filled from, rank ``peer`` of the channel."""
+
+    peer: int
+    buffer: Bytes
+
+
+@dataclass(slots=True)
+class Stage:
+    compute: list[Computation] = field(default_factory=list)
+    sends: list[Message] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Plan:
+    """``segments[k]`` is a list of stages. ``name`` is for messages to people; ``keepalive`` holds borrowed memory."""
+
+    name: str
+    segments: list[list[Stage]]
+    keepalive: object = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes which this rank sends to others."""
+        return sum(m.buffer.nbytes for stages in self.segments for stage in stages for m in stage.sends)
+
+    @property
+    def messages_sent(self) -> int:
+        return sum(len(stage.sends) for stages in self.segments for stage in stages)
