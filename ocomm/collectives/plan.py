@@ -15,34 +15,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ocomm.compression.wire import HEADER as HEADER
+from ocomm.compression.wire import MAGIC as MAGIC
+from ocomm.compression.wire import header_nbytes as header_nbytes
 from ocomm.kernels.base import Bytes, Floats, Table
 from ocomm.types import DType, ReduceOp
-
-#: What precedes the payload of every message of a fixed-layout exchange; the numbers are compared on arrival.
-#: ``signature`` names layout, segment and compressor; ``hyper`` digests lr, betas and weight decay.
-HEADER = np.dtype(
-    [
-        ("magic", np.uint32),
-        ("rank", np.uint32),
-        ("step", np.int64),
-        ("signature", np.uint64),
-        ("hyper", np.uint64),
-        ("flags", np.uint32),
-        ("attempt", np.uint32),  # 0, then 1 for a step that is done again without overlap
-        ("announcement", np.int64),  # the coordinator's decision for the next step; 0 for none
-        ("tensors", np.uint32),  # presence bits that follow, one per tensor: "has a gradient on this rank"
-        ("reserved", np.uint32),
-        ("reserved2", np.int64),
-    ],
-    align=True,
-)
-MAGIC = 0x4F434F4D
-assert HEADER.itemsize == 64
-
-
-def header_nbytes(tensors: int) -> int:
-    """Bytes of a header with presence bits for ``tensors`` tensors; a multiple of 8."""
-    return HEADER.itemsize + (tensors + 63) // 64 * 8
 
 
 @dataclass(slots=True)
