@@ -1,0 +1,1 @@
+"""Fixed layout of compressed tensors, and the wire format."""

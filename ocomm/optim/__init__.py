@@ -1,0 +1,1 @@
+"""Optimizers as framework-free state machines over flat float32 buffers."""

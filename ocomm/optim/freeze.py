@@ -1,0 +1,99 @@
+"""When the dense warm-up ends: decisions only, from the numbers handed in; no clock, network or buffer.
+
+``FreezeSchedule`` is consulted by the coordinator alone, which announces its answer in the header of an exchange.
+``LateTensors`` works on whole numbers and on v, which is the same on all ranks: each rank asks its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
+
+from ocomm.errors import SettingsError
+
+#: The variance counts as stable when min(r, 1/r) reaches this (1-bit Adam, section 7.1 of arXiv 2102.02888).
+STABLE_RATIO = 0.96
+
+
+class FreezeSchedule:
+    """Chooses T_w, the last dense step, counted from 1.
+
+    ``freeze_step`` is T_w itself, or ``"auto"``: after step t, with r = |v_hat_t|_1 / |v_hat_{t-Delta}|_1 and
+    Delta = round(1 / (1 - beta2)), all of these must hold: min(r, 1/r) >= 0.96, t > 2 Delta, and no group's learning
+    rate has risen during the last Delta steps. v_hat is bias-corrected: a raw v that grows from zero would pass a
+    one-sided test at once. Raises SettingsError for anything else.
+    """
+
+    def __init__(self, freeze_step: int | Literal["auto"], beta2: float) -> None:
+        if freeze_step != "auto" and (isinstance(freeze_step, str) or freeze_step < 1):
+            raise SettingsError(f"freeze_step must be a positive number of steps or 'auto', got {freeze_step!r}")
+        if not 0.0 <= beta2 < 1.0:
+            raise SettingsError(f"beta2 must be in [0, 1), got {beta2}")
+        self.freeze_step = freeze_step
+        self.window = round(1.0 / (1.0 - beta2))
+        self.decided: int | None = None if freeze_step == "auto" else int(freeze_step)
+        self._norms: deque[float] = deque(maxlen=self.window + 1)
+        self._lrs: tuple[float, ...] | None = None
+        self._step = 0
+        self._last_rise = 0
+
+    @property
+    def needs_norm(self) -> bool:
+        """True while ``observe`` reads the norm of v_hat; it need not be computed otherwise."""
+        return self.decided is None
+
+    def observe(self, step: int, variance_l1: float, lrs: Sequence[float]) -> int | None:
+        """What is known after dense step ``step``: |v_hat|_1 over all parameters (float64), every group's lr.
+
+        Returns T_w once it is known, else None. With ``"auto"`` T_w is ``step + 1``: the ranks hear of it in the
+        exchange of that step. Steps come one by one; a gap (a restart) starts the window again, as does a change in
+        the number of groups.
+        """
+        if self.decided is not None:
+            return self.decided
+        lrs = tuple(lrs)
+        if step != self._step + 1 or self._lrs is None or len(lrs) != len(self._lrs):
+            self._norms.clear()
+            # The first lr of a window is no rise, but what came before is unknown.
+            self._last_rise = step - 1
+        elif any(new > old for new, old in zip(lrs, self._lrs, strict=True)):
+            self._last_rise = step
+        self._step, self._lrs = step, lrs
+        self._norms.append(variance_l1)
+        if len(self._norms) <= self.window or step <= 2 * self.window or step - self._last_rise < self.window:
+            return None
+        if is_stable(variance_l1, self._norms[0]):
+            self.decided = step + 1
+        return self.decided
+
+
+def is_stable(now: float, before: float) -> bool:
+    """min(r, 1/r) >= 0.96 for r = now / before; False where a norm is zero or not finite."""
+    if not (math.isfinite(now) and math.isfinite(before)) or min(now, before) <= 0.0:
+        return False
+    return min(now, before) / max(now, before) >= STABLE_RATIO
+
+
+class LateTensors:
+    """Dense warm-up of tensors which had no variance at T_w: never used so far, frozen by the user, or added later.
+
+    Each gets T_w dense steps of its own, counted from the first with a variance.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[int, int] = {}
+
+    def observe(self, tensor: int, step: int, has_variance: bool, warmup_steps: int) -> bool:
+        """After dense step ``step`` of the tensor's own count: should it be frozen now?
+
+        ``warmup_steps`` is the run's T_w. Once True is returned the tensor is forgotten.
+        """
+        if not has_variance:
+            return False
+        first = self._first.setdefault(tensor, step)
+        if step - first + 1 < warmup_steps:
+            return False
+        del self._first[tensor]
+        return True
