@@ -118,11 +118,11 @@ class OneBitAdam:
     # Freezing
 
     def freeze(self, tensor: int, momentum: Floats, variance: Floats, *, step: int, beta2: float, eps: float) -> bool:
-        """Ends the warm-up of ``tensor`` after its dense step ``step``, with Adam's m and v: float32, ``numel`` elements.
+        """Ends the warm-up of ``tensor`` after its dense step ``step``, with Adam's m and v: ``numel`` float32.
 
         ``momentum`` is borrowed, not copied, until the tensor's first committed compressed step. ``variance`` is only
         read. An element with v == 0 is masked. Returns False, and changes nothing, if all are: such a tensor stays in
-        warm-up. Otherwise it is in no bucket yet: call ``set_buckets``. Raises ValueError if the tensor is frozen already.
+        warm-up. Otherwise it is in no bucket yet: call ``set_buckets``. Raises ValueError if it is frozen already.
 
         Rounding, each line one float32 operation per element: v_hat = v / float32(1 - beta2^step); root = sqrt(v_hat);
         floor = float32(f) * mean; max(root, floor) + float32(eps). The mean is over a block's unmasked elements, summed

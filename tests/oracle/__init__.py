@@ -1,0 +1,1 @@
+"""Plain simulations of the algorithms: what everything else must equal."""
