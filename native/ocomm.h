@@ -39,8 +39,11 @@ const char *ocomm_path(void);
 int ocomm_select_path(const char *name);
 
 /* Every loop below works on `count` blocks in table order, allocates nothing and returns 1 if all scales are finite,
- * else 0. `mask` holds one bit per flat element (bit o & 7 of byte o >> 3), 1 = masked; NULL: nothing is masked.
- * `rms` chooses the scale: 0 mean |c|, 1 root of the mean square. */
+ * else 0; then error_out holds nothing useful. `mask` holds one bit per flat element (bit o & 7 of byte o >> 3),
+ * 1 = masked; NULL: nothing is masked. A masked element is not counted in the scale, its bit is 1, and what it brings
+ * stays in the error; if that is not finite, the block's scale is NaN, so that every rank hears of it. `rms` chooses
+ * the scale: 0 mean |c|, 1 root of the mean square. error_out may be error. Signs of a block fill whole bytes, 1 is
+ * positive (zero too), the bits after its last element are 0. */
 int ocomm_compress(const ocomm_block *blocks, int64_t count, const float *values, const float *error, float *error_out,
                    const uint8_t *mask, int rms, uint8_t *packed);
 int ocomm_compress_momentum(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
@@ -59,6 +62,102 @@ int ocomm_reduce(int dtype, int op, int ranks, const void *const *sources, int64
 /* Pseudo-random sample of the bytes of a buffer, for noticing that a gradient was changed after hand-over.
  * full = 1 reads every byte. */
 uint64_t ocomm_checksum(const void *data, int64_t nbytes, int full);
+/* y += factor * x: what the benchmarks compare every loop with. */
+void ocomm_axpy(float *y, const float *x, float factor, int64_t numel);
 
 /* cffi: end kernels */
+/* cffi: begin engine */
+
+/* MPI as the engine sees it: entry points of the loaded library and the sizes of its types. Handles travel as intptr_t
+ * (pointers in Open MPI, ints in MPICH), so one build serves every MPI. */
+typedef struct {
+    void *isend, *irecv, *testsome, *iprobe;
+    intptr_t byte_type;
+    int32_t handle_nbytes;
+    int32_t status_nbytes;
+    int32_t any_source;
+    int32_t undefined;
+} ocomm_mpi;
+
+enum { OCOMM_COPY, OCOMM_REDUCE, OCOMM_COMPRESS, OCOMM_COMPRESS_MOMENTUM, OCOMM_AVERAGE, OCOMM_UNPACK, OCOMM_SEAL,
+       OCOMM_CHECK };
+enum { OCOMM_QUEUED, OCOMM_ACTIVE, OCOMM_DONE, OCOMM_MISMATCH, OCOMM_MPI_ERROR, OCOMM_TIMED_OUT, OCOMM_ABORTED };
+enum { OCOMM_WOKEN = 1, OCOMM_COMPLETED = 2, OCOMM_CONTROL = 4, OCOMM_FAILED = 8 };
+
+typedef struct {
+    uint32_t magic, rank;
+    int64_t step;
+    uint64_t signature, hyper;
+    uint32_t flags, attempt;
+    int64_t announcement;
+    uint32_t tensors, reserved;
+    int64_t reserved2;
+} ocomm_header;
+
+/* One computation; the arguments are those of the loop of that name, in order (see run_op in engine.c). */
+typedef struct {
+    int64_t code;
+    int64_t a[12];
+    double f[2];
+} ocomm_op;
+
+typedef struct {
+    int64_t address, nbytes;
+    int32_t peer, receive;
+} ocomm_message;
+
+typedef struct {
+    int32_t first_op, ops, first_message, messages;
+} ocomm_stage;
+
+typedef struct {
+    int32_t first_stage, stages;
+} ocomm_segment;
+
+typedef struct ocomm_plan {
+    const ocomm_op *ops;
+    const ocomm_message *messages;
+    const ocomm_stage *stages;
+    const ocomm_segment *segments;
+    int32_t segment_count;
+    int32_t notify;             /* ocomm_engine_run returns OCOMM_COMPLETED when it is over */
+    int64_t timeout_ns;         /* from submission; 0 for none */
+    /* written by the engine, read once state is OCOMM_DONE or later */
+    int32_t state;
+    int32_t error;              /* MPI error code, or the rank whose header differs */
+    int64_t submitted_ns, started_ns, finished_ns;
+    int32_t segments_started, segments_done;
+    struct ocomm_plan *next;
+} ocomm_plan;
+
+typedef struct {
+    int64_t bytes_sent, messages_sent, plans, polls, sleeps;
+    int64_t compute_ns, network_ns;
+} ocomm_counters;
+
+typedef struct ocomm_engine ocomm_engine;
+typedef struct ocomm_channel ocomm_channel;
+
+/* mpi may be NULL: a world of one, where plans have no messages. idle_ns bounds the sleep while nothing is queued. */
+ocomm_engine *ocomm_engine_new(const ocomm_mpi *mpi, int64_t spin_ns, int64_t idle_ns);
+void ocomm_engine_free(ocomm_engine *engine);
+/* Watched communicators make ocomm_engine_run return OCOMM_CONTROL when a message waits on them. */
+int ocomm_engine_watch(ocomm_engine *engine, intptr_t communicator);
+void ocomm_engine_unwatch(ocomm_engine *engine, intptr_t communicator);
+/* A channel has its own communicator, order and window of segments in flight. */
+ocomm_channel *ocomm_channel_new(ocomm_engine *engine, intptr_t communicator, int32_t ranks, int32_t window);
+/* Thread-safe. Returns the state OCOMM_QUEUED, or OCOMM_ABORTED when the engine or channel has failed. */
+int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan);
+/* Moves everything on until there is a reason to return (OCOMM_WOKEN | ...) or max_ns have passed (0). One thread. */
+int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns);
+void ocomm_engine_wake(ocomm_engine *engine);
+/* Waits, without the GIL, until the plan is over or timeout_ns have passed; returns its state. Any thread. */
+int ocomm_plan_wait(ocomm_engine *engine, ocomm_plan *plan, int64_t timeout_ns);
+/* Ends every plan of every channel as OCOMM_ABORTED; later submissions are refused. Any thread. */
+void ocomm_engine_fail(ocomm_engine *engine);
+/* Sets waiting[r] = 1 for every rank whose message the oldest active plan of the channel still waits for. */
+int ocomm_channel_waiting(ocomm_channel *channel, uint8_t *waiting);
+ocomm_counters ocomm_engine_counters(ocomm_engine *engine);
+
+/* cffi: end engine */
 #endif

@@ -1,0 +1,300 @@
+/* The 1-bit loops: what both paths share, their few instructions that differ, and the choice between them. */
+#include "ocomm.h"
+
+#include <stddef.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "signs travel as little-endian words"
+#endif
+
+#define ROW 32
+#define UNROLL _Pragma("GCC unroll 8")
+
+/* Hardware prefetchers stop at page ends and fall behind with three streams; 512 floats ahead was the best distance. */
+#define AHEAD 512
+
+enum content { VALUES, MOMENTUM, MEAN };
+
+/* The arguments of one call of ocomm_compress, ocomm_compress_momentum or ocomm_average. */
+typedef struct {
+    const ocomm_block *blocks;
+    int64_t count;
+    const float *values;
+    const ocomm_tensor *tensors;
+    const uint8_t *previous;
+    const uint8_t *const *received;
+    int64_t origin;
+    int ranks;
+    const float *error;
+    float *error_out;
+    const uint8_t *mask;
+    int rms;
+    uint8_t *packed;
+} call;
+
+/* One block of such a call: its own part of every buffer. */
+typedef struct {
+    const float *values, *grad, *param, *momentum, *error;
+    const uint8_t *previous, *mask;
+    const uint8_t *const *received;
+    uint8_t *bits;
+    float *out;
+    int64_t length, masked, finished, scale_at, bits_at;
+    float beta1, one_minus_beta1, weight_decay, previous_scale, over_ranks, scale;
+    int ranks, rms;
+} work;
+
+typedef struct {
+    const char *name;
+    int (*compress)(const call *);
+    int (*compress_momentum)(const call *);
+    int (*average)(const call *);
+    void (*unpack)(const ocomm_block *, int64_t, const uint8_t *, const uint8_t *, float *);
+    void (*apply)(const ocomm_block *, int64_t, const ocomm_tensor *, const uint8_t *, const float *, const uint8_t *);
+    void (*axpy)(float *, const float *, float, int64_t);
+} loops;
+
+#define SHARED static inline __attribute__((always_inline))
+
+SHARED float read_float(const uint8_t *from) {
+    float x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+/* The bits of n elements; only their bytes are read, and bits past n are 0. */
+SHARED uint32_t load_bits(const uint8_t *from, int n) {
+    uint32_t word = 0;
+    if (n == ROW) {
+        memcpy(&word, from, sizeof word);
+    } else {
+        memcpy(&word, from, (size_t)(n + 7) / 8);
+        word &= (1u << n) - 1;
+    }
+    return word;
+}
+
+SHARED void store_bits(uint8_t *to, uint32_t word, int n) {
+    if (n == ROW) {
+        memcpy(to, &word, sizeof word);
+    } else {
+        word &= (1u << n) - 1;
+        memcpy(to, &word, (size_t)(n + 7) / 8);
+    }
+}
+
+SHARED void prepare(enum content content, const call *args, const ocomm_block *block, work *w) {
+    /* The owner's error holds only the blocks it owns; everything else is laid out as the whole model. */
+    const int64_t at = content == MEAN ? block->owned : block->offset;
+    w->error = args->error + at;
+    w->out = args->error_out + at;
+    w->mask = args->mask ? args->mask + (block->offset >> 3) : NULL;
+    w->bits = args->packed + block->bits;
+    w->length = block->length;
+    w->masked = w->finished = 0;
+    w->rms = args->rms;
+    if (content == VALUES) {
+        w->values = args->values + block->offset;
+    } else if (content == MOMENTUM) {
+        const ocomm_tensor *tensor = args->tensors + block->tensor;
+        w->grad = tensor->grad ? tensor->grad + block->start : NULL;
+        w->param = tensor->param ? tensor->param + block->start : NULL;
+        w->momentum = tensor->momentum ? tensor->momentum + block->start : NULL;
+        w->previous = args->previous ? args->previous + block->bits : NULL;
+        w->previous_scale = args->previous ? read_float(args->previous + block->scale) : 0;
+        w->beta1 = tensor->beta1;
+        w->one_minus_beta1 = tensor->one_minus_beta1;
+        w->weight_decay = tensor->weight_decay;
+    } else {
+        w->received = args->received;
+        w->ranks = args->ranks;
+        w->bits_at = block->bits - args->origin;
+        w->scale_at = block->scale - args->origin;
+        w->over_ranks = (float)(1.0 / args->ranks);
+    }
+}
+
+SHARED void prefetch_row(const float *stream, int64_t j) {
+    __builtin_prefetch(stream + j + AHEAD);
+    __builtin_prefetch(stream + j + AHEAD + 16);
+}
+
+SHARED void prefetch(enum content content, const work *w, int64_t j) {
+    prefetch_row(w->error, j);
+    if (content == VALUES) prefetch_row(w->values, j);
+    if (content == MOMENTUM) {
+        if (w->grad) prefetch_row(w->grad, j);
+        if (w->momentum) prefetch_row(w->momentum, j);
+    }
+}
+
+/* The portable path: 16-byte vectors, which every x86-64 and every aarch64 has. */
+
+#define PASTE(a, b) a##_##b
+#define FN(name) PASTE(name, portable)
+#define TARGET
+#define WIDTH 4
+#define VECTORS (ROW / WIDTH)
+#define V v4
+#define VU v4_anywhere
+#define I i4
+
+typedef float v4 __attribute__((vector_size(16)));
+typedef float v4_anywhere __attribute__((vector_size(16), aligned(1), may_alias));
+typedef int32_t i4 __attribute__((vector_size(16)));
+
+static const char name_portable[] = "portable";
+
+SHARED i4 lane_bits_portable(int v) { return (i4){1, 2, 4, 8} << (v * WIDTH); }
+
+SHARED uint32_t nonnegative_portable(v4 c) {
+    const i4 yes = c >= (v4){0};
+#if defined(__x86_64__)
+    return (uint32_t)_mm_movemask_ps((__m128)yes);
+#elif defined(__aarch64__)
+    return (uint32_t)vaddvq_s32((int32x4_t)(yes & (i4){1, 2, 4, 8}));
+#else
+    return (uint32_t)((yes[0] & 1) | (yes[1] & 2) | (yes[2] & 4) | (yes[3] & 8));
+#endif
+}
+
+SHARED v4 with_signs_portable(v4 scale, uint32_t word, int v) {
+    const i4 negative = (((i4){0} + (int32_t)word) & lane_bits_portable(v)) == (i4){0};
+    return (v4)((i4)scale ^ (negative & INT32_MIN));
+}
+
+SHARED v4 toward_portable(v4 c, v4 scale) {
+    const i4 yes = c >= (v4){0};
+    return (v4)((i4)scale ^ (~yes & INT32_MIN));
+}
+
+#include "kernels_body.h"
+
+#undef FN
+#undef TARGET
+#undef WIDTH
+#undef V
+#undef VU
+#undef I
+
+#if defined(__x86_64__)
+
+#define FN(name) PASTE(name, avx2)
+#define TARGET __attribute__((target("avx2,popcnt")))
+#define WIDTH 8
+#define V v8
+#define VU v8_anywhere
+#define I i8
+
+typedef float v8 __attribute__((vector_size(32)));
+typedef float v8_anywhere __attribute__((vector_size(32), aligned(1), may_alias));
+typedef int32_t i8 __attribute__((vector_size(32)));
+
+static const char name_avx2[] = "avx2";
+
+TARGET SHARED i8 lane_bits_avx2(int v) { return (i8){1, 2, 4, 8, 16, 32, 64, 128} << (v * WIDTH); }
+
+TARGET SHARED uint32_t nonnegative_avx2(v8 c) {
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(c, _mm256_setzero_ps(), _CMP_GE_OQ));
+}
+
+TARGET SHARED v8 with_signs_avx2(v8 scale, uint32_t word, int v) {
+    const i8 to_top = (i8){31, 30, 29, 28, 27, 26, 25, 24} - v * WIDTH;
+    const __m256i signs = _mm256_sllv_epi32(_mm256_set1_epi32((int32_t)word), (__m256i)to_top);
+    return _mm256_blendv_ps(-scale, scale, (__m256)signs);
+}
+
+TARGET SHARED v8 toward_avx2(v8 c, v8 scale) {
+    return _mm256_blendv_ps(-scale, scale, _mm256_cmp_ps(c, _mm256_setzero_ps(), _CMP_GE_OQ));
+}
+
+#include "kernels_body.h"
+
+static int has_avx2(void) {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
+}
+
+#endif
+
+static const loops *active = &loops_portable;
+
+__attribute__((constructor)) static void choose_path(void) {
+#if defined(__x86_64__)
+    if (has_avx2()) active = &loops_avx2;
+#endif
+}
+
+const char *ocomm_path(void) { return active->name; }
+
+int ocomm_select_path(const char *name) {
+    if (strcmp(name, loops_portable.name) == 0) {
+        active = &loops_portable;
+        return 0;
+    }
+#if defined(__x86_64__)
+    if (strcmp(name, loops_avx2.name) == 0 && has_avx2()) {
+        active = &loops_avx2;
+        return 0;
+    }
+#endif
+    return -1;
+}
+
+int ocomm_compress(const ocomm_block *blocks, int64_t count, const float *values, const float *error, float *error_out,
+                   const uint8_t *mask, int rms, uint8_t *packed) {
+    return active->compress(&(call){.blocks = blocks,
+                                    .count = count,
+                                    .values = values,
+                                    .error = error,
+                                    .error_out = error_out,
+                                    .mask = mask,
+                                    .rms = rms,
+                                    .packed = packed});
+}
+
+int ocomm_compress_momentum(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                            const uint8_t *previous, const float *error, float *error_out, const uint8_t *mask, int rms,
+                            uint8_t *packed) {
+    return active->compress_momentum(&(call){.blocks = blocks,
+                                             .count = count,
+                                             .tensors = tensors,
+                                             .previous = previous,
+                                             .error = error,
+                                             .error_out = error_out,
+                                             .mask = mask,
+                                             .rms = rms,
+                                             .packed = packed});
+}
+
+int ocomm_average(const ocomm_block *blocks, int64_t count, const uint8_t *const *received, int64_t origin, int ranks,
+                  const float *error, float *error_out, const uint8_t *mask, int rms, uint8_t *packed) {
+    return active->average(&(call){.blocks = blocks,
+                                   .count = count,
+                                   .received = received,
+                                   .origin = origin,
+                                   .ranks = ranks,
+                                   .error = error,
+                                   .error_out = error_out,
+                                   .mask = mask,
+                                   .rms = rms,
+                                   .packed = packed});
+}
+
+void ocomm_unpack(const ocomm_block *blocks, int64_t count, const uint8_t *packed, const uint8_t *mask, float *out) {
+    active->unpack(blocks, count, packed, mask, out);
+}
+
+void ocomm_apply(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const uint8_t *packed,
+                 const float *denominator, const uint8_t *mask) {
+    active->apply(blocks, count, tensors, packed, denominator, mask);
+}
+
+void ocomm_axpy(float *y, const float *x, float factor, int64_t numel) { active->axpy(y, x, factor, numel); }

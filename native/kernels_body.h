@@ -1,0 +1,283 @@
+/* The loops, written once. kernels.c includes this file once per path, after defining for that path
+ *   FN(name)           the name of a function on this path
+ *   TARGET             its target attribute
+ *   WIDTH, V, VU, I    floats per vector; vector types: float, float at any address, int32
+ *   VECTORS            vectors per row of 32 elements
+ *   nonnegative(c)     one bit per element, 1 where c >= 0
+ *   with_signs(s, w, v)  +s where the word's bit is 1, -s where 0, for vector v of the row
+ *   toward(c, s)       s with the sign of c, where -0.0 counts as positive
+ * A row is 32 elements: one word of signs and one element for each of the 32 summation lanes. So every path adds the
+ * same numbers in the same order, whatever its vector width.
+ */
+
+#define INLINE TARGET static inline __attribute__((always_inline))
+
+INLINE V FN(splat)(float x) { return x - (V){0}; }
+
+INLINE I FN(select)(I which, I yes, I no) { return (which & yes) | (~which & no); }
+
+/* All ones where the word's bit is 1. */
+INLINE I FN(lanes_of)(uint32_t word, int v) {
+    const I bits = FN(lane_bits)(v);
+    return (I)(((I){0} + (int32_t)word) & bits) == bits;
+}
+
+/* n elements, the rest of the row zero. n is the constant 32 except in the last row of a block. */
+INLINE void FN(load)(V *row, const float *from, int n) {
+    if (n == ROW) {
+        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = *(const VU *)(from + v * WIDTH);
+    } else {
+        float padded[ROW] = {0};
+        memcpy(padded, from, (size_t)n * sizeof(float));
+        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = *(const VU *)(padded + v * WIDTH);
+    }
+}
+
+INLINE void FN(store)(float *to, const V *row, int n) {
+    if (n == ROW) {
+        UNROLL for (int v = 0; v < VECTORS; v++) *(VU *)(to + v * WIDTH) = row[v];
+    } else {
+        float padded[ROW];
+        UNROLL for (int v = 0; v < VECTORS; v++) *(VU *)(padded + v * WIDTH) = row[v];
+        memcpy(to, padded, (size_t)n * sizeof(float));
+    }
+}
+
+/* The mean over ranks of the row's decoded messages, before the owner's error. */
+INLINE void FN(mean)(V *row, const work *w, int64_t j, int n) {
+    /* -0.0 is what leaves the first addend exactly as it is, negative zero included. */
+    UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(splat)(-0.0f);
+    for (int i = 0; i < w->ranks; i++) {
+        const uint8_t *message = w->received[i];
+        const V scale = FN(splat)(read_float(message + w->scale_at));
+        const uint32_t word = load_bits(message + w->bits_at + (j >> 3), n);
+        UNROLL for (int v = 0; v < VECTORS; v++) row[v] += FN(with_signs)(scale, word, v);
+    }
+    UNROLL for (int v = 0; v < VECTORS; v++) row[v] *= w->over_ranks;
+}
+
+/* The momentum this step sends, before the worker's error; `masked` as in first_pass. */
+INLINE void FN(momentum)(V *row, const work *w, int64_t j, int n, uint32_t masked) {
+    V gradient[VECTORS];
+    if (w->grad) {
+        FN(load)(gradient, w->grad + j, n);
+    } else {
+        UNROLL for (int v = 0; v < VECTORS; v++) gradient[v] = (V){0};
+    }
+    if (w->weight_decay != 0) {
+        V param[VECTORS];
+        FN(load)(param, w->param + j, n);
+        UNROLL for (int v = 0; v < VECTORS; v++) gradient[v] += w->weight_decay * param[v];
+    }
+    if (w->momentum) {
+        FN(load)(row, w->momentum + j, n);
+        UNROLL for (int v = 0; v < VECTORS; v++) row[v] *= w->beta1;
+    } else if (w->previous) {
+        const uint32_t word = load_bits(w->previous + (j >> 3), n);
+        /* beta1 * (s * sign) is exactly (beta1 * s) * sign: one multiplication per block instead of per element. */
+        const V decayed = FN(splat)(w->beta1 * w->previous_scale);
+        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(with_signs)(decayed, word, v);
+        if (masked) {
+            UNROLL for (int v = 0; v < VECTORS; v++) row[v] = (V)(~FN(lanes_of)(masked, v) & (I)row[v]);
+        }
+    } else {
+        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = (V){0};
+    }
+    UNROLL for (int v = 0; v < VECTORS; v++) row[v] += w->one_minus_beta1 * gradient[v];
+}
+
+/* Signs and magnitudes of one row of c = content + error. c waits in `out`, which has to be written anyway and is
+ * still in the first-level cache when second_pass turns it into the new error. */
+INLINE void FN(first_pass)(enum content content, work *w, int64_t j, int n, V *sum) {
+    /* Elements past the end of the block are treated as masked: they have no magnitude either. */
+    const uint32_t masked = (w->mask ? load_bits(w->mask + (j >> 3), n) : 0) | (n < ROW ? ~0u << n : 0);
+    V c[VECTORS], error[VECTORS], kept[VECTORS];
+    FN(load)(error, w->error + j, n);
+    if (content == VALUES)
+        FN(load)(c, w->values + j, n);
+    else if (content == MOMENTUM)
+        FN(momentum)(c, w, j, n, masked);
+    else
+        FN(mean)(c, w, j, n);
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        c[v] += error[v];
+        kept[v] = c[v];
+    }
+    uint32_t signs = 0;
+    UNROLL for (int v = 0; v < VECTORS; v++) signs |= FN(nonnegative)(c[v]) << (v * WIDTH);
+    store_bits(w->bits + (j >> 3), signs | masked, n);
+    if (__builtin_expect(masked != 0, 0)) {
+        w->masked += __builtin_popcount(n < ROW ? masked & ((1u << n) - 1) : masked);
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            const I lanes = FN(lanes_of)(masked, v);
+            if (content == MEAN) kept[v] = (V)FN(select)(lanes, (I)error[v], (I)c[v]);
+            /* c - c is +0.0, or NaN if c is not finite: a bad gradient is noticed although its element is masked. */
+            c[v] = (V)FN(select)(lanes, (I)(c[v] - c[v]), (I)c[v]);
+        }
+    }
+    FN(store)(w->out + j, kept, n);
+    if (w->rms) {
+        UNROLL for (int v = 0; v < VECTORS; v++) sum[v] += c[v] * c[v];
+    } else {
+        UNROLL for (int v = 0; v < VECTORS; v++) sum[v] += (V)((I)c[v] & INT32_MAX);
+    }
+}
+
+/* What the row's receivers will not get stays in the error. */
+INLINE void FN(second_pass)(const work *w, int64_t j, int n, V scale) {
+    const uint32_t masked = w->mask ? load_bits(w->mask + (j >> 3), n) : 0;
+    V c[VECTORS];
+    FN(load)(c, w->out + j, n);
+    if (__builtin_expect(masked == 0, 1)) {
+        UNROLL for (int v = 0; v < VECTORS; v++) c[v] -= FN(toward)(c[v], scale);
+    } else {
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            const V sent = c[v] - FN(toward)(c[v], scale);
+            c[v] = (V)FN(select)(FN(lanes_of)(masked, v), (I)c[v], (I)sent);
+        }
+    }
+    FN(store)(w->out + j, c, n);
+}
+
+INLINE float FN(scale_of)(const work *w, const V *sum) {
+    float lane[ROW];
+    FN(store)(lane, sum, ROW);
+    for (int half = ROW / 2; half; half /= 2)
+        for (int k = 0; k < half; k++) lane[k] += lane[k + half];
+    const int64_t elements = w->length - w->masked;
+    const float mean = lane[0] * (elements ? (float)(1.0 / (double)elements) : 0.0f);
+    return w->rms ? __builtin_sqrtf(mean) : mean;
+}
+
+TARGET static __attribute__((noinline)) void FN(finish)(const work *w) {
+    const V scale = FN(splat)(w->scale);
+    const int64_t whole = w->length & -ROW;
+    int64_t j = w->finished;
+    for (; j < whole; j += ROW) FN(second_pass)(w, j, ROW, scale);
+    if (j < w->length) FN(second_pass)(w, j, (int)(w->length - j), scale);
+}
+
+/* The scale of a block is known only after all of it was read. Instead of two passes, one bound by memory and one by
+ * arithmetic, the second pass of a block runs together with the first pass of the next one. */
+INLINE int FN(run)(enum content content, const call *args) {
+    work both[2] = {{0}, {0}};
+    int finite = 1;
+    for (int64_t k = 0; k < args->count; k++) {
+        const ocomm_block *block = args->blocks + k;
+        work *w = &both[k & 1], *last = &both[~k & 1];
+        prepare(content, args, block, w);
+        const int64_t whole = w->length & -ROW, ready = last->length & -ROW;
+        const int64_t together = whole < ready ? whole : ready;
+        const V scale = FN(splat)(last->scale);
+        V sum[VECTORS];
+        UNROLL for (int v = 0; v < VECTORS; v++) sum[v] = (V){0};
+        int64_t j = 0;
+        for (; j < together; j += ROW) {
+            prefetch(content, w, j);
+            FN(first_pass)(content, w, j, ROW, sum);
+            FN(second_pass)(last, j, ROW, scale);
+        }
+        last->finished = j;
+        for (; j < whole; j += ROW) {
+            prefetch(content, w, j);
+            FN(first_pass)(content, w, j, ROW, sum);
+        }
+        if (j < w->length) FN(first_pass)(content, w, j, (int)(w->length - j), sum);
+        FN(finish)(last);
+        w->scale = FN(scale_of)(w, sum);
+        finite &= w->scale - w->scale == 0;
+        memcpy(args->packed + block->scale, &w->scale, sizeof(float));
+    }
+    if (args->count) FN(finish)(&both[(args->count - 1) & 1]);
+    return finite;
+}
+
+TARGET static int FN(compress)(const call *args) { return FN(run)(VALUES, args); }
+TARGET static int FN(compress_momentum)(const call *args) { return FN(run)(MOMENTUM, args); }
+TARGET static int FN(average)(const call *args) { return FN(run)(MEAN, args); }
+
+INLINE void FN(unpack_row)(const uint8_t *bits, const uint8_t *mask, int64_t j, int n, V scale, float *out) {
+    const uint32_t word = load_bits(bits + (j >> 3), n);
+    const uint32_t masked = mask ? load_bits(mask + (j >> 3), n) : 0;
+    V row[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(with_signs)(scale, word, v);
+    if (__builtin_expect(masked != 0, 0)) {
+        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = (V)(~FN(lanes_of)(masked, v) & (I)row[v]);
+    }
+    FN(store)(out + j, row, n);
+}
+
+TARGET static void FN(unpack)(const ocomm_block *blocks, int64_t count, const uint8_t *packed, const uint8_t *mask,
+                              float *out) {
+    for (int64_t k = 0; k < count; k++) {
+        const ocomm_block *block = blocks + k;
+        const V scale = FN(splat)(read_float(packed + block->scale));
+        const uint8_t *bits = packed + block->bits, *hidden = mask ? mask + (block->offset >> 3) : NULL;
+        const int64_t whole = block->length & -ROW;
+        int64_t j = 0;
+        for (; j < whole; j += ROW) FN(unpack_row)(bits, hidden, j, ROW, scale, out + block->offset);
+        if (j < block->length)
+            FN(unpack_row)(bits, hidden, j, (int)(block->length - j), scale, out + block->offset);
+    }
+}
+
+INLINE void FN(apply_row)(float *param, float decay, const uint8_t *bits, const uint8_t *mask, const float *denominator,
+                          int64_t j, int n, V step) {
+    const uint32_t word = load_bits(bits + (j >> 3), n);
+    const uint32_t masked = mask ? load_bits(mask + (j >> 3), n) : 0;
+    V p[VECTORS], below[VECTORS];
+    FN(load)(p, param + j, n);
+    FN(load)(below, denominator + j, n);
+    if (decay != 1) {
+        UNROLL for (int v = 0; v < VECTORS; v++) p[v] *= decay;
+    }
+    if (__builtin_expect(masked == 0, 1)) {
+        UNROLL for (int v = 0; v < VECTORS; v++) p[v] -= FN(with_signs)(step, word, v) / below[v];
+    } else {
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            const V moved = p[v] - FN(with_signs)(step, word, v) / below[v];
+            p[v] = (V)FN(select)(FN(lanes_of)(masked, v), (I)p[v], (I)moved);
+        }
+    }
+    FN(store)(param + j, p, n);
+}
+
+TARGET static void FN(apply)(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                             const uint8_t *packed, const float *denominator, const uint8_t *mask) {
+    for (int64_t k = 0; k < count; k++) {
+        const ocomm_block *block = blocks + k;
+        const ocomm_tensor *tensor = tensors + block->tensor;
+        if (tensor->skip) continue;
+        const V step = FN(splat)(tensor->step_size * read_float(packed + block->scale));
+        const uint8_t *bits = packed + block->bits, *hidden = mask ? mask + (block->offset >> 3) : NULL;
+        float *param = tensor->param + block->start;
+        const float *below = denominator + block->offset;
+        const int64_t whole = block->length & -ROW;
+        int64_t j = 0;
+        for (; j < whole; j += ROW) {
+            __builtin_prefetch(param + j + AHEAD);
+            __builtin_prefetch(param + j + AHEAD + 16);
+            __builtin_prefetch(below + j + AHEAD);
+            __builtin_prefetch(below + j + AHEAD + 16);
+            FN(apply_row)(param, tensor->decay, bits, hidden, below, j, ROW, step);
+        }
+        if (j < block->length)
+            FN(apply_row)(param, tensor->decay, bits, hidden, below, j, (int)(block->length - j), step);
+    }
+}
+
+/* y += factor * x: the benchmarks' measure of what the memory gives. */
+TARGET static void FN(axpy)(float *y, const float *x, float factor, int64_t numel) {
+    int64_t j = 0;
+    for (; j + ROW <= numel; j += ROW) {
+        UNROLL for (int v = 0; v < VECTORS; v++)
+            *(VU *)(y + j + v * WIDTH) += factor * *(const VU *)(x + j + v * WIDTH);
+    }
+    for (; j < numel; j++) y[j] += factor * x[j];
+}
+
+static const loops FN(loops) = {
+    FN(name), FN(compress), FN(compress_momentum), FN(average), FN(unpack), FN(apply), FN(axpy),
+};
+
+#undef INLINE

@@ -1,0 +1,357 @@
+/* Dense reductions in rank order, and the checksum of a buffer.
+ *
+ * Work goes chunk by chunk through an accumulator in the first-level cache: every source is read before the chunk of
+ * `out` is written, so `out` may be one of them.
+ */
+#include "ocomm.h"
+
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+enum { UINT8, INT8, INT16, INT32, INT64, BOOL, FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
+enum { AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT, BITWISE_OR };
+
+#define CHUNK 1024
+
+typedef struct {
+    int op, ranks;
+    const void *const *sources;
+    int64_t numel;
+    double prescale, postscale;
+    void *out;
+} job;
+
+/* Buffers start at any byte, and hold whatever the caller keeps there. */
+#define ANYWHERE __attribute__((aligned(1), may_alias))
+typedef uint8_t any_uint8 ANYWHERE;
+typedef int8_t any_int8 ANYWHERE;
+typedef int16_t any_int16 ANYWHERE;
+typedef uint16_t any_uint16 ANYWHERE;
+typedef int32_t any_int32 ANYWHERE;
+typedef int64_t any_int64 ANYWHERE;
+typedef float any_float32 ANYWHERE;
+typedef double any_float64 ANYWHERE;
+
+static void scale_float32(float *x, double factor, int n) {
+    const float f = (float)factor;
+    for (int k = 0; k < n; k++) x[k] *= f;
+}
+
+static void scale_float64(double *x, double factor, int n) {
+    for (int k = 0; k < n; k++) x[k] *= factor;
+}
+
+/* A product that misses a whole number by no more than the rounding of the factor and of the product is that number:
+ * otherwise the average of 49 ones, 49 * (1.0 / 49), would be 0. Beyond the type's range it is the type's limit. */
+static int64_t scaled(int64_t x, double factor, int64_t low, int64_t high) {
+    const double exact = (double)x * factor;
+    if (exact != exact) return 0;
+    if (exact >= (double)high) return high;
+    if (exact <= (double)low) return low;
+    const int64_t whole = (int64_t)exact;
+    const double magnitude = exact < 0 ? -exact : exact;
+    const double missing = 1 - (magnitude - (double)(whole < 0 ? -whole : whole));
+    if (missing < 1 && missing <= magnitude * 0x1p-51) return exact < 0 ? whole - 1 : whole + 1;
+    return whole;
+}
+
+#define SCALE_INTEGER(NAME, T, LOW, HIGH)                                                                           \
+    static void scale_##NAME(T *x, double factor, int n) {                                                         \
+        for (int k = 0; k < n; k++) x[k] = (T)scaled(x[k], factor, LOW, HIGH);                                     \
+    }
+SCALE_INTEGER(uint8, uint8_t, 0, UINT8_MAX)
+SCALE_INTEGER(int8, int8_t, INT8_MIN, INT8_MAX)
+SCALE_INTEGER(int16, int16_t, INT16_MIN, INT16_MAX)
+SCALE_INTEGER(int32, int32_t, INT32_MIN, INT32_MAX)
+SCALE_INTEGER(int64, int64_t, INT64_MIN, INT64_MAX)
+
+static float bits_to_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static uint32_t float_to_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static void load_bfloat16(float *into, const void *from, int64_t at, int n) {
+    const any_uint16 *half = (const any_uint16 *)from + at;
+    for (int k = 0; k < n; k++) into[k] = bits_to_float((uint32_t)half[k] << 16);
+}
+
+static void store_bfloat16(void *to, int64_t at, const float *from, int n) {
+    any_uint16 *half = (any_uint16 *)to + at;
+    for (int k = 0; k < n; k++) {
+        const uint32_t bits = float_to_bits(from[k]);
+        const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        half[k] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : nearest);
+    }
+}
+
+static float half_to_float(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+    /* Shifted into place, a half is a float too small by 2^112; the multiplication is exact, subnormals included. */
+    const uint32_t magnitude = rest >= 0x7c00 ? rest << 13 | 0x7f800000 : float_to_bits(bits_to_float(rest << 13) * 0x1p112f);
+    return bits_to_float(sign | magnitude);
+}
+
+static uint16_t float_to_half(float x) {
+    const uint32_t bits = float_to_bits(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
+    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* rounds to 65536 or more */
+    if (magnitude < 0x38800000) {
+        /* Below 2^-14: adding 0.5 puts the half's last subnormal bit at the float's last bit, and rounds to it. */
+        return (uint16_t)(sign | (float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000));
+    }
+    return (uint16_t)(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13));
+}
+
+static void load_float16_portable(float *into, const void *from, int64_t at, int n) {
+    const any_uint16 *half = (const any_uint16 *)from + at;
+    for (int k = 0; k < n; k++) into[k] = half_to_float(half[k]);
+}
+
+static void store_float16_portable(void *to, int64_t at, const float *from, int n) {
+    any_uint16 *half = (any_uint16 *)to + at;
+    for (int k = 0; k < n; k++) half[k] = float_to_half(from[k]);
+}
+
+#if defined(__x86_64__)
+#define F16C __attribute__((target("avx2,f16c")))
+
+F16C static void load_float16_f16c(float *into, const void *from, int64_t at, int n) {
+    const any_uint16 *half = (const any_uint16 *)from + at;
+    int k = 0;
+    for (; k + 8 <= n; k += 8)
+        _mm256_storeu_ps(into + k, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i_u *)(half + k))));
+    load_float16_portable(into + k, half, k, n - k);
+}
+
+F16C static void store_float16_f16c(void *to, int64_t at, const float *from, int n) {
+    any_uint16 *half = (any_uint16 *)to + at;
+    int k = 0;
+    for (; k + 8 <= n; k += 8)
+        _mm_storeu_si128((__m128i_u *)(half + k), _mm256_cvtps_ph(_mm256_loadu_ps(from + k), _MM_FROUND_TO_NEAREST_INT));
+    store_float16_portable(half, k, from + k, n - k);
+}
+
+static int has_f16c(void) { return strcmp(ocomm_path(), "avx2") == 0 && __builtin_cpu_supports("f16c"); }
+#endif
+
+static void load_float16(float *into, const void *from, int64_t at, int n) {
+#if defined(__x86_64__)
+    if (has_f16c()) {
+        load_float16_f16c(into, from, at, n);
+        return;
+    }
+#endif
+    load_float16_portable(into, from, at, n);
+}
+
+static void store_float16(void *to, int64_t at, const float *from, int n) {
+#if defined(__x86_64__)
+    if (has_f16c()) {
+        store_float16_f16c(to, at, from, n);
+        return;
+    }
+#endif
+    store_float16_portable(to, at, from, n);
+}
+
+/* A chunk of one source as accumulator elements, prescaled: the source itself where that is the same. */
+#define FETCH(NAME, T)                                                                                             \
+    static const any_##NAME *fetch_##NAME(T *buffer, const void *source, int64_t at, int n, double prescale) {     \
+        const any_##NAME *from = (const any_##NAME *)source + at;                                                  \
+        if (prescale == 1) return from;                                                                            \
+        memcpy(buffer, from, (size_t)n * sizeof(T));                                                               \
+        scale_##NAME(buffer, prescale, n);                                                                         \
+        return buffer;                                                                                             \
+    }                                                                                                              \
+    static void store_##NAME(void *to, int64_t at, const T *from, int n) {                                         \
+        memcpy((any_##NAME *)to + at, from, (size_t)n * sizeof(T));                                                \
+    }
+
+#define FETCH_AS_FLOAT32(NAME)                                                                                     \
+    static const any_float32 *fetch_##NAME(float *buffer, const void *source, int64_t at, int n, double prescale) { \
+        load_##NAME(buffer, source, at, n);                                                                        \
+        if (prescale != 1) scale_float32(buffer, prescale, n);                                                     \
+        return (const any_float32 *)buffer;                                                                        \
+    }
+
+FETCH(uint8, uint8_t)
+FETCH(int8, int8_t)
+FETCH(int16, int16_t)
+FETCH(int32, int32_t)
+FETCH(int64, int64_t)
+FETCH(float32, float)
+FETCH(float64, double)
+FETCH_AS_FLOAT32(float16)
+FETCH_AS_FLOAT32(bfloat16)
+
+/* The smaller, the larger as NumPy has them: NaN wins; of equal operands the later rank's. */
+#define SMALLER(a, b) ((a) < (b) || (a) != (a) ? (a) : (b))
+#define LARGER(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
+
+/* The operation is chosen outside the loops, so that the compiler vectorises them. WIDE is an unsigned type, or the
+ * float itself: unsigned arithmetic wraps where signed overflow would be undefined. */
+#define COMBINE(NAME, T, WIDE)                                                                                     \
+    static void combine_##NAME(int op, T *restrict sum, const any_##NAME *restrict next, int n) {                  \
+        if (op == MIN) {                                                                                           \
+            for (int k = 0; k < n; k++) sum[k] = SMALLER(sum[k], next[k]);                                         \
+        } else if (op == MAX) {                                                                                    \
+            for (int k = 0; k < n; k++) sum[k] = LARGER(sum[k], next[k]);                                          \
+        } else if (op == PRODUCT) {                                                                                \
+            for (int k = 0; k < n; k++) sum[k] = (T)((WIDE)sum[k] * (WIDE)next[k]);                                \
+        } else {                                                                                                   \
+            for (int k = 0; k < n; k++) sum[k] = (T)((WIDE)sum[k] + (WIDE)next[k]);                                \
+        }                                                                                                          \
+    }
+
+COMBINE(uint8, uint8_t, uint32_t)
+COMBINE(int8, int8_t, uint32_t)
+COMBINE(int16, int16_t, uint32_t)
+COMBINE(int32, int32_t, uint32_t)
+COMBINE(int64, int64_t, uint64_t)
+COMBINE(float32, float, float)
+COMBINE(float64, double, double)
+
+/* NAME: how elements are stored; SUM: the accumulator, of C type T. */
+#define REDUCTION(NAME, SUM_NAME, T)                                                                               \
+    static void reduce_##NAME(const job *r) {                                                                      \
+        T sum[CHUNK], buffer[CHUNK];                                                                               \
+        for (int64_t at = 0; at < r->numel; at += CHUNK) {                                                         \
+            const int n = (int)(r->numel - at < CHUNK ? r->numel - at : CHUNK);                                    \
+            memcpy(sum, fetch_##NAME(buffer, r->sources[0], at, n, r->prescale), (size_t)n * sizeof(T));           \
+            for (int i = 1; i < r->ranks; i++)                                                                     \
+                combine_##SUM_NAME(r->op, sum, fetch_##NAME(buffer, r->sources[i], at, n, r->prescale), n);        \
+            if (r->postscale != 1) scale_##SUM_NAME(sum, r->postscale, n);                                         \
+            store_##NAME(r->out, at, sum, n);                                                                      \
+        }                                                                                                          \
+    }
+
+REDUCTION(uint8, uint8, uint8_t)
+REDUCTION(int8, int8, int8_t)
+REDUCTION(int16, int16, int16_t)
+REDUCTION(int32, int32, int32_t)
+REDUCTION(int64, int64, int64_t)
+REDUCTION(float32, float32, float)
+REDUCTION(float64, float64, double)
+REDUCTION(float16, float32, float)
+REDUCTION(bfloat16, float32, float)
+
+/* Every nonzero byte is true; the result is 0 or 1. */
+static void reduce_bool(const job *r) {
+    const int any = r->op == SUM || r->op == MAX;
+    for (int64_t k = 0; k < r->numel; k++) {
+        uint8_t result = !any;
+        for (int i = 0; i < r->ranks; i++) {
+            const uint8_t truth = ((const uint8_t *)r->sources[i])[k] != 0;
+            result = any ? result | truth : result & truth;
+        }
+        ((uint8_t *)r->out)[k] = result;
+    }
+}
+
+static void reduce_bits(const job *r) {
+    uint8_t sum[CHUNK];
+    for (int64_t at = 0; at < r->numel; at += CHUNK) {
+        const int n = (int)(r->numel - at < CHUNK ? r->numel - at : CHUNK);
+        memset(sum, 0, sizeof sum);
+        for (int i = 0; i < r->ranks; i++) {
+            const uint8_t *next = (const uint8_t *)r->sources[i] + at;
+            for (int k = 0; k < n; k++) sum[k] |= next[k];
+        }
+        memcpy((uint8_t *)r->out + at, sum, (size_t)n);
+    }
+}
+
+int ocomm_reduce(int dtype, int op, int ranks, const void *const *sources, int64_t numel, double prescale,
+                 double postscale, void *out) {
+    const job r = {op, ranks, sources, numel, prescale, postscale, out};
+    const int plain = prescale == 1 && postscale == 1;
+    if (ranks < 1) return -1;
+    if (op == BITWISE_OR || dtype == BOOL) {
+        const int truth = dtype == BOOL && (op == SUM || op == MIN || op == MAX || op == PRODUCT);
+        if (!plain || !(truth || (dtype == UINT8 && op == BITWISE_OR))) return -1;
+        if (truth)
+            reduce_bool(&r);
+        else
+            reduce_bits(&r);
+        return 0;
+    }
+    if (op != AVERAGE && op != SUM && op != MIN && op != MAX && op != PRODUCT) return -1;
+    switch (dtype) {
+    case UINT8:
+        reduce_uint8(&r);
+        return 0;
+    case INT8:
+        reduce_int8(&r);
+        return 0;
+    case INT16:
+        reduce_int16(&r);
+        return 0;
+    case INT32:
+        reduce_int32(&r);
+        return 0;
+    case INT64:
+        reduce_int64(&r);
+        return 0;
+    case FLOAT16:
+        reduce_float16(&r);
+        return 0;
+    case BFLOAT16:
+        reduce_bfloat16(&r);
+        return 0;
+    case FLOAT32:
+        reduce_float32(&r);
+        return 0;
+    case FLOAT64:
+        reduce_float64(&r);
+        return 0;
+    default:
+        return -1;
+    }
+}
+
+#define SAMPLES 64
+#define STEP 0x9e3779b97f4a7c15u
+#define SPREAD 0xd6e8feb86659fd93u
+
+/* Changes whenever the word or its position does: xor with the own upper half and odd factors lose nothing. */
+static inline uint64_t mixed(uint64_t word, uint64_t position) {
+    const uint64_t x = word + (position + 1) * STEP;
+    return (x ^ x >> 32) * SPREAD;
+}
+
+/* Sum of the mixed 8-byte words and of the length: a change of any one word that is read changes the result. Of a
+ * large buffer one word in each of 64 equal stretches is read, and the end. */
+uint64_t ocomm_checksum(const void *data, int64_t nbytes, int full) {
+    const uint8_t *bytes = data;
+    const uint64_t words = (uint64_t)nbytes / 8;
+    uint64_t sum = (uint64_t)nbytes * SPREAD, word = 0;
+    if (full || words <= 8 * SAMPLES) {
+        for (uint64_t k = 0; k < words; k++) {
+            memcpy(&word, bytes + 8 * k, 8);
+            sum += mixed(word, k);
+        }
+    } else {
+        const uint64_t stretch = words / SAMPLES;
+        for (uint64_t k = 0; k < SAMPLES; k++) {
+            const uint64_t at = k * stretch + (((k + 1) * STEP) >> 33) % stretch;
+            memcpy(&word, bytes + 8 * at, 8);
+            sum += mixed(word, at);
+        }
+    }
+    if (nbytes % 8) {
+        word = 0;
+        memcpy(&word, bytes + 8 * words, (size_t)(nbytes % 8));
+        sum += mixed(word, words);
+    }
+    return sum;
+}

@@ -1,0 +1,150 @@
+"""The C loops of ``native/kernels.c`` and ``native/reduce.c``, called through cffi; the GIL is free while they run.
+
+Nothing is validated here: a wrong length or a stale address is read or written as it is. What is checked once, when a
+plan is built, would otherwise be checked at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ocomm._native import ffi, lib
+from ocomm.kernels.base import Bytes, Floats, Table
+from ocomm.kernels.reference import unsupported_reduction
+from ocomm.types import DType, ReduceOp
+
+_NULL = ffi.NULL
+# An array's own buffer is several times cheaper to pass on than its ``ctypes`` attribute.
+_pointer = ffi.from_buffer
+
+
+def _optional(mask: Bytes | None) -> object:
+    return _NULL if mask is None else _pointer("uint8_t[]", mask)
+
+
+class CpuKernels:
+    """See ``ocomm.kernels.base.Kernels`` for the arguments, ``ocomm.kernels.reference`` for what exactly is computed.
+
+    The tables must have the dtypes ``BLOCK`` and ``TENSOR``; all arrays must be contiguous and stay alive for the call.
+    """
+
+    name = "cpu"
+
+    def compress(
+        self,
+        blocks: Table,
+        values: Floats,
+        error: Floats,
+        error_out: Floats,
+        mask: Bytes | None,
+        scale: str,
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``."""
+        return bool(
+            lib.ocomm_compress(
+                _pointer("ocomm_block[]", blocks),
+                len(blocks),
+                _pointer("float[]", values),
+                _pointer("float[]", error),
+                _pointer("float[]", error_out),
+                _optional(mask),
+                scale == "rms",
+                _pointer("uint8_t[]", packed),
+            )
+        )
+
+    def compress_momentum(
+        self,
+        blocks: Table,
+        tensors: Table,
+        previous: Bytes | None,
+        error: Floats,
+        error_out: Floats,
+        mask: Bytes | None,
+        scale: str,
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``, ``packed`` may not be ``previous``."""
+        return bool(
+            lib.ocomm_compress_momentum(
+                _pointer("ocomm_block[]", blocks),
+                len(blocks),
+                _pointer("ocomm_tensor[]", tensors),
+                _optional(previous),
+                _pointer("float[]", error),
+                _pointer("float[]", error_out),
+                _optional(mask),
+                scale == "rms",
+                _pointer("uint8_t[]", packed),
+            )
+        )
+
+    def average(
+        self,
+        blocks: Table,
+        received: Sequence[Bytes],
+        origin: int,
+        error: Floats,
+        error_out: Floats,
+        mask: Bytes | None,
+        scale: str,
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``."""
+        messages = [_pointer("uint8_t[]", message) for message in received]
+        return bool(
+            lib.ocomm_average(
+                _pointer("ocomm_block[]", blocks),
+                len(blocks),
+                ffi.new("uint8_t *[]", messages),
+                origin,
+                len(messages),
+                _pointer("float[]", error),
+                _pointer("float[]", error_out),
+                _optional(mask),
+                scale == "rms",
+                _pointer("uint8_t[]", packed),
+            )
+        )
+
+    def unpack(self, blocks: Table, packed: Bytes, mask: Bytes | None, out: Floats) -> None:
+        """Writes ``out`` where the blocks are."""
+        lib.ocomm_unpack(
+            _pointer("ocomm_block[]", blocks),
+            len(blocks),
+            _pointer("uint8_t[]", packed),
+            _optional(mask),
+            _pointer("float[]", out),
+        )
+
+    def apply(self, blocks: Table, tensors: Table, packed: Bytes, denominator: Floats, mask: Bytes | None) -> None:
+        """Updates the tensors behind the ``param`` addresses in place, except those with ``skip``."""
+        lib.ocomm_apply(
+            _pointer("ocomm_block[]", blocks),
+            len(blocks),
+            _pointer("ocomm_tensor[]", tensors),
+            _pointer("uint8_t[]", packed),
+            _pointer("float[]", denominator),
+            _optional(mask),
+        )
+
+    def reduce(
+        self,
+        dtype: DType,
+        op: ReduceOp,
+        sources: Sequence[Bytes],
+        prescale: float,
+        postscale: float,
+        out: Bytes,
+    ) -> None:
+        """Writes ``out``, which may be one of the sources. TypeError for an operation the element type lacks."""
+        addresses = [_pointer("uint8_t[]", source) for source in sources]
+        numel = len(out) // DType(dtype).itemsize
+        pointers = ffi.new("void *[]", addresses)
+        if lib.ocomm_reduce(dtype, op, len(addresses), pointers, numel, prescale, postscale, _pointer(out)) < 0:
+            raise TypeError(unsupported_reduction(dtype, op, prescale, postscale))
+
+    def checksum(self, data: Bytes, full: bool) -> int:
+        """Hash of a sample of the buffer, or of all of it."""
+        return int(lib.ocomm_checksum(_pointer(data), len(data), full))

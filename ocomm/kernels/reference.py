@@ -1,0 +1,333 @@
+"""The kernels in plain NumPy: slow, obvious, and the law that every other implementation equals bit for bit.
+
+All arithmetic is float32 and each operation rounds on its own. Three conventions hold everywhere:
+
+- The sign of 0 and of -0.0 is +1. A block's signs are ``ceil(length / 8)`` bytes, the first element in the lowest bit,
+  1 = positive; bits after the last element are 0.
+- A masked element is not counted in its block's scale, its bit is 1, its result is 0, and what it brings stays in the
+  error. A block with nothing but masked elements has scale 0, and so has a block of zeros.
+- If what a block holds is not finite, masked elements included, its scale is not finite either: the scale alone tells
+  every rank. The error written is then worthless.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.kernels.base import Bytes, Floats, Table
+from ocomm.types import DType, ReduceOp
+
+LANES = 32
+_ZERO = np.float32(0)
+
+
+class ReferenceKernels:
+    """See ``ocomm.kernels.base.Kernels`` for the arguments."""
+
+    name = "reference"
+
+    def compress(
+        self,
+        blocks: Table,
+        values: Floats,
+        error: Floats,
+        error_out: Floats,
+        mask: Bytes | None,
+        scale: str,
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out`` where the blocks are; ``error_out`` may be ``error``."""
+        finite = True
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                at = _span(block["offset"], block)
+                c = values[at] + error[at]
+                masked = _masked(mask, block)
+                finite &= _send(block, c, c, masked, scale, packed, error_out[at])
+        return finite
+
+    def compress_momentum(
+        self,
+        blocks: Table,
+        tensors: Table,
+        previous: Bytes | None,
+        error: Floats,
+        error_out: Floats,
+        mask: Bytes | None,
+        scale: str,
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``. A tensor's row with gradient 0 counts as a gradient of zeros; without
+        dense momentum and without ``previous`` the momentum is zero."""
+        finite = True
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                tensor = tensors[block["tensor"]]
+                masked = _masked(mask, block)
+                gradient = _tensor_part(tensor["grad"], block)
+                if tensor["weight_decay"] != 0:
+                    gradient = gradient + tensor["weight_decay"] * _tensor_part(tensor["param"], block)
+                if tensor["momentum"]:
+                    average = _tensor_part(tensor["momentum"], block)
+                elif previous is not None:
+                    average = np.where(masked, _ZERO, _decoded(previous, block))
+                else:
+                    average = np.zeros(block["length"], np.float32)
+                m = tensor["beta1"] * average + tensor["one_minus_beta1"] * gradient
+                at = _span(block["offset"], block)
+                c = m + error[at]
+                finite &= _send(block, c, c, masked, scale, packed, error_out[at])
+        return finite
+
+    def average(
+        self,
+        blocks: Table,
+        received: Sequence[Bytes],
+        origin: int,
+        error: Floats,
+        error_out: Floats,
+        mask: Bytes | None,
+        scale: str,
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``, the latter unchanged from ``error`` where masked."""
+        finite = True
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                total = _decoded(received[0], block, origin)
+                for message in received[1:]:
+                    total = total + _decoded(message, block, origin)
+                at = _span(block["owned"], block)
+                kept = error[at].copy()
+                a = total * np.float32(1 / len(received)) + kept
+                finite &= _send(block, a, kept, _masked(mask, block), scale, packed, error_out[at])
+        return finite
+
+    def unpack(self, blocks: Table, packed: Bytes, mask: Bytes | None, out: Floats) -> None:
+        """Writes ``out`` where the blocks are."""
+        for block in blocks:
+            result = np.where(_masked(mask, block), _ZERO, _decoded(packed, block))
+            out[_span(block["offset"], block)] = result
+
+    def apply(self, blocks: Table, tensors: Table, packed: Bytes, denominator: Floats, mask: Bytes | None) -> None:
+        """Updates the tensors behind the ``param`` addresses in place, except those with ``skip``."""
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                tensor = tensors[block["tensor"]]
+                if tensor["skip"]:
+                    continue
+                param = _tensor_part(tensor["param"], block)
+                if tensor["decay"] != 1:
+                    param[:] = param * tensor["decay"]
+                step = (tensor["step_size"] * _scale(packed, block)) * _signs(packed, block)
+                moved = param - step / denominator[_span(block["offset"], block)]
+                param[:] = np.where(_masked(mask, block), param, moved)
+
+    def reduce(
+        self,
+        dtype: DType,
+        op: ReduceOp,
+        sources: Sequence[Bytes],
+        prescale: float,
+        postscale: float,
+        out: Bytes,
+    ) -> None:
+        """Writes ``out``, which may be one of the sources. AVERAGE is SUM: its 1/n is in ``postscale``.
+
+        Integers wrap; they are scaled through float64 and cut towards zero, at the type's limits at the latest.
+        TypeError for an operation that the element type does not have.
+        """
+        _reject_unsupported(dtype, op, prescale, postscale)
+        with np.errstate(all="ignore"):
+            total = _scaled(_load(sources[0], dtype), prescale)
+            for source in sources[1:]:
+                total = _COMBINE[op](total, _scaled(_load(source, dtype), prescale))
+            out[:] = _store(_scaled(total, postscale), dtype)
+
+    def checksum(self, data: Bytes, full: bool) -> int:
+        """Sum of the mixed 8-byte words: all of them, or one from each of 64 stretches and the end."""
+        count = len(data) // 8
+        words = data[: 8 * count].view(np.uint64)
+        if full or count <= 512:
+            at = np.arange(count, dtype=np.uint64)
+        else:
+            stretch = np.uint64(count // 64)
+            k = np.arange(64, dtype=np.uint64)
+            at = k * stretch + (((k + np.uint64(1)) * _STEP) >> np.uint64(33)) % stretch
+        end = np.zeros(8, np.uint8)
+        end[: len(data) % 8] = data[8 * count :]
+        parts = [_mixed(words[at], at), np.array([len(data)], np.uint64) * _SPREAD]
+        if len(data) % 8:
+            parts.append(_mixed(end.view(np.uint64), np.array([count], np.uint64)))
+        return int(np.concatenate(parts).sum(dtype=np.uint64))
+
+
+def _span(first: int, block: np.void) -> slice:
+    return slice(int(first), int(first) + int(block["length"]))
+
+
+def _bits(data: Bytes, first_byte: int, block: np.void) -> NDArray[np.bool_]:
+    length = int(block["length"])
+    return np.unpackbits(data[first_byte : first_byte + (length + 7) // 8], count=length, bitorder="little").view(bool)
+
+
+def _masked(mask: Bytes | None, block: np.void) -> NDArray[np.bool_]:
+    if mask is None:
+        return np.zeros(block["length"], bool)
+    return _bits(mask, int(block["offset"]) // 8, block)
+
+
+def _scale(message: Bytes, block: np.void, origin: int = 0) -> np.float32:
+    at = int(block["scale"]) - origin
+    return np.frombuffer(message[at : at + 4].tobytes(), np.float32)[0]
+
+
+def _signs(message: Bytes, block: np.void, origin: int = 0) -> Floats:
+    positive = _bits(message, int(block["bits"]) - origin, block)
+    return np.where(positive, np.float32(1), np.float32(-1))
+
+
+def _decoded(message: Bytes, block: np.void, origin: int = 0) -> Floats:
+    return _scale(message, block, origin) * _signs(message, block, origin)
+
+
+def _tensor_part(address: np.uint64, block: np.void) -> Floats:
+    """The block's elements of the tensor at an address, as a view; zeros where there is no tensor."""
+    length = int(block["length"])
+    if not address:
+        return np.zeros(length, np.float32)
+    first = int(address) + 4 * int(block["start"])
+    return np.frombuffer((ctypes.c_float * length).from_address(first), np.float32)
+
+
+def _lane_sum(parts: Floats) -> np.float32:
+    """Lane k of 32 adds parts k, k + 32, ...; then the lanes are folded by halves."""
+    padded = np.zeros(-(-len(parts) // LANES) * LANES, np.float32)
+    padded[: len(parts)] = parts
+    lanes = np.zeros(LANES, np.float32)
+    for row in padded.reshape(-1, LANES):
+        lanes = lanes + row
+    for half in (16, 8, 4, 2, 1):
+        lanes = lanes[:half] + lanes[half : 2 * half]
+    return np.float32(lanes[0])
+
+
+def _send(
+    block: np.void,
+    c: Floats,
+    kept: Floats,
+    masked: NDArray[np.bool_],
+    scale: str,
+    packed: Bytes,
+    error_out: Floats,
+) -> bool:
+    """Signs and scale of c into ``packed``; what was not sent, ``kept`` where masked, into ``error_out``."""
+    count = len(c) - int(np.count_nonzero(masked))
+    inverse = np.float32(1 / count) if count else _ZERO
+    # c - c is +0.0, or NaN where c is not finite.
+    if scale == "rms":
+        s = np.sqrt(_lane_sum(np.where(masked, c - c, c * c)) * inverse)
+    else:
+        s = _lane_sum(np.where(masked, c - c, np.abs(c))) * inverse
+    positive = c >= 0
+    signs = np.packbits(positive | masked, bitorder="little")
+    packed[int(block["bits"]) : int(block["bits"]) + len(signs)] = signs
+    packed[int(block["scale"]) : int(block["scale"]) + 4] = np.frombuffer(np.float32(s).tobytes(), np.uint8)
+    error_out[:] = np.where(masked, kept, c - np.where(positive, s, -s))
+    return bool(np.isfinite(s))
+
+
+_NUMPY_DTYPE = {
+    DType.UINT8: np.uint8,
+    DType.INT8: np.int8,
+    DType.INT16: np.int16,
+    DType.INT32: np.int32,
+    DType.INT64: np.int64,
+    DType.BOOL: np.bool_,
+    DType.FLOAT16: np.float16,
+    DType.BFLOAT16: np.uint16,
+    DType.FLOAT32: np.float32,
+    DType.FLOAT64: np.float64,
+}
+
+_COMBINE: dict[ReduceOp, Callable[[NDArray, NDArray], NDArray]] = {
+    ReduceOp.AVERAGE: np.add,
+    ReduceOp.SUM: np.add,
+    # As np.minimum and np.maximum, which leave open which of 0.0 and -0.0 comes back: here the later rank's.
+    ReduceOp.MIN: lambda a, b: np.where((a < b) | (a != a), a, b),
+    ReduceOp.MAX: lambda a, b: np.where((a > b) | (a != a), a, b),
+    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.BITWISE_OR: np.bitwise_or,
+}
+
+
+def _reject_unsupported(dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> None:
+    if dtype == DType.BOOL:
+        supported = op in (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+    elif op == ReduceOp.BITWISE_OR:
+        supported = dtype == DType.UINT8
+    else:
+        supported = op in _COMBINE
+    scalable = dtype != DType.BOOL and op != ReduceOp.BITWISE_OR
+    if not supported or (not scalable and (prescale != 1 or postscale != 1)):
+        raise TypeError(unsupported_reduction(dtype, op, prescale, postscale))
+
+
+def unsupported_reduction(dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> str:
+    """The message of the TypeError which all kernels raise."""
+    scaled = "" if prescale == postscale == 1 else f" with prescale {prescale} and postscale {postscale}"
+    return f"{ReduceOp(op).label} is not defined for {DType(dtype).label}{scaled}"
+
+
+def _load(source: Bytes, dtype: DType) -> NDArray:
+    elements = np.frombuffer(source.tobytes(), _NUMPY_DTYPE[dtype])
+    if dtype == DType.BFLOAT16:
+        return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == DType.FLOAT16:
+        return elements.astype(np.float32)
+    if dtype == DType.BOOL:
+        return elements.view(np.uint8) != 0
+    return elements
+
+
+def _store(total: NDArray, dtype: DType) -> Bytes:
+    if dtype == DType.BFLOAT16:
+        # Round half to even: add just less than half a unit, and one more where the unit is odd.
+        bits = total.view(np.uint32)
+        nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+        total = np.where(np.isnan(total), quiet, nearest)
+    return total.astype(_NUMPY_DTYPE[dtype]).view(np.uint8)
+
+
+def _scaled(elements: NDArray, factor: float) -> NDArray:
+    if factor == 1:
+        return elements
+    if elements.dtype.kind == "f":
+        return elements * elements.dtype.type(factor)
+    limits = np.iinfo(elements.dtype)
+    exact = elements.astype(np.float64) * factor
+    whole = np.trunc(exact)
+    # A product that misses a whole number by no more than rounding can explain is that number: the average of 49 ones,
+    # 49 * (1 / 49), is 1.
+    missing = 1 - np.abs(exact - whole)
+    up = (missing < 1) & (missing <= np.abs(exact) * 2.0**-51)
+    whole = np.where(up, whole + np.sign(exact), whole)
+    low, high = exact <= float(limits.min), exact >= float(limits.max)
+    result = np.where(low | high | np.isnan(exact), 0, whole).astype(elements.dtype)
+    result[low] = limits.min
+    result[high] = limits.max
+    return result
+
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_SPREAD = np.uint64(0xD6E8FEB86659FD93)
+
+
+def _mixed(words: NDArray[np.uint64], position: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = words + (position + np.uint64(1)) * _STEP
+    return (x ^ (x >> np.uint64(32))) * _SPREAD

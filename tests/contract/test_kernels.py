@@ -1,0 +1,631 @@
+"""What every set of kernels does: the reference obeys the laws, and the C loops equal the reference bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ocomm.kernels import BLOCK, TENSOR, Kernels, cpu_kernels, reference
+from ocomm.types import DType, ReduceOp
+
+native = pytest.importorskip("ocomm._native", reason="the extension ocomm._native is not built")
+
+LENGTHS = ((), (1,), (31,), (4095,), (4096,), (4097,), (100003,), (1, 70, 4096, 3, 9001))
+SCALES = ("l1", "rms")
+
+
+@pytest.fixture(params=["portable", "avx2"])
+def cpu(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    """The C loops, once per path."""
+    usual = native.ffi.string(native.lib.ocomm_path())
+    if native.lib.ocomm_select_path(request.param.encode()) < 0:
+        pytest.skip(f"this processor cannot run the {request.param} path")
+    yield cpu_kernels()
+    native.lib.ocomm_select_path(usual)
+
+
+@pytest.fixture(params=["reference", "portable", "avx2"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    """Every implementation."""
+    if request.param == "reference":
+        yield reference
+        return
+    usual = native.ffi.string(native.lib.ocomm_path())
+    if native.lib.ocomm_select_path(request.param.encode()) < 0:
+        pytest.skip(f"this processor cannot run the {request.param} path")
+    yield cpu_kernels()
+    native.lib.ocomm_select_path(usual)
+
+
+@dataclass
+class World:
+    """A layout of some tensors, and everything a step needs, filled at random."""
+
+    lengths: tuple[int, ...]
+    seed: int = 0
+    block_size: int = 4096
+    ranks: int = 3
+    masked: float = 0.0  # share of masked elements; half of them lie in runs, as unused rows do
+    extreme: bool = False
+    rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng([self.seed, *self.lengths])
+        rows = []
+        flat = owned = 0
+        message = 12  # a header, so that positions are not offsets
+        for tensor, numel in enumerate(self.lengths):
+            for start in range(0, numel, self.block_size):
+                length = min(self.block_size, numel - start)
+                scale = -(-(message + int(self.rng.integers(0, 4))) // 4) * 4
+                bits = scale + 4 + int(self.rng.integers(0, 3))
+                rows.append((flat, start, owned, bits, scale, length, tensor))
+                message = bits + (length + 7) // 8
+                flat += -(-length // 16) * 16
+                owned += length + 3
+        self.blocks = np.array(rows, BLOCK)
+        self.rng.shuffle(self.blocks)
+        self.numel, self.owned_numel, self.nbytes = flat, owned, message + 5
+        self.values = self.floats(flat)
+        self.error = self.floats(flat)
+        self.owner_error = self.floats(owned)
+        self.denominator = np.abs(self.floats(flat)) + np.float32(1e-8)
+        self.mask = self._mask() if self.masked else None
+        self.messages = [self.message() for _ in range(self.ranks)]
+        # One element off, so that nothing a tensor holds is aligned to more than a float.
+        self.grads, self.params, self.momenta = ([self.floats(n + 1)[1:] for n in self.lengths] for _ in range(3))
+
+    def floats(self, numel: int) -> np.ndarray:
+        x = self.rng.standard_normal(numel).astype(np.float32)
+        x[self.rng.random(numel) < 0.05] = 0.0
+        x[self.rng.random(numel) < 0.05] = -0.0
+        if self.extreme:
+            x *= np.exp2(self.rng.integers(-150, 100, numel)).astype(np.float32)
+        return x
+
+    def message(self) -> np.ndarray:
+        """Random signs and scales of all blocks, as a rank would send them; odd bytes in front."""
+        whole = self.rng.integers(0, 256, self.nbytes + 3, np.uint8)[3:]
+        for block in self.blocks:
+            scale = np.float32(self.rng.choice([0.0, 1e-3, self.rng.random()]))
+            whole[block["scale"] : block["scale"] + 4] = np.frombuffer(scale.tobytes(), np.uint8)
+        return whole
+
+    def _mask(self) -> np.ndarray:
+        masked = self.rng.random(self.numel) < self.masked / 2
+        for first in self.rng.integers(0, self.numel + 1, 1 + int(self.numel * self.masked / 200)):
+            masked[first : first + 100] = True
+        return np.packbits(masked, bitorder="little")
+
+    def tensors(self, **columns: object) -> np.ndarray:
+        """The tensor table; a column is one value for all tensors, or an array list whose addresses are taken."""
+        table = np.zeros(len(self.lengths), TENSOR)
+        table["beta1"], table["one_minus_beta1"], table["decay"] = 0.9, 0.1, 1
+        for name, column in columns.items():
+            if isinstance(column, list):
+                table[name] = [array.__array_interface__["data"][0] for array in column]
+            else:
+                table[name] = column
+        return table
+
+    def sent(self, kernels: Kernels, scale: str = "l1") -> tuple[bool, np.ndarray, np.ndarray]:
+        """compress(): its answer, the packed bytes, the new error; untouched bytes are 0x5a, untouched errors 7."""
+        packed, error_out = self.empty()
+        finite = kernels.compress(self.blocks, self.values, self.error, error_out, self.mask, scale, packed)
+        return finite, packed, error_out
+
+    def empty(self, numel: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        packed = np.full(self.nbytes, 0x5A, np.uint8)
+        return packed, np.full(self.numel if numel is None else numel, 7, np.float32)
+
+    def hidden(self, block: np.void) -> np.ndarray:
+        if self.mask is None:
+            return np.zeros(block["length"], bool)
+        return np.unpackbits(self.mask, bitorder="little").view(bool)[span(block)]
+
+
+def span(block: np.void, first: str = "offset") -> slice:
+    return slice(int(block[first]), int(block[first] + block["length"]))
+
+
+def scale_in(packed: np.ndarray, block: np.void) -> np.float32:
+    return np.frombuffer(packed[block["scale"] : block["scale"] + 4].tobytes(), np.float32)[0]
+
+
+def bits_in(packed: np.ndarray, block: np.void, count: int | None = None) -> np.ndarray:
+    field_bytes = packed[block["bits"] : block["bits"] + (block["length"] + 7) // 8]
+    return np.unpackbits(field_bytes, count=int(block["length"]) if count is None else count, bitorder="little")
+
+
+def signs_in(packed: np.ndarray, block: np.void) -> np.ndarray:
+    return bits_in(packed, block).astype(np.float32) * 2 - 1
+
+
+def same_bits(got: object, expected: object) -> bool:
+    """Equal answers, or equal arrays down to the sign of a zero; any NaN equals any NaN."""
+    if isinstance(got, np.ndarray):
+        assert isinstance(expected, np.ndarray)
+        if got.dtype.kind == "f":
+            nan = np.isnan(got) & np.isnan(expected)
+            word = f"u{got.dtype.itemsize}"
+            return bool(((got.view(word) == expected.view(word)) | nan).all())
+        return bool((got == expected).all())
+    return got == expected
+
+
+def all_same(got: tuple, expected: tuple) -> bool:
+    return len(got) == len(expected) and all(map(same_bits, got, expected))
+
+
+worlds = st.builds(
+    World,
+    lengths=st.lists(st.integers(0, 150), max_size=4).map(tuple),
+    seed=st.integers(0, 2**32),
+    block_size=st.sampled_from([16, 32, 64, 80]),
+    ranks=st.integers(1, 9),
+    masked=st.sampled_from([0.0, 0.01, 0.5, 1.9]),
+    extreme=st.booleans(),
+)
+few = settings(max_examples=100, deadline=None)
+
+
+def momentum_results(world: World, kernels: Kernels, scale: str) -> tuple:
+    """compress_momentum() of every kind of source."""
+    results = []
+    dense = {"momentum": world.momenta}
+    coupled = {"param": world.params, "weight_decay": 0.01}
+    for previous, columns in (
+        (None, {"grad": world.grads, **dense}),
+        (world.messages[0], {"grad": world.grads}),
+        (world.messages[0], {"grad": world.grads, **coupled}),
+        (world.messages[0], {"grad": world.grads, **dense, **coupled}),
+        (world.messages[0], coupled),
+        (None, {"grad": world.grads, "beta1": 0.3}),
+        (None, {}),
+    ):
+        packed, error_out = world.empty()
+        tensors = world.tensors(**columns)
+        finite = kernels.compress_momentum(
+            world.blocks, tensors, previous, world.error, error_out, world.mask, scale, packed
+        )
+        results += [finite, packed, error_out]
+    return tuple(results)
+
+
+def average_results(world: World, kernels: Kernels, scale: str) -> tuple:
+    packed, error_out = world.empty(world.owned_numel)
+    origin = 8  # this owner's blocks start later in everyone's packed buffer
+    received = [message[origin:] for message in world.messages]
+    error = world.owner_error
+    finite = kernels.average(world.blocks, received, origin, error, error_out, world.mask, scale, packed)
+    return finite, packed, error_out
+
+
+def apply_results(world: World, kernels: Kernels) -> tuple:
+    results = []
+    for decay in (1, 0.99):
+        params = [np.concatenate([[np.float32(7)], p]).astype(np.float32)[1:] for p in world.params]
+        tensors = world.tensors(param=params, step_size=1e-3, decay=decay)
+        tensors["skip"][1:2] = 1
+        kernels.apply(world.blocks, tensors, world.messages[0], world.denominator, world.mask)
+        results += params
+    return tuple(results)
+
+
+def unpack_results(world: World, kernels: Kernels) -> tuple:
+    out = world.empty()[1]
+    kernels.unpack(world.blocks, world.messages[0], world.mask, out)
+    return (out,)
+
+
+class TestEqualsTheReference:
+    @pytest.mark.parametrize("scale", SCALES)
+    @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+    def test_every_loop_at_every_length(self, cpu: Kernels, lengths: tuple[int, ...], scale: str) -> None:
+        masked = 0.02 if scale == "l1" else 0.0
+        world = World(lengths, masked=masked if sum(lengths) else 0.0)
+        assert all_same(world.sent(cpu, scale), world.sent(reference, scale))
+        assert all_same(average_results(world, cpu, scale), average_results(world, reference, scale))
+        assert all_same(unpack_results(world, cpu), unpack_results(world, reference))
+        assert all_same(apply_results(world, cpu), apply_results(world, reference))
+        if sum(lengths) < 50000:
+            assert all_same(momentum_results(world, cpu, scale), momentum_results(world, reference, scale))
+
+    @few
+    @given(world=worlds, scale=st.sampled_from(SCALES))
+    def test_compress(self, world: World, scale: str) -> None:
+        for cpu in cpu_paths():
+            assert all_same(world.sent(cpu, scale), world.sent(reference, scale))
+
+    @few
+    @given(world=worlds, scale=st.sampled_from(SCALES))
+    def test_compress_momentum(self, world: World, scale: str) -> None:
+        for cpu in cpu_paths():
+            assert all_same(momentum_results(world, cpu, scale), momentum_results(world, reference, scale))
+
+    @few
+    @given(world=worlds, scale=st.sampled_from(SCALES))
+    def test_average(self, world: World, scale: str) -> None:
+        for cpu in cpu_paths():
+            assert all_same(average_results(world, cpu, scale), average_results(world, reference, scale))
+
+    @few
+    @given(world=worlds)
+    def test_unpack_and_apply(self, world: World) -> None:
+        for cpu in cpu_paths():
+            assert all_same(unpack_results(world, cpu), unpack_results(world, reference))
+            assert all_same(apply_results(world, cpu), apply_results(world, reference))
+
+    @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 17, 70])
+    def test_average_of_any_number_of_ranks(self, cpu: Kernels, ranks: int) -> None:
+        world = World((500, 33), ranks=ranks, block_size=128, masked=0.05)
+        assert all_same(average_results(world, cpu, "l1"), average_results(world, reference, "l1"))
+
+    def test_one_block_per_tensor_may_be_longer_than_any_cache_line_of_blocks(self, cpu: Kernels) -> None:
+        world = World((70001, 40, 20000), block_size=1 << 20)
+        assert all_same(world.sent(cpu), world.sent(reference))
+
+
+def cpu_paths() -> Iterator[Kernels]:
+    """The C loops on one path after the other, for tests that draw their input (a fixture would not be reset)."""
+    usual = native.ffi.string(native.lib.ocomm_path())
+    try:
+        for path in (b"portable", b"avx2"):
+            if native.lib.ocomm_select_path(path) == 0:
+                yield cpu_kernels()
+    finally:
+        native.lib.ocomm_select_path(usual)
+
+
+class TestCompress:
+    @pytest.mark.parametrize("masked", [0.0, 0.3])
+    @pytest.mark.parametrize("scale", SCALES)
+    def test_what_is_sent_and_what_stays_are_what_there_was(self, kernels: Kernels, scale: str, masked: float) -> None:
+        world = World((5000, 77), masked=masked)
+        finite, packed, error_out = world.sent(kernels, scale)
+        assert finite
+        for block in world.blocks:
+            c = world.values[span(block)] + world.error[span(block)]
+            hidden = world.hidden(block)
+            result = np.where(hidden, np.float32(0), scale_in(packed, block) * signs_in(packed, block))
+            assert same_bits(error_out[span(block)], np.where(hidden, c, c - result))
+
+    @pytest.mark.parametrize("masked", [0.0, 0.3])
+    def test_the_scale_is_the_mean_of_the_unmasked_magnitudes(self, kernels: Kernels, masked: float) -> None:
+        world = World((5000, 77), masked=masked)
+        l1, rms = world.sent(kernels)[1], world.sent(kernels, "rms")[1]
+        for block in world.blocks:
+            c = (world.values[span(block)] + world.error[span(block)]).astype(np.float64)[~world.hidden(block)]
+            assert scale_in(l1, block) == pytest.approx(np.abs(c).mean(), rel=1e-6)
+            assert scale_in(rms, block) == pytest.approx(np.sqrt((c * c).mean()), rel=1e-6)
+
+    def test_signs_are_exact_and_both_zeros_are_positive(self, kernels: Kernels) -> None:
+        world = World((300,), extreme=True)
+        world.error[:] = -0.0
+        packed = world.sent(kernels)[1]
+        assert (bits_in(packed, world.blocks[0]) == (world.values[:300] >= 0)).all()
+        assert (world.values == 0).any() and np.signbit(world.values[world.values == 0]).any()
+
+    def test_a_block_of_zeros_comes_back_as_zeros(self, kernels: Kernels) -> None:
+        world = World((4096, 50))
+        world.values[:] = 0
+        world.error[:] = -0.0
+        finite, packed, error_out = world.sent(kernels)
+        out = world.empty()[1]
+        kernels.unpack(world.blocks, packed, None, out)
+        for block in world.blocks:
+            assert scale_in(packed, block) == 0
+            assert (out[span(block)] == 0).all() and (error_out[span(block)] == 0).all()
+        assert finite
+
+    def test_nothing_but_the_blocks_is_written(self, kernels: Kernels) -> None:
+        world = World((31, 4097, 1))
+        _, packed, error_out = world.sent(kernels)
+        flat, message = np.zeros(world.numel, bool), np.zeros(world.nbytes, bool)
+        for block in world.blocks:
+            flat[span(block)] = True
+            message[block["scale"] : block["scale"] + 4] = True
+            message[block["bits"] : block["bits"] + (block["length"] + 7) // 8] = True
+        assert (error_out[~flat] == 7).all()
+        assert (packed[~message] == 0x5A).all()
+
+    def test_bits_after_the_last_element_are_zero(self, kernels: Kernels) -> None:
+        world = World((1, 31, 4093))
+        packed = world.sent(kernels)[1]
+        for block in world.blocks:
+            assert not bits_in(packed, block, count=-(-int(block["length"]) // 8) * 8)[block["length"] :].any()
+
+    def test_the_error_may_be_updated_in_place(self, kernels: Kernels) -> None:
+        world = World((9000, 100), masked=0.1)
+        _, packed, expected = world.sent(kernels)
+        again = np.zeros_like(packed)
+        kernels.compress(world.blocks, world.values, world.error, world.error, world.mask, "l1", again)
+        for block in world.blocks:
+            assert same_bits(world.error[span(block)], expected[span(block)])
+            assert (bits_in(again, block) == bits_in(packed, block)).all()
+
+    @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+    @pytest.mark.parametrize("where", [0, 31, 4095, 4999])
+    @pytest.mark.parametrize("masked", [0.0, 0.2, 2.0])
+    def test_a_value_that_is_not_finite_is_told_even_if_masked(
+        self, kernels: Kernels, bad: float, where: int, masked: float
+    ) -> None:
+        world = World((5000,), masked=masked)
+        world.values[where] = bad
+        finite, packed, _ = world.sent(kernels)
+        scales = {int(block["start"]): scale_in(packed, block) for block in world.blocks}
+        assert not finite
+        assert not np.isfinite(scales[where // 4096 * 4096])
+        assert np.isfinite(scales[4096 - where // 4096 * 4096])
+
+    def test_a_block_masked_as_a_whole_sends_nothing_and_keeps_everything(self, kernels: Kernels) -> None:
+        world = World((4096, 40), masked=1.0)
+        world.mask = np.full(world.numel // 8, 0xFF, np.uint8)
+        finite, packed, error_out = world.sent(kernels)
+        out = world.empty()[1]
+        kernels.unpack(world.blocks, packed, world.mask, out)
+        assert finite
+        for block in world.blocks:
+            assert scale_in(packed, block) == 0 and bits_in(packed, block).all()
+            assert same_bits(error_out[span(block)], world.values[span(block)] + world.error[span(block)])
+            assert (out[span(block)] == 0).all()
+
+    def test_masked_elements_do_not_change_their_neighbours(self, kernels: Kernels) -> None:
+        world = World((4096,), masked=0.3)
+        block, hidden = world.blocks[0], world.hidden(world.blocks[0])
+        _, packed, error_out = world.sent(kernels)
+        world.values[hidden] *= 1000
+        _, packed_after, error_after = world.sent(kernels)
+        assert (packed_after == packed).all()
+        assert bits_in(packed, block)[hidden].all()
+        assert same_bits(error_after[~hidden], error_out[~hidden])
+
+
+class TestCompressMomentum:
+    @pytest.mark.parametrize("masked", [0.0, 0.3])
+    def test_it_is_compress_of_the_momentum(self, kernels: Kernels, masked: float) -> None:
+        world = World((5000,), masked=masked)
+        beta1, rest = np.float32(0.9), np.float32(0.1)
+        before = world.empty()[1]
+        kernels.unpack(world.blocks, world.messages[0], world.mask, before)
+        for momentum in (before[:5000], world.momenta[0]):
+            dense = momentum is world.momenta[0]
+            tensors = world.tensors(
+                grad=world.grads, param=world.params, weight_decay=0.01, **({"momentum": [momentum]} if dense else {})
+            )
+            gradient = world.grads[0] + np.float32(0.01) * world.params[0]
+            for block in world.blocks:
+                piece = slice(int(block["start"]), int(block["start"] + block["length"]))
+                world.values[span(block)] = beta1 * momentum[piece] + rest * gradient[piece]
+            packed, error_out = world.empty()
+            kernels.compress_momentum(
+                world.blocks, tensors, world.messages[0], world.error, error_out, world.mask, "l1", packed
+            )
+            assert all_same((packed, error_out), world.sent(kernels)[1:])
+
+
+class TestAverage:
+    def test_the_owner_keeps_what_it_does_not_send(self, kernels: Kernels) -> None:
+        world = World((5000, 77), masked=0.3, ranks=4)
+        finite, packed, error_out = average_results(world, kernels, "l1")
+        assert finite
+        for block in world.blocks:
+            hidden = world.hidden(block)
+            total = sum(scale_in(m, block).astype(np.float64) * signs_in(m, block) for m in world.messages)
+            error = world.owner_error[span(block, "owned")]
+            kept = error_out[span(block, "owned")]
+            sent = scale_in(packed, block) * signs_in(packed, block)
+            assert same_bits(kept[hidden], error[hidden])
+            assert np.allclose((sent + kept)[~hidden], (total / 4 + error)[~hidden], rtol=1e-5, atol=1e-6)
+
+    def test_of_one_rank_without_error_it_returns_the_message(self, kernels: Kernels) -> None:
+        world = World((5000, 77), ranks=1)
+        world.owner_error[:] = 0
+        _, packed, error_out = average_results(world, kernels, "l1")
+        for block in world.blocks:
+            sent = scale_in(world.messages[0], block)
+            assert scale_in(packed, block) == pytest.approx(sent, rel=1e-5)
+            assert sent == 0 or (bits_in(packed, block) == bits_in(world.messages[0], block)).all()
+            assert np.allclose(error_out[span(block, "owned")], 0, atol=1e-5)
+
+    @pytest.mark.parametrize("masked", [0.0, 0.2, 2.0])
+    def test_one_scale_that_is_not_finite_is_passed_on(self, kernels: Kernels, masked: float) -> None:
+        world = World((4096, 40), masked=masked)
+        block = world.blocks[0]
+        world.messages[1][block["scale"] : block["scale"] + 4] = np.frombuffer(np.float32(np.nan).tobytes(), np.uint8)
+        finite, packed, _ = average_results(world, kernels, "l1")
+        assert not finite
+        assert [np.isfinite(scale_in(packed, b)) for b in world.blocks] == [False, True]
+
+
+class TestUnpackAndApply:
+    def test_unpack_gives_scale_times_sign_and_zero_where_masked(self, kernels: Kernels) -> None:
+        world = World((4097, 31), masked=0.3)
+        (out,) = unpack_results(world, kernels)
+        written = np.zeros(world.numel, bool)
+        for block in world.blocks:
+            expected = scale_in(world.messages[0], block) * signs_in(world.messages[0], block)
+            assert (out[span(block)] == np.where(world.hidden(block), 0, expected)).all()
+            written[span(block)] = True
+        assert (out[~written] == 7).all()
+
+    def test_apply_moves_by_step_over_denominator_and_masked_elements_only_decay(self, kernels: Kernels) -> None:
+        world = World((5000, 300), masked=0.3)
+        params = [p.copy() for p in world.params]
+        kernels.apply(
+            world.blocks,
+            world.tensors(param=params, step_size=0.01, decay=0.9),
+            world.messages[0],
+            world.denominator,
+            world.mask,
+        )
+        for block in world.blocks:
+            piece = slice(int(block["start"]), int(block["start"] + block["length"]))
+            before = world.params[block["tensor"]][piece] * np.float32(0.9)
+            after = params[block["tensor"]][piece]
+            hidden = world.hidden(block)
+            sent = scale_in(world.messages[0], block).astype(np.float64) * signs_in(world.messages[0], block)
+            expected = before - 0.01 * sent / world.denominator[span(block)]
+            assert same_bits(after[hidden], before[hidden])
+            assert np.allclose(after[~hidden], expected[~hidden], rtol=1e-5, atol=1e-6)
+
+    def test_a_skipped_tensor_is_left_alone(self, kernels: Kernels) -> None:
+        world = World((5000,))
+        params = [world.params[0].copy()]
+        tensors = world.tensors(param=params, step_size=0.01, decay=0.9, skip=1)
+        kernels.apply(world.blocks, tensors, world.messages[0], world.denominator, None)
+        assert same_bits(params[0], world.params[0])
+
+
+def raw_elements(dtype: DType, numel: int, rng: np.random.Generator) -> np.ndarray:
+    """Random bytes as elements: every NaN, infinity and subnormal of a 16-bit float turns up; odd address."""
+    data = rng.integers(0, 256, numel * dtype.itemsize + 1, np.uint8)[1:]
+    if dtype in (DType.FLOAT32, DType.FLOAT64):
+        floats = rng.standard_normal(numel).astype(f"f{dtype.itemsize}")
+        floats[rng.random(numel) < 0.05] = np.nan
+        floats[rng.random(numel) < 0.05] = -0.0
+        floats[rng.random(numel) < 0.05] = np.inf
+        data[:] = floats.view(np.uint8)
+    return data
+
+
+def as_elements(data: np.ndarray, dtype: DType) -> np.ndarray:
+    copy = np.frombuffer(data.tobytes(), np.uint8)
+    if dtype == DType.BFLOAT16:
+        words = copy.view(np.uint16).astype(np.uint32) << 16
+        return words.view(np.float32)
+    if dtype == DType.BOOL:
+        return copy
+    return copy.view(dtype.label)
+
+
+ARITHMETIC = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+LOGIC = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+REDUCTIONS = (
+    [(dtype, op) for dtype in DType if dtype != DType.BOOL for op in ARITHMETIC]
+    + [(DType.BOOL, op) for op in LOGIC]
+    + [(DType.UINT8, ReduceOp.BITWISE_OR)]
+)
+
+
+class TestReduce:
+    @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda value: value.label)
+    def test_it_equals_the_reference(self, cpu: Kernels, dtype: DType, op: ReduceOp) -> None:
+        rng = np.random.default_rng(dtype * 10 + op)
+        factors = [(1.0, 1.0)]
+        if dtype != DType.BOOL and op != ReduceOp.BITWISE_OR:
+            factors += [(1.0, 1 / 3), (0.3, 1.0), (-7.7, 1e-3)]
+        for numel in (0, 1, 31, 1024, 3001):
+            for ranks in (1, 2, 5):
+                sources = [raw_elements(dtype, numel, rng) for _ in range(ranks)]
+                for prescale, postscale in factors:
+                    got, expected = np.empty_like(sources[0]), np.empty_like(sources[0])
+                    cpu.reduce(dtype, op, sources, prescale, postscale, got)
+                    reference.reduce(dtype, op, sources, prescale, postscale, expected)
+                    assert same_bits(as_elements(got, dtype), as_elements(expected, dtype))
+
+    @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=lambda dtype: dtype.label)
+    def test_every_16_bit_float_survives_alone(self, kernels: Kernels, dtype: DType) -> None:
+        every = np.arange(65536).astype(np.uint16).view(np.uint8)
+        out = np.empty_like(every)
+        kernels.reduce(dtype, ReduceOp.SUM, [every], 1.0, 1.0, out)
+        assert same_bits(as_elements(out, dtype), as_elements(every, dtype))
+
+    @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=lambda dtype: dtype.label)
+    def test_16_bit_floats_round_once_at_the_end(self, kernels: Kernels, dtype: DType) -> None:
+        one = {DType.FLOAT16: 0x3C00, DType.BFLOAT16: 0x3F80}[dtype]
+        tiny = {DType.FLOAT16: 0x1000, DType.BFLOAT16: 0x3B80}[dtype]  # half a unit in the last place of 1
+        sources = [np.array([word], np.uint16).view(np.uint8) for word in (one, tiny, tiny)]
+        out = np.empty(2, np.uint8)
+        kernels.reduce(dtype, ReduceOp.SUM, sources, 1.0, 1.0, out)
+        assert out.view(np.uint16)[0] == one + 1
+
+    def test_the_output_may_be_one_of_the_sources(self, kernels: Kernels) -> None:
+        rng = np.random.default_rng(1)
+        for position in range(3):
+            sources = [rng.standard_normal(5000).astype(np.float32) for _ in range(3)]
+            expected = (sources[0] + sources[1]) + sources[2]
+            views = [source.view(np.uint8) for source in sources]
+            kernels.reduce(DType.FLOAT32, ReduceOp.SUM, views, 1.0, 1.0, views[position])
+            assert same_bits(sources[position], expected)
+
+    @pytest.mark.parametrize("ranks", [3, 49, 98, 107])
+    def test_the_average_of_equal_integers_is_that_integer(self, kernels: Kernels, ranks: int) -> None:
+        for value in (1, -1, 1000003):
+            sources = [np.full(3, value, np.int64).view(np.uint8)] * ranks
+            out = np.empty(24, np.uint8)
+            kernels.reduce(DType.INT64, ReduceOp.AVERAGE, sources, 1.0, 1 / ranks, out)
+            assert (out.view(np.int64) == value).all()
+
+    def test_scaled_integers_are_cut_towards_zero_and_stop_at_their_limits(self, kernels: Kernels) -> None:
+        source = np.array([7, -7, 127, -128], np.int8).view(np.uint8)
+        out = np.empty(4, np.uint8)
+        kernels.reduce(DType.INT8, ReduceOp.SUM, [source], 1.0, 0.5, out)
+        assert out.view(np.int8).tolist() == [3, -3, 63, -64]
+        kernels.reduce(DType.INT8, ReduceOp.SUM, [source], 3.0, 1.0, out)
+        assert out.view(np.int8).tolist() == [21, -21, 127, -128]
+
+    def test_nan_wins_over_every_number(self, kernels: Kernels) -> None:
+        a, b = (np.array(x, np.float32).view(np.uint8) for x in ([np.nan, 1, 2], [1, np.nan, 3]))
+        out = np.empty(12, np.uint8)
+        for op, last in ((ReduceOp.MIN, 2), (ReduceOp.MAX, 3)):
+            kernels.reduce(DType.FLOAT32, op, [a, b], 1.0, 1.0, out)
+            assert np.isnan(out.view(np.float32)[:2]).all() and out.view(np.float32)[2] == last
+
+    @pytest.mark.parametrize(
+        ("dtype", "op", "postscale"),
+        [
+            (DType.BOOL, ReduceOp.AVERAGE, 1.0),
+            (DType.BOOL, ReduceOp.SUM, 0.5),
+            (DType.INT32, ReduceOp.BITWISE_OR, 1.0),
+            (DType.UINT8, ReduceOp.BITWISE_OR, 0.5),
+            (DType.FLOAT32, ReduceOp.ADASUM, 1.0),
+        ],
+    )
+    def test_what_a_type_does_not_have_is_refused(
+        self, kernels: Kernels, dtype: DType, op: ReduceOp, postscale: float
+    ) -> None:
+        data = np.zeros(8, np.uint8)
+        with pytest.raises(TypeError, match=f"{op.label} is not defined for {dtype.label}"):
+            kernels.reduce(dtype, op, [data, data], 1.0, postscale, data)
+
+
+class TestChecksum:
+    @pytest.mark.parametrize("full", [False, True])
+    @pytest.mark.parametrize("nbytes", [0, 1, 8, 63, 4096, 4104, 40961, 1 << 20])
+    def test_it_equals_the_reference(self, cpu: Kernels, nbytes: int, full: bool) -> None:
+        data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+        assert cpu.checksum(data, full) == reference.checksum(data, full)
+
+    @given(st.binary(min_size=1, max_size=100), st.data())
+    @few
+    def test_a_full_one_notices_any_changed_byte(self, content: bytes, data: st.DataObject) -> None:
+        before = np.frombuffer(content, np.uint8).copy()
+        after = before.copy()
+        after[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+        for cpu in cpu_paths():
+            assert cpu.checksum(before, True) != cpu.checksum(after, True)
+
+    def test_a_sample_notices_that_a_gradient_was_scaled(self, kernels: Kernels) -> None:
+        gradient = np.random.default_rng(0).standard_normal(100000).astype(np.float32)
+        seen = [kernels.checksum((gradient * factor).view(np.uint8), False) for factor in (1, 0.5, 0)]
+        assert all(a != b for a, b in pairwise(seen)) and seen[0] != seen[2]
+
+
+def test_an_unknown_path_is_refused_and_changes_nothing() -> None:
+    usual = native.ffi.string(native.lib.ocomm_path())
+    assert native.lib.ocomm_select_path(b"avx1024") == -1
+    assert native.ffi.string(native.lib.ocomm_path()) == usual
+
+
+def test_the_tables_have_the_layout_of_the_c_structs() -> None:
+    for dtype, struct in ((BLOCK, "ocomm_block"), (TENSOR, "ocomm_tensor")):
+        assert dtype.itemsize == native.ffi.sizeof(struct)
+        for name in dtype.names or ():
+            assert dtype.fields[name][1] == native.ffi.offsetof(struct, name)
