@@ -578,13 +578,14 @@ def _flat(array: Floats, numel: int, what: str) -> Floats:
 
 
 def fold(table: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sums each row by adding its second half to its first until one is left, in place; float64.
+    """Sum of each row in float64: its second half is added to its first, and so on until one element is left.
 
     The order is spelled out, so that ranks with different processors get the same bits.
     """
-    width = table.shape[1]
-    while width > 1:
+    while table.shape[1] > 1:
+        width = table.shape[1]
         half = (width + 1) // 2
-        table[:, : width - half] += table[:, half:width]
-        width = half
+        folded = table[:, :half].copy()
+        folded[:, : width - half] += table[:, half:]
+        table = folded
     return table[:, 0]

@@ -1,0 +1,674 @@
+/* Runs exchange plans (ocomm/collectives/plan.py) without the GIL: computations, nonblocking messages, deadlines.
+ *
+ * One thread runs ocomm_engine_run; any thread submits and waits. Nothing here blocks inside MPI: a request is tested,
+ * with a short spin and then growing sleeps, because a blocking wait busy-polls and starves the training thread. */
+#define _GNU_SOURCE
+#include "ocomm.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
+
+#define MAX_WATCHED 256
+#define MAX_CHANNELS 1024
+#define STAGES_PER_TAG 8
+#define TAGS 4096 /* * STAGES_PER_TAG = 32768, the tag range that every MPI has */
+#define NON_FINITE 1u
+
+typedef int (*isend_fn)(const void *, int, intptr_t, int, int, intptr_t, void *);
+typedef int (*irecv_fn)(void *, int, intptr_t, int, int, intptr_t, void *);
+typedef int (*testsome_fn)(int, void *, int *, int *, void *);
+typedef int (*iprobe_fn)(int, int, intptr_t, int *, void *);
+
+typedef struct {
+    ocomm_plan *plan;
+    int32_t segment;
+    int32_t stage;       /* stage whose messages are out */
+    int32_t begun;       /* its computations have run and its sends are out */
+    int32_t stage_left[STAGES_PER_TAG]; /* messages not yet over, receives of later stages included */
+    uint32_t sequence;
+    int in_use;
+} slot;
+
+struct ocomm_channel {
+    ocomm_engine *engine;
+    intptr_t communicator;
+    int32_t ranks, window;
+    uint32_t sequence;
+    int failed;
+    ocomm_plan *head, *tail; /* plans with segments not yet started or not yet done, oldest first */
+    slot *slots;             /* `window` segments in flight */
+    int32_t *owed;           /* messages not yet here, per rank */
+};
+
+typedef struct {
+    ocomm_channel *channel;
+    slot *slot;
+    int32_t stage, peer, receive;
+} flight;
+
+struct ocomm_engine {
+    ocomm_mpi mpi;
+    int has_mpi;
+    int64_t spin_ns, idle_ns;
+    pthread_mutex_t lock;
+    pthread_cond_t submitted, finished;
+    /* under the lock */
+    ocomm_channel *channels[MAX_CHANNELS]; /* grows only, so the engine thread may read it without the lock */
+    int32_t channel_count;
+    int woken, failing, failed;
+    intptr_t watched[MAX_WATCHED];
+    int32_t watched_count;
+    uint64_t submissions;
+    /* engine thread only */
+    uint64_t seen_submissions;
+    uint8_t *requests; /* MPI_Request[], handle_nbytes each */
+    flight *flights;
+    int *indices;
+    uint8_t *statuses;
+    int32_t request_count, request_capacity;
+    int64_t last_activity_ns;
+    int completed, error;
+    ocomm_counters counters;
+};
+
+static int reserve(ocomm_engine *engine, int32_t more);
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static struct timespec until_ns(int64_t ns) {
+    int64_t at = now_ns() + ns;
+    struct timespec t = {at / 1000000000, at % 1000000000};
+    return t;
+}
+
+ocomm_engine *ocomm_engine_new(const ocomm_mpi *mpi, int64_t spin_ns, int64_t idle_ns) {
+    ocomm_engine *engine = calloc(1, sizeof *engine);
+    if (!engine)
+        return NULL;
+    if (mpi) {
+        engine->mpi = *mpi;
+        engine->has_mpi = 1;
+    }
+    engine->spin_ns = spin_ns;
+    engine->idle_ns = idle_ns;
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_mutex_init(&engine->lock, NULL);
+    pthread_cond_init(&engine->submitted, &monotonic);
+    pthread_cond_init(&engine->finished, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    engine->last_activity_ns = now_ns();
+    if (mpi && reserve(engine, 64)) {
+        ocomm_engine_free(engine);
+        return NULL;
+    }
+    return engine;
+}
+
+void ocomm_engine_free(ocomm_engine *engine) {
+    for (int32_t i = 0; i < engine->channel_count; i++) {
+        free(engine->channels[i]->slots);
+        free(engine->channels[i]->owed);
+        free(engine->channels[i]);
+    }
+    free(engine->requests);
+    free(engine->flights);
+    free(engine->indices);
+    free(engine->statuses);
+    pthread_mutex_destroy(&engine->lock);
+    pthread_cond_destroy(&engine->submitted);
+    pthread_cond_destroy(&engine->finished);
+    free(engine);
+}
+
+int ocomm_engine_watch(ocomm_engine *engine, intptr_t communicator) {
+    pthread_mutex_lock(&engine->lock);
+    int ok = engine->watched_count < MAX_WATCHED;
+    if (ok)
+        engine->watched[engine->watched_count++] = communicator;
+    pthread_mutex_unlock(&engine->lock);
+    return ok ? 0 : -1;
+}
+
+void ocomm_engine_unwatch(ocomm_engine *engine, intptr_t communicator) {
+    pthread_mutex_lock(&engine->lock);
+    for (int32_t i = 0; i < engine->watched_count; i++)
+        if (engine->watched[i] == communicator) {
+            engine->watched[i] = engine->watched[--engine->watched_count];
+            break;
+        }
+    pthread_mutex_unlock(&engine->lock);
+}
+
+ocomm_channel *ocomm_channel_new(ocomm_engine *engine, intptr_t communicator, int32_t ranks, int32_t window) {
+    ocomm_channel *channel = calloc(1, sizeof *channel);
+    if (!channel)
+        return NULL;
+    channel->engine = engine;
+    channel->communicator = communicator;
+    channel->ranks = ranks;
+    channel->window = window;
+    channel->slots = calloc((size_t)window, sizeof(slot));
+    channel->owed = calloc((size_t)ranks, sizeof(int32_t));
+    pthread_mutex_lock(&engine->lock);
+    if (channel->slots && channel->owed && engine->channel_count < MAX_CHANNELS) {
+        engine->channels[engine->channel_count++] = channel;
+    } else {
+        free(channel->slots);
+        free(channel->owed);
+        free(channel);
+        channel = NULL;
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return channel;
+}
+
+int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan) {
+    ocomm_engine *engine = channel->engine;
+    plan->submitted_ns = now_ns();
+    plan->next = NULL;
+    pthread_mutex_lock(&engine->lock);
+    int state = engine->failed || engine->failing || channel->failed ? OCOMM_ABORTED : OCOMM_QUEUED;
+    plan->state = state;
+    if (state == OCOMM_QUEUED) {
+        if (channel->tail)
+            channel->tail->next = plan;
+        else
+            channel->head = plan;
+        channel->tail = plan;
+        engine->submissions++;
+        pthread_cond_signal(&engine->submitted);
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return state;
+}
+
+void ocomm_engine_wake(ocomm_engine *engine) {
+    pthread_mutex_lock(&engine->lock);
+    engine->woken = 1;
+    pthread_cond_signal(&engine->submitted);
+    pthread_mutex_unlock(&engine->lock);
+}
+
+void ocomm_engine_fail(ocomm_engine *engine) {
+    pthread_mutex_lock(&engine->lock);
+    engine->failing = 1;
+    pthread_cond_signal(&engine->submitted);
+    pthread_mutex_unlock(&engine->lock);
+}
+
+int ocomm_plan_wait(ocomm_engine *engine, ocomm_plan *plan, int64_t timeout_ns) {
+    struct timespec end = until_ns(timeout_ns);
+    pthread_mutex_lock(&engine->lock);
+    while (plan->state < OCOMM_DONE && pthread_cond_timedwait(&engine->finished, &engine->lock, &end) != ETIMEDOUT)
+        ;
+    int state = plan->state;
+    pthread_mutex_unlock(&engine->lock);
+    return state;
+}
+
+int ocomm_channel_waiting(ocomm_channel *channel, uint8_t *waiting) {
+    pthread_mutex_lock(&channel->engine->lock);
+    int busy = channel->head != NULL;
+    for (int32_t r = 0; r < channel->ranks; r++)
+        waiting[r] = busy && channel->owed[r] > 0;
+    pthread_mutex_unlock(&channel->engine->lock);
+    return busy;
+}
+
+ocomm_counters ocomm_engine_counters(ocomm_engine *engine) {
+    pthread_mutex_lock(&engine->lock);
+    ocomm_counters counters = engine->counters;
+    pthread_mutex_unlock(&engine->lock);
+    return counters;
+}
+
+/* --- computations ------------------------------------------------------------------------------------------- */
+
+static void seal(const ocomm_op *op) {
+    ocomm_header header = *(const ocomm_header *)(intptr_t)op->a[0];
+    header.flags |= *(const uint32_t *)(intptr_t)op->a[1];
+    uint8_t *const *messages = (uint8_t *const *)(intptr_t)op->a[4];
+    for (int64_t i = 0; i < op->a[5]; i++) {
+        memcpy(messages[i], &header, sizeof header);
+        memcpy(messages[i] + sizeof header, (const void *)(intptr_t)op->a[2], (size_t)op->a[3]);
+    }
+}
+
+/* Returns the rank whose header differs from ours, or -1. */
+static int check(const ocomm_op *op) {
+    const ocomm_header *mine = (const ocomm_header *)(intptr_t)op->a[0];
+    const uint8_t *const *messages = (const uint8_t *const *)(intptr_t)op->a[1];
+    uint32_t *flags = (uint32_t *)(intptr_t)op->a[3];
+    uint8_t *presence = (uint8_t *)(intptr_t)op->a[4];
+    for (int64_t i = 0; i < op->a[2]; i++) {
+        ocomm_header header;
+        memcpy(&header, messages[i], sizeof header);
+        if (header.magic != mine->magic || header.step != mine->step || header.signature != mine->signature ||
+            header.hyper != mine->hyper || header.attempt != mine->attempt || header.tensors != mine->tensors)
+            return (int)i;
+        *flags |= header.flags;
+        for (int64_t b = 0; b < op->a[5]; b++)
+            presence[b] |= messages[i][sizeof header + (size_t)b];
+        if (i == 0)
+            *(int64_t *)(intptr_t)op->a[6] = header.announcement;
+    }
+    return -1;
+}
+
+/* Returns the rank at fault when a check fails, else -1. */
+static int run_op(const ocomm_op *op) {
+    const int64_t *a = op->a;
+#define P(i) ((void *)(intptr_t)a[i])
+    int finite = 1;
+    uint32_t *flags = NULL;
+    switch (op->code) {
+    case OCOMM_COPY:
+        memcpy(P(1), P(0), (size_t)a[2]);
+        break;
+    case OCOMM_REDUCE:
+        ocomm_reduce((int)a[0], (int)a[1], (int)a[2], P(3), a[4], op->f[0], op->f[1], P(5));
+        break;
+    case OCOMM_COMPRESS:
+        finite = ocomm_compress(P(0), a[1], P(2), P(3), P(4), P(5), (int)a[6], P(7));
+        flags = P(8);
+        break;
+    case OCOMM_COMPRESS_MOMENTUM:
+        finite = ocomm_compress_momentum(P(0), a[1], P(2), P(3), P(4), P(5), P(6), (int)a[7], P(8));
+        flags = P(9);
+        break;
+    case OCOMM_AVERAGE:
+        finite = ocomm_average(P(0), a[1], P(2), a[3], (int)a[4], P(5), P(6), P(7), (int)a[8], P(9));
+        flags = P(10);
+        break;
+    case OCOMM_UNPACK:
+        ocomm_unpack(P(0), a[1], P(2), P(3), P(4));
+        break;
+    case OCOMM_SEAL:
+        seal(op);
+        break;
+    case OCOMM_CHECK:
+        return check(op);
+    }
+#undef P
+    if (!finite && flags)
+        *flags |= NON_FINITE;
+    return -1;
+}
+
+/* --- messages ----------------------------------------------------------------------------------------------- */
+
+static int reserve(ocomm_engine *engine, int32_t more) {
+    int32_t need = engine->request_count + more;
+    if (need <= engine->request_capacity)
+        return 0;
+    int32_t capacity = engine->request_capacity ? engine->request_capacity : 64;
+    while (capacity < need)
+        capacity *= 2;
+    void *requests = realloc(engine->requests, (size_t)capacity * (size_t)engine->mpi.handle_nbytes);
+    if (requests)
+        engine->requests = requests;
+    void *flights = realloc(engine->flights, (size_t)capacity * sizeof(flight));
+    if (flights)
+        engine->flights = flights;
+    void *indices = realloc(engine->indices, (size_t)capacity * sizeof(int));
+    if (indices)
+        engine->indices = indices;
+    void *statuses = realloc(engine->statuses, (size_t)capacity * (size_t)engine->mpi.status_nbytes);
+    if (statuses)
+        engine->statuses = statuses;
+    if (!requests || !flights || !indices || !statuses)
+        return -1;
+    engine->request_capacity = capacity;
+    return 0;
+}
+
+static int post(ocomm_channel *channel, slot *s, int32_t stage, const ocomm_message *message) {
+    ocomm_engine *engine = channel->engine;
+    void *request = engine->requests + (size_t)engine->request_count * (size_t)engine->mpi.handle_nbytes;
+    int tag = (int)(s->sequence % TAGS) * STAGES_PER_TAG + stage;
+    int error;
+    if (message->receive)
+        error = ((irecv_fn)engine->mpi.irecv)((void *)(intptr_t)message->address, (int)message->nbytes,
+                                              engine->mpi.byte_type, message->peer, tag, channel->communicator, request);
+    else
+        error = ((isend_fn)engine->mpi.isend)((const void *)(intptr_t)message->address, (int)message->nbytes,
+                                              engine->mpi.byte_type, message->peer, tag, channel->communicator, request);
+    if (error)
+        return error;
+    flight *f = &engine->flights[engine->request_count++];
+    f->channel = channel;
+    f->slot = s;
+    f->stage = stage;
+    f->peer = message->peer;
+    f->receive = message->receive;
+    s->stage_left[stage]++;
+    if (message->receive)
+        channel->owed[message->peer]++;
+    else {
+        engine->counters.bytes_sent += message->nbytes;
+        engine->counters.messages_sent++;
+    }
+    return 0;
+}
+
+static int post_messages(ocomm_channel *channel, slot *s, int32_t stage, int receive) {
+    const ocomm_plan *plan = s->plan;
+    const ocomm_stage *st = &plan->stages[plan->segments[s->segment].first_stage + stage];
+    if (st->messages && reserve(channel->engine, st->messages))
+        return -1;
+    for (int32_t i = 0; i < st->messages; i++) {
+        const ocomm_message *message = &plan->messages[st->first_message + i];
+        if (message->receive == receive) {
+            int error = post(channel, s, stage, message);
+            if (error)
+                return error;
+        }
+    }
+    return 0;
+}
+
+/* --- segments and plans ------------------------------------------------------------------------------------- */
+
+static void finish(ocomm_engine *engine, ocomm_plan *plan, int state, int error) {
+    plan->finished_ns = now_ns();
+    pthread_mutex_lock(&engine->lock);
+    plan->error = error;
+    plan->state = state;
+    engine->counters.plans++;
+    if (plan->notify)
+        engine->completed = 1;
+    pthread_cond_broadcast(&engine->finished); /* from here on its owner may free it */
+    pthread_mutex_unlock(&engine->lock);
+}
+
+/* Ends every plan of the channel: the one at fault with `state`, the others as aborted. Its requests stay with MPI, and
+ * their buffers with whoever keeps the plans. */
+static void fail_channel(ocomm_channel *channel, ocomm_plan *culprit, int state, int error) {
+    ocomm_engine *engine = channel->engine;
+    pthread_mutex_lock(&engine->lock);
+    channel->failed = 1;
+    ocomm_plan *plan = channel->head;
+    channel->head = channel->tail = NULL;
+    pthread_mutex_unlock(&engine->lock);
+    int32_t kept = 0;
+    for (int32_t i = 0; i < engine->request_count; i++)
+        if (engine->flights[i].channel != channel) {
+            if (kept != i) {
+                engine->flights[kept] = engine->flights[i];
+                memcpy(engine->requests + (size_t)kept * (size_t)engine->mpi.handle_nbytes,
+                       engine->requests + (size_t)i * (size_t)engine->mpi.handle_nbytes,
+                       (size_t)engine->mpi.handle_nbytes);
+            }
+            kept++;
+        }
+    engine->request_count = kept;
+    for (int32_t i = 0; i < channel->window; i++)
+        channel->slots[i].in_use = 0;
+    while (plan) {
+        ocomm_plan *next = plan->next;
+        if (plan->state < OCOMM_DONE)
+            finish(engine, plan, plan == culprit ? state : OCOMM_ABORTED, plan == culprit ? error : 0);
+        plan = next;
+    }
+}
+
+/* Runs the computations of stages and posts their sends until one has messages to wait for. Returns 1 when the segment
+ * is over, 0 when it waits, -1 when the channel failed. */
+static int advance(ocomm_channel *channel, slot *s) {
+    ocomm_engine *engine = channel->engine;
+    ocomm_plan *plan = s->plan;
+    const ocomm_segment *segment = &plan->segments[s->segment];
+    while (s->stage < segment->stages) {
+        if (!s->begun) {
+            const ocomm_stage *st = &plan->stages[segment->first_stage + s->stage];
+            int64_t begin = now_ns();
+            for (int32_t i = 0; i < st->ops; i++) {
+                int culprit = run_op(&plan->ops[st->first_op + i]);
+                if (culprit >= 0) {
+                    fail_channel(channel, plan, OCOMM_MISMATCH, culprit);
+                    return -1;
+                }
+            }
+            engine->counters.compute_ns += now_ns() - begin;
+            int error = post_messages(channel, s, s->stage, 0);
+            if (error) {
+                fail_channel(channel, plan, OCOMM_MPI_ERROR, error);
+                return -1;
+            }
+            s->begun = 1;
+        }
+        if (s->stage_left[s->stage] > 0)
+            return 0;
+        s->begun = 0;
+        s->stage++;
+    }
+    return 1;
+}
+
+static int retire(ocomm_channel *channel, slot *s) {
+    ocomm_plan *plan = s->plan;
+    s->in_use = 0;
+    plan->segments_done++;
+    if (plan->segments_done < plan->segment_count)
+        return 0;
+    pthread_mutex_lock(&channel->engine->lock);
+    /* segments of a later plan may end first, so the plan need not be the head */
+    ocomm_plan **link = &channel->head, *before = NULL;
+    while (*link && *link != plan) {
+        before = *link;
+        link = &(*link)->next;
+    }
+    if (*link) {
+        *link = plan->next;
+        if (channel->tail == plan)
+            channel->tail = before;
+    }
+    pthread_mutex_unlock(&channel->engine->lock);
+    finish(channel->engine, plan, OCOMM_DONE, 0);
+    return 1;
+}
+
+/* Starts segments while the window has room; returns what moved. */
+static int fill_window(ocomm_channel *channel) {
+    int moved = 0;
+    for (int32_t i = 0; i < channel->window; i++) {
+        slot *s = &channel->slots[i];
+        if (s->in_use)
+            continue;
+        pthread_mutex_lock(&channel->engine->lock);
+        ocomm_plan *plan = channel->head;
+        while (plan && plan->segments_started == plan->segment_count)
+            plan = plan->next;
+        pthread_mutex_unlock(&channel->engine->lock);
+        if (!plan)
+            break;
+        memset(s, 0, sizeof *s);
+        s->in_use = 1;
+        s->plan = plan;
+        s->segment = plan->segments_started++;
+        s->sequence = channel->sequence++;
+        if (s->segment == 0) {
+            plan->started_ns = now_ns();
+            plan->state = OCOMM_ACTIVE;
+        }
+        moved = 1;
+        int error = 0;
+        /* receives of all stages first: a peer may be a stage ahead, and its message then needs no copy */
+        for (int32_t stage = 0; stage < plan->segments[s->segment].stages && !error; stage++)
+            error = post_messages(channel, s, stage, 1);
+        if (error) {
+            fail_channel(channel, plan, OCOMM_MPI_ERROR, error);
+            return 1;
+        }
+        int state = advance(channel, s);
+        if (state < 0)
+            return 1;
+        if (state > 0) {
+            retire(channel, s);
+            i = -1; /* a slot came free: look again from the start */
+        }
+    }
+    return moved;
+}
+
+static int poll_requests(ocomm_engine *engine) {
+    if (!engine->request_count)
+        return 0;
+    int done = 0;
+    int64_t begin = now_ns();
+    int error = ((testsome_fn)engine->mpi.testsome)(engine->request_count, engine->requests, &done, engine->indices,
+                                                    engine->statuses);
+    engine->counters.network_ns += now_ns() - begin;
+    if (error) {
+        engine->error = error;
+        return -1;
+    }
+    if (done == engine->mpi.undefined || done <= 0)
+        return 0;
+    /* settle the books first, then close the gaps from the end, then move segments on (which posts more) */
+    for (int i = 0; i < done; i++) {
+        flight *f = &engine->flights[engine->indices[i]];
+        f->slot->stage_left[f->stage]--;
+        if (f->receive)
+            f->channel->owed[f->peer]--;
+        f->peer = -1;
+    }
+    int32_t kept = 0;
+    for (int32_t i = 0; i < engine->request_count; i++)
+        if (engine->flights[i].peer >= 0) {
+            if (kept != i) {
+                engine->flights[kept] = engine->flights[i];
+                memcpy(engine->requests + (size_t)kept * (size_t)engine->mpi.handle_nbytes,
+                       engine->requests + (size_t)i * (size_t)engine->mpi.handle_nbytes,
+                       (size_t)engine->mpi.handle_nbytes);
+            }
+            kept++;
+        }
+    engine->request_count = kept;
+    return 1;
+}
+
+static int step_channel(ocomm_channel *channel) {
+    int moved = 0;
+    for (int32_t i = 0; i < channel->window; i++) {
+        slot *s = &channel->slots[i];
+        if (!s->in_use || s->stage_left[s->stage] > 0)
+            continue;
+        int state = advance(channel, s);
+        if (state < 0)
+            return 1;
+        if (state > 0) {
+            retire(channel, s);
+            moved = 1;
+        }
+    }
+    return fill_window(channel) | moved;
+}
+
+static void expire(ocomm_channel *channel, int64_t now) {
+    pthread_mutex_lock(&channel->engine->lock);
+    ocomm_plan *plan = channel->head;
+    while (plan && !(plan->timeout_ns > 0 && now - plan->submitted_ns > plan->timeout_ns))
+        plan = plan->next;
+    pthread_mutex_unlock(&channel->engine->lock);
+    if (plan)
+        fail_channel(channel, plan, OCOMM_TIMED_OUT, 0);
+}
+
+int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
+    int64_t end = now_ns() + max_ns, last_expiry = 0;
+#ifdef __linux__
+    prctl(PR_SET_TIMERSLACK, 1000); /* the default, 50 us, would more than double the short sleeps */
+#endif
+    for (;;) {
+        int reason = 0, busy = 0, moved = 0;
+        int32_t channels, watched;
+        intptr_t communicators[MAX_WATCHED];
+        pthread_mutex_lock(&engine->lock);
+        if (engine->woken) {
+            engine->woken = 0;
+            reason |= OCOMM_WOKEN;
+        }
+        int failing = engine->failing;
+        if (engine->submissions != engine->seen_submissions) {
+            engine->seen_submissions = engine->submissions;
+            moved = 1;
+        }
+        channels = engine->channel_count;
+        watched = engine->watched_count;
+        memcpy(communicators, engine->watched, sizeof(intptr_t) * (size_t)watched);
+        engine->counters.polls++;
+        pthread_mutex_unlock(&engine->lock);
+
+        if (failing && !engine->failed) {
+            engine->failed = 1;
+            for (int32_t i = 0; i < channels; i++)
+                fail_channel(engine->channels[i], NULL, OCOMM_ABORTED, 0);
+        }
+        int64_t now = now_ns();
+        if (!engine->failed) {
+            int polled = poll_requests(engine);
+            if (polled < 0) {
+                for (int32_t i = 0; i < channels; i++)
+                    fail_channel(engine->channels[i], engine->channels[i]->head, OCOMM_MPI_ERROR, engine->error);
+                engine->failed = 1;
+                reason |= OCOMM_FAILED;
+            }
+            moved |= polled > 0;
+            for (int32_t i = 0; i < channels && !engine->failed; i++) {
+                ocomm_channel *channel = engine->channels[i];
+                if (!channel->head)
+                    continue;
+                moved |= step_channel(channel);
+                busy |= channel->head != NULL;
+            }
+            if (busy && now - last_expiry > 10000000) {
+                last_expiry = now;
+                for (int32_t i = 0; i < channels; i++)
+                    expire(engine->channels[i], now);
+            }
+        }
+        for (int32_t i = 0; i < watched; i++) {
+            int flag = 0;
+            ((iprobe_fn)engine->mpi.iprobe)(engine->mpi.any_source, 0, communicators[i], &flag, engine->statuses);
+            if (flag)
+                reason |= OCOMM_CONTROL;
+        }
+        if (engine->completed) {
+            engine->completed = 0;
+            reason |= OCOMM_COMPLETED;
+        }
+        now = now_ns();
+        if (moved || reason)
+            engine->last_activity_ns = now;
+        if (reason)
+            return reason;
+        if (now >= end)
+            return 0;
+        int64_t quiet = now - engine->last_activity_ns;
+        if (moved || quiet < engine->spin_ns)
+            continue;
+        int64_t longest = busy ? 500000 : engine->idle_ns;
+        int64_t nap = quiet / 4;
+        nap = nap < 20000 ? 20000 : nap > longest ? longest : nap;
+        nap = nap > end - now ? end - now : nap;
+        struct timespec wake = until_ns(nap);
+        pthread_mutex_lock(&engine->lock);
+        engine->counters.sleeps++;
+        if (!engine->woken && !engine->failing && engine->submissions == engine->seen_submissions)
+            pthread_cond_timedwait(&engine->submitted, &engine->lock, &wake);
+        pthread_mutex_unlock(&engine->lock);
+    }
+}

@@ -1,0 +1,39 @@
+"""``python -m ocomm.bench <name> [options]``: runs the benchmark module of that name."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from collections.abc import Sequence
+
+import ocomm.bench
+
+
+def names() -> list[str]:
+    """The benchmarks there are: the package's public modules."""
+    return sorted(m.name for m in pkgutil.iter_modules(ocomm.bench.__path__) if not m.name.startswith("_"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status of the benchmark, 0 where it gives none."""
+    chooser = argparse.ArgumentParser(prog="python -m ocomm.bench", description="Benchmarks of ocomm.", add_help=False)
+    chooser.add_argument("name", choices=names(), nargs="?")
+    chooser.add_argument("-h", "--help", action="store_true")
+    chosen, rest = chooser.parse_known_args(argv)
+    if chosen.name is None:
+        chooser.print_help()
+        return 0 if chosen.help else 2
+    if chosen.help:
+        rest.append("--help")
+    # Only the chosen module is imported: one benchmark may need what another machine does not have.
+    module = importlib.import_module(f"ocomm.bench.{chosen.name}")
+    summary = (module.__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog=f"python -m ocomm.bench {chosen.name}", description=summary)
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(rest)) or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

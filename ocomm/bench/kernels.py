@@ -1,0 +1,416 @@
+"""Speed of the CPU kernels on one thread, against an axpy that moves the same bytes and against NumPy and Torch.
+
+Each round times the yardstick and the kernel one after the other, so that a busy machine slows both; the fraction is
+the median over rounds of (bytes the kernel moves / bandwidth of the yardstick) / time of the kernel. The yardstick is
+an in-place axpy over arrays of the same size, or a plain fill where the kernel mostly writes. Every kernel is compared
+with the NumPy reference on its first blocks before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from ocomm._native import ffi, lib
+from ocomm.kernels import BLOCK, TENSOR, Kernels, cpu_kernels, reference
+from ocomm.types import DType, ReduceOp
+
+BLOCK_SIZE = 4096
+CHECKED_BLOCKS = 64
+SLOW_FORM_ROUNDS = 3  # NumPy and Torch forms take seconds; their distance is not a matter of percents
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    kernel: str
+    form: str  # "c avx2", "c portable", "numpy" or "torch"
+    bytes_per_element: float  # what the kernel must move; the same for all forms
+    milliseconds: float  # median
+    gigabytes_per_second: float
+    yardstick: str
+    fraction: float  # of the yardstick's speed
+    times_c: float  # time of this form / time of the C loop in use
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kernel with its inputs in place; ``forms`` are thunks doing the same work."""
+
+    kernel: str
+    bytes_per_element: float
+    yardstick: str
+    forms: dict[str, Callable[[], object]]
+    check: Callable[[], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nbytes", type=int, default=64 << 20, help="size of each float32 array (default 64 MiB)")
+    parser.add_argument("--rounds", type=int, default=21, help="timed rounds of each C loop (default 21)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="ranks of the owner's average")
+    parser.add_argument("--path", choices=["avx2", "portable"], help="C path (default: the one this processor gets)")
+    parser.add_argument("--only-c", action="store_true", help="leave out the NumPy and Torch forms")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table and the machine there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table; returns 1 if the requested path is not available."""
+    if args.path and lib.ocomm_select_path(args.path.encode()) < 0:
+        print(f"this processor cannot run the {args.path} path", file=sys.stderr)
+        return 1
+    numel = max(args.nbytes // 4 // BLOCK_SIZE, CHECKED_BLOCKS) * BLOCK_SIZE
+    torch = None if args.only_c else torch_or_none()
+    bench = Bench(numel, torch, with_numpy=not args.only_c)
+    print(f"{4 * numel} bytes per array, blocks of {BLOCK_SIZE}, one thread, median of {args.rounds} paired rounds")
+    print(HEADING)
+    rows = []
+    for case in bench.cases(args.ranks):
+        case.check()
+        for row in bench.measure(case, args.rounds):
+            rows.append(row)
+            print(formatted(row), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({**surroundings(args), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    return 0
+
+
+HEADING = f"{'kernel':<34} {'form':<10} {'B/element':>9} {'ms':>9} {'GB/s':>7} {'yardstick':>9} {'fraction':>8} {'times C':>7}"
+
+
+def formatted(row: Row) -> str:
+    return (
+        f"{row.kernel:<34} {row.form:<10} {row.bytes_per_element:>9.3f} {row.milliseconds:>9.2f} "
+        f"{row.gigabytes_per_second:>7.2f} {row.yardstick:>9} {row.fraction:>8.3f} {row.times_c:>7.1f}"
+    )
+
+
+def torch_or_none() -> ModuleType | None:
+    """Torch, if it is there, on one thread. By name, because the package itself must not depend on a framework."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return None
+    torch.set_num_threads(1)
+    return torch
+
+
+def surroundings(args: argparse.Namespace) -> dict[str, object]:
+    """What a published number must say: machine, versions, command, commit."""
+    versions = {"python": platform.python_version()}
+    for package in ("numpy", "cffi", "torch"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "machine": {"processor": processor(), "system": platform.platform()},
+        "versions": versions,
+        "command": "python -m ocomm.bench " + " ".join(sys.argv[1:]),
+        "commit": commit(),
+        "nbytes": args.nbytes,
+        "rounds": args.rounds,
+        "path": ffi.string(lib.ocomm_path()).decode(),
+    }
+
+
+def processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def commit() -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return answer.stdout.strip()
+
+
+def elapsed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class Bench:
+    """The arrays of one run, and the timing. One tensor, whole blocks, nothing masked."""
+
+    def __init__(self, numel: int, torch: ModuleType | None, *, with_numpy: bool) -> None:
+        self.numel = numel
+        self.torch = torch
+        self.with_numpy = with_numpy
+        self.c: Kernels = cpu_kernels()
+        self.c_form = f"c {ffi.string(lib.ocomm_path()).decode()}"
+        rng = np.random.default_rng(0)
+        count = numel // BLOCK_SIZE
+        self.blocks = np.zeros(count, BLOCK)
+        first = np.arange(count) * BLOCK_SIZE
+        # Scale and signs of a block lie together, as in a message.
+        stride = 4 + BLOCK_SIZE // 8
+        self.blocks["offset"] = self.blocks["start"] = self.blocks["owned"] = first
+        self.blocks["scale"] = np.arange(count) * stride
+        self.blocks["bits"] = self.blocks["scale"] + 4
+        self.blocks["length"] = BLOCK_SIZE
+        self.x, self.y, self.error, self.param = (rng.standard_normal(numel, np.float32) for _ in range(4))
+        self.denominator = np.abs(self.x) + np.float32(0.1)
+        self.out = np.zeros(numel, np.float32)
+        self.packed = np.zeros(count * stride, np.uint8)
+        self.messages = [self._message(rng, stride) for _ in range(8)]
+        self.yardsticks = {"axpy": (12 * numel, self._axpy), "fill": (4 * numel, lambda: self.out.fill(1))}
+        self._y_pointer, self._x_pointer = ffi.from_buffer("float[]", self.out), ffi.from_buffer("float[]", self.x)
+
+    def _message(self, rng: np.random.Generator, stride: int) -> np.ndarray:
+        count = len(self.blocks)
+        # Messages of a power of two bytes apart would share their cache sets.
+        rows = rng.integers(0, 256, (count, stride), np.uint8)
+        rows[:, :4] = rng.random((count, 1), np.float32).view(np.uint8)
+        return rows.reshape(-1)
+
+    def _axpy(self) -> None:
+        lib.ocomm_axpy(self._y_pointer, self._x_pointer, 1e-3, self.numel)
+
+    def tensors(self, *, dense: bool) -> np.ndarray:
+        table = np.zeros(1, TENSOR)
+        table["grad"] = self.x.__array_interface__["data"][0]
+        table["param"] = self.param.__array_interface__["data"][0]
+        table["momentum"] = self.y.__array_interface__["data"][0] if dense else 0
+        table["beta1"], table["one_minus_beta1"], table["step_size"], table["decay"] = 0.9, 0.1, 1e-6, 1
+        return table
+
+    def measure(self, case: Case, rounds: int) -> list[Row]:
+        nbytes = case.bytes_per_element * self.numel
+        yard_bytes, yard = self.yardsticks[case.yardstick]
+        rows: list[Row] = []
+        for form, work in case.forms.items():
+            work()
+            times, fractions = [], []
+            for _ in range(rounds if form.startswith("c ") else min(SLOW_FORM_ROUNDS, rounds)):
+                bandwidth = yard_bytes / elapsed(yard)
+                times.append(elapsed(work))
+                fractions.append(nbytes / bandwidth / times[-1])
+            seconds = statistics.median(times)
+            rows.append(
+                Row(
+                    case.kernel,
+                    form,
+                    case.bytes_per_element,
+                    1e3 * seconds,
+                    nbytes / seconds / 1e9,
+                    case.yardstick,
+                    statistics.median(fractions),
+                    1e3 * seconds / rows[0].milliseconds if rows else 1.0,
+                )
+            )
+        return rows
+
+    def cases(self, ranks: list[int]) -> list[Case]:
+        bits, scale = 1 / 8, 4 / BLOCK_SIZE
+        sent = bits + scale
+        dense, packed = self.tensors(dense=True), self.tensors(dense=False)
+        previous = self.messages[0]
+        c, blocks = self.c, self.blocks
+        cases = [
+            self._case(
+                "compress",
+                12 + sent,
+                lambda k, b, error, out, kept: k.compress(b, self.x, error, kept, None, "l1", out),
+                {"numpy": self._numpy_compress, "torch": self._torch_compress},
+            ),
+            self._case(
+                "compress_momentum, dense",
+                16 + sent,
+                lambda k, b, error, out, kept: k.compress_momentum(b, dense, None, error, kept, None, "l1", out),
+                {"numpy": self._numpy_momentum, "torch": self._torch_momentum},
+            ),
+            self._case(
+                "compress_momentum, from 1 bit",
+                12 + 2 * sent,
+                lambda k, b, error, out, kept: k.compress_momentum(b, packed, previous, error, kept, None, "l1", out),
+                {"numpy": lambda: self._numpy_momentum(unpacked(previous))},
+            ),
+        ]
+        for n in ranks:
+            received = [self.messages[i % len(self.messages)].copy() for i in range(n)]
+            cases.append(
+                self._case(
+                    f"average of {n} ranks",
+                    8 + (n + 1) * sent,
+                    lambda k, b, error, out, kept, received=received: k.average(
+                        b, received, 0, error, kept, None, "l1", out
+                    ),
+                    {"numpy": lambda received=received: self._numpy_average(received)},
+                )
+            )
+        forms: dict[str, Callable[[], object]] = {self.c_form: lambda: c.unpack(blocks, previous, None, self.out)}
+        cases.append(
+            Case(
+                "unpack",
+                4 + sent,
+                "fill",
+                forms | self._chosen({"numpy": lambda: np.copyto(self._blocked(self.out), unpacked(previous))}),
+                self._check_unpack,
+            )
+        )
+        forms = {self.c_form: lambda: c.apply(blocks, packed, previous, self.denominator, None)}
+        cases.append(
+            Case(
+                "apply",
+                12 + sent,
+                "axpy",
+                forms | self._chosen({"numpy": lambda: self._numpy_apply(previous)}),
+                self._check_apply,
+            )
+        )
+        sources = [a.view(np.uint8) for a in (self.x, self.y, self.param, self.denominator)]
+        target = self.out.view(np.uint8)
+
+        def reduced() -> None:
+            c.reduce(DType.FLOAT32, ReduceOp.AVERAGE, sources, 1.0, 0.25, target)
+
+        def numpy_reduced() -> None:
+            np.add(self.x, self.y, out=self.out)
+            np.add(self.out, self.param, out=self.out)
+            np.add(self.out, self.denominator, out=self.out)
+            np.multiply(self.out, np.float32(0.25), out=self.out)
+
+        def check_reduced() -> None:
+            part = [s[: 4 * BLOCK_SIZE] for s in sources]
+            got, expected = np.empty_like(part[0]), np.empty_like(part[0])
+            for k, out in ((c, got), (reference, expected)):
+                k.reduce(DType.FLOAT32, ReduceOp.AVERAGE, part, 1.0, 0.25, out)
+            demand_equal("reduce", got, expected)
+
+        forms = {self.c_form: reduced}
+        cases.append(
+            Case("reduce, float32, 4 ranks", 20, "axpy", forms | self._chosen({"numpy": numpy_reduced}), check_reduced)
+        )
+        return cases
+
+    def _case(
+        self,
+        kernel: str,
+        bytes_per_element: float,
+        call: Callable[[Kernels, np.ndarray, np.ndarray, np.ndarray, np.ndarray], bool],
+        forms: dict[str, Callable[[], object]],
+    ) -> Case:
+        """A compressing kernel; ``call`` takes kernels, blocks, error, packed and error_out."""
+
+        def check() -> None:
+            part = self.blocks[:CHECKED_BLOCKS]
+            error = self.error[: CHECKED_BLOCKS * BLOCK_SIZE]
+            got, expected = ((np.zeros_like(self.packed), np.zeros_like(error), k) for k in (self.c, reference))
+            for out, kept, k in (got, expected):
+                call(k, part, error, out, kept)
+            demand_equal(kernel, got[0], expected[0])
+            demand_equal(kernel, got[1], expected[1])
+
+        own = {self.c_form: lambda: call(self.c, self.blocks, self.error, self.packed, self.error)}
+        return Case(kernel, bytes_per_element, "axpy", own | self._chosen(forms), check)
+
+    def _chosen(self, forms: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
+        wanted = {"numpy": self.with_numpy, "torch": self.torch is not None}
+        return {form: work for form, work in forms.items() if wanted[form]}
+
+    def _check_unpack(self) -> None:
+        part = self.blocks[:CHECKED_BLOCKS]
+        got, expected = (np.zeros(CHECKED_BLOCKS * BLOCK_SIZE, np.float32) for _ in range(2))
+        self.c.unpack(part, self.messages[0], None, got)
+        reference.unpack(part, self.messages[0], None, expected)
+        demand_equal("unpack", got, expected)
+
+    def _check_apply(self) -> None:
+        part, table = self.blocks[:CHECKED_BLOCKS], self.tensors(dense=False)
+        results = []
+        for k in (self.c, reference):
+            param = self.param[: CHECKED_BLOCKS * BLOCK_SIZE].copy()
+            table["param"] = param.__array_interface__["data"][0]
+            k.apply(part, table, self.messages[0], self.denominator, None)
+            results.append(param)
+        demand_equal("apply", *results)
+
+    def _blocked(self, flat: np.ndarray) -> np.ndarray:
+        return flat.reshape(-1, BLOCK_SIZE)
+
+    def _numpy_send(self, c: np.ndarray) -> None:
+        scale = np.abs(c).mean(axis=1, keepdims=True, dtype=np.float32)
+        positive = c >= 0
+        np.packbits(positive, axis=1, bitorder="little")
+        np.subtract(c, np.where(positive, scale, -scale), out=self._blocked(self.error))
+
+    def _numpy_compress(self) -> None:
+        self._numpy_send(self._blocked(self.x + self.error))
+
+    def _numpy_momentum(self, momentum: np.ndarray | None = None) -> None:
+        m = np.float32(0.9) * (self._blocked(self.y) if momentum is None else momentum)
+        m += np.float32(0.1) * self._blocked(self.x)
+        m += self._blocked(self.error)
+        self._numpy_send(m)
+
+    def _numpy_average(self, received: list[np.ndarray]) -> None:
+        total = unpacked(received[0])
+        for message in received[1:]:
+            total += unpacked(message)
+        total *= np.float32(1 / len(received))
+        total += self._blocked(self.error)
+        self._numpy_send(total)
+
+    def _numpy_apply(self, message: np.ndarray) -> None:
+        step = unpacked(message)
+        step *= np.float32(1e-6)
+        step /= self._blocked(self.denominator)
+        self.param -= step.reshape(-1)
+
+    def _torch_send(self, c: object) -> None:
+        torch = self.torch
+        assert torch is not None
+        scale = c.abs().mean(dim=1, keepdim=True)
+        positive = c >= 0
+        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+        (positive.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8)
+        error = torch.from_numpy(self._blocked(self.error))
+        torch.sub(c, torch.where(positive, scale, -scale), out=error)
+
+    def _torch_compress(self) -> None:
+        x, error = (self.torch.from_numpy(self._blocked(a)) for a in (self.x, self.error))
+        self._torch_send(x + error)
+
+    def _torch_momentum(self) -> None:
+        x, y, error = (self.torch.from_numpy(self._blocked(a)) for a in (self.x, self.y, self.error))
+        self._torch_send((0.9 * y).add_(x, alpha=0.1).add_(error))
+
+
+def unpacked(message: np.ndarray) -> np.ndarray:
+    """scale * sign of a message whose blocks are all whole, as rows."""
+    rows = message.reshape(-1, 4 + BLOCK_SIZE // 8)
+    scale = np.ascontiguousarray(rows[:, :4]).view(np.float32)
+    return np.where(np.unpackbits(rows[:, 4:], axis=1, bitorder="little").view(bool), scale, -scale)
+
+
+def demand_equal(kernel: str, got: np.ndarray, expected: np.ndarray) -> None:
+    if not np.array_equal(got.view(np.uint8), expected.view(np.uint8)):
+        raise RuntimeError(f"{kernel}: the result differs from the reference; its speed would mean nothing")

@@ -1,0 +1,102 @@
+"""What runs plans: the seam between ``native_engine`` (C, without the GIL) and its slow twin ``python_engine``."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Protocol
+
+from ocomm.collectives.plan import Plan
+from ocomm.transport.base import Transport
+
+
+class State(enum.IntEnum):
+    """Of a submitted plan; ``DONE`` and later are final. The numbers are those of ``native/ocomm.h``."""
+
+    QUEUED = 0
+    ACTIVE = 1
+    DONE = 2
+    MISMATCH = 3  # a message's header differs from ours
+    MPI_ERROR = 4
+    TIMED_OUT = 5
+    ABORTED = 6
+
+
+class Reason(enum.IntFlag):
+    """Why ``Engine.run`` returned before its time."""
+
+    WOKEN = 1
+    COMPLETED = 2  # a plan submitted with notify is over
+    CONTROL = 4  # a message waits on a watched transport
+    FAILED = 8  # the network failed
+
+
+class Ticket(Protocol):
+    """One submission of a plan. Keeps the plan's memory alive while the network may touch it."""
+
+    plan: Plan
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def error(self) -> int:
+        """The rank whose header differs (MISMATCH), or MPI's error code (MPI_ERROR)."""
+        ...
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """(queued, running) once it is over."""
+        ...
+
+    def wait(self, seconds: float) -> State:
+        """Waits until the plan is over or the time is; from any thread, without the GIL where the engine is native."""
+        ...
+
+
+class Channel(Protocol):
+    """An order of plans and a window of segments in flight, on a communicator of its own.
+
+    All ranks submit the same plans in the same order. Channels never wait for each other.
+    """
+
+    def prepare(self, plan: Plan) -> Any:
+        """Whatever of a plan can be made ready once and submitted many times."""
+        ...
+
+    def submit(self, prepared: Any, timeout_s: float, notify: bool) -> Ticket:
+        """Queues a prepared plan; ``timeout_s`` counts from now, 0 for none. From any thread."""
+        ...
+
+    def waiting_for(self) -> list[int]:
+        """Ranks whose messages the segments in flight still wait for."""
+        ...
+
+
+class Engine(Protocol):
+    """Runs the plans of all channels of a process. ``run`` belongs to one thread, the rest to any."""
+
+    def open_channel(self, transport: Transport, window: int) -> Channel: ...
+
+    def watch(self, transport: Transport) -> None:
+        """``run`` returns CONTROL when a message with tag 0 waits on this transport."""
+        ...
+
+    def run(self, seconds: float) -> Reason:
+        """Moves everything on until there is a reason to return or the time is over."""
+        ...
+
+    def wake(self) -> None:
+        """Makes ``run`` return WOKEN."""
+        ...
+
+    def fail(self) -> None:
+        """Ends every plan as ABORTED, now and later."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """bytes_sent, messages_sent, plans, polls, sleeps, compute_ns, network_ns since the start."""
+        ...
+
+    def close(self) -> None:
+        """Frees the engine; ``run`` must have returned for good."""
+        ...

@@ -1,0 +1,229 @@
+"""The engine of ``native/engine.c``: plans become C tables, and run without the GIL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ocomm._native import ffi, lib
+from ocomm.collectives import plan as plans
+from ocomm.collectives.engine import Reason, State
+from ocomm.collectives.plan import Plan
+from ocomm.transport.base import Transport
+
+_OP = np.dtype([("code", np.int64), ("a", np.int64, 12), ("f", np.float64, 2)])
+_MESSAGE = np.dtype([("address", np.int64), ("nbytes", np.int64), ("peer", np.int32), ("receive", np.int32)])
+_STAGES_PER_SEGMENT = 8  # as STAGES_PER_TAG in engine.c
+
+
+def _address(array: np.ndarray | None) -> int:
+    return 0 if array is None else array.__array_interface__["data"][0]
+
+
+class _Compiler:
+    """Turns one plan into the tables that the engine reads."""
+
+    def __init__(self) -> None:
+        self.ops: list[tuple[int, tuple[int, ...], tuple[float, float]]] = []
+        self.messages: list[tuple[int, int, int, int]] = []
+        self.keep: list[Any] = []
+
+    def pointers(self, arrays: Any) -> int:
+        table = np.array([_address(array) for array in arrays], np.int64)
+        self.keep.append(table)
+        return _address(table)
+
+    def op(self, code: int, *arguments: int, factors: tuple[float, float] = (0.0, 0.0)) -> None:
+        self.ops.append((code, arguments + (0,) * (12 - len(arguments)), factors))
+
+    def add(self, c: plans.Computation) -> None:
+        a = _address
+        match c:
+            case plans.Copy():
+                self.op(lib.OCOMM_COPY, a(c.source), a(c.destination), c.source.nbytes)
+            case plans.Reduce():
+                numel = c.out.nbytes // c.dtype.itemsize
+                self.op(
+                    lib.OCOMM_REDUCE,
+                    c.dtype,
+                    c.op,
+                    len(c.sources),
+                    self.pointers(c.sources),
+                    numel,
+                    a(c.out),
+                    factors=(c.prescale, c.postscale),
+                )
+            case plans.Compress() if c.tensors is None:
+                self.op(
+                    lib.OCOMM_COMPRESS,
+                    *(a(c.blocks), len(c.blocks), a(c.values), a(c.error), a(c.error_out), a(c.mask)),
+                    *(int(c.scale == "rms"), a(c.packed), a(c.flags)),
+                )
+            case plans.Compress():
+                self.op(
+                    lib.OCOMM_COMPRESS_MOMENTUM,
+                    *(a(c.blocks), len(c.blocks), a(c.tensors), a(c.previous), a(c.error), a(c.error_out), a(c.mask)),
+                    *(int(c.scale == "rms"), a(c.packed), a(c.flags)),
+                )
+            case plans.Average():
+                self.op(
+                    lib.OCOMM_AVERAGE,
+                    *(a(c.blocks), len(c.blocks), self.pointers(c.received), c.origin, len(c.received)),
+                    *(a(c.error), a(c.error_out), a(c.mask), int(c.scale == "rms"), a(c.packed), a(c.flags)),
+                )
+            case plans.Unpack():
+                self.op(lib.OCOMM_UNPACK, a(c.blocks), len(c.blocks), a(c.packed), a(c.mask), a(c.out))
+            case plans.Seal():
+                self.op(
+                    lib.OCOMM_SEAL,
+                    *(a(c.header), a(c.flags), a(c.presence), c.presence.nbytes),
+                    *(self.pointers(c.messages), len(c.messages)),
+                )
+            case plans.Check():
+                self.op(
+                    lib.OCOMM_CHECK,
+                    *(a(c.header), self.pointers(c.messages), len(c.messages), a(c.flags)),
+                    *(a(c.presence), c.presence.nbytes, a(c.announcement)),
+                )
+
+
+class _Prepared:
+    """The C tables of a plan; the plan object holds the arrays they point into."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        compiler = _Compiler()
+        stages, segments = [], []
+        for segment in plan.segments:
+            assert len(segment) <= _STAGES_PER_SEGMENT
+            segments.append((len(stages), len(segment)))
+            for stage in segment:
+                first_op, first_message = len(compiler.ops), len(compiler.messages)
+                for computation in stage.compute:
+                    compiler.add(computation)
+                compiler.messages += [(_address(m.buffer), m.buffer.nbytes, m.peer, 0) for m in stage.sends]
+                compiler.messages += [(_address(m.buffer), m.buffer.nbytes, m.peer, 1) for m in stage.receives]
+                stages.append(
+                    (first_op, len(compiler.ops) - first_op, first_message, len(compiler.messages) - first_message)
+                )
+        self.ops = np.array(compiler.ops, _OP)
+        self.messages = np.array(compiler.messages, _MESSAGE)
+        self.stages = np.array(stages, np.int32).reshape(-1)
+        self.segments = np.array(segments, np.int32).reshape(-1)
+        self.pointers = compiler.keep
+
+    def row(self, notify: bool, timeout_s: float) -> Any:
+        row = ffi.new("ocomm_plan *")
+        row.ops = ffi.cast("ocomm_op *", _address(self.ops))
+        row.messages = ffi.cast("ocomm_message *", _address(self.messages))
+        row.stages = ffi.cast("ocomm_stage *", _address(self.stages))
+        row.segments = ffi.cast("ocomm_segment *", _address(self.segments))
+        row.segment_count = len(self.segments) // 2
+        row.notify = notify
+        row.timeout_ns = int(timeout_s * 1e9)
+        return row
+
+
+class NativeTicket:
+    """See ``engine.Ticket``."""
+
+    def __init__(self, engine: NativeEngine, prepared: _Prepared, row: Any) -> None:
+        self._engine = engine
+        self._prepared = prepared
+        self._row = row
+
+    @property
+    def plan(self) -> Plan:
+        return self._prepared.plan
+
+    @property
+    def state(self) -> State:
+        return State(self._row.state)
+
+    @property
+    def error(self) -> int:
+        return self._row.error
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        row = self._row
+        return (row.started_ns - row.submitted_ns) / 1e9, (row.finished_ns - row.started_ns) / 1e9
+
+    def wait(self, seconds: float) -> State:
+        return State(lib.ocomm_plan_wait(self._engine.pointer, self._row, int(seconds * 1e9)))
+
+
+class NativeChannel:
+    """See ``engine.Channel``."""
+
+    def __init__(self, engine: NativeEngine, transport: Transport, window: int) -> None:
+        self._engine = engine
+        self._size = transport.size
+        handle = getattr(transport, "handle", 0)  # a world of one has no MPI
+        self._pointer = lib.ocomm_channel_new(engine.pointer, handle, transport.size, window)
+        if self._pointer == ffi.NULL:
+            raise MemoryError("too many channels, or no memory for another")
+        self._waiting = np.zeros(transport.size, np.uint8)
+
+    def prepare(self, plan: Plan) -> _Prepared:
+        return _Prepared(plan)
+
+    def submit(self, prepared: _Prepared, timeout_s: float, notify: bool) -> NativeTicket:
+        row = prepared.row(notify, timeout_s)
+        ticket = NativeTicket(self._engine, prepared, row)
+        self._engine.remember(ticket)
+        lib.ocomm_submit(self._pointer, row)
+        return ticket
+
+    def waiting_for(self) -> list[int]:
+        lib.ocomm_channel_waiting(self._pointer, ffi.from_buffer("uint8_t[]", self._waiting))
+        return np.flatnonzero(self._waiting).tolist()
+
+
+class NativeEngine:
+    """See ``engine.Engine``. ``abi`` is ``transport.mpi.MpiAbi``, None for a world of one without MPI."""
+
+    def __init__(self, abi: Any = None, spin_us: float = 50.0, idle_ms: float = 5.0) -> None:
+        mpi = ffi.NULL
+        if abi is not None:
+            mpi = ffi.new("ocomm_mpi *")
+            for name in ("isend", "irecv", "testsome", "iprobe"):
+                setattr(mpi, name, ffi.cast("void *", getattr(abi, name)))
+            for name in ("byte_type", "handle_nbytes", "status_nbytes", "any_source", "undefined"):
+                setattr(mpi, name, getattr(abi, name))
+        self.pointer = lib.ocomm_engine_new(mpi, int(spin_us * 1e3), int(idle_ms * 1e6))
+        if self.pointer == ffi.NULL:
+            raise MemoryError("no memory for the engine")
+        self._alive: list[NativeTicket] = []
+
+    def remember(self, ticket: NativeTicket) -> None:
+        """Keeps a plan's memory until it is done; a failed one's for good, because the network may still touch it."""
+        if len(self._alive) >= 64:
+            self._alive = [t for t in self._alive if t.state != State.DONE]
+        self._alive.append(ticket)
+
+    def open_channel(self, transport: Transport, window: int) -> NativeChannel:
+        return NativeChannel(self, transport, window)
+
+    def watch(self, transport: Transport) -> None:
+        if transport.size > 1 and lib.ocomm_engine_watch(self.pointer, transport.handle):  # type: ignore[attr-defined]
+            raise MemoryError("too many process sets: at most 256 can be watched")
+
+    def run(self, seconds: float) -> Reason:
+        return Reason(lib.ocomm_engine_run(self.pointer, int(seconds * 1e9)))
+
+    def wake(self) -> None:
+        lib.ocomm_engine_wake(self.pointer)
+
+    def fail(self) -> None:
+        lib.ocomm_engine_fail(self.pointer)
+
+    def counters(self) -> dict[str, int]:
+        counters = lib.ocomm_engine_counters(self.pointer)
+        names = ("bytes_sent", "messages_sent", "plans", "polls", "sleeps", "compute_ns", "network_ns")
+        return {name: getattr(counters, name) for name in names}
+
+    def close(self) -> None:
+        lib.ocomm_engine_free(self.pointer)
+        self.pointer = ffi.NULL

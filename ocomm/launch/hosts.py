@@ -1,0 +1,92 @@
+"""Host lists: ``-H a:2,b:2`` and host files, into one form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ocomm.errors import LaunchError
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_FORMAT = "write host:ranks, separated by commas, as in -H worker-0:2,worker-1:2"
+_FILE_FORMAT = "write one 'worker-0 slots=2' or 'worker-0:2' on each line"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Hosts of ``-H a:2,b:2``, in order.
+
+    The number of ranks is never guessed: the MPIs disagree on what its absence means (one rank, or one for each core).
+    Raises LaunchError for a malformed entry, a host named twice, or no host at all.
+    """
+    entries = [entry.strip() for entry in text.split(",")]
+    return _collect((_parse_entry(entry, f"-H {text}: {entry!r}", _FORMAT) for entry in entries), f"-H {text}")
+
+
+def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
+    """Hosts of a host file's ``text``; ``path`` is for the messages.
+
+    Open MPI's lines (``a slots=2``) and MPICH's (``a:2``) are both understood, ``#`` starts a comment. Raises
+    LaunchError.
+    """
+
+    def entries() -> Iterable[Host]:
+        for number, line in enumerate(text.splitlines(), start=1):
+            content = line.split("#", 1)[0].strip()
+            if content:
+                # Anything after the slots, such as Open MPI's max_slots, is refused below rather than dropped.
+                normal = re.sub(r"\s+slots\s*=\s*", ":", content)
+                yield _parse_entry(normal, f"{path}, line {number}: {content!r}", _FILE_FORMAT)
+
+    return _collect(entries(), path)
+
+
+def total_slots(hosts: Iterable[Host]) -> int:
+    """How many ranks the hosts take together."""
+    return sum(host.slots for host in hosts)
+
+
+def place(hosts: Iterable[Host], num_proc: int) -> tuple[Host, ...]:
+    """The hosts that get a rank, with the number of ranks on each, when ``num_proc`` ranks fill them in order."""
+    placed = []
+    left = num_proc
+    for host in hosts:
+        if left == 0:
+            break
+        count = min(host.slots, left)
+        placed.append(Host(host.name, count))
+        left -= count
+    return tuple(placed)
+
+
+def _parse_entry(entry: str, where: str, expected: str) -> Host:
+    name, colon, slots = entry.partition(":")
+    if not _NAME.fullmatch(name):
+        raise LaunchError(f"{where} is not a host; {expected}.")
+    if not colon:
+        raise LaunchError(f"{where} does not say how many ranks run there; {expected}.")
+    if not re.fullmatch("[0-9]+", slots) or int(slots) == 0:
+        raise LaunchError(f"{where} has {slots!r} as its number of ranks, which must be 1 or more; {expected}.")
+    return Host(name, int(slots))
+
+
+def _collect(entries: Iterable[Host], where: str) -> tuple[Host, ...]:
+    hosts: dict[str, Host] = {}
+    for host in entries:
+        if host.name in hosts:
+            raise LaunchError(f"{where} names the host {host.name!r} twice; give it once, with all its ranks.")
+        hosts[host.name] = host
+    if not hosts:
+        raise LaunchError(f"{where} names no host.")
+    return tuple(hosts.values())

@@ -1,0 +1,119 @@
+"""Which hosts are this machine, and which of the others answer to ssh: all asked at once, with one deadline."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ocomm.errors import LaunchError
+
+# ssh's own limit is below the deadline, so that its reason is heard rather than ours.
+_CONNECT_SHARE = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """What was found of a host: it is this machine, or it answered to ssh, or ``problem`` says why it did not."""
+
+    name: str
+    is_local: bool
+    problem: str | None = None
+
+
+def ssh_command(name: str, port: int | None, identity_file: str | None, connect_timeout_s: int) -> tuple[str, ...]:
+    """The command which succeeds if and only if the launcher will be able to start something on host ``name``."""
+    argv = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}"]
+    if port is not None:
+        argv += ["-p", str(port)]
+    if identity_file is not None:
+        argv += ["-i", identity_file]
+    return (*argv, name, "true")
+
+
+def is_this_machine(name: str) -> bool:
+    """True if ``name`` is this machine: one of its own names, or a name with an address that can be bound here."""
+    if name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in addresses:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def ask(
+    names: Sequence[str], port: int | None, identity_file: str | None, deadline_s: float, use_ssh: bool = True
+) -> tuple[HostState, ...]:
+    """The state of every host in ``names``, after at most ``deadline_s`` seconds.
+
+    Where ssh is not what starts the ranks (inside a batch system, or with a launch agent), ``use_ssh`` False finds
+    out only which hosts are this machine.
+    """
+    end = time.monotonic() + deadline_s
+    answers: queue.SimpleQueue[HostState] = queue.SimpleQueue()
+
+    def one(name: str) -> None:
+        answers.put(_ask_one(name, port, identity_file, end, deadline_s, use_ssh))
+
+    for name in names:
+        # A name server that does not answer cannot be interrupted: such a thread is left behind, and dies with the
+        # process.
+        threading.Thread(target=one, args=(name,), daemon=True).start()
+    states: dict[str, HostState] = {}
+    while len(states) < len(names):
+        try:
+            state = answers.get(timeout=max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            break
+        states[state.name] = state
+    silent = f"no answer within {deadline_s:g} s"
+    return tuple(states.get(name, HostState(name, False, silent)) for name in names)
+
+
+def require_reachable(states: Sequence[HostState]) -> None:
+    """Raise LaunchError that names every host with a problem, the reason, and how to try it by hand."""
+    lost = [state for state in states if state.problem is not None]
+    if not lost:
+        return
+    lines = "\n".join(f"    {state.name}: {state.problem}" for state in lost)
+    raise LaunchError(
+        f"{len(lost)} of {len(states)} hosts cannot be reached, nothing was started:\n{lines}\n"
+        f"This must work without a password or a question: ssh -o BatchMode=yes {lost[0].name} true "
+        f"(see --ssh-port, --ssh-identity-file and ssh-copy-id)."
+    )
+
+
+def _ask_one(
+    name: str, port: int | None, identity_file: str | None, end: float, deadline_s: float, use_ssh: bool
+) -> HostState:
+    if is_this_machine(name):
+        return HostState(name, True)
+    if not use_ssh:
+        return HostState(name, False)
+    left = end - time.monotonic()
+    argv = ssh_command(name, port, identity_file, max(1, int(left * _CONNECT_SHARE)))
+    try:
+        # ssh is ended a little before the deadline, so that the answer arrives within it.
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=max(0.1, left - 0.2)
+        )
+    except subprocess.TimeoutExpired:
+        return HostState(name, False, f"no answer within {deadline_s:g} s")
+    except OSError as error:
+        return HostState(name, False, f"ssh cannot be executed: {error.strerror}")
+    if done.returncode == 0:
+        return HostState(name, False)
+    said = [line for line in done.stderr.strip().splitlines() if line]
+    return HostState(name, False, said[-1].strip() if said else f"ssh ended with exit code {done.returncode}")

