@@ -245,7 +245,7 @@ def _lane_sum(values: Array) -> F:
 
 
 def _fold(values: Array, width: int) -> float:
-    """Sum in float64: the second half of ``width`` elements, zeros at the end, is added to the first until one is left."""
+    """Sum in float64 of ``width`` elements, zeros at the end: the second half is added to the first, and so on."""
     row = np.zeros(max(width, 1))
     row[: values.size] = values
     while row.size > 1:
