@@ -1,0 +1,115 @@
+"""When the dense warm-up ends."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ocomm.errors import SettingsError
+from ocomm.optim.freeze import FreezeSchedule, LateTensors, is_stable
+
+BETA2 = 0.9  # a window of 10 steps
+
+
+def first_decision(schedule, norms, lrs=None, start=1):
+    """(step of the decision, T_w), or None."""
+    for step, norm in enumerate(norms, start):
+        decided = schedule.observe(step, norm, lrs[step - start] if lrs else [1e-3])
+        if decided is not None:
+            return step, decided
+    return None
+
+
+def test_an_integer_is_known_from_the_start():
+    schedule = FreezeSchedule(100, 0.999)
+    assert not schedule.needs_norm
+    assert schedule.observe(1, 0.0, [1.0]) == 100
+
+
+def test_a_constant_norm_freezes_just_after_two_windows_one_step_ahead():
+    schedule = FreezeSchedule("auto", BETA2)
+    assert schedule.window == 10
+    assert first_decision(schedule, [5.0] * 50) == (21, 22)
+    assert schedule.observe(22, 1e9, [1.0]) == 22  # it does not change its mind
+    assert not schedule.needs_norm
+
+
+def test_the_usual_beta2_has_a_window_of_a_thousand_steps():
+    assert FreezeSchedule("auto", 0.999).window == 1000
+
+
+@pytest.mark.parametrize("factor", [1.02, 1 / 1.02])
+def test_a_norm_that_keeps_growing_or_falling_does_not_freeze(factor):
+    assert first_decision(FreezeSchedule("auto", BETA2), [factor**t for t in range(200)]) is None
+
+
+def test_it_freezes_as_soon_as_the_norm_changes_by_less_than_four_percent_in_a_window():
+    norms = [max(1.0, 100.0 - t) for t in range(1, 200)]
+    step, _ = first_decision(FreezeSchedule("auto", BETA2), norms)
+    assert norms[step - 1] / norms[step - 11] >= 0.96
+    assert norms[step - 2] / norms[step - 12] < 0.96
+
+
+def test_a_learning_rate_that_rises_puts_it_off_for_a_window():
+    lrs = [[1e-3, min(t, 40) * 1e-5] for t in range(1, 100)]
+    assert first_decision(FreezeSchedule("auto", BETA2), [1.0] * 99, lrs) == (50, 51)
+
+
+def test_a_learning_rate_that_falls_does_not():
+    lrs = [[1e-3 / t] for t in range(1, 100)]
+    assert first_decision(FreezeSchedule("auto", BETA2), [1.0] * 99, lrs) == (21, 22)
+
+
+def test_a_restart_waits_for_a_window_of_its_own():
+    assert first_decision(FreezeSchedule("auto", BETA2), [1.0] * 99, start=1000) == (1010, 1011)
+
+
+def test_a_gap_or_another_number_of_groups_starts_the_window_again():
+    schedule = FreezeSchedule("auto", BETA2)
+    assert first_decision(schedule, [1.0] * 18) is None
+    assert first_decision(schedule, [1.0] * 50, start=20) == (30, 31)
+    schedule = FreezeSchedule("auto", BETA2)
+    assert first_decision(schedule, [1.0] * 18) is None
+    assert first_decision(schedule, [1.0] * 50, [[1.0, 1.0]] * 50, start=19) == (29, 30)
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+def test_a_norm_that_is_zero_or_not_finite_is_not_stable(bad):
+    assert not is_stable(bad, bad)
+    assert not is_stable(1.0, bad)
+    assert first_decision(FreezeSchedule("auto", BETA2), [bad] * 60) is None
+
+
+@settings(deadline=None)
+@given(st.floats(1e-30, 1e30), st.floats(1e-30, 1e30))
+def test_stability_does_not_depend_on_the_direction(a, b):
+    assert is_stable(a, b) == is_stable(b, a)
+    assert is_stable(a, a)
+
+
+@pytest.mark.parametrize("freeze_step", [0, -3, "soon"])
+def test_other_freeze_steps_are_errors(freeze_step):
+    with pytest.raises(SettingsError, match="freeze_step"):
+        FreezeSchedule(freeze_step, 0.999)
+
+
+def test_a_beta2_of_one_is_an_error():
+    with pytest.raises(SettingsError, match="beta2"):
+        FreezeSchedule("auto", 1.0)
+
+
+def test_a_late_tensor_gets_its_own_warm_up_from_its_first_variance():
+    late = LateTensors()
+    used = [step >= 7 for step in range(1, 20)]
+    ready = [late.observe(3, step, used[step - 1], 5) for step in range(1, 20)]
+    assert ready.index(True) + 1 == 11  # steps 7, 8, 9, 10, 11
+
+
+def test_late_tensors_do_not_share_their_counts():
+    late = LateTensors()
+    assert not late.observe(0, 1, True, 3)
+    assert not late.observe(1, 3, True, 3)
+    assert late.observe(0, 3, True, 3)
+    assert not late.observe(1, 4, True, 3)
+    assert late.observe(1, 5, True, 3)

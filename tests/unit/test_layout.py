@@ -1,0 +1,273 @@
+"""The layout of compressed tensors: laws over arbitrary tensors, ranks, block sizes and buckets."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ocomm.compression.layout import Layout, TensorSpec, payload_nbytes
+from ocomm.compression.wire import HEADER, header_nbytes
+
+# A busy machine is no reason to fail.
+law = settings(deadline=None, max_examples=60)
+
+numels = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 3000)), min_size=1, max_size=12)
+block_sizes = st.sampled_from([16, 64, 1024, 4096, "tensor"])
+
+
+def make(sizes, ranks=1, block_size=4096):
+    return Layout([TensorSpec(f"t{k}", (n,)) for k, n in enumerate(sizes)], ranks, block_size)
+
+
+@st.composite
+def layouts(draw):
+    return make(draw(numels), draw(st.integers(1, 6)), draw(block_sizes))
+
+
+@st.composite
+def bucketed(draw):
+    """A layout, one of its ranks, some of its tensors in some order, and a segment size."""
+    layout = draw(layouts())
+    order = draw(st.permutations(range(len(layout.tensors))))
+    count = draw(st.integers(0, len(order)))
+    return layout, draw(st.integers(0, layout.ranks - 1)), list(order[:count]), draw(st.integers(1, 800))
+
+
+@law
+@given(layouts())
+def test_blocks_tile_each_tensor_and_never_cross_one(layout):
+    seen = 0
+    for index, spec in enumerate(layout.tensors):
+        blocks = layout.tensor_blocks(index)
+        assert (blocks["tensor"] == index).all()
+        ends = blocks["start"] + blocks["length"]
+        assert blocks["start"].tolist() == [0, *ends.tolist()][: blocks.size]
+        assert (blocks["length"] > 0).all()
+        assert (ends[-1] if blocks.size else 0) == spec.numel
+        assert (blocks["offset"] == layout.offsets[index] + blocks["start"]).all()
+        seen += blocks.size
+    assert seen == layout.blocks.size
+
+
+@law
+@given(layouts())
+def test_flat_offsets_are_aligned_and_tensors_do_not_overlap(layout):
+    assert (layout.blocks["offset"] % 16 == 0).all()
+    ends = layout.offsets + layout.numels
+    assert (ends[:-1] <= layout.offsets[1:]).all()
+    assert ends[-1] <= layout.flat_numel < ends[-1] + 16
+
+
+@law
+@given(layouts())
+def test_the_owner_is_the_least_loaded_rank_in_registration_order(layout):
+    load = [0] * layout.ranks
+    for block in layout.blocks:
+        assert block["owner"] == load.index(min(load))
+        load[block["owner"]] += int(block["length"])
+
+
+@law
+@given(layouts())
+def test_owned_blocks_fill_their_owner_buffer_without_overlap(layout):
+    for rank in range(layout.ranks):
+        mine = layout.blocks[layout.blocks["owner"] == rank]
+        assert (mine["owned"] % 16 == 0).all()
+        ends = mine["owned"] + mine["length"]
+        assert (ends[:-1] <= mine["owned"][1:]).all()
+        if mine.size:
+            assert ends[-1] <= layout.owned_numel(rank)
+        assert layout.owned_numel(rank) == sum((int(n) + 15) // 16 * 16 for n in mine["length"])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_the_busiest_owner_is_within_five_percent_of_the_mean_for_many_blocks(ranks):
+    rng = np.random.default_rng(ranks)
+    layout = make(rng.integers(1, 200_000, 60).tolist(), ranks)
+    load = np.bincount(layout.blocks["owner"], weights=layout.blocks["length"], minlength=ranks)
+    assert load.max() <= 1.05 * load.mean()
+    for first in (0, 20, 40):
+        for segment in layout.segments(range(first, first + 20), 0, 1 << 30):
+            assert max(segment.message_nbytes) <= 1.05 * np.mean(segment.message_nbytes)
+
+
+@law
+@given(bucketed())
+def test_segments_cover_each_block_once_in_bucket_order(case):
+    layout, rank, tensors, nbytes = case
+    segments = layout.segments(tensors, rank, nbytes)
+    want = [(t, b["start"], b["length"], b["offset"]) for t in tensors for b in layout.tensor_blocks(t)]
+    got = [(b["tensor"], b["start"], b["length"], b["offset"]) for s in segments for b in s.blocks]
+    assert got == want
+    for segment in segments:
+        assert segment.tensors == tuple(dict.fromkeys(segment.blocks["tensor"].tolist()))
+        payload = payload_nbytes(segment.blocks["length"])
+        assert payload.sum() <= nbytes + payload.max()
+
+
+@law
+@given(bucketed())
+def test_every_byte_of_a_message_has_one_use(case):
+    layout, rank, tensors, nbytes = case
+    for segment in layout.segments(tensors, rank, nbytes):
+        assert len(segment.message_start) == len(segment.message_nbytes) == layout.ranks
+        use = np.zeros(segment.packed_nbytes, int)
+        owner_of = {int(b["offset"]): int(b["owner"]) for b in layout.blocks}
+        for start, size in zip(segment.message_start, segment.message_nbytes, strict=True):
+            assert start % 8 == size % 8 == 0
+            use[start : start + segment.header_nbytes] += 1
+        for block in segment.blocks:
+            owner = owner_of[int(block["offset"])]
+            signs = (int(block["length"]) + 7) // 8
+            assert block["scale"] % 4 == 0
+            for at, count in ((block["scale"], 4), (block["bits"], signs)):
+                assert segment.message_start[owner] <= at
+                assert at + count <= segment.message_start[owner] + segment.message_nbytes[owner]
+                use[at : at + count] += 1
+        assert use.max() == 1
+        padding = [
+            use[start : start + size] for start, size in zip(segment.message_start, segment.message_nbytes, strict=True)
+        ]
+        for message in padding:
+            unused = np.flatnonzero(message == 0)
+            assert unused.size < 8
+            assert (unused == np.arange(message.size - unused.size, message.size)).all()
+
+
+@law
+@given(bucketed())
+def test_an_element_keeps_its_owner_and_its_place_there_whatever_the_buckets(case):
+    layout, rank, tensors, nbytes = case
+    fixed = {int(b["offset"]): int(b["owned"]) if b["owner"] == rank else -1 for b in layout.blocks}
+    for segment in layout.segments(tensors, rank, nbytes):
+        for block in segment.blocks:
+            assert fixed[int(block["offset"])] == block["owned"]
+        assert (segment.owned_blocks == segment.blocks[segment.blocks["owned"] >= 0]).all()
+
+
+@law
+@given(bucketed())
+def test_all_ranks_see_the_same_geometry(case):
+    layout, rank, tensors, nbytes = case
+    for mine, other in zip(
+        layout.segments(tensors, rank, nbytes), layout.segments(tensors, layout.ranks - 1, nbytes), strict=True
+    ):
+        assert mine.message_start == other.message_start
+        assert mine.digest == other.digest
+        for field in ("offset", "start", "bits", "scale", "length", "tensor"):
+            assert (mine.blocks[field] == other.blocks[field]).all()
+
+
+@law
+@given(bucketed())
+def test_bytes_sent_equal_the_formula(case):
+    layout, _, _, nbytes = case
+    everything = range(len(layout.tensors))
+    per_rank = [layout.segments(everything, rank, nbytes) for rank in range(layout.ranks)]
+    mean = sum(segment.bytes_sent for segments in per_rank for segment in segments) / layout.ranks
+    n = layout.ranks
+    real = sum((int(b["length"]) + 7) // 8 + 4 for b in layout.blocks)
+    assert layout.compressed_bytes() == pytest.approx(2 * (n - 1) / n * real)
+    headers = sum(n * (segment.header_nbytes + 7) for segment in per_rank[0])
+    assert layout.compressed_bytes() <= mean <= layout.compressed_bytes() + 2 * (n - 1) / n * headers
+    assert layout.dense_bytes() == pytest.approx(2 * (n - 1) / n * 4 * layout.numel)
+
+
+def test_the_default_block_size_sends_a_thirty_second_part():
+    layout = make([4096 * 100], 4)
+    assert layout.dense_bytes() / layout.compressed_bytes() == pytest.approx(31.75, abs=0.01)
+
+
+@law
+@given(layouts(), st.data())
+def test_presence_bits_come_back(layout, data):
+    tensors = [t for t in range(len(layout.tensors)) if layout.numels[t]]
+    present = np.array(data.draw(st.lists(st.booleans(), min_size=len(layout.tensors), max_size=len(layout.tensors))))
+    seen = np.zeros(len(layout.tensors), bool)
+    for segment in layout.segments(tensors[::-1], 0, 300):
+        bits = segment.presence_bits(present)
+        assert bits.size == segment.header_nbytes - HEADER.itemsize
+        segment.read_presence(bits, seen)
+    assert (seen[tensors] == present[tensors]).all()
+
+
+def test_an_owner_without_a_block_still_has_a_message():
+    (segment,) = make([10], 3).segments([0], 2, 1000)
+    assert segment.message_nbytes[1:] == (header_nbytes(1),) * 2
+    assert segment.owned_blocks.size == 0
+
+
+def test_tensors_without_elements_travel_in_no_segment():
+    layout = make([0, 5, 0], 2)
+    (segment,) = layout.segments([2, 1, 0], 0, 1000)
+    assert segment.tensors == (1,)
+    assert layout.segments([0, 2], 0, 1000) == []
+    assert layout.segments([], 0, 1000) == []
+
+
+def test_a_scalar_is_one_element():
+    assert TensorSpec("s", ()).numel == 1
+
+
+def test_the_digest_names_everything_that_must_agree():
+    spec = TensorSpec("w", (2, 3))
+    variants = [
+        Layout([spec], 2),
+        Layout([spec], 3),
+        Layout([spec], 2, 64),
+        Layout([spec], 2, "tensor"),
+        Layout([TensorSpec("v", (2, 3))], 2),
+        Layout([TensorSpec("w", (3, 2))], 2),
+        Layout([TensorSpec("w", (2, 3), order="tf")], 2),
+        Layout([TensorSpec("w", (2, 3), dtype="bfloat16")], 2),
+        Layout([spec, TensorSpec("b", (3,))], 2),
+        Layout([TensorSpec("b", (3,)), spec], 2),
+    ]
+    assert len({layout.digest for layout in variants}) == len(variants)
+    assert Layout([spec], 2).digest == variants[0].digest
+    assert 0 <= variants[0].digest < 1 << 64
+
+
+def test_a_signature_names_the_segment_and_the_compressor():
+    layout = make([100, 200], 2, 16)
+    segments = layout.segments([0, 1], 0, 20) + layout.segments([0, 1], 0, 1000)
+    signatures = {segment.signature(name) for segment in segments for name in ("onebit-l1", "onebit-rms")}
+    assert len(signatures) == 2 * len(segments)
+
+
+@pytest.mark.parametrize("block_size", [0, -16, 100, 8])
+def test_a_block_size_that_breaks_the_alignment_is_an_error(block_size):
+    with pytest.raises(ValueError, match="block_size"):
+        make([10], 1, block_size)
+
+
+def test_wrong_arguments_are_errors():
+    with pytest.raises(ValueError, match="'t'"):
+        Layout([TensorSpec("t", (1,)), TensorSpec("t", (2,))], 1)
+    with pytest.raises(ValueError, match="rank"):
+        make([1], 0)
+    with pytest.raises(ValueError, match="twice"):
+        make([1, 2]).segments([0, 1, 0], 0, 100)
+    with pytest.raises(ValueError, match="segment_nbytes"):
+        make([1]).segments([0], 0, 0)
+    with pytest.raises(ValueError, match="2\\^31"):
+        make([1 << 31], 1, "tensor")
+
+
+def test_tables_are_read_only():
+    layout = make([100])
+    (segment,) = layout.segments([0], 0, 1000)
+    for table in (layout.blocks, segment.blocks, segment.owned_blocks):
+        with pytest.raises(ValueError, match="read-only"):
+            table["length"] = 0
+
+
+def test_two_thousand_tensors_take_a_fraction_of_a_second():
+    start = time.process_time()
+    layout = make([12_500] * 2000, 8)
+    layout.segments(range(2000), 0, 1 << 20)
+    assert time.process_time() - start < 0.5  # 15 ms on an idle core
