@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-
 from ocomm._native import ffi, lib
+
 from ocomm.collectives import plan as plans
 from ocomm.collectives.engine import Reason, State
 from ocomm.collectives.plan import Plan

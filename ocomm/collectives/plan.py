@@ -144,3 +144,8 @@ class Plan:
     @property
     def messages_sent(self) -> int:
         return sum(len(stage.sends) for stages in self.segments for stage in stages)
+
+
+def read_header(message: Bytes) -> np.void:
+    """The HEADER row at the start of a message."""
+    return message[: HEADER.itemsize].view(HEADER)[0]

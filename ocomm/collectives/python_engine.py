@@ -16,9 +16,9 @@ import numpy as np
 
 from ocomm.collectives import plan as plans
 from ocomm.collectives.engine import Reason, State
-from ocomm.collectives.plan import HEADER, Plan
+from ocomm.collectives.plan import HEADER, Plan, read_header
 from ocomm.errors import HorovodInternalError
-from ocomm.kernels.base import Bytes, Kernels
+from ocomm.kernels.base import Kernels
 from ocomm.transport.base import Request, Transport
 from ocomm.types import Flag
 
@@ -319,8 +319,3 @@ class PythonEngine:
             c.presence |= message[HEADER.itemsize : HEADER.itemsize + c.presence.nbytes]
             if rank == 0:
                 c.announcement[0] = theirs["announcement"]
-
-
-def read_header(message: Bytes) -> np.void:
-    """The HEADER row at the start of a message."""
-    return message[: HEADER.itemsize].view(HEADER)[0]

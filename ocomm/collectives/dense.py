@@ -1,0 +1,258 @@
+"""Plans of the uncompressed collectives: who sends which bytes, and what is summed where.
+
+Sums are made by one owner per element, in rank order, so their bits depend neither on fusion nor on timing nor on the
+segment size (docs/algorithms.md, Dense average). Every builder is pure: arrays in, a ``Plan`` out, the same shape of
+plan on all ranks.
+
+Sends and the results received over the same bytes may overlap in place: a peer's result for a slice cannot come before
+that peer has received our part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ocomm.collectives.plan import Copy, Message, Plan, Reduce, Stage
+from ocomm.kernels.base import Bytes
+from ocomm.types import DType, ReduceOp
+
+ALIGNMENT = 64
+#: Below this many bytes everybody sends everything to everybody and sums alone: one message time instead of two.
+SMALL_NBYTES = 8192
+_PIPELINE = 8  # segments in which an exchange is cut, within the bounds below
+_SMALLEST_SEGMENT = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a plan is built: this rank of ``size``, the largest segment in bytes, and a source of staging memory."""
+
+    rank: int
+    size: int
+    segment_nbytes: int
+    scratch: Callable[[int], Bytes]
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, starting after this one, so that not everybody sends to rank 0 first."""
+        return [(self.rank + k) % self.size for k in range(1, self.size)]
+
+
+def _segments(nbytes: int, place: Place) -> Iterator[tuple[int, int]]:
+    """Cuts [0, nbytes) into pieces for the pipeline."""
+    piece = max(-(-nbytes // _PIPELINE), _SMALLEST_SEGMENT)
+    piece = -(-min(piece, place.segment_nbytes) // ALIGNMENT) * ALIGNMENT
+    for low in range(0, nbytes, piece):
+        yield low, min(low + piece, nbytes)
+
+
+def _slices(low: int, high: int, size: int) -> list[slice]:
+    """Cuts [low, high) into ``size`` nearly equal aligned slices; the last ones may be empty."""
+    piece = -(-(-(-(high - low) // size)) // ALIGNMENT) * ALIGNMENT
+    bounds = [min(low + piece * r, high) for r in range(size + 1)]
+    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def average_factor(dtype: DType, op: ReduceOp, postscale: float, size: int) -> float:
+    """The factor after the sum. An integer average is a floor division, made by the reduction itself."""
+    return postscale / size if op == ReduceOp.AVERAGE and dtype.is_floating else postscale
+
+
+def allreduce(
+    place: Place,
+    tensors: Sequence[tuple[Bytes, Bytes]],
+    dtype: DType,
+    op: ReduceOp,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Plan:
+    """Reduces each (input, output) pair of equal length, fused as if they were one tensor. In place where both are one.
+
+    Bytes sent per rank: 2 (n-1)/n of the total; (n-1) times a total below ``SMALL_NBYTES``.
+    """
+    factor = average_factor(dtype, op, postscale, place.size)
+    fused = len(tensors) > 1
+    staging: list[Bytes] = []
+    total = sum(source.nbytes for source, _ in tensors)
+
+    def stage_memory(nbytes: int) -> Bytes:
+        buffer = place.scratch(nbytes)
+        staging.append(buffer)
+        return buffer[:nbytes]
+
+    parts: list[tuple[Bytes, Bytes, int]] = []  # input, output, position in the fusion buffer
+    if fused:
+        source = result = stage_memory(total)
+        position = 0
+        for given, wanted in tensors:
+            parts.append((given, wanted, position))
+            position += given.nbytes
+    else:
+        source, result = tensors[0]
+
+    def reduction(sources: list[Bytes], out: Bytes) -> Reduce:
+        return Reduce(dtype, op, sources, prescale, factor, out)
+
+    if total <= SMALL_NBYTES:
+        received = stage_memory(total * place.size)
+        rows = [received[r * total : (r + 1) * total] for r in range(place.size)]
+        rows[place.rank] = source
+        first = Stage(
+            [Copy(given, source[at : at + given.nbytes]) for given, _, at in parts],
+            [Message(peer, source) for peer in place.peers],
+            [Message(peer, rows[peer]) for peer in place.peers],
+        )
+        # The sends are over when the stage is, so the fused sum may overwrite what was sent.
+        last = Stage([reduction(rows, result)])
+        last.compute += [Copy(result[at : at + wanted.nbytes], wanted) for _, wanted, at in parts]
+        return Plan("allreduce", [[first, last]], staging)
+
+    segments = []
+    for low, high in _segments(total, place):
+        slices = _slices(low, high, place.size)
+        mine = slices[place.rank]
+        length = mine.stop - mine.start
+        received = stage_memory(length * place.size) if length else source[:0]
+        rows = [received[r * length : (r + 1) * length] for r in range(place.size)]
+        rows[place.rank] = source[mine]
+        others = [peer for peer in place.peers if slices[peer].stop > slices[peer].start]
+        here = [_clip(part, low, high) for part in parts if part[2] < high and part[2] + part[0].nbytes > low]
+        scatter = Stage(
+            [Copy(given, source[at : at + given.nbytes]) for given, _, at in here],
+            [Message(peer, source[slices[peer]]) for peer in others],
+            [Message(peer, rows[peer]) for peer in place.peers] if length else [],
+        )
+        gather = Stage(
+            [reduction(rows, result[mine])] if length else [],
+            [Message(peer, result[mine]) for peer in place.peers] if length else [],
+            [Message(peer, result[slices[peer]]) for peer in others],
+        )
+        unpack = Stage([Copy(result[at : at + wanted.nbytes], wanted) for _, wanted, at in here])
+        segments.append([scatter, gather, unpack] if fused else [scatter, gather])
+    return Plan("allreduce", segments, staging)
+
+
+def _clip(part: tuple[Bytes, Bytes, int], low: int, high: int) -> tuple[Bytes, Bytes, int]:
+    """The bytes of a part that lie in [low, high) of the fusion buffer."""
+    given, wanted, at = part
+    first, last = max(low - at, 0), min(high - at, given.nbytes)
+    return given[first:last], wanted[first:last], at + first
+
+
+def allgather(place: Place, tensors: Sequence[tuple[Bytes, Bytes, Sequence[int]]]) -> Plan:
+    """For each (input, output, bytes of every rank): the inputs of all ranks side by side in ``output``."""
+    segments = []
+    for source, result, nbytes in tensors:
+        starts = np.concatenate([[0], np.cumsum(nbytes)]).tolist()
+        pieces = max(-(-max(nbytes, default=0) // place.segment_nbytes), 1)
+        for piece in range(pieces):
+            spans = [_piece(start, n, piece, place.segment_nbytes) for start, n in zip(starts, nbytes, strict=False)]
+            own = spans[place.rank]
+            mine = source[own.start - starts[place.rank] : own.stop - starts[place.rank]]
+            segments.append(
+                [
+                    Stage(
+                        [Copy(mine, result[own])] if mine.nbytes else [],
+                        [Message(peer, mine) for peer in place.peers] if mine.nbytes else [],
+                        [Message(p, result[spans[p]]) for p in place.peers if spans[p].stop > spans[p].start],
+                    )
+                ]
+            )
+    return Plan("allgather", segments)
+
+
+def _piece(start: int, nbytes: int, piece: int, piece_nbytes: int) -> slice:
+    low = min(piece * piece_nbytes, nbytes)
+    return slice(start + low, start + min(low + piece_nbytes, nbytes))
+
+
+def broadcast(place: Place, source: Bytes, result: Bytes, root: int) -> Plan:
+    """``result`` on every rank becomes the root's ``source``. Large ones: the root deals slices, owners pass them on."""
+    copy = [Copy(source, result)] if place.rank == root and source is not result and source.nbytes else []
+    is_root = place.rank == root
+    segments: list[list[Stage]] = [[Stage(list(copy))]] if copy else [[Stage()]]
+    for low, high in _segments(result.nbytes, place):
+        if result.nbytes <= SMALL_NBYTES or place.size == 2:
+            part = slice(low, high)
+            sends = [Message(peer, source[part]) for peer in place.peers] if is_root else []
+            segments.append([Stage([], sends, [] if is_root else [Message(root, result[part])])])
+            continue
+        slices = _slices(low, high, place.size)
+        mine = slices[place.rank]
+        filled = [peer for peer in place.peers if slices[peer].stop > slices[peer].start]
+        has_mine = mine.stop > mine.start
+        leaves = [peer for peer in place.peers if peer != root]
+        if is_root:
+            deal = Stage([], [Message(peer, source[slices[peer]]) for peer in filled])
+            share = Stage([], [Message(peer, source[mine]) for peer in place.peers] if has_mine else [])
+        else:
+            deal = Stage([], [], [Message(root, result[mine])] if has_mine else [])
+            share = Stage(
+                [],
+                [Message(peer, result[mine]) for peer in leaves] if has_mine else [],
+                [Message(peer, result[slices[peer]]) for peer in filled],
+            )
+        segments.append([deal, share])
+    return Plan("broadcast", segments)
+
+
+def alltoall(place: Place, source: Bytes, result: Bytes, nbytes: Sequence[Sequence[int]]) -> Plan:
+    """Row r of ``nbytes`` says how many bytes rank r sends to each rank; parts lie in rank order on both sides."""
+    sent = nbytes[place.rank]
+    got = [row[place.rank] for row in nbytes]
+    send_starts = np.concatenate([[0], np.cumsum(sent)]).tolist()
+    receive_starts = np.concatenate([[0], np.cumsum(got)]).tolist()
+    pieces = max(-(-max((n for row in nbytes for n in row), default=0) // place.segment_nbytes), 1)
+    segments = []
+    for piece in range(pieces):
+        out = [_piece(send_starts[p], sent[p], piece, place.segment_nbytes) for p in range(place.size)]
+        into = [_piece(receive_starts[p], got[p], piece, place.segment_nbytes) for p in range(place.size)]
+        own = Copy(source[out[place.rank]], result[into[place.rank]])
+        segments.append(
+            [
+                Stage(
+                    [own] if own.source.nbytes else [],
+                    [Message(p, source[out[p]]) for p in place.peers if out[p].stop > out[p].start],
+                    [Message(p, result[into[p]]) for p in place.peers if into[p].stop > into[p].start],
+                )
+            ]
+        )
+    return Plan("alltoall", segments)
+
+
+def reducescatter(
+    place: Place,
+    source: Bytes,
+    result: Bytes,
+    nbytes: Sequence[int],
+    dtype: DType,
+    op: ReduceOp,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Plan:
+    """Rank r gets the reduced r-th part of the inputs, ``nbytes[r]`` bytes."""
+    factor = average_factor(dtype, op, postscale, place.size)
+    starts = np.concatenate([[0], np.cumsum(nbytes)]).tolist()
+    staging: list[Bytes] = []
+    segments = []
+    for piece in range(max(-(-max(nbytes, default=0) // place.segment_nbytes), 1)):
+        spans = [_piece(starts[r], nbytes[r], piece, place.segment_nbytes) for r in range(place.size)]
+        mine = spans[place.rank]
+        length = mine.stop - mine.start
+        rows = [source[mine]] * place.size
+        if length:
+            received = place.scratch(length * place.size)
+            staging.append(received)
+            rows = [received[r * length : (r + 1) * length] for r in range(place.size)]
+            rows[place.rank] = source[mine]
+        out = result[mine.start - starts[place.rank] : mine.stop - starts[place.rank]]
+        exchange = Stage(
+            [],
+            [Message(p, source[spans[p]]) for p in place.peers if spans[p].stop > spans[p].start],
+            [Message(p, rows[p]) for p in place.peers] if length else [],
+        )
+        segments.append([exchange, Stage([Reduce(dtype, op, rows, prescale, factor, out)] if length else [])])
+    return Plan("reducescatter", segments, staging)

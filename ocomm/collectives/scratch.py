@@ -1,0 +1,47 @@
+"""Reused memory for fusion buffers and receive staging: fresh pages cost more than the copies into them."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from ocomm.kernels.base import Bytes
+
+ALIGNMENT = 64  # bytes; what AVX-512 and DLPack consumers ask for
+
+
+def aligned(nbytes: int) -> Bytes:
+    """A new uint8 array whose first byte is 64-byte aligned; contents undefined."""
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.__array_interface__["data"][0] % ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+class Scratch:
+    """Owner of idle buffers, at most ``limit_nbytes`` of them. Thread-safe."""
+
+    def __init__(self, limit_nbytes: int) -> None:
+        self.limit_nbytes = limit_nbytes
+        self._lock = threading.Lock()
+        self._idle: list[Bytes] = []
+        self._idle_nbytes = 0
+
+    def take(self, nbytes: int) -> Bytes:
+        """A buffer of ``nbytes``, the smallest idle one that fits and wastes less than half, else a new one."""
+        with self._lock:
+            fits = [b for b in self._idle if nbytes <= b.nbytes <= 2 * nbytes + 4096]
+            if fits:
+                best = min(fits, key=lambda b: b.nbytes)
+                self._idle = [b for b in self._idle if b is not best]
+                self._idle_nbytes -= best.nbytes
+                return best
+        return aligned(max(nbytes, 1))
+
+    def give(self, buffers: list[Bytes]) -> None:
+        """Takes buffers back; drops the oldest idle ones over the limit."""
+        with self._lock:
+            self._idle += buffers
+            self._idle_nbytes += sum(b.nbytes for b in buffers)
+            while self._idle and self._idle_nbytes > self.limit_nbytes:
+                self._idle_nbytes -= self._idle.pop(0).nbytes

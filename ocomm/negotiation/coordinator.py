@@ -1,0 +1,204 @@
+"""The coordinator of one process set: who has asked for what, what is ready, what is wrong. Decisions only.
+
+No thread, clock or network: messages and times come in as arguments, responses go out as values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ocomm.negotiation.cache import CoordinatorCache
+from ocomm.negotiation.fusion import fuse
+from ocomm.negotiation.request import Kind, Request, Response
+from ocomm.types import ReduceOp
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A name that some ranks have asked for."""
+
+    first_s: float
+    requests: dict[int, Request] = field(default_factory=dict)  # by rank, in order of arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A name that has waited too long."""
+
+    name: str
+    waited_s: float
+    ready: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+class Coordinator:
+    """Collects requests until all ranks have asked, checks them, fuses what is ready.
+
+    ``ranks`` are the world ranks of the set, for messages to people; all other rank numbers are the set's own.
+    """
+
+    def __init__(self, ranks: Sequence[int], fusion_threshold: int, cache_capacity: int) -> None:
+        self.ranks = tuple(ranks)
+        self.fusion_threshold = fusion_threshold
+        self.cache = CoordinatorCache(len(ranks), cache_capacity)
+        self._pending: dict[str, _Pending] = {}
+        self._ready: list[str] = []
+        self._groups: dict[str, list[str]] = {}
+        self._absent: dict[int, str] = {}  # rank -> why it will never ask again
+
+    def receive(self, rank: int, message: bytes, now_s: float) -> None:
+        """Takes in one rank's announcement."""
+        for request in self.cache.read(rank, message):
+            pending = self._pending.setdefault(request.name, _Pending(now_s))
+            pending.requests[rank] = request
+            if len(pending.requests) < len(self.ranks):
+                continue
+            if not request.group:
+                self._ready.append(request.name)
+                continue
+            group = self._groups.setdefault(request.group, [])
+            group.append(request.name)
+            if len(group) == request.group_size:
+                self._ready += self._groups.pop(request.group)
+
+    def remove(self, rank: int, why: str) -> None:
+        """The rank has left: what waits for it, and what will, fails."""
+        self._absent[rank] = why
+
+    def decide(self) -> list[Response]:
+        """What all ranks are to do now, in this order."""
+        responses = []
+        healthy: list[Request] = []
+        sizes_of: dict[str, tuple[int, ...]] = {}
+        number_of: dict[str, int] = {}
+        for name in self._ready:
+            requests = self._pending.pop(name).requests
+            ordered = [requests[rank] for rank in range(len(self.ranks))]
+            error = find_mismatch(ordered, self.ranks)
+            if error:
+                responses.append(Response(ordered[0].kind, (name,), error, (), (-1,)))
+            else:
+                sizes_of[name] = _sizes(ordered)
+                number_of[name] = self.cache.assign(name, ordered)
+                healthy.append(ordered[0])
+        self._ready.clear()
+        for group in fuse(healthy, self.fusion_threshold):
+            names = tuple(request.name for request in group)
+            sizes = tuple(sizes_of[name] for name in names if sizes_of[name])
+            numbers = tuple(number_of[name] for name in names)
+            responses.append(Response(group[0].kind, names, "", sizes, numbers))
+        if self._absent:
+            responses += self._fail_orphans()
+        return responses
+
+    def _fail_orphans(self) -> list[Response]:
+        """Names that can never become ready, because a rank which has not asked for them has left."""
+        responses = []
+        for name, pending in list(self._pending.items()):
+            gone = [rank for rank in self._absent if rank not in pending.requests]
+            if gone:
+                del self._pending[name]
+                kind = next(iter(pending.requests.values())).kind
+                reasons = "; ".join(f"rank {self.ranks[rank]} {self._absent[rank]}" for rank in gone)
+                responses.append(Response(kind, (name,), f"tensor '{name}': {reasons}.", (), (-1,)))
+        return responses
+
+    def stalled(self, now_s: float, after_s: float) -> list[Stall]:
+        """Names which some ranks asked for at least ``after_s`` seconds ago and others have not."""
+        found = []
+        for name, pending in self._pending.items():
+            if now_s - pending.first_s >= after_s and len(pending.requests) < len(self.ranks):
+                ready = tuple(self.ranks[r] for r in sorted(pending.requests))
+                missing = tuple(self.ranks[r] for r in range(len(self.ranks)) if r not in pending.requests)
+                found.append(Stall(name, now_s - pending.first_s, ready, missing))
+        return found
+
+    def waited_for(self, rank: int) -> list[str]:
+        """Names that ``rank`` (the set's number) has asked for and others have not."""
+        return [name for name, pending in self._pending.items() if rank in pending.requests]
+
+    def fail_stalled(self, stalls: Sequence[Stall]) -> list[Response]:
+        """Gives up on names: an error for every rank that asked."""
+        responses = []
+        for stall in stalls:
+            pending = self._pending.pop(stall.name)
+            kind = next(iter(pending.requests.values())).kind
+            responses.append(Response(kind, (stall.name,), "stall:" + describe_stall(stall, self), (), (-1,)))
+        return responses
+
+
+def describe_stall(stall: Stall, coordinator: Coordinator) -> str:
+    """Who waits for whom, and what the missing ranks wait for instead."""
+    text = (
+        f"tensor '{stall.name}': {_ranks(stall.ready)} submitted it {stall.waited_s:.0f} s ago, "
+        f"{_ranks(stall.missing)} did not."
+    )
+    instead = []
+    for rank in stall.missing:
+        names = coordinator.waited_for(coordinator.ranks.index(rank))
+        if names:
+            instead.append(f"rank {rank} waits for {_names(names)} instead")
+    return text + (" " + "; ".join(instead) + "." if instead else "")
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
+
+
+def _shape(request: Request) -> str:
+    return f"shape {request.shape} {request.dtype.label}"
+
+
+def _row_shape(request: Request) -> str:
+    return f"shape (*, {', '.join(map(str, request.shape[1:]))}) {request.dtype.label}"
+
+
+#: What must agree, in the order of importance: (what to call it, how to show it, for which kinds).
+_SAME: list[tuple[str, Callable[[Request], object], set[Kind]]] = [
+    ("operation", lambda r: r.kind.name.lower(), set(Kind)),
+    ("dtype", lambda r: r.dtype.label, set(Kind)),
+    ("shape", _shape, {Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCESCATTER}),
+    ("shape", _row_shape, {Kind.ALLGATHER, Kind.ALLTOALL}),
+    ("element order", lambda r: r.order, set(Kind)),
+    ("reduction", lambda r: r.op.label, {Kind.ALLREDUCE, Kind.REDUCESCATTER}),
+    ("prescale and postscale", lambda r: (r.prescale, r.postscale), {Kind.ALLREDUCE, Kind.REDUCESCATTER}),
+    ("root rank", lambda r: r.root, {Kind.BROADCAST}),
+    ("group", lambda r: r.group or "none", set(Kind)),
+    ("layout", lambda r: f"{r.detail} (digest {r.digest:016x})", {Kind.CHANNEL}),
+]
+
+
+def find_mismatch(requests: Sequence[Request], ranks: Sequence[int]) -> str:
+    """What the requests of all ranks (in rank order) disagree on, as a sentence for people; "" if nothing."""
+    first = requests[0]
+    for what, show, kinds in _SAME:
+        if first.kind not in kinds:
+            continue
+        values: dict[object, list[int]] = {}
+        for rank, request in zip(ranks, requests, strict=True):
+            values.setdefault(show(request), []).append(rank)
+        if len(values) > 1:
+            said = ", ".join(f"{_ranks(who)} submitted {value}" for value, who in values.items())
+            hint = "" if what != "operation" else " Give different operations different names."
+            return f"tensor '{first.name}': mismatched {what}: {said}.{hint}"
+    if first.kind in (Kind.ALLGATHER, Kind.ALLTOALL) and not first.shape:
+        return f"tensor '{first.name}': {first.kind.name.lower()} needs at least one dimension; reshape it to (1,)."
+    if first.kind == Kind.REDUCESCATTER and first.op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        return f"tensor '{first.name}': reducescatter supports Sum and Average, not {first.op.label}."
+    return ""
+
+
+def _sizes(requests: Sequence[Request]) -> tuple[int, ...]:
+    """What differs between ranks and all must know: first dimensions (allgather) or the table of splits (alltoall)."""
+    kind = requests[0].kind
+    if kind == Kind.ALLGATHER:
+        return tuple(request.shape[0] for request in requests)
+    if kind == Kind.ALLTOALL:
+        return tuple(rows for request in requests for rows in request.splits)
+    return ()

@@ -1,0 +1,42 @@
+"""What fuses with what: Horovod's rules, as a pure function of an ordered list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ocomm.negotiation.request import Kind, Request
+
+
+def fuse(ready: Sequence[Request], threshold_nbytes: int) -> list[list[Request]]:
+    """Groups ready tensors in order. Only allreduces fuse: equal dtype, operation and factors, up to the threshold.
+
+    Look-ahead: a tensor that does not fit may be passed over, as long as the group and what was passed over stay within
+    the threshold together. A tensor larger than the threshold goes alone. 0 turns fusion off.
+    """
+    groups: list[list[Request]] = []
+    waiting = list(ready)
+    while waiting:
+        first = waiting.pop(0)
+        group, nbytes, skipped = [first], first.nbytes, 0
+        if first.kind == Kind.ALLREDUCE:
+            left: list[Request] = []
+            for position, request in enumerate(waiting):
+                if nbytes + skipped >= threshold_nbytes:
+                    left += waiting[position:]
+                    break
+                if _alike(first, request) and nbytes + skipped + request.nbytes <= threshold_nbytes:
+                    group.append(request)
+                    nbytes += request.nbytes
+                else:
+                    left.append(request)
+                    skipped += request.nbytes
+            waiting = left
+        groups.append(group)
+    return groups
+
+
+def _alike(a: Request, b: Request) -> bool:
+    return (
+        b.kind == Kind.ALLREDUCE
+        and (a.dtype, a.op, a.prescale, a.postscale) == (b.dtype, b.op, b.prescale, b.postscale)
+    )  # fmt: skip

@@ -1,0 +1,171 @@
+"""What a rank asks for, what the coordinator answers, and how both look on the wire.
+
+The format is fixed and little-endian: no pickle crosses the network. A request which a rank has made before, word for
+word, travels as one bit (``cache``).
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ocomm.types import DType, ReduceOp
+
+
+class Kind(enum.IntEnum):
+    """Operations that are negotiated."""
+
+    ALLREDUCE = 0
+    ALLGATHER = 1
+    BROADCAST = 2
+    ALLTOALL = 3
+    REDUCESCATTER = 4
+    BARRIER = 5
+    CHANNEL = 6  # opens a channel for fixed-layout exchanges; ``digest`` names the layout
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One rank's wish for one tensor. All but ``shape[0]`` and ``splits`` of ragged kinds must agree everywhere.
+
+    ``shape`` is the canonical shape; ``order`` tags the order of its elements. ``splits`` are the first-dimension rows
+    for each rank (alltoall). ``group`` and ``group_size``: tensors which become ready together or not at all.
+    ``detail`` describes ``digest`` to people.
+    """
+
+    kind: Kind
+    name: str
+    dtype: DType = DType.UINT8
+    shape: tuple[int, ...] = ()
+    op: ReduceOp = ReduceOp.SUM
+    root: int = 0
+    prescale: float = 1.0
+    postscale: float = 1.0
+    splits: tuple[int, ...] = ()
+    order: str = "torch"
+    group: str = ""
+    group_size: int = 0
+    digest: int = 0
+    detail: str = ""
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """Go ahead with ``names``, fused in this order, or fail them all with ``error``.
+
+    ``sizes``: first dimensions of every rank for each name (allgather), or the flattened table of splits (alltoall).
+    ``cache_ids``: the ids under which the requests are known from now on, -1 for none; one per name.
+    """
+
+    kind: Kind
+    names: tuple[str, ...]
+    error: str = ""
+    sizes: tuple[tuple[int, ...], ...] = ()
+    cache_ids: tuple[int, ...] = field(default=())
+
+
+class Writer:
+    """Appends fields to a message."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def pack(self, format_: str, *values: float) -> None:
+        self.parts.append(struct.pack("<" + format_, *values))
+
+    def text(self, text: str) -> None:
+        data = text.encode()
+        self.pack("I", len(data))
+        self.parts.append(data)
+
+    def numbers(self, numbers: Sequence[int]) -> None:
+        self.pack("I", len(numbers))
+        self.parts.append(struct.pack(f"<{len(numbers)}q", *numbers))
+
+    def bytes(self) -> bytes:
+        return b"".join(self.parts)
+
+
+class Reader:
+    """Takes fields off a message in the order they were written."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+
+    def unpack(self, format_: str) -> tuple:
+        values = struct.unpack_from("<" + format_, self.data, self.at)
+        self.at += struct.calcsize("<" + format_)
+        return values
+
+    def text(self) -> str:
+        (count,) = self.unpack("I")
+        self.at += count
+        return self.data[self.at - count : self.at].decode()
+
+    def numbers(self) -> tuple[int, ...]:
+        (count,) = self.unpack("I")
+        return self.unpack(f"{count}q")
+
+
+def write_request(writer: Writer, request: Request) -> None:
+    writer.pack("BBB", request.kind, request.dtype, request.op)
+    writer.pack("iddIQ", request.root, request.prescale, request.postscale, request.group_size, request.digest)
+    writer.numbers(request.shape)
+    writer.numbers(request.splits)
+    for text in (request.name, request.order, request.group, request.detail):
+        writer.text(text)
+
+
+def read_request(reader: Reader) -> Request:
+    kind, dtype, op = reader.unpack("BBB")
+    root, prescale, postscale, group_size, digest = reader.unpack("iddIQ")
+    shape, splits = reader.numbers(), reader.numbers()
+    name, order, group, detail = (reader.text() for _ in range(4))
+    return Request(
+        Kind(kind), name, DType(dtype), shape, ReduceOp(op), root, prescale, postscale, splits, order, group, group_size,
+        digest, detail,
+    )  # fmt: skip
+
+
+def write_responses(responses: Sequence[Response]) -> bytes:
+    writer = Writer()
+    writer.pack("I", len(responses))
+    for response in responses:
+        writer.pack("BI", response.kind, len(response.names))
+        writer.text(response.error)
+        for name in response.names:
+            writer.text(name)
+        writer.numbers(response.cache_ids)
+        writer.pack("I", len(response.sizes))
+        for sizes in response.sizes:
+            writer.numbers(sizes)
+    return writer.bytes()
+
+
+def read_responses(data: bytes) -> list[Response]:
+    reader = Reader(data)
+    (count,) = reader.unpack("I")
+    responses = []
+    for _ in range(count):
+        kind, names = reader.unpack("BI")
+        error = reader.text()
+        texts = tuple(reader.text() for _ in range(names))
+        cache_ids = reader.numbers()
+        (tables,) = reader.unpack("I")
+        sizes = tuple(reader.numbers() for _ in range(tables))
+        responses.append(Response(Kind(kind), texts, error, sizes, cache_ids))
+    return responses
