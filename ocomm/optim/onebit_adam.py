@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from ocomm.collectives.plan import Average, Compress
 from ocomm.compression.layout import Layout, SegmentLayout
-from ocomm.errors import SettingsError
+from ocomm.errors import NonFiniteError, SettingsError
 from ocomm.kernels.base import TENSOR, Bytes, Floats, Kernels, Table
 
 _HYPER_FIELDS = ["beta1", "one_minus_beta1", "weight_decay", "step_size", "decay"]
@@ -122,7 +122,8 @@ class OneBitAdam:
 
         ``momentum`` is borrowed, not copied, until the tensor's first committed compressed step. ``variance`` is only
         read. An element with v == 0 is masked. Returns False, and changes nothing, if all are: such a tensor stays in
-        warm-up. Otherwise it is in no bucket yet: call ``set_buckets``. Raises ValueError if it is frozen already.
+        warm-up. Otherwise it is in no bucket yet: call ``set_buckets``. Raises ValueError if it is frozen already,
+        NonFiniteError (on all ranks alike: v is replicated) if v has NaN or Inf.
 
         Rounding, each line one float32 operation per element: v_hat = v / float32(1 - beta2^step); root = sqrt(v_hat);
         floor = float32(f) * mean; max(root, floor) + float32(eps). The mean is over a block's unmasked elements, summed
@@ -136,6 +137,11 @@ class OneBitAdam:
         masked = variance == 0.0
         if spec.numel and masked.all():
             return False
+        if not np.isfinite(variance).all():
+            raise NonFiniteError(
+                f"tensor {spec.name!r}: Adam's variance is NaN or Inf after step {step}, so it cannot be frozen; "
+                "look for a gradient that was not finite during the warm-up"
+            )
         self._allocate()
         root = np.sqrt(variance / np.float32(1.0 - beta2**step))
         means = self._block_means(tensor, root, masked)
@@ -148,13 +154,12 @@ class OneBitAdam:
 
     def _begin(self, tensor: int, step: int, eps: float, mask: Bytes, momentum: Floats) -> None:
         """Common to ``freeze`` and ``load_tensor_state``: the tensor is compressed from now on, with no errors yet."""
-        span = self._flat_span(tensor)
-        owned = self._owned_span(tensor)
-        # A tensor may be loaded over one that has been compressed already.
-        for array in (self.error, self.error_out):
-            array[span] = 0.0
-        for array in (self.owner_error, self.owner_error_out):
-            array[owned] = 0.0
+        # Only a tensor that is loaded over a compressed one has errors; zeroing others would touch their pages early.
+        if self.stage[tensor] == Stage.COMPRESSED:
+            for array in (self.error, self.error_out):
+                array[self._flat_span(tensor)] = 0.0
+            for array in (self.owner_error, self.owner_error_out):
+                array[self._owned_span(tensor)] = 0.0
         self.mask[self._mask_span(tensor)] = mask
         self.masked[tensor] = int(np.unpackbits(mask).sum())
         self.stage[tensor] = Stage.COMPRESSED
@@ -178,11 +183,15 @@ class OneBitAdam:
         if not blocks.size:
             return np.zeros(0, np.float32)
         width = int(blocks["length"].max())
-        table = np.zeros((blocks.size, width))
-        # The last block is short: zeros do not change a sum. Masked elements have root 0 already.
-        table.reshape(-1)[: root.size] = root
-        sums = fold(table)
-        counts = np.add.reduceat((~masked).astype(np.int64), blocks["start"])
+        sums = np.zeros(blocks.size)
+        # Some blocks at a time: in float64 a whole embedding would be large.
+        for first in range(0, blocks.size, 1024):
+            part = root[first * width : (first + 1024) * width]
+            table = np.zeros((min(1024, blocks.size - first), width))
+            # The last block is short: zeros do not change a sum. Masked elements have root 0 already.
+            table.reshape(-1)[: part.size] = part
+            sums[first : first + 1024] = fold(table)
+        counts = np.add.reduceat(~masked, blocks["start"], dtype=np.int64)
         whole = fold(sums[np.newaxis])[0] / counts.sum()
         return np.where(counts > 0, sums / np.maximum(counts, 1), whole).astype(np.float32)
 

@@ -10,7 +10,7 @@ import pytest
 
 from ocomm.collectives.plan import Average, Compress
 from ocomm.compression.layout import Layout, TensorSpec
-from ocomm.errors import SettingsError
+from ocomm.errors import NonFiniteError, SettingsError
 from ocomm.kernels.reference import ReferenceKernels
 from ocomm.optim.freeze import LateTensors
 from ocomm.optim.onebit_adam import OneBitAdam, Stage
@@ -452,6 +452,26 @@ def test_warm_up_takes_no_memory_and_a_tensor_without_variance_stays_in_it():
     core.set_buckets([[0, 1]], 1000)
     with pytest.raises(ValueError, match="'t0' is still in warm-up"):
         core.compress(0, np.zeros(1000, np.uint8), np.zeros(1, np.uint32))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_variance_that_is_not_finite_cannot_be_frozen(bad):
+    core = World(1).cores[0]
+    variance = np.ones(7, np.float32)
+    variance[3] = bad
+    with pytest.raises(NonFiniteError, match=r"'t1'.*step 9"):
+        core.freeze(1, variance, variance, step=9, beta2=0.99, eps=1e-8)
+    assert not core.stage.any()
+
+
+def test_a_tensor_of_many_blocks_has_the_means_of_its_blocks():
+    world = World(1, shapes=[(40_001,)], block_size=16)
+    (core,) = world.cores
+    variance = np.random.default_rng(6).random(40_001).astype(np.float32)
+    core.freeze(0, variance, variance, step=10, beta2=0.99, eps=1e-8)
+    root = np.sqrt(variance / np.float32(1 - 0.99**10))
+    means = [root[start : start + 16].mean() for start in range(0, root.size, 16)]
+    np.testing.assert_allclose(core.block_root, means, rtol=1e-6)
 
 
 def test_the_dense_momentum_is_given_back_after_the_first_committed_step():
