@@ -396,6 +396,52 @@ def test_a_loaded_checkpoint_continues_bit_for_bit():
         assert loaded.state() == world.state()
 
 
+def test_a_running_world_goes_back_to_a_checkpoint():
+    world, gradients = started(2, missing=0.2, mask_refresh=4)
+    running, _ = started(2, missing=0.2, mask_refresh=4)
+    for now in gradients[:9]:
+        world.set_hyper(1e-3)
+        world.step(now)
+    for now in gradients[10:15]:
+        running.set_hyper(1e-3)
+        running.step(now)
+    for core in running.cores:
+        for index in range(len(SHAPES)):
+            core.load_tensor_state(index, world.cores[0].tensor_state(index), world.cores[0].momentum(index))
+        assert not core.error.any() and not core.owner_error.any()
+    restore(running, world)
+    for now in gradients[9:]:
+        for each in (world, running):
+            each.set_hyper(1e-3)
+            each.step(now)
+        assert running.state() == world.state()
+
+
+def test_a_state_of_another_block_size_wakes_elements_with_the_means_of_its_own_blocks():
+    world, _ = started(1, variance_floor=0.0)
+    (core,) = World(1, block_size=16).cores
+    core.load_tensor_state(EMBEDDING, world.cores[0].tensor_state(EMBEDDING), world.cores[0].momentum(EMBEDDING))
+    roots = core.block_root[core._block_span(EMBEDDING)]
+    denominator = core.denominator[core._flat_span(EMBEDDING)].reshape(12, 16)
+    np.testing.assert_allclose(roots[:4], denominator[:4].mean(axis=1), rtol=1e-6)
+    np.testing.assert_allclose(roots[4:], denominator[:4].mean(), rtol=1e-6)
+
+
+def test_masked_elements_are_looked_at_once_per_refresh():
+    world, gradients = started(1, mask_refresh=2)
+    (core,) = world.cores
+    due = []
+    for now in gradients[:4]:
+        world.set_hyper(1e-3)
+        present = world.exchange(now)
+        core.commit(present)
+        due.append(core.refresh_due)
+        if due[-1]:
+            core.wake(np.zeros_like(core.touched()))
+            assert not core.refresh_due
+    assert due == [False, True, False, True]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_errors_of_another_number_of_ranks_keep_their_sum(ranks):
     world, gradients = started(3)
