@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -107,3 +108,31 @@ class Flag(enum.IntFlag):
     SKIP = 4  # this rank does not take the step (loss scaling found an overflow, or zero_grad() came instead)
     RAISED = 8  # this rank raised an exception between backward and step()
     UNHANDED = 16  # a gradient came that overlap had not expected (second backward)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a user can set, as values; ``ocomm.config`` reads them from the environment.
+
+    Bytes, milliseconds and seconds as the names say.
+    """
+
+    fusion_threshold: int = 128 * 1024 * 1024  # bytes; 0: no fusion
+    cycle_time_ms: float = 1.0  # how long requests are collected before they are announced, unless someone waits
+    cache_capacity: int = 1024  # names; 0: no response cache
+    segment_nbytes: int = 4 * 1024 * 1024  # largest piece of an exchange
+    window: int = 4  # segments in flight per channel
+    scratch_nbytes: int = 512 * 1024 * 1024  # idle fusion and staging buffers kept
+    idle_ms: float = 5.0  # longest sleep of the background thread while nothing is queued
+    spin_us: float = 50.0  # how long it spins before it sleeps
+    stall_check: bool = True
+    stall_check_s: float = 60.0
+    stall_shutdown_s: float = 1800.0  # 0: never give up on a rank that is alive
+    peer_timeout_s: float = 60.0  # silence after which a rank counts as dead; 0: never
+    start_timeout_s: float = 120.0
+    engine: str = "native"  # or "python", its slow twin
+    kernels: str = "cpu"  # or "reference"
+    log_level: str = "warning"
+
+    #: Must be equal on all ranks: they change what is sent when.
+    AGREED: ClassVar[tuple[str, ...]] = ("fusion_threshold", "cache_capacity", "segment_nbytes")

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-
 from ocomm._native import ffi, lib
+
 from ocomm.kernels import BLOCK, TENSOR, Kernels, cpu_kernels, reference
 from ocomm.types import DType, ReduceOp
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ocomm._native import ffi, lib
+
 from ocomm.kernels.base import Bytes, Floats, Table
 from ocomm.kernels.reference import unsupported_reduction
 from ocomm.types import DType, ReduceOp

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ocomm.negotiation.cache import CoordinatorCache
 from ocomm.negotiation.fusion import fuse
-from ocomm.negotiation.request import Kind, Request, Response
+from ocomm.negotiation.request import Fault, Kind, Request, Response
 from ocomm.types import ReduceOp
 
 
@@ -77,7 +77,7 @@ class Coordinator:
             ordered = [requests[rank] for rank in range(len(self.ranks))]
             error = find_mismatch(ordered, self.ranks)
             if error:
-                responses.append(Response(ordered[0].kind, (name,), error, (), (-1,)))
+                responses.append(_failure(ordered[0].kind, name, error, Fault.MISMATCH))
             else:
                 sizes_of[name] = _sizes(ordered)
                 number_of[name] = self.cache.assign(name, ordered)
@@ -87,7 +87,7 @@ class Coordinator:
             names = tuple(request.name for request in group)
             sizes = tuple(sizes_of[name] for name in names if sizes_of[name])
             numbers = tuple(number_of[name] for name in names)
-            responses.append(Response(group[0].kind, names, "", sizes, numbers))
+            responses.append(Response(group[0].kind, names, sizes=sizes, cache_ids=numbers))
         if self._absent:
             responses += self._fail_orphans()
         return responses
@@ -101,7 +101,7 @@ class Coordinator:
                 del self._pending[name]
                 kind = next(iter(pending.requests.values())).kind
                 reasons = "; ".join(f"rank {self.ranks[rank]} {self._absent[rank]}" for rank in gone)
-                responses.append(Response(kind, (name,), f"tensor '{name}': {reasons}.", (), (-1,)))
+                responses.append(_failure(kind, name, f"tensor '{name}': {reasons}.", Fault.LEFT))
         return responses
 
     def stalled(self, now_s: float, after_s: float) -> list[Stall]:
@@ -124,8 +124,12 @@ class Coordinator:
         for stall in stalls:
             pending = self._pending.pop(stall.name)
             kind = next(iter(pending.requests.values())).kind
-            responses.append(Response(kind, (stall.name,), "stall:" + describe_stall(stall, self), (), (-1,)))
+            responses.append(_failure(kind, stall.name, describe_stall(stall, self), Fault.STALL))
         return responses
+
+
+def _failure(kind: Kind, name: str, error: str, fault: Fault) -> Response:
+    return Response(kind, (name,), error, fault, cache_ids=(-1,))
 
 
 def describe_stall(stall: Stall, coordinator: Coordinator) -> str:

@@ -26,6 +26,15 @@ class Kind(enum.IntEnum):
     CHANNEL = 6  # opens a channel for fixed-layout exchanges; ``digest`` names the layout
 
 
+class Fault(enum.IntEnum):
+    """Why a response is an error."""
+
+    NONE = 0
+    MISMATCH = 1
+    STALL = 2
+    LEFT = 3  # a rank that is needed has left
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One rank's wish for one tensor. All but ``shape[0]`` and ``splits`` of ragged kinds must agree everywhere.
@@ -73,6 +82,7 @@ class Response:
     kind: Kind
     names: tuple[str, ...]
     error: str = ""
+    fault: Fault = Fault.NONE
     sizes: tuple[tuple[int, ...], ...] = ()
     cache_ids: tuple[int, ...] = field(default=())
 
@@ -145,7 +155,7 @@ def write_responses(responses: Sequence[Response]) -> bytes:
     writer = Writer()
     writer.pack("I", len(responses))
     for response in responses:
-        writer.pack("BI", response.kind, len(response.names))
+        writer.pack("BBI", response.kind, response.fault, len(response.names))
         writer.text(response.error)
         for name in response.names:
             writer.text(name)
@@ -161,11 +171,11 @@ def read_responses(data: bytes) -> list[Response]:
     (count,) = reader.unpack("I")
     responses = []
     for _ in range(count):
-        kind, names = reader.unpack("BI")
+        kind, fault, names = reader.unpack("BBI")
         error = reader.text()
         texts = tuple(reader.text() for _ in range(names))
         cache_ids = reader.numbers()
         (tables,) = reader.unpack("I")
         sizes = tuple(reader.numbers() for _ in range(tables))
-        responses.append(Response(Kind(kind), texts, error, sizes, cache_ids))
+        responses.append(Response(Kind(kind), texts, error, Fault(fault), sizes, cache_ids))
     return responses

@@ -1,0 +1,101 @@
+"""Settings from the environment. The only place that reads it for them.
+
+``OCOMM_<NAME>`` wins; Horovod's ``HOROVOD_<NAME>`` is taken where ours is unset. An ``OCOMM_*`` that does not exist or
+cannot be parsed is an error, because a mistyped setting that is silently ignored costs someone a day. A ``HOROVOD_*``
+that has no meaning here is named once in the log.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ocomm.errors import SettingsError
+from ocomm.types import Settings
+
+_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError("expected 0 or 1")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError("must not be negative")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError("must be at least 1")
+    return number
+
+
+def _duration(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise ValueError("must be a number that is not negative")
+    return number
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in allowed:
+            raise ValueError(f"expected one of {', '.join(allowed)}")
+        return text.lower()
+
+    return parse
+
+
+#: Variable name without its prefix -> (field of Settings, parser, whether Horovod has it).
+VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
+    "FUSION_THRESHOLD": ("fusion_threshold", _count, True),
+    "CYCLE_TIME": ("cycle_time_ms", _duration, True),
+    "CACHE_CAPACITY": ("cache_capacity", _count, True),
+    "SEGMENT_BYTES": ("segment_nbytes", _positive, False),
+    "WINDOW": ("window", _positive, False),
+    "SCRATCH_BYTES": ("scratch_nbytes", _count, False),
+    "IDLE_MS": ("idle_ms", _duration, False),
+    "SPIN_US": ("spin_us", _duration, False),
+    "STALL_CHECK_DISABLE": ("stall_check", lambda text: not _flag(text), True),
+    "STALL_CHECK_TIME_SECONDS": ("stall_check_s", _duration, True),
+    "STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_s", _duration, True),
+    "PEER_TIMEOUT_SECONDS": ("peer_timeout_s", _duration, False),
+    "START_TIMEOUT": ("start_timeout_s", _duration, True),
+    "ENGINE": ("engine", _choice("native", "python"), False),
+    "KERNELS": ("kernels", _choice("cpu", "reference"), False),
+    "LOG_LEVEL": ("log_level", _choice(*_LEVELS), True),
+}
+
+
+def read_settings(environment: Mapping[str, str]) -> Settings:
+    """The settings that ``environment`` asks for. SettingsError for an unknown or unparsable ``OCOMM_*``."""
+    values: dict[str, Any] = {}
+    for variable, text in sorted(environment.items()):
+        prefix, _, name = variable.partition("_")
+        if prefix not in ("OCOMM", "HOROVOD"):
+            continue
+        if name not in VARIABLES or (prefix == "HOROVOD" and not VARIABLES[name][2]):
+            if prefix == "OCOMM":
+                close = difflib.get_close_matches(name, VARIABLES, 1)
+                hint = f" Did you mean OCOMM_{close[0]}?" if close else ""
+                raise SettingsError(f"{variable} is not a setting of ocomm.{hint}")
+            logging.getLogger("ocomm").info("%s has no meaning for ocomm and is ignored", variable)
+            continue
+        field, parse, _ = VARIABLES[name]
+        if prefix == "HOROVOD" and f"OCOMM_{name}" in environment:
+            continue
+        try:
+            values[field] = parse(text)
+        except ValueError as error:
+            raise SettingsError(f"{variable}={text!r} cannot be used: {error}.") from None
+    return Settings(**values)

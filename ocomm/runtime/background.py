@@ -1,0 +1,193 @@
+"""The background thread: one loop around the engine that serves every process set of this rank.
+
+An uncaught error in it fails every handle here and frees the other ranks: a crash is better than a hang.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from ocomm.collectives.engine import Engine, Reason
+from ocomm.errors import HorovodInternalError, OcommError, PeerError
+from ocomm.runtime.control import Word
+from ocomm.runtime.process_set import ProcessSet
+from ocomm.types import Settings
+
+_log = logging.getLogger("ocomm")
+_HEARTBEAT_S = 2.0
+_FAREWELL_S = 3.0  # how long a failing rank stays to see that the others have heard it
+
+
+class Runtime:
+    """Owns the thread and the process sets; ``world`` is the set of all ranks and carries the farewells."""
+
+    def __init__(
+        self,
+        world: ProcessSet,
+        engine: Engine,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.world = world
+        self.engine = engine
+        self.settings = settings
+        self.clock = clock
+        self.failure: OcommError | None = None
+        self._on_start = on_start
+        self._sets = [world]
+        self._leaving: tuple[bool, str] | None = None  # (failed, why), asked for by the user's thread
+        self._left = False
+        self._gone: dict[int, tuple[bool, str]] = {}
+        self._silent_since: dict[int, float] = {}
+        self._beat_s = self._inspected_s = clock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ocomm", daemon=True)
+
+    def add(self, process_set: ProcessSet) -> None:
+        """Serves another set; before ``start``."""
+        self._sets.append(process_set)
+
+    def start(self) -> None:
+        now = self.clock()
+        peers = range(1, self.world.size) if self.world.rank == 0 else [0]
+        self._silent_since = {rank: now for rank in peers if rank != self.world.rank}
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def leave(self, failed: bool = False, why: str = "shut down") -> bool:
+        """Takes this rank out of the job and ends the thread; True if every rank has left in order.
+
+        A clean departure waits for the others, whose tensors this rank may still own, as long as they show signs of
+        life. A failed one tells them and waits three seconds at most. From any thread but the background one.
+        """
+        if self._leaving is None:
+            self._leaving = (failed, why)
+        self.engine.wake()
+        self._over.wait(_FAREWELL_S + 1.0 if failed else None)
+        self._thread.join(5.0)
+        return not failed and self.failure is None and not self._thread.is_alive()
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            self._on_start()
+            while not self.cycle():
+                pass
+        except BaseException as error:
+            detail = traceback.format_exc()
+            _log.error("rank %d: the background thread failed:\n%s", self.world.rank, detail)
+            failure = error if isinstance(error, OcommError) else HorovodInternalError(
+                f"rank {self.world.rank}: the background thread failed: {type(error).__name__}: {error}"
+            )  # fmt: skip
+            self._fail(failure)
+            self._farewell(f"failed: {type(error).__name__}: {error}")
+        finally:
+            closed = HorovodInternalError("ocomm has been shut down; call init() before the next collective.")
+            for process_set in self._sets:
+                process_set.close(self.failure or closed)
+            self._over.set()
+
+    def cycle(self) -> bool:
+        """One round of the loop; True when it is over. An ordinary method, which a test may call by itself."""
+        due = min(process_set.cycle() for process_set in self._sets)
+        polling = any(process_set.wants_polling for process_set in self._sets)
+        reason = self.engine.run(0.0005 if polling else max(min(due, 0.25), 0.0))
+        if reason & Reason.FAILED:
+            raise HorovodInternalError(f"rank {self.world.rank}: the network failed; see the errors of the operations")
+        for process_set in self._sets:
+            while (message := process_set.link.receive()) is not None:
+                source, word, payload = message
+                if process_set is self.world:
+                    self._silent_since[source] = self.clock()
+                if word in (Word.LEAVE, Word.GONE):
+                    self._hear_departure(source, word, payload)
+                elif word != Word.ALIVE:
+                    process_set.handle_message(source, word, payload)
+        now = self.clock()
+        if now - self._beat_s >= _HEARTBEAT_S:
+            self._beat(now)
+        if now - self._inspected_s >= 0.5:
+            self._inspected_s = now
+            for process_set in self._sets:
+                process_set.inspect()
+        return self._depart()
+
+    def _beat(self, now: float) -> None:
+        """Signs of life between rank 0 and the others; silence beyond the timeout is death."""
+        self._beat_s = now
+        if self.world.rank == 0:
+            self.world.link.send_all(Word.ALIVE)
+        else:
+            self.world.link.send(0, Word.ALIVE)
+        limit = self.settings.peer_timeout_s
+        for rank, since in list(self._silent_since.items()):
+            if rank not in self._gone and 0 < limit < now - since:
+                self._announce_departure(rank, True, f"has not answered for {now - since:.0f} s")
+
+    def _depart(self) -> bool:
+        if self._leaving is not None and not self._left:
+            self._left = True
+            self._announce_departure(self.world.rank, *self._leaving)
+        if not self._left:
+            return False
+        assert self._leaving is not None
+        if self.failure is not None or self._leaving[0]:
+            self._farewell(None)
+            return True
+        everyone = len(self._gone) == self.world.size
+        return everyone and all(process_set.is_quiet for process_set in self._sets)
+
+    def _farewell(self, why: str | None) -> None:
+        """Lets the last words leave before the thread ends."""
+        try:
+            if why is not None:
+                self._announce_departure(self.world.rank, True, why)
+            end = self.clock() + _FAREWELL_S
+            while not self.world.link.flush() and self.clock() < end:
+                self.engine.run(0.01)
+        except Exception as error:  # the network is gone too: nobody is left to tell
+            _log.warning("rank %d could not tell the others: %s", self.world.rank, error)
+
+    def _announce_departure(self, rank: int, failed: bool, why: str) -> None:
+        payload = json.dumps([rank, failed, why]).encode()
+        if self.world.rank == 0:
+            self.world.link.send_all(Word.GONE, payload)
+            self._note_departure(rank, failed, why)
+        elif rank == self.world.rank:
+            self.world.link.send(0, Word.LEAVE, payload)
+            if failed:  # rank 0 tells the others; this rank has nothing to wait for
+                self._gone[rank] = (failed, why)
+        else:
+            self._note_departure(rank, failed, why)
+
+    def _hear_departure(self, source: int, word: Word, payload: bytes) -> None:
+        rank, failed, why = json.loads(payload)
+        if word == Word.LEAVE:
+            self._announce_departure(rank, failed, why)
+        else:
+            self._note_departure(rank, failed, why)
+
+    def _note_departure(self, rank: int, failed: bool, why: str) -> None:
+        self._gone[rank] = (failed, why)
+        for process_set in self._sets:
+            process_set.rank_left(rank, f"has {why}" if why == "shut down" else why)
+        if failed and rank != self.world.rank:
+            self._fail(PeerError(f"rank {rank} {why}."))
+
+    def _fail(self, error: OcommError) -> None:
+        """Everything under way and everything to come fails with ``error``."""
+        if self.failure is None:
+            self.failure = error
+        self.engine.fail()
+        for process_set in self._sets:
+            process_set.close(error)

@@ -1,0 +1,68 @@
+"""Small messages between the ranks' background threads: announcements, responses, farewells, signs of life."""
+
+from __future__ import annotations
+
+import enum
+import struct
+import time
+
+import numpy as np
+
+from ocomm.errors import PeerError
+from ocomm.transport.base import Request, Transport
+
+TAG = 0
+
+
+class Word(enum.IntEnum):
+    """First byte of a control message."""
+
+    ANNOUNCE = 1  # to the coordinator: what this rank wants
+    RESPOND = 2  # from the coordinator: what all do now
+    LEAVE = 3  # to rank 0: this rank shuts down, or has failed
+    GONE = 4  # from rank 0: who left and why
+    ALIVE = 5  # either way
+    HELLO = 6  # to rank 0: who this is and how it is set
+    WELCOME = 7  # from rank 0: everybody's hosts, or why the job cannot start
+
+
+class Link:
+    """Control messages on one communicator. Owner of those under way."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._sending: list[tuple[Request, np.ndarray]] = []
+
+    def send(self, dest: int, word: Word, payload: bytes = b"") -> None:
+        """Queues a message; its memory is kept until it has left."""
+        buffer = np.frombuffer(struct.pack("<B", word) + payload, np.uint8)
+        request = self.transport.isend(buffer, dest, TAG)
+        self._sending.append((request, buffer))
+
+    def send_all(self, word: Word, payload: bytes = b"") -> None:
+        """To every other rank."""
+        for dest in range(self.transport.size):
+            if dest != self.transport.rank:
+                self.send(dest, word, payload)
+
+    def flush(self) -> bool:
+        """Forgets messages that have left; True if none is under way."""
+        self._sending = [(request, buffer) for request, buffer in self._sending if not self.transport.test(request)]
+        return not self._sending
+
+    def receive(self) -> tuple[int, Word, bytes] | None:
+        """(source, word, payload) of the next message that has arrived, or None."""
+        self.flush()
+        found = self.transport.probe(TAG)
+        if found is None:
+            return None
+        source, nbytes = found
+        buffer = np.empty(nbytes, np.uint8)
+        request = self.transport.irecv(buffer, source, TAG)
+        # It has arrived, or its head has: the rest is on the way from a live thread.
+        end = time.monotonic() + 30.0
+        while not self.transport.test(request):
+            if time.monotonic() > end:
+                raise PeerError(f"rank {source} began a control message of {nbytes} bytes and did not end it in 30 s")
+        data = buffer.tobytes()
+        return source, Word(data[0]), data[1:]

@@ -1,0 +1,340 @@
+"""One process set at run time: its queue, its negotiation, its channel. Driven by the background thread.
+
+Users and that thread meet in the queue, under its lock; nothing is called back while it is held.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ocomm.collectives import dense
+from ocomm.collectives.engine import Channel, Engine, State, Ticket
+from ocomm.collectives.plan import Plan, Stage
+from ocomm.collectives.scratch import Scratch
+from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, OcommError, PeerError, StallError
+from ocomm.negotiation.cache import RankCache
+from ocomm.negotiation.coordinator import Coordinator, describe_stall
+from ocomm.negotiation.request import (
+    Fault,
+    Kind,
+    Request,
+    Response,
+    read_responses,
+    write_responses,
+)
+from ocomm.runtime.control import Link, Word
+from ocomm.runtime.handle import Handle, Submission
+from ocomm.transport.base import Transport
+from ocomm.transport.base import Request as TransportRequest
+from ocomm.types import Settings
+
+_log = logging.getLogger("ocomm")
+_FAULTS = {Fault.MISMATCH: MismatchError, Fault.STALL: StallError, Fault.LEFT: PeerError}
+
+
+@dataclass(slots=True)
+class _Entry:
+    submission: Submission
+    handle: Handle
+
+
+@dataclass(slots=True)
+class _Running:
+    """A submitted plan and whom it serves."""
+
+    ticket: Ticket
+    entries: list[_Entry]
+    results: list[object]
+    buffers: list = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Opening:
+    """A channel whose communicator is being made."""
+
+    entry: _Entry
+    pending: TransportRequest
+
+
+class ProcessSet:
+    """``ranks`` are world ranks; ``rank`` is this process's position among them. All else counts within the set."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        control: Transport,
+        data: Transport,
+        engine: Engine,
+        scratch: Scratch,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = control.rank
+        self.size = control.size
+        self.settings = settings
+        self.link = Link(control)
+        self.engine = engine
+        self.clock = clock
+        self._data = data
+        self._channel = engine.open_channel(data, settings.window)
+        self._place = dense.Place(self.rank, self.size, settings.segment_nbytes, scratch.take)
+        self._scratch = scratch
+        self._cache = RankCache()
+        self.coordinator = (
+            Coordinator(self.ranks, settings.fusion_threshold, settings.cache_capacity) if self.rank == 0 else None
+        )
+        self._lock = threading.Lock()
+        self._queue: list[Request] = []
+        self._entries: dict[str, _Entry] = {}
+        self._closed: OcommError | None = None
+        self._hurried = False
+        # background thread only
+        self._running: list[_Running] = []
+        self._opening: list[_Opening] = []
+        self._announced_s = -1e9
+        self._warned: dict[str, float] = {}
+        self.channels: list[Transport] = [data]
+
+    # Users' side
+
+    def submit(self, submissions: Sequence[Submission]) -> list[Handle]:
+        """Queues tensors, all or none. InvalidRequestError if a name is in use; what closed the set if it is closed."""
+        handles = [Handle(s.request.name, self.hurry) for s in submissions]
+        with self._lock:
+            if self._closed is not None:
+                raise type(self._closed)(*self._closed.args)
+            names = [s.request.name for s in submissions]
+            taken = next((n for n in names if n in self._entries or names.count(n) > 1), None)
+            if taken is not None:
+                raise InvalidRequestError(
+                    f"tensor '{taken}' is already being processed on rank {self.ranks[self.rank]}. Wait for its handle "
+                    "first, or give this operation another name."
+                )
+            for submission, handle in zip(submissions, handles, strict=True):
+                self._entries[submission.request.name] = _Entry(submission, handle)
+                self._queue.append(submission.request)
+        self.engine.wake()
+        return handles
+
+    def hurry(self) -> None:
+        """Someone waits: announce what is queued at once."""
+        self._hurried = True
+        if self._queue:
+            self.engine.wake()
+
+    def close(self, error: OcommError) -> None:
+        """Fails everything under way and everything that comes."""
+        with self._lock:
+            if self._closed is None:
+                self._closed = error
+            entries = list(self._entries.values())
+            self._entries.clear()
+            self._queue.clear()
+        for entry in entries:
+            entry.handle.complete(error=type(error)(*error.args))
+        self._running.clear()
+
+    # Background thread's side
+
+    def cycle(self) -> float:
+        """One round: announce, decide, execute, complete. Returns in how many seconds the next is due at the latest."""
+        now = self.clock()
+        due = self._announce(now)
+        if self.coordinator is not None:
+            self._respond(self.coordinator.decide())
+        self._open_channels()
+        self._complete()
+        return due
+
+    def handle_message(self, source: int, word: Word, payload: bytes) -> None:
+        """Takes in a control message of this set."""
+        if word == Word.ANNOUNCE:
+            assert self.coordinator is not None
+            self.coordinator.receive(source, payload, self.clock())
+        elif word == Word.RESPOND:
+            self._execute_all(payload)
+
+    def rank_left(self, world_rank: int, why: str) -> None:
+        """A member has left; whatever needs it fails on all others."""
+        if world_rank in self.ranks and self.coordinator is not None:
+            self.coordinator.remove(self.ranks.index(world_rank), why)
+
+    def inspect(self) -> None:
+        """The coordinator's look for stalls; warns, and gives up after ``stall_shutdown_s``."""
+        if self.coordinator is None or not self.settings.stall_check:
+            return
+        now = self.clock()
+        stalls = self.coordinator.stalled(now, self.settings.stall_check_s)
+        for stall in stalls:
+            if now - self._warned.get(stall.name, -1e9) >= self.settings.stall_check_s:
+                self._warned[stall.name] = now
+                _log.warning("%s", describe_stall(stall, self.coordinator))
+        self._warned = {s.name: self._warned[s.name] for s in stalls if s.name in self._warned}
+        if self.settings.stall_shutdown_s > 0:
+            hopeless = [s for s in stalls if s.waited_s >= self.settings.stall_shutdown_s]
+            if hopeless:
+                self._respond(self.coordinator.fail_stalled(hopeless))
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing of ours is under way on the network."""
+        return not self._running and not self._opening and self.link.flush()
+
+    def _announce(self, now: float) -> float:
+        if not self._queue:
+            return 1.0
+        wait = self._announced_s + self.settings.cycle_time_ms / 1e3 - now
+        if wait > 0 and not self._hurried:
+            return wait
+        with self._lock:
+            requests, self._queue = self._queue, []
+        self._hurried = False
+        self._announced_s = now
+        message = self._cache.announcement(requests)
+        if self.coordinator is not None:
+            self.coordinator.receive(self.rank, message, now)
+        else:
+            self.link.send(0, Word.ANNOUNCE, message)
+        return 1.0
+
+    def _respond(self, responses: Sequence[Response]) -> None:
+        if not responses:
+            return
+        assert self.coordinator is not None
+        message = self.coordinator.cache.epoch.to_bytes(4, "little") + write_responses(responses)
+        self.link.send_all(Word.RESPOND, message)
+        self._execute_all(message)
+
+    def _execute_all(self, message: bytes) -> None:
+        self._cache.enter(int.from_bytes(message[:4], "little"))
+        for response in read_responses(message[4:]):
+            self._execute(response)
+
+    def _execute(self, response: Response) -> None:
+        with self._lock:
+            entries = [self._entries.pop(name) for name in response.names if name in self._entries]
+        for entry, number in zip(entries, response.cache_ids, strict=False):
+            if number >= 0:
+                self._cache.learn(entry.handle.name, number, entry.submission.request)
+        if response.fault:
+            for entry in entries:
+                entry.handle.complete(error=_FAULTS[response.fault](response.error))
+            return
+        if len(entries) != len(response.names):
+            return  # closed meanwhile
+        if response.kind == Kind.CHANNEL:
+            self._opening.append(_Opening(entries[0], self.link.transport.duplicate()))
+            return
+        plan, results = self._plan(response, entries)
+        ticket = self._channel.submit(self._channel.prepare(plan), 0.0, True)
+        self._running.append(_Running(ticket, entries, results, plan.keepalive or []))
+
+    def _plan(self, response: Response, entries: list[_Entry]) -> tuple[Plan, list[object]]:
+        """What to do for a response, and what each handle will return."""
+        first = entries[0].submission
+        request = first.request
+        results: list[object] = [None] * len(entries)
+        match response.kind:
+            case Kind.ALLREDUCE:
+                pairs = [(e.submission.source, _target(e.submission)) for e in entries]
+                plan = dense.allreduce(
+                    self._place, pairs, request.dtype, request.op, request.prescale, request.postscale
+                )
+            case Kind.ALLGATHER:
+                rows = response.sizes[0]
+                row_nbytes = _row_nbytes(request)
+                target = _allocate(first, (sum(rows), *request.shape[1:]))
+                plan = dense.allgather(self._place, [(first.source, target, [n * row_nbytes for n in rows])])
+                results[0] = rows
+            case Kind.BROADCAST:
+                plan = dense.broadcast(self._place, first.source, _target(first), request.root)
+            case Kind.ALLTOALL:
+                table = response.sizes[0]
+                row_nbytes = _row_nbytes(request)
+                splits = [table[r * self.size : (r + 1) * self.size] for r in range(self.size)]
+                received = tuple(row[self.rank] for row in splits)
+                target = _allocate(first, (sum(received), *request.shape[1:]))
+                nbytes = [[n * row_nbytes for n in row] for row in splits]
+                plan = dense.alltoall(self._place, first.source, target, nbytes)
+                results[0] = received
+            case Kind.REDUCESCATTER:
+                rows = split_rows(request.shape[0] if request.shape else 1, self.size)
+                row_nbytes = _row_nbytes(request)
+                target = _allocate(first, (rows[self.rank], *request.shape[1:]))
+                plan = dense.reducescatter(
+                    self._place,
+                    first.source,
+                    target,
+                    [n * row_nbytes for n in rows],
+                    request.dtype,
+                    request.op,
+                    request.prescale,
+                    request.postscale,
+                )
+            case _:
+                plan = Plan("barrier", [[Stage()]])
+        if not plan.segments:
+            plan.segments.append([Stage()])  # empty tensors: nothing to send, but an end to reach
+        plan.name = response.names[0] if len(response.names) == 1 else f"{len(response.names)} fused tensors"
+        return plan, results
+
+    def _open_channels(self) -> None:
+        while self._opening:  # in order: MPI must see them in one order everywhere
+            opening = self._opening[0]
+            transport = self.link.transport.duplicated(opening.pending)
+            if transport is None:
+                return
+            self._opening.pop(0)
+            self.channels.append(transport)
+            opening.entry.handle.complete(self.engine.open_channel(transport, self.settings.window))
+
+    @property
+    def wants_polling(self) -> bool:
+        """A channel is being opened, which the engine cannot see."""
+        return bool(self._opening)
+
+    def _complete(self) -> None:
+        still = []
+        for running in self._running:
+            state = running.ticket.state
+            if state < State.DONE:
+                still.append(running)
+                continue
+            if state == State.DONE:
+                self._scratch.give(running.buffers)
+            error = None if state == State.DONE else HorovodInternalError(
+                f"'{running.ticket.plan.name}' failed on rank {self.ranks[self.rank]}: {state.name.lower()}"
+                f" (code {running.ticket.error}). The job cannot go on with these communicators."
+            )  # fmt: skip
+            for entry, result in zip(running.entries, running.results, strict=True):
+                entry.handle.complete(result, error)
+        self._running = still
+
+
+def split_rows(rows: int, size: int) -> list[int]:
+    """Rows of each rank when ``rows`` are dealt out; the first ranks get the remainder (as Horovod does)."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def _row_nbytes(request: Request) -> int:
+    count = request.dtype.itemsize
+    for n in request.shape[1:]:
+        count *= n
+    return count
+
+
+def _target(submission: Submission) -> dense.Bytes:
+    assert submission.target is not None
+    return submission.target
+
+
+def _allocate(submission: Submission, shape: tuple[int, ...]) -> dense.Bytes:
+    assert submission.allocate is not None
+    return submission.allocate(shape)
+
+
