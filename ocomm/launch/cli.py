@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
 from ocomm.errors import LaunchError
 from ocomm.launch import check, reach
@@ -234,7 +235,7 @@ def _reach(
     return reach.ask([host.name for host in hosts], options.ssh_port, options.ssh_identity_file, deadline_s, use_ssh)
 
 
-def _become(line: CommandLine) -> None:
+def _become(line: CommandLine) -> NoReturn:
     """Replace this process by ``line``: signals and the exit code then need no forwarding, and none is lost."""
     try:
         if line.make_directory is not None:

@@ -137,6 +137,8 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     crowded = request.num_proc > min(total_slots(request.hosts) or request.num_cores, request.num_cores)
     if crowded and not request.spans_hosts:
         argv += ["--oversubscribe"]
+    # Open MPI 5 never closes the pipe that is rank 0's standard input: a script that reads from it would hang.
+    argv += ["--stdin", "none"]
     argv += _open_mpi_output(request, five)
 
     parameters = _transport(request, five) + list(_TUNING)
