@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ocomm.errors import SettingsError
@@ -99,3 +100,34 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         except ValueError as error:
             raise SettingsError(f"{variable}={text!r} cannot be used: {error}.") from None
     return Settings(**values)
+
+
+#: Variables by which launchers tell a process how many ranks there are, the surest first.
+_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "WORLD_SIZE")
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
+_JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the environment says about the job: the variable that says so, the number of ranks, this rank's number."""
+
+    variable: str
+    size: int
+    rank: int
+    job: str
+
+    @property
+    def is_mpi(self) -> bool:
+        """True if the launcher is one that MPI knows; torchrun is not."""
+        return self.variable != "WORLD_SIZE"
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch | None:
+    """Who launched this process, as far as the environment tells; None for a plain ``python train.py``."""
+    for variable, rank in zip(_WORLD_SIZES, _RANKS, strict=True):
+        if environment.get(variable, "").isdigit() and (variable != "SLURM_NTASKS" or "SLURM_PROCID" in environment):
+            number = environment.get(rank, "0")
+            job = next((environment[name] for name in _JOBS if name in environment), "")
+            return Launch(variable, int(environment[variable]), int(number) if number.isdigit() else 0, job)
+    return None

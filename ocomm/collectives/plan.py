@@ -22,7 +22,7 @@ from ocomm.kernels.base import Bytes, Floats, Table
 from ocomm.types import DType, ReduceOp
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Copy:
     """memcpy of one array over another of the same nbytes."""
 
@@ -30,7 +30,7 @@ class Copy:
     destination: Bytes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Reduce:
     """Order-fixed elementwise reduction; ``out`` may be one of ``sources``."""
 
@@ -42,7 +42,7 @@ class Reduce:
     out: Bytes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Compress:
     """Worker side. Compresses ``values`` or, where ``tensors`` is given, the momentum of this step.
 
@@ -61,7 +61,7 @@ class Compress:
     flags: np.ndarray
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Average:
     """Owner side: mean over ranks, plus the owner's error, compressed again. ``received`` in rank order."""
 
@@ -76,7 +76,7 @@ class Average:
     flags: np.ndarray
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Unpack:
     """Scale times sign into a flat buffer."""
 
@@ -86,7 +86,7 @@ class Unpack:
     out: Floats
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Seal:
     """Writes ``header`` (one HEADER row, with ``flags`` OR-ed in) and ``presence`` to the start of each message."""
 
@@ -96,7 +96,7 @@ class Seal:
     messages: Sequence[Bytes]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Check:
     """Compares the headers of ``messages`` (rank order) with ``header``; a difference ends the plan as MISMATCH.
 
@@ -113,7 +113,7 @@ class Check:
 Computation = Copy | Reduce | Compress | Average | Unpack | Seal | Check
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Message:
     """``buffer`` goes to, or is filled from, rank ``peer`` of the channel."""
 
@@ -121,14 +121,14 @@ class Message:
     buffer: Bytes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Stage:
     compute: list[Computation] = field(default_factory=list)
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Plan:
     """``segments[k]`` is a list of stages. ``name`` is for messages to people; ``keepalive`` holds borrowed memory."""
 

@@ -56,14 +56,14 @@ class PythonTicket:
         return self.state
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Flight:
     request: Request
     peer: int
     receive: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Segment:
     ticket: PythonTicket
     stages: Sequence[plans.Stage]

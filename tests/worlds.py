@@ -1,0 +1,104 @@
+"""Runs one function as every rank of a job: as threads of this process, or, under mpirun, as real ranks.
+
+A test is written once, as a function of its session, and its results come back as a list over ranks either way. Under
+mpirun every rank runs the same pytest; a test for another number of ranks than mpirun's is skipped there.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from ocomm import session as sessions
+from ocomm.session import Session
+from ocomm.transport.local import Fabric
+from ocomm.types import Settings
+
+#: Number of ranks if these tests run under mpirun, else 0.
+MPI_SIZE = int(os.environ.get("TEST_MPI_SIZE", "0"))
+_mpi_world: Any = None
+
+
+def run_ranks(
+    size: int,
+    body: Callable[[Session], Any],
+    settings: Settings | None = None,
+    process_sets: Sequence[Sequence[int]] = (),
+    timeout_s: float = 60.0,
+) -> list[Any]:
+    """``body(session)`` on ``size`` ranks, with that session current; returns what each rank returned.
+
+    The first exception of any rank ends all of them and is raised here.
+    """
+    settings = settings or Settings()
+    if MPI_SIZE:
+        if size != MPI_SIZE:
+            pytest.skip(f"needs {size} ranks, this run has {MPI_SIZE}")
+        return _run_as_mpi_rank(body, settings, process_sets)
+    return _run_as_threads(size, body, settings, process_sets, timeout_s)
+
+
+def _run_as_threads(
+    size: int, body: Callable[[Session], Any], settings: Settings, process_sets: Sequence[Sequence[int]], timeout_s: float
+) -> list[Any]:
+    fabric = Fabric(size)
+    results: list[Any] = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+
+    def rank_main(rank: int) -> None:
+        session = Session()
+        sessions.use(session)
+        try:
+            session.start(fabric.endpoint(rank), settings, process_sets)
+            results[rank] = body(session)
+            session.shutdown()
+        except BaseException as error:
+            failures.append((rank, error))
+            session.shutdown(failed=True, why=f"raised {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    if failures:
+        raise failures[0][1]
+    if stuck:
+        faulthandler.dump_traceback(all_threads=True)
+        fabric.abort(1)
+        pytest.fail(f"{', '.join(stuck)} did not end in {timeout_s} s")
+    return results
+
+
+def _run_as_mpi_rank(body: Callable[[Session], Any], settings: Settings, process_sets: Sequence[Sequence[int]]) -> list:
+    global _mpi_world
+    from ocomm.transport import mpi
+
+    if _mpi_world is None:
+        _mpi_world = mpi.open_world()
+    session = Session()
+    sessions.use(session)
+    try:
+        pending = _mpi_world.duplicate()
+        while (control := _mpi_world.duplicated(pending)) is None:
+            pass
+        session.start(control, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
+        result = body(session)
+        session.shutdown()
+        return _mpi_world.communicator.allgather(result)
+    except BaseException:
+        # The others wait for this rank: end them now, with this stack as the reason.
+        traceback.print_exc()
+        sys.stderr.flush()
+        _mpi_world.abort(1)
+        raise
+    finally:
+        sessions.use(None)
