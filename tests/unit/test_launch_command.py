@@ -1,0 +1,276 @@
+"""The command lines, word by word, for every launcher."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from ocomm.errors import LaunchError
+from ocomm.launch.command import CommandLine, LaunchRequest, build, exported_names
+from ocomm.launch.flavour import Flavour, Launcher
+from ocomm.launch.hosts import parse_hosts
+
+OPEN_MPI_4 = Launcher(Flavour.OPEN_MPI_4, "/x/mpirun", "4.1.4")
+OPEN_MPI_5 = Launcher(Flavour.OPEN_MPI_5, "/x/mpirun", "5.0.11")
+MPICH = Launcher(Flavour.MPICH, "/x/mpirun", "5.0.2")
+INTEL_MPI = Launcher(Flavour.INTEL_MPI, "/x/mpiexec.hydra", "2021.18.1")
+SRUN = Launcher(Flavour.SRUN, "/x/srun", "23.11.4")
+TUNING = (
+    "--mca btl_tcp_links 2 --mca btl_tcp_eager_limit 1048576 --mca btl_tcp_rndv_eager_limit 1048576 "
+    "--mca btl_tcp_max_send_size 1048576 --mca mpi_yield_when_idle 1"
+)
+NO_INPUT = """sh -c 'exec "$0" "$@" </dev/null'"""
+
+
+def local(**changes) -> LaunchRequest:
+    """Two ranks on this machine, as ``ocommrun -np 2 python train.py`` asks for them."""
+    values = {
+        "num_proc": 2,
+        "command": ("python", "train.py"),
+        "hosts": parse_hosts("localhost:2"),
+        "num_cores": 8,
+    }
+    return LaunchRequest(**{**values, **changes})
+
+
+def remote(**changes) -> LaunchRequest:
+    """Three ranks on two hosts, with a flag of every kind that all launchers take."""
+    values = {
+        "num_proc": 3,
+        "hosts": parse_hosts("localhost:2,b:2"),
+        "spans_hosts": True,
+        "hostname": "a",
+        "environ": {"PATH": "/bin", "HOSTNAME": "a", "HOROVOD_CYCLE_TIME": "5"},
+        "settings": {"OCOMM_CYCLE_TIME": "2"},
+        "interfaces": ("eth1",),
+        "output_directory": "/out",
+    }
+    return local(**{**values, **changes})
+
+
+def words(line: str) -> tuple[str, ...]:
+    return tuple(shlex.split(line))
+
+
+def test_open_mpi_5_on_this_machine():
+    assert build(local(), OPEN_MPI_5) == CommandLine(
+        words(
+            "/x/mpirun -np 2 -H localhost:2 --bind-to none --map-by slot --stdin none --output tag "
+            f"--mca pml ob1 --mca btl tcp,self,sm {TUNING} python train.py"
+        ),
+        {},
+    )
+
+
+def test_open_mpi_4_on_this_machine():
+    assert build(local(), OPEN_MPI_4) == CommandLine(
+        words(
+            "/x/mpirun -np 2 -H localhost:2 --bind-to none --map-by slot --stdin none --tag-output "
+            f"--mca pml ob1 --mca btl tcp,self,vader {TUNING} python train.py"
+        ),
+        {},
+    )
+
+
+def test_open_mpi_5_over_hosts():
+    request = remote(ssh_port=2222, ssh_identity_file="my key", prefix_timestamp=True)
+    assert build(request, OPEN_MPI_5) == CommandLine(
+        words(
+            "/x/mpirun -np 3 -H localhost:2,b:2 --bind-to none --map-by slot --stdin none "
+            f"--output tag,timestamp,dir=/out --mca pml ob1 --mca btl tcp,self,sm {TUNING} "
+            "--mca btl_tcp_if_include eth1 "
+            """--prtemca prte_if_include eth1 --prtemca plm_ssh_args "-p 2222 -i 'my key'" """
+            "-x HOROVOD_CYCLE_TIME -x NCCL_SOCKET_IFNAME -x OCOMM_CYCLE_TIME -x PATH python train.py"
+        ),
+        {"OCOMM_CYCLE_TIME": "2", "NCCL_SOCKET_IFNAME": "eth1"},
+    )
+
+
+def test_open_mpi_4_over_hosts():
+    request = remote(ssh_port=2222, ssh_identity_file="my key", prefix_timestamp=True)
+    assert build(request, OPEN_MPI_4) == CommandLine(
+        words(
+            "/x/mpirun -np 3 -H localhost:2,b:2 --bind-to none --map-by slot --stdin none --tag-output "
+            "--timestamp-output --output-filename /out --mca pml ob1 --mca btl tcp,self,vader "
+            f"{TUNING} --mca btl_tcp_if_include eth1 "
+            """--mca oob_tcp_if_include eth1 --mca plm_rsh_args "-p 2222 -i 'my key'" """
+            "-x HOROVOD_CYCLE_TIME -x NCCL_SOCKET_IFNAME -x OCOMM_CYCLE_TIME -x PATH python train.py"
+        ),
+        {"OCOMM_CYCLE_TIME": "2", "NCCL_SOCKET_IFNAME": "eth1"},
+    )
+
+
+def test_mpich_on_this_machine():
+    expected = words(f"/x/mpirun -n 2 -hosts localhost:2 -prepend-rank {NO_INPUT} python train.py")
+    assert build(local(), MPICH) == CommandLine(expected, {})
+
+
+def test_mpich_over_hosts_calls_this_one_by_a_name_that_the_others_know():
+    assert build(remote(ssh_port=2222), MPICH) == CommandLine(
+        words(
+            "/x/mpirun -n 3 -hosts a:2,b:1 -prepend-rank -outfile-pattern /out/rank.%r.out -errfile-pattern "
+            "/out/rank.%r.err -iface eth1 -genvlist HOROVOD_CYCLE_TIME,HYDRA_LAUNCHER_EXTRA_ARGS,NCCL_SOCKET_IFNAME,"
+            f"OCOMM_CYCLE_TIME,PATH {NO_INPUT} python train.py"
+        ),
+        {"OCOMM_CYCLE_TIME": "2", "NCCL_SOCKET_IFNAME": "eth1", "HYDRA_LAUNCHER_EXTRA_ARGS": "-p 2222"},
+        "/out",
+    )
+
+
+def test_intel_mpi_on_this_machine():
+    expected = words(f"/x/mpiexec.hydra -prepend-rank -host localhost -n 2 {NO_INPUT} python train.py")
+    assert build(local(), INTEL_MPI) == CommandLine(expected, {})
+
+
+def test_intel_mpi_over_hosts_has_a_set_of_arguments_for_each():
+    assert build(remote(ssh_port=2222), INTEL_MPI) == CommandLine(
+        words(
+            "/x/mpiexec.hydra -prepend-rank -outfile-pattern /out/rank.%r.out -errfile-pattern /out/rank.%r.err "
+            "-iface eth1 -bootstrap-exec-args '-p 2222' -genvlist HOROVOD_CYCLE_TIME,NCCL_SOCKET_IFNAME,"
+            f"OCOMM_CYCLE_TIME,PATH -host a -n 2 {NO_INPUT} python train.py : -host b -n 1 {NO_INPUT} python train.py"
+        ),
+        {"OCOMM_CYCLE_TIME": "2", "NCCL_SOCKET_IFNAME": "eth1"},
+        "/out",
+    )
+
+
+def test_srun_sets_open_mpi_through_the_environment():
+    request = local(hosts=(), spans_hosts=True, library_family="Open MPI", settings={"OCOMM_CYCLE_TIME": "2"})
+    assert build(request, SRUN) == CommandLine(
+        words(
+            "/x/srun --ntasks=2 --mpi=pmix --kill-on-bad-exit=1 --quit-on-interrupt --input=none --export=ALL --label "
+            "--cpu-bind=none python train.py"
+        ),
+        {
+            "OCOMM_CYCLE_TIME": "2",
+            "OMPI_MCA_pml": "ob1",
+            "OMPI_MCA_btl": "tcp,self,vader",
+            "OMPI_MCA_btl_tcp_links": "2",
+            "OMPI_MCA_btl_tcp_eager_limit": "1048576",
+            "OMPI_MCA_btl_tcp_rndv_eager_limit": "1048576",
+            "OMPI_MCA_btl_tcp_max_send_size": "1048576",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+        },
+    )
+
+
+def test_srun_puts_the_same_number_of_ranks_on_each_host_that_is_named():
+    request = local(num_proc=4, hosts=parse_hosts("a:2,b:2"), spans_hosts=True, library_family="MPICH")
+    assert build(request, SRUN).argv == words(
+        "/x/srun --ntasks=4 --nodelist=a,b --nodes=2 --ntasks-per-node=2 --mpi=pmi2 --kill-on-bad-exit=1 "
+        "--quit-on-interrupt --input=none --export=ALL --label --cpu-bind=none python train.py"
+    )
+
+
+def test_in_an_allocation_open_mpi_asks_the_batch_system_for_the_hosts():
+    argv = build(local(hosts=(), spans_hosts=True), OPEN_MPI_5).argv
+    assert argv[:4] == ("/x/mpirun", "-np", "2", "--bind-to")
+
+
+@pytest.mark.parametrize(("num_proc", "num_cores"), [(2, 1), (3, 8)])
+def test_more_ranks_than_cores_or_slots_share_this_machine(num_proc, num_cores):
+    argv = build(local(num_proc=num_proc, num_cores=num_cores), OPEN_MPI_5).argv
+    assert "--oversubscribe" in argv
+    hydra = build(local(num_proc=num_proc, num_cores=num_cores), MPICH).argv
+    assert hydra[1:5] == ("-n", str(num_proc), "-hosts", f"localhost:{num_proc}")
+
+
+def test_root_is_allowed_to_start_open_mpi():
+    assert build(local(is_root=True), OPEN_MPI_5).added_environ == {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+
+
+def test_tcp_only_leaves_no_other_way():
+    assert "tcp,self" in build(local(tcp_only=True), OPEN_MPI_5).argv
+    assert build(local(tcp_only=True), MPICH).added_environ == {"FI_PROVIDER": "tcp", "UCX_TLS": "tcp,self"}
+    assert build(local(tcp_only=True), INTEL_MPI).added_environ == {"FI_PROVIDER": "tcp", "I_MPI_FABRICS": "ofi"}
+
+
+def test_what_the_user_sets_is_not_set_again():
+    argv = build(local(mpi_args=words("--mca pml ucx --map-by node")), OPEN_MPI_5).argv
+    assert argv == words(
+        f"/x/mpirun -np 2 -H localhost:2 --bind-to none --stdin none --output tag {TUNING} "
+        "--mca pml ucx --map-by node python train.py"
+    )
+    argv = build(local(environ={"OMPI_MCA_btl_tcp_links": "4"}), OPEN_MPI_5).argv
+    assert "btl_tcp_links" not in argv
+
+
+def test_binding_args_take_the_place_of_the_binding():
+    argv = build(local(binding_args=words("--bind-to core --map-by socket")), OPEN_MPI_5).argv
+    assert argv[5:9] == words("--bind-to core --map-by socket")
+    assert "none" not in argv[:9]
+
+
+def test_from_64_hosts_on_ssh_goes_straight_to_each():
+    hosts = parse_hosts(",".join(f"h{i}:1" for i in range(64)))
+    line = str(build(local(num_proc=64, hosts=hosts, spans_hosts=True), OPEN_MPI_5))
+    assert "--prtemca plm_ssh_no_tree_spawn 1 --prtemca plm_ssh_num_concurrent 64" in line
+
+
+def test_the_printed_line_can_be_pasted():
+    line = CommandLine(("/x/mpirun", "my script.py"), {"A": "b c"})
+    assert str(line) == "A='b c' /x/mpirun 'my script.py'"
+
+
+def test_every_variable_travels_but_those_of_this_host_or_process():
+    travel = {"PATH", "HOME", "OCOMM_CYCLE_TIME", "HOROVOD_CYCLE_TIME", "PYTHONPATH", "LD_LIBRARY_PATH", "OMPI_MCA_pml"}
+    stay = {
+        "BASH_FUNC_x%%",
+        "OLDPWD",
+        "CUDA_VISIBLE_DEVICES",
+        "NV_CUDA_VISIBLE_DEVICES",
+        "HOSTNAME",
+        "PWD",
+        "SHLVL",
+        "_",
+    }
+    stay |= {"SSH_CONNECTION", "SLURM_PROCID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "not a name"}
+    assert exported_names(dict.fromkeys(travel | stay, "1")) == tuple(sorted(travel))
+
+
+@pytest.mark.parametrize(
+    ("request_", "launcher", "message"),
+    [
+        (
+            local(command=()),
+            OPEN_MPI_5,
+            "no program to start; write it after the flags, as in ocommrun -np 2 python train.py.",
+        ),
+        (
+            remote(num_proc=5),
+            OPEN_MPI_5,
+            "-np asks for 5 ranks, but the hosts take 4: localhost:2,b:2. "
+            "Raise the numbers behind the colons or lower -np.",
+        ),
+        (
+            local(prefix_timestamp=True),
+            MPICH,
+            "-prefix-timestamp: MPICH 5.0.2 cannot print the time together with the rank; leave the flag out, "
+            "or use Open MPI.",
+        ),
+        (
+            local(interfaces=("eth0", "eth1")),
+            MPICH,
+            "--network-interfaces eth0,eth1: MPICH 5.0.2 takes one interface; name one.",
+        ),
+        (
+            local(num_proc=3, hosts=parse_hosts("a:2,b:2"), spans_hosts=True),
+            SRUN,
+            "-H a:2,b:2: srun puts the same number of ranks on each host; give each the same number, or leave -H out "
+            "and let the allocation decide.",
+        ),
+        (
+            local(ssh_port=22),
+            SRUN,
+            "--ssh-port and --ssh-identity-file: srun starts ranks without ssh; leave them out.",
+        ),
+    ],
+)
+def test_what_a_launcher_cannot_do_is_refused_with_the_reason(request_, launcher, message):
+    with pytest.raises(LaunchError) as caught:
+        build(request_, launcher)
+    assert str(caught.value) == message

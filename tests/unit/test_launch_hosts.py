@@ -1,0 +1,64 @@
+"""``-H`` and host files."""
+
+from __future__ import annotations
+
+import pytest
+
+from ocomm.errors import LaunchError
+from ocomm.launch.hosts import Host, parse_hostfile, parse_hosts, place
+
+FORMAT = "write host:ranks, separated by commas, as in -H worker-0:2,worker-1:2."
+
+
+def test_hosts_keep_their_order_and_their_numbers():
+    assert parse_hosts("b:2, a.example-1.org:16") == (Host("b", 2), Host("a.example-1.org", 16))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a", f"-H a: 'a' does not say how many ranks run there; {FORMAT}"),
+        ("a:2,", f"-H a:2,: '' is not a host; {FORMAT}"),
+        ("a:x", f"-H a:x: 'a:x' has 'x' as its number of ranks, which must be 1 or more; {FORMAT}"),
+        ("a:0", f"-H a:0: 'a:0' has '0' as its number of ranks, which must be 1 or more; {FORMAT}"),
+        ("-oProxyCommand=x:1", f"-H -oProxyCommand=x:1: '-oProxyCommand=x:1' is not a host; {FORMAT}"),
+        ("a:1,b:1,a:1", "-H a:1,b:1,a:1 names the host 'a' twice; give it once, with all its ranks."),
+    ],
+)
+def test_a_host_list_that_is_wrong_is_refused_with_its_entry_and_the_right_form(text, message):
+    with pytest.raises(LaunchError) as caught:
+        parse_hosts(text)
+    assert str(caught.value) == message
+
+
+def test_a_host_file_may_be_written_for_open_mpi_or_for_mpich():
+    text = "# our cluster\na slots=2\n\nb slots = 4  # the big one\nc:1\n"
+    assert parse_hostfile(text, "hosts") == (Host("a", 2), Host("b", 4), Host("c", 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# nothing\n", "hosts names no host."),
+        (
+            "a slots=2 max_slots=4",
+            "hosts, line 1: 'a slots=2 max_slots=4' has '2 max_slots=4' as its number of ranks, which must be 1 or "
+            "more; write one 'worker-0 slots=2' or 'worker-0:2' on each line.",
+        ),
+        (
+            "a:1\nb\n",
+            "hosts, line 2: 'b' does not say how many ranks run there; "
+            "write one 'worker-0 slots=2' or 'worker-0:2' on each line.",
+        ),
+    ],
+)
+def test_a_host_file_that_is_wrong_is_refused_with_its_line(text, message):
+    with pytest.raises(LaunchError) as caught:
+        parse_hostfile(text, "hosts")
+    assert str(caught.value) == message
+
+
+def test_ranks_fill_the_hosts_in_order():
+    hosts = parse_hosts("a:2,b:2,c:2")
+    assert place(hosts, 3) == (Host("a", 2), Host("b", 1))
+    assert place(hosts, 6) == hosts
