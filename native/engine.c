@@ -267,6 +267,15 @@ static int check(const ocomm_op *op) {
     return -1;
 }
 
+static void pack(const ocomm_op *op) {
+    const ocomm_tensor *tensor = (const ocomm_tensor *)(intptr_t)op->a[0] + op->a[1];
+    size_t nbytes = (size_t)op->a[3] * sizeof(float);
+    if (tensor->grad)
+        memcpy((void *)(intptr_t)op->a[4], tensor->grad + op->a[2], nbytes);
+    else
+        memset((void *)(intptr_t)op->a[4], 0, nbytes);
+}
+
 /* Returns the rank at fault when a check fails, else -1. */
 static int run_op(const ocomm_op *op) {
     const int64_t *a = op->a;
@@ -300,6 +309,9 @@ static int run_op(const ocomm_op *op) {
         break;
     case OCOMM_CHECK:
         return check(op);
+    case OCOMM_PACK:
+        pack(op);
+        break;
     }
 #undef P
     if (!finite && flags)

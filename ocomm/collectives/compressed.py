@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -17,8 +18,10 @@ from ocomm.collectives.plan import (
     Average,
     Check,
     Compress,
+    Computation,
     Copy,
     Message,
+    Pack,
     Plan,
     Reduce,
     Seal,
@@ -28,7 +31,7 @@ from ocomm.collectives.plan import (
 )
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import SegmentLayout
-from ocomm.kernels.base import Bytes, Floats
+from ocomm.kernels.base import Bytes, Floats, Table
 from ocomm.types import DType, ReduceOp
 
 
@@ -127,23 +130,30 @@ def compressed_segment(
     return [phase_one, phase_two, Stage()]
 
 
-def dense_segment(
-    rank: int,
-    ranks: int,
-    envelope: Envelope,
-    parts: Sequence[tuple[Floats, Floats]],
-) -> tuple[list[Stage], list[Bytes]]:
-    """Order-fixed float32 average of (input, output) runs with equal lengths, with headers. Returns its memory too.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements [start, start + result.size) of one tensor, and where their average goes."""
 
-    The runs are packed, exchanged and unpacked: the fixed layout's dense stage, whose owners are equal slices.
+    tensor: int
+    start: int
+    result: Floats
+
+
+def dense_segment(
+    rank: int, ranks: int, envelope: Envelope, tensors: Table, runs: Sequence[Run]
+) -> tuple[list[Stage], list[Bytes]]:
+    """Order-fixed float32 average of runs of gradients, with headers. Returns its stages and the memory they use.
+
+    Runs are packed from the addresses in ``tensors``, exchanged, and unpacked: the fixed layout's dense stage, whose
+    owners are equal slices.
     """
     header = header_nbytes(int(envelope.header["tensors"][0]))
-    numel = sum(source.size for source, _ in parts)
-    piece = -(-(-(-numel // ranks)) // 16) * 16
-    bounds = [min(piece * r, numel) for r in range(ranks + 1)]
-    nbytes = [4 * (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
-    room = [-(-(header + n) // 64) * 64 for n in nbytes]
-    starts = np.concatenate([[0], np.cumsum(room)]).tolist()
+    numel = sum(run.result.size for run in runs)
+    slice_numel = _round_up(_round_up(numel, ranks) // ranks, 16)
+    bounds = [min(slice_numel * r, numel) for r in range(ranks + 1)]
+    nbytes = [4 * (high - low) for low, high in pairwise(bounds)]
+    room = [_round_up(header + n, 64) for n in nbytes]
+    starts = [0, *accumulate(room)]
     send = aligned(starts[-1])
     messages = [send[starts[r] : starts[r] + header + nbytes[r]] for r in range(ranks)]
     staging = aligned(room[rank] * ranks)
@@ -151,35 +161,41 @@ def dense_segment(
     rows[rank] = messages[rank]
     envelope.received = rows
     others = peers(rank, ranks)
-    pack, unpack = [], []
+    packs: list[Computation] = []
+    copies: list[Computation] = []
     position = 0
-    for source, result in parts:
+    for run in runs:
         done = 0
-        while done < source.size:
-            owner = min(position // piece, ranks - 1)
-            count = min(source.size - done, bounds[owner + 1] - position)
+        while done < run.result.size:
+            owner = position // slice_numel
+            count = min(run.result.size - done, bounds[owner + 1] - position)
             at = header + 4 * (position - bounds[owner])
             packed = messages[owner][at : at + 4 * count]
-            pack.append(Copy(source[done : done + count].view(np.uint8), packed))
-            unpack.append(Copy(packed, result[done : done + count].view(np.uint8)))
+            packs.append(Pack(tensors, run.tensor, run.start + done, packed))
+            copies.append(Copy(packed, run.result[done : done + count].view(np.uint8)))
             done += count
             position += count
     payload = [row[header:] for row in rows]
     own = messages[rank][header:]
+    average = [Reduce(DType.FLOAT32, ReduceOp.AVERAGE, payload, 1.0, 1.0 / ranks, own)] if own.nbytes else []
     stages = [
         Stage(
-            [*pack, envelope.seal(messages)],
+            [*packs, envelope.seal(messages)],
             [Message(peer, messages[peer]) for peer in others],
             [Message(peer, rows[peer]) for peer in others],
         ),
         Stage(
-            [envelope.check(), Reduce(DType.FLOAT32, ReduceOp.AVERAGE, payload, 1.0, 1.0 / ranks, own)],
+            [envelope.check(), *average],
             [Message(peer, own) for peer in others] if own.nbytes else [],
             [Message(peer, messages[peer][header:]) for peer in others if nbytes[peer]],
         ),
-        Stage(unpack),
+        Stage(copies),
     ]
     return stages, [send, staging]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def vote(rank: int, ranks: int, envelope: Envelope) -> Plan:

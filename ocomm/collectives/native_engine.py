@@ -42,6 +42,10 @@ class _Compiler:
         match c:
             case plans.Copy():
                 self.op(lib.OCOMM_COPY, a(c.source), a(c.destination), c.source.nbytes)
+            case plans.Pack():
+                self.op(
+                    lib.OCOMM_PACK, a(c.tensors), c.tensor, c.start, c.destination.nbytes // 4, a(c.destination)
+                )
             case plans.Reduce():
                 numel = c.out.nbytes // c.dtype.itemsize
                 self.op(

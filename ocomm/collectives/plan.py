@@ -31,6 +31,16 @@ class Copy:
 
 
 @dataclass(slots=True, eq=False)
+class Pack:
+    """Gradient elements [start, start + n) of a row of the TENSOR table into ``destination``; zeros if it has none."""
+
+    tensors: Table
+    tensor: int
+    start: int
+    destination: Bytes
+
+
+@dataclass(slots=True, eq=False)
 class Reduce:
     """Order-fixed elementwise reduction; ``out`` may be one of ``sources``."""
 
@@ -110,7 +120,7 @@ class Check:
     announcement: np.ndarray
 
 
-Computation = Copy | Reduce | Compress | Average | Unpack | Seal | Check
+Computation = Copy | Pack | Reduce | Compress | Average | Unpack | Seal | Check
 
 
 @dataclass(slots=True, eq=False)

@@ -6,6 +6,7 @@ stages in turn, plans retired when all their segments are over.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections import deque
@@ -282,6 +283,13 @@ class PythonEngine:
         match c:
             case plans.Copy():
                 c.destination[...] = c.source
+            case plans.Pack():
+                first = int(c.tensors["grad"][c.tensor])
+                if first:
+                    source = (ctypes.c_uint8 * c.destination.nbytes).from_address(first + 4 * c.start)
+                    c.destination[:] = np.frombuffer(source, np.uint8)
+                else:
+                    c.destination[:] = 0
             case plans.Reduce():
                 self.kernels.reduce(c.dtype, c.op, c.sources, c.prescale, c.postscale, c.out)
             case plans.Compress() if c.tensors is None:
