@@ -449,6 +449,7 @@ static int advance(ocomm_channel *channel, slot *s) {
             for (int32_t i = 0; i < st->ops; i++) {
                 int culprit = run_op(&plan->ops[st->first_op + i]);
                 if (culprit >= 0) {
+                    plan->error_segment = s->segment;
                     fail_channel(channel, plan, OCOMM_MISMATCH, culprit);
                     return -1;
                 }

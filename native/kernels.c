@@ -17,10 +17,13 @@
 #define ROW 32
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* Hardware prefetchers stop at page ends and fall behind with three streams; 512 floats ahead was the best distance. */
-#define AHEAD 512
+/* A row is so many instructions that the processor itself looks only a row or two ahead; 320 to 512 floats were the
+ * best distance, without prefetching a quarter of the speed is lost. */
+#define AHEAD 384
 
-enum content { VALUES, MOMENTUM, MEAN };
+/* What a block sends. FROM_DENSE and FROM_BITS are MOMENTUM in its two usual forms, FROM_TABLE is MEAN of TABLED or
+ * more ranks: known when compiled, so that the loop need not ask. */
+enum content { VALUES, MOMENTUM, FROM_DENSE, FROM_BITS, MEAN, FROM_TABLE };
 
 /* The arguments of one call of ocomm_compress, ocomm_compress_momentum or ocomm_average. */
 typedef struct {
@@ -46,10 +49,18 @@ typedef struct {
     const uint8_t *const *received;
     uint8_t *bits;
     float *out;
-    int64_t length, masked, finished, scale_at, bits_at;
-    float beta1, one_minus_beta1, weight_decay, previous_scale, over_ranks, scale;
+    int64_t length, masked, scale_at, bits_at;
+    float beta1, one_minus_beta1, weight_decay, decayed, over_ranks;
     int ranks, rms;
 } work;
+
+/* A block after its first pass: c waits in `out` for the second. */
+typedef struct {
+    float *out;
+    const uint8_t *mask;
+    int64_t length;
+    float scale;
+} remainder;
 
 typedef struct {
     const char *name;
@@ -60,6 +71,13 @@ typedef struct {
     void (*apply)(const ocomm_block *, int64_t, const ocomm_tensor *, const uint8_t *, const float *, const uint8_t *);
     void (*axpy)(float *, const float *, float, int64_t);
 } loops;
+
+/* Sums of the first ranks' scales with every combination of signs: bit i of the index is rank i's. A plane holds one
+ * byte of each sum, because a byte shuffle looks up sixteen bytes at once. */
+#define TABLED 4
+typedef struct {
+    uint8_t plane[4][1 << TABLED];
+} sums_table;
 
 #define SHARED static inline __attribute__((always_inline))
 
@@ -90,15 +108,26 @@ SHARED void store_bits(uint8_t *to, uint32_t word, int n) {
     }
 }
 
+/* The block's part of the mask, NULL if it masks none of its elements. */
+SHARED const uint8_t *mask_of(const uint8_t *mask, const ocomm_block *block) {
+    if (!mask) return NULL;
+    const uint8_t *own = mask + (block->offset >> 3);
+    uint32_t any = 0;
+    int32_t j = 0;
+    for (; j + ROW <= block->length; j += ROW) any |= load_bits(own + (j >> 3), ROW);
+    if (j < block->length) any |= load_bits(own + (j >> 3), block->length - j);
+    return any ? own : NULL;
+}
+
 SHARED void prepare(enum content content, const call *args, const ocomm_block *block, work *w) {
     /* The owner's error holds only the blocks it owns; everything else is laid out as the whole model. */
     const int64_t at = content == MEAN ? block->owned : block->offset;
     w->error = args->error + at;
     w->out = args->error_out + at;
-    w->mask = args->mask ? args->mask + (block->offset >> 3) : NULL;
+    w->mask = mask_of(args->mask, block);
     w->bits = args->packed + block->bits;
     w->length = block->length;
-    w->masked = w->finished = 0;
+    w->masked = 0;
     w->rms = args->rms;
     if (content == VALUES) {
         w->values = args->values + block->offset;
@@ -108,8 +137,9 @@ SHARED void prepare(enum content content, const call *args, const ocomm_block *b
         w->param = tensor->param ? tensor->param + block->start : NULL;
         w->momentum = tensor->momentum ? tensor->momentum + block->start : NULL;
         w->previous = args->previous ? args->previous + block->bits : NULL;
-        w->previous_scale = args->previous ? read_float(args->previous + block->scale) : 0;
         w->beta1 = tensor->beta1;
+        /* beta1 * (s * sign) is exactly (beta1 * s) * sign: one multiplication per block instead of per element. */
+        w->decayed = args->previous ? w->beta1 * read_float(args->previous + block->scale) : 0;
         w->one_minus_beta1 = tensor->one_minus_beta1;
         w->weight_decay = tensor->weight_decay;
     } else {
@@ -129,9 +159,20 @@ SHARED void prefetch_row(const float *stream, int64_t j) {
 SHARED void prefetch(enum content content, const work *w, int64_t j) {
     prefetch_row(w->error, j);
     if (content == VALUES) prefetch_row(w->values, j);
-    if (content == MOMENTUM) {
-        if (w->grad) prefetch_row(w->grad, j);
-        if (w->momentum) prefetch_row(w->momentum, j);
+    if (content == FROM_DENSE || content == FROM_BITS) prefetch_row(w->grad, j);
+    if (content == FROM_DENSE) prefetch_row(w->momentum, j);
+}
+
+SHARED void fill_table(sums_table *table, const work *w) {
+    for (int index = 0; index < 1 << TABLED; index++) {
+        float sum = -0.0f;
+        for (int i = 0; i < TABLED; i++) {
+            const float scale = read_float(w->received[i] + w->scale_at);
+            sum += index >> i & 1 ? scale : -scale;
+        }
+        uint8_t bytes[4];
+        memcpy(bytes, &sum, sizeof bytes);
+        for (int k = 0; k < 4; k++) table->plane[k][index] = bytes[k];
     }
 }
 
@@ -154,15 +195,20 @@ static const char name_portable[] = "portable";
 
 SHARED i4 lane_bits_portable(int v) { return (i4){1, 2, 4, 8} << (v * WIDTH); }
 
-SHARED uint32_t nonnegative_portable(v4 c) {
-    const i4 yes = c >= (v4){0};
+SHARED uint32_t nonnegative_portable(const v4 *row) {
+    uint32_t signs = 0;
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        const i4 yes = row[v] >= (v4){0};
 #if defined(__x86_64__)
-    return (uint32_t)_mm_movemask_ps((__m128)yes);
+        const int four = _mm_movemask_ps((__m128)yes);
 #elif defined(__aarch64__)
-    return (uint32_t)vaddvq_s32((int32x4_t)(yes & (i4){1, 2, 4, 8}));
+        const int four = vaddvq_s32((int32x4_t)(yes & (i4){1, 2, 4, 8}));
 #else
-    return (uint32_t)((yes[0] & 1) | (yes[1] & 2) | (yes[2] & 4) | (yes[3] & 8));
+        const int four = (yes[0] & 1) | (yes[1] & 2) | (yes[2] & 4) | (yes[3] & 8);
 #endif
+        signs |= (uint32_t)four << (v * WIDTH);
+    }
+    return signs;
 }
 
 SHARED v4 with_signs_portable(v4 scale, uint32_t word, int v) {
@@ -175,8 +221,14 @@ SHARED v4 toward_portable(v4 c, v4 scale) {
     return (v4)((i4)scale ^ (~yes & INT32_MIN));
 }
 
+#define LOOKS_UP 0
+SHARED void looked_up_portable(v4 *row, const sums_table *table, const uint32_t *words) {
+    (void)row, (void)table, (void)words;
+}
+
 #include "kernels_body.h"
 
+#undef LOOKS_UP
 #undef FN
 #undef TARGET
 #undef WIDTH
@@ -201,8 +253,14 @@ static const char name_avx2[] = "avx2";
 
 TARGET SHARED i8 lane_bits_avx2(int v) { return (i8){1, 2, 4, 8, 16, 32, 64, 128} << (v * WIDTH); }
 
-TARGET SHARED uint32_t nonnegative_avx2(v8 c) {
-    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(c, _mm256_setzero_ps(), _CMP_GE_OQ));
+TARGET SHARED uint32_t nonnegative_avx2(const v8 *row) {
+    __m256i yes[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++)
+        yes[v] = (__m256i)_mm256_cmp_ps(row[v], _mm256_setzero_ps(), _CMP_GE_OQ);
+    /* Packing works on halves of 16 bytes; the permutation puts groups of four elements back in order. */
+    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(yes[0], yes[1]), _mm256_packs_epi32(yes[2], yes[3]));
+    const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    return (uint32_t)_mm256_movemask_epi8(ordered);
 }
 
 TARGET SHARED v8 with_signs_avx2(v8 scale, uint32_t word, int v) {
@@ -213,6 +271,34 @@ TARGET SHARED v8 with_signs_avx2(v8 scale, uint32_t word, int v) {
 
 TARGET SHARED v8 toward_avx2(v8 c, v8 scale) {
     return _mm256_blendv_ps(-scale, scale, _mm256_cmp_ps(c, _mm256_setzero_ps(), _CMP_GE_OQ));
+}
+
+#define LOOKS_UP 1
+TARGET SHARED void looked_up_avx2(v8 *row, const sums_table *table, const uint32_t *words) {
+    /* Which byte of the word each byte of the index takes its bit from, and which bit. Interleaving bytes into floats
+     * stays within halves of 16 bytes, so the first half holds elements 0-3 of each group of eight, the second 4-7. */
+    const __m256i byte_of = _mm256_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 0, 0, 0, 0, 1, 1, 1, 1, 2,
+                                             2, 2, 2, 3, 3, 3, 3);
+    const __m256i bit_of = _mm256_setr_epi32(0x08040201, 0x08040201, 0x08040201, 0x08040201, (int)0x80402010,
+                                             (int)0x80402010, (int)0x80402010, (int)0x80402010);
+    __m256i set[TABLED]; /* -1 where the rank's bit is 1 */
+    UNROLL for (int i = 0; i < TABLED; i++) {
+        const __m256i bits = _mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)words[i]), byte_of);
+        set[i] = _mm256_cmpeq_epi8(_mm256_and_si256(bits, bit_of), bit_of);
+    }
+    const __m256i low = _mm256_add_epi8(_mm256_add_epi8(set[1], set[1]), set[0]);
+    const __m256i high = _mm256_add_epi8(_mm256_add_epi8(set[3], set[3]), set[2]);
+    const __m256i high2 = _mm256_add_epi8(high, high);
+    const __m256i index = _mm256_abs_epi8(_mm256_add_epi8(_mm256_add_epi8(high2, high2), low));
+    __m256i byte[4];
+    UNROLL for (int k = 0; k < 4; k++)
+        byte[k] = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i_u *)table->plane[k])), index);
+    const __m256i low01 = _mm256_unpacklo_epi8(byte[0], byte[1]), high01 = _mm256_unpackhi_epi8(byte[0], byte[1]);
+    const __m256i low23 = _mm256_unpacklo_epi8(byte[2], byte[3]), high23 = _mm256_unpackhi_epi8(byte[2], byte[3]);
+    row[0] = (v8)_mm256_unpacklo_epi16(low01, low23);
+    row[1] = (v8)_mm256_unpackhi_epi16(low01, low23);
+    row[2] = (v8)_mm256_unpacklo_epi16(high01, high23);
+    row[3] = (v8)_mm256_unpackhi_epi16(high01, high23);
 }
 
 #include "kernels_body.h"

@@ -3,9 +3,10 @@
  *   TARGET             its target attribute
  *   WIDTH, V, VU, I    floats per vector; vector types: float, float at any address, int32
  *   VECTORS            vectors per row of 32 elements
- *   nonnegative(c)     one bit per element, 1 where c >= 0
+ *   nonnegative(row)   one bit per element of a row, 1 where it is >= 0
  *   with_signs(s, w, v)  +s where the word's bit is 1, -s where 0, for vector v of the row
  *   toward(c, s)       s with the sign of c, where -0.0 counts as positive
+ *   LOOKS_UP           1 if looked_up(row, table, words) exists: a row of sums of the first ranks by their signs
  * A row is 32 elements: one word of signs and one element for each of the 32 summation lanes. So every path adds the
  * same numbers in the same order, whatever its vector width.
  */
@@ -27,7 +28,8 @@ INLINE void FN(load)(V *row, const float *from, int n) {
     if (n == ROW) {
         UNROLL for (int v = 0; v < VECTORS; v++) row[v] = *(const VU *)(from + v * WIDTH);
     } else {
-        float padded[ROW] = {0};
+        float padded[ROW];
+        UNROLL for (int v = 0; v < VECTORS; v++) *(VU *)(padded + v * WIDTH) = (V){0};
         memcpy(padded, from, (size_t)n * sizeof(float));
         UNROLL for (int v = 0; v < VECTORS; v++) row[v] = *(const VU *)(padded + v * WIDTH);
     }
@@ -44,10 +46,17 @@ INLINE void FN(store)(float *to, const V *row, int n) {
 }
 
 /* The mean over ranks of the row's decoded messages, before the owner's error. */
-INLINE void FN(mean)(V *row, const work *w, int64_t j, int n) {
-    /* -0.0 is what leaves the first addend exactly as it is, negative zero included. */
-    UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(splat)(-0.0f);
-    for (int i = 0; i < w->ranks; i++) {
+INLINE void FN(mean)(enum content content, V *row, const work *w, const sums_table *table, int64_t j, int n) {
+    int i = 0;
+    if (content == FROM_TABLE) {
+        uint32_t words[TABLED];
+        for (; i < TABLED; i++) words[i] = load_bits(w->received[i] + w->bits_at + (j >> 3), n);
+        FN(looked_up)(row, table, words);
+    } else {
+        /* -0.0 is what leaves the first addend exactly as it is, negative zero included. */
+        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(splat)(-0.0f);
+    }
+    for (; i < w->ranks; i++) {
         const uint8_t *message = w->received[i];
         const V scale = FN(splat)(read_float(message + w->scale_at));
         const uint32_t word = load_bits(message + w->bits_at + (j >> 3), n);
@@ -57,27 +66,26 @@ INLINE void FN(mean)(V *row, const work *w, int64_t j, int n) {
 }
 
 /* The momentum this step sends, before the worker's error; `masked` as in first_pass. */
-INLINE void FN(momentum)(V *row, const work *w, int64_t j, int n, uint32_t masked) {
+INLINE void FN(momentum)(enum content content, V *row, const work *w, int64_t j, int n, uint32_t masked) {
+    const int usual = content == FROM_DENSE || content == FROM_BITS;
     V gradient[VECTORS];
-    if (w->grad) {
+    if (usual || w->grad) {
         FN(load)(gradient, w->grad + j, n);
     } else {
         UNROLL for (int v = 0; v < VECTORS; v++) gradient[v] = (V){0};
     }
-    if (w->weight_decay != 0) {
+    if (!usual && w->weight_decay != 0) {
         V param[VECTORS];
         FN(load)(param, w->param + j, n);
         UNROLL for (int v = 0; v < VECTORS; v++) gradient[v] += w->weight_decay * param[v];
     }
-    if (w->momentum) {
+    if (content == FROM_DENSE || (!usual && w->momentum)) {
         FN(load)(row, w->momentum + j, n);
         UNROLL for (int v = 0; v < VECTORS; v++) row[v] *= w->beta1;
-    } else if (w->previous) {
+    } else if (content == FROM_BITS || w->previous) {
         const uint32_t word = load_bits(w->previous + (j >> 3), n);
-        /* beta1 * (s * sign) is exactly (beta1 * s) * sign: one multiplication per block instead of per element. */
-        const V decayed = FN(splat)(w->beta1 * w->previous_scale);
-        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(with_signs)(decayed, word, v);
-        if (masked) {
+        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(with_signs)(FN(splat)(w->decayed), word, v);
+        if (__builtin_expect(masked != 0, 0)) {
             UNROLL for (int v = 0; v < VECTORS; v++) row[v] = (V)(~FN(lanes_of)(masked, v) & (I)row[v]);
         }
     } else {
@@ -88,35 +96,34 @@ INLINE void FN(momentum)(V *row, const work *w, int64_t j, int n, uint32_t maske
 
 /* Signs and magnitudes of one row of c = content + error. c waits in `out`, which has to be written anyway and is
  * still in the first-level cache when second_pass turns it into the new error. */
-INLINE void FN(first_pass)(enum content content, work *w, int64_t j, int n, V *sum) {
+INLINE void FN(first_pass)(enum content content, int plain, work *w, const sums_table *table, int64_t j, int n,
+                           V *sum) {
     /* Elements past the end of the block are treated as masked: they have no magnitude either. */
-    const uint32_t masked = (w->mask ? load_bits(w->mask + (j >> 3), n) : 0) | (n < ROW ? ~0u << n : 0);
+    const uint32_t masked = (!plain && w->mask ? load_bits(w->mask + (j >> 3), n) : 0) | (n < ROW ? ~0u << n : 0);
     V c[VECTORS], error[VECTORS], kept[VECTORS];
     FN(load)(error, w->error + j, n);
     if (content == VALUES)
         FN(load)(c, w->values + j, n);
-    else if (content == MOMENTUM)
-        FN(momentum)(c, w, j, n, masked);
+    else if (content == MEAN || content == FROM_TABLE)
+        FN(mean)(content, c, w, table, j, n);
     else
-        FN(mean)(c, w, j, n);
+        FN(momentum)(content, c, w, j, n, masked);
     UNROLL for (int v = 0; v < VECTORS; v++) {
         c[v] += error[v];
         kept[v] = c[v];
     }
-    uint32_t signs = 0;
-    UNROLL for (int v = 0; v < VECTORS; v++) signs |= FN(nonnegative)(c[v]) << (v * WIDTH);
-    store_bits(w->bits + (j >> 3), signs | masked, n);
+    store_bits(w->bits + (j >> 3), FN(nonnegative)(c) | masked, n);
     if (__builtin_expect(masked != 0, 0)) {
         w->masked += __builtin_popcount(n < ROW ? masked & ((1u << n) - 1) : masked);
         UNROLL for (int v = 0; v < VECTORS; v++) {
             const I lanes = FN(lanes_of)(masked, v);
-            if (content == MEAN) kept[v] = (V)FN(select)(lanes, (I)error[v], (I)c[v]);
+            if (content == MEAN || content == FROM_TABLE) kept[v] = (V)FN(select)(lanes, (I)error[v], (I)c[v]);
             /* c - c is +0.0, or NaN if c is not finite: a bad gradient is noticed although its element is masked. */
             c[v] = (V)FN(select)(lanes, (I)(c[v] - c[v]), (I)c[v]);
         }
     }
     FN(store)(w->out + j, kept, n);
-    if (w->rms) {
+    if (!plain && w->rms) {
         UNROLL for (int v = 0; v < VECTORS; v++) sum[v] += c[v] * c[v];
     } else {
         UNROLL for (int v = 0; v < VECTORS; v++) sum[v] += (V)((I)c[v] & INT32_MAX);
@@ -124,10 +131,10 @@ INLINE void FN(first_pass)(enum content content, work *w, int64_t j, int n, V *s
 }
 
 /* What the row's receivers will not get stays in the error. */
-INLINE void FN(second_pass)(const work *w, int64_t j, int n, V scale) {
-    const uint32_t masked = w->mask ? load_bits(w->mask + (j >> 3), n) : 0;
+INLINE void FN(second_pass)(int plain, const remainder *last, int64_t j, int n, V scale) {
+    const uint32_t masked = !plain && last->mask ? load_bits(last->mask + (j >> 3), n) : 0;
     V c[VECTORS];
-    FN(load)(c, w->out + j, n);
+    FN(load)(c, last->out + j, n);
     if (__builtin_expect(masked == 0, 1)) {
         UNROLL for (int v = 0; v < VECTORS; v++) c[v] -= FN(toward)(c[v], scale);
     } else {
@@ -136,59 +143,85 @@ INLINE void FN(second_pass)(const work *w, int64_t j, int n, V scale) {
             c[v] = (V)FN(select)(FN(lanes_of)(masked, v), (I)c[v], (I)sent);
         }
     }
-    FN(store)(w->out + j, c, n);
+    FN(store)(last->out + j, c, n);
 }
 
 INLINE float FN(scale_of)(const work *w, const V *sum) {
-    float lane[ROW];
-    FN(store)(lane, sum, ROW);
-    for (int half = ROW / 2; half; half /= 2)
-        for (int k = 0; k < half; k++) lane[k] += lane[k + half];
+    V fold[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++) fold[v] = sum[v];
+    UNROLL for (int half = VECTORS / 2; half; half /= 2) {
+        UNROLL for (int v = 0; v < half; v++) fold[v] += fold[v + half];
+    }
+    float lane[WIDTH];
+    *(VU *)lane = fold[0];
+    UNROLL for (int half = WIDTH / 2; half; half /= 2) {
+        UNROLL for (int k = 0; k < half; k++) lane[k] += lane[k + half];
+    }
     const int64_t elements = w->length - w->masked;
     const float mean = lane[0] * (elements ? (float)(1.0 / (double)elements) : 0.0f);
     return w->rms ? __builtin_sqrtf(mean) : mean;
 }
 
-TARGET static __attribute__((noinline)) void FN(finish)(const work *w) {
-    const V scale = FN(splat)(w->scale);
-    const int64_t whole = w->length & -ROW;
-    int64_t j = w->finished;
-    for (; j < whole; j += ROW) FN(second_pass)(w, j, ROW, scale);
-    if (j < w->length) FN(second_pass)(w, j, (int)(w->length - j), scale);
+INLINE void FN(finish)(const remainder *last, int64_t from) {
+    const V scale = FN(splat)(last->scale);
+    const int64_t whole = last->length & -ROW;
+    int64_t j = from;
+    for (; j < whole; j += ROW) FN(second_pass)(0, last, j, ROW, scale);
+    if (j < last->length) FN(second_pass)(0, last, j, (int)(last->length - j), scale);
+}
+
+/* First pass of one block, second pass of the block before it. `plain` says, when this is compiled, that neither has
+ * anything masked and that the scale is a mean magnitude: the usual case, without a test in the loop. */
+INLINE void FN(rows)(enum content content, int plain, work *w, const remainder *last, V *sum) {
+    sums_table table;
+    if (content == FROM_TABLE) fill_table(&table, w);
+    const int64_t whole = w->length & -ROW, ready = last->length & -ROW;
+    const int64_t together = whole < ready ? whole : ready;
+    const V scale = FN(splat)(last->scale);
+    int64_t j = 0;
+    for (; j < together; j += ROW) {
+        prefetch(content, w, j);
+        FN(first_pass)(content, plain, w, &table, j, ROW, sum);
+        FN(second_pass)(plain, last, j, ROW, scale);
+    }
+    FN(finish)(last, j);
+    for (; j < whole; j += ROW) {
+        prefetch(content, w, j);
+        FN(first_pass)(content, 0, w, &table, j, ROW, sum);
+    }
+    if (j < w->length) FN(first_pass)(content, 0, w, &table, j, (int)(w->length - j), sum);
 }
 
 /* The scale of a block is known only after all of it was read. Instead of two passes, one bound by memory and one by
  * arithmetic, the second pass of a block runs together with the first pass of the next one. */
 INLINE int FN(run)(enum content content, const call *args) {
-    work both[2] = {{0}, {0}};
+    remainder last = {0};
     int finite = 1;
     for (int64_t k = 0; k < args->count; k++) {
         const ocomm_block *block = args->blocks + k;
-        work *w = &both[k & 1], *last = &both[~k & 1];
-        prepare(content, args, block, w);
-        const int64_t whole = w->length & -ROW, ready = last->length & -ROW;
-        const int64_t together = whole < ready ? whole : ready;
-        const V scale = FN(splat)(last->scale);
+        /* The addresses of these two go to no real function: a compiler that had to assume that a store through a float
+         * pointer changes them would load all of it again for every row. */
+        work w;
+        prepare(content, args, block, &w);
         V sum[VECTORS];
         UNROLL for (int v = 0; v < VECTORS; v++) sum[v] = (V){0};
-        int64_t j = 0;
-        for (; j < together; j += ROW) {
-            prefetch(content, w, j);
-            FN(first_pass)(content, w, j, ROW, sum);
-            FN(second_pass)(last, j, ROW, scale);
-        }
-        last->finished = j;
-        for (; j < whole; j += ROW) {
-            prefetch(content, w, j);
-            FN(first_pass)(content, w, j, ROW, sum);
-        }
-        if (j < w->length) FN(first_pass)(content, w, j, (int)(w->length - j), sum);
-        FN(finish)(last);
-        w->scale = FN(scale_of)(w, sum);
-        finite &= w->scale - w->scale == 0;
-        memcpy(args->packed + block->scale, &w->scale, sizeof(float));
+        const int plain = !w.mask && !last.mask && !w.rms;
+        const int bare = content == MOMENTUM && plain && w.grad && w.weight_decay == 0;
+        if (bare && w.momentum)
+            FN(rows)(FROM_DENSE, 1, &w, &last, sum);
+        else if (bare && w.previous)
+            FN(rows)(FROM_BITS, 1, &w, &last, sum);
+        else if (content == MEAN && plain && LOOKS_UP && w.ranks >= TABLED)
+            FN(rows)(FROM_TABLE, 1, &w, &last, sum);
+        else if (content != MOMENTUM && plain)
+            FN(rows)(content, 1, &w, &last, sum);
+        else
+            FN(rows)(content, 0, &w, &last, sum);
+        last = (remainder){w.out, w.mask, w.length, FN(scale_of)(&w, sum)};
+        finite &= last.scale - last.scale == 0;
+        memcpy(args->packed + block->scale, &last.scale, sizeof(float));
     }
-    if (args->count) FN(finish)(&both[(args->count - 1) & 1]);
+    FN(finish)(&last, 0);
     return finite;
 }
 

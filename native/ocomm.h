@@ -62,6 +62,8 @@ int ocomm_reduce(int dtype, int op, int ranks, const void *const *sources, int64
 /* Pseudo-random sample of the bytes of a buffer, for noticing that a gradient was changed after hand-over.
  * full = 1 reads every byte. */
 uint64_t ocomm_checksum(const void *data, int64_t nbytes, int full);
+/* The same of many buffers; an address of 0 has checksum 0. */
+void ocomm_checksums(const uint64_t *addresses, const int64_t *nbytes, int64_t count, int full, uint64_t *sums);
 /* y += factor * x: what the benchmarks compare every loop with. */
 void ocomm_axpy(float *y, const float *x, float factor, int64_t numel);
 
@@ -91,7 +93,7 @@ typedef struct {
     uint32_t flags, attempt;
     int64_t announcement;
     uint32_t tensors, reserved;
-    int64_t reserved2;
+    double lr;
 } ocomm_header;
 
 /* One computation; the arguments are those of the loop of that name, in order (see run_op in engine.c). */
@@ -125,6 +127,7 @@ typedef struct ocomm_plan {
     /* written by the engine, read once state is OCOMM_DONE or later */
     int32_t state;
     int32_t error;              /* MPI error code, or the rank whose header differs */
+    int32_t error_segment;      /* the segment in which it does */
     int64_t submitted_ns, started_ns, finished_ns;
     int32_t segments_started, segments_done;
     struct ocomm_plan *next;

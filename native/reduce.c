@@ -355,3 +355,8 @@ uint64_t ocomm_checksum(const void *data, int64_t nbytes, int full) {
     }
     return sum;
 }
+
+void ocomm_checksums(const uint64_t *addresses, const int64_t *nbytes, int64_t count, int full, uint64_t *sums) {
+    for (int64_t i = 0; i < count; i++)
+        sums[i] = addresses[i] ? ocomm_checksum((const void *)(uintptr_t)addresses[i], nbytes[i], full) : 0;
+}

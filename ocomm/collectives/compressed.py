@@ -32,7 +32,7 @@ from ocomm.collectives.plan import (
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import SegmentLayout
 from ocomm.kernels.base import Bytes, Floats, Table
-from ocomm.types import DType, ReduceOp
+from ocomm.types import DType, Flag, ReduceOp
 
 
 def peers(rank: int, size: int) -> list[int]:
@@ -83,6 +83,19 @@ class Envelope:
 
     def check(self) -> Check:
         return Check(self.header, self.received, self.heard_flags, self.heard, self.announcement)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a message without payload."""
+        return HEADER.itemsize + self.presence.nbytes
+
+    def ranks_with(self, flag: Flag) -> list[int]:
+        """Ranks that set ``flag`` in the messages received."""
+        return [rank for rank, message in enumerate(self.received) if int(read_header(message)["flags"]) & flag]
+
+    def learning_rates(self) -> list[float]:
+        """The lr that each rank wrote into its vote."""
+        return [float(read_header(message)["lr"]) for message in self.received]
 
     def differences(self) -> list[tuple[str, dict[int, int]]]:
         """After a mismatch: (field, value by rank) for every field that is not the same everywhere."""

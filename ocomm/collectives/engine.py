@@ -44,6 +44,11 @@ class Ticket(Protocol):
         ...
 
     @property
+    def error_segment(self) -> int:
+        """The segment of the plan in which the header differs."""
+        ...
+
+    @property
     def seconds(self) -> tuple[float, float]:
         """(queued, running) once it is over."""
         ...

@@ -150,6 +150,10 @@ class NativeTicket:
         return self._row.error
 
     @property
+    def error_segment(self) -> int:
+        return self._row.error_segment
+
+    @property
     def seconds(self) -> tuple[float, float]:
         row = self._row
         return (row.started_ns - row.submitted_ns) / 1e9, (row.finished_ns - row.started_ns) / 1e9

@@ -35,6 +35,7 @@ class PythonTicket:
         self.notify = notify
         self.state = State.QUEUED
         self.error = 0
+        self.error_segment = 0
         self.started_segments = 0
         self.done_segments = 0
         self.submitted = time.monotonic()
@@ -162,7 +163,7 @@ class PythonChannel:
             stage = segment.stages[segment.stage]
             if not segment.begun:
                 for computation in stage.compute:
-                    self.engine.compute(computation, segment.ticket)
+                    self.engine.compute(computation, segment)
                 tag = self._tag(segment, segment.stage)
                 for message in stage.sends:
                     request = self.transport.isend(message.buffer, message.peer, tag)
@@ -277,7 +278,7 @@ class PythonEngine:
             self.arrival.wait(min(nap, self.idle_s, max(end - time.monotonic(), 0.0)))
             nap *= 2
 
-    def compute(self, c: plans.Computation, ticket: PythonTicket) -> None:
+    def compute(self, c: plans.Computation, segment: _Segment) -> None:
         """Runs one computation. A header that differs ends the ticket's channel."""
         finite = True
         match c:
@@ -312,16 +313,18 @@ class PythonEngine:
                     message[: HEADER.itemsize] = header.reshape(1).view(np.uint8)
                     message[HEADER.itemsize : HEADER.itemsize + c.presence.nbytes] = c.presence
             case plans.Check():
-                self._check(c, ticket)
+                self._check(c, segment)
         if not finite:
             c.flags[0] |= Flag.NON_FINITE  # type: ignore[union-attr]
 
     @staticmethod
-    def _check(c: plans.Check, ticket: PythonTicket) -> None:
+    def _check(c: plans.Check, segment: _Segment) -> None:
         mine = c.header.reshape(1)[0]
         for rank, message in enumerate(c.messages):
             theirs = read_header(message)
             if any(theirs[name] != mine[name] for name in _COMPARED):
+                ticket = segment.ticket
+                ticket.error_segment = next(i for i, s in enumerate(ticket.plan.segments) if s is segment.stages)
                 raise _Mismatch(ticket, rank)
             c.flags[0] |= theirs["flags"]
             c.presence |= message[HEADER.itemsize : HEADER.itemsize + c.presence.nbytes]

@@ -18,7 +18,7 @@ HEADER = np.dtype(
         ("announcement", np.int64),  # the coordinator's decision for the next step; 0 for none
         ("tensors", np.uint32),  # presence bits that follow, one per tensor: "has a gradient on this rank"
         ("reserved", np.uint32),
-        ("reserved2", np.int64),
+        ("lr", np.float64),
     ],
     align=True,
 )

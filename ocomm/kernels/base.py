@@ -128,3 +128,7 @@ class Kernels(Protocol):
     def checksum(self, data: Bytes, full: bool) -> int:
         """Hash of a sample of the buffer, or of all of it."""
         ...
+
+    def checksums(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], full: bool) -> NDArray[np.uint64]:
+        """``checksum`` of the buffers at ``addresses``, as a new array; 0 where an address is 0."""
+        ...

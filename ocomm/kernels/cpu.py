@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ocomm._native import ffi, lib
+import numpy as np
+from numpy.typing import NDArray
 
+from ocomm._native import ffi, lib
 from ocomm.kernels.base import Bytes, Floats, Table
 from ocomm.kernels.reference import unsupported_reduction
 from ocomm.types import DType, ReduceOp
@@ -149,3 +151,16 @@ class CpuKernels:
     def checksum(self, data: Bytes, full: bool) -> int:
         """Hash of a sample of the buffer, or of all of it."""
         return int(lib.ocomm_checksum(_pointer(data), len(data), full))
+
+    def checksums(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], full: bool) -> NDArray[np.uint64]:
+        """Returns a new array, one sum per address."""
+        addresses, nbytes = np.ascontiguousarray(addresses), np.ascontiguousarray(nbytes)
+        sums = np.empty(addresses.size, np.uint64)
+        lib.ocomm_checksums(
+            _pointer("uint64_t[]", addresses),
+            _pointer("int64_t[]", nbytes),
+            addresses.size,
+            full,
+            _pointer("uint64_t[]", sums),
+        )
+        return sums

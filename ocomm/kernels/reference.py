@@ -165,6 +165,15 @@ class ReferenceKernels:
             parts.append(_mixed(end.view(np.uint64), np.array([count], np.uint64)))
         return int(np.concatenate(parts).sum(dtype=np.uint64))
 
+    def checksums(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], full: bool) -> NDArray[np.uint64]:
+        """One by one."""
+        sums = np.zeros(addresses.size, np.uint64)
+        for i, (address, count) in enumerate(zip(addresses.tolist(), nbytes.tolist(), strict=True)):
+            if address:
+                data = np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8)
+                sums[i] = self.checksum(data, full)
+        return sums
+
 
 def _span(first: int, block: np.void) -> slice:
     return slice(int(first), int(first) + int(block["length"]))

@@ -1,0 +1,546 @@
+"""One rank's steps of 1-bit Adam: hand gradients over, exchange, vote, commit or discard. Framework-free.
+
+A frontend tells the stepper where each gradient lies (``hand_over``, from a hook, while backward goes on) and calls
+``exchange`` in its ``step()``. Buckets are posted in a fixed order; nothing that the exchange writes is in use before
+all ranks have agreed: flags are OR-ed over the ranks, and if any is set all ranks discard, and skip the step or do it
+once more without overlap.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.collectives.compressed import Envelope, Run, compressed_segment, dense_segment, vote
+from ocomm.collectives.engine import Channel, State, Ticket
+from ocomm.collectives.plan import Average, Plan, Stage
+from ocomm.collectives.scratch import aligned
+from ocomm.compression.layout import SegmentLayout
+from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError, OcommError, PeerError, StallError
+from ocomm.kernels.base import Bytes, Floats
+from ocomm.optim.onebit_adam import OneBitAdam
+from ocomm.optim.onebit_adam import Stage as TensorStage
+from ocomm.types import Flag
+
+_log = logging.getLogger("ocomm")
+
+
+class Verdict(enum.Enum):
+    """What all ranks do with a step."""
+
+    TAKE = "take"
+    SKIP = "skip"
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Tensors which travel together, and their exchange."""
+
+    tensors: list[int]
+    compressed: bool
+    segments: list[SegmentLayout]
+    envelopes: list[Envelope]
+    first_segment: int = 0  # of the core, where compressed
+    send: list[Bytes] = field(default_factory=list)
+    receive: list[list[Bytes]] = field(default_factory=list)
+    plan: Any = None  # dense: prepared once
+    plan_memory: list[Bytes] = field(default_factory=list)
+    plans: dict[tuple[int, ...], Any] = field(default_factory=dict)  # compressed: by the buffers in use
+    bytes_sent: int = 0
+    left: int = 0
+    ticket: Ticket | None = None
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank has really sent through its optimizer, headers included."""
+
+    steps: int = 0
+    dense_steps: int = 0
+    compressed_steps: int = 0
+    skipped_steps: int = 0
+    redone_steps: int = 0
+    bytes_sent: int = 0
+    bytes_dense: float = 0.0
+    last_bytes_sent: int = 0
+    exposed_s: float = 0.0
+    last_exposed_s: float = 0.0
+
+
+class Stepper:
+    """Exchanges the gradients of ``core``'s layout over ``channel``, step by step, on one rank.
+
+    ``ranks`` are the world ranks of the set, for messages. ``failure`` tells why the runtime has failed, if it has.
+    ``segment_nbytes`` bounds a segment's packed bytes. ``verify`` is ``"sampled"``, ``"full"`` or ``"version"``: how much
+    of a gradient is read again to notice that it changed after hand-over.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        core: OneBitAdam,
+        channel: Channel,
+        ranks: Sequence[int],
+        failure: Callable[[], OcommError | None],
+        *,
+        segment_nbytes: int,
+        overlap: bool,
+        verify: str,
+        timeout_s: float,
+        stall_check_s: float,
+        bucket_count: int = 3,
+    ) -> None:
+        self.name = name
+        self.core = core
+        self.layout = core.layout
+        self.channel = channel
+        self.ranks = tuple(ranks)
+        self.rank = core.rank
+        self.segment_nbytes = segment_nbytes
+        self.overlap = overlap
+        self.overlapping = False  # switched on after a first step without
+        self.verify = verify
+        self.timeout_s = timeout_s
+        self.stall_check_s = stall_check_s
+        self.bucket_count = bucket_count
+        self.traffic = Traffic()
+        self.step = 0  # committed or skipped by all
+        self.averages = np.zeros(0, np.float32)
+        self._failure = failure
+        count = len(self.layout.tensors)
+        self.order = list(range(count - 1, -1, -1))
+        self.arrivals: list[int] = []
+        # What this rank objects to; `_flags` is written by the engine's thread alone.
+        self._objections = Flag(0)
+        self._flags = np.zeros(1, np.uint32)
+        self._heard_flags = np.zeros(1, np.uint32)
+        self._announcement = np.zeros(1, np.int64)
+        self._present: NDArray[np.bool_] = np.zeros(count, np.bool_)
+        self.present_anywhere: NDArray[np.bool_] = np.zeros(count, np.bool_)
+        self._handed = bytearray(count)
+        self._checksums = np.zeros(count, np.uint64)
+        self._begun = False
+        self._hyper = 0
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: list[_Bucket] = []
+        self._next = 0
+        self._dead: OcommError | None = None
+        self._vote_envelope = Envelope.new(
+            self.rank, self.layout.digest, 0, self._flags, self._heard_flags, self._announcement
+        )
+        self._vote = channel.prepare(vote(self.rank, len(self.ranks), self._vote_envelope))
+        self.rebuild()
+
+    # Buckets
+
+    def rebuild(self) -> None:
+        """Cuts the tensors into buckets again, after a freeze or a new order. Between steps, on all ranks alike."""
+        assert not self._begun, "buckets cannot change within a step"
+        stage = self.core.stage
+        compressed = [t for t in self.order if stage[t] == TensorStage.COMPRESSED]
+        warming = [t for t in self.order if stage[t] != TensorStage.COMPRESSED]
+        if warming and self.averages.size == 0:
+            self.averages = aligned(4 * self.layout.flat_numel).view(np.float32)
+        elif not warming:
+            self.averages = np.zeros(0, np.float32)
+        groups = self._cut(compressed)
+        self.core.set_buckets(groups, self.segment_nbytes)
+        spans = self.core.bucket_segments
+        self._buckets = [
+            self._compressed_bucket(group, span.start, [self.core.segments[k].layout for k in span])
+            for group, span in zip(groups, spans, strict=True)
+        ] + [self._dense_bucket(group) for group in self._cut(warming)]
+        self._bucket_of = [self._buckets[0]] * len(stage) if self._buckets else []
+        for bucket in self._buckets:
+            for tensor in bucket.tensors:
+                self._bucket_of[tensor] = bucket
+
+    def _cut(self, tensors: list[int]) -> list[list[int]]:
+        """At most ``bucket_count`` runs of about equal numbers of elements, small models in one."""
+        numels = self.layout.numels
+        total = int(sum(numels[t] for t in tensors))
+        count = max(1, min(self.bucket_count, total // 65536))
+        groups: list[list[int]] = [[] for _ in range(count)]
+        done = 0
+        for tensor in tensors:
+            groups[min(done * count // max(total, 1), count - 1)].append(tensor)
+            done += int(numels[tensor])
+        return [group for group in groups if group]
+
+    def _envelope(self, segment: SegmentLayout, compressor: str) -> Envelope:
+        signature = segment.signature(compressor)
+        return Envelope.new(
+            self.rank, signature, len(segment.tensors), self._flags, self._heard_flags, self._announcement
+        )
+
+    def _compressed_bucket(self, tensors: list[int], first: int, segments: list[SegmentLayout]) -> _Bucket:
+        name = f"onebit-{self.core.scale}"
+        bucket = _Bucket(tensors, True, segments, [self._envelope(s, name) for s in segments], first)
+        for segment in segments:
+            mine = segment.message_nbytes[self.rank]
+            room = -(-mine // 64) * 64
+            staging = aligned(room * segment.ranks)
+            bucket.send.append(aligned(segment.packed_nbytes))
+            bucket.receive.append([staging[r * room : r * room + mine] for r in range(segment.ranks)])
+        return bucket
+
+    def _dense_bucket(self, tensors: list[int]) -> _Bucket:
+        segments = self.layout.segments(tensors, self.rank, max(self.segment_nbytes // 32, 1))
+        bucket = _Bucket(tensors, False, segments, [self._envelope(s, "dense") for s in segments])
+        stages: list[list[Stage]] = []
+        memory: list[Bytes] = []
+        for segment, envelope in zip(segments, bucket.envelopes, strict=True):
+            runs = _runs(segment, self.averages)
+            cut, used = dense_segment(self.rank, len(self.ranks), envelope, self.core.tensors, runs)
+            stages.append(cut)
+            memory += used
+        plan = Plan(f"{self.name}: dense bucket", stages or [[Stage()]], memory)
+        bucket.bytes_sent = plan.bytes_sent
+        bucket.plan = self.channel.prepare(plan)
+        bucket.plan_memory = memory
+        return bucket
+
+    def _compressed_plan(self, bucket: _Bucket) -> Any:
+        """The prepared plan for the buffers that this step reads and writes; they alternate, so two are kept."""
+        core = self.core
+        parts: list[tuple[int, Any, Bytes]] = []
+        key: list[int] = []
+        for number, send in enumerate(bucket.send):
+            k = bucket.first_segment + number
+            compress = core.compress(k, send, self._flags)
+            result = core.result(k)
+            parts.append((k, compress, result))
+            key += [_address(a) for a in (compress.error, compress.previous, compress.mask, result, core.owner_error)]
+        found = bucket.plans.get(tuple(key))
+        if found is not None:
+            return found
+        segments = []
+        for number, (k, compress, result) in enumerate(parts):
+
+            def average(rows: Sequence[Bytes], k: int = k) -> Average:
+                return core.average(k, rows, self._flags)
+
+            segments.append(
+                compressed_segment(
+                    self.rank,
+                    bucket.segments[number],
+                    bucket.envelopes[number],
+                    bucket.send[number],
+                    bucket.receive[number],
+                    result,
+                    compress,
+                    average,
+                )
+            )
+        plan = Plan(f"{self.name}: compressed bucket", segments or [[Stage()]])
+        bucket.bytes_sent = plan.bytes_sent
+        if len(bucket.plans) >= 4:
+            bucket.plans.clear()
+        prepared = bucket.plans[tuple(key)] = self.channel.prepare(plan)
+        return prepared
+
+    # Handing over
+
+    def begin(self, hyper: int) -> None:
+        """Opens the next step. ``hyper`` digests what gradients are compressed with: betas and coupled decay."""
+        if self._dead is not None:
+            raise type(self._dead)(*self._dead.args)
+        self._begun = True
+        self._hyper = hyper
+        self._clear_flags()
+        self._announcement[0] = 0
+        self._present[:] = False
+        self._handed[:] = bytes(len(self._handed))
+        self.core.tensors["grad"] = 0
+        self.arrivals.clear()
+        self._reset_buckets()
+
+    def _clear_flags(self) -> None:
+        self._objections = Flag(0)
+        self._flags[0] = self._heard_flags[0] = 0
+
+    def _reset_buckets(self) -> None:
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.left = len(bucket.tensors)
+            bucket.ticket = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._begun
+
+    def hand_over(self, tensor: int, address: int) -> bool:
+        """The gradient of ``tensor`` lies at ``address`` and will not change; False if it was handed over before.
+
+        Called from hooks: a count-down, and a post when a bucket is full and it is its turn.
+        """
+        if self._handed[tensor]:
+            return False
+        self._handed[tensor] = 1
+        self.core.tensors["grad"][tensor] = address
+        self._present[tensor] = True
+        self.arrivals.append(tensor)
+        bucket = self._bucket_of[tensor]
+        bucket.left -= 1
+        if bucket.left == 0 and self.overlapping:
+            while self._next < len(self._buckets) and self._buckets[self._next].left == 0:
+                self._post(self._buckets[self._next], 0)
+                self._next += 1
+        return True
+
+    def is_posted(self, tensor: int) -> bool:
+        """Its bucket is on its way: a gradient that comes now comes too late for this attempt."""
+        return self._bucket_of[tensor].ticket is not None
+
+    def object(self, flag: Flag) -> None:
+        """Sets a flag of this rank: all ranks will discard the step, or do it again."""
+        self._objections |= flag
+
+    def _post(self, bucket: _Bucket, attempt: int) -> None:
+        for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
+            envelope.begin(self.step + 1, attempt, self._hyper if bucket.compressed else 0, 0)
+            envelope.presence[:] = segment.presence_bits(self._present)
+        prepared = self._compressed_plan(bucket) if bucket.compressed else bucket.plan
+        if self.overlapping and attempt == 0 and self.verify != "version":
+            self._checksums[bucket.tensors] = self._read_checksums(bucket.tensors)
+        bucket.ticket = self.channel.submit(prepared, self.timeout_s, False)
+
+    def _read_checksums(self, tensors: list[int]) -> NDArray[np.uint64]:
+        rows = self.core.tensors[tensors]
+        return self.core.kernels.checksums(rows["grad"], self.layout.numels[tensors] * 4, self.verify == "full")
+
+    def changed_tensors(self) -> list[int]:
+        """Tensors of posted buckets whose gradient's bytes are not what was handed over."""
+        if self.verify == "version":
+            return []
+        changed: list[int] = []
+        for bucket in self._buckets:
+            if bucket.ticket is not None:
+                now = self._read_checksums(bucket.tensors)
+                changed += np.array(bucket.tensors)[now != self._checksums[bucket.tensors]].tolist()
+        return changed
+
+    # The exchange
+
+    def exchange(self, hyper: int, hyper_now: int, lr: float, announcement: int, addresses: Callable[[], None]) -> Verdict:
+        """Ends the step's exchange on all ranks: posts what is left, votes, waits; commits nothing.
+
+        ``hyper`` digests what gradients are compressed with, ``hyper_now`` everything that must agree (lr too), ``lr``
+        is shown in messages. ``announcement`` is the coordinator's news for all. ``addresses`` is called before an
+        attempt without overlap: it writes the addresses of all gradients as they are now.
+
+        Raises NonFiniteError (all ranks, nothing changed), MismatchError, StallError, PeerError.
+        """
+        started = time.perf_counter()
+        if not self._begun:
+            self.begin(hyper)
+        if hyper != self._hyper:
+            self.object(Flag.CHANGED)
+        attempt = 0
+        try:
+            while True:
+                self._finish(attempt, hyper_now, lr, announcement)
+                heard = Flag(int(self._heard_flags[0]))
+                if not heard & (Flag.CHANGED | Flag.UNHANDED) or heard & (Flag.SKIP | Flag.RAISED):
+                    break
+                assert attempt == 0, "a gradient changed while step() was running"
+                self._withdraw_overlap()
+                attempt = 1
+                self.traffic.redone_steps += 1
+                self._clear_flags()
+                self._hyper = hyper
+                addresses()
+                self._reset_buckets()
+            self._hear()
+        except OcommError as error:
+            self._dead = error
+            self._begun = False
+            raise
+        self._begun = False
+        self.traffic.last_exposed_s = time.perf_counter() - started
+        self.traffic.exposed_s += self.traffic.last_exposed_s
+        if heard & (Flag.SKIP | Flag.RAISED):
+            self._account(skipped=True)
+            return Verdict.SKIP
+        if heard & Flag.NON_FINITE or not self._is_finite():
+            self._account(skipped=True)
+            raise NonFiniteError(
+                f"{self.name}: a gradient is NaN or Inf in step {self.step}, on rank(s) {self._non_finite_ranks()}; "
+                "the step was discarded on all ranks. Use a GradScaler, clip, or lower the learning rate."
+            )
+        self._account(skipped=False)
+        return Verdict.TAKE
+
+    def _withdraw_overlap(self) -> None:
+        if self.overlap:
+            _log.warning(
+                "%s: a gradient changed after backward (clipping, loss scaling or a second backward), so it is exchanged "
+                "again, and from now on without overlap. Pass overlap=False to say so from the start.",
+                self.name,
+            )
+        self.overlap = self.overlapping = False
+
+    def _finish(self, attempt: int, hyper: int, lr: float, announcement: int) -> None:
+        for bucket in self._buckets[self._next :]:
+            self._post(bucket, attempt)
+        self._next = len(self._buckets)
+        self._vote_envelope.begin(self.step + 1, attempt, hyper, announcement)
+        self._vote_envelope.header["lr"] = lr
+        self._vote_envelope.header["flags"] = self._objections
+        ticket = self.channel.submit(self._vote, self.timeout_s, False)
+        for bucket in self._buckets:
+            assert bucket.ticket is not None
+            self._wait(bucket.ticket, bucket.envelopes)
+        self._wait(ticket, [self._vote_envelope])
+
+    def _hear(self) -> None:
+        self.present_anywhere[:] = False
+        for bucket in self._buckets:
+            for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
+                segment.read_presence(envelope.heard, self.present_anywhere)
+
+    @property
+    def heard_announcement(self) -> int:
+        """What the coordinator announced in the last step."""
+        return int(self._announcement[0])
+
+    def _is_finite(self) -> bool:
+        """The averages are finite; the same on all ranks, since all hold the same bytes."""
+        for bucket in self._buckets:
+            for number, segment in enumerate(bucket.segments):
+                if bucket.compressed:
+                    result = self.core.result(bucket.first_segment + number)
+                    start = segment.blocks["scale"][:, np.newaxis] + np.arange(4)
+                    if not np.isfinite(result[start].view(np.float32)).all():
+                        return False
+                elif not all(np.isfinite(run.result).all() for run in _runs(segment, self.averages)):
+                    return False
+        return True
+
+    def _non_finite_ranks(self) -> list[int]:
+        """Ranks that said so in a header; empty where only the average overflowed."""
+        envelopes = [e for bucket in self._buckets for e in bucket.envelopes] + [self._vote_envelope]
+        found = {rank for e in envelopes for rank in e.ranks_with(Flag.NON_FINITE)}
+        return [self.ranks[rank] for rank in sorted(found)]
+
+    def _account(self, skipped: bool) -> None:
+        self.step += 1
+        sent = sum(bucket.bytes_sent for bucket in self._buckets)
+        sent += (len(self.ranks) - 1) * self._vote_envelope.nbytes
+        traffic = self.traffic
+        traffic.steps += 1
+        traffic.skipped_steps += skipped
+        is_compressed = any(bucket.compressed for bucket in self._buckets)
+        traffic.compressed_steps += is_compressed
+        traffic.dense_steps += not is_compressed
+        traffic.last_bytes_sent = sent
+        traffic.bytes_sent += sent
+        traffic.bytes_dense += self.layout.dense_bytes()
+
+    def commit(self) -> None:
+        """Takes the compressed half of the step: swaps the state and moves the parameters."""
+        if any(bucket.compressed for bucket in self._buckets):
+            self.core.commit(self.present_anywhere)
+            for k in range(len(self.core.segments)):
+                self.core.apply(k)
+
+    def average(self, tensor: int) -> Floats:
+        """The averaged gradient of a tensor in warm-up: float32, ``numel`` elements, valid until the next step."""
+        first = int(self.layout.offsets[tensor])
+        return self.averages[first : first + int(self.layout.numels[tensor])]
+
+    def adopt_order(self, order: Sequence[int]) -> None:
+        """Takes over the order in which gradients arrive (rank 0's, the same on all ranks) for all later steps."""
+        assert sorted(order) == sorted(self.order)
+        self.order = list(order)
+        self.rebuild()
+
+    def _wait(self, ticket: Ticket, envelopes: Sequence[Envelope]) -> None:
+        waited = 0.0
+        while (state := ticket.wait(self.stall_check_s)) < State.DONE:
+            waited += self.stall_check_s
+            late = [self.ranks[rank] for rank in self.channel.waiting_for()]
+            _log.warning(
+                "%s: rank %d has waited %.0f s in step %d for rank(s) %s",
+                self.name, self.ranks[self.rank], waited, self.step + 1, late,
+            )  # fmt: skip
+        if state == State.DONE:
+            return
+        if (failure := self._failure()) is not None:
+            raise type(failure)(*failure.args)
+        if state == State.MISMATCH:
+            raise MismatchError(self._explain(envelopes[ticket.error_segment]))
+        if state == State.TIMED_OUT:
+            late = [self.ranks[rank] for rank in self.channel.waiting_for()]
+            raise StallError(
+                f"{self.name}: step {self.step + 1} was not over after {self.timeout_s:.0f} s; "
+                f"rank(s) {late} have not sent their part."
+            )
+        if state == State.ABORTED and self._dead is None:
+            raise PeerError(f"{self.name}: step {self.step + 1} was aborted; see the first error of this rank.")
+        raise HorovodInternalError(f"{self.name}: the network failed in step {self.step + 1} (MPI error {ticket.error}).")
+
+    def _explain(self, envelope: Envelope) -> str:
+        """What the headers of all ranks disagree on."""
+        for what, values in envelope.differences():
+            by_value: dict[int, list[int]] = {}
+            for rank, value in values.items():
+                by_value.setdefault(value, []).append(self.ranks[rank])
+            if what == "step":
+                said = "; ".join(f"rank(s) {who} are at step {value}" for value, who in by_value.items())
+                return f"{self.name}: the ranks are not at the same step: {said}. Call step() equally often everywhere."
+            if what == "hyper":
+                lrs = envelope.learning_rates()
+                said = "; ".join(f"rank(s) {who} (lr {lrs[self.ranks.index(who[0])]:g})" for who in by_value.values())
+                return (
+                    f"{self.name}: lr, betas, eps or weight decay differ between ranks in step {self.step + 1}: {said}. "
+                    "Give all ranks the same optimizer settings and the same schedule."
+                )
+            names = [self.layout.tensors[t].name for t in self._tensors_of(envelope)[:3]]
+            said = "; ".join(f"rank(s) {who}: {value:#x}" for value, who in by_value.items())
+            return f"{self.name}: mismatched {what} in the exchange of {names}: {said}."
+        return f"{self.name}: a message with a wrong header arrived in step {self.step + 1}."
+
+    def _tensors_of(self, envelope: Envelope) -> tuple[int, ...]:
+        for bucket in self._buckets:
+            for segment, candidate in zip(bucket.segments, bucket.envelopes, strict=True):
+                if candidate is envelope:
+                    return segment.tensors
+        return ()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by buffer: the core's state and the runtime's own."""
+        own = {
+            "averages": self.averages.nbytes,
+            "send": sum(b.nbytes for bucket in self._buckets for b in bucket.send),
+            "receive": sum(b.nbytes for bucket in self._buckets for rows in bucket.receive for b in rows),
+        }
+        own["dense_staging"] = sum(b.nbytes for bucket in self._buckets for b in bucket.plan_memory)
+        return {**self.core.memory(), **own}
+
+
+def _runs(segment: SegmentLayout, averages: Floats) -> list[Run]:
+    """A segment's blocks as runs of neighbouring elements."""
+    runs: list[Run] = []
+    blocks = segment.blocks
+    breaks = np.flatnonzero(
+        (np.diff(blocks["tensor"]) != 0) | (blocks["start"][1:] != blocks["start"][:-1] + blocks["length"][:-1])
+    )
+    firsts = [0, *(breaks + 1).tolist()]
+    lasts = [*breaks.tolist(), len(blocks) - 1]
+    for first, last in zip(firsts, lasts, strict=True):
+        low = int(blocks["offset"][first])
+        high = int(blocks["offset"][last] + blocks["length"][last])
+        runs.append(Run(int(blocks["tensor"][first]), int(blocks["start"][first]), averages[low:high]))
+    return runs
+
+
+def _address(array: np.ndarray | None) -> int:
+    return 0 if array is None else array.__array_interface__["data"][0]
