@@ -20,11 +20,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
-from ocomm._native import ffi, lib
 
+from ocomm._native import ffi, lib
 from ocomm.kernels import BLOCK, TENSOR, Kernels, cpu_kernels, reference
 from ocomm.types import DType, ReduceOp
 
@@ -88,17 +88,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-HEADING = f"{'kernel':<34} {'form':<10} {'B/element':>9} {'ms':>9} {'GB/s':>7} {'yardstick':>9} {'fraction':>8} {'times C':>7}"
+HEADING = (
+    f"{'kernel':<30} {'form':<10} {'B/element':>9} {'ms':>9} "
+    f"{'GB/s':>7} {'yardstick':>9} {'fraction':>8} {'times C':>7}"
+)
 
 
 def formatted(row: Row) -> str:
     return (
-        f"{row.kernel:<34} {row.form:<10} {row.bytes_per_element:>9.3f} {row.milliseconds:>9.2f} "
+        f"{row.kernel:<30} {row.form:<10} {row.bytes_per_element:>9.3f} {row.milliseconds:>9.2f} "
         f"{row.gigabytes_per_second:>7.2f} {row.yardstick:>9} {row.fraction:>8.3f} {row.times_c:>7.1f}"
     )
 
 
-def torch_or_none() -> ModuleType | None:
+def torch_or_none() -> Any:
     """Torch, if it is there, on one thread. By name, because the package itself must not depend on a framework."""
     try:
         torch = importlib.import_module("torch")
@@ -160,7 +163,7 @@ def elapsed(work: Callable[[], object]) -> float:
 class Bench:
     """The arrays of one run, and the timing. One tensor, whole blocks, nothing masked."""
 
-    def __init__(self, numel: int, torch: ModuleType | None, *, with_numpy: bool) -> None:
+    def __init__(self, numel: int, torch: Any, *, with_numpy: bool) -> None:
         self.numel = numel
         self.torch = torch
         self.with_numpy = with_numpy
@@ -385,9 +388,8 @@ class Bench:
         step /= self._blocked(self.denominator)
         self.param -= step.reshape(-1)
 
-    def _torch_send(self, c: object) -> None:
+    def _torch_send(self, c: Any) -> None:
         torch = self.torch
-        assert torch is not None
         scale = c.abs().mean(dim=1, keepdim=True)
         positive = c >= 0
         weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)

@@ -293,7 +293,7 @@ def unsupported_reduction(dtype: DType, op: ReduceOp, prescale: float, postscale
 
 
 def _load(source: Bytes, dtype: DType) -> NDArray:
-    elements = np.frombuffer(source.tobytes(), _NUMPY_DTYPE[dtype])
+    elements: NDArray = np.frombuffer(source.tobytes(), np.dtype(_NUMPY_DTYPE[dtype]))
     if dtype == DType.BFLOAT16:
         return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype == DType.FLOAT16:
