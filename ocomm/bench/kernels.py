@@ -189,7 +189,6 @@ class Bench:
 
     def _message(self, rng: np.random.Generator, stride: int) -> np.ndarray:
         count = len(self.blocks)
-        # Messages of a power of two bytes apart would share their cache sets.
         rows = rng.integers(0, 256, (count, stride), np.uint8)
         rows[:, :4] = rng.random((count, 1), np.float32).view(np.uint8)
         return rows.reshape(-1)
@@ -257,18 +256,7 @@ class Bench:
                 {"numpy": lambda: self._numpy_momentum(unpacked(previous))},
             ),
         ]
-        for n in ranks:
-            received = [self.messages[i % len(self.messages)].copy() for i in range(n)]
-            cases.append(
-                self._case(
-                    f"average of {n} ranks",
-                    8 + (n + 1) * sent,
-                    lambda k, b, error, out, kept, received=received: k.average(
-                        b, received, 0, error, kept, None, "l1", out
-                    ),
-                    {"numpy": lambda received=received: self._numpy_average(received)},
-                )
-            )
+        cases += [self._average_case(n) for n in ranks]
         forms: dict[str, Callable[[], object]] = {self.c_form: lambda: c.unpack(blocks, previous, None, self.out)}
         cases.append(
             Case(
@@ -313,6 +301,15 @@ class Bench:
             Case("reduce, float32, 4 ranks", 20, "axpy", forms | self._chosen({"numpy": numpy_reduced}), check_reduced)
         )
         return cases
+
+    def _average_case(self, ranks: int) -> Case:
+        received = [self.messages[i % len(self.messages)].copy() for i in range(ranks)]
+        return self._case(
+            f"average of {ranks} ranks",
+            8 + (ranks + 1) * (1 / 8 + 4 / BLOCK_SIZE),
+            lambda k, b, error, out, kept: k.average(b, received, 0, error, kept, None, "l1", out),
+            {"numpy": lambda: self._numpy_average(received)},
+        )
 
     def _case(
         self,

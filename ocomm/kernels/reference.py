@@ -13,6 +13,7 @@ All arithmetic is float32 and each operation rounds on its own. Three convention
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -136,16 +137,21 @@ class ReferenceKernels:
         postscale: float,
         out: Bytes,
     ) -> None:
-        """Writes ``out``, which may be one of the sources. AVERAGE is SUM: its 1/n is in ``postscale``.
+        """Writes ``out``, which may be one of the sources.
 
-        Integers wrap; they are scaled through float64 and cut towards zero, at the type's limits at the latest.
+        AVERAGE of floats is SUM: its 1/n is in ``postscale``. AVERAGE of integers divides by the number of sources,
+        towards minus infinity, after a sum in 64 bits. Other integer results wrap. Factors on integers go through
+        float64 and are cut towards zero, at the type's limits at the latest.
         TypeError for an operation that the element type does not have.
         """
         _reject_unsupported(dtype, op, prescale, postscale)
         with np.errstate(all="ignore"):
-            total = _scaled(_load(sources[0], dtype), prescale)
-            for source in sources[1:]:
-                total = _COMBINE[op](total, _scaled(_load(source, dtype), prescale))
+            parts = (_scaled(_load(source, dtype), prescale) for source in sources)
+            if op == ReduceOp.AVERAGE and not dtype.is_floating:
+                mean = sum(part.astype(np.int64) for part in parts) // len(sources)
+                total = np.asarray(mean).astype(_NUMPY_DTYPE[dtype])
+            else:
+                total = functools.reduce(_COMBINE[op], parts)
             out[:] = _store(_scaled(total, postscale), dtype)
 
     def checksum(self, data: Bytes, full: bool) -> int:
@@ -210,7 +216,7 @@ def _tensor_part(address: np.uint64, block: np.void) -> Floats:
     if not address:
         return np.zeros(length, np.float32)
     first = int(address) + 4 * int(block["start"])
-    return np.frombuffer((ctypes.c_float * length).from_address(first), np.float32)
+    return np.ctypeslib.as_array((ctypes.c_float * length).from_address(first))
 
 
 def _lane_sum(parts: Floats) -> np.float32:
