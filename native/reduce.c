@@ -245,6 +245,31 @@ REDUCTION(float64, float64, double)
 REDUCTION(float16, float32, float)
 REDUCTION(bfloat16, float32, float)
 
+/* The mean of integers is divided towards minus infinity, as NumPy and Torch divide. Sums are made in 64 bits, so only
+ * those of int64 can wrap. */
+#define INTEGER_MEAN(NAME, T)                                                                                       \
+    static void mean_##NAME(const job *r) {                                                                        \
+        T buffer[CHUNK];                                                                                           \
+        int64_t sum[CHUNK];                                                                                        \
+        for (int64_t at = 0; at < r->numel; at += CHUNK) {                                                         \
+            const int n = (int)(r->numel - at < CHUNK ? r->numel - at : CHUNK);                                    \
+            memset(sum, 0, sizeof sum);                                                                            \
+            for (int i = 0; i < r->ranks; i++) {                                                                   \
+                const any_##NAME *next = fetch_##NAME(buffer, r->sources[i], at, n, r->prescale);                  \
+                for (int k = 0; k < n; k++) sum[k] = (int64_t)((uint64_t)sum[k] + (uint64_t)(int64_t)next[k]);     \
+            }                                                                                                      \
+            for (int k = 0; k < n; k++) buffer[k] = (T)(sum[k] / r->ranks - (sum[k] % r->ranks < 0));              \
+            if (r->postscale != 1) scale_##NAME(buffer, r->postscale, n);                                          \
+            store_##NAME(r->out, at, buffer, n);                                                                   \
+        }                                                                                                          \
+    }
+
+INTEGER_MEAN(uint8, uint8_t)
+INTEGER_MEAN(int8, int8_t)
+INTEGER_MEAN(int16, int16_t)
+INTEGER_MEAN(int32, int32_t)
+INTEGER_MEAN(int64, int64_t)
+
 /* Every nonzero byte is true; the result is 0 or 1. */
 static void reduce_bool(const job *r) {
     const int any = r->op == SUM || r->op == MAX;
@@ -288,19 +313,34 @@ int ocomm_reduce(int dtype, int op, int ranks, const void *const *sources, int64
     if (op != AVERAGE && op != SUM && op != MIN && op != MAX && op != PRODUCT) return -1;
     switch (dtype) {
     case UINT8:
-        reduce_uint8(&r);
+        if (op == AVERAGE)
+            mean_uint8(&r);
+        else
+            reduce_uint8(&r);
         return 0;
     case INT8:
-        reduce_int8(&r);
+        if (op == AVERAGE)
+            mean_int8(&r);
+        else
+            reduce_int8(&r);
         return 0;
     case INT16:
-        reduce_int16(&r);
+        if (op == AVERAGE)
+            mean_int16(&r);
+        else
+            reduce_int16(&r);
         return 0;
     case INT32:
-        reduce_int32(&r);
+        if (op == AVERAGE)
+            mean_int32(&r);
+        else
+            reduce_int32(&r);
         return 0;
     case INT64:
-        reduce_int64(&r);
+        if (op == AVERAGE)
+            mean_int64(&r);
+        else
+            reduce_int64(&r);
         return 0;
     case FLOAT16:
         reduce_float16(&r);

@@ -560,8 +560,21 @@ class TestReduce:
         for value in (1, -1, 1000003):
             sources = [np.full(3, value, np.int64).view(np.uint8)] * ranks
             out = np.empty(24, np.uint8)
-            kernels.reduce(DType.INT64, ReduceOp.AVERAGE, sources, 1.0, 1 / ranks, out)
+            kernels.reduce(DType.INT64, ReduceOp.AVERAGE, sources, 1.0, 1.0, out)
             assert (out.view(np.int64) == value).all()
+            kernels.reduce(DType.INT64, ReduceOp.SUM, sources, 1.0, 1 / ranks, out)
+            assert (out.view(np.int64) == value).all()
+
+    @pytest.mark.parametrize("dtype", [DType.UINT8, DType.INT8, DType.INT16, DType.INT32, DType.INT64])
+    def test_the_average_of_integers_is_a_floor_division_of_the_exact_sum(self, kernels: Kernels, dtype: DType) -> None:
+        numpy_dtype = np.dtype(dtype.label)
+        top = np.iinfo(numpy_dtype).max if dtype != DType.INT64 else 2**40
+        low = -7 if numpy_dtype.kind == "i" else 7
+        rows = np.array([[top, low, 1], [top, 2, 1], [top - 1, 0, 0]]).astype(numpy_dtype)
+        out = rows[1].copy()
+        sources = [rows[0].view(np.uint8), out.view(np.uint8), rows[2].view(np.uint8)]
+        kernels.reduce(dtype, ReduceOp.AVERAGE, sources, 1.0, 1.0, sources[1])
+        assert out.tolist() == (rows.astype(np.int64).sum(0) // 3).tolist()
 
     def test_scaled_integers_are_cut_towards_zero_and_stop_at_their_limits(self, kernels: Kernels) -> None:
         source = np.array([7, -7, 127, -128], np.int8).view(np.uint8)
