@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ocomm.collectives.engine import Channel, Engine
 from ocomm.collectives.python_engine import PythonEngine
 from ocomm.collectives.scratch import Scratch
@@ -33,7 +35,7 @@ from ocomm.runtime.handle import Handle, Submission
 from ocomm.runtime.process_set import ProcessSet
 from ocomm.transport.base import Transport
 from ocomm.transport.local import Fabric
-from ocomm.types import Settings, Topology
+from ocomm.types import DType, ReduceOp, Settings, Topology
 from ocomm.version import __version__
 
 _log = logging.getLogger("ocomm")
@@ -52,7 +54,7 @@ class Session:
         self.set_ranks: dict[int, tuple[int, ...]] = {}
         self.engine: Engine | None = None
         self._pid = 0
-        self._names = 0
+        self._names: dict[tuple[int, str], int] = {}
 
     # Starting and stopping
 
@@ -162,18 +164,33 @@ class Session:
         """Queues tensors in process set ``number``, all or none."""
         return self.member_set(number).submit(submissions)
 
-    def automatic_name(self, operation: str) -> str:
-        """A name for a tensor that the user gave none; counts up alike on all ranks that make the same calls."""
-        self._names += 1
-        return f"{operation}.noname.{self._names}"
+    def automatic_name(self, operation: str, number: int = 0) -> str:
+        """A name for a tensor that the user gave none.
+
+        Counted per process set and operation, so that calls which only some ranks make do not shift other names.
+        """
+        count = self._names.get((number, operation), 0) + 1
+        self._names[number, operation] = count
+        return f"{operation}.noname.{count}"
 
     def open_channel(self, number: int, name: str, digest: int, detail: str) -> Channel:
         """A channel for fixed-layout exchanges. Collective in the set; MismatchError if ``digest`` differs."""
         request = Request(Kind.CHANNEL, name, digest=digest, detail=detail)
-        import numpy as np
-
         handle = self.submit(number, [Submission(request, np.zeros(0, np.uint8))])[0]
         return handle.wait()
+
+    def reduce(self, number: int, name: str, array: np.ndarray, op: ReduceOp) -> None:
+        """Reduces a contiguous NumPy array in place over process set ``number``; waits."""
+        dtype = DType.from_numpy(array.dtype)
+        flat = array.reshape(-1).view(np.uint8)
+        request = Request(Kind.ALLREDUCE, name, dtype, array.shape, op)
+        self.submit(number, [Submission(request, flat, flat)])[0].wait()
+
+    def broadcast(self, number: int, name: str, array: np.ndarray) -> None:
+        """The array of the set's first rank replaces everyone's, in place; waits."""
+        flat = array.reshape(-1).view(np.uint8)
+        request = Request(Kind.BROADCAST, name, DType.from_numpy(array.dtype), array.shape, root=0)
+        self.submit(number, [Submission(request, flat, flat)])[0].wait()
 
 
 def _kernels(settings: Settings) -> Kernels:

@@ -295,6 +295,12 @@ class Stepper:
                 self._next += 1
         return True
 
+    def set_gradient(self, tensor: int, address: int) -> None:
+        """In ``step()``, for a tensor whose bucket is not posted: where its gradient lies now, 0 for none."""
+        self._handed[tensor] = 1
+        self.core.tensors["grad"][tensor] = address
+        self._present[tensor] = address != 0
+
     def is_posted(self, tensor: int) -> bool:
         """Its bucket is on its way: a gradient that comes now comes too late for this attempt."""
         return self._bucket_of[tensor].ticket is not None
