@@ -149,7 +149,7 @@ class ReferenceKernels:
             parts = (_scaled(_load(source, dtype), prescale) for source in sources)
             if op == ReduceOp.AVERAGE and not dtype.is_floating:
                 mean = sum(part.astype(np.int64) for part in parts) // len(sources)
-                total = np.asarray(mean).astype(_NUMPY_DTYPE[dtype])
+                total: NDArray = np.asarray(mean).astype(_NUMPY_DTYPE[dtype])
             else:
                 total = functools.reduce(_COMBINE[op], parts)
             out[:] = _store(_scaled(total, postscale), dtype)

@@ -1,0 +1,84 @@
+/* Prints a checksum of what every loop gives on fixed pseudo-random input: the same on every machine. */
+#include "ocomm.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define BLOCKS 9
+#define STRIDE 1024
+#define RANKS 5
+#define MESSAGE (BLOCKS * (4 + STRIDE / 8))
+
+static uint32_t state = 1;
+
+static uint32_t drawn(void) {
+    state = state * 1664525u + 1013904223u;
+    return state >> 8;
+}
+
+static void fill(float *x, int n) {
+    for (int k = 0; k < n; k++) x[k] = drawn() % 16 ? ((float)drawn() - 8388608.0f) * 0x1p-22f : 0.0f;
+}
+
+static void print(const char *what, int finite, const void *data, int64_t nbytes) {
+    printf("%s %d %016llx\n", what, finite, (unsigned long long)ocomm_checksum(data, nbytes, 1));
+}
+
+int main(void) {
+    static float values[BLOCKS * STRIDE], error[BLOCKS * STRIDE], momentum[BLOCKS * STRIDE], param[BLOCKS * STRIDE];
+    static float denominator[BLOCKS * STRIDE], out[BLOCKS * STRIDE];
+    static uint8_t mask[BLOCKS * STRIDE / 8], packed[MESSAGE], messages[RANKS][MESSAGE];
+    static const int lengths[BLOCKS] = {1024, 1000, 1024, 31, 1, 33, 64, 777, 1024};
+    ocomm_block blocks[BLOCKS];
+    for (int k = 0; k < BLOCKS; k++) {
+        const int64_t at = (int64_t)k * STRIDE, scale = (int64_t)k * (4 + STRIDE / 8);
+        blocks[k] = (ocomm_block){at, at, at, scale + 4, scale, lengths[k], 0};
+    }
+    fill(values, BLOCKS * STRIDE);
+    fill(error, BLOCKS * STRIDE);
+    fill(momentum, BLOCKS * STRIDE);
+    fill(param, BLOCKS * STRIDE);
+    for (int k = 0; k < BLOCKS * STRIDE; k++) denominator[k] = 0.1f + values[k] * values[k];
+    for (int i = 0; i < RANKS; i++) {
+        for (int k = 0; k < MESSAGE; k++) messages[i][k] = (uint8_t)drawn();
+        for (int k = 0; k < BLOCKS; k++) {
+            const float scale = (float)drawn() * 0x1p-24f;
+            memcpy(messages[i] + blocks[k].scale, &scale, sizeof scale);
+        }
+    }
+    for (int round = 0; round < 4; round++) {
+        const int rms = round & 1;
+        const uint8_t *hidden = round & 2 ? mask : NULL;
+        for (unsigned k = 0; hidden && k < sizeof mask; k++) mask[k] = drawn() % 4 ? 0 : (uint8_t)drawn();
+        int finite = ocomm_compress(blocks, BLOCKS, values, error, out, hidden, rms, packed);
+        print("compress", finite, out, sizeof out);
+        print("packed", finite, packed, sizeof packed);
+        for (int kind = 0; kind < 3; kind++) {
+            ocomm_tensor tensor = {values, param, kind ? NULL : momentum, 0.9f, 0.1f, kind == 2 ? 0.01f : 0.0f, 1e-3f,
+                                   0.99f,  0};
+            finite = ocomm_compress_momentum(blocks, BLOCKS, &tensor, messages[0], error, out, hidden, rms, packed);
+            print("momentum", finite, out, sizeof out);
+            print("packed", finite, packed, sizeof packed);
+            ocomm_apply(blocks, BLOCKS, &tensor, packed, denominator, hidden);
+            print("apply", 1, param, sizeof param);
+        }
+        for (int ranks = 1; ranks <= RANKS; ranks++) {
+            const uint8_t *received[RANKS];
+            for (int i = 0; i < ranks; i++) received[i] = messages[i];
+            finite = ocomm_average(blocks, BLOCKS, received, 0, ranks, error, out, hidden, rms, packed);
+            print("average", finite, out, sizeof out);
+            print("packed", finite, packed, sizeof packed);
+        }
+        ocomm_unpack(blocks, BLOCKS, packed, hidden, out);
+        print("unpack", 1, out, sizeof out);
+    }
+    const void *sources[] = {values, error, momentum};
+    for (int dtype = 6; dtype <= 8; dtype++) {
+        const int64_t numel = (int64_t)sizeof out / (dtype == 8 ? 4 : 2);
+        for (int op = 0; op <= 5; op++) {
+            if (ocomm_reduce(dtype, op, 3, sources, numel, 1.0, 0.3, out) == 0 && (dtype == 8 || op == 3 || op == 4))
+                print("reduce", dtype, out, sizeof out);
+        }
+    }
+    return 0;
+}
