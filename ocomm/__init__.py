@@ -1,0 +1,47 @@
+"""Data-parallel training with 1-bit traffic: Horovod's calls on NumPy arrays.
+
+Torch and TensorFlow have their own frontends: ``import ocomm_torch as hvd``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ocomm.api import *  # noqa: F403
+    from ocomm.errors import *  # noqa: F403
+    from ocomm.operations import ProcessSet, global_process_set
+    from ocomm.version import __version__
+
+# The launcher and tools import this package too: names are loaded when they are first used, with NumPy and the rest.
+_HOMES = {
+    "ocomm.api": (
+        "Adasum Average Max Min Product Sum allgather allgather_async allgather_object allreduce allreduce_ "
+        "allreduce_async allreduce_async_ alltoall alltoall_async barrier broadcast broadcast_ broadcast_async "
+        "broadcast_async_ broadcast_object build_info ccl_built cross_rank cross_size cuda_built ddl_built gloo_built "
+        "gloo_enabled grouped_allreduce grouped_allreduce_async init is_homogeneous is_initialized local_rank "
+        "local_size mpi_built mpi_enabled mpi_threads_supported nccl_built poll rank reducescatter "
+        "reducescatter_async rocm_built shutdown size synchronize"
+    ),
+    "ocomm.errors": (
+        "HorovodInternalError HostsUpdatedInterrupt InvalidRequestError LaunchError MismatchError NonFiniteError "
+        "NotInitializedError OcommError PeerError SettingsError StallError"
+    ),
+    "ocomm.operations": "ProcessSet global_process_set",
+    "ocomm.version": "__version__",
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ocomm' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,6 +10,8 @@
         |-- StallError                            ranks did not submit, or did not answer, before the deadline
         |-- PeerError                             a rank raised, left or died
         `-- NonFiniteError                        NaN or Inf in a gradient; no rank's state was changed
+
+HostsUpdatedInterrupt is Horovod's signal of an elastic job, for scripts that catch it; it is no error.
 """
 
 from __future__ import annotations
@@ -53,3 +55,11 @@ class PeerError(HorovodInternalError):
 
 class NonFiniteError(HorovodInternalError):
     """A gradient has NaN or Inf on some rank; the step was discarded on all ranks, no state was changed."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """The hosts of an elastic job have changed; ``skip_sync`` says that no state needs to be sent again."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of the job have changed")
+        self.skip_sync = skip_sync

@@ -1,0 +1,562 @@
+"""The collectives, once for all frontends: arguments are checked, tensors become bytes, requests are queued.
+
+A frontend brings an ``Adapter`` for its tensors; everything else about a call is the same in NumPy, Torch and
+TensorFlow. What is wrong on this rank alone raises InvalidRequestError here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ocomm import session as sessions
+from ocomm.errors import InvalidRequestError, OcommError
+from ocomm.kernels.base import Bytes
+from ocomm.negotiation.request import Kind, Request
+from ocomm.runtime.handle import Handle, Submission
+from ocomm.session import Session
+from ocomm.types import DType, ReduceOp
+
+_NOTHING = np.zeros(0, np.uint8)
+
+
+class Adapter(Protocol):
+    """How a framework's tensors become bytes and back. ``host`` tensors are contiguous and in this process's memory."""
+
+    def describe(self, tensor: Any) -> tuple[DType, tuple[int, ...]]:
+        """Element type and shape; TypeError, with the reason, for tensors that cannot be sent."""
+        ...
+
+    def host(self, tensor: Any) -> tuple[Any, bool]:
+        """The tensor as a host tensor, and whether it shares the memory of ``tensor``."""
+        ...
+
+    def view(self, host: Any) -> Bytes:
+        """The bytes of a host tensor, sharing its memory and keeping it alive."""
+        ...
+
+    def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
+        """A new host tensor with the dtype of ``like``; called on any thread."""
+        ...
+
+    def deliver(self, host: Any, like: Any) -> Any:
+        """A result where ``like`` lives."""
+        ...
+
+    def store(self, host: Any, into: Any) -> None:
+        """Writes a host tensor into one of the user's, of the same shape."""
+        ...
+
+
+class NumpyAdapter:
+    """NumPy arrays, and what ``np.asarray`` makes one of."""
+
+    def describe(self, tensor: Any) -> tuple[DType, tuple[int, ...]]:
+        return DType.from_numpy(tensor.dtype), tensor.shape
+
+    def host(self, tensor: Any) -> tuple[Any, bool]:
+        if tensor.flags.c_contiguous and tensor.dtype.isnative:
+            return tensor, True
+        return tensor.astype(tensor.dtype.newbyteorder("="), order="C"), False
+
+    def view(self, host: Any) -> Bytes:
+        return host.reshape(-1).view(np.uint8)
+
+    def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
+        return np.empty(shape, like.dtype.newbyteorder("="))
+
+    def deliver(self, host: Any, like: Any) -> Any:
+        return host
+
+    def store(self, host: Any, into: Any) -> None:
+        into[...] = host
+
+
+NUMPY = NumpyAdapter()
+
+
+class ProcessSet:
+    """Some of the world's ranks, which may communicate among themselves; pass it to ``init(process_sets=[...])``.
+
+    Two sets of the same ranks are the same set. All members make the same calls in it.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        """``ranks``: world ranks in any order. InvalidRequestError if they are not distinct whole numbers."""
+        try:
+            found = sorted(operator.index(rank) for rank in ranks)
+        except TypeError:
+            raise InvalidRequestError(f"ProcessSet takes a list of world ranks, got {ranks!r}.") from None
+        if not found or len(set(found)) < len(found):
+            raise InvalidRequestError(f"ProcessSet takes one or more distinct world ranks, got {found}.")
+        self._ranks: tuple[int, ...] = tuple(found)
+
+    def number(self, session: Session) -> int:
+        """The set's id in ``session``. InvalidRequestError if it was not registered there."""
+        session.require_topology()
+        for number, ranks in session.set_ranks.items():
+            if ranks == self._ranks:
+                return number
+        raise InvalidRequestError(
+            f"process set with ranks {list(self._ranks)} has not been registered; pass it to "
+            "init(process_sets=[...]) on every rank."
+        )
+
+    @property
+    def process_set_id(self) -> int | None:
+        """The id in the running job; None before ``init()`` or if the set was not registered."""
+        session = sessions.current()
+        return next((n for n, ranks in session.set_ranks.items() if ranks == self._ranks), None)
+
+    @property
+    def ranks(self) -> list[int]:
+        """World ranks of the members, ascending."""
+        return list(self._ranks)
+
+    def size(self) -> int:
+        """Number of ranks in the set."""
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """This rank's position in the set. InvalidRequestError if it is not a member."""
+        session = sessions.current()
+        return session.member_set(self.number(session)).rank
+
+    def included(self) -> bool:
+        """True if this rank is a member."""
+        return sessions.current().require_topology().rank in self.ranks
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+class _World(ProcessSet):
+    """All ranks, whoever they are; what calls use by default."""
+
+    def __init__(self) -> None:
+        self._ranks = ()
+
+    def number(self, session: Session) -> int:
+        return 0
+
+    @property
+    def process_set_id(self) -> int | None:
+        return 0
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(sessions.current().require_topology().size))
+
+    def __repr__(self) -> str:
+        return "global_process_set"
+
+
+#: The set of all ranks, id 0.
+global_process_set: ProcessSet = _World()
+
+
+class Operation:
+    """One call under way: its tensors belong to the runtime until it is over."""
+
+    __slots__ = ("_finish", "_handles")
+
+    def __init__(self, handles: Sequence[Handle], finish: Callable[[list[Any]], Any]) -> None:
+        self._handles = handles
+        self._finish = finish
+
+    def poll(self) -> bool:
+        """True once ``wait`` will not block."""
+        return all(handle.poll() for handle in self._handles)
+
+    def settle(self) -> None:
+        """Waits for the end, good or bad, and leaves the result to ``wait``."""
+        for handle in self._handles:
+            try:
+                handle.wait()
+            except OcommError:
+                continue
+
+    def wait(self) -> Any:
+        """Waits for the end and returns the result. Raises what went wrong, when no tensor is in use any more."""
+        results, failure = [], None
+        for handle in self._handles:
+            try:
+                results.append(handle.wait())
+            except OcommError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return self._finish(results)
+
+    def then(self, change: Callable[[Any], Any]) -> Operation:
+        """The same operation with another result."""
+        finish = self._finish
+        return Operation(self._handles, lambda results: change(finish(results)))
+
+
+def without_sizes(operation: Operation) -> Operation:
+    """An allgather or alltoall whose result is the tensor alone."""
+    return operation.then(lambda result: result[0])
+
+
+class HandleTable:
+    """Horovod's integer handles: numbers for operations under way, unique in this process."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._operations: dict[int, Operation] = {}  # single dict operations, which threads may do at once
+
+    def add(self, operation: Operation) -> int:
+        number = next(self._numbers)
+        self._operations[number] = operation
+        return number
+
+    def poll(self, number: int) -> bool:
+        """True if ``synchronize`` will not block. InvalidRequestError for an unknown handle."""
+        operation = self._operations.get(number)
+        if operation is None:
+            raise InvalidRequestError(f"handle {number} was not created or has been synchronized already.")
+        return operation.poll()
+
+    def synchronize(self, number: int) -> Any:
+        """The result of an operation, waiting for it. None for an unknown handle."""
+        operation = self._operations.pop(number, None)
+        return None if operation is None else operation.wait()
+
+
+handles = HandleTable()
+
+
+def choose_op(op: int | None, average: bool | None) -> int:
+    """Horovod's two ways of naming the reduction: ``op``, or the older ``average``. ValueError if both are given."""
+    if average is None:
+        return ReduceOp.AVERAGE if op is None else op
+    if op is not None:
+        raise InvalidRequestError("The op parameter supersedes average. Please provide only one of them.")
+    return ReduceOp.AVERAGE if average else ReduceOp.SUM
+
+
+_USABLE = frozenset((ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT))
+
+
+def _check_reduction(name: str, dtype: DType, op: int, prescale: float, postscale: float) -> ReduceOp:
+    if op not in _USABLE:
+        if op == ReduceOp.ADASUM:
+            raise InvalidRequestError(f"tensor '{name}': op=Adasum is not supported; use Average or Sum.")
+        raise InvalidRequestError(f"tensor '{name}': op={op!r} is no reduction; use Average, Sum, Min, Max or Product.")
+    if dtype == DType.BOOL:
+        if op == ReduceOp.AVERAGE:
+            raise InvalidRequestError(
+                f"tensor '{name}': Average is not defined for bool; use Max or Sum (true on any rank), Min or Product "
+                "(true on all), or convert the tensor first."
+            )
+        if prescale != 1 or postscale != 1:
+            raise InvalidRequestError(f"tensor '{name}': a bool tensor cannot be scaled; leave out the scale factors.")
+    return ReduceOp(op)
+
+
+def _describe(adapter: Adapter, tensor: Any, name: str) -> tuple[DType, tuple[int, ...]]:
+    try:
+        return adapter.describe(tensor)
+    except TypeError as error:
+        raise InvalidRequestError(f"tensor '{name}': {error}.") from None
+
+
+def _need_dimension(kind: str, name: str, shape: tuple[int, ...]) -> None:
+    if not shape:
+        raise InvalidRequestError(f"tensor '{name}': {kind} needs at least one dimension; reshape it to (1,).")
+
+
+def _names(session: Session, number: int, operation: str, name: str | None, count: int | None) -> list[str]:
+    """Names on the wire, as Horovod forms them; ``count``: of a group, None for a single tensor."""
+    if count is not None:
+        operation = "grouped_" + operation
+    base = session.automatic_name(operation, number) if name is None else f"{operation}.{name}"
+    return [base] if count is None else [f"{base}_{k}of{count}" for k in range(1, count + 1)]
+
+
+class _Result:
+    """Room for a result whose shape is only known to all ranks together."""
+
+    __slots__ = ("_adapter", "_like", "tensor")
+
+    def __init__(self, adapter: Adapter, like: Any) -> None:
+        self._adapter = adapter
+        self._like = like
+        self.tensor: Any = None
+
+    def __call__(self, shape: tuple[int, ...]) -> Bytes:
+        self.tensor = self._adapter.empty(self._like, shape)
+        return self._adapter.view(self.tensor)
+
+
+def allreduce(
+    session: Session,
+    adapter: Adapter,
+    tensors: Sequence[Any],
+    name: str | None,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    in_place: bool,
+    grouped: bool,
+) -> Operation:
+    """Reduces every tensor over the ranks of the set; the operation's result is the tensor, or the list of a group."""
+    number = process_set.number(session)
+    session.member_set(number)
+    names = _names(session, number, "allreduce", name, len(tensors) if grouped else None)
+    group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
+    submissions = []
+    finishing: list[tuple[Any, Any, bool]] = []  # host result, the user's tensor, whether they share memory
+    for tensor, full_name in zip(tensors, names, strict=True):
+        dtype, shape = _describe(adapter, tensor, full_name)
+        checked = _check_reduction(full_name, dtype, op, prescale, postscale)
+        host, shared = adapter.host(tensor)
+        source = adapter.view(host)
+        if shared and not in_place:
+            host = adapter.empty(tensor, shape)
+            target = adapter.view(host)
+        else:
+            target = source
+        request = Request(
+            Kind.ALLREDUCE, full_name, dtype, shape, checked, 0, prescale, postscale, (), "torch", group, group_size
+        )
+        submissions.append(Submission(request, source, target))
+        finishing.append((host, tensor, shared))
+
+    def finish(_: list[Any]) -> Any:
+        if in_place:
+            for host, tensor, shared in finishing:
+                if not shared:
+                    adapter.store(host, tensor)
+            outputs = [tensor for _, tensor, _ in finishing]
+        else:
+            outputs = [adapter.deliver(host, tensor) for host, tensor, _ in finishing]
+        return outputs if grouped else outputs[0]
+
+    return Operation(session.submit(number, submissions), finish)
+
+
+def allgather(
+    session: Session,
+    adapter: Adapter,
+    tensors: Sequence[Any],
+    name: str | None,
+    process_set: ProcessSet,
+    grouped: bool,
+) -> Operation:
+    """Concatenates along the first dimension, in rank order; the result is (tensor, rows of every rank), or a list."""
+    number = process_set.number(session)
+    session.member_set(number)
+    names = _names(session, number, "allgather", name, len(tensors) if grouped else None)
+    group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
+    submissions, outputs = [], []
+    for tensor, full_name in zip(tensors, names, strict=True):
+        dtype, shape = _describe(adapter, tensor, full_name)
+        _need_dimension("allgather", full_name, shape)
+        result = _Result(adapter, tensor)
+        request = Request(Kind.ALLGATHER, full_name, dtype, shape, group=group, group_size=group_size)
+        submissions.append(Submission(request, adapter.view(adapter.host(tensor)[0]), None, result))
+        outputs.append((result, tensor))
+
+    def finish(rows: list[Any]) -> Any:
+        found = [
+            (adapter.deliver(result.tensor, tensor), counts)
+            for (result, tensor), counts in zip(outputs, rows, strict=True)
+        ]
+        return found if grouped else found[0]
+
+    return Operation(session.submit(number, submissions), finish)
+
+
+def broadcast(
+    session: Session,
+    adapter: Adapter,
+    tensor: Any,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    in_place: bool,
+) -> Operation:
+    """The root's tensor on every rank of the set; ``root_rank`` is a world rank."""
+    number = process_set.number(session)
+    session.member_set(number)
+    (full_name,) = _names(session, number, "broadcast", name, None)
+    root = root_in_set(session, number, root_rank, full_name)
+    dtype, shape = _describe(adapter, tensor, full_name)
+    host, shared = adapter.host(tensor)
+    source = target = adapter.view(host)
+    if shared and not in_place:
+        host = adapter.empty(tensor, shape)
+        target = adapter.view(host)
+    request = Request(Kind.BROADCAST, full_name, dtype, shape, root=root)
+
+    def finish(_: list[Any]) -> Any:
+        if not in_place:
+            return adapter.deliver(host, tensor)
+        if not shared:
+            adapter.store(host, tensor)
+        return tensor
+
+    return Operation(session.submit(number, [Submission(request, source, target)]), finish)
+
+
+def root_in_set(session: Session, number: int, root_rank: int, name: str) -> int:
+    """The set's own number of a world rank. InvalidRequestError if that rank is not in the set."""
+    ranks = session.set_ranks[number]
+    if root_rank not in ranks:
+        raise InvalidRequestError(
+            f"tensor '{name}': broadcast received invalid root rank {root_rank} for provided process set; process set "
+            f"{number} has the world ranks {_spell(ranks)}."
+        )
+    return ranks.index(root_rank)
+
+
+def _spell(ranks: tuple[int, ...]) -> str:
+    return f"0..{len(ranks) - 1}" if ranks == tuple(range(len(ranks))) else ", ".join(map(str, ranks))
+
+
+def alltoall(
+    session: Session,
+    adapter: Adapter,
+    tensor: Any,
+    splits: Any,
+    name: str | None,
+    process_set: ProcessSet,
+) -> Operation:
+    """Deals rows to the ranks and collects theirs; the result is (tensor, rows received from every rank).
+
+    ``splits``: rows for each rank of the set, a sequence or 1-d array of whole numbers, None for equal parts.
+    """
+    number = process_set.number(session)
+    size = session.member_set(number).size
+    (full_name,) = _names(session, number, "alltoall", name, None)
+    dtype, shape = _describe(adapter, tensor, full_name)
+    _need_dimension("alltoall", full_name, shape)
+    parts = _splits(splits, shape[0], size, full_name)
+    result = _Result(adapter, tensor)
+    request = Request(Kind.ALLTOALL, full_name, dtype, shape, splits=parts)
+    submission = Submission(request, adapter.view(adapter.host(tensor)[0]), None, result)
+
+    def finish(received: list[Any]) -> Any:
+        return adapter.deliver(result.tensor, tensor), received[0]
+
+    return Operation(session.submit(number, [submission]), finish)
+
+
+def _splits(splits: Any, rows: int, size: int, name: str) -> tuple[int, ...]:
+    if splits is None:
+        if rows % size:
+            raise InvalidRequestError(
+                f"tensor '{name}': splits not provided, but first dimension of tensor is not an even multiple of the "
+                f"number of workers ({rows} rows, {size} ranks)."
+            )
+        return (rows // size,) * size
+    array = np.asarray(splits)
+    if array.ndim != 1:
+        raise InvalidRequestError(f"tensor '{name}': alltoall expects a 1D splits tensor, got shape {array.shape}.")
+    if array.dtype.kind not in "iu" and array.size:
+        raise InvalidRequestError(f"tensor '{name}': alltoall expects splits of whole numbers, got {array.dtype.name}.")
+    parts = tuple(int(part) for part in array)
+    if len(parts) != size:
+        raise InvalidRequestError(
+            f"tensor '{name}': Number of entries in splits does not equal number of workers ({len(parts)} entries, "
+            f"{size} ranks)."
+        )
+    if min(parts) < 0:
+        raise InvalidRequestError(f"tensor '{name}': splits must not be negative, got {list(parts)}.")
+    if sum(parts) > rows:
+        raise InvalidRequestError(
+            f"tensor '{name}': Sum of splits entries is greater than the first dimension of tensor ({sum(parts)} > "
+            f"{rows})."
+        )
+    return parts
+
+
+def reducescatter(
+    session: Session,
+    adapter: Adapter,
+    tensors: Sequence[Any],
+    name: str | None,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    grouped: bool,
+) -> Operation:
+    """Reduces, and deals out the rows of the result; the first ranks get the remainder. Average and Sum only."""
+    number = process_set.number(session)
+    session.member_set(number)
+    names = _names(session, number, "reducescatter", name, len(tensors) if grouped else None)
+    group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
+    submissions, outputs = [], []
+    for tensor, full_name in zip(tensors, names, strict=True):
+        dtype, shape = _describe(adapter, tensor, full_name)
+        _need_dimension("reducescatter", full_name, shape)
+        checked = _check_reduction(full_name, dtype, op, prescale, postscale)
+        if checked not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise InvalidRequestError(f"tensor '{full_name}': reducescatter has Average and Sum, not {checked.label}.")
+        result = _Result(adapter, tensor)
+        request = Request(
+            Kind.REDUCESCATTER, full_name, dtype, shape, checked, 0, prescale, postscale, (), "torch", group, group_size
+        )
+        submissions.append(Submission(request, adapter.view(adapter.host(tensor)[0]), None, result))
+        outputs.append((result, tensor))
+
+    def finish(_: list[Any]) -> Any:
+        found = [adapter.deliver(result.tensor, tensor) for result, tensor in outputs]
+        return found if grouped else found[0]
+
+    return Operation(session.submit(number, submissions), finish)
+
+
+def barrier(session: Session, process_set: ProcessSet) -> None:
+    """Returns when every rank of the set has come."""
+    number = process_set.number(session)
+    session.member_set(number)
+    request = Request(Kind.BARRIER, session.automatic_name("barrier", number))
+    session.submit(number, [Submission(request, _NOTHING)])[0].wait()
+
+
+def broadcast_object(session: Session, obj: Any, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
+    """The root's object on every rank of the set, pickled (cloudpickle where it is installed)."""
+    number = process_set.number(session)
+    if name is None:
+        session.member_set(number)
+        name = session.automatic_name("broadcast_object", number)
+    root_in_set(session, number, root_rank, name)
+    is_root = session.require_topology().rank == root_rank
+    data = np.frombuffer(_dumps(obj), np.uint8) if is_root else _NOTHING
+    length = np.array([data.size], np.int64)
+    broadcast(session, NUMPY, length, root_rank, name + ".size", process_set, True).wait()
+    if not is_root:
+        data = np.empty(int(length[0]), np.uint8)
+    broadcast(session, NUMPY, data, root_rank, name + ".data", process_set, True).wait()
+    return obj if is_root else pickle.loads(data.data)
+
+
+def allgather_object(session: Session, obj: Any, name: str | None, process_set: ProcessSet) -> list[Any]:
+    """The objects of all ranks of the set in rank order, pickled (cloudpickle where it is installed)."""
+    number = process_set.number(session)
+    if name is None:
+        session.member_set(number)
+        name = session.automatic_name("allgather_object", number)
+    data = np.frombuffer(_dumps(obj), np.uint8)
+    every, counts = allgather(session, NUMPY, [data], name, process_set, False).wait()
+    ends = list(itertools.accumulate(counts))
+    return [pickle.loads(every[end - count : end].data) for end, count in zip(ends, counts, strict=True)]
+
+
+def _dumps(obj: Any) -> bytes:
+    """cloudpickle also takes lambdas and classes of the main script."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle.dumps(obj)
+    return cloudpickle.dumps(obj)
