@@ -120,6 +120,8 @@ class Stepper:
         # What this rank objects to; `_flags` is written by the engine's thread alone.
         self._objections = Flag(0)
         self._flags = np.zeros(1, np.uint32)
+        # An average that overflows is seen by all in the result; in the headers stands who had a bad gradient.
+        self._owner_flags = np.zeros(1, np.uint32)
         self._heard_flags = np.zeros(1, np.uint32)
         self._announcement = np.zeros(1, np.int64)
         self._present: NDArray[np.bool_] = np.zeros(count, np.bool_)
@@ -225,7 +227,7 @@ class Stepper:
         for number, (k, compress, result) in enumerate(parts):
 
             def average(rows: Sequence[Bytes], k: int = k) -> Average:
-                return core.average(k, rows, self._flags)
+                return core.average(k, rows, self._owner_flags)
 
             segments.append(
                 compressed_segment(

@@ -96,6 +96,11 @@ class Simulation:
         x.param, x.momentum, x.variance = (np.array(a, F).reshape(-1) for a in (param, momentum, variance))
         x.step = step
 
+    def end_warmup(self) -> None:
+        """After ``adopt``: the warm-up is over, step ``freeze_step`` has been taken by others."""
+        self.t = self.freeze_step
+        self._freeze()
+
     def step(self, gradients: Gradients) -> None:
         self.t += 1
         lr = self.lr(self.t)

@@ -1,0 +1,568 @@
+"""DistributedOneBitAdam against torch's Adam, against the plain simulation, and against what can go wrong."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
+from ocomm.session import Session
+from ocomm.types import Settings
+from ocomm_torch.onebit import DistributedOneBitAdam
+from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial, state_digest, train
+from tests.oracle.onebit_adam import Simulation
+from tests.worlds import run_ranks
+
+ADAMS = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=False),
+    "Adam with coupled decay": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, foreach=False),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, foreach=False),
+}
+
+
+def rank_of(session: Session) -> int:
+    assert session.topology is not None
+    return session.topology.rank
+
+
+def averaged(step: int, ranks: int, shapes: Any = SHAPES) -> list[np.ndarray]:
+    """The dense average as docs/algorithms.md defines it: rank order, float32."""
+    each = [gradients(step, rank, shapes) for rank in range(ranks)]
+    result = []
+    for parts in zip(*each, strict=True):
+        total = parts[0].copy()
+        for part in parts[1:]:
+            total += part
+        result.append(total * np.float32(1 / ranks))
+    return result
+
+
+def plain_adam(make: Any, steps: int, ranks: int) -> tuple[list[torch.Tensor], torch.optim.Optimizer, list[str]]:
+    """torch's own optimizer on the averaged gradients of ``ranks`` ranks."""
+    parameters = [torch.nn.Parameter(torch.from_numpy(p)) for p in initial()]
+    optimizer = make(parameters)
+    digests = []
+    for step in range(1, steps + 1):
+        for parameter, grad in zip(parameters, averaged(step, ranks), strict=True):
+            parameter.grad = torch.from_numpy(grad)
+        optimizer.step()
+        digests.append(digest([p.detach().numpy() for p in parameters]))
+    return parameters, optimizer, digests
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("kind", ADAMS)
+def test_it_equals_torchs_adam_bit_for_bit_up_to_the_freeze(kind: str, ranks: int) -> None:
+    results = run_ranks(ranks, lambda s: train(rank_of(s), 8, make=ADAMS[kind], freeze_step=8))
+    _, _, expected = plain_adam(ADAMS[kind], 8, ranks)
+    for result in results:
+        assert result["digests"] == expected
+
+
+def simulate_after_adam(kind: str, steps: int, warmup: int, ranks: int) -> list[str]:
+    """Digests after every step: torch's Adam up to ``warmup``, then the simulation."""
+    parameters, optimizer, digests = plain_adam(ADAMS[kind], warmup, ranks)
+    group = optimizer.param_groups[0]
+    simulation = Simulation(
+        initial(),
+        ranks,
+        freeze_step=warmup,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        decoupled=kind == "AdamW",
+    )
+    for index, parameter in enumerate(parameters):
+        state = optimizer.state[parameter]
+        simulation.adopt(
+            index,
+            param=parameter.detach().numpy(),
+            momentum=state["exp_avg"].numpy(),
+            variance=state["exp_avg_sq"].numpy(),
+            step=warmup,
+        )
+    simulation.end_warmup()
+    for step in range(warmup + 1, steps + 1):
+        simulation.step([gradients(step, rank) for rank in range(ranks)])
+        digests.append(digest(simulation.params))
+    return digests
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("kind", ADAMS)
+def test_after_the_freeze_it_equals_the_simulation_for_200_steps_on_all_ranks(kind: str, ranks: int) -> None:
+    steps = 200 if (kind, ranks) == ("Adam", 4) else 40
+    results = run_ranks(ranks, lambda s: train(rank_of(s), steps, make=ADAMS[kind], freeze_step=5), timeout_s=100)
+    expected = simulate_after_adam(kind, steps, 5, ranks)
+    for result in results:
+        assert result["digests"] == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_result_does_not_depend_on_fusion_segments_window_overlap_or_arrival_order(ranks: int) -> None:
+    def shuffled(step: int, rank: int) -> list[int]:
+        return np.random.default_rng([step, rank]).permutation(len(SHAPES)).tolist()
+
+    plain = run_ranks(ranks, lambda s: train(rank_of(s), 20, freeze_step=6, overlap=False))
+    base = Settings()
+    variants: list[tuple[Settings, dict[str, Any]]] = [
+        (replace(base, fusion_threshold=1 << 20), {}),
+        (replace(base, fusion_threshold=128 << 20), {"order": shuffled}),
+        (replace(base, segment_nbytes=65536, window=1), {"order": shuffled}),
+        (replace(base, engine="python"), {}),
+    ]
+    for settings, options in variants:
+        results = run_ranks(
+            ranks, lambda s, o=options: train(rank_of(s), 20, freeze_step=6, **o), settings=settings, timeout_s=100
+        )
+        for result in results:
+            assert result["digests"] == plain[0]["digests"]
+
+
+# What may happen between backward and step()
+
+
+def poison(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+    if step == 9 and rank == 1:
+        with torch.no_grad():
+            parameters[0].grad.view(-1)[17] = float("nan")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("freeze_step", [4, 100], ids=["compressed", "dense"])
+def test_a_non_finite_gradient_on_one_rank_raises_on_all_and_changes_nothing(
+    overlap: bool, bad: float, freeze_step: int
+) -> None:
+    def grads(step: int, rank: int) -> list[np.ndarray | None]:
+        result = gradients(step, rank)
+        if step == 9 and rank == 1:
+            result[0][3, 5] = bad
+        return result
+
+    def body(session: Session) -> tuple[str, str, str]:
+        rank = rank_of(session)
+        before: list[str] = []
+        parameters_seen: list[Any] = []
+
+        def remember(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+            if step == 9:
+                before.append(state_digest(parameters, optimizer))
+                parameters_seen.extend([parameters, optimizer])
+
+        with pytest.raises(NonFiniteError) as raised:
+            train(rank, 20, grads=grads, before_step=remember, freeze_step=freeze_step, overlap=overlap)
+        return before[0], state_digest(*parameters_seen), str(raised.value)
+
+    for before, after, message in run_ranks(2, body):
+        assert before == after
+        assert "a gradient is NaN or Inf in step 9" in message
+        if freeze_step == 4:
+            assert "on rank(s) [1]" in message
+
+
+def clip_one_rank(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+    if step == 9 and rank == 1:
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+
+
+def multiply_data(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+    if step == 9 and rank == 0:
+        parameters[0].grad.data.mul_(0.25)
+
+
+def write_through_numpy(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+    if step == 9 and rank == 1:
+        parameters[1].grad.numpy()[...] *= 3.0
+
+
+def second_backward(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+    if step == 9 and rank == 1:
+        backward(parameters, gradients(100, rank), range(len(parameters)))
+
+
+def new_gradient_object(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+    if step == 9 and rank == 0:
+        parameters[2].grad = parameters[2].grad.clone() * 2
+
+
+def change_lr(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+    if step >= 9:
+        optimizer.param_groups[0]["lr"] = 1e-3
+
+
+def change_betas(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+    if step >= 9:
+        optimizer.param_groups[0]["betas"] = (0.8, 0.999)
+
+
+CHANGES = [clip_one_rank, multiply_data, write_through_numpy, second_backward, new_gradient_object, change_lr, change_betas]
+
+
+@pytest.mark.parametrize("freeze_step", [4, 100], ids=["compressed", "dense"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_backward_gives_what_no_overlap_gives(change: Any, freeze_step: int) -> None:
+    def job(overlap: bool) -> list[Any]:
+        return run_ranks(
+            2,
+            lambda s: train(rank_of(s), 14, before_step=change, freeze_step=freeze_step, overlap=overlap),
+        )
+
+    expected = job(False)
+    found = job(True)
+    assert expected[0]["digests"] == expected[1]["digests"]
+    assert [r["digests"] for r in found] == [r["digests"] for r in expected]
+    assert [r["state"] for r in found] == [r["state"] for r in expected]
+    redone = {r["report"]["redone_steps"] for r in found}
+    # Of the hyperparameters only betas and coupled decay go into what is compressed.
+    assert redone == ({0} if change is change_lr else {1})
+
+
+def test_zero_grad_on_one_rank_skips_the_step_on_all() -> None:
+    def body(session: Session) -> tuple[str, str, list[str]]:
+        rank = rank_of(session)
+        states = []
+
+        def skip(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+            if step == 9:
+                states.append(state_digest(parameters, optimizer))
+                if rank == 1:
+                    optimizer.zero_grad()
+                else:
+                    optimizer.step()
+                states.append(state_digest(parameters, optimizer))
+                # a whole step follows in the loop: give it gradients
+                optimizer.zero_grad()
+                backward(parameters, gradients(50, rank), range(len(parameters)))
+
+        result = train(rank, 14, before_step=skip, freeze_step=4)
+        return states[0], states[1], result["digests"]
+
+    results = run_ranks(2, body)
+    for before, after, digests in results:
+        assert before == after
+        assert digests == results[0][2]
+
+
+def test_an_exception_between_backward_and_step_skips_the_step_when_the_user_goes_on() -> None:
+    def body(session: Session) -> list[str]:
+        rank = rank_of(session)
+        parameters = [torch.nn.Parameter(torch.from_numpy(p)) for p in initial()]
+        optimizer = DistributedOneBitAdam(torch.optim.Adam(parameters, lr=1e-2), freeze_step=3)
+
+        def explode(grad: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("hook")
+
+        digests = []
+        for step in range(1, 10):
+            optimizer.zero_grad()
+            before = state_digest(parameters, optimizer)
+            try:
+                handle = parameters[1].register_hook(explode) if step == 6 and rank == 1 else None
+                backward(parameters, gradients(step, rank), [0, 1, 2, 3])
+            except RuntimeError:
+                handle.remove()
+                optimizer.zero_grad()
+                assert state_digest(parameters, optimizer) == before
+                digests.append(before)
+                continue
+            optimizer.step()
+            if step == 6:
+                assert state_digest(parameters, optimizer) == before
+            digests.append(digest([p.detach().numpy() for p in parameters]))
+        return digests[6:]
+
+    results = run_ranks(2, body)
+    assert results[0] == results[1]
+
+
+def test_grad_scaler_skips_on_all_ranks_when_one_overflows_and_steps_otherwise() -> None:
+    def body(session: Session) -> tuple[list[str], int]:
+        rank = rank_of(session)
+        parameters = [torch.nn.Parameter(torch.from_numpy(p)) for p in initial()]
+        optimizer = DistributedOneBitAdam(torch.optim.Adam(parameters, lr=1e-2, fused=True), freeze_step=3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        digests = []
+        for step in range(1, 12):
+            optimizer.zero_grad()
+            for index in range(len(parameters)):
+                grad = gradients(step, rank)[index]
+                if step == 7 and rank == 1:
+                    grad.reshape(-1)[0] = np.inf
+                scaler.scale((parameters[index] * torch.from_numpy(grad)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            digests.append(digest([p.detach().numpy() for p in parameters]))
+        optimizer.zero_grad()
+        return digests, optimizer.compression_report()["skipped_steps"]
+
+    with warnings.catch_warnings():
+        results = run_ranks(2, body)
+    assert results[0] == results[1]
+    digests, skipped = results[0]
+    assert skipped == 1
+    assert digests[6] == digests[5]
+    assert len(set(digests)) == 10
+
+
+# Schedules and gradients that are not the same everywhere
+
+
+def test_a_gradient_missing_here_everywhere_and_back_again_leaves_replicas_equal() -> None:
+    def grads(step: int, rank: int) -> list[np.ndarray | None]:
+        result = gradients(step, rank)
+        if 8 <= step < 11 and rank == 1:
+            result[1] = None
+        if 11 <= step < 14:
+            result[1] = result[2] = None
+        return result
+
+    for freeze_step in (5, 100):
+        results = run_ranks(3, lambda s, f=freeze_step: train(rank_of(s), 20, grads=grads, freeze_step=f))
+        assert results[0]["digests"] == results[1]["digests"] == results[2]["digests"]
+        history = results[0]["parameters"]
+        assert np.array_equal(history[10][1], history[12][1]), "nobody had a gradient, but the parameter moved"
+        assert not np.array_equal(history[8][1], history[9][1]), "one rank had a gradient, but the parameter stood still"
+        assert not np.array_equal(history[13][1], history[14][1])
+
+
+def test_the_automatic_freeze_is_decided_once_for_all_ranks_whatever_they_see() -> None:
+    def perturb(optimizer: DistributedOneBitAdam) -> None:
+        norm = optimizer._variance_norm
+        optimizer._variance_norm = lambda t: norm(t) * (1 + 10 * optimizer._core.rank)  # type: ignore[method-assign]
+
+    def body(session: Session) -> tuple[int | None, list[str]]:
+        result = train(
+            rank_of(session),
+            40,
+            grads=lambda step, rank: gradients(step % 3 + 1, rank),
+            make=lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.9, 0.9)),
+            watch=lambda o: perturb(o) if o._steps == 1 else None,
+        )
+        return result["report"]["freeze_step"], result["digests"]
+
+    results = run_ranks(3, body)
+    assert results[0][0] is not None and 20 < results[0][0] < 40
+    assert results[0] == results[1] == results[2]
+
+
+def test_embedding_rows_first_seen_long_after_the_freeze_learn() -> None:
+    """Rows without a gradient before the freeze are masked; once touched they wake, and reach their targets."""
+
+    def body(session: Session) -> tuple[float, int, str]:
+        rank = rank_of(session)
+        table = torch.nn.Parameter(torch.zeros(40, 8))
+        target = torch.from_numpy(np.random.default_rng(3).normal(size=(40, 8)).astype(np.float32))
+        optimizer = DistributedOneBitAdam(
+            torch.optim.Adam([table], lr=0.02), [("table", table)], freeze_step=30, mask_refresh=10, block_size=64
+        )
+        for step in range(400):
+            optimizer.zero_grad()
+            rows = torch.arange(rank, 20 if step < 60 else 40, 2)
+            ((table[rows] - target[rows]) ** 2).sum().backward()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 * (1 - step / 400)
+            optimizer.step()
+        late = (table[20:] - target[20:]).abs().mean().item()
+        return late, optimizer.compression_report()["woken_elements"], digest([table.detach().numpy()])
+
+    results = run_ranks(2, body)
+    assert results[0] == results[1]
+    late, woken, _ = results[0]
+    assert woken == 160
+    assert late < 0.15, "started at a mean distance of about 0.8"
+
+
+def test_a_never_touched_element_does_not_move() -> None:
+    def grads(step: int, rank: int) -> list[np.ndarray | None]:
+        result = gradients(step, rank)
+        result[0][10:20] = 0.0
+        return result
+
+    results = run_ranks(2, lambda s: train(rank_of(s), 30, grads=grads, freeze_step=5, mask_refresh=7))
+    assert np.array_equal(results[0]["parameters"][-1][0][10:20], initial()[0][10:20])
+
+
+def test_several_groups_schedulers_and_accumulation_keep_replicas_equal_and_live() -> None:
+    def body(session: Session) -> tuple[list[str], float]:
+        rank = rank_of(session)
+        parameters = [torch.nn.Parameter(torch.from_numpy(p)) for p in initial()]
+        inner = torch.optim.AdamW(
+            [{"params": parameters[:2], "lr": 1e-2}, {"params": parameters[2:], "lr": 1e-3, "weight_decay": 0.0}]
+        )
+        optimizer = DistributedOneBitAdam(inner, freeze_step=4, backward_passes_per_step=2)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=12)
+        digests = []
+        for step in range(1, 13):
+            optimizer.zero_grad()
+            for part in (0, 1):
+                backward(parameters, gradients(2 * step + part, rank), [3, 2, 1, 0])
+            optimizer.step()
+            scheduler.step()
+            digests.append(digest([p.detach().numpy() for p in parameters]))
+        return digests, inner.param_groups[0]["lr"]
+
+    results = run_ranks(2, body)
+    assert results[0][0] == results[1][0]
+    assert results[0][1] == pytest.approx(1e-3)
+
+
+def test_max_grad_norm_clips_by_one_norm_for_all_ranks() -> None:
+    def body(session: Session) -> list[str]:
+        result = train(rank_of(session), 15, freeze_step=5, max_grad_norm=1.0)
+        return result["digests"]
+
+    results = run_ranks(2, body)
+    assert results[0] == results[1]
+    free = run_ranks(2, lambda s: train(rank_of(s), 15, freeze_step=5)["digests"])
+    assert free[0][-1] != results[0][-1]
+
+
+# State
+
+
+def test_state_dict_loads_into_plain_adam_and_a_saved_run_goes_on_with_equal_replicas() -> None:
+    def body(session: Session) -> tuple[str, str, bool]:
+        rank = rank_of(session)
+        parameters = [torch.nn.Parameter(torch.from_numpy(p)) for p in initial()]
+        optimizer = DistributedOneBitAdam(torch.optim.Adam(parameters, lr=1e-2), freeze_step=4)
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            backward(parameters, gradients(step, rank), [3, 2, 1, 0])
+            optimizer.step()
+        saved = optimizer.state_dict()
+        copies = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+        plain = torch.optim.Adam(copies, lr=1e-2)
+        plain.load_state_dict({key: value for key, value in saved.items() if key != "ocomm"})
+        assert int(plain.state[copies[0]]["step"]) == 8
+        resumed = DistributedOneBitAdam(torch.optim.Adam(copies, lr=1e-2), freeze_step=4)
+        resumed.load_state_dict(saved)
+        same = all(np.array_equal(resumed._core.momentum(t), optimizer._core.momentum(t)) for t in range(4))
+        for step in range(9, 12):
+            resumed.zero_grad()
+            backward(copies, gradients(step, rank), [3, 2, 1, 0])
+            resumed.step()
+        return digest([p.detach().numpy() for p in copies]), resumed.compression_report()["stage"], same
+
+    results = run_ranks(2, body)
+    assert results[0] == results[1]
+    assert results[0][1:] == ("compressed", True)
+
+
+# Bad input
+
+
+def one_parameter(**options: Any) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(4, **options))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: torch.optim.SGD([one_parameter()], lr=0.1),
+            "DistributedOneBitAdam wraps torch.optim.Adam or AdamW, not SGD; use DistributedOptimizer for other optimizers.",
+        ),
+        (
+            lambda: torch.optim.Adam([one_parameter()], amsgrad=True),
+            "DistributedOneBitAdam does not support amsgrad=True; leave it out.",
+        ),
+        (
+            lambda: torch.optim.Adam([one_parameter()], maximize=True),
+            "DistributedOneBitAdam does not support maximize=True; leave it out.",
+        ),
+        (
+            lambda: torch.optim.Adam([one_parameter(dtype=torch.float64)]),
+            "parameter 'parameter.0.0' is torch.float64; DistributedOneBitAdam needs torch.float32.",
+        ),
+        (
+            lambda: torch.optim.Adam([one_parameter(device="meta")]),
+            "parameter 'parameter.0.0' is on meta; this build exchanges CPU tensors only.",
+        ),
+    ],
+)
+def test_what_cannot_be_wrapped_is_refused_by_name(make: Any, message: str) -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(InvalidRequestError) as raised:
+            DistributedOneBitAdam(make())
+        assert str(raised.value) == message
+
+    run_ranks(1, body)
+
+
+def test_different_models_on_two_ranks_are_an_error_that_names_the_tensor() -> None:
+    def body(session: Session) -> None:
+        shape = (3, 4) if rank_of(session) == 0 else (4, 3)
+        weight = torch.nn.Parameter(torch.zeros(shape))
+        with pytest.raises(MismatchError) as raised:
+            DistributedOneBitAdam(torch.optim.Adam([weight]), [("fc.weight", weight)])
+        assert str(raised.value) == (
+            "OneBitAdam.noname.1: the ranks do not wrap the same optimizer: rank(s) [0] registered tensor 'fc.weight' "
+            "(3, 4) float32 order torch; rank(s) [1] registered tensor 'fc.weight' (4, 3) float32 order torch."
+        )
+
+    run_ranks(2, body)
+
+
+def test_different_options_on_two_ranks_are_an_error_that_names_the_option() -> None:
+    def body(session: Session) -> None:
+        weight = torch.nn.Parameter(torch.zeros(4))
+        with pytest.raises(MismatchError) as raised:
+            DistributedOneBitAdam(torch.optim.Adam([weight]), freeze_step=10 + rank_of(session))
+        assert str(raised.value) == (
+            "OneBitAdam.noname.1: the ranks do not wrap the same optimizer: rank(s) [0] registered freeze_step=10; "
+            "rank(s) [1] registered freeze_step=11."
+        )
+
+    run_ranks(2, body)
+
+
+def test_a_learning_rate_that_differs_between_ranks_is_an_error_on_all() -> None:
+    def body(session: Session) -> str:
+        def diverge(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+            if step == 6:
+                optimizer.param_groups[0]["lr"] = 1e-2 * (1 + rank)
+
+        with pytest.raises(MismatchError) as raised:
+            train(rank_of(session), 8, before_step=diverge, freeze_step=3)
+        return str(raised.value)
+
+    assert run_ranks(2, body) == [
+        "OneBitAdam.noname.1: lr, betas, eps or weight decay differ between ranks in step 6: rank(s) [0] (lr 0.01); "
+        "rank(s) [1] (lr 0.02). Give all ranks the same optimizer settings and the same schedule."
+    ] * 2
+
+
+def test_a_rank_one_step_ahead_is_caught() -> None:
+    def body(session: Session) -> str:
+        rank = rank_of(session)
+
+        def run_ahead(optimizer: DistributedOneBitAdam) -> None:
+            if rank == 1 and optimizer._steps == 5:
+                optimizer._stepper.step += 1
+
+        with pytest.raises(MismatchError) as raised:
+            train(rank, 8, watch=run_ahead, freeze_step=3, overlap=False)
+        return str(raised.value)
+
+    assert run_ranks(2, body) == [
+        "OneBitAdam.noname.1: the ranks are not at the same step: rank(s) [0] are at step 6; rank(s) [1] are at step 7. "
+        "Call step() equally often everywhere."
+    ] * 2
+
+
+def test_parameters_that_were_not_named_are_refused() -> None:
+    def body(session: Session) -> None:
+        first, second = one_parameter(), one_parameter()
+        with pytest.raises(InvalidRequestError) as raised:
+            DistributedOneBitAdam(torch.optim.Adam([first, second]), [("first", first)])
+        assert str(raised.value) == (
+            "named_parameters was specified, but one or more model parameters were not named. "
+            "The first is number 1 of group 0, of shape (4,)."
+        )
+
+    run_ranks(1, body)
