@@ -7,9 +7,11 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 #ifdef __linux__
 #include <sys/prctl.h>
 #endif
@@ -19,6 +21,7 @@
 #define STAGES_PER_TAG 8
 #define TAGS 4096 /* * STAGES_PER_TAG = 32768, the tag range that every MPI has */
 #define NON_FINITE 1u
+#define EXPECTED_SPIN_NS 1000000 /* how long to spin while a user's thread waits: its core is free */
 
 typedef int (*isend_fn)(const void *, int, intptr_t, int, int, intptr_t, void *);
 typedef int (*irecv_fn)(void *, int, intptr_t, int, int, intptr_t, void *);
@@ -43,7 +46,7 @@ struct ocomm_channel {
     int failed;
     ocomm_plan *head, *tail; /* plans with segments not yet started or not yet done, oldest first */
     slot *slots;             /* `window` segments in flight */
-    int32_t *owed;           /* messages not yet here, per rank */
+    int32_t *owed;           /* per rank: messages not yet here of the stages that segments are in now */
 };
 
 typedef struct {
@@ -56,12 +59,14 @@ struct ocomm_engine {
     ocomm_mpi mpi;
     int has_mpi;
     int64_t spin_ns, idle_ns;
+    pid_t owner;
     pthread_mutex_t lock;
     pthread_cond_t submitted, finished;
     /* under the lock */
     ocomm_channel *channels[MAX_CHANNELS]; /* grows only, so the engine thread may read it without the lock */
     int32_t channel_count;
-    int woken, failing, failed;
+    int woken, failing, failed, napping;
+    int32_t waiters; /* users' threads that wait for a result */
     intptr_t watched[MAX_WATCHED];
     int32_t watched_count;
     uint64_t submissions;
@@ -78,6 +83,10 @@ struct ocomm_engine {
 };
 
 static int reserve(ocomm_engine *engine, int32_t more);
+
+static void owe(ocomm_channel *channel, int32_t peer, int32_t messages) {
+    __atomic_fetch_add(&channel->owed[peer], messages, __ATOMIC_RELAXED);
+}
 
 static int64_t now_ns(void) {
     struct timespec t;
@@ -99,6 +108,7 @@ ocomm_engine *ocomm_engine_new(const ocomm_mpi *mpi, int64_t spin_ns, int64_t id
         engine->mpi = *mpi;
         engine->has_mpi = 1;
     }
+    engine->owner = getpid();
     engine->spin_ns = spin_ns;
     engine->idle_ns = idle_ns;
     pthread_condattr_t monotonic;
@@ -117,6 +127,8 @@ ocomm_engine *ocomm_engine_new(const ocomm_mpi *mpi, int64_t spin_ns, int64_t id
 }
 
 void ocomm_engine_free(ocomm_engine *engine) {
+    if (engine->owner != getpid())
+        return; /* a forked child: destroying a condition waits for its waiters, who exist in the parent only */
     for (int32_t i = 0; i < engine->channel_count; i++) {
         free(engine->channels[i]->slots);
         free(engine->channels[i]->owed);
@@ -201,6 +213,15 @@ void ocomm_engine_wake(ocomm_engine *engine) {
     pthread_mutex_unlock(&engine->lock);
 }
 
+void ocomm_engine_expect(ocomm_engine *engine, int32_t waiters, int wake) {
+    pthread_mutex_lock(&engine->lock);
+    engine->waiters += waiters;
+    engine->woken |= wake;
+    if (engine->napping && (wake || waiters > 0))
+        pthread_cond_signal(&engine->submitted);
+    pthread_mutex_unlock(&engine->lock);
+}
+
 void ocomm_engine_fail(ocomm_engine *engine) {
     pthread_mutex_lock(&engine->lock);
     engine->failing = 1;
@@ -211,18 +232,31 @@ void ocomm_engine_fail(ocomm_engine *engine) {
 int ocomm_plan_wait(ocomm_engine *engine, ocomm_plan *plan, int64_t timeout_ns) {
     struct timespec end = until_ns(timeout_ns);
     pthread_mutex_lock(&engine->lock);
+    engine->waiters++;
+    if (engine->napping)
+        pthread_cond_signal(&engine->submitted);
     while (plan->state < OCOMM_DONE && pthread_cond_timedwait(&engine->finished, &engine->lock, &end) != ETIMEDOUT)
         ;
     int state = plan->state;
+    engine->waiters--;
     pthread_mutex_unlock(&engine->lock);
     return state;
 }
 
+int ocomm_engine_busy(ocomm_engine *engine) {
+    int busy = 0;
+    pthread_mutex_lock(&engine->lock);
+    for (int32_t i = 0; i < engine->channel_count; i++)
+        busy |= engine->channels[i]->head != NULL;
+    pthread_mutex_unlock(&engine->lock);
+    return busy;
+}
+
 int ocomm_channel_waiting(ocomm_channel *channel, uint8_t *waiting) {
     pthread_mutex_lock(&channel->engine->lock);
-    int busy = channel->head != NULL;
+    int busy = channel->head || channel->failed; /* what was missing when it failed is worth knowing */
     for (int32_t r = 0; r < channel->ranks; r++)
-        waiting[r] = busy && channel->owed[r] > 0;
+        waiting[r] = busy && __atomic_load_n(&channel->owed[r], __ATOMIC_RELAXED) > 0;
     pthread_mutex_unlock(&channel->engine->lock);
     return busy;
 }
@@ -366,12 +400,11 @@ static int post(ocomm_channel *channel, slot *s, int32_t stage, const ocomm_mess
     f->peer = message->peer;
     f->receive = message->receive;
     s->stage_left[stage]++;
-    if (message->receive)
-        channel->owed[message->peer]++;
-    else {
+    if (!message->receive) {
         engine->counters.bytes_sent += message->nbytes;
         engine->counters.messages_sent++;
-    }
+    } else if (stage == s->stage)
+        owe(channel, message->peer, 1);
     return 0;
 }
 
@@ -395,14 +428,26 @@ static int post_messages(ocomm_channel *channel, slot *s, int32_t stage, int rec
 
 static void finish(ocomm_engine *engine, ocomm_plan *plan, int state, int error) {
     plan->finished_ns = now_ns();
-    pthread_mutex_lock(&engine->lock);
     plan->error = error;
-    plan->state = state;
+    pthread_mutex_lock(&engine->lock);
     engine->counters.plans++;
     if (plan->notify)
         engine->completed = 1;
-    pthread_cond_broadcast(&engine->finished); /* from here on its owner may free it */
+    __atomic_store_n(&plan->state, state, __ATOMIC_RELEASE); /* from here on its owner may free it */
+    pthread_cond_broadcast(&engine->finished);
     pthread_mutex_unlock(&engine->lock);
+}
+
+/* The segment enters its next stage: what is still missing of it is owed from now on. */
+static void enter_next_stage(ocomm_channel *channel, slot *s) {
+    ocomm_engine *engine = channel->engine;
+    s->begun = 0;
+    s->stage++;
+    for (int32_t i = 0; i < engine->request_count; i++) {
+        const flight *f = &engine->flights[i];
+        if (f->slot == s && f->stage == s->stage && f->receive)
+            owe(channel, f->peer, 1);
+    }
 }
 
 /* Ends every plan of the channel: the one at fault with `state`, the others as aborted. Its requests stay with MPI, and
@@ -464,10 +509,24 @@ static int advance(ocomm_channel *channel, slot *s) {
         }
         if (s->stage_left[s->stage] > 0)
             return 0;
-        s->begun = 0;
-        s->stage++;
+        enter_next_stage(channel, s);
     }
     return 1;
+}
+
+/* Ends every plan of every channel; later submissions are refused. With MPI_ERROR the oldest plan of each is blamed. */
+static void fail_all(ocomm_engine *engine, int state, int error) {
+    pthread_mutex_lock(&engine->lock);
+    engine->failed = 1; /* before the channels are counted: whoever opens one now is refused */
+    int32_t channels = engine->channel_count;
+    pthread_mutex_unlock(&engine->lock);
+    for (int32_t i = 0; i < channels; i++) {
+        ocomm_channel *channel = engine->channels[i];
+        pthread_mutex_lock(&engine->lock);
+        ocomm_plan *oldest = channel->head;
+        pthread_mutex_unlock(&engine->lock);
+        fail_channel(channel, state == OCOMM_ABORTED ? NULL : oldest, state, error);
+    }
 }
 
 static int retire(ocomm_channel *channel, slot *s) {
@@ -554,8 +613,8 @@ static int poll_requests(ocomm_engine *engine) {
     for (int i = 0; i < done; i++) {
         flight *f = &engine->flights[engine->indices[i]];
         f->slot->stage_left[f->stage]--;
-        if (f->receive)
-            f->channel->owed[f->peer]--;
+        if (f->receive && f->stage == f->slot->stage)
+            owe(f->channel, f->peer, -1);
         f->peer = -1;
     }
     int32_t kept = 0;
@@ -603,11 +662,14 @@ static void expire(ocomm_channel *channel, int64_t now) {
 int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
     int64_t end = now_ns() + max_ns, last_expiry = 0;
 #ifdef __linux__
-    prctl(PR_SET_TIMERSLACK, 1000); /* the default, 50 us, would more than double the short sleeps */
+    static __thread int sharp;
+    if (!sharp)
+        prctl(PR_SET_TIMERSLACK, 1000); /* the default, 50 us, would more than double the short sleeps */
+    sharp = 1;
 #endif
     for (;;) {
         int reason = 0, busy = 0, moved = 0;
-        int32_t channels, watched;
+        int32_t channels, watched, waiters;
         intptr_t communicators[MAX_WATCHED];
         pthread_mutex_lock(&engine->lock);
         if (engine->woken) {
@@ -621,22 +683,18 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
         }
         channels = engine->channel_count;
         watched = engine->watched_count;
+        waiters = engine->waiters;
         memcpy(communicators, engine->watched, sizeof(intptr_t) * (size_t)watched);
         engine->counters.polls++;
         pthread_mutex_unlock(&engine->lock);
 
-        if (failing && !engine->failed) {
-            engine->failed = 1;
-            for (int32_t i = 0; i < channels; i++)
-                fail_channel(engine->channels[i], NULL, OCOMM_ABORTED, 0);
-        }
+        if (failing && !engine->failed)
+            fail_all(engine, OCOMM_ABORTED, 0);
         int64_t now = now_ns();
         if (!engine->failed) {
             int polled = poll_requests(engine);
             if (polled < 0) {
-                for (int32_t i = 0; i < channels; i++)
-                    fail_channel(engine->channels[i], engine->channels[i]->head, OCOMM_MPI_ERROR, engine->error);
-                engine->failed = 1;
+                fail_all(engine, OCOMM_MPI_ERROR, engine->error);
                 reason |= OCOMM_FAILED;
             }
             moved |= polled > 0;
@@ -655,8 +713,9 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
         }
         for (int32_t i = 0; i < watched; i++) {
             int flag = 0;
-            ((iprobe_fn)engine->mpi.iprobe)(engine->mpi.any_source, 0, communicators[i], &flag, engine->statuses);
-            if (flag)
+            if (((iprobe_fn)engine->mpi.iprobe)(engine->mpi.any_source, 0, communicators[i], &flag, engine->statuses))
+                reason |= OCOMM_FAILED;
+            else if (flag)
                 reason |= OCOMM_CONTROL;
         }
         if (engine->completed) {
@@ -673,6 +732,10 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
         int64_t quiet = now - engine->last_activity_ns;
         if (moved || quiet < engine->spin_ns)
             continue;
+        if (waiters && quiet < EXPECTED_SPIN_NS) {
+            sched_yield(); /* where ranks share a core, another one is the one we wait for */
+            continue;
+        }
         int64_t longest = busy ? 500000 : engine->idle_ns;
         int64_t nap = quiet / 4;
         nap = nap < 20000 ? 20000 : nap > longest ? longest : nap;
@@ -680,8 +743,12 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
         struct timespec wake = until_ns(nap);
         pthread_mutex_lock(&engine->lock);
         engine->counters.sleeps++;
+        engine->napping = 1;
         if (!engine->woken && !engine->failing && engine->submissions == engine->seen_submissions)
             pthread_cond_timedwait(&engine->submitted, &engine->lock, &wake);
+        engine->napping = 0;
+        if (engine->waiters > waiters)
+            engine->last_activity_ns = now_ns(); /* somebody has begun to wait: be quick again */
         pthread_mutex_unlock(&engine->lock);
     }
 }

@@ -154,11 +154,17 @@ int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan);
 /* Moves everything on until there is a reason to return (OCOMM_WOKEN | ...) or max_ns have passed (0). One thread. */
 int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns);
 void ocomm_engine_wake(ocomm_engine *engine);
+/* Counts the threads that wait for a result other than in ocomm_plan_wait: while there are any the engine spins a
+ * little longer. Wakes it, too, if `wake`. Any thread. */
+void ocomm_engine_expect(ocomm_engine *engine, int32_t waiters, int wake);
 /* Waits, without the GIL, until the plan is over or timeout_ns have passed; returns its state. Any thread. */
 int ocomm_plan_wait(ocomm_engine *engine, ocomm_plan *plan, int64_t timeout_ns);
 /* Ends every plan of every channel as OCOMM_ABORTED; later submissions are refused. Any thread. */
 void ocomm_engine_fail(ocomm_engine *engine);
-/* Sets waiting[r] = 1 for every rank whose message the oldest active plan of the channel still waits for. */
+/* 1 while any plan of any channel is not over. Any thread. */
+int ocomm_engine_busy(ocomm_engine *engine);
+/* Sets waiting[r] = 1 for every rank whose message the stages in flight wait for, or waited for when the channel
+ * failed. Messages of later stages do not count: they wait for us too. */
 int ocomm_channel_waiting(ocomm_channel *channel, uint8_t *waiting);
 ocomm_counters ocomm_engine_counters(ocomm_engine *engine);
 

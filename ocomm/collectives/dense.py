@@ -51,9 +51,9 @@ def _segments(nbytes: int, place: Place) -> Iterator[tuple[int, int]]:
 
 def _slices(low: int, high: int, size: int) -> list[slice]:
     """Cuts [low, high) into ``size`` nearly equal aligned slices; the last ones may be empty."""
-    piece = -(-(-(-(high - low) // size)) // ALIGNMENT) * ALIGNMENT
-    bounds = [min(low + piece * r, high) for r in range(size + 1)]
-    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    share = -(-(high - low) // size)
+    piece = -(-share // ALIGNMENT) * ALIGNMENT
+    return [slice(min(low + piece * r, high), min(low + piece * (r + 1), high)) for r in range(size)]
 
 
 def average_factor(dtype: DType, op: ReduceOp, postscale: float, size: int) -> float:
@@ -170,7 +170,7 @@ def _piece(start: int, nbytes: int, piece: int, piece_nbytes: int) -> slice:
 
 
 def broadcast(place: Place, source: Bytes, result: Bytes, root: int) -> Plan:
-    """``result`` on every rank becomes the root's ``source``. Large ones: the root deals slices, owners pass them on."""
+    """``result`` on every rank becomes the root's ``source``. Large: the root deals slices, owners pass them on."""
     copy = [Copy(source, result)] if place.rank == root and source is not result and source.nbytes else []
     is_root = place.rank == root
     segments: list[list[Stage]] = [[Stage(list(copy))]] if copy else [[Stage()]]

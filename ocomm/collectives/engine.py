@@ -33,7 +33,8 @@ class Reason(enum.IntFlag):
 class Ticket(Protocol):
     """One submission of a plan. Keeps the plan's memory alive while the network may touch it."""
 
-    plan: Plan
+    @property
+    def plan(self) -> Plan: ...
 
     @property
     def state(self) -> State: ...
@@ -73,7 +74,7 @@ class Channel(Protocol):
         ...
 
     def waiting_for(self) -> list[int]:
-        """Ranks whose messages the segments in flight still wait for."""
+        """Ranks whose messages the stages in flight wait for, or waited for when the channel failed."""
         ...
 
 
@@ -94,8 +95,17 @@ class Engine(Protocol):
         """Makes ``run`` return WOKEN."""
         ...
 
+    def expect(self, waiters: int, wake: bool) -> None:
+        """So many threads more (or fewer) wait for a result: a hint to poll more often. Wakes ``run`` if ``wake``."""
+        ...
+
     def fail(self) -> None:
         """Ends every plan as ABORTED, now and later."""
+        ...
+
+    @property
+    def is_busy(self) -> bool:
+        """True while any plan is not over."""
         ...
 
     def counters(self) -> dict[str, int]:
@@ -103,5 +113,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees the engine; ``run`` must have returned for good."""
+        """Refuses plans from now on and lets go of all memory. ``run`` is over, and nothing is under way."""
         ...

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
-from ocomm._native import ffi, lib
 
+from ocomm._native import ffi, lib
 from ocomm.collectives import plan as plans
 from ocomm.collectives.engine import Reason, State
 from ocomm.collectives.plan import Plan
@@ -43,9 +44,7 @@ class _Compiler:
             case plans.Copy():
                 self.op(lib.OCOMM_COPY, a(c.source), a(c.destination), c.source.nbytes)
             case plans.Pack():
-                self.op(
-                    lib.OCOMM_PACK, a(c.tensors), c.tensor, c.start, c.destination.nbytes // 4, a(c.destination)
-                )
+                self.op(lib.OCOMM_PACK, a(c.tensors), c.tensor, c.start, c.destination.nbytes // 4, a(c.destination))
             case plans.Reduce():
                 numel = c.out.nbytes // c.dtype.itemsize
                 self.op(
@@ -98,7 +97,8 @@ class _Prepared:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         compiler = _Compiler()
-        stages, segments = [], []
+        stages: list[tuple[int, int, int, int]] = []
+        segments: list[tuple[int, int]] = []
         for segment in plan.segments:
             assert len(segment) <= _STAGES_PER_SEGMENT
             segments.append((len(stages), len(segment)))
@@ -143,6 +143,7 @@ class NativeTicket:
 
     @property
     def state(self) -> State:
+        """A glance. What the plan wrote is sure to be visible to another thread only after ``wait``."""
         return State(self._row.state)
 
     @property
@@ -172,7 +173,6 @@ class NativeChannel:
         self._pointer = lib.ocomm_channel_new(engine.pointer, handle, transport.size, window)
         if self._pointer == ffi.NULL:
             raise MemoryError("too many channels, or no memory for another")
-        self._waiting = np.zeros(transport.size, np.uint8)
 
     def prepare(self, plan: Plan) -> _Prepared:
         return _Prepared(plan)
@@ -185,8 +185,9 @@ class NativeChannel:
         return ticket
 
     def waiting_for(self) -> list[int]:
-        lib.ocomm_channel_waiting(self._pointer, ffi.from_buffer("uint8_t[]", self._waiting))
-        return np.flatnonzero(self._waiting).tolist()
+        waiting = np.zeros(self._size, np.uint8)
+        lib.ocomm_channel_waiting(self._pointer, ffi.from_buffer("uint8_t[]", waiting))
+        return np.flatnonzero(waiting).tolist()
 
 
 class NativeEngine:
@@ -200,16 +201,22 @@ class NativeEngine:
                 setattr(mpi, name, ffi.cast("void *", getattr(abi, name)))
             for name in ("byte_type", "handle_nbytes", "status_nbytes", "any_source", "undefined"):
                 setattr(mpi, name, getattr(abi, name))
-        self.pointer = lib.ocomm_engine_new(mpi, int(spin_us * 1e3), int(idle_ms * 1e6))
-        if self.pointer == ffi.NULL:
+        pointer = lib.ocomm_engine_new(mpi, int(spin_us * 1e3), int(idle_ms * 1e6))
+        if pointer == ffi.NULL:
             raise MemoryError("no memory for the engine")
+        # Freed with its last user, not by close(): another thread may be about to submit, wake or wait.
+        self.pointer = ffi.gc(pointer, lib.ocomm_engine_free)
+        self._lock = threading.Lock()
         self._alive: list[NativeTicket] = []
 
     def remember(self, ticket: NativeTicket) -> None:
         """Keeps a plan's memory until it is done; a failed one's for good, because the network may still touch it."""
-        if len(self._alive) >= 64:
+        with self._lock:
+            self._alive.append(ticket)
+
+    def _forget_done(self) -> None:
+        with self._lock:
             self._alive = [t for t in self._alive if t.state != State.DONE]
-        self._alive.append(ticket)
 
     def open_channel(self, transport: Transport, window: int) -> NativeChannel:
         return NativeChannel(self, transport, window)
@@ -219,13 +226,23 @@ class NativeEngine:
             raise MemoryError("too many process sets: at most 256 can be watched")
 
     def run(self, seconds: float) -> Reason:
-        return Reason(lib.ocomm_engine_run(self.pointer, int(seconds * 1e9)))
+        reason = Reason(lib.ocomm_engine_run(self.pointer, int(seconds * 1e9)))
+        if self._alive:
+            self._forget_done()
+        return reason
 
     def wake(self) -> None:
         lib.ocomm_engine_wake(self.pointer)
 
+    def expect(self, waiters: int, wake: bool) -> None:
+        lib.ocomm_engine_expect(self.pointer, waiters, wake)
+
     def fail(self) -> None:
         lib.ocomm_engine_fail(self.pointer)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(lib.ocomm_engine_busy(self.pointer))
 
     def counters(self) -> dict[str, int]:
         counters = lib.ocomm_engine_counters(self.pointer)
@@ -233,5 +250,6 @@ class NativeEngine:
         return {name: getattr(counters, name) for name in names}
 
     def close(self) -> None:
-        lib.ocomm_engine_free(self.pointer)
-        self.pointer = ffi.NULL
+        self.fail()
+        with self._lock:
+            self._alive.clear()  # a cycle through the engine

@@ -144,7 +144,11 @@ class Plan:
 
     name: str
     segments: list[list[Stage]]
-    keepalive: object = None
+    keepalive: list[Bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.segments:  # empty tensors: nothing to send, but an end to reach
+            self.segments.append([Stage()])
 
     @property
     def bytes_sent(self) -> int:

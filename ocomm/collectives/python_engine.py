@@ -85,6 +85,7 @@ class PythonChannel:
         self.failed = False
         self.queue: deque[PythonTicket] = deque()
         self.active: list[_Segment] = []
+        self.abandoned: list[_Segment] = []  # requests and buffers of a failed channel: the network may still use them
         self.sequence = 0
 
     def prepare(self, plan: Plan) -> Plan:
@@ -102,7 +103,8 @@ class PythonChannel:
         return ticket
 
     def waiting_for(self) -> list[int]:
-        return sorted({f.peer for s in self.active for flights in s.flights.values() for f in flights if f.receive})
+        segments = list(self.abandoned if self.failed else self.active)
+        return sorted({f.peer for s in segments for f in s.flights.get(s.stage, []) if f.receive})
 
     def step(self) -> bool:
         """Moves every segment as far as it goes; True if anything moved."""
@@ -192,7 +194,8 @@ class PythonChannel:
             self.failed = True
             tickets = list(self.queue)
             self.queue.clear()
-        self.active.clear()
+        self.abandoned += self.active
+        self.active = []
         for ticket in tickets:
             self.engine.finish(ticket, *((state, error) if ticket is culprit else (State.ABORTED, 0)))
 
@@ -233,14 +236,23 @@ class PythonEngine:
         self._woken = True
         self.arrival.set()
 
+    def expect(self, waiters: int, wake: bool) -> None:
+        if wake:
+            self.wake()
+
     def fail(self) -> None:
         self.failing = True
         self.arrival.set()
+
+    @property
+    def is_busy(self) -> bool:
+        return any(channel.queue for channel in list(self.channels))
 
     def counters(self) -> dict[str, int]:
         return dict(self.totals)
 
     def close(self) -> None:
+        self.failing = True
         self.channels.clear()
         self.watched.clear()
 
@@ -288,7 +300,7 @@ class PythonEngine:
                 first = int(c.tensors["grad"][c.tensor])
                 if first:
                     source = (ctypes.c_uint8 * c.destination.nbytes).from_address(first + 4 * c.start)
-                    c.destination[:] = np.frombuffer(source, np.uint8)
+                    c.destination[:] = np.ctypeslib.as_array(source)
                 else:
                     c.destination[:] = 0
             case plans.Reduce():
@@ -297,6 +309,7 @@ class PythonEngine:
                 assert c.values is not None
                 finite = self.kernels.compress(c.blocks, c.values, c.error, c.error_out, c.mask, c.scale, c.packed)
             case plans.Compress():
+                assert c.tensors is not None
                 finite = self.kernels.compress_momentum(
                     c.blocks, c.tensors, c.previous, c.error, c.error_out, c.mask, c.scale, c.packed
                 )
