@@ -52,15 +52,20 @@ class Coordinator:
         for request in self.cache.read(rank, message):
             pending = self._pending.setdefault(request.name, _Pending(now_s))
             pending.requests[rank] = request
-            if len(pending.requests) < len(self.ranks):
-                continue
-            if not request.group:
-                self._ready.append(request.name)
-                continue
-            group = self._groups.setdefault(request.group, [])
-            group.append(request.name)
-            if len(group) == request.group_size:
-                self._ready += self._groups.pop(request.group)
+            if len(pending.requests) == len(self.ranks):
+                self._settle(request.name, pending)
+
+    def _settle(self, name: str, pending: _Pending) -> None:
+        """All ranks have asked: ready, unless its group is not."""
+        groups = {(request.group, request.group_size) for request in pending.requests.values()}
+        group, size = groups.pop()
+        if not group or groups:  # ranks that do not agree on the group will hear of it in ``decide``
+            self._ready.append(name)
+            return
+        members = self._groups.setdefault(group, [])
+        members.append(name)
+        if len(members) == size:
+            self._ready += self._groups.pop(group)
 
     def remove(self, rank: int, why: str) -> None:
         """The rank has left: what waits for it, and what will, fails."""
@@ -69,39 +74,59 @@ class Coordinator:
     def decide(self) -> list[Response]:
         """What all ranks are to do now, in this order."""
         responses = []
+        for name in self._ready:
+            if name in self._pending and (error := find_mismatch(self._ordered(name), self.ranks)):
+                responses += self._fail(name, error, Fault.MISMATCH)
         healthy: list[Request] = []
         sizes_of: dict[str, tuple[int, ...]] = {}
-        number_of: dict[str, int] = {}
+        number_of: dict[str, tuple[int, int]] = {}  # (epoch, id)
         for name in self._ready:
-            requests = self._pending.pop(name).requests
-            ordered = [requests[rank] for rank in range(len(self.ranks))]
-            error = find_mismatch(ordered, self.ranks)
-            if error:
-                responses.append(_failure(ordered[0].kind, name, error, Fault.MISMATCH))
-            else:
+            if name in self._pending:
+                ordered = self._ordered(name)
+                del self._pending[name]
                 sizes_of[name] = _sizes(ordered)
-                number_of[name] = self.cache.assign(name, ordered)
+                number = self.cache.assign(name, ordered)
+                number_of[name] = self.cache.epoch, number
                 healthy.append(ordered[0])
         self._ready.clear()
         for group in fuse(healthy, self.fusion_threshold):
             names = tuple(request.name for request in group)
             sizes = tuple(sizes_of[name] for name in names if sizes_of[name])
-            numbers = tuple(number_of[name] for name in names)
+            # Ranks read all ids of one message in the newest epoch: those given before it began are void.
+            numbers = tuple(n if epoch == self.cache.epoch else -1 for epoch, n in (number_of[name] for name in names))
             responses.append(Response(group[0].kind, names, sizes=sizes, cache_ids=numbers))
         if self._absent:
             responses += self._fail_orphans()
         return responses
 
+    def _ordered(self, name: str) -> list[Request]:
+        requests = self._pending[name].requests
+        return [requests[rank] for rank in range(len(self.ranks))]
+
+    def _fail(self, name: str, error: str, fault: Fault) -> list[Response]:
+        """Gives up on a name, and on its group, which is all or nothing."""
+        requests = list(self._pending.pop(name).requests.values())
+        responses = [_failure(requests[0].kind, name, error, fault)]
+        for group in {request.group for request in requests if request.group}:
+            self._groups.pop(group, None)
+            for other, pending in list(self._pending.items()):
+                member = next((request for request in pending.requests.values() if request.group == group), None)
+                if member is not None:
+                    del self._pending[other]
+                    text = f"tensor '{other}': its group '{group}' cannot go on: {error}"
+                    responses.append(_failure(member.kind, other, text, fault))
+        return responses
+
     def _fail_orphans(self) -> list[Response]:
         """Names that can never become ready, because a rank which has not asked for them has left."""
         responses = []
-        for name, pending in list(self._pending.items()):
-            gone = [rank for rank in self._absent if rank not in pending.requests]
+        for name in list(self._pending):
+            if name not in self._pending:  # failed with its group
+                continue
+            gone = [rank for rank in self._absent if rank not in self._pending[name].requests]
             if gone:
-                del self._pending[name]
-                kind = next(iter(pending.requests.values())).kind
                 reasons = "; ".join(f"rank {self.ranks[rank]} {self._absent[rank]}" for rank in gone)
-                responses.append(_failure(kind, name, f"tensor '{name}': {reasons}.", Fault.LEFT))
+                responses += self._fail(name, f"tensor '{name}': {reasons}.", Fault.LEFT)
         return responses
 
     def stalled(self, now_s: float, after_s: float) -> list[Stall]:
@@ -122,9 +147,8 @@ class Coordinator:
         """Gives up on names: an error for every rank that asked."""
         responses = []
         for stall in stalls:
-            pending = self._pending.pop(stall.name)
-            kind = next(iter(pending.requests.values())).kind
-            responses.append(_failure(kind, stall.name, describe_stall(stall, self), Fault.STALL))
+            if stall.name in self._pending:
+                responses += self._fail(stall.name, describe_stall(stall, self), Fault.STALL)
         return responses
 
 
@@ -173,7 +197,7 @@ _SAME: list[tuple[str, Callable[[Request], object], set[Kind]]] = [
     ("reduction", lambda r: r.op.label, {Kind.ALLREDUCE, Kind.REDUCESCATTER}),
     ("prescale and postscale", lambda r: (r.prescale, r.postscale), {Kind.ALLREDUCE, Kind.REDUCESCATTER}),
     ("root rank", lambda r: r.root, {Kind.BROADCAST}),
-    ("group", lambda r: r.group or "none", set(Kind)),
+    ("group", lambda r: f"'{r.group}' of {r.group_size}" if r.group else "none", set(Kind)),
     ("layout", lambda r: f"{r.detail} (digest {r.digest:016x})", {Kind.CHANNEL}),
 ]
 
@@ -193,6 +217,16 @@ def find_mismatch(requests: Sequence[Request], ranks: Sequence[int]) -> str:
             return f"tensor '{first.name}': mismatched {what}: {said}.{hint}"
     if first.kind in (Kind.ALLGATHER, Kind.ALLTOALL) and not first.shape:
         return f"tensor '{first.name}': {first.kind.name.lower()} needs at least one dimension; reshape it to (1,)."
+    if first.kind == Kind.BROADCAST and not 0 <= first.root < len(ranks):
+        return f"tensor '{first.name}': there is no root rank {first.root} in a set of {len(ranks)} ranks."
+    if first.kind == Kind.ALLTOALL:
+        for rank, request in zip(ranks, requests, strict=True):
+            wrong = len(request.splits) != len(ranks) or min(request.splits) < 0
+            if wrong or sum(request.splits) != request.shape[0]:
+                return (
+                    f"tensor '{first.name}': rank {rank} submitted splits {request.splits} for {request.shape[0]} "
+                    f"rows; they must be {len(ranks)} counts, one for each rank, that add up to the rows."
+                )
     if first.kind == Kind.REDUCESCATTER and first.op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         return f"tensor '{first.name}': reducescatter supports Sum and Average, not {first.op.label}."
     return ""

@@ -146,9 +146,13 @@ def read_request(reader: Reader) -> Request:
     shape, splits = reader.numbers(), reader.numbers()
     name, order, group, detail = (reader.text() for _ in range(4))
     return Request(
-        Kind(kind), name, DType(dtype), shape, ReduceOp(op), root, prescale, postscale, splits, order, group, group_size,
-        digest, detail,
-    )  # fmt: skip
+        Kind(kind),
+        name,
+        DType(dtype),
+        shape,
+        ReduceOp(op),
+        *(root, prescale, postscale, splits, order, group, group_size, digest, detail),
+    )
 
 
 def write_responses(responses: Sequence[Response]) -> bytes:
