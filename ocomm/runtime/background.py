@@ -19,8 +19,9 @@ from ocomm.runtime.process_set import ProcessSet
 from ocomm.types import Settings
 
 _log = logging.getLogger("ocomm")
-_HEARTBEAT_S = 2.0
+_HEARTBEAT_S = 2.0  # at most; a third of the timeout if that is less
 _FAREWELL_S = 3.0  # how long a failing rank stays to see that the others have heard it
+_LAST_PLANS_S = 10.0  # how long plans may still run after every rank has left
 
 
 class Runtime:
@@ -44,8 +45,10 @@ class Runtime:
         self._leaving: tuple[bool, str] | None = None  # (failed, why), asked for by the user's thread
         self._left = False
         self._gone: dict[int, tuple[bool, str]] = {}
+        self._all_gone_s: float | None = None
         self._silent_since: dict[int, float] = {}
-        self._beat_s = self._inspected_s = clock()
+        self._heartbeat_s = min(_HEARTBEAT_S, settings.peer_timeout_s / 3 or _HEARTBEAT_S)
+        self._beat_s = self._inspected_s = self._waited_s = clock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ocomm", daemon=True)
 
@@ -92,16 +95,26 @@ class Runtime:
             self._fail(failure)
             self._farewell(f"failed: {type(error).__name__}: {error}")
         finally:
+            self._end_plans()
             closed = HorovodInternalError("ocomm has been shut down; call init() before the next collective.")
             for process_set in self._sets:
                 process_set.close(self.failure or closed)
             self._over.set()
 
+    def _end_plans(self) -> None:
+        """Nobody runs the engine after this: whoever waits for a plan must hear that it will not be done."""
+        try:
+            self.engine.fail()
+            self.engine.run(0.0)
+        except Exception as error:
+            _log.warning("rank %d: the engine did not stop: %s", self.world.rank, error)
+
     def cycle(self) -> bool:
         """One round of the loop; True when it is over. An ordinary method, which a test may call by itself."""
         due = min(process_set.cycle() for process_set in self._sets)
         polling = any(process_set.wants_polling for process_set in self._sets)
-        reason = self.engine.run(0.0005 if polling else max(min(due, 0.25), 0.0))
+        longest = min(0.25, self._heartbeat_s / 2)
+        reason = self.engine.run(0.0005 if polling else max(min(due, longest), 0.0))
         if reason & Reason.FAILED:
             raise HorovodInternalError(f"rank {self.world.rank}: the network failed; see the errors of the operations")
         for process_set in self._sets:
@@ -114,7 +127,7 @@ class Runtime:
                 elif word != Word.ALIVE:
                     process_set.handle_message(source, word, payload)
         now = self.clock()
-        if now - self._beat_s >= _HEARTBEAT_S:
+        if now - self._beat_s >= self._heartbeat_s:
             self._beat(now)
         if now - self._inspected_s >= 0.5:
             self._inspected_s = now
@@ -125,18 +138,25 @@ class Runtime:
     def _beat(self, now: float) -> None:
         """Signs of life between rank 0 and the others; silence beyond the timeout is death."""
         self._beat_s = now
-        if self.world.rank == 0:
+        # A rank that has left sends nothing more, nor rank 0 once all have: a message which nobody receives would stay
+        # with MPI, and turn up in the next job on a communicator of the same number.
+        if self.world.rank == 0 and len(self._gone) < self.world.size:
             self.world.link.send_all(Word.ALIVE)
-        else:
+        elif self.world.rank != 0 and not self._left:
             self.world.link.send(0, Word.ALIVE)
         limit = self.settings.peer_timeout_s
         for rank, since in list(self._silent_since.items()):
             if rank not in self._gone and 0 < limit < now - since:
                 self._announce_departure(rank, True, f"has not answered for {now - since:.0f} s")
+        if self._left and now - self._waited_s >= self.settings.stall_check_s:
+            self._waited_s = now
+            missing = [rank for rank in range(self.world.size) if rank not in self._gone]
+            _log.warning("rank %d has shut down and waits for ranks %s to do so", self.world.rank, missing)
 
     def _depart(self) -> bool:
         if self._leaving is not None and not self._left:
             self._left = True
+            self._waited_s = self.clock()
             self._announce_departure(self.world.rank, *self._leaving)
         if not self._left:
             return False
@@ -144,8 +164,17 @@ class Runtime:
         if self.failure is not None or self._leaving[0]:
             self._farewell(None)
             return True
-        everyone = len(self._gone) == self.world.size
-        return everyone and all(process_set.is_quiet for process_set in self._sets)
+        if len(self._gone) < self.world.size:
+            return False
+        if not self.engine.is_busy:
+            return all(process_set.is_quiet for process_set in self._sets)
+        if self._all_gone_s is None:
+            self._all_gone_s = self.clock()
+        if self.clock() - self._all_gone_s > _LAST_PLANS_S:
+            raise HorovodInternalError(
+                f"rank {self.world.rank} has shut down with an exchange under way which other ranks never took part in."
+            )
+        return False
 
     def _farewell(self, why: str | None) -> None:
         """Lets the last words leave before the thread ends."""

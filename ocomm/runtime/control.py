@@ -64,5 +64,6 @@ class Link:
         while not self.transport.test(request):
             if time.monotonic() > end:
                 raise PeerError(f"rank {source} began a control message of {nbytes} bytes and did not end it in 30 s")
+            time.sleep(20e-6)
         data = buffer.tobytes()
         return source, Word(data[0]), data[1:]

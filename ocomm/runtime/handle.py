@@ -15,10 +15,10 @@ from ocomm.negotiation.request import Request
 class Handle:
     """Completed once, by the background thread. ``result`` is whatever the operation made: sizes, a channel."""
 
-    def __init__(self, name: str, hurry: Callable[[], None]) -> None:
+    def __init__(self, name: str, expect: Callable[[int], None]) -> None:
         self.name = name
         self.result: Any = None
-        self._hurry = hurry
+        self._expect = expect
         self._error: OcommError | None = None
         self._over = threading.Event()
 
@@ -37,9 +37,12 @@ class Handle:
         The runtime bounds every operation by its own deadlines, so waiting without a limit ends too.
         """
         if not self._over.is_set():
-            self._hurry()
-            if not self._over.wait(seconds):
-                raise TimeoutError(f"'{self.name}' is not over after {seconds} s")
+            self._expect(1)
+            try:
+                if not self._over.wait(seconds):
+                    raise TimeoutError(f"'{self.name}' is not over after {seconds} s")
+            finally:
+                self._expect(-1)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self.result
@@ -49,8 +52,8 @@ class Handle:
 class Submission:
     """One tensor of one operation, as a frontend hands it over.
 
-    ``source`` and ``target`` are the tensor's bytes (uint8, contiguous), which belong to the runtime until the handle is
-    done; they may be the same. Where the result's size is only known to all ranks together, ``target`` is None and
+    ``source`` and ``target`` are the tensor's bytes (uint8, contiguous), which belong to the runtime until the handle
+    is done; they may be the same. Where the result's size is only known to all ranks together, ``target`` is None and
     ``allocate`` is called with the result's shape, on the background thread; it returns the bytes of the new tensor.
     """
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ocomm.collectives import dense
-from ocomm.collectives.engine import Channel, Engine, State, Ticket
+from ocomm.collectives.engine import Engine, State, Ticket
 from ocomm.collectives.plan import Plan, Stage
 from ocomm.collectives.scratch import Scratch
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, OcommError, PeerError, StallError
+from ocomm.kernels.reference import reject_unsupported
 from ocomm.negotiation.cache import RankCache
 from ocomm.negotiation.coordinator import Coordinator, describe_stall
 from ocomm.negotiation.request import (
@@ -28,8 +29,8 @@ from ocomm.negotiation.request import (
 )
 from ocomm.runtime.control import Link, Word
 from ocomm.runtime.handle import Handle, Submission
-from ocomm.transport.base import Transport
 from ocomm.transport.base import Request as TransportRequest
+from ocomm.transport.base import Transport
 from ocomm.types import Settings
 
 _log = logging.getLogger("ocomm")
@@ -104,7 +105,9 @@ class ProcessSet:
 
     def submit(self, submissions: Sequence[Submission]) -> list[Handle]:
         """Queues tensors, all or none. InvalidRequestError if a name is in use; what closed the set if it is closed."""
-        handles = [Handle(s.request.name, self.hurry) for s in submissions]
+        handles = [Handle(s.request.name, self.expect) for s in submissions]
+        for submission in submissions:
+            _check_reduction(submission.request)
         with self._lock:
             if self._closed is not None:
                 raise type(self._closed)(*self._closed.args)
@@ -115,29 +118,35 @@ class ProcessSet:
                     f"tensor '{taken}' is already being processed on rank {self.ranks[self.rank]}. Wait for its handle "
                     "first, or give this operation another name."
                 )
+            first = not self._queue
             for submission, handle in zip(submissions, handles, strict=True):
                 self._entries[submission.request.name] = _Entry(submission, handle)
                 self._queue.append(submission.request)
-        self.engine.wake()
+        if first:  # else the thread knows that something is queued, and when to announce it
+            self.engine.wake()
         return handles
 
-    def hurry(self) -> None:
-        """Someone waits: announce what is queued at once."""
-        self._hurried = True
-        if self._queue:
-            self.engine.wake()
+    def expect(self, waiters: int) -> None:
+        """So many threads more (or fewer) wait. What is queued is announced at once for someone who waits."""
+        hurried = waiters > 0 and bool(self._queue)
+        if hurried:
+            self._hurried = True
+        self.engine.expect(waiters, hurried)
 
     def close(self, error: OcommError) -> None:
-        """Fails everything under way and everything that comes."""
+        """Fails everything under way and everything that comes. From the background thread."""
         with self._lock:
             if self._closed is None:
                 self._closed = error
             entries = list(self._entries.values())
             self._entries.clear()
             self._queue.clear()
+        entries += [entry for running in self._running for entry in running.entries]
+        entries += [opening.entry for opening in self._opening]
+        self._running.clear()  # the engine keeps the memory of plans that are not over
+        self._opening.clear()
         for entry in entries:
             entry.handle.complete(error=type(error)(*error.args))
-        self._running.clear()
 
     # Background thread's side
 
@@ -192,8 +201,8 @@ class ProcessSet:
         if wait > 0 and not self._hurried:
             return wait
         with self._lock:
+            self._hurried = False  # before the queue is taken, so that no later one's hurry is lost
             requests, self._queue = self._queue, []
-        self._hurried = False
         self._announced_s = now
         message = self._cache.announcement(requests)
         if self.coordinator is not None:
@@ -218,21 +227,21 @@ class ProcessSet:
     def _execute(self, response: Response) -> None:
         with self._lock:
             entries = [self._entries.pop(name) for name in response.names if name in self._entries]
-        for entry, number in zip(entries, response.cache_ids, strict=False):
-            if number >= 0:
-                self._cache.learn(entry.handle.name, number, entry.submission.request)
         if response.fault:
             for entry in entries:
                 entry.handle.complete(error=_FAULTS[response.fault](response.error))
             return
         if len(entries) != len(response.names):
-            return  # closed meanwhile
+            return  # closed meanwhile, all of them
+        for entry, number in zip(entries, response.cache_ids, strict=True):
+            if number >= 0:
+                self._cache.learn(entry.handle.name, number, entry.submission.request)
         if response.kind == Kind.CHANNEL:
             self._opening.append(_Opening(entries[0], self.link.transport.duplicate()))
             return
         plan, results = self._plan(response, entries)
-        ticket = self._channel.submit(self._channel.prepare(plan), 0.0, True)
-        self._running.append(_Running(ticket, entries, results, plan.keepalive or []))
+        ticket = self._channel.submit(self._channel.prepare(plan), self.settings.stall_shutdown_s, True)
+        self._running.append(_Running(ticket, entries, results, plan.keepalive))
 
     def _plan(self, response: Response, entries: list[_Entry]) -> tuple[Plan, list[object]]:
         """What to do for a response, and what each handle will return."""
@@ -246,11 +255,11 @@ class ProcessSet:
                     self._place, pairs, request.dtype, request.op, request.prescale, request.postscale
                 )
             case Kind.ALLGATHER:
-                rows = response.sizes[0]
+                lengths = response.sizes[0]
                 row_nbytes = _row_nbytes(request)
-                target = _allocate(first, (sum(rows), *request.shape[1:]))
-                plan = dense.allgather(self._place, [(first.source, target, [n * row_nbytes for n in rows])])
-                results[0] = rows
+                target = _allocate(first, (sum(lengths), *request.shape[1:]))
+                plan = dense.allgather(self._place, [(first.source, target, [n * row_nbytes for n in lengths])])
+                results[0] = lengths
             case Kind.BROADCAST:
                 plan = dense.broadcast(self._place, first.source, _target(first), request.root)
             case Kind.ALLTOALL:
@@ -278,8 +287,6 @@ class ProcessSet:
                 )
             case _:
                 plan = Plan("barrier", [[Stage()]])
-        if not plan.segments:
-            plan.segments.append([Stage()])  # empty tensors: nothing to send, but an end to reach
         plan.name = response.names[0] if len(response.names) == 1 else f"{len(response.names)} fused tensors"
         return plan, results
 
@@ -299,21 +306,45 @@ class ProcessSet:
         return bool(self._opening)
 
     def _complete(self) -> None:
+        """Ends the handles of plans that are over. Raises if one failed by itself: the other ranks wait for it."""
         still = []
+        failure: OcommError | None = None
         for running in self._running:
             state = running.ticket.state
             if state < State.DONE:
                 still.append(running)
                 continue
+            error = None
             if state == State.DONE:
                 self._scratch.give(running.buffers)
-            error = None if state == State.DONE else HorovodInternalError(
-                f"'{running.ticket.plan.name}' failed on rank {self.ranks[self.rank]}: {state.name.lower()}"
-                f" (code {running.ticket.error}). The job cannot go on with these communicators."
-            )  # fmt: skip
+            else:
+                error = self._explain(running.ticket)
+                if state != State.ABORTED and failure is None:
+                    failure = error
             for entry, result in zip(running.entries, running.results, strict=True):
                 entry.handle.complete(result, error)
         self._running = still
+        if failure is not None:
+            raise failure
+
+    def _explain(self, ticket: Ticket) -> OcommError:
+        """What ended a plan that did not come to its end."""
+        what = f"{ticket.plan.name} on rank {self.ranks[self.rank]}"
+        if ticket.state == State.TIMED_OUT:
+            late = [self.ranks[rank] for rank in self._channel.waiting_for()]
+            return StallError(f"{what}: no end after {self.settings.stall_shutdown_s:.0f} s; waits for ranks {late}.")
+        return HorovodInternalError(
+            f"{what}: {ticket.state.name.lower()} (code {ticket.error}). The job cannot go on with these communicators."
+        )
+
+
+def _check_reduction(request: Request) -> None:
+    """InvalidRequestError for a reduction which the element type does not have."""
+    if request.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
+        try:
+            reject_unsupported(request.dtype, request.op, request.prescale, request.postscale)
+        except TypeError as error:
+            raise InvalidRequestError(f"tensor '{request.name}': {error}.") from None
 
 
 def split_rows(rows: int, size: int) -> list[int]:
@@ -336,5 +367,3 @@ def _target(submission: Submission) -> dense.Bytes:
 def _allocate(submission: Submission, shape: tuple[int, ...]) -> dense.Bytes:
     assert submission.allocate is not None
     return submission.allocate(shape)
-
-

@@ -19,8 +19,8 @@ Request = Any
 class Transport(Protocol):
     """One communicator. Messages between two ranks with equal tags arrive in the order they were sent.
 
-    ``arrival`` is set whenever something may have arrived and whenever the runtime is woken, so that a loop may sleep on
-    it; a network that cannot tell leaves it alone, and the loop's timeout is its polling interval.
+    ``arrival`` is set whenever something may have arrived and whenever the runtime is woken, so that a loop may sleep
+    on it; a network that cannot tell leaves it alone, and the loop's timeout is its polling interval.
     """
 
     rank: int

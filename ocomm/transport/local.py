@@ -10,6 +10,8 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels.base import Bytes
 
@@ -83,7 +85,7 @@ class LocalTransport:
             raise HorovodInternalError(
                 f"a message from rank {request.source} has {len(payload)} bytes, expected {request.buffer.nbytes}"
             )
-        memoryview(request.buffer).cast("B")[:] = payload
+        request.buffer[:] = np.frombuffer(payload, np.uint8)
         return True
 
     def probe(self, tag: int) -> tuple[int, int] | None:

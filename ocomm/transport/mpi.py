@@ -167,8 +167,12 @@ class MpiTransport:
         return MpiTransport(self._mpi, communicator) if pending.Test() else None
 
     def subset(self, ranks: Sequence[int]) -> MpiTransport:
-        group = self.communicator.Get_group().Incl(list(ranks))
-        return MpiTransport(self._mpi, self.communicator.Create_group(group))
+        everyone = self.communicator.Get_group()
+        group = everyone.Incl(list(ranks))
+        communicator = self.communicator.Create_group(group)
+        group.Free()
+        everyone.Free()
+        return MpiTransport(self._mpi, communicator)
 
     def host_ranks(self) -> list[int]:
         """Ranks of this communicator which share this rank's memory, ascending. Collective."""
