@@ -22,8 +22,8 @@ demo: install
 
 test: install
 	$(PY) -m pytest tests
-	TEST_MPI_SIZE=2 $(MPIRUN) -np 2 $(PY) -m pytest -q tests/world tests/frontends </dev/null
-	TEST_MPI_SIZE=4 $(MPIRUN) -np 4 $(PY) -m pytest -q tests/world tests/frontends </dev/null
+	TEST_MPI_SIZE=2 $(MPIRUN) -np 2 $(PY) -m pytest -q --capture=no --no-header tests/world tests/frontends </dev/null
+	TEST_MPI_SIZE=4 $(MPIRUN) -np 4 $(PY) -m pytest -q --capture=no --no-header tests/world tests/frontends </dev/null
 
 check: install
 	$(VENV)/bin/ruff check .

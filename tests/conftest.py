@@ -7,9 +7,18 @@ from collections.abc import Iterator
 import pytest
 
 from ocomm import session as sessions
+from tests.worlds import MPI_SIZE
 
 
 @pytest.fixture(autouse=True)
 def _no_session_left_behind() -> Iterator[None]:
     yield
     assert not sessions.current().is_initialized, "a test left its session running"
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Under mpirun the job ends in order: MPI reports a rank that ends without this as a failure."""
+    if MPI_SIZE:
+        from ocomm.transport import mpi
+
+        mpi.finalize()

@@ -402,11 +402,15 @@ class Stepper:
         self._vote_envelope.begin(self.step + 1, attempt, hyper, announcement)
         self._vote_envelope.header["lr"] = lr
         self._vote_envelope.header["flags"] = self._objections
-        ticket = self.channel.submit(self._vote, self.timeout_s, False)
-        for bucket in self._buckets:
-            assert bucket.ticket is not None
-            self._wait(bucket.ticket, bucket.envelopes)
-        self._wait(ticket, [self._vote_envelope])
+        exchanges = [(bucket.ticket, bucket.envelopes) for bucket in self._buckets if bucket.ticket is not None]
+        exchanges.append((self.channel.submit(self._vote, self.timeout_s, False), [self._vote_envelope]))
+        for ticket, _ in exchanges:
+            self._wait(ticket)
+        # One that fails takes the others of its channel with it, whichever comes first here: report the cause.
+        for state in (State.MISMATCH, State.TIMED_OUT, State.MPI_ERROR, State.ABORTED):
+            for ticket, envelopes in exchanges:
+                if ticket.state == state:
+                    self._fail(ticket, envelopes)
 
     def _hear(self) -> None:
         self.present_anywhere[:] = False
@@ -470,17 +474,19 @@ class Stepper:
         self.order = list(order)
         self.rebuild()
 
-    def _wait(self, ticket: Ticket, envelopes: Sequence[Envelope]) -> None:
+    def _wait(self, ticket: Ticket) -> None:
+        """Until it is over, one way or another; says for whom, now and then. The ticket has its own deadline."""
         waited = 0.0
-        while (state := ticket.wait(self.stall_check_s)) < State.DONE:
+        while ticket.wait(self.stall_check_s) < State.DONE:
             waited += self.stall_check_s
             late = [self.ranks[rank] for rank in self.channel.waiting_for()]
             _log.warning(
                 "%s: rank %d has waited %.0f s in step %d for rank(s) %s",
                 self.name, self.ranks[self.rank], waited, self.step + 1, late,
             )  # fmt: skip
-        if state == State.DONE:
-            return
+
+    def _fail(self, ticket: Ticket, envelopes: Sequence[Envelope]) -> None:
+        state = ticket.state
         if (failure := self._failure()) is not None:
             raise type(failure)(*failure.args)
         if state == State.MISMATCH:
