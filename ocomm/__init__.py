@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ocomm.api import *  # noqa: F403
     from ocomm.errors import *  # noqa: F403
-    from ocomm.operations import ProcessSet, global_process_set
-    from ocomm.version import __version__
+    from ocomm.operations import ProcessSet as ProcessSet
+    from ocomm.operations import global_process_set as global_process_set
+    from ocomm.version import __version__ as __version__
 
 # The launcher and tools import this package too: names are loaded when they are first used, with NumPy and the rest.
 _HOMES = {

@@ -1,0 +1,103 @@
+"""Starting alike: parameters, optimizer state and objects from one rank to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ocomm import api
+from ocomm import session as sessions
+from ocomm.errors import InvalidRequestError
+from ocomm.operations import ProcessSet, global_process_set
+from ocomm_torch.mpi_ops import broadcast_async_, synchronize
+
+
+def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
+    """Overwrites parameters and buffers with those of ``root_rank`` (a world rank).
+
+    ``params``: a ``state_dict()``, ``model.named_parameters()``, or an iterable of tensors or of (name, tensor).
+    """
+    if isinstance(params, Mapping):
+        pairs: list[tuple[str | None, Any]] = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, str)):
+        pairs = [p if isinstance(p, tuple) else (None, p) for p in params]
+    else:
+        raise InvalidRequestError(f"invalid params of type: {type(params)}")
+    for name, tensor in pairs:
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise InvalidRequestError(
+                f"invalid params: '{name}' is of type {type(tensor).__name__}, not a tensor; send it with "
+                "broadcast_object."
+            )
+    started = [broadcast_async_(t, root_rank, name, process_set) for name, t in pairs if t is not None]
+    for handle in started:
+        synchronize(handle)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in a structure that is pickled."""
+
+    position: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Overwrites the optimizer's state and hyper-parameters with those of ``root_rank`` (a world rank).
+
+    The other ranks need not have any state yet. ``model`` is accepted as in Horovod and not needed. InvalidRequestError
+    for LBFGS, whose state is not per parameter.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidRequestError("cannot broadcast torch.optim.LBFGS state")
+    is_root = sessions.current().require_topology().rank == root_rank
+    tensors: list[torch.Tensor] = []
+    structure = _take_out(optimizer.state_dict(), tensors) if is_root else None
+    structure = api.broadcast_object(structure, root_rank, process_set=process_set)
+    if not is_root:
+        structure = _make_room(structure, tensors)
+    started = [
+        broadcast_async_(tensor, root_rank, f"optimizer_state.{position}", process_set)
+        for position, tensor in enumerate(tensors)
+    ]
+    for handle in started:
+        synchronize(handle)
+    if not is_root:
+        optimizer.load_state_dict(structure)
+
+
+def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The structure with slots for its tensors, which are appended to ``tensors``."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Slot(len(tensors) - 1, value.dtype, tuple(value.shape))
+    if isinstance(value, dict):
+        return {key: _take_out(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_take_out(item, tensors) for item in value)
+    return value
+
+
+def _make_room(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The structure with new tensors for its slots, which are appended to ``tensors`` in the order of ``_take_out``."""
+    if isinstance(value, _Slot):
+        tensors.append(torch.empty(value.shape, dtype=value.dtype))
+        return tensors[-1]
+    if isinstance(value, dict):
+        return {key: _make_room(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_make_room(item, tensors) for item in value)
+    return value
+
+
+broadcast_object = api.broadcast_object
+allgather_object = api.allgather_object

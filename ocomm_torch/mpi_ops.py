@@ -1,0 +1,569 @@
+"""Horovod's collectives on Torch tensors.
+
+Tensors of any layout and device are taken; those which are not contiguous or not in host memory are copied. The
+``*_async`` calls return an integer handle for ``poll`` and ``synchronize``; until it is synchronized, neither the input
+nor the output may be touched. A trailing underscore means in place. The others are differentiable.
+
+``name`` tells which calls of different ranks belong together; calls without one are matched by their order. ``op`` is
+``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``; an average of whole numbers is a floor division.
+
+Errors: InvalidRequestError (a ValueError) at once where this rank's arguments cannot be right, HorovodInternalError
+from the synchronizing call where the ranks do not agree or some do not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ocomm import operations
+from ocomm import session as sessions
+from ocomm.api import Average, Sum
+from ocomm.errors import InvalidRequestError
+from ocomm.kernels.base import Bytes
+from ocomm.operations import ProcessSet, choose_op, global_process_set, handles
+from ocomm.types import DType
+from ocomm_torch.compression import Compression, Compressor
+
+_DTYPES = {
+    torch.uint8: DType.UINT8,
+    torch.int8: DType.INT8,
+    torch.int16: DType.INT16,
+    torch.int32: DType.INT32,
+    torch.int64: DType.INT64,
+    torch.bool: DType.BOOL,
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.float32: DType.FLOAT32,
+    torch.float64: DType.FLOAT64,
+}
+
+
+class TorchAdapter:
+    """See ``operations.Adapter``."""
+
+    def describe(self, tensor: Any) -> tuple[DType, tuple[int, ...]]:
+        dtype = _DTYPES.get(tensor.dtype)
+        if dtype is None:
+            allowed = ", ".join(d.label for d in DType)
+            raise TypeError(f"dtype {tensor.dtype} is not supported; use one of {allowed}")
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"layout {tensor.layout} is not supported; call to_dense() or sparse_allreduce_async()")
+        return dtype, tuple(tensor.shape)
+
+    def host(self, tensor: Any) -> tuple[Any, bool]:
+        tensor = tensor.detach()
+        if tensor.device.type == "cpu":
+            return (tensor, True) if tensor.is_contiguous() else (tensor.contiguous(), False)
+        return tensor.cpu().contiguous(), False
+
+    def view(self, host: Any) -> Bytes:
+        if host.dtype is torch.bfloat16:
+            host = host.view(torch.int16)  # NumPy has no bfloat16
+        return host.numpy().reshape(-1).view(np.uint8)
+
+    def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
+        return torch.empty(shape, dtype=like.dtype)
+
+    def deliver(self, host: Any, like: Any) -> Any:
+        return host if like.device.type == "cpu" else host.to(like.device)
+
+    def store(self, host: Any, into: Any) -> None:
+        into.detach().copy_(host)
+
+
+TORCH = TorchAdapter()
+
+# allreduce
+
+
+def _submit_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    in_place: bool,
+    grouped: bool,
+) -> int:
+    session = sessions.current()
+    chosen = choose_op(op, average)
+    return handles.add(
+        operations.allreduce(session, TORCH, tensors, name, chosen, prescale, postscale, process_set, in_place, grouped)
+    )
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts ``allreduce``; the handle's result is a new tensor."""
+    return _submit_allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set, False, False)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts ``allreduce_``; the result is in ``tensor`` when the handle is synchronized."""
+    return _submit_allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set, True, False)
+
+
+class _Allreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, name: str | None, op: int, prescale: float, postscale: float, process_set: ProcessSet
+    ) -> Tensor:
+        ctx.settings = (op, prescale, postscale, process_set)
+        return synchronize(allreduce_async(tensor, None, name, op, prescale, postscale, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        op, prescale, postscale, process_set = ctx.settings
+        return allreduce(grads[0], None, None, Compression.none, op, prescale, postscale, process_set), *_nothing(5)
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """The reduction of ``tensor`` over the ranks, as a new tensor of the same shape and dtype.
+
+    ``prescale_factor`` is applied to every input, ``postscale_factor`` to the result. The gradient is the same
+    allreduce of the gradient.
+    """
+    chosen = choose_op(op, average)
+    compressed, context = compression.compress(tensor)
+    reduced = _Allreduce.apply(compressed, name, chosen, prescale_factor, postscale_factor, process_set)
+    return compression.decompress(reduced, context)
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """``allreduce`` into ``tensor`` itself, which is returned. Not differentiable."""
+    return synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts ``grouped_allreduce``; the handle's result is a list of new tensors."""
+    return _submit_allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, False, True)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts ``grouped_allreduce_``; the results are in ``tensors`` when the handle is synchronized."""
+    return _submit_allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, True, True)
+
+
+class _GroupedAllreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: int,
+        prescale: float,
+        postscale: float,
+        process_set: ProcessSet,
+        *tensors: Tensor,
+    ) -> Any:
+        ctx.settings = (op, prescale, postscale, process_set)
+        return tuple(synchronize(grouped_allreduce_async(tensors, None, name, op, prescale, postscale, process_set)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        op, prescale, postscale, process_set = ctx.settings
+        reduced = grouped_allreduce(grads, None, None, Compression.none, op, prescale, postscale, process_set)
+        return *_nothing(5), *reduced
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """``allreduce`` of several tensors, which are reduced when all ranks have submitted all of them."""
+    chosen = choose_op(op, average)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    reduced = _GroupedAllreduce.apply(
+        name, chosen, prescale_factor, postscale_factor, process_set, *(compressed for compressed, _ in pairs)
+    )
+    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """``grouped_allreduce`` into the tensors themselves, which are returned. Not differentiable."""
+    return synchronize(
+        grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    )
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None = None, op: int | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Starts the sum (or Average) of sparse COO tensors: indices and values of all ranks side by side.
+
+    Returns a function which waits for it and returns the coalesced tensor, as Horovod does, instead of a handle.
+    """
+    chosen = choose_op(op, None)
+    if chosen not in (Average, Sum):
+        raise InvalidRequestError("a sparse allreduce has Average and Sum only.")
+    tensor = tensor.detach().coalesce()
+    indices_name, values_name = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
+    indices = allgather_async(tensor.indices().t(), indices_name, process_set)
+    values = allgather_async(tensor.values(), values_name, process_set)
+    members = process_set.size()
+
+    def finish() -> Tensor:
+        found_indices, found_values = synchronize(indices), synchronize(values)
+        if chosen == Average:
+            found_values = found_values / members
+        return torch.sparse_coo_tensor(found_indices.t(), found_values, tensor.shape).coalesce()
+
+    return finish
+
+
+# allgather
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Starts ``allgather``."""
+    operation = operations.allgather(sessions.current(), TORCH, [tensor], name, process_set, False)
+    return handles.add(operations.without_sizes(operation))
+
+
+class _Allgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
+        gathered, ctx.rows = operations.allgather(sessions.current(), TORCH, [tensor], name, process_set, False).wait()
+        ctx.process_set = process_set
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        reduced = allreduce(grads[0], op=Average, process_set=ctx.process_set)
+        return _own_rows(reduced, ctx.rows, ctx.process_set), *_nothing(2)
+
+
+def _own_rows(tensor: Tensor, rows: Sequence[int], process_set: ProcessSet) -> Tensor:
+    mine = process_set.rank()
+    return tensor.narrow(0, sum(rows[:mine]), rows[mine])
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """The tensors of all ranks along the first dimension, which may have another length on every rank.
+
+    The gradient is this rank's rows of the averaged gradient.
+    """
+    return _Allgather.apply(tensor, name, process_set)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts ``grouped_allgather``."""
+    operation = operations.allgather(sessions.current(), TORCH, tensors, name, process_set, True)
+    return handles.add(operation.then(lambda pairs: [tensor for tensor, _ in pairs]))
+
+
+class _GroupedAllgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
+        pairs = operations.allgather(sessions.current(), TORCH, tensors, name, process_set, True).wait()
+        ctx.rows = [rows for _, rows in pairs]
+        ctx.process_set = process_set
+        return tuple(tensor for tensor, _ in pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        reduced = grouped_allreduce(grads, op=Average, process_set=ctx.process_set)
+        return *_nothing(2), *(_own_rows(g, n, ctx.process_set) for g, n in zip(reduced, ctx.rows, strict=True))
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """``allgather`` of several tensors, gathered when all ranks have submitted all of them."""
+    return list(_GroupedAllgather.apply(name, process_set, *tensors))
+
+
+# broadcast
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts ``broadcast``; the handle's result is a new tensor."""
+    return handles.add(operations.broadcast(sessions.current(), TORCH, tensor, root_rank, name, process_set, False))
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts ``broadcast_``; the result is in ``tensor`` when the handle is synchronized."""
+    return handles.add(operations.broadcast(sessions.current(), TORCH, tensor, root_rank, name, process_set, True))
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
+        ctx.settings = (root_rank, process_set)
+        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        root_rank, process_set = ctx.settings
+        reduced = allreduce(grads[0], op=Average, process_set=process_set)
+        is_root = sessions.current().require_topology().rank == root_rank
+        return reduced if is_root else torch.zeros_like(reduced), *_nothing(3)
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """The tensor of ``root_rank`` (a world rank, also in a process set), as a new tensor.
+
+    The gradient is the averaged gradient on the root, zeros elsewhere.
+    """
+    return _Broadcast.apply(tensor, root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """``broadcast`` into ``tensor`` itself, which is returned. Not differentiable."""
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+
+
+# alltoall
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts ``alltoall``."""
+    operation = operations.alltoall(sessions.current(), TORCH, tensor, _list(splits), name, process_set)
+    if splits is None:
+        return handles.add(operations.without_sizes(operation))
+    return handles.add(operation.then(lambda result: (result[0], torch.tensor(result[1], dtype=torch.int32))))
+
+
+def _list(splits: Any) -> Any:
+    return splits.cpu().numpy() if isinstance(splits, Tensor) else splits
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
+        received, rows = operations.alltoall(sessions.current(), TORCH, tensor, _list(splits), name, process_set).wait()
+        ctx.settings = (rows, process_set, tensor.shape[0])
+        counts = torch.tensor(rows, dtype=torch.int32)
+        ctx.mark_non_differentiable(counts)
+        return received, counts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        rows, process_set, length = ctx.settings
+        gradient, _ = synchronize(alltoall_async(grads[0], rows, process_set=process_set))
+        if len(gradient) < length:  # rows which the splits had left at home
+            gradient = torch.cat([gradient, gradient.new_zeros(length - len(gradient), *gradient.shape[1:])])
+        return gradient, *_nothing(3)
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Deals the rows of ``tensor`` to the ranks, in order, and returns what came from them, in rank order.
+
+    ``splits`` (a tensor or sequence of whole numbers) are the rows for each rank, their sum at most the length of
+    ``tensor``; equal parts by default. With it the result is a pair: the tensor, and the rows received from each rank
+    (int32). The gradient goes back the same way.
+    """
+    received, rows = _Alltoall.apply(tensor, splits, name, process_set)
+    return received if splits is None else (received, rows)
+
+
+# reducescatter
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts ``reducescatter``."""
+    return _submit_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor, False)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts ``grouped_reducescatter``."""
+    return _submit_reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, True)
+
+
+def _submit_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    process_set: ProcessSet,
+    prescale: float,
+    postscale: float,
+    grouped: bool,
+) -> int:
+    session = sessions.current()
+    return handles.add(
+        operations.reducescatter(session, TORCH, tensors, name, op, prescale, postscale, process_set, grouped)
+    )
+
+
+class _GroupedReducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: int,
+        process_set: ProcessSet,
+        prescale: float,
+        postscale: float,
+        grouped: bool,
+        *tensors: Tensor,
+    ) -> Any:
+        factor = prescale * postscale * (process_set.size() if op == Sum else 1)
+        ctx.settings = (factor, process_set)
+        handle = _submit_reducescatter(tensors, name, op, process_set, prescale, postscale, grouped)
+        parts = synchronize(handle)
+        return tuple(parts) if grouped else (parts,)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        factor, process_set = ctx.settings
+        return *_nothing(6), *grouped_allgather([grad * factor for grad in grads], process_set=process_set)
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """This rank's part of the reduction (Average or Sum): a share of the rows, the first ranks get the remainder.
+
+    The gradient is the allgathered gradient, times the number of ranks for Sum (as in Horovod).
+    """
+    compressed, context = compression.compress(tensor)
+    (part,) = _GroupedReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, False, compressed)
+    return compression.decompress(part, context)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """``reducescatter`` of several tensors, reduced when all ranks have submitted all of them."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    parts = _GroupedReducescatter.apply(
+        name, op, process_set, prescale_factor, postscale_factor, True, *(compressed for compressed, _ in pairs)
+    )
+    return [compression.decompress(part, context) for part, (_, context) in zip(parts, pairs, strict=True)]
+
+
+# Waiting
+
+
+def poll(handle: int) -> bool:
+    """True if ``synchronize(handle)`` will not block. InvalidRequestError for an unknown handle."""
+    return handles.poll(handle)
+
+
+def synchronize(handle: int) -> Any:
+    """The tensor or tensors of an asynchronous call, waiting for them. None for an unknown handle."""
+    return handles.synchronize(handle)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Returns when every rank of the set has called it."""
+    operations.barrier(sessions.current(), process_set)
+
+
+def _nothing(count: int) -> tuple[None, ...]:
+    """Gradients of arguments that have none."""
+    return (None,) * count

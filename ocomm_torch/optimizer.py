@@ -1,0 +1,395 @@
+"""DistributedOptimizer: the user's optimizer, on gradients averaged over the ranks while backward goes on.
+
+Who calls what, per step: autograd calls ``_on_gradient`` as each gradient is ready, which starts its allreduce; when
+the backward pass that completed the last one ends, ``_on_backward_end`` waits for them, so that ``clip_grad_norm_`` and
+everything else between ``backward()`` and ``step()`` sees averages, as with DistributedDataParallel. What is missing
+then (parameters without a gradient) is submitted by ``synchronize``: by ``step()``, or when something looks at
+``param_groups``, which is what ``GradScaler`` does before it unscales.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ocomm import operations
+from ocomm import session as sessions
+from ocomm.api import Average, broadcast_object
+from ocomm.errors import InvalidRequestError, OcommError
+from ocomm.operations import ProcessSet, global_process_set
+from ocomm.types import ReduceOp
+from ocomm_torch.compression import Compression, Compressor
+from ocomm_torch.mpi_ops import TORCH, sparse_allreduce_async
+
+
+class _Exchange:
+    """Gradients under way together: one parameter, or a group."""
+
+    __slots__ = ("_done", "_error", "_finish")
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+        self._done = False
+        self._error: OcommError | None = None
+
+    def deliver(self) -> None:
+        """Waits, and writes the result into ``grad``, once: later changes of the gradient are the user's."""
+        if not self._done:
+            self._done = True
+            try:
+                self._finish()
+            except OcommError as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+
+
+class _DistributedOptimizer(torch.optim.Optimizer):
+    """Mixed in before the class of the user's optimizer; see ``DistributedOptimizer``."""
+
+    def _distribute(
+        self,
+        names: dict[Tensor, str],
+        compression: type[Compressor],
+        backward_passes_per_step: int,
+        op: int,
+        predivide: float,
+        groups: Sequence[tuple[Tensor, ...]],
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        # Hooks run in autograd's threads, which know nothing of this thread's session.
+        self._session = sessions.current()
+        self._names = names
+        self._compression = compression
+        self._op = op
+        self._prescale, self._postscale = (1.0 / predivide, predivide) if op == Average else (1.0, 1.0)
+        self._sparse_as_dense = sparse_as_dense
+        self._process_set = process_set
+        self.backward_passes_per_step = backward_passes_per_step
+        self._group_of = {p: group for group in groups for p in group}
+        self._delay = dict.fromkeys(names, backward_passes_per_step)
+        self._waiting: set[Tensor] = set()  # gradients that are ready, in groups that are not
+        self._exchanges: dict[Tensor, _Exchange] = {}  # by parameter; a group's is there once per member
+        self._callback_queued = False
+        self._busy = False
+        self._synchronized = False  # by a call of synchronize()
+        self._averaged = False  # every gradient is the average, for whatever reason
+        self._should_synchronize = True
+        self._trained: list[Tensor] = []
+        if process_set.included() and process_set.size() > 1:
+            self._trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+            for p in self._trained:
+                p.register_post_accumulate_grad_hook(self._on_gradient)
+
+    # Backward
+
+    def _on_gradient(self, p: Tensor) -> None:
+        if self._delay[p] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                "backward_passes_per_step to accumulate gradients locally."
+            )
+        self._delay[p] -= 1
+        if self._delay[p] > 0:
+            return
+        self._synchronized = self._averaged = False
+        group = self._group_of.get(p)
+        if group is None:
+            self._submit((p,))
+        else:
+            self._waiting.add(p)
+            if all(member in self._waiting for member in group):
+                self._submit(group)
+        if not self._callback_queued:
+            self._callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        """Waits only if this rank's step is complete: what is missing elsewhere may need this rank to go on."""
+        self._callback_queued = False
+        if len(self._exchanges) == len(self._trained):
+            # An error here would come out of backward(); synchronize() raises it again.
+            with contextlib.suppress(OcommError):
+                self._deliver()
+
+    def _submit(self, parameters: tuple[Tensor, ...]) -> None:
+        """Starts the exchange of gradients that are ready, or zeros where there is none."""
+        grads = []
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif p.grad.is_sparse and (self._sparse_as_dense or len(parameters) > 1):
+                p.grad = p.grad.to_dense()
+            grads.append(p.grad.detach())
+        exchange = self._start_sparse(parameters[0]) if grads[0].is_sparse else self._start(parameters, grads)
+        for p in parameters:
+            self._exchanges[p] = exchange
+            self._waiting.discard(p)
+
+    def _start(self, parameters: tuple[Tensor, ...], grads: list[Tensor]) -> _Exchange:
+        pairs = [self._compression.compress(grad) for grad in grads]
+        operation = operations.allreduce(
+            self._session,
+            TORCH,
+            [compressed for compressed, _ in pairs],
+            self._names[parameters[0]],
+            self._op,
+            self._prescale,
+            self._postscale,
+            self._process_set,
+            True,
+            parameters[0] in self._group_of,
+        )
+
+        def finish() -> None:
+            operation.wait()
+            for grad, (compressed, context) in zip(grads, pairs, strict=True):
+                reduced = self._compression.decompress(compressed, context)
+                if reduced.data_ptr() != grad.data_ptr():
+                    grad.copy_(reduced)
+
+        return _Exchange(finish)
+
+    def _start_sparse(self, p: Tensor) -> _Exchange:
+        assert p.grad is not None
+        wait = sparse_allreduce_async(p.grad, self._names[p], self._op, self._process_set)
+
+        def finish() -> None:
+            p.grad = wait()
+
+        return _Exchange(finish)
+
+    def _deliver(self) -> None:
+        failure = None
+        for exchange in dict.fromkeys(self._exchanges.values()):
+            try:
+                exchange.deliver()
+            except OcommError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    # Horovod's calls
+
+    def synchronize(self) -> None:
+        """Waits until every gradient is the average over the ranks; parameters without one count as zeros.
+
+        Collective over the process set. Raises HorovodInternalError if an exchange failed.
+        """
+        self._complete()
+        self._synchronized = True
+
+    def _complete(self) -> None:
+        if self._busy or not self._trained:
+            return
+        self._busy = True  # whatever looks at param_groups meanwhile must not come here again
+        try:
+            for p in self._trained:
+                if p not in self._exchanges:
+                    self._submit(self._group_of.get(p, (p,)))
+            self._deliver()
+            self._averaged = True
+        finally:
+            self._forget()
+            self._busy = False
+
+    def _forget(self) -> None:
+        self._exchanges.clear()
+        self._waiting.clear()
+        self._callback_queued = False
+        self._delay = dict.fromkeys(self._delay, self.backward_passes_per_step)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's groups. Waits for gradients under way, because GradScaler finds them through here."""
+        if self.__dict__.get("_exchanges"):
+            self._complete()
+        return self.__dict__["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """``step()`` in here does not wait for gradients: ``synchronize()`` has been called before."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Waits for the averaged gradients, then makes the wrapped optimizer's step, which changes parameters in place.
+
+        Gradients that ``closure`` computes are averaged as well. Raises HorovodInternalError if an exchange failed.
+        """
+        if self._should_synchronize:
+            if self._synchronized and self._trained:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
+                    stacklevel=2,
+                )
+            elif not self._averaged and (closure is None or self._exchanges):
+                self._complete()
+        self._synchronized = self._averaged = False
+        if closure is None:
+            return super().step()
+
+        def averaged_closure() -> Any:
+            loss = closure()
+            self._complete()
+            return loss
+
+        return super().step(averaged_closure)
+
+    # Torch wraps every optimizer class's step() to call step hooks; the wrapped optimizer's own has that already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients. AssertionError between backward and ``step()`` or ``synchronize()``."""
+        if self._exchanges:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super().zero_grad(set_to_none=set_to_none)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on gradients are summed over ``passes`` backward passes before they are averaged over the ranks."""
+        self.backward_passes_per_step = passes
+        self._delay = dict.fromkeys(self._delay, passes)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped optimizer's; gradients under way are waited for and forgotten."""
+        with contextlib.suppress(OcommError):
+            self._deliver()
+        self._forget()
+        self._synchronized = self._averaged = False
+        super().load_state_dict(state_dict)
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """``optimizer``, stepping on gradients that are averaged over the ranks of ``process_set``.
+
+    The result is of a subclass of the optimizer's class with the same name; it shares its param groups and state, so
+    schedulers and checkpoints of either fit both. Exchanges overlap with backward. Gradients are averaged in place, and
+    complete when ``backward()`` returns if every parameter got one, so ``clip_grad_norm_`` and ``GradScaler`` need
+    nothing special; a parameter without a gradient on this rank counts as zeros.
+
+    ``named_parameters``: (name, parameter) for every parameter of the optimizer. ``backward_passes_per_step``: backward
+    passes whose gradients are summed before they are averaged. ``gradient_predivide_factor``: divides before the sum,
+    the rest of the average after it. ``groups``: a number of groups, or lists of parameters, that are exchanged only
+    when complete. ``num_groups``: Horovod's older name for it. ``sparse_as_dense``: sparse gradients become dense ones
+    instead of being gathered.
+
+    Raises InvalidRequestError (a ValueError) for what cannot be right. Later, ``step()`` and ``synchronize()`` raise
+    HorovodInternalError if an exchange failed.
+    """
+    if op == ReduceOp.ADASUM:
+        raise InvalidRequestError("op=Adasum is not supported; use Average or Sum.")
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
+    if backward_passes_per_step <= 0:
+        raise InvalidRequestError("backward_passes_per_step must be > 0")
+    if num_groups != 0:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
+        if groups is None:
+            groups = num_groups
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    names = _names(parameters, named_parameters)
+    chosen = _groups(groups, parameters, names, process_set)
+
+    base = type(optimizer)
+    wrapper = type(
+        base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__}
+    )
+    wrapped = object.__new__(wrapper)
+    # A scheduler made before has put its own step() on the object, which would hide ours.
+    wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})
+    wrapped._distribute(
+        names,
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        chosen,
+        sparse_as_dense,
+        process_set,
+    )
+    return wrapped
+
+
+def _names(parameters: Sequence[Tensor], named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
+    """A name for each parameter, in the words of Horovod's errors."""
+    if named is None:
+        return {p: f"allreduce.noname.{position}" for position, p in enumerate(parameters)}
+    pairs = list(named)
+    if any(not isinstance(pair, tuple) for pair in pairs):
+        raise InvalidRequestError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in pairs]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise InvalidRequestError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
+        )
+    name_of = {p: name for name, p in pairs}
+    unnamed = [p for p in parameters if p not in name_of]
+    if unnamed:
+        raise InvalidRequestError(
+            "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
+            + ", ".join(str(id(p)) for p in unnamed)
+        )
+    return {p: name_of[p] for p in parameters}
+
+
+def _groups(
+    groups: Any, parameters: Sequence[Tensor], names: dict[Tensor, str], process_set: ProcessSet
+) -> list[tuple[Tensor, ...]]:
+    """The groups as tuples of parameters that are trained; those of a number follow the first rank's order."""
+    if groups is None:
+        return []
+    trained = [p for p in parameters if p.requires_grad]
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 0:
+            raise InvalidRequestError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        if groups == 0 or not process_set.included():
+            return []
+        order = broadcast_object([names[p] for p in trained], process_set.ranks[0], process_set=process_set)
+        position = {name: k for k, name in enumerate(order)}
+        trained.sort(key=lambda p: position[names[p]])
+        bounds = [len(trained) * k // groups for k in range(groups + 1)]
+        return [tuple(trained[a:b]) for a, b in itertools.pairwise(bounds) if b > a]
+    if not isinstance(groups, (list, tuple)) or any(not isinstance(group, (list, tuple)) for group in groups):
+        raise InvalidRequestError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    every = [p for group in groups for p in group]
+    if any(not isinstance(p, Tensor) for p in every):
+        raise InvalidRequestError("groups must consist of torch.Tensor.")
+    if len({id(p) for p in every}) != len(every):
+        raise InvalidRequestError("A parameter can only appear once in groups.")
+    known = {id(p) for p in trained}
+    found = [tuple(p for p in group if id(p) in known) for group in groups]
+    return [group for group in found if group]
