@@ -1,0 +1,88 @@
+"""Settings come from the environment in one place, and what cannot be right is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+
+from ocomm.config import VARIABLES, Launch, read_launch, read_settings
+from ocomm.errors import SettingsError
+from ocomm.types import Settings
+
+
+def test_without_variables_the_defaults_hold() -> None:
+    assert read_settings({"PATH": "/bin", "OCOMMX": "1"}) == Settings()
+
+
+def test_every_setting_has_a_variable() -> None:
+    assert {field for field, _, _ in VARIABLES.values()} == {field.name for field in dataclasses.fields(Settings)}
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("OCOMM_FUSION_THRESHOLD", "0", "fusion_threshold", 0),
+        ("OCOMM_CYCLE_TIME", "2.5", "cycle_time_ms", 2.5),
+        ("OCOMM_STALL_CHECK_DISABLE", "1", "stall_check", False),
+        ("HOROVOD_STALL_CHECK_DISABLE", "0", "stall_check", True),
+        ("HOROVOD_LOG_LEVEL", "DEBUG", "log_level", "debug"),
+        ("OCOMM_ENGINE", "python", "engine", "python"),
+    ],
+)
+def test_a_variable_sets_its_field(variable: str, text: str, field: str, value: object) -> None:
+    assert read_settings({variable: text}) == dataclasses.replace(Settings(), **{field: value})
+
+
+def test_our_variable_wins_over_horovods() -> None:
+    both = {"HOROVOD_CYCLE_TIME": "7", "OCOMM_CYCLE_TIME": "3"}
+    assert read_settings(both).cycle_time_ms == 3.0
+    assert read_settings({"HOROVOD_CYCLE_TIME": "nonsense", "OCOMM_CYCLE_TIME": "3"}).cycle_time_ms == 3.0
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("OCOMM_CYLCE_TIME", "1", "OCOMM_CYLCE_TIME is not a setting of ocomm. Did you mean OCOMM_CYCLE_TIME?"),
+        ("OCOMM_ZZZ", "1", "OCOMM_ZZZ is not a setting of ocomm."),
+        ("OCOMM_WINDOW", "0", "OCOMM_WINDOW='0' cannot be used: must be at least 1."),
+        ("OCOMM_FUSION_THRESHOLD", "-1", "OCOMM_FUSION_THRESHOLD='-1' cannot be used: must not be negative."),
+        ("OCOMM_PEER_TIMEOUT_SECONDS", "inf",
+         "OCOMM_PEER_TIMEOUT_SECONDS='inf' cannot be used: must be a number that is not negative."),
+        ("OCOMM_ENGINE", "rust", "OCOMM_ENGINE='rust' cannot be used: expected one of native, python."),
+        ("HOROVOD_STALL_CHECK_DISABLE", "maybe",
+         "HOROVOD_STALL_CHECK_DISABLE='maybe' cannot be used: expected 0 or 1."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_right_is_refused_by_name(variable: str, text: str, message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        read_settings({variable: text})
+    assert str(caught.value) == message
+
+
+def test_a_horovod_variable_without_meaning_is_named_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ocomm"):
+        assert read_settings({"HOROVOD_GPU_OPERATIONS": "NCCL"}) == Settings()
+    assert [record.getMessage() for record in caplog.records] == [
+        "HOROVOD_GPU_OPERATIONS has no meaning for ocomm and is ignored"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "launch"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "x"}, None),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, Launch("WORLD_SIZE", 2, 1, "")),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "PMIX_NAMESPACE": "job@1", "WORLD_SIZE": "2"},
+         Launch("OMPI_COMM_WORLD_SIZE", 4, 3, "job@1")),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0", "PMI_JOBID": "7"}, Launch("PMI_SIZE", 2, 0, "7")),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_JOB_ID": "9"}, Launch("SLURM_NTASKS", 8, 5, "9")),
+        ({"SLURM_NTASKS": "8"}, None),  # a batch script, not a task
+    ],
+)  # fmt: skip
+def test_the_environment_tells_who_launched_this_process(environment: dict[str, str], launch: Launch | None) -> None:
+    assert read_launch(environment) == launch
+    if launch is not None:
+        assert launch.is_mpi == ("OMPI_COMM_WORLD_SIZE" in environment or "WORLD_SIZE" not in environment)

@@ -1,0 +1,182 @@
+"""The plans of the dense collectives, run for all ranks at once by a toy, give what NumPy gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from ocomm.collectives import dense
+from ocomm.collectives.plan import Copy, Plan, Reduce
+from ocomm.collectives.scratch import aligned
+from ocomm.kernels.base import Bytes
+from ocomm.kernels.reference import ReferenceKernels
+from ocomm.types import DType, ReduceOp
+
+SEGMENT = 256 * 1024
+SIZES = [1, 2, 3, 4, 5]
+#: Elements: nothing, fewer than ranks, odd, around the small limit, several segments with an odd end.
+NUMELS = [0, 1, 3, 1025, dense.SMALL_NBYTES // 4, dense.SMALL_NBYTES // 4 + 1, 100_003, 300_001]
+
+
+def execute(plans: Sequence[Plan]) -> None:
+    """All ranks in lockstep, one stage after the other; messages are copied when they are sent."""
+    kernels = ReferenceKernels()
+    assert len({tuple(len(stages) for stages in plan.segments) for plan in plans}) == 1, "one shape on all ranks"
+    for number in range(len(plans[0].segments)):
+        for stage in range(len(plans[0].segments[number])):
+            mail: dict[tuple[int, int], list[Bytes]] = {}
+            for rank, plan in enumerate(plans):
+                for c in plan.segments[number][stage].compute:
+                    if isinstance(c, Copy):
+                        c.destination[:] = c.source
+                    else:
+                        assert isinstance(c, Reduce)
+                        kernels.reduce(c.dtype, c.op, c.sources, c.prescale, c.postscale, c.out)
+                for message in plan.segments[number][stage].sends:
+                    mail.setdefault((rank, message.peer), []).append(message.buffer.copy())
+            for rank, plan in enumerate(plans):
+                for message in plan.segments[number][stage].receives:
+                    message.buffer[:] = mail[message.peer, rank].pop(0)
+            assert not any(mail.values()), "a message that nobody received"
+
+
+def places(size: int) -> list[dense.Place]:
+    return [dense.Place(rank, size, SEGMENT, aligned) for rank in range(size)]
+
+
+def raw(array: np.ndarray) -> Bytes:
+    return array.reshape(-1).view(np.uint8)
+
+
+def inputs(size: int, numel: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(numel + size)
+    return [rng.normal(size=numel).astype(np.float32) for _ in range(size)]
+
+
+def rank_order_sum(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        total += array
+    return total
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("size", SIZES)
+def test_allreduce_is_the_sum_in_rank_order(size: int, numel: int, in_place: bool) -> None:
+    given = inputs(size, numel)
+    expected = rank_order_sum(given)
+    sources = [array.copy() for array in given]
+    results = sources if in_place else [np.full_like(array, np.nan) for array in given]
+    plans = [
+        dense.allreduce(place, [(raw(source), raw(result))], DType.FLOAT32, ReduceOp.SUM)
+        for place, source, result in zip(places(size), sources, results, strict=True)
+    ]
+    execute(plans)
+    for result in results:
+        assert result.tobytes() == expected.tobytes()
+    nbytes = 4 * numel
+    sent = [plan.bytes_sent for plan in plans]
+    if nbytes <= dense.SMALL_NBYTES:
+        assert sent == [(size - 1) * nbytes] * size
+    else:
+        assert sum(sent) == 2 * (size - 1) * nbytes
+        padding = len(plans[0].segments) * dense.ALIGNMENT * size
+        assert max(sent) <= 2 * (size - 1) / size * nbytes + 2 * padding
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_fusion_does_not_change_a_bit(size: int) -> None:
+    numels = [1, 30_001, 0, 77, 50_000, 2]
+    given = [inputs(size, numel) for numel in numels]
+    results = [[np.full_like(array, np.nan) for array in arrays] for arrays in given]
+    plans = [
+        dense.allreduce(
+            place,
+            [(raw(given[i][place.rank]), raw(results[i][place.rank])) for i in range(len(numels))],
+            DType.FLOAT32,
+            ReduceOp.AVERAGE,
+            prescale=0.5,
+        )
+        for place in places(size)
+    ]
+    execute(plans)
+    for arrays, outcome in zip(given, results, strict=True):
+        scaled = [array * np.float32(0.5) for array in arrays]
+        for result in outcome:
+            expected = np.sum(scaled, axis=0) / size if arrays[0].size else arrays[0]
+            np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+            assert result.tobytes() == outcome[0].tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_allgather_puts_the_ranks_side_by_side(size: int) -> None:
+    lengths = [[0, 7, SEGMENT // 2 + 3, 1, SEGMENT // 4 * 3][(rank + 1) % 5] for rank in range(size)]
+    given = [np.full(n, rank, np.float32) for rank, n in enumerate(lengths)]
+    results = [np.full(sum(lengths), np.nan, np.float32) for _ in range(size)]
+    nbytes = [4 * n for n in lengths]
+    plans = [dense.allgather(p, [(raw(given[p.rank]), raw(results[p.rank]), nbytes)]) for p in places(size)]
+    execute(plans)
+    for result in results:
+        np.testing.assert_array_equal(result, np.concatenate(given))
+    assert [plan.bytes_sent for plan in plans] == [(size - 1) * n for n in nbytes]
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcast_gives_everybody_what_the_root_has(size: int, numel: int) -> None:
+    for root in {0, size - 1}:
+        given = inputs(size, numel)
+        results = [np.full_like(array, np.nan) for array in given]
+        plans = [dense.broadcast(p, raw(given[p.rank]), raw(results[p.rank]), root) for p in places(size)]
+        execute(plans)
+        for result in results:
+            np.testing.assert_array_equal(result, given[root])
+        total = sum(plan.bytes_sent for plan in plans)
+        if 4 * numel <= dense.SMALL_NBYTES or size == 2:
+            assert total == plans[root].bytes_sent == (size - 1) * 4 * numel
+        else:  # the root deals all but its own slice once, and passes that on; no rank sends the whole to everyone
+            assert plans[root].bytes_sent <= 4 * numel * 2
+            assert total <= (size + 1) * 4 * numel
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_alltoall_transposes(size: int) -> None:
+    counts = [[(rank * 7 + peer * 3) % 5 * 17_001 for peer in range(size)] for rank in range(size)]
+    given = [
+        np.concatenate([np.full(counts[rank][peer], 10 * rank + peer, np.float32) for peer in range(size)])
+        for rank in range(size)
+    ]
+    results = [np.full(sum(row[rank] for row in counts), np.nan, np.float32) for rank in range(size)]
+    nbytes = [[4 * n for n in row] for row in counts]
+    plans = [dense.alltoall(p, raw(given[p.rank]), raw(results[p.rank]), nbytes) for p in places(size)]
+    execute(plans)
+    for rank, result in enumerate(results):
+        expected = [np.full(counts[peer][rank], 10 * peer + rank, np.float32) for peer in range(size)]
+        np.testing.assert_array_equal(result, np.concatenate(expected))
+        assert plans[rank].bytes_sent == sum(nbytes[rank]) - nbytes[rank][rank]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 7, 100_003])
+@pytest.mark.parametrize("size", SIZES)
+def test_reducescatter_gives_each_rank_its_part_of_the_sum(size: int, rows: int) -> None:
+    given = inputs(size, rows)
+    shares = [rows // size + (rank < rows % size) for rank in range(size)]
+    results = [np.full(share, np.nan, np.float32) for share in shares]
+    nbytes = [4 * share for share in shares]
+    plans = [
+        dense.reducescatter(p, raw(given[p.rank]), raw(results[p.rank]), nbytes, DType.FLOAT32, ReduceOp.SUM)
+        for p in places(size)
+    ]
+    execute(plans)
+    assert np.concatenate(results).tobytes() == rank_order_sum(given).tobytes()
+    assert [plan.bytes_sent for plan in plans] == [4 * rows - n for n in nbytes]
+
+
+@pytest.mark.parametrize("build", [lambda place: dense.allgather(place, []), lambda place: Plan("nothing", [])])
+def test_a_plan_without_work_has_an_end_to_reach(build: Callable[[dense.Place], Plan]) -> None:
+    plan = build(dense.Place(0, 1, SEGMENT, aligned))
+    assert [len(stages) for stages in plan.segments] == [1]
+    assert (plan.bytes_sent, plan.messages_sent) == (0, 0)
