@@ -112,12 +112,17 @@ class OneBitAdam(torch.optim.Optimizer):
         settings = self._session.settings
         runtime = self._session.runtime
         self._max_grad_norm = max_grad_norm
+        self._passes_left = [backward_passes_per_step] * len(self._parameters)
+        self._recorded: list[torch.Tensor | None] = [None] * len(self._parameters)
+        self._versions = [0] * len(self._parameters)
+        self._copies: list[torch.Tensor] = []
         self._stepper = Stepper(
             name,
             self._core,
             channel,
             ranks,
             lambda: runtime.failure if runtime is not None else None,
+            self._locate,
             segment_nbytes=max(65536, min(settings.segment_nbytes, layout.numel // 8 // 8)),
             overlap=overlap and max_grad_norm is None,
             verify=verify,
@@ -125,10 +130,6 @@ class OneBitAdam(torch.optim.Optimizer):
             stall_check_s=settings.stall_check_s,
         )
         self.backward_passes_per_step = backward_passes_per_step
-        self._passes_left = [backward_passes_per_step] * len(self._parameters)
-        self._recorded: list[torch.Tensor | None] = [None] * len(self._parameters)
-        self._versions = [0] * len(self._parameters)
-        self._copies: list[torch.Tensor] = []
         self._steps = 0  # taken, not skipped
         self._freeze_at = self._schedule.decided
         self._announcement = 0
@@ -181,30 +182,25 @@ class OneBitAdam(torch.optim.Optimizer):
     # Gradients
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        passes, recorded, versions = self._passes_left, self._recorded, self._versions
-        stepper = self._stepper
+        passes, recorded, stepper = self._passes_left, self._recorded, self._stepper
 
         def hook(parameter: torch.Tensor) -> None:
             left = passes[index] - 1
             passes[index] = left
-            if left > 0:
+            if left:
+                if left < 0:
+                    self._unexpected(index, parameter.grad)
                 return
-            grad = parameter.grad
-            if left < 0:
-                self._unexpected(index, grad)
-                return
-            if not stepper.has_begun:
+            if not stepper.begun:
                 self._begin()
-            if grad.dtype is torch.float32 and grad.is_contiguous():
-                recorded[index] = grad
-                versions[index] = grad._version
-                stepper.hand_over(index, grad.data_ptr())
+            recorded[index] = parameter.grad
+            stepper.hand_over(index)
 
         return hook
 
     def _unexpected(self, index: int, grad: torch.Tensor | None) -> None:
         """More backward passes than announced: of the same step, or of the next one after a step that never came."""
-        if self._recorded[index] is not None and self._recorded[index] is not grad:
+        if self._recorded[index] is not grad:
             self._skip()
             self._make_hook(index)(self._parameters[index])
         else:
@@ -214,40 +210,38 @@ class OneBitAdam(torch.optim.Optimizer):
         self._set_hyper()
         self._stepper.begin(self._compress_hyper())
 
-    def _collect(self) -> None:
-        """Where all gradients lie now; objects if one that is on its way has changed."""
-        stepper = self._stepper
-        for index, parameter in enumerate(self._parameters):
-            grad = parameter.grad
-            if stepper.is_posted(index):
-                recorded = self._recorded[index]
-                if grad is not recorded or (grad is not None and grad._version != self._versions[index]):
-                    stepper.object(Flag.CHANGED)
-            else:
-                stepper.set_gradient(index, self._address(index, grad))
-        if stepper.overlapping and stepper.changed_tensors():
+    def _locate(self, tensors: list[int], final: bool) -> np.ndarray | None:
+        """Addresses of gradients as dense, contiguous float32; 0 for none. What is read is kept until the step is over.
+
+        Before ``step()`` a gradient that would have to be copied is not ready: a copy would not show a later change.
+        """
+        addresses = np.zeros(len(tensors), np.uint64)
+        for position, index in enumerate(tensors):
+            grad = self._parameters[index].grad
+            self._recorded[index] = grad
+            if grad is None:
+                continue
+            self._versions[index] = grad._version
+            if grad.dtype is not torch.float32:
+                raise InvalidRequestError(f"gradient of '{self._names[index]}' is {grad.dtype}, expected torch.float32.")
+            if grad.layout is not torch.strided or not grad.is_contiguous():
+                if not final:
+                    return None
+                grad = grad.to_dense().contiguous()
+                self._copies.append(grad)
+            addresses[position] = grad.data_ptr()
+        return addresses
+
+    def _notice_changes(self) -> None:
+        """Objects if a gradient that is on its way is not what it was when it was read."""
+        stepper, versions = self._stepper, self._versions
+        for index in stepper.posted_tensors:
+            grad = self._parameters[index].grad
+            if grad is not self._recorded[index] or (grad is not None and grad._version != versions[index]):
+                stepper.object(Flag.CHANGED)
+                return
+        if stepper.changed_tensors():
             stepper.object(Flag.CHANGED)
-
-    def _address(self, index: int, grad: torch.Tensor | None) -> int:
-        """Address of a gradient as dense, contiguous float32; 0 for none. A copy is kept until the step is over."""
-        if grad is None:
-            return 0
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-            self._copies.append(grad)
-        if grad.dtype is not torch.float32:
-            raise InvalidRequestError(f"gradient of '{self._names[index]}' is {grad.dtype}, expected torch.float32.")
-        if not grad.is_contiguous():
-            grad = grad.contiguous()
-            self._copies.append(grad)
-        self._copies.append(grad)
-        return grad.data_ptr()
-
-    def _collect_again(self) -> None:
-        """For the attempt without overlap: everything as it is now."""
-        self._set_hyper()
-        for index, parameter in enumerate(self._parameters):
-            self._stepper.set_gradient(index, self._address(index, parameter.grad))
 
     # The step
 
@@ -258,23 +252,23 @@ class OneBitAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._stepper.has_begun:
+        if not self._stepper.begun:
             self._begin()
         if self._max_grad_norm is not None:
             self._clip(self._max_grad_norm)
-        self._collect()
         if self._exchange() is Verdict.TAKE:
             self._take()
         return loss
 
     def _exchange(self) -> Verdict:
         try:
+            self._notice_changes()
             return self._stepper.exchange(
                 self._compress_hyper(),
                 self._full_hyper(),
                 float(self.param_groups[0]["lr"]),
                 self._announcement,
-                self._collect_again,
+                self._set_hyper,
             )
         finally:
             self._forget()
@@ -287,12 +281,11 @@ class OneBitAdam(torch.optim.Optimizer):
     def _skip(self) -> None:
         """This rank does not take the step under way; then nobody does."""
         self._stepper.object(Flag.SKIP)
-        self._collect()
         self._exchange()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. Between backward and ``step()`` it means that this step is skipped, on all ranks."""
-        if self._stepper.has_begun:
+        if self._stepper.begun:
             self._skip()
         super().zero_grad(set_to_none)
 

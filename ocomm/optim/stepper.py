@@ -1,6 +1,6 @@
 """One rank's steps of 1-bit Adam: hand gradients over, exchange, vote, commit or discard. Framework-free.
 
-A frontend tells the stepper where each gradient lies (``hand_over``, from a hook, while backward goes on) and calls
+A frontend tells the stepper that a gradient is there (``hand_over``, from a hook, while backward goes on) and calls
 ``exchange`` in its ``step()``. Buckets are posted in a fixed order; nothing that the exchange writes is in use before
 all ranks have agreed: flags are OR-ed over the ranks, and if any is set all ranks discard, and skip the step or do it
 once more without overlap.
@@ -78,6 +78,8 @@ class Stepper:
     """Exchanges the gradients of ``core``'s layout over ``channel``, step by step, on one rank.
 
     ``ranks`` are the world ranks of the set, for messages. ``failure`` tells why the runtime has failed, if it has.
+    ``locate(tensors, final)`` gives the addresses of their gradients as they are now, contiguous float32, 0 for none;
+    before ``step()`` (``final`` False) it may answer None: not yet.
     ``segment_nbytes`` bounds a segment's packed bytes. ``verify`` is ``"sampled"``, ``"full"`` or ``"version"``: how much
     of a gradient is read again to notice that it changed after hand-over.
     """
@@ -89,6 +91,7 @@ class Stepper:
         channel: Channel,
         ranks: Sequence[int],
         failure: Callable[[], OcommError | None],
+        locate: Callable[[list[int], bool], NDArray[np.uint64] | None],
         *,
         segment_nbytes: int,
         overlap: bool,
@@ -114,6 +117,7 @@ class Stepper:
         self.step = 0  # committed or skipped by all
         self.averages = np.zeros(0, np.float32)
         self._failure = failure
+        self._locate = locate
         count = len(self.layout.tensors)
         self.order = list(range(count - 1, -1, -1))
         self.arrivals: list[int] = []
@@ -126,9 +130,8 @@ class Stepper:
         self._announcement = np.zeros(1, np.int64)
         self._present: NDArray[np.bool_] = np.zeros(count, np.bool_)
         self.present_anywhere: NDArray[np.bool_] = np.zeros(count, np.bool_)
-        self._handed = bytearray(count)
         self._checksums = np.zeros(count, np.uint64)
-        self._begun = False
+        self.begun = False
         self._hyper = 0
         self._buckets: list[_Bucket] = []
         self._bucket_of: list[_Bucket] = []
@@ -144,7 +147,7 @@ class Stepper:
 
     def rebuild(self) -> None:
         """Cuts the tensors into buckets again, after a freeze or a new order. Between steps, on all ranks alike."""
-        assert not self._begun, "buckets cannot change within a step"
+        assert not self.begun, "buckets cannot change within a step"
         stage = self.core.stage
         compressed = [t for t in self.order if stage[t] == TensorStage.COMPRESSED]
         warming = [t for t in self.order if stage[t] != TensorStage.COMPRESSED]
@@ -254,13 +257,12 @@ class Stepper:
         """Opens the next step. ``hyper`` digests what gradients are compressed with: betas and coupled decay."""
         if self._dead is not None:
             raise type(self._dead)(*self._dead.args)
-        self._begun = True
+        self.begun = True
         self._hyper = hyper
         self._clear_flags()
         self._announcement[0] = 0
-        self._present[:] = False
-        self._handed[:] = bytes(len(self._handed))
         self.core.tensors["grad"] = 0
+        self._present[:] = False
         self.arrivals.clear()
         self._reset_buckets()
 
@@ -274,44 +276,36 @@ class Stepper:
             bucket.left = len(bucket.tensors)
             bucket.ticket = None
 
-    @property
-    def has_begun(self) -> bool:
-        return self._begun
+    def hand_over(self, tensor: int) -> None:
+        """The gradient of ``tensor`` is there and will not change. Called from hooks, once a step: it only counts.
 
-    def hand_over(self, tensor: int, address: int) -> bool:
-        """The gradient of ``tensor`` lies at ``address`` and will not change; False if it was handed over before.
-
-        Called from hooks: a count-down, and a post when a bucket is full and it is its turn.
+        A bucket that is full is posted when it is its turn.
         """
-        if self._handed[tensor]:
-            return False
-        self._handed[tensor] = 1
-        self.core.tensors["grad"][tensor] = address
-        self._present[tensor] = True
         self.arrivals.append(tensor)
         bucket = self._bucket_of[tensor]
         bucket.left -= 1
         if bucket.left == 0 and self.overlapping:
             while self._next < len(self._buckets) and self._buckets[self._next].left == 0:
-                self._post(self._buckets[self._next], 0)
+                if not self._post(self._buckets[self._next], 0, final=False):
+                    return
                 self._next += 1
-        return True
 
-    def set_gradient(self, tensor: int, address: int) -> None:
-        """In ``step()``, for a tensor whose bucket is not posted: where its gradient lies now, 0 for none."""
-        self._handed[tensor] = 1
-        self.core.tensors["grad"][tensor] = address
-        self._present[tensor] = address != 0
-
-    def is_posted(self, tensor: int) -> bool:
-        """Its bucket is on its way: a gradient that comes now comes too late for this attempt."""
-        return self._bucket_of[tensor].ticket is not None
+    @property
+    def posted_tensors(self) -> list[int]:
+        """Tensors whose bucket is on its way: a change of their gradient comes too late for this attempt."""
+        return [t for bucket in self._buckets if bucket.ticket is not None for t in bucket.tensors]
 
     def object(self, flag: Flag) -> None:
         """Sets a flag of this rank: all ranks will discard the step, or do it again."""
         self._objections |= flag
 
-    def _post(self, bucket: _Bucket, attempt: int) -> None:
+    def _post(self, bucket: _Bucket, attempt: int, final: bool) -> bool:
+        """Sends a bucket on its way; False, and nothing done, if a gradient cannot be read before ``step()``."""
+        addresses = self._locate(bucket.tensors, final)
+        if addresses is None:
+            return False
+        self.core.tensors["grad"][bucket.tensors] = addresses
+        self._present[bucket.tensors] = addresses != 0
         for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
             envelope.begin(self.step + 1, attempt, self._hyper if bucket.compressed else 0, 0)
             envelope.presence[:] = segment.presence_bits(self._present)
@@ -319,6 +313,7 @@ class Stepper:
         if self.overlapping and attempt == 0 and self.verify != "version":
             self._checksums[bucket.tensors] = self._read_checksums(bucket.tensors)
         bucket.ticket = self.channel.submit(prepared, self.timeout_s, False)
+        return True
 
     def _read_checksums(self, tensors: list[int]) -> NDArray[np.uint64]:
         rows = self.core.tensors[tensors]
@@ -337,17 +332,17 @@ class Stepper:
 
     # The exchange
 
-    def exchange(self, hyper: int, hyper_now: int, lr: float, announcement: int, addresses: Callable[[], None]) -> Verdict:
+    def exchange(self, hyper: int, hyper_now: int, lr: float, announcement: int, again: Callable[[], None]) -> Verdict:
         """Ends the step's exchange on all ranks: posts what is left, votes, waits; commits nothing.
 
         ``hyper`` digests what gradients are compressed with, ``hyper_now`` everything that must agree (lr too), ``lr``
-        is shown in messages. ``announcement`` is the coordinator's news for all. ``addresses`` is called before an
-        attempt without overlap: it writes the addresses of all gradients as they are now.
+        is shown in messages. ``announcement`` is the coordinator's news for all. ``again`` is called before a second
+        attempt, to set the hyperparameters as they are now.
 
         Raises NonFiniteError (all ranks, nothing changed), MismatchError, StallError, PeerError.
         """
         started = time.perf_counter()
-        if not self._begun:
+        if not self.begun:
             self.begin(hyper)
         if hyper != self._hyper:
             self.object(Flag.CHANGED)
@@ -364,14 +359,14 @@ class Stepper:
                 self.traffic.redone_steps += 1
                 self._clear_flags()
                 self._hyper = hyper
-                addresses()
+                again()
                 self._reset_buckets()
             self._hear()
         except OcommError as error:
             self._dead = error
-            self._begun = False
+            self.begun = False
             raise
-        self._begun = False
+        self.begun = False
         self.traffic.last_exposed_s = time.perf_counter() - started
         self.traffic.exposed_s += self.traffic.last_exposed_s
         if heard & (Flag.SKIP | Flag.RAISED):
@@ -397,7 +392,7 @@ class Stepper:
 
     def _finish(self, attempt: int, hyper: int, lr: float, announcement: int) -> None:
         for bucket in self._buckets[self._next :]:
-            self._post(bucket, attempt)
+            self._post(bucket, attempt, final=True)
         self._next = len(self._buckets)
         self._vote_envelope.begin(self.step + 1, attempt, hyper, announcement)
         self._vote_envelope.header["lr"] = lr
