@@ -441,8 +441,9 @@ def alltoall(
     _need_dimension("alltoall", full_name, shape)
     parts = _splits(splits, shape[0], size, full_name)
     result = _Result(adapter, tensor)
-    request = Request(Kind.ALLTOALL, full_name, dtype, shape, splits=parts)
-    submission = Submission(request, adapter.view(adapter.host(tensor)[0]), None, result)
+    # Rows beyond the splits stay at home.
+    request = Request(Kind.ALLTOALL, full_name, dtype, (sum(parts), *shape[1:]), splits=parts)
+    submission = Submission(request, adapter.view(adapter.host(tensor)[0])[: request.nbytes], None, result)
 
     def finish(received: list[Any]) -> Any:
         return adapter.deliver(result.tensor, tensor), received[0]

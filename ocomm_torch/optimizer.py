@@ -324,7 +324,7 @@ def DistributedOptimizer(
     wrapper = type(
         base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__}
     )
-    wrapped = object.__new__(wrapper)
+    wrapped: Any = object.__new__(wrapper)
     # A scheduler made before has put its own step() on the object, which would hide ours.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})
     wrapped._distribute(
