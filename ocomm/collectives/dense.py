@@ -238,8 +238,9 @@ def reducescatter(
     starts = np.concatenate([[0], np.cumsum(nbytes)]).tolist()
     staging: list[Bytes] = []
     segments = []
-    for piece in range(max(-(-max(nbytes, default=0) // place.segment_nbytes), 1)):
-        spans = [_piece(starts[r], nbytes[r], piece, place.segment_nbytes) for r in range(place.size)]
+    piece_nbytes = -(-place.segment_nbytes // ALIGNMENT) * ALIGNMENT  # no element is cut
+    for piece in range(max(-(-max(nbytes, default=0) // piece_nbytes), 1)):
+        spans = [_piece(starts[r], nbytes[r], piece, piece_nbytes) for r in range(place.size)]
         mine = spans[place.rank]
         length = mine.stop - mine.start
         rows = [source[mine]] * place.size
