@@ -1,0 +1,423 @@
+"""What every engine must do: the native one, on an MPI made of callbacks over the local network, and its Python twin."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ocomm.collectives import dense
+from ocomm.collectives.compressed import Envelope, compressed_segment, vote
+from ocomm.collectives.engine import Channel, Engine, Reason, State, Ticket
+from ocomm.collectives.native_engine import NativeEngine
+from ocomm.collectives.plan import Average, Compress, Copy, Message, Plan, Stage, Unpack
+from ocomm.collectives.python_engine import PythonEngine
+from ocomm.collectives.scratch import aligned
+from ocomm.compression.layout import Layout, TensorSpec
+from ocomm.kernels.cpu import CpuKernels
+from ocomm.kernels.reference import ReferenceKernels
+from ocomm.transport.local import Fabric, LocalTransport
+from ocomm.types import DType, ReduceOp
+
+LIMIT_S = 20.0
+ENGINES = ["python", "native"]
+_INT, _PTR, _HANDLE = ctypes.c_int, ctypes.c_void_p, ctypes.c_ssize_t
+
+
+class CallbackMpi:
+    """The four MPI functions which the engine calls, over local transports: one rank's ``MpiAbi``."""
+
+    byte_type, handle_nbytes, status_nbytes, any_source, undefined = 0, 8, 24, -1, -32766
+
+    def __init__(self) -> None:
+        self.transports: dict[int, LocalTransport] = {}
+        self.requests: dict[int, tuple[LocalTransport, Any]] = {}
+        self.made = 0
+        self.broken = False
+        send = ctypes.CFUNCTYPE(_INT, _PTR, _INT, _HANDLE, _INT, _INT, _HANDLE, _PTR)
+        some = ctypes.CFUNCTYPE(_INT, _INT, _PTR, _PTR, _PTR, _PTR)
+        probe = ctypes.CFUNCTYPE(_INT, _INT, _INT, _HANDLE, _PTR, _PTR)
+        self._kept = [send(self._isend), send(self._irecv), some(self._testsome), probe(self._iprobe)]
+        self.isend, self.irecv, self.testsome, self.iprobe = (ctypes.cast(f, _PTR).value for f in self._kept)
+
+    def attach(self, transport: LocalTransport) -> LocalTransport:
+        transport.handle = len(self.transports) + 1  # type: ignore[attr-defined]
+        self.transports[transport.handle] = transport  # type: ignore[attr-defined]
+        return transport
+
+    def _new(self, transport: LocalTransport, request: Any, out: int) -> int:
+        self.made += 1
+        self.requests[self.made] = (transport, request)
+        ctypes.c_int64.from_address(out).value = self.made
+        return 0
+
+    @staticmethod
+    def _buffer(address: int | None, count: int) -> np.ndarray:
+        if not address or not count:
+            return np.zeros(0, np.uint8)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))
+
+    def _isend(self, address: int, count: int, _type: int, dest: int, tag: int, comm: int, out: int) -> int:
+        transport = self.transports[comm]
+        return self._new(transport, transport.isend(self._buffer(address, count), dest, tag), out)
+
+    def _irecv(self, address: int, count: int, _type: int, source: int, tag: int, comm: int, out: int) -> int:
+        transport = self.transports[comm]
+        return self._new(transport, transport.irecv(self._buffer(address, count), source, tag), out)
+
+    def _testsome(self, count: int, requests: int, outcount: int, indices: int, _statuses: int) -> int:
+        handles = (ctypes.c_int64 * count).from_address(requests)
+        done = 0
+        for i in range(count):
+            if handles[i] and self.requests[handles[i]][0].test(self.requests[handles[i]][1]):
+                del self.requests[handles[i]]
+                handles[i] = 0
+                _INT.from_address(indices + 4 * done).value = i
+                done += 1
+        _INT.from_address(outcount).value = done if any(handles) or done else self.undefined
+        return 15 if self.broken else 0
+
+    def _iprobe(self, _source: int, tag: int, comm: int, flag: int, _status: int) -> int:
+        _INT.from_address(flag).value = self.transports[comm].probe(tag) is not None
+        return 0
+
+
+@dataclass
+class World:
+    """N engines, each run by a thread of its own, and one channel per rank to begin with."""
+
+    kind: str
+    size: int
+    fabric: Fabric = field(init=False)
+    engines: list[Engine] = field(default_factory=list)
+    mpis: list[CallbackMpi] = field(default_factory=list)
+    worlds: list[LocalTransport] = field(default_factory=list)
+    reasons: list[Reason] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.fabric = Fabric(self.size)
+        self.over = threading.Event()
+        for rank in range(self.size):
+            transport = self.fabric.endpoint(rank)
+            if self.kind == "native":
+                mpi = CallbackMpi()
+                self.mpis.append(mpi)
+                self.engines.append(NativeEngine(mpi, 50.0, 1.0))
+                mpi.attach(transport)
+            else:
+                self.engines.append(PythonEngine(ReferenceKernels(), transport.arrival, 1.0))
+            self.worlds.append(transport)
+            self.reasons.append(Reason(0))
+        self.threads = [threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in self.threads:
+            thread.start()
+
+    def _run(self, rank: int) -> None:
+        while not self.over.is_set():
+            self.reasons[rank] |= self.engines[rank].run(0.02)
+
+    def channels(self, window: int = 4) -> list[Channel]:
+        found = []
+        for rank, engine in enumerate(self.engines):
+            copy = self.worlds[rank].duplicate()
+            if self.kind == "native":
+                self.mpis[rank].attach(copy)
+            found.append(engine.open_channel(copy, window))
+        return found
+
+    def close(self) -> None:
+        self.over.set()
+        for thread in self.threads:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+        for engine in self.engines:
+            engine.close()
+
+
+@contextmanager
+def world_of(kind: str, size: int) -> Iterator[World]:
+    world = World(kind, size)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def submit(channels: Sequence[Channel], plans: Sequence[Plan], timeout_s: float = 0.0) -> list[Ticket]:
+    pairs = zip(channels, plans, strict=True)
+    return [channel.submit(channel.prepare(plan), timeout_s, False) for channel, plan in pairs]
+
+
+def states(tickets: Sequence[Ticket]) -> list[State]:
+    return [ticket.wait(LIMIT_S) for ticket in tickets]
+
+
+def raw(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def message_plan(rank: int, buffer: np.ndarray, sends: Sequence[int], receives: Sequence[int]) -> Plan:
+    rows = [aligned(buffer.nbytes) for _ in receives]
+    stage = Stage(
+        [], [Message(peer, buffer) for peer in sends], [Message(p, r) for p, r in zip(receives, rows, strict=True)]
+    )
+    return Plan(f"plan of rank {rank}", [[stage]])
+
+
+def envelope(rank: int, tensors: int = 1, signature: int = 1) -> Envelope:
+    flags, heard, announcement = np.zeros(1, np.uint32), np.zeros(1, np.uint32), np.zeros(1, np.int64)
+    return Envelope.new(rank, signature, tensors, flags, heard, announcement)
+
+
+def dense_exchange(kind: str, size: int, dtype: DType, numels: Sequence[int]) -> list[bytes]:
+    rng = np.random.default_rng(3)
+    results = []
+    with world_of(kind, size) as world:
+        plans = []
+        for rank in range(size):
+            place = dense.Place(rank, size, 64 * 1024, aligned)
+            pairs = []
+            for numel in numels:
+                values = (rng.normal(size=numel) * 100).astype(np.dtype(dtype.label))
+                result = np.zeros_like(values)
+                results.append(result)
+                pairs.append((raw(values), raw(result)))
+            plans.append(dense.allreduce(place, pairs, dtype, ReduceOp.AVERAGE))
+        assert states(submit(world.channels(window=3), plans)) == [State.DONE] * size
+        for rank, plan in enumerate(plans):
+            counters = world.engines[rank].counters()
+            assert (counters["bytes_sent"], counters["messages_sent"]) == (plan.bytes_sent, plan.messages_sent)
+            assert counters["plans"] == 1
+    return [result.tobytes() for result in results]
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.INT32], ids=lambda d: d.label)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_both_engines_leave_the_same_bits_of_a_dense_exchange(size: int, dtype: DType) -> None:
+    numels = [7, 100_001, 0, 20_000]
+    assert dense_exchange("native", size, dtype, numels) == dense_exchange("python", size, dtype, numels)
+
+
+def compressed_exchange(kind: str, size: int, steps: int) -> list[bytes]:
+    """A few compressed allreduces with error feedback; everything that each rank holds at the end."""
+    specs = [TensorSpec("a", (1000,)), TensorSpec("b", (33, 7)), TensorSpec("c", (1,))]
+    layout = Layout(specs, size, block_size=128)
+    rng = np.random.default_rng(5)
+    held: list[bytes] = []
+    with world_of(kind, size) as world:
+        channels = world.channels()
+        plans, buffers = [], []
+        for rank in range(size):
+            (segment,) = layout.segments([0, 1, 2], rank, 1 << 20)
+            env = envelope(rank, len(segment.tensors), segment.signature("onebit-l1"))
+            env.presence[:] = segment.presence_bits(np.array([True, rank == 0, False]))
+            env.begin(1, 0, 9, 4 if rank == 0 else 0)
+            flat = layout.flat_numel
+            values, error, out = (np.zeros(flat, np.float32) for _ in range(3))
+            values[:] = rng.normal(size=flat)
+            owner_error = np.zeros(layout.owned_numel(rank), np.float32)
+            send, result = aligned(segment.packed_nbytes), aligned(segment.packed_nbytes)
+            send[:] = result[:] = 0
+            nbytes = segment.message_nbytes[rank]
+            receive = [aligned(nbytes) for _ in range(size)]
+            compress = Compress(segment.blocks, values, None, None, error, error, None, "l1", send, env.flags)
+
+            def average(rows: Any, s: Any = segment, e: Any = owner_error, r: Any = result, v: Any = env) -> Average:
+                return Average(s.owned_blocks, rows, s.message_start[s.rank], e, e, None, "l1", r, v.flags)
+
+            stages = compressed_segment(rank, segment, env, send, receive, result, compress, average)
+            stages[-1].compute.append(Unpack(segment.blocks, result, None, out))
+            plans.append(Plan("compressed", [stages]))
+            headers = [(start, start + segment.header_nbytes) for start in segment.message_start]
+            buffers.append((error, owner_error, out, env.heard, env.heard_flags, env.announcement, result, headers))
+        for _ in range(steps):
+            assert states(submit(channels, plans)) == [State.DONE] * size
+        assert len({rank_buffers[2].tobytes() for rank_buffers in buffers}) == 1, "all ranks hold the same result"
+        for *arrays, result, headers in buffers:
+            for first, last in headers:
+                result[first:last] = 0
+            held += [array.tobytes() for array in [*arrays, result]]
+        assert all(int(rank_buffers[5][0]) == 4 for rank_buffers in buffers), "rank 0's announcement"
+    return held
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_both_engines_leave_the_same_bits_of_compressed_exchanges(size: int) -> None:
+    assert compressed_exchange("native", size, 3) == compressed_exchange("python", size, 3)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_peer_that_never_sends_is_named_when_the_time_is_over(kind: str) -> None:
+    with world_of(kind, 3) as world:
+        channels = world.channels()
+        begin = time.monotonic()
+        plan = message_plan(0, aligned(10), [], [1, 2])
+        plan.segments[0].append(Stage([], [], [Message(1, aligned(10))]))  # a later stage is nobody's fault yet
+        waiting = submit(channels[:1], [plan], timeout_s=0.1)
+        submit(channels[1:2], [message_plan(1, aligned(10), [0], [])])
+        assert states(waiting) == [State.TIMED_OUT]
+        assert 0.1 <= time.monotonic() - begin < 5.0
+        assert channels[0].waiting_for() == [2]
+        assert states(submit(channels[:1], [message_plan(0, aligned(1), [1], [])])) == [State.ABORTED]
+        assert world.engines[0].is_busy is False
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_header_that_differs_ends_the_plan_on_all_ranks(kind: str) -> None:
+    with world_of(kind, 3) as world:
+        plans, envelopes = [], []
+        for rank in range(3):
+            env = envelope(rank)
+            env.begin(8 if rank == 2 else 7, 0, 5, 0)
+            envelopes.append(env)
+            plans.append(vote(rank, 3, env))
+        channels = world.channels()
+        tickets = submit(channels, plans)
+        behind = submit(channels, [message_plan(rank, aligned(4), [], []) for rank in range(3)])
+        assert states(tickets) == [State.MISMATCH] * 3
+        assert [ticket.error for ticket in tickets] == [2, 2, 0]
+        assert [env.differences() for env in envelopes] == [[("step", {0: 7, 1: 7, 2: 8})]] * 3
+        assert set(states(behind)) <= {State.ABORTED, State.DONE}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_flags_and_presence_of_all_ranks_are_known_to_all(kind: str) -> None:
+    with world_of(kind, 3) as world:
+        envelopes = [envelope(rank, tensors=9) for rank in range(3)]
+        for rank, env in enumerate(envelopes):
+            env.flags[0] = 1 << rank
+            env.presence[0] = 1 << rank
+            env.begin(1, 0, 0, 0)
+        plans = [vote(rank, 3, env) for rank, env in enumerate(envelopes)]
+        assert states(submit(world.channels(), plans)) == [State.DONE] * 3
+        for env in envelopes:
+            assert (int(env.heard_flags[0]), int(env.heard[0])) == (7, 7)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_channel_never_waits_for_another(kind: str) -> None:
+    with world_of(kind, 2) as world:
+        first, second = world.channels(window=1), world.channels(window=1)
+        blocked = submit(first[:1], [message_plan(0, aligned(1), [], [1])])
+        for _ in range(3):
+            plans = [message_plan(rank, aligned(1), [1 - rank], [1 - rank]) for rank in range(2)]
+            assert states(submit(second, plans)) == [State.DONE] * 2
+        assert blocked[0].state == State.ACTIVE
+        assert (first[0].waiting_for(), second[0].waiting_for()) == ([1], [])
+        submit(first[1:], [message_plan(1, aligned(1), [0], [])])
+        assert states(blocked) == [State.DONE]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_failed_channel_leaves_the_others_alone(kind: str) -> None:
+    with world_of(kind, 2) as world:
+        first, second = world.channels(), world.channels()
+        late = submit(first[:1], [message_plan(0, aligned(1), [], [1])], timeout_s=0.02)
+        waiting = submit(second[:1], [message_plan(0, aligned(1), [], [1])])
+        assert states(late) == [State.TIMED_OUT]
+        submit(second[1:], [message_plan(1, aligned(1), [0], [])])
+        assert states(waiting) == [State.DONE]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_more_segments_than_the_window_pass_in_order(kind: str) -> None:
+    with world_of(kind, 2) as world:
+        source, target = np.arange(50, dtype=np.uint8), np.zeros(50, np.uint8)
+        out = Plan("out", [[Stage([], [Message(1, source[i : i + 1])])] for i in range(50)])
+        into = Plan("in", [[Stage([], [], [Message(0, target[i : i + 1])])] for i in range(50)])
+        assert states(submit(world.channels(window=2), [out, into])) == [State.DONE] * 2
+        np.testing.assert_array_equal(target, source)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_failing_engine_ends_every_plan_and_refuses_new_ones(kind: str) -> None:
+    with world_of(kind, 2) as world:
+        channels, others = world.channels(), world.channels()
+        tickets = submit([channels[0], others[0]], [message_plan(0, aligned(1), [], [1]) for _ in range(2)])
+        assert world.engines[0].is_busy
+        world.engines[0].fail()
+        assert states(tickets) == [State.ABORTED] * 2
+        assert states(submit(channels[:1], [message_plan(0, aligned(1), [], [])])) == [State.ABORTED]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_world_of_one_runs_plans_without_messages(kind: str) -> None:
+    fabric = Fabric(1)
+    engine: Engine = NativeEngine() if kind == "native" else PythonEngine(CpuKernels(), fabric.arrivals[0])
+    channel = engine.open_channel(fabric.endpoint(0), 1)
+    source, target = np.arange(9, dtype=np.uint8), np.zeros(9, np.uint8)
+    tickets = [channel.submit(channel.prepare(Plan("copy", [[Stage([Copy(source, target)])]])), 0.0, True)]
+    tickets.append(channel.submit(channel.prepare(Plan("nothing", [])), 0.0, True))
+    assert engine.run(1.0) & Reason.COMPLETED
+    assert [ticket.state for ticket in tickets] == [State.DONE] * 2
+    assert target.tobytes() == source.tobytes()
+    engine.close()
+    assert channel.submit(channel.prepare(Plan("late", [])), 0.0, False).wait(1.0) == State.ABORTED
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_wake_that_comes_before_the_run_is_not_lost(kind: str) -> None:
+    fabric = Fabric(1)
+    engine: Engine = NativeEngine() if kind == "native" else PythonEngine(CpuKernels(), fabric.arrivals[0])
+    engine.wake()
+    begin = time.monotonic()
+    assert engine.run(LIMIT_S) == Reason.WOKEN
+    assert time.monotonic() - begin < LIMIT_S / 2
+    assert engine.run(0.0) == Reason(0)
+    engine.close()
+
+
+def test_an_error_of_the_network_ends_all_plans_with_its_code() -> None:
+    with world_of("native", 2) as world:
+        channels = world.channels()
+        tickets = submit(channels[:1] * 2, [message_plan(0, aligned(1), [], [1]) for _ in range(2)])
+        world.mpis[0].broken = True
+        assert states(tickets) == [State.MPI_ERROR, State.ABORTED]
+        assert tickets[0].error == 15
+        end = time.monotonic() + LIMIT_S
+        while not world.reasons[0] & Reason.FAILED:
+            assert time.monotonic() < end
+        assert states(submit(world.channels()[:1], [message_plan(0, aligned(1), [], [])])) == [State.ABORTED]
+
+
+def test_the_native_engine_lets_go_of_plans_that_are_done_and_keeps_failed_ones() -> None:
+    engine = NativeEngine()
+    channel = engine.open_channel(Fabric(1).endpoint(0), 1)
+    for _ in range(5):
+        channel.submit(channel.prepare(Plan("done", [])), 0.0, True)
+    assert len(engine._alive) == 5
+    engine.run(0.0)
+    assert engine._alive == []
+    engine.fail()
+    channel.submit(channel.prepare(Plan("refused", [])), 0.0, True)
+    engine.run(0.0)
+    assert [ticket.plan.name for ticket in engine._alive] == ["refused"]
+    engine.close()
+
+
+def test_many_threads_may_submit_to_one_native_channel() -> None:
+    with world_of("native", 1) as world:
+        (channel,) = world.channels()
+        target = np.zeros(8 * 200, np.uint8)
+        tickets: list[Ticket] = []
+
+        def work(thread: int) -> None:
+            for i in range(200):
+                spot = target[thread * 200 + i :][:1]
+                plan = Plan("one", [[Stage([Copy(np.ones(1, np.uint8), spot)])]])
+                tickets.append(channel.submit(channel.prepare(plan), 0.0, False))
+
+        threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert states(tickets) == [State.DONE] * 1600
+        assert target.all()
