@@ -1,4 +1,4 @@
-"""What every engine must do: the native one, on an MPI made of callbacks over the local network, and its Python twin."""
+"""What every engine must do: the native one, on an MPI of callbacks over the local network, and its Python twin."""
 
 from __future__ import annotations
 

@@ -1,0 +1,391 @@
+"""The runtime with real threads: leaving, failing, coming back, signs of life, stalls."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ocomm import session as sessions
+from ocomm.errors import (
+    HorovodInternalError,
+    InvalidRequestError,
+    LaunchError,
+    MismatchError,
+    NotInitializedError,
+    PeerError,
+    StallError,
+)
+from ocomm.negotiation.request import Kind, Request
+from ocomm.runtime.handle import Handle, Submission
+from ocomm.session import Session
+from ocomm.transport.local import Fabric, LocalTransport
+from ocomm.types import DType, ReduceOp, Settings
+from tests.worlds import MPI_SIZE, run_ranks
+
+LIMIT_S = 20.0
+threads_only = pytest.mark.skipif(MPI_SIZE > 0, reason="would end the MPI job that the tests run in")
+alone = pytest.mark.skipif(MPI_SIZE > 0, reason="about one process")
+
+
+def allreduce(array: np.ndarray, name: str, op: ReduceOp = ReduceOp.SUM) -> Submission:
+    raw = array.reshape(-1).view(np.uint8)
+    return Submission(Request(Kind.ALLREDUCE, name, DType.from_numpy(array.dtype), array.shape, op), raw, raw)
+
+
+def start(session: Session, array: np.ndarray, name: str) -> Handle:
+    return session.submit(0, [allreduce(array, name)])[0]
+
+
+def rank_of(session: Session) -> int:
+    return session.require_topology().rank
+
+
+def outcome(handle: Handle) -> str:
+    """How a handle ended, as people read it; a handle that does not end fails the test."""
+    try:
+        handle.wait(LIMIT_S)
+        return "done"
+    except HorovodInternalError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+class Ranks:
+    """Sessions of a local world which a test starts, fails and stops by hand."""
+
+    def __init__(
+        self, size: int, settings: Settings | None = None, transport: Callable[..., Any] | None = None
+    ) -> None:
+        fabric = Fabric(size)
+        self.sessions = [Session() for _ in range(size)]
+        endpoints = [fabric.endpoint(rank) for rank in range(size)]
+        if transport:
+            endpoints = [transport(endpoint) for endpoint in endpoints]
+        self.together(lambda rank, s: s.start(endpoints[rank], settings or Settings()))
+
+    def together(self, body: Callable[[int, Session], Any]) -> list[Any]:
+        results: list[Any] = [None] * len(self.sessions)
+
+        def work(rank: int) -> None:
+            results[rank] = body(rank, self.sessions[rank])
+
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(self.sessions))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert not any(thread.is_alive() for thread in threads), "stuck"
+        return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("engine", ["native", "python"])
+def test_every_rank_gets_the_sum(size: int, engine: str) -> None:
+    def body(session: Session) -> None:
+        for step in range(3):
+            arrays = [np.full(n, rank_of(session) + step, np.float32) for n in (1, 1000, 70_001)]
+            for handle in [start(session, array, f"t{i}") for i, array in enumerate(arrays)]:
+                handle.wait()
+            for array in arrays:
+                assert (array == sum(range(size)) + size * step).all()
+
+    run_ranks(size, body, Settings(engine=engine))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_coming_back_twenty_times_leaves_nothing_behind(size: int) -> None:
+    before = threading.active_count()
+    for _ in range(20):
+
+        def body(session: Session) -> None:
+            array = np.ones(10, np.float32)
+            start(session, array, "x").wait()
+            assert (array == size).all()
+            assert session.automatic_name("allreduce") == "allreduce.noname.1"
+
+        run_ranks(size, body)
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_disagree_hear_it_and_go_on(size: int) -> None:
+    def body(session: Session) -> None:
+        rank = rank_of(session)
+        with pytest.raises(MismatchError) as caught:
+            start(session, np.ones(5 if rank == 1 else 4, np.float32), "w").wait(LIMIT_S)
+        others = "rank 0" if size == 2 else "ranks 0, 2"
+        assert str(caught.value) == (
+            f"tensor 'w': mismatched shape: {others} submitted shape (4,) float32, rank 1 submitted shape (5,) float32."
+        )
+        array = np.ones(4, np.float32)
+        start(session, array, "w").wait(LIMIT_S)
+        assert (array == size).all()
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_call_that_is_wrong_on_this_rank_is_refused_before_anything_is_sent(size: int) -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(InvalidRequestError) as caught:
+            session.submit(0, [allreduce(np.ones(3, np.float32), "b", ReduceOp.ADASUM)])
+        assert str(caught.value) == "tensor 'b': Adasum is not defined for float32."
+        twice = [allreduce(np.ones(3, np.float32), "a"), allreduce(np.ones(3, np.float32), "a")]
+        with pytest.raises(InvalidRequestError) as caught:
+            session.submit(0, twice)
+        assert str(caught.value) == (
+            f"tensor 'a' is already being processed on rank {rank_of(session)}. Wait for its handle first, or give this"
+            " operation another name."
+        )
+        start(session, np.ones(3, np.float32), "a").wait(LIMIT_S)
+
+    run_ranks(size, body)
+
+
+@threads_only
+def test_a_rank_that_leaves_fails_what_waits_for_it_and_what_comes_later() -> None:
+    ranks = Ranks(3)
+    waiting = [start(ranks.sessions[rank], np.ones(4, np.float32), "early") for rank in (0, 1)]
+    leaver = threading.Thread(target=ranks.sessions[2].shutdown, daemon=True)
+    leaver.start()
+    assert [outcome(handle) for handle in waiting] == ["PeerError: tensor 'early': rank 2 has shut down."] * 2
+    late = start(ranks.sessions[1], np.ones(4, np.float32), "late")
+    assert outcome(late) == "PeerError: tensor 'late': rank 2 has shut down."
+    assert leaver.is_alive(), "a clean departure waits for the others"
+    ranks.sessions.pop()
+    assert ranks.together(lambda _, session: session.shutdown()) == [True, True]
+    leaver.join(LIMIT_S)
+    assert not leaver.is_alive()
+
+
+@threads_only
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_rank_that_fails_ends_all_others_with_its_reason(culprit: int) -> None:
+    ranks = Ranks(3)
+    others = [rank for rank in range(3) if rank != culprit]
+    waiting = [start(ranks.sessions[rank], np.ones(4, np.float32), "x") for rank in others]
+    assert ranks.sessions[culprit].shutdown(failed=True, why="raised ValueError: no data") is False
+    assert [outcome(handle) for handle in waiting] == [f"PeerError: rank {culprit} raised ValueError: no data."] * 2
+    for rank in others:
+        with pytest.raises(PeerError) as caught:
+            start(ranks.sessions[rank], np.ones(4, np.float32), "y")
+        assert str(caught.value) == f"rank {culprit} raised ValueError: no data."
+    left = ranks.together(lambda _, session: session.shutdown())
+    assert [left[rank] for rank in others] == [False, False]
+
+
+class Torn(LocalTransport):
+    """A network on which nothing of one communicator arrives once ``cut`` is set."""
+
+    cut = False
+
+    def __init__(self, whole: LocalTransport) -> None:
+        super().__init__(whole.fabric, whole.identity, whole.members, whole.rank)
+
+    def duplicate(self) -> LocalTransport:
+        return Torn(super().duplicate())
+
+    def test(self, request: Any) -> bool:
+        data = len(self.identity) > 1
+        return not (Torn.cut and data and request is not None) and super().test(request)
+
+
+@threads_only
+def test_handles_of_plans_under_way_end_when_the_job_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Torn, "cut", True)
+    ranks = Ranks(2, Settings(engine="python"), Torn)
+    handles = [start(session, np.ones(4, np.float32), "x") for session in ranks.sessions]
+    end = time.monotonic() + LIMIT_S
+    while not all(session.engine and session.engine.is_busy for session in ranks.sessions):
+        assert time.monotonic() < end, "never under way"
+    assert ranks.sessions[0].shutdown(failed=True, why="raised KeyError: 'x'") is False
+    assert [outcome(handle) for handle in handles] == [
+        "HorovodInternalError: ocomm has been shut down; call init() before the next collective.",
+        "PeerError: rank 0 raised KeyError: 'x'.",
+    ]
+    ranks.sessions[1].shutdown()
+
+
+@threads_only
+def test_an_exchange_that_does_not_end_names_whom_it_waits_for_and_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Torn, "cut", True)
+    ranks = Ranks(2, Settings(engine="python", stall_shutdown_s=0.2), Torn)
+    handles = [start(session, np.ones(4, np.float32), "x") for session in ranks.sessions]
+    ends = [outcome(handle) for handle in handles]
+    stalls = [f"StallError: x on rank {rank}: no end after 0 s; waits for ranks [{1 - rank}]." for rank in range(2)]
+    assert stalls[0] == ends[0] or stalls[1] == ends[1]
+    ranks.together(lambda _, session: session.shutdown())
+
+
+class Mute(LocalTransport):
+    """A rank whose control messages stop leaving once it is in ``silent``: a process that has been stopped."""
+
+    silent: set[int] = set()  # noqa: RUF012 -- shared on purpose
+
+    def __init__(self, whole: LocalTransport) -> None:
+        super().__init__(whole.fabric, whole.identity, whole.members, whole.rank)
+
+    def isend(self, buffer: Any, dest: int, tag: int) -> None:
+        if self.rank not in Mute.silent:
+            super().isend(buffer, dest, tag)
+
+
+@threads_only
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_rank_that_shows_no_sign_of_life_is_named(silent: int) -> None:
+    ranks = Ranks(3, Settings(peer_timeout_s=0.6), Mute)
+    others = [rank for rank in range(3) if rank != silent]
+    handles = [start(ranks.sessions[rank], np.ones(4, np.float32), "x") for rank in others]
+    try:
+        Mute.silent.add(silent)
+        for handle in handles:
+            with pytest.raises(PeerError) as caught:
+                handle.wait(LIMIT_S)
+            assert str(caught.value) == f"rank {silent} has not answered for 1 s."
+        ranks.together(lambda _, session: session.shutdown(failed=True, why="raised PeerError"))
+    finally:
+        Mute.silent.clear()
+
+
+@threads_only
+def test_ranks_that_are_alive_and_idle_are_left_alone() -> None:
+    ranks = Ranks(2, Settings(peer_timeout_s=0.3))
+    handle = start(ranks.sessions[0], np.ones(4, np.float32), "x")
+    with pytest.raises(TimeoutError) as caught:
+        handle.wait(0.9)
+    assert str(caught.value) == "'x' is not over after 0.9 s"
+    start(ranks.sessions[1], np.ones(4, np.float32), "x").wait(LIMIT_S)
+    handle.wait(LIMIT_S)
+    assert ranks.together(lambda _, session: session.shutdown()) == [True, True]
+
+
+@threads_only
+def test_a_stall_is_told_and_then_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ocomm"):
+        ranks = Ranks(2, Settings(stall_check_s=0.4, stall_shutdown_s=1.2))
+        lonely = start(ranks.sessions[1], np.ones(4, np.float32), "x")
+        with pytest.raises(StallError) as caught:
+            lonely.wait(LIMIT_S)
+        start(ranks.sessions[0], np.ones(4, np.float32), "y")
+        assert ranks.together(lambda _, session: session.shutdown()) == [True, True]
+    assert str(caught.value) in {f"tensor 'x': rank 1 submitted it {n} s ago, rank 0 did not." for n in (1, 2)}
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings[0] in {f"tensor 'x': rank 1 submitted it {n} s ago, rank 0 did not." for n in (0, 1)}
+
+
+@threads_only
+def test_a_rank_that_waits_for_others_to_leave_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ocomm"):
+        ranks = Ranks(2, Settings(stall_check_s=0.2, peer_timeout_s=0.6))
+        leaver = threading.Thread(target=ranks.sessions[1].shutdown, daemon=True)
+        leaver.start()
+        end = time.monotonic() + LIMIT_S
+        while not caplog.records:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert ranks.sessions[0].shutdown() is True
+        leaver.join(LIMIT_S)
+    assert caplog.records[0].getMessage() == "rank 1 has shut down and waits for ranks [0] to do so"
+
+
+@threads_only
+def test_nobody_sends_a_sign_of_life_after_its_last_word() -> None:
+    fabric = Fabric(3)
+    some = [Session() for _ in range(3)]
+
+    def rank_main(rank: int) -> None:
+        some[rank].start(fabric.endpoint(rank), Settings(peer_timeout_s=0.003, stall_check=False))
+        some[rank].shutdown()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    left = [key for key, waiting in fabric.messages.items() if waiting]
+    failed = any(not session.left_in_order for session in some)  # a timeout of 3 ms may well be missed
+    assert failed or left == [], "a message nobody received would turn up in the next job"
+
+
+@alone
+def test_a_call_without_init_says_so() -> None:
+    with pytest.raises(NotInitializedError) as caught:
+        Session().submit(0, [])
+    assert str(caught.value) == "ocomm has not been initialized; call init() first."
+
+
+@alone
+def test_a_process_set_that_does_not_exist_is_named() -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(InvalidRequestError) as caught:
+            session.submit(3, [])
+        assert str(caught.value) == "process set 3 does not exist, or has not been registered with init()."
+
+    run_ranks(1, body)
+
+
+def _square(number: int) -> int:
+    return number * number
+
+
+@alone
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_may_compute_but_not_communicate() -> None:
+    sessions.initialize()
+    try:
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert pool.map(_square, range(5)) == [0, 1, 4, 9, 16]
+            message = pool.apply(_submit_in_child)
+            assert message.startswith("NotInitializedError: this process (pid ")
+            assert message.endswith(
+                f") was forked from rank 0 (pid {os.getpid()}), which is the one that may communicate."
+            )
+            message = pool.apply(_init_in_child)
+            assert message.startswith("LaunchError: init() was called in process ")
+            assert message.endswith(
+                f", which was forked from a rank (pid {os.getpid()}). Only the processes that the launcher started are"
+                " ranks."
+            )
+    finally:
+        sessions.current().shutdown()
+
+
+def _submit_in_child() -> str:
+    try:
+        sessions.current().submit(0, [])
+    except NotInitializedError as error:
+        return f"NotInitializedError: {error}"
+    return "nothing was raised"
+
+
+def _init_in_child() -> str:
+    try:
+        sessions.initialize()
+    except LaunchError as error:
+        return f"LaunchError: {error}"
+    return "nothing was raised"
+
+
+@alone
+def test_a_forked_child_that_ends_in_the_ordinary_way_does_not_hang() -> None:
+    sessions.initialize()
+    try:
+        child = os.fork()
+        if child == 0:
+            sessions._process_session = None  # type: ignore[assignment]  # the last reference: frees the engine
+            os._exit(0)
+        end = time.monotonic() + LIMIT_S
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+            assert time.monotonic() < end, "the child hangs"
+        assert ended[1] == 0
+    finally:
+        sessions.current().shutdown()
