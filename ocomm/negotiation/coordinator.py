@@ -145,10 +145,11 @@ class Coordinator:
 
     def fail_stalled(self, stalls: Sequence[Stall]) -> list[Response]:
         """Gives up on names: an error for every rank that asked."""
+        texts = [describe_stall(stall, self) for stall in stalls]  # before any of them is forgotten
         responses = []
-        for stall in stalls:
+        for stall, text in zip(stalls, texts, strict=True):
             if stall.name in self._pending:
-                responses += self._fail(stall.name, describe_stall(stall, self), Fault.STALL)
+                responses += self._fail(stall.name, text, Fault.STALL)
         return responses
 
 
@@ -187,6 +188,10 @@ def _row_shape(request: Request) -> str:
     return f"shape (*, {', '.join(map(str, request.shape[1:]))}) {request.dtype.label}"
 
 
+def _registration(request: Request) -> str:
+    return request.detail + (f" (digest {request.digest:016x})" if request.digest else "")
+
+
 #: What must agree, in the order of importance: (what to call it, how to show it, for which kinds).
 _SAME: list[tuple[str, Callable[[Request], object], set[Kind]]] = [
     ("operation", lambda r: r.kind.name.lower(), set(Kind)),
@@ -198,7 +203,7 @@ _SAME: list[tuple[str, Callable[[Request], object], set[Kind]]] = [
     ("prescale and postscale", lambda r: (r.prescale, r.postscale), {Kind.ALLREDUCE, Kind.REDUCESCATTER}),
     ("root rank", lambda r: r.root, {Kind.BROADCAST}),
     ("group", lambda r: f"'{r.group}' of {r.group_size}" if r.group else "none", set(Kind)),
-    ("layout", lambda r: f"{r.detail} (digest {r.digest:016x})", {Kind.CHANNEL}),
+    ("registration", _registration, {Kind.CHANNEL, Kind.BARRIER}),
 ]
 
 
