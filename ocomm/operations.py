@@ -419,7 +419,7 @@ def root_in_set(session: Session, number: int, root_rank: int, name: str) -> int
 
 
 def _spell(ranks: tuple[int, ...]) -> str:
-    return f"0..{len(ranks) - 1}" if ranks == tuple(range(len(ranks))) else ", ".join(map(str, ranks))
+    return f"0..{len(ranks) - 1}" if len(ranks) > 1 and ranks == tuple(range(len(ranks))) else str(list(ranks))
 
 
 def alltoall(
