@@ -284,6 +284,21 @@ def _allreduce(
     )
 
 
+def compressed_allreduce(
+    array: ArrayLike, name: str, compressor: str = "onebit", process_set: ProcessSet = global_process_set
+) -> NDArray[np.float32]:
+    """The average of ``array`` over the ranks with 1 bit per element on the wire, as a new float32 array.
+
+    What compression leaves out of one call is kept under ``name`` and goes into the next: over many calls nothing is
+    lost. ``array`` is float32 and has the same shape in every call. Waits. Raises NonFiniteError on all ranks if one
+    has NaN or Inf, MismatchError if the ranks disagree on the shape.
+    """
+    if compressor != "onebit":
+        raise InvalidRequestError(f"compressor {compressor!r} is not known; use 'onebit'.")
+    values = np.ascontiguousarray(array)
+    return sessions.current().compressed_allreduce(process_set.process_set_id or 0, name, values)
+
+
 def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> NDArray[Any]:
     """The arrays of all ranks along the first dimension, which may have another length on every rank."""
     return synchronize(allgather_async(array, name, process_set))

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ocomm.collectives.engine import Channel, Engine
+from ocomm.collectives.error_feedback import OneBitAllreduce
 from ocomm.collectives.python_engine import PythonEngine
 from ocomm.collectives.scratch import Scratch
 from ocomm.config import Launch, read_launch, read_settings
@@ -56,6 +57,8 @@ class Session:
         self.left_in_order = True  # whether the last shutdown was clean on all ranks
         self._pid = 0
         self._names: dict[tuple[int, str], int] = {}
+        self._compressed: dict[tuple[int, str], OneBitAllreduce] = {}
+        self._compressed_channels: dict[int, Channel] = {}
 
     # Starting and stopping
 
@@ -137,6 +140,8 @@ class Session:
             _abandoned.append((self.engine, self.sets))
         self.engine = None
         self.sets = {}
+        self._compressed.clear()
+        self._compressed_channels.clear()
         return clean
 
     # Using
@@ -188,6 +193,25 @@ class Session:
         request = Request(Kind.CHANNEL, name, digest=digest, detail=detail)
         handle = self.submit(number, [Submission(request, np.zeros(0, np.uint8))])[0]
         return handle.wait()
+
+    def agree(self, number: int, name: str, detail: str) -> None:
+        """Waits until all ranks of the set say the same ``detail`` about ``name``; MismatchError if they do not."""
+        request = Request(Kind.BARRIER, name, detail=detail)
+        self.submit(number, [Submission(request, np.zeros(0, np.uint8))])[0].wait()
+
+    def compressed_allreduce(self, number: int, name: str, array: np.ndarray) -> np.ndarray:
+        """1-bit average of a float32 array over process set ``number``; keeps the errors of ``name`` between calls."""
+        key = number, name
+        if key not in self._compressed:
+            ranks = self.member_set(number).ranks
+            if number not in self._compressed_channels:
+                self._compressed_channels[number] = self.open_channel(number, "compressed_allreduce", 0, "channel")
+            self.agree(number, f"compressed_allreduce.{name}", f"shape {array.shape} {array.dtype}")
+            rank = ranks.index(self.require_topology().rank)
+            self._compressed[key] = OneBitAllreduce(
+                self._compressed_channels[number], name, array.shape, rank, ranks, self.settings.segment_nbytes
+            )
+        return self._compressed[key](array, self.settings.stall_shutdown_s)
 
     def reduce(self, number: int, name: str, array: np.ndarray, op: ReduceOp) -> None:
         """Reduces a contiguous NumPy array in place over process set ``number``; waits."""

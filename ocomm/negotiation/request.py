@@ -41,7 +41,7 @@ class Request:
 
     ``shape`` is the canonical shape; ``order`` tags the order of its elements. ``splits`` are the first-dimension rows
     for each rank (alltoall). ``group`` and ``group_size``: tensors which become ready together or not at all.
-    ``detail`` describes ``digest`` to people.
+    ``detail`` and ``digest`` say what a channel or barrier is for.
     """
 
     kind: Kind
