@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
+
+#: Raw memory: a one-dimensional, contiguous uint8 array.
+Bytes = NDArray[np.uint8]
 
 
 class DType(enum.IntEnum):

@@ -28,15 +28,15 @@ _COMPRESSED_STATE = ("exp_avg", "exp_avg_sq")
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """Data-parallel 1-bit Adam (arXiv 2102.02888): Adam for the first steps, then 1 bit per parameter and direction.
+    """Data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per parameter and direction.
 
     ``optimizer`` is a ``torch.optim.Adam`` or ``AdamW`` over float32 CPU parameters; its param groups stay live (lr,
-    betas, eps, weight_decay, LR schedulers on either object) and its own step makes the warm-up steps.
+    betas, weight_decay, LR schedulers on either object; eps up to the freeze) and its step makes the warm-up steps.
 
-    ``named_parameters``: an iterable of (name, parameter), or None for names by position. ``freeze_step``: the number of
-    dense steps T_w, or ``"auto"``: until the variance is stable (at least 2 / (1 - beta2) steps). ``block_size``:
-    elements per scale, or ``"tensor"``. ``scale``: ``"l1"`` or ``"rms"``. ``variance_floor``: fraction of a block's mean
-    sqrt(v) below which no element's falls. ``mask_refresh``: steps between looks for elements that had no gradient
+    ``named_parameters``: an iterable of (name, parameter), or None for names by position. ``freeze_step``: the number
+    of dense steps T_w, or ``"auto"``: until the variance is stable (at least 2 / (1 - beta2) steps). ``block_size``:
+    elements per scale, or ``"tensor"``. ``scale``: ``"l1"`` or ``"rms"``. ``variance_floor``: fraction of a block's
+    mean sqrt(v) below which no element's falls. ``mask_refresh``: steps between looks for elements that had no gradient
     before the freeze and have one now. ``overlap``: exchange during backward. ``verify``: how a gradient that changed
     after backward is noticed (``"sampled"``, ``"full"``, ``"version"``). ``max_grad_norm``: clips by the agreed norm
     sqrt(mean over ranks of |g|^2), without overlap. ``backward_passes_per_step``: gradients are summed over that many
@@ -79,9 +79,7 @@ class OneBitAdam(torch.optim.Optimizer):
         self._group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
         for name, parameter in zip(self._names, self._parameters, strict=True):
             _check_parameter(name, parameter)
-        specs = [
-            TensorSpec(name, tuple(p.shape)) for name, p in zip(self._names, self._parameters, strict=True)
-        ]
+        specs = [TensorSpec(name, tuple(p.shape)) for name, p in zip(self._names, self._parameters, strict=True)]
         layout = Layout(specs, len(ranks), block_size)
         options = {
             "optimizer": "AdamW" if self._is_decoupled(0) else "Adam",
@@ -134,9 +132,7 @@ class OneBitAdam(torch.optim.Optimizer):
         self._freeze_at = self._schedule.decided
         self._announcement = 0
         self._core.tensors["param"] = [p.data_ptr() for p in self._parameters]
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._parameters)
-        ]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._parameters)]
 
     def _is_decoupled(self, group: int) -> bool:
         default = isinstance(self._inner, torch.optim.AdamW)
@@ -223,7 +219,9 @@ class OneBitAdam(torch.optim.Optimizer):
                 continue
             self._versions[index] = grad._version
             if grad.dtype is not torch.float32:
-                raise InvalidRequestError(f"gradient of '{self._names[index]}' is {grad.dtype}, expected torch.float32.")
+                raise InvalidRequestError(
+                    f"gradient of '{self._names[index]}' is {grad.dtype}, expected torch.float32."
+                )
             if grad.layout is not torch.strided or not grad.is_contiguous():
                 if not final:
                     return None
@@ -246,7 +244,7 @@ class OneBitAdam(torch.optim.Optimizer):
     # The step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on all ranks. Returns the closure's loss, if one is given."""
         loss = None
         if closure is not None:
@@ -481,8 +479,8 @@ class OneBitAdam(torch.optim.Optimizer):
                 expected = self._parameters[known[name]].numel() if name in known else None
                 if expected != tensor_state["denominator"].numel():
                     raise InvalidRequestError(
-                        f"the state has tensor '{name}' with {tensor_state['denominator'].numel()} elements; this model "
-                        + (f"has {expected}." if expected is not None else "has no tensor of that name.")
+                        f"the state has tensor '{name}' with {tensor_state['denominator'].numel()} elements; "
+                        "this model " + (f"has {expected}." if expected is not None else "has no tensor of that name.")
                     )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "ocomm"})
         self._inner.state = self.state
@@ -539,9 +537,13 @@ def _named(
 
 def _check_parameter(name: str, parameter: torch.Tensor) -> None:
     if parameter.device.type != "cpu":
-        raise InvalidRequestError(f"parameter '{name}' is on {parameter.device}; this build exchanges CPU tensors only.")
+        raise InvalidRequestError(
+            f"parameter '{name}' is on {parameter.device}; this build exchanges CPU tensors only."
+        )
     if parameter.dtype is not torch.float32:
-        raise InvalidRequestError(f"parameter '{name}' is {parameter.dtype}; DistributedOneBitAdam needs torch.float32.")
+        raise InvalidRequestError(
+            f"parameter '{name}' is {parameter.dtype}; DistributedOneBitAdam needs torch.float32."
+        )
     if not parameter.is_contiguous():
         raise InvalidRequestError(
             f"parameter '{name}' is not contiguous (strides {parameter.stride()}); call "

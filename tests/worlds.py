@@ -46,7 +46,11 @@ def run_ranks(
 
 
 def _run_as_threads(
-    size: int, body: Callable[[Session], Any], settings: Settings, process_sets: Sequence[Sequence[int]], timeout_s: float
+    size: int,
+    body: Callable[[Session], Any],
+    settings: Settings,
+    process_sets: Sequence[Sequence[int]],
+    timeout_s: float,
 ) -> list[Any]:
     fabric = Fabric(size)
     results: list[Any] = [None] * size
@@ -63,7 +67,9 @@ def _run_as_threads(
             failures.append((rank, error))
             session.shutdown(failed=True, why=f"raised {type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -18,6 +18,7 @@ from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import Layout, SegmentLayout, TensorSpec
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.kernels.base import Bytes, Floats
+from ocomm.types import Flag
 
 
 class OneBitAllreduce:
@@ -51,9 +52,7 @@ class OneBitAllreduce:
         self._turn = 0
 
     def _envelope(self, segment: SegmentLayout) -> Envelope:
-        return Envelope.new(
-            self.rank, segment.signature("onebit-l1"), 1, self._flags, self._heard, self._announcement
-        )
+        return Envelope.new(self.rank, segment.signature("onebit-l1"), 1, self._flags, self._heard, self._announcement)
 
     def _buffers(self, segment: SegmentLayout) -> tuple[Bytes, list[Bytes], Bytes]:
         receive = [aligned(segment.message_nbytes[self.rank]) for _ in self.ranks]
@@ -106,7 +105,7 @@ class OneBitAllreduce:
             raise HorovodInternalError(f"compressed_allreduce of '{self.name}' failed: {state.name.lower()}.")
         self.calls += 1
         if self._heard[0] or not np.isfinite(self._result).all():
-            who = sorted({rank for envelope in self._envelopes for rank in envelope.ranks_with(1)})
+            who = sorted({rank for envelope in self._envelopes for rank in envelope.ranks_with(Flag.NON_FINITE)})
             raise NonFiniteError(
                 f"'{self.name}' has NaN or Inf on rank(s) {[self.ranks[r] for r in who]}; no error was changed."
             )

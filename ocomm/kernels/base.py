@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ocomm.types import Bytes as Bytes
 from ocomm.types import DType, ReduceOp
 
 #: One row per scale block; fields as in ``ocomm_block``.
@@ -45,7 +46,6 @@ TENSOR = np.dtype(
 )
 
 Floats = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
 Table = NDArray[np.void]
 
 

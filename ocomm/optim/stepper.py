@@ -80,8 +80,8 @@ class Stepper:
     ``ranks`` are the world ranks of the set, for messages. ``failure`` tells why the runtime has failed, if it has.
     ``locate(tensors, final)`` gives the addresses of their gradients as they are now, contiguous float32, 0 for none;
     before ``step()`` (``final`` False) it may answer None: not yet.
-    ``segment_nbytes`` bounds a segment's packed bytes. ``verify`` is ``"sampled"``, ``"full"`` or ``"version"``: how much
-    of a gradient is read again to notice that it changed after hand-over.
+    ``segment_nbytes`` bounds a segment's packed bytes. ``verify`` is ``"sampled"``, ``"full"`` or ``"version"``: how
+    much of a gradient is read again to notice that it changed after hand-over.
     """
 
     def __init__(
@@ -384,8 +384,8 @@ class Stepper:
     def _withdraw_overlap(self) -> None:
         if self.overlap:
             _log.warning(
-                "%s: a gradient changed after backward (clipping, loss scaling or a second backward), so it is exchanged "
-                "again, and from now on without overlap. Pass overlap=False to say so from the start.",
+                "%s: a gradient changed after backward (clipping, loss scaling or a second backward), so it is "
+                "exchanged again, and from now on without overlap. Pass overlap=False to say so from the start.",
                 self.name,
             )
         self.overlap = self.overlapping = False
@@ -494,7 +494,9 @@ class Stepper:
             )
         if state == State.ABORTED and self._dead is None:
             raise PeerError(f"{self.name}: step {self.step + 1} was aborted; see the first error of this rank.")
-        raise HorovodInternalError(f"{self.name}: the network failed in step {self.step + 1} (MPI error {ticket.error}).")
+        raise HorovodInternalError(
+            f"{self.name}: the network failed in step {self.step + 1} (MPI error {ticket.error})."
+        )
 
     def _explain(self, envelope: Envelope) -> str:
         """What the headers of all ranks disagree on."""
@@ -509,7 +511,8 @@ class Stepper:
                 lrs = envelope.learning_rates()
                 said = "; ".join(f"rank(s) {who} (lr {lrs[self.ranks.index(who[0])]:g})" for who in by_value.values())
                 return (
-                    f"{self.name}: lr, betas, eps or weight decay differ between ranks in step {self.step + 1}: {said}. "
+                    f"{self.name}: lr, betas, eps or weight decay differ between ranks in step {self.step + 1}: "
+                    f"{said}. "
                     "Give all ranks the same optimizer settings and the same schedule."
                 )
             names = [self.layout.tensors[t].name for t in self._tensors_of(envelope)[:3]]

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ocomm.kernels.base import Bytes
+from ocomm.types import Bytes
 
 #: An opaque handle; only the transport that made it looks inside.
 Request = Any

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ocomm.errors import HorovodInternalError
-from ocomm.kernels.base import Bytes
+from ocomm.types import Bytes
 
 
 class Fabric:

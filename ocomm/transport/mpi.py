@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ocomm.errors import LaunchError
-from ocomm.kernels.base import Bytes
+from ocomm.types import Bytes
 
 _mpi: ModuleType | None = None
 

@@ -6,7 +6,7 @@ import json
 import pickle
 import statistics
 import threading
-import time
+
 import zlib
 from collections.abc import Callable
 

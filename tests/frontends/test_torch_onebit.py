@@ -200,7 +200,15 @@ def change_betas(step: int, rank: int, parameters: list[torch.Tensor], optimizer
         optimizer.param_groups[0]["betas"] = (0.8, 0.999)
 
 
-CHANGES = [clip_one_rank, multiply_data, write_through_numpy, second_backward, new_gradient_object, change_lr, change_betas]
+CHANGES = [
+    clip_one_rank,
+    multiply_data,
+    write_through_numpy,
+    second_backward,
+    new_gradient_object,
+    change_lr,
+    change_betas,
+]
 
 
 @pytest.mark.parametrize("freeze_step", [4, 100], ids=["compressed", "dense"])
@@ -326,7 +334,9 @@ def test_a_gradient_missing_here_everywhere_and_back_again_leaves_replicas_equal
         assert results[0]["digests"] == results[1]["digests"] == results[2]["digests"]
         history = results[0]["parameters"]
         assert np.array_equal(history[10][1], history[12][1]), "nobody had a gradient, but the parameter moved"
-        assert not np.array_equal(history[8][1], history[9][1]), "one rank had a gradient, but the parameter stood still"
+        assert not np.array_equal(history[8][1], history[9][1]), (
+            "one rank had a gradient, but the parameter stood still"
+        )
         assert not np.array_equal(history[13][1], history[14][1])
 
 
@@ -465,7 +475,8 @@ def one_parameter(**options: Any) -> torch.nn.Parameter:
     [
         (
             lambda: torch.optim.SGD([one_parameter()], lr=0.1),
-            "DistributedOneBitAdam wraps torch.optim.Adam or AdamW, not SGD; use DistributedOptimizer for other optimizers.",
+            "DistributedOneBitAdam wraps torch.optim.Adam or AdamW, not SGD; "
+            "use DistributedOptimizer for other optimizers.",
         ),
         (
             lambda: torch.optim.Adam([one_parameter()], amsgrad=True),
@@ -531,10 +542,15 @@ def test_a_learning_rate_that_differs_between_ranks_is_an_error_on_all() -> None
             train(rank_of(session), 8, before_step=diverge, freeze_step=3)
         return str(raised.value)
 
-    assert run_ranks(2, body) == [
-        "OneBitAdam.noname.1: lr, betas, eps or weight decay differ between ranks in step 6: rank(s) [0] (lr 0.01); "
-        "rank(s) [1] (lr 0.02). Give all ranks the same optimizer settings and the same schedule."
-    ] * 2
+    assert (
+        run_ranks(2, body)
+        == [
+            "OneBitAdam.noname.1: lr, betas, eps or weight decay differ between ranks in step 6: "
+            "rank(s) [0] (lr 0.01); "
+            "rank(s) [1] (lr 0.02). Give all ranks the same optimizer settings and the same schedule."
+        ]
+        * 2
+    )
 
 
 def test_a_rank_one_step_ahead_is_caught() -> None:
@@ -549,10 +565,15 @@ def test_a_rank_one_step_ahead_is_caught() -> None:
             train(rank, 8, watch=run_ahead, freeze_step=3, overlap=False)
         return str(raised.value)
 
-    assert run_ranks(2, body) == [
-        "OneBitAdam.noname.1: the ranks are not at the same step: rank(s) [0] are at step 6; rank(s) [1] are at step 7. "
-        "Call step() equally often everywhere."
-    ] * 2
+    assert (
+        run_ranks(2, body)
+        == [
+            "OneBitAdam.noname.1: the ranks are not at the same step: rank(s) [0] are at step 6; "
+            "rank(s) [1] are at step 7. "
+            "Call step() equally often everywhere."
+        ]
+        * 2
+    )
 
 
 def test_parameters_that_were_not_named_are_refused() -> None:

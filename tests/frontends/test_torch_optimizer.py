@@ -1,0 +1,396 @@
+"""DistributedOptimizer: equals one process on the whole batch, and keeps Horovod's rules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import ocomm_torch as hvd  # noqa: E402
+from ocomm.errors import InvalidRequestError  # noqa: E402
+from ocomm.session import Session  # noqa: E402
+from tests.worlds import run_ranks  # noqa: E402
+
+STEPS, BATCH = 5, 24
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+}
+
+
+def make_model(seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=generator) * 0.3
+    return model
+
+
+def batches() -> list[tuple[Any, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    xs = [torch.randn(BATCH, 6, generator=generator) for _ in range(STEPS)]
+    return [(x, x.sum(1, keepdim=True)) for x in xs]
+
+
+def part(tensor: Any, rank: int, size: int) -> Any:
+    n = len(tensor) // size
+    return tensor[rank * n : (rank + 1) * n]
+
+
+def loss_of(model: Any, x: Any, y: Any) -> Any:
+    return torch.nn.functional.mse_loss(model(x), y)
+
+
+def alone(kind: str) -> list[Any]:
+    """Parameters after training in one process on the whole batches."""
+    model = make_model()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def together(size: int, kind: str, **options: Any) -> list[list[Any]]:
+    """Parameters of every rank after training on parts of the batches."""
+
+    def body(session: Session) -> list[Any]:
+        model = make_model(hvd.rank())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        chosen = {k: v(model) if callable(v) else v for k, v in options.items()}
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS[kind](model.parameters()), model.named_parameters(), **chosen)
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss_of(model, part(x, hvd.rank(), size), part(y, hvd.rank(), size)).backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    return run_ranks(size, body)
+
+
+def assert_equal_ranks(results: list[list[Any]]) -> None:
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
+
+
+class TestAgainstOneProcess:
+    @pytest.mark.parametrize("size", [1, 2, 3, 4])
+    @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+    def test_it_equals_training_on_the_whole_batch(self, size: int, kind: str) -> None:
+        results = together(size, kind)
+        assert_equal_ranks(results)
+        torch.testing.assert_close(results[0], alone(kind), rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"gradient_predivide_factor": 2.0},
+            {"groups": 2},
+            {"groups": 2, "gradient_predivide_factor": 4.0},
+            {"groups": lambda model: [[model[0].weight, model[2].bias], [model[0].bias]]},
+        ],
+        ids=["predivide", "number of groups", "groups and predivide", "lists"],
+    )
+    def test_options_that_change_no_result(self, options: dict[str, Any]) -> None:
+        results = together(2, "sgd", **options)
+        assert_equal_ranks(results)
+        torch.testing.assert_close(results[0], alone("sgd"), rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("name", ["fp16", "bf16"])
+    def test_compressed_gradients_stay_close(self, name: str) -> None:
+        results = together(2, "sgd", compression=getattr(hvd.Compression, name))  # a class, not a maker of options
+        assert_equal_ranks(results)
+        torch.testing.assert_close(results[0], alone("sgd"), rtol=0.05, atol=0.01)
+
+    def test_gradients_of_several_backward_passes_are_summed(self) -> None:
+        def body(session: Session) -> list[Any]:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(
+                OPTIMIZERS["sgd"](model.parameters()), model.named_parameters(), backward_passes_per_step=2
+            )
+            for x, y in batches():
+                optimizer.zero_grad()
+                for half in range(2):
+                    quarter = 2 * hvd.rank() + half
+                    (loss_of(model, part(x, quarter, 4), part(y, quarter, 4)) / 2).backward()
+                optimizer.step()
+            return [p.detach().clone() for p in model.parameters()]
+
+        results = run_ranks(2, body)
+        assert_equal_ranks(results)
+        torch.testing.assert_close(results[0], alone("sgd"), rtol=1e-4, atol=1e-5)
+
+    def test_clipping_after_backward_sees_the_average(self) -> None:
+        def body(session: Session) -> float:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
+            x, y = batches()[0]
+            loss_of(model, part(x, hvd.rank(), 2), part(y, hvd.rank(), 2)).backward()
+            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+            optimizer.step()
+            clipped = torch.cat([p.grad.flatten() for p in model.parameters()])
+            assert abs(float(clipped.norm()) - 0.01) < 1e-6
+            return norm
+
+        a, b = run_ranks(2, body)
+        model = make_model()
+        loss_of(model, *batches()[0]).backward()
+        alone_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+        assert a == b == pytest.approx(alone_norm, rel=1e-5)
+
+    def test_closures_get_averaged_gradients(self) -> None:
+        def body(session: Session) -> list[Any]:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
+            for x, y in batches():
+
+                def closure(x: Any = x, y: Any = y) -> Any:
+                    optimizer.zero_grad()
+                    loss = loss_of(model, part(x, hvd.rank(), 2), part(y, hvd.rank(), 2))
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+            return [p.detach().clone() for p in model.parameters()]
+
+        results = run_ranks(2, body)
+        assert_equal_ranks(results)
+        torch.testing.assert_close(results[0], alone("sgd"), rtol=1e-4, atol=1e-5)
+
+
+class TestUnevenGradients:
+    def test_a_missing_gradient_counts_as_zeros(self) -> None:
+        def body(session: Session) -> list[Any]:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+            before = model[2].bias.detach().clone()
+            unused = model[2].weight if hvd.rank() else None
+            (model[2].bias.sum() + (0 if unused is not None else model[2].weight.sum())).backward()
+            optimizer.step()
+            assert torch.equal(model[2].bias, before - 1)
+            assert model[0].weight.grad.abs().sum() == 0
+            return [p.detach().clone() for p in model.parameters()]
+
+        results = run_ranks(2, body)
+        assert_equal_ranks(results)
+        torch.testing.assert_close(results[0][2], make_model()[2].weight - 0.5)
+
+    @pytest.mark.parametrize("as_dense", [False, True])
+    def test_sparse_gradients(self, as_dense: bool) -> None:
+        def body(session: Session) -> Any:
+            embedding = torch.nn.Embedding(4, 2, sparse=True)
+            embedding.weight.data.zero_()
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(embedding.parameters(), lr=1.0), embedding.named_parameters(), sparse_as_dense=as_dense
+            )
+            for _ in range(2):
+                optimizer.zero_grad()
+                embedding(torch.tensor([hvd.rank(), 2])).sum().backward()
+                optimizer.step()
+            return embedding.weight.detach()[:, 0].tolist()
+
+        assert run_ranks(2, body) == [[-1.0, -1.0, -2.0, 0.0]] * 2
+
+    def test_channels_last_gradients(self) -> None:
+        def body(session: Session) -> Any:
+            torch.manual_seed(0)
+            model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+            x = torch.full((1, 3, 5, 5), 1.0 + hvd.rank()).to(memory_format=torch.channels_last)
+            model(x).sum().backward()
+            optimizer.step()
+            return model.weight.grad.clone()
+
+        a, b = run_ranks(2, body)
+        assert torch.equal(a, b) and torch.equal(a, torch.full_like(a, 9 * 1.5))
+
+
+class TestGradScaler:
+    @pytest.mark.parametrize("unscale_first", [False, True])
+    def test_it_needs_nothing_special(self, unscale_first: bool) -> None:
+        def body(session: Session) -> list[Any]:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            for x, y in batches():
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, part(x, hvd.rank(), 2), part(y, hvd.rank(), 2))).backward()
+                if unscale_first:
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+                scaler.step(optimizer)
+                scaler.update()
+            return [p.detach().clone() for p in model.parameters()]
+
+        results = run_ranks(2, body)
+        assert_equal_ranks(results)
+        torch.testing.assert_close(results[0], alone("sgd"), rtol=1e-4, atol=1e-5)
+
+    def test_an_overflow_on_one_rank_is_skipped_by_all(self) -> None:
+        def body(session: Session) -> float:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            before = [p.detach().clone() for p in model.parameters()]
+            for step, (x, y) in enumerate(batches()):
+                optimizer.zero_grad()
+                loss = loss_of(model, part(x, hvd.rank(), 2), part(y, hvd.rank(), 2))
+                if step == 0 and hvd.rank() == 1:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                if step == 0:
+                    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            assert not torch.equal(before[0], model[0].weight)
+            return scaler.get_scale()
+
+        assert run_ranks(2, body) == [512.0, 512.0]
+
+
+class TestRules:
+    def test_the_class_keeps_its_name_state_and_groups(self) -> None:
+        def body(session: Session) -> None:
+            model = make_model()
+            plain = torch.optim.Adam(model.parameters(), lr=0.01)
+            scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.1)
+            loss_of(model, *batches()[0]).backward()
+            plain.step()
+            optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+            assert type(optimizer).__name__ == "Adam" and isinstance(optimizer, torch.optim.Adam)
+            scheduler.step()
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+            assert [s["step"] for s in optimizer.state_dict()["state"].values()] == [1] * 4
+            optimizer.zero_grad()
+            loss_of(model, *batches()[0]).backward()
+            optimizer.step()
+            other = torch.optim.Adam(make_model().parameters())
+            other.load_state_dict(optimizer.state_dict())
+            optimizer.load_state_dict(other.state_dict())
+            assert [s["step"] for s in optimizer.state_dict()["state"].values()] == [2] * 4
+
+        run_ranks(2, body)
+
+    def test_zero_grad_between_backward_and_step_is_refused(self) -> None:
+        def body(session: Session) -> None:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
+            loss_of(model, *batches()[0]).backward()
+            with pytest.raises(AssertionError) as error:
+                optimizer.zero_grad()
+            assert str(error.value) == (
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            assert model[0].weight.grad.abs().sum() == 0
+            optimizer.zero_grad(set_to_none=True)
+            assert model[0].weight.grad is None
+
+        run_ranks(2, body)
+
+    def test_too_many_backward_passes_are_refused(self) -> None:
+        def body(session: Session) -> None:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
+            loss_of(model, *batches()[0]).backward()
+            with pytest.raises(AssertionError, match=r"^Gradients were computed more than backward_passes_per_step"):
+                loss_of(model, *batches()[0]).backward()
+            optimizer.step()
+            optimizer.set_backward_passes_per_step(2)
+            optimizer.zero_grad()
+            loss_of(model, *batches()[0]).backward()
+            loss_of(model, *batches()[0]).backward()
+            optimizer.step()
+
+        run_ranks(2, body)
+
+    def test_horovods_dance_still_works(self) -> None:
+        def body(session: Session) -> list[Any]:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
+            for x, y in batches():
+                optimizer.zero_grad()
+                loss_of(model, part(x, hvd.rank(), 2), part(y, hvd.rank(), 2)).backward()
+                optimizer.synchronize()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            return [p.detach().clone() for p in model.parameters()]
+
+        results = run_ranks(2, body)
+        assert_equal_ranks(results)
+        torch.testing.assert_close(results[0], alone("sgd"), rtol=1e-4, atol=1e-5)
+
+    def test_step_after_synchronize_warns(self) -> None:
+        def body(session: Session) -> None:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
+            loss_of(model, *batches()[0]).backward()
+            optimizer.synchronize()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                with pytest.raises(UserWarning, match=r"^optimizer.step\(\) called without"):
+                    optimizer.step()
+
+        run_ranks(2, body)
+
+    def test_a_rank_outside_the_set_steps_alone(self) -> None:
+        def body(session: Session) -> Any:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=1.0),
+                model.named_parameters(),
+                process_set=hvd.ProcessSet([0, 1]),
+            )
+            (model[2].bias * (1.0 + hvd.rank())).sum().backward()
+            optimizer.step()
+            return (make_model()[2].bias - model[2].bias).item()
+
+        assert run_ranks(3, body, process_sets=[[0, 1]]) == pytest.approx([1.5, 1.5, 3.0])
+
+    def test_wrong_arguments_get_horovods_messages(self) -> None:
+        def body(session: Session) -> None:
+            model = make_model()
+            named = list(model.named_parameters())
+            weight = model[0].weight
+            cases: list[tuple[dict[str, Any], str]] = [
+                (
+                    {"named_parameters": list(model.parameters())},
+                    "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+                    "model.named_parameters().",
+                ),
+                (
+                    {"named_parameters": [*named, named[0]]},
+                    "Parameter names in named_parameters must be unique. Found duplicates: 0.weight",
+                ),
+                (
+                    {"named_parameters": named[1:]},
+                    "named_parameters was specified, but one or more model parameters were not named. Python object "
+                    f"ids: {id(weight)}",
+                ),
+                ({"groups": -1}, "groups should be a non-negative integer or a list of list of torch.Tensor."),
+                ({"groups": [weight]}, "groups should be a non-negative integer or a list of list of torch.Tensor."),
+                ({"groups": [["a"]]}, "groups must consist of torch.Tensor."),
+                ({"groups": [[weight], [weight]]}, "A parameter can only appear once in groups."),
+                (
+                    {"gradient_predivide_factor": 2.0, "op": hvd.Sum},
+                    "gradient_predivide_factor not supported with op != Average",
+                ),
+                ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0"),
+                ({"op": hvd.Adasum}, "op=Adasum is not supported; use Average or Sum."),
+            ]
+            for options, message in cases:
+                with pytest.raises(InvalidRequestError) as error:
+                    hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), **options)
+                assert str(error.value) == message
+            with pytest.warns(DeprecationWarning, match=r"num_groups"):
+                hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), num_groups=1)
+
+        run_ranks(1, body)
