@@ -274,7 +274,7 @@ def sparse_allreduce_async(
         found_indices, found_values = synchronize(indices), synchronize(values)
         if chosen == Average:
             found_values = found_values / members
-        return torch.sparse_coo_tensor(found_indices.t(), found_values, tensor.shape).coalesce()
+        return torch.sparse_coo_tensor(found_indices.t(), found_values, tensor.shape, check_invariants=False).coalesce()
 
     return finish
 

@@ -101,7 +101,7 @@ class TestCollectives:
     def test_sparse_tensors_are_summed_by_index(self) -> None:
         def body(session: Session) -> None:
             me = hvd.rank()
-            x = torch.sparse_coo_tensor([[me, 2]], torch.ones(2, 3), (4, 3))
+            x = torch.sparse_coo_tensor([[me, 2]], torch.ones(2, 3), (4, 3), check_invariants=True)
             dense = hvd.sparse_allreduce_async(x, name="s", op=hvd.Sum)().to_dense()
             assert dense[:, 0].tolist() == [1, 1, 2, 0]
             assert hvd.sparse_allreduce_async(x)().to_dense()[2].tolist() == [1, 1, 1]

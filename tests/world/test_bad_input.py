@@ -306,7 +306,7 @@ class TestSomeDoNotCome:
             with pytest.raises(PeerError):
                 ocomm.allreduce(np.ones(1), name="y")
 
-        with pytest.raises(RuntimeError, match="^disk full$"):
+        with pytest.raises(RuntimeError, match=r"^disk full$"):
             run_ranks(3, body)
         assert said == ["rank 1 raised RuntimeError: disk full."] * 2
 
@@ -328,7 +328,8 @@ class TestTheJob:
         calls: list[Callable[[], Any]] = [
             ocomm.rank, ocomm.size, ocomm.local_rank, ocomm.is_homogeneous, ocomm.barrier,
             lambda: ocomm.allreduce(np.ones(1)), lambda: ocomm.broadcast_object(1),
-            lambda: ocomm.allreduce(np.ones(1), process_set=ocomm.ProcessSet([0])), lambda: ocomm.global_process_set.size(),
+            lambda: ocomm.allreduce(np.ones(1), process_set=ocomm.ProcessSet([0])),
+            ocomm.global_process_set.size,
         ]  # fmt: skip
         try:
             assert not ocomm.is_initialized()
@@ -371,7 +372,7 @@ class TestTheJob:
             "init(comm=[0, 2]): the job has the ranks [0], and starting on a part of them is not supported. Start "
             "fewer ranks, or call init(process_sets=[ProcessSet([...])])."
         )
-        with pytest.raises(InvalidRequestError, match="sets cannot be added later"):
+        with pytest.raises(InvalidRequestError, match=r"sets cannot be added later"):
             ocomm.init(process_sets="dynamic")  # type: ignore[arg-type]
 
     def test_an_unknown_setting_is_refused(self) -> None:

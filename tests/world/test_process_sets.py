@@ -119,5 +119,5 @@ def test_what_a_rank_may_not_do_is_said_in_whole_sentences() -> None:
 
 @pytest.mark.parametrize("ranks", [[], [1, 1], ["a"], 5])
 def test_a_set_needs_distinct_ranks(ranks: object) -> None:
-    with pytest.raises(InvalidRequestError, match="^ProcessSet takes "):
+    with pytest.raises(InvalidRequestError, match=r"^ProcessSet takes "):
         ocomm.ProcessSet(ranks)  # type: ignore[arg-type]
