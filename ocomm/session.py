@@ -26,6 +26,7 @@ from ocomm.collectives.engine import Channel, Engine
 from ocomm.collectives.error_feedback import OneBitAllreduce
 from ocomm.collectives.python_engine import PythonEngine
 from ocomm.collectives.scratch import Scratch
+from ocomm.collectives.waiting import Watch
 from ocomm.config import Launch, read_launch, read_settings
 from ocomm.errors import InvalidRequestError, LaunchError, NotInitializedError, SettingsError
 from ocomm.kernels.base import Kernels
@@ -194,6 +195,11 @@ class Session:
         handle = self.submit(number, [Submission(request, np.zeros(0, np.uint8))])[0]
         return handle.wait()
 
+    def watch(self) -> Watch:
+        """What a thread that waits for an exchange looks at."""
+        runtime = self._require()
+        return Watch(lambda: runtime.failure, runtime.departed, self.settings.stall_check_s)
+
     def agree(self, number: int, name: str, detail: str) -> None:
         """Waits until all ranks of the set say the same ``detail`` about ``name``; MismatchError if they do not."""
         request = Request(Kind.BARRIER, name, detail=detail)
@@ -209,7 +215,13 @@ class Session:
             self.agree(number, f"compressed_allreduce.{name}", f"shape {array.shape} {array.dtype}")
             rank = ranks.index(self.require_topology().rank)
             self._compressed[key] = OneBitAllreduce(
-                self._compressed_channels[number], name, array.shape, rank, ranks, self.settings.segment_nbytes
+                self._compressed_channels[number],
+                name,
+                array.shape,
+                rank,
+                ranks,
+                self.settings.segment_nbytes,
+                self.watch(),
             )
         return self._compressed[key](array, self.settings.stall_shutdown_s)
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ocomm import session as sessions
+from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.optim.freeze import FreezeSchedule, LateTensors
@@ -108,7 +109,6 @@ class OneBitAdam(torch.optim.Optimizer):
         name = self._session.automatic_name("OneBitAdam")
         channel = _open_channel(self._session, self._set, name, layout, options)
         settings = self._session.settings
-        runtime = self._session.runtime
         self._max_grad_norm = max_grad_norm
         self._passes_left = [backward_passes_per_step] * len(self._parameters)
         self._recorded: list[torch.Tensor | None] = [None] * len(self._parameters)
@@ -119,13 +119,12 @@ class OneBitAdam(torch.optim.Optimizer):
             self._core,
             channel,
             ranks,
-            lambda: runtime.failure if runtime is not None else None,
+            self._session.watch(),
             self._locate,
-            segment_nbytes=max(65536, min(settings.segment_nbytes, layout.numel // 8 // 8)),
+            segment_nbytes=segment_nbytes(layout.numel // 8, len(ranks), settings.segment_nbytes),
             overlap=overlap and max_grad_norm is None,
             verify=verify,
             timeout_s=settings.stall_shutdown_s,
-            stall_check_s=settings.stall_check_s,
         )
         self.backward_passes_per_step = backward_passes_per_step
         self._steps = 0  # taken, not skipped

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from ocomm.collectives import pipeline
 from ocomm.collectives.compressed import Envelope, compressed_segment
 from ocomm.collectives.engine import Channel, State
 from ocomm.collectives.plan import Average, Compress, Plan, Stage, Unpack
 from ocomm.collectives.scratch import aligned
-from ocomm.compression.layout import Layout, SegmentLayout, TensorSpec
+from ocomm.collectives.waiting import Watch, wait
+from ocomm.compression.layout import Layout, SegmentLayout, TensorSpec, payload_nbytes
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.kernels.base import Bytes, Floats
 from ocomm.types import Flag
@@ -28,7 +30,14 @@ class OneBitAllreduce:
     """
 
     def __init__(
-        self, channel: Channel, name: str, shape: tuple[int, ...], rank: int, ranks: Sequence[int], segment_nbytes: int
+        self,
+        channel: Channel,
+        name: str,
+        shape: tuple[int, ...],
+        rank: int,
+        ranks: Sequence[int],
+        segment_nbytes: int,
+        watch: Watch,
     ) -> None:
         self.channel = channel
         self.name = name
@@ -36,6 +45,7 @@ class OneBitAllreduce:
         self.rank = rank
         self.ranks = tuple(ranks)
         self.calls = 0
+        self._watch = watch
         layout = Layout([TensorSpec(name, shape)], len(self.ranks))
         self.layout = layout
         self._values, self._result = (np.zeros(layout.flat_numel, np.float32) for _ in range(2))
@@ -44,7 +54,9 @@ class OneBitAllreduce:
         self._owner_errors: list[Floats] = [np.zeros(owned, np.float32) for _ in range(2)]
         self._flags, self._owner_flags, self._heard = (np.zeros(1, np.uint32) for _ in range(3))
         self._announcement = np.zeros(1, np.int64)
-        segments = layout.segments([0], rank, segment_nbytes)
+        packed_nbytes = int(payload_nbytes(layout.blocks["length"]).sum())
+        cut = pipeline.segment_nbytes(packed_nbytes, len(self.ranks), segment_nbytes)
+        segments = layout.segments([0], rank, cut)
         self._envelopes = [self._envelope(segment) for segment in segments]
         buffers = [self._buffers(segment) for segment in segments]
         # Errors are written beside the old ones; the roles of the two alternate.
@@ -94,8 +106,7 @@ class OneBitAllreduce:
         for envelope in self._envelopes:
             envelope.begin(self.calls + 1, 0, 0, 0)
         ticket: Any = self.channel.submit(self._prepared[self._turn], timeout_s, False)
-        while (state := ticket.wait(60.0)) < State.DONE:
-            pass  # bounded by the ticket's own deadline
+        state = wait(ticket, self.channel, self.ranks, self._watch, f"compressed_allreduce of '{self.name}'")
         if state == State.MISMATCH:
             raise MismatchError(
                 f"'{self.name}': the ranks do not make the same compressed_allreduce calls in the same order; "

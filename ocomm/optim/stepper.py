@@ -22,6 +22,7 @@ from ocomm.collectives.compressed import Envelope, Run, compressed_segment, dens
 from ocomm.collectives.engine import Channel, State, Ticket
 from ocomm.collectives.plan import Average, Plan, Stage
 from ocomm.collectives.scratch import aligned
+from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import SegmentLayout
 from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError, OcommError, PeerError, StallError
 from ocomm.kernels.base import Bytes, Floats
@@ -77,7 +78,7 @@ class Traffic:
 class Stepper:
     """Exchanges the gradients of ``core``'s layout over ``channel``, step by step, on one rank.
 
-    ``ranks`` are the world ranks of the set, for messages. ``failure`` tells why the runtime has failed, if it has.
+    ``ranks`` are the world ranks of the set, for messages.
     ``locate(tensors, final)`` gives the addresses of their gradients as they are now, contiguous float32, 0 for none;
     before ``step()`` (``final`` False) it may answer None: not yet.
     ``segment_nbytes`` bounds a segment's packed bytes. ``verify`` is ``"sampled"``, ``"full"`` or ``"version"``: how
@@ -90,14 +91,13 @@ class Stepper:
         core: OneBitAdam,
         channel: Channel,
         ranks: Sequence[int],
-        failure: Callable[[], OcommError | None],
+        watch: Watch,
         locate: Callable[[list[int], bool], NDArray[np.uint64] | None],
         *,
         segment_nbytes: int,
         overlap: bool,
         verify: str,
         timeout_s: float,
-        stall_check_s: float,
         bucket_count: int = 3,
     ) -> None:
         self.name = name
@@ -111,12 +111,11 @@ class Stepper:
         self.overlapping = False  # switched on after a first step without
         self.verify = verify
         self.timeout_s = timeout_s
-        self.stall_check_s = stall_check_s
         self.bucket_count = bucket_count
         self.traffic = Traffic()
         self.step = 0  # committed or skipped by all
         self.averages = np.zeros(0, np.float32)
-        self._failure = failure
+        self._watch = watch
         self._locate = locate
         count = len(self.layout.tensors)
         self.order = list(range(count - 1, -1, -1))
@@ -400,7 +399,7 @@ class Stepper:
         exchanges = [(bucket.ticket, bucket.envelopes) for bucket in self._buckets if bucket.ticket is not None]
         exchanges.append((self.channel.submit(self._vote, self.timeout_s, False), [self._vote_envelope]))
         for ticket, _ in exchanges:
-            self._wait(ticket)
+            wait(ticket, self.channel, self.ranks, self._watch, f"{self.name}: step {self.step + 1}")
         # One that fails takes the others of its channel with it, whichever comes first here: report the cause.
         for state in (State.MISMATCH, State.TIMED_OUT, State.MPI_ERROR, State.ABORTED):
             for ticket, envelopes in exchanges:
@@ -469,21 +468,8 @@ class Stepper:
         self.order = list(order)
         self.rebuild()
 
-    def _wait(self, ticket: Ticket) -> None:
-        """Until it is over, one way or another; says for whom, now and then. The ticket has its own deadline."""
-        waited = 0.0
-        while ticket.wait(self.stall_check_s) < State.DONE:
-            waited += self.stall_check_s
-            late = [self.ranks[rank] for rank in self.channel.waiting_for()]
-            _log.warning(
-                "%s: rank %d has waited %.0f s in step %d for rank(s) %s",
-                self.name, self.ranks[self.rank], waited, self.step + 1, late,
-            )  # fmt: skip
-
     def _fail(self, ticket: Ticket, envelopes: Sequence[Envelope]) -> None:
         state = ticket.state
-        if (failure := self._failure()) is not None:
-            raise type(failure)(*failure.args)
         if state == State.MISMATCH:
             raise MismatchError(self._explain(envelopes[ticket.error_segment]))
         if state == State.TIMED_OUT:

@@ -66,6 +66,10 @@ class Runtime:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    def departed(self) -> dict[int, str]:
+        """World ranks which have left the job, and why. From any thread."""
+        return {rank: why for rank, (_, why) in self._gone.copy().items()}
+
     def leave(self, failed: bool = False, why: str = "shut down") -> bool:
         """Takes this rank out of the job and ends the thread; True if every rank has left in order.
 

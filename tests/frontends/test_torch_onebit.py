@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
+from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError, PeerError
 from ocomm.session import Session
 from ocomm.types import Settings
 from ocomm_torch.onebit import DistributedOneBitAdam
@@ -587,3 +587,18 @@ def test_parameters_that_were_not_named_are_refused() -> None:
         )
 
     run_ranks(1, body)
+
+
+def test_a_rank_that_ends_a_step_early_is_named_by_the_others_within_seconds() -> None:
+    def body(session: Session) -> str:
+        rank = rank_of(session)
+        if rank == 1:
+            train(rank, 5, freeze_step=3)
+            return ""
+        with pytest.raises(PeerError) as raised:
+            train(rank, 6, freeze_step=3)
+        return str(raised.value)
+
+    assert run_ranks(2, body)[0] == (
+        "OneBitAdam.noname.1: step 6 cannot end: rank 1 has shut down. All ranks must take equally many steps."
+    )

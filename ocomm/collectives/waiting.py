@@ -1,0 +1,51 @@
+"""Waiting for a plan from the user's thread: bounded, and never in silence about whom it waits for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ocomm.collectives.engine import Channel, State, Ticket
+from ocomm.errors import OcommError, PeerError
+
+_log = logging.getLogger("ocomm")
+#: A rank that left in order has sent all it had; what is not here after this long was never sent.
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What a waiting thread looks at: whether the runtime has failed and why, which world ranks have left and why."""
+
+    failure: Callable[[], OcommError | None]
+    departed: Callable[[], Mapping[int, str]]
+    stall_check_s: float
+
+
+def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, what: str) -> State:
+    """Until the plan is over, one way or another; its own deadline bounds the wait.
+
+    ``ranks`` are the channel's world ranks, ``what`` names the exchange. Warns every ``stall_check_s``. Raises the
+    runtime's failure, and PeerError if a rank that has left in order owes a message.
+    """
+    begun = warned = time.monotonic()
+    owing_since: float | None = None
+    while (state := ticket.wait(min(1.0, watch.stall_check_s))) < State.DONE:
+        now = time.monotonic()
+        late = [ranks[rank] for rank in channel.waiting_for()]
+        departed = {rank: why for rank, why in watch.departed().items() if rank in late}
+        if not departed:
+            owing_since = None
+        elif owing_since is None:
+            owing_since = now
+        elif now - owing_since > _GRACE_S:
+            reasons = "; ".join(f"rank {rank} has {why}" for rank, why in departed.items())
+            raise PeerError(f"{what} cannot end: {reasons}. All ranks must take equally many steps.")
+        if now - warned >= watch.stall_check_s:
+            warned = now
+            _log.warning("%s: waited %.0f s so far for rank(s) %s", what, now - begun, late)
+    if state != State.DONE and (failure := watch.failure()) is not None:
+        raise type(failure)(*failure.args)
+    return state
