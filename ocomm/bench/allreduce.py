@@ -36,6 +36,7 @@ from ocomm.bench._lab import Lab, LabError, bits_per_second
 from ocomm.bench.kernels import commit, processor, torch_or_none
 from ocomm.collectives.compressed import Envelope, compressed_segment
 from ocomm.collectives.engine import State
+from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.collectives.plan import Average, Compress, Plan, Stage, Unpack
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import Layout, TensorSpec
@@ -290,7 +291,7 @@ class Exchange:
         self.error = np.zeros(self.layout.flat_numel if with_kernels else 0, np.float32)
         self.owner_error = np.zeros(self.layout.owned_numel(self.rank), np.float32)
         self.out = np.zeros(self.layout.flat_numel if with_kernels else 0, np.float32)
-        nbytes = max(65536, min(session.settings.segment_nbytes, elements // 64))
+        nbytes = segment_nbytes(elements // 8, self.size, session.settings.segment_nbytes)
         self.envelopes: list[Envelope] = []
         segments: list[list[Stage]] = []
         for segment in self.layout.segments([0], self.rank, nbytes):
@@ -342,7 +343,7 @@ class Exchange:
         kernels.unpack(blocks, averaged, None, expected)
         if not np.array_equal(self.out[: expected.size], expected):
             raise RuntimeError("the compressed allreduce is not what the reference kernels make of the same values")
-        digest = np.array([zlib.crc32(memoryview(self.out).cast("B"))], np.int64)
+        digest = np.array([zlib.crc32(self.out.tobytes())], np.int64)
         low, high = digest.copy(), digest.copy()
         self.session.reduce(0, "bench.low", low, ReduceOp.MIN)
         self.session.reduce(0, "bench.high", high, ReduceOp.MAX)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ocomm.collectives.pipeline import message_nbytes, segment_nbytes
 from ocomm.collectives.plan import Copy, Message, Plan, Reduce, Stage
 from ocomm.kernels.base import Bytes
 from ocomm.types import DType, ReduceOp
@@ -22,8 +23,6 @@ from ocomm.types import DType, ReduceOp
 ALIGNMENT = 64
 #: Below this many bytes everybody sends everything to everybody and sums alone: one message time instead of two.
 SMALL_NBYTES = 8192
-_PIPELINE = 8  # segments in which an exchange is cut, within the bounds below
-_SMALLEST_SEGMENT = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +35,19 @@ class Place:
     scratch: Callable[[int], Bytes]
 
     @property
+    def message_nbytes(self) -> int:
+        """The largest message of a collective whose segments have no owners' shares."""
+        return message_nbytes(self.segment_nbytes)
+
+    @property
     def peers(self) -> list[int]:
         """The other ranks, starting after this one, so that not everybody sends to rank 0 first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
 
-def _segments(nbytes: int, place: Place) -> Iterator[tuple[int, int]]:
-    """Cuts [0, nbytes) into pieces for the pipeline."""
-    piece = max(-(-nbytes // _PIPELINE), _SMALLEST_SEGMENT)
-    piece = -(-min(piece, place.segment_nbytes) // ALIGNMENT) * ALIGNMENT
+def _segments(nbytes: int, place: Place, shares: int) -> Iterator[tuple[int, int]]:
+    """Cuts [0, nbytes) into pieces for the pipeline, each sent in so many shares."""
+    piece = -(-segment_nbytes(nbytes, shares, place.segment_nbytes) // ALIGNMENT) * ALIGNMENT
     for low in range(0, nbytes, piece):
         yield low, min(low + piece, nbytes)
 
@@ -111,7 +114,7 @@ def allreduce(
         return Plan("allreduce", [[first, last]], staging)
 
     segments = []
-    for low, high in _segments(total, place):
+    for low, high in _segments(total, place, place.size):
         slices = _slices(low, high, place.size)
         mine = slices[place.rank]
         length = mine.stop - mine.start
@@ -147,9 +150,9 @@ def allgather(place: Place, tensors: Sequence[tuple[Bytes, Bytes, Sequence[int]]
     segments = []
     for source, result, nbytes in tensors:
         starts = np.concatenate([[0], np.cumsum(nbytes)]).tolist()
-        pieces = max(-(-max(nbytes, default=0) // place.segment_nbytes), 1)
+        pieces = max(-(-max(nbytes, default=0) // place.message_nbytes), 1)
         for piece in range(pieces):
-            spans = [_piece(start, n, piece, place.segment_nbytes) for start, n in zip(starts, nbytes, strict=False)]
+            spans = [_piece(start, n, piece, place.message_nbytes) for start, n in zip(starts, nbytes, strict=False)]
             own = spans[place.rank]
             mine = source[own.start - starts[place.rank] : own.stop - starts[place.rank]]
             segments.append(
@@ -174,8 +177,9 @@ def broadcast(place: Place, source: Bytes, result: Bytes, root: int) -> Plan:
     copy = [Copy(source, result)] if place.rank == root and source is not result and source.nbytes else []
     is_root = place.rank == root
     segments: list[list[Stage]] = [[Stage(list(copy))]] if copy else [[Stage()]]
-    for low, high in _segments(result.nbytes, place):
-        if result.nbytes <= SMALL_NBYTES or place.size == 2:
+    is_dealt = result.nbytes > SMALL_NBYTES and place.size > 2
+    for low, high in _segments(result.nbytes, place, place.size if is_dealt else 1):
+        if not is_dealt:
             part = slice(low, high)
             sends = [Message(peer, source[part]) for peer in place.peers] if is_root else []
             segments.append([Stage([], sends, [] if is_root else [Message(root, result[part])])])
@@ -205,11 +209,11 @@ def alltoall(place: Place, source: Bytes, result: Bytes, nbytes: Sequence[Sequen
     got = [row[place.rank] for row in nbytes]
     send_starts = np.concatenate([[0], np.cumsum(sent)]).tolist()
     receive_starts = np.concatenate([[0], np.cumsum(got)]).tolist()
-    pieces = max(-(-max((n for row in nbytes for n in row), default=0) // place.segment_nbytes), 1)
+    pieces = max(-(-max((n for row in nbytes for n in row), default=0) // place.message_nbytes), 1)
     segments = []
     for piece in range(pieces):
-        out = [_piece(send_starts[p], sent[p], piece, place.segment_nbytes) for p in range(place.size)]
-        into = [_piece(receive_starts[p], got[p], piece, place.segment_nbytes) for p in range(place.size)]
+        out = [_piece(send_starts[p], sent[p], piece, place.message_nbytes) for p in range(place.size)]
+        into = [_piece(receive_starts[p], got[p], piece, place.message_nbytes) for p in range(place.size)]
         own = Copy(source[out[place.rank]], result[into[place.rank]])
         segments.append(
             [
@@ -238,7 +242,7 @@ def reducescatter(
     starts = np.concatenate([[0], np.cumsum(nbytes)]).tolist()
     staging: list[Bytes] = []
     segments = []
-    piece_nbytes = -(-place.segment_nbytes // ALIGNMENT) * ALIGNMENT  # no element is cut
+    piece_nbytes = -(-place.message_nbytes // ALIGNMENT) * ALIGNMENT  # no element is cut
     for piece in range(max(-(-max(nbytes, default=0) // piece_nbytes), 1)):
         spans = [_piece(starts[r], nbytes[r], piece, piece_nbytes) for r in range(place.size)]
         mine = spans[place.rank]
