@@ -245,6 +245,8 @@ _USABLE = frozenset((ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX,
 
 
 def _check_reduction(name: str, dtype: DType, op: int, prescale: float, postscale: float) -> ReduceOp:
+    if (op is ReduceOp.AVERAGE or op is ReduceOp.SUM) and dtype is not DType.BOOL:
+        return op  # the usual case, once per gradient
     if op not in _USABLE:
         if op == ReduceOp.ADASUM:
             raise InvalidRequestError(f"tensor '{name}': op=Adasum is not supported; use Average or Sum.")
@@ -309,7 +311,6 @@ def allreduce(
 ) -> Operation:
     """Reduces every tensor over the ranks of the set; the operation's result is the tensor, or the list of a group."""
     number = process_set.number(session)
-    session.member_set(number)
     names = _names(session, number, "allreduce", name, len(tensors) if grouped else None)
     group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
     submissions = []

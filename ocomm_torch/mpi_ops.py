@@ -56,8 +56,9 @@ class TorchAdapter:
         return dtype, tuple(tensor.shape)
 
     def host(self, tensor: Any) -> tuple[Any, bool]:
-        tensor = tensor.detach()
-        if tensor.device.type == "cpu":
+        if tensor.requires_grad:  # detach() gives the GIL away: not once per gradient
+            tensor = tensor.detach()
+        if tensor.is_cpu:
             return (tensor, True) if tensor.is_contiguous() else (tensor.contiguous(), False)
         return tensor.cpu().contiguous(), False
 
@@ -70,7 +71,7 @@ class TorchAdapter:
         return torch.empty(shape, dtype=like.dtype)
 
     def deliver(self, host: Any, like: Any) -> Any:
-        return host if like.device.type == "cpu" else host.to(like.device)
+        return host if like.is_cpu else host.to(like.device)
 
     def store(self, host: Any, into: Any) -> None:
         into.detach().copy_(host)

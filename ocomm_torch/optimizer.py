@@ -127,7 +127,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 p.grad = torch.zeros_like(p)
             elif p.grad.is_sparse and (self._sparse_as_dense or len(parameters) > 1):
                 p.grad = p.grad.to_dense()
-            grads.append(p.grad.detach())
+            grads.append(p.grad.detach() if p.grad.requires_grad else p.grad)
         exchange = self._start_sparse(parameters[0]) if grads[0].is_sparse else self._start(parameters, grads)
         for p in parameters:
             self._exchanges[p] = exchange
