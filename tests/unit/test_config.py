@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +87,17 @@ def test_the_environment_tells_who_launched_this_process(environment: dict[str, 
     assert read_launch(environment) == launch
     if launch is not None:
         assert launch.is_mpi == ("OMPI_COMM_WORLD_SIZE" in environment or "WORLD_SIZE" not in environment)
+
+
+def test_the_page_of_settings_says_what_the_code_does() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()]
+    told = [row[:4] for row in rows if len(row) == 5 and row[0].startswith("`OCOMM_")]
+    defaults = Settings()
+    expected = []
+    for name, (field, _, horovod) in VARIABLES.items():
+        value = getattr(defaults, field)
+        default = "0" if name == "STALL_CHECK_DISABLE" and value else str(value)
+        agreed = "all" if field in Settings.AGREED else ""
+        expected.append([f"`OCOMM_{name}`", default, "yes" if horovod else "", agreed])
+    assert told == expected
