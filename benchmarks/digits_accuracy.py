@@ -22,9 +22,8 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+import ocomm
 import ocomm_torch as hvd
-from ocomm.compression.layout import Layout, TensorSpec
-from ocomm.kernels.cpu import CpuKernels
 from ocomm.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,57 +34,22 @@ SEEDS = (0, 1, 2)
 STEPS, BATCH, LR, FREEZE_STEP = 400, 32, 2e-3, 80
 
 
-class CompressedAllreduce:
-    """The three phases in the open: kernels, and the public collectives between them. One message per peer."""
-
-    def __init__(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        self.kernels = CpuKernels()
-        self.layout = Layout([TensorSpec(name, tuple(p.shape)) for name, p in named], hvd.size())
-        (self.segment,) = self.layout.segments(range(len(named)), hvd.rank(), 1 << 40)
-        self.values = np.zeros(self.layout.flat_numel, np.float32)
-        self.error = np.zeros_like(self.values)
-        self.owner_error = np.zeros(self.layout.owned_numel(hvd.rank()), np.float32)
-        self.packed = np.zeros(self.segment.packed_nbytes, np.uint8)
-
-    def __call__(self, tensors: list[torch.Tensor]) -> None:
-        """Replaces every tensor by its compressed average over the ranks."""
-        kernels, segment, rank = self.kernels, self.segment, hvd.rank()
-        spans = [
-            (offset, offset + numel)
-            for offset, numel in zip(self.layout.offsets.tolist(), self.layout.numels.tolist(), strict=True)
-        ]
-        for tensor, (first, end) in zip(tensors, spans, strict=True):
-            self.values[first:end] = tensor.reshape(-1).numpy()
-        kernels.compress(segment.blocks, self.values, self.error, self.error, None, "l1", self.packed)
-        received, _ = hvd.alltoall(
-            torch.from_numpy(self.packed), torch.tensor(segment.message_nbytes), name="naive.alltoall"
-        )
-        rows = received.numpy().reshape(hvd.size(), -1)
-        origin = segment.message_start[rank]
-        result = np.zeros_like(self.packed)
-        kernels.average(
-            segment.owned_blocks, list(rows), origin, self.owner_error, self.owner_error, None, "l1", result
-        )
-        mine = torch.from_numpy(result[origin : origin + segment.message_nbytes[rank]])
-        gathered = hvd.allgather(mine, name="naive.allgather").numpy()
-        kernels.unpack(segment.blocks, gathered, None, self.values)
-        for tensor, (first, end) in zip(tensors, spans, strict=True):
-            tensor.copy_(torch.from_numpy(self.values[first:end]).view(tensor.shape))
-
-
 class NaiveOneBitAdam(torch.optim.Optimizer):
-    """Adam on gradients that went through ``CompressedAllreduce``."""
+    """Adam on gradients that went through the compressed allreduce, each tensor under its own name."""
+
+    instances = 0
 
     def __init__(self, adam: torch.optim.Optimizer, model: nn.Module) -> None:
         super().__init__(adam.param_groups, adam.defaults)
         self.param_groups = adam.param_groups
         self._adam = adam
-        self._parameters = list(model.parameters())
-        self._average = CompressedAllreduce(list(model.named_parameters()))
+        # Errors are kept by name: every run needs names of its own, the same on all ranks.
+        self._names = {f"naive.{self.instances}.{name}": p for name, p in model.named_parameters()}
+        NaiveOneBitAdam.instances += 1
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        with torch.no_grad():
-            self._average([p.grad for p in self._parameters])
+        for name, parameter in self._names.items():
+            parameter.grad.copy_(torch.from_numpy(ocomm.compressed_allreduce(parameter.grad.numpy(), name)))
         self._adam.step()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import os
 import sys
 import time
@@ -257,8 +258,11 @@ def draw(dense: Run, onebit: Run, dense_bytes: float, path: Path) -> None:
     figure.suptitle(
         f"CNN on digits, {hvd.size()} ranks: {onebit.report['ratio']:.1f} times fewer bytes in the whole run"
     )
-    figure.savefig(path, dpi=120)
+    # Drawn first and written at once: what fails then is the disk.
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
     pyplot.close(figure)
+    path.write_bytes(picture.getvalue())
 
 
 def save_picture(dense: Run, onebit: Run, dense_bytes: float, folder: Path) -> bool:

@@ -1,0 +1,109 @@
+"""The examples as a user starts them, for a few steps on two ranks."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ocomm.errors import LaunchError
+from ocomm.launch.flavour import find_launcher
+
+for _module in ("torch", "sklearn", "matplotlib", "tqdm", "tabulate"):
+    pytest.importorskip(_module)
+
+ROOT = Path(__file__).resolve().parents[2]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def has_mpi() -> bool:
+    try:
+        find_launcher(sys.executable, os.environ)
+    except LaunchError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not has_mpi(), reason="there is no mpirun")
+
+
+def run_example(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ocomm.launch", "-np", "2", sys.executable, f"examples/{name}", *args],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def untagged(output: str) -> str:
+    """Without the launcher's tag at the start of each line."""
+    return re.sub(r"^\[\d+,\d+\]<std(out|err)>: ?", "", output, flags=re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    folder = tmp_path_factory.mktemp("demo")
+    return run_example("torch_digits.py", "--steps", "20", "--freeze-step", "10", "--output", str(folder)), folder
+
+
+def test_the_demo_trains_both_and_says_that_the_replicas_are_equal(demo):
+    done, _ = demo
+    assert done.returncode == 0, done.stderr
+    output = untagged(done.stdout)
+    for name in ("Adam", "1-bit Adam"):
+        assert re.search(rf"^{name} +\d\.\d+ +\d\.\d+ +\d+\.\d+ %", output, re.MULTILINE), output
+        assert f"{name}: parameters of all 2 ranks are equal bit for bit" in output
+    assert "PARAMETERS DIFFER" not in output
+
+
+def test_the_demo_counts_a_thirtieth_of_the_bytes_in_a_compressed_step(demo):
+    done, _ = demo
+    (ratio,) = re.findall(r"A compressed step sends (\d+\.\d) times fewer bytes", done.stdout)
+    assert 31 < float(ratio) < 32  # 31.75 without headers and short blocks
+
+
+def test_the_demo_shows_progress_and_writes_the_picture(demo):
+    done, folder = demo
+    assert "20/20" in done.stderr
+    picture = folder / "torch_digits.png"
+    assert str(picture) in done.stdout
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_a_full_disk_is_named_after_the_results(tmp_path):
+    (tmp_path / "torch_digits.png").symlink_to("/dev/full")
+    done = run_example("torch_digits.py", "--steps", "4", "--freeze-step", "2", "--output", str(tmp_path))
+    assert done.returncode == 1
+    assert "1-bit Adam: parameters of all 2 ranks are equal bit for bit" in done.stdout
+    message = f"cannot write {tmp_path / 'torch_digits.png'}: No space left on device; the results above stand"
+    assert message in untagged(done.stderr).splitlines()
+    assert "Traceback" not in done.stderr
+
+
+def test_an_output_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    digits = importlib.import_module("torch_digits")
+    (tmp_path / "file").touch()
+    run = digits.Run("Adam")
+    assert not digits.save_picture(run, run, 0.0, tmp_path / "file" / "x")
+    assert f"cannot write {tmp_path}/file/x/torch_digits.png: Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--one-bit", "--freeze-step", "10"]], ids=["dense", "one-bit"])
+def test_a_horovod_script_learns_with_one_line_changed(flags):
+    done = run_example("torch_mnist_horovod.py", "--epochs", "2", *flags)
+    assert done.returncode == 0, done.stderr
+    first, last = (float(a) for a in re.findall(r"Accuracy: (\d+\.\d+)%", done.stdout))
+    assert last > first
+    assert last > 50
+    if "--one-bit" in flags:
+        sent, dense = map(int, re.findall(r"Sent (\d+) bytes, dense: (\d+)", done.stdout)[0])
+        assert sent < 0.3 * dense
