@@ -43,6 +43,7 @@ struct ocomm_channel {
     intptr_t communicator;
     int32_t ranks, window;
     uint32_t sequence;
+    int abandoned; /* asked for by a user's thread, done by the engine's */
     int failed;
     ocomm_plan *head, *tail; /* plans with segments not yet started or not yet done, oldest first */
     slot *slots;             /* `window` segments in flight */
@@ -250,6 +251,14 @@ int ocomm_engine_busy(ocomm_engine *engine) {
         busy |= engine->channels[i]->head != NULL;
     pthread_mutex_unlock(&engine->lock);
     return busy;
+}
+
+void ocomm_channel_abandon(ocomm_channel *channel) {
+    pthread_mutex_lock(&channel->engine->lock);
+    channel->abandoned = 1;
+    channel->engine->submissions++; /* wakes the engine */
+    pthread_cond_signal(&channel->engine->submitted);
+    pthread_mutex_unlock(&channel->engine->lock);
 }
 
 int ocomm_channel_waiting(ocomm_channel *channel, uint8_t *waiting) {
@@ -700,6 +709,8 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
             moved |= polled > 0;
             for (int32_t i = 0; i < channels && !engine->failed; i++) {
                 ocomm_channel *channel = engine->channels[i];
+                if (channel->abandoned && !channel->failed)
+                    fail_channel(channel, NULL, OCOMM_ABORTED, 0);
                 if (!channel->head)
                     continue;
                 moved |= step_channel(channel);

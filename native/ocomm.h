@@ -163,6 +163,8 @@ int ocomm_plan_wait(ocomm_engine *engine, ocomm_plan *plan, int64_t timeout_ns);
 void ocomm_engine_fail(ocomm_engine *engine);
 /* 1 while any plan of any channel is not over. Any thread. */
 int ocomm_engine_busy(ocomm_engine *engine);
+/* Ends every plan of one channel as OCOMM_ABORTED; later submissions to it are refused. Any thread. */
+void ocomm_channel_abandon(ocomm_channel *channel);
 /* Sets waiting[r] = 1 for every rank whose message the stages in flight wait for, or waited for when the channel
  * failed. Messages of later stages do not count: they wait for us too. */
 int ocomm_channel_waiting(ocomm_channel *channel, uint8_t *waiting);

@@ -73,6 +73,10 @@ class Channel(Protocol):
         """Queues a prepared plan; ``timeout_s`` counts from now, 0 for none. From any thread."""
         ...
 
+    def abandon(self) -> None:
+        """Ends every plan of this channel as ABORTED, soon; later submissions are refused."""
+        ...
+
     def waiting_for(self) -> list[int]:
         """Ranks whose messages the stages in flight wait for, or waited for when the channel failed."""
         ...

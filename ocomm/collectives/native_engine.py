@@ -184,6 +184,9 @@ class NativeChannel:
         lib.ocomm_submit(self._pointer, row)
         return ticket
 
+    def abandon(self) -> None:
+        lib.ocomm_channel_abandon(self._pointer)
+
     def waiting_for(self) -> list[int]:
         waiting = np.zeros(self._size, np.uint8)
         lib.ocomm_channel_waiting(self._pointer, ffi.from_buffer("uint8_t[]", waiting))

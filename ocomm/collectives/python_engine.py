@@ -83,6 +83,7 @@ class PythonChannel:
         self.transport = transport
         self.window = window
         self.failed = False
+        self.abandoned_by_user = False
         self.queue: deque[PythonTicket] = deque()
         self.active: list[_Segment] = []
         self.abandoned: list[_Segment] = []  # requests and buffers of a failed channel: the network may still use them
@@ -102,6 +103,10 @@ class PythonChannel:
         self.engine.arrival.set()
         return ticket
 
+    def abandon(self) -> None:
+        self.abandoned_by_user = True
+        self.engine.arrival.set()
+
     def waiting_for(self) -> list[int]:
         segments = list(self.abandoned if self.failed else self.active)
         return sorted({f.peer for s in segments for f in s.flights.get(s.stage, []) if f.receive})
@@ -109,6 +114,8 @@ class PythonChannel:
     def step(self) -> bool:
         """Moves every segment as far as it goes; True if anything moved."""
         moved = False
+        if self.abandoned_by_user and not self.failed:
+            self.fail(None, State.ABORTED, 0)
         try:
             for segment in list(self.active):
                 moved |= self._poll(segment)

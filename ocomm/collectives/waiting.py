@@ -41,6 +41,7 @@ def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, w
         elif owing_since is None:
             owing_since = now
         elif now - owing_since > _GRACE_S:
+            channel.abandon()
             reasons = "; ".join(f"rank {rank} has {why}" for rank, why in departed.items())
             raise PeerError(f"{what} cannot end: {reasons}. All ranks must take equally many steps.")
         if now - warned >= watch.stall_check_s:
