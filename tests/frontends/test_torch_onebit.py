@@ -602,3 +602,36 @@ def test_a_rank_that_ends_a_step_early_is_named_by_the_others_within_seconds() -
     assert run_ranks(2, body)[0] == (
         "OneBitAdam.noname.1: step 6 cannot end: rank 1 has shut down. All ranks must take equally many steps."
     )
+
+
+def test_buckets_are_on_their_way_before_step_is_called() -> None:
+    shapes = ((400, 300), (300, 300), (200, 300))
+
+    def body(session: Session) -> tuple[list[int], int]:
+        posted = []
+
+        def look(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+            posted.append(len(optimizer._stepper.posted_tensors))
+
+        def grads(step: int, rank: int) -> list[np.ndarray | None]:
+            return gradients(step, rank, shapes)
+
+        result = train(rank_of(session), 6, shapes=shapes, grads=grads, before_step=look, freeze_step=3)
+        assert result["report"]["redone_steps"] == 0
+        off = train(rank_of(session), 6, shapes=shapes, grads=grads, freeze_step=3, overlap=False)
+        assert off["digests"] == result["digests"]
+        return posted, off["report"]["dense_steps"]
+
+    # The first step looks at the order of arrival and exchanges nothing early.
+    assert run_ranks(2, body)[0] == ([0, 3, 3, 3, 3, 3], 3)
+
+
+def test_buckets_follow_the_order_in_which_rank_0s_gradients_arrive() -> None:
+    def body(session: Session) -> list[int]:
+        rank = rank_of(session)
+        order = [1, 3, 0, 2] if rank == 0 else [0, 1, 2, 3]
+        found: list[int] = []
+        train(rank, 3, order=lambda step, rank: order, watch=lambda o: found.__setitem__(slice(None), o._stepper.order))
+        return found
+
+    assert run_ranks(2, body) == [[1, 3, 0, 2], [1, 3, 0, 2]]
