@@ -215,7 +215,10 @@ def find_mismatch(requests: Sequence[Request], ranks: Sequence[int]) -> str:
             continue
         values: dict[object, list[int]] = {}
         for rank, request in zip(ranks, requests, strict=True):
-            values.setdefault(show(request), []).append(rank)
+            shown = show(request)
+            if what == "root rank" and 0 <= request.root < len(ranks):
+                shown = ranks[request.root]  # people count roots in the world
+            values.setdefault(shown, []).append(rank)
         if len(values) > 1:
             said = ", ".join(f"{_ranks(who)} submitted {value}" for value, who in values.items())
             hint = "" if what != "operation" else " Give different operations different names."

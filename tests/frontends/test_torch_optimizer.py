@@ -231,6 +231,20 @@ class TestGradScaler:
         assert_equal_ranks(results)
         torch.testing.assert_close(results[0], alone("sgd"), rtol=1e-4, atol=1e-5)
 
+    def test_a_gradient_that_one_rank_lacks_is_averaged_before_it_is_unscaled(self) -> None:
+        def body(session: Session) -> list[Any]:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            used = model[2].bias.sum() + (model[2].weight.sum() if hvd.rank() else 0)
+            scaler.scale(used).backward()
+            scaler.step(optimizer)
+            return [p.detach().clone() for p in model.parameters()]
+
+        results = run_ranks(2, body)
+        assert_equal_ranks(results)
+        torch.testing.assert_close(results[0][2], make_model()[2].weight - 0.5)
+
     def test_an_overflow_on_one_rank_is_skipped_by_all(self) -> None:
         def body(session: Session) -> float:
             model = make_model()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ocomm
-from ocomm.errors import InvalidRequestError
+from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.session import Session
 from ocomm.types import Settings
 from tests.worlds import run_ranks
@@ -115,6 +115,20 @@ def test_what_a_rank_may_not_do_is_said_in_whole_sentences() -> None:
         assert ocomm.allreduce(np.ones(1), process_set=first).tolist() == [1]
 
     run_ranks(2, body, process_sets=[[0]])
+
+
+def test_roots_that_differ_are_reported_as_world_ranks() -> None:
+    def body(session: Session) -> None:
+        pair = ocomm.ProcessSet([1, 2])
+        if not pair.included():
+            return
+        with pytest.raises(MismatchError) as error:
+            ocomm.broadcast(np.ones(1), ocomm.rank(), name="x", process_set=pair)
+        assert str(error.value) == (
+            "tensor 'broadcast.x': mismatched root rank: rank 1 submitted 1, rank 2 submitted 2."
+        )
+
+    run_ranks(3, body, process_sets=[[1, 2]])
 
 
 @pytest.mark.parametrize("ranks", [[], [1, 1], ["a"], 5])
