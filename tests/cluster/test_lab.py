@@ -1,0 +1,217 @@
+"""The lab of several hosts, and the allreduce benchmark in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ocomm.bench import _lab, allreduce
+from ocomm.bench.__main__ import main
+from ocomm.bench._lab import Lab, LabError, why_not
+from tests.cluster.test_ocommrun import has_mpi
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_lab = pytest.mark.skipif(bool(why_not()), reason=f"no lab: {why_not()}")
+needs_mpi = pytest.mark.skipif(not has_mpi(), reason="there is no mpirun")
+
+SERVE = """
+import socket, sys
+with socket.create_server(("", 9000)) as server:
+    print("listening", flush=True)
+    connection, _ = server.accept()
+    while connection.recv(1 << 20):
+        pass
+"""
+SEND = """
+import socket, sys, time
+data = bytes(int(sys.argv[2]))
+start = time.perf_counter()
+with socket.create_connection((sys.argv[1], 9000), timeout=5) as connection:
+    connection.sendall(data)
+    connection.shutdown(socket.SHUT_WR)
+    connection.recv(1)  # the end of the other side: all has arrived
+print(time.perf_counter() - start)
+"""
+
+
+def children_anywhere(marker: str) -> list[int]:
+    """Processes of this machine whose command line has ``marker``."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def wait_until_gone(marker: str) -> None:
+    deadline = time.monotonic() + 10
+    while (left := children_anywhere(marker)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left
+
+
+@needs_lab
+def test_a_host_has_a_name_an_address_and_one_cable():
+    with Lab(3, "100mbit") as lab:
+        done = lab.run(lab.on(1, ["sh", "-c", "hostname; ip -br -4 addr; getent hosts host2"]), 10)
+    name, _, cable, other = done.stdout.splitlines()
+    assert name == "host1"
+    assert cable.split()[::2] == [cable.split()[0], "10.77.0.2/24"]
+    assert cable.startswith("eth0@")
+    assert other.split() == ["10.77.0.3", "host2"]
+
+
+@needs_lab
+def test_nothing_of_it_shows_outside():
+    def outside() -> list[str]:
+        shown = ""
+        for what in (["-br", "link"], ["-br", "addr"], ["netns", "list"]):
+            shown += subprocess.run(["ip", *what], capture_output=True, text=True, check=True).stdout
+        return [line for line in shown.splitlines() if line.startswith(("host", "port", "br0")) or "10.77.0." in line]
+
+    before = outside()
+    with Lab(2, "1gbit"):
+        assert outside() == before
+    assert outside() == before
+
+
+@needs_lab
+@pytest.mark.parametrize("rate, seconds", [("40mbit", 0.5), ("10mbit", 2.0)])
+def test_a_cable_carries_95_percent_of_its_rate(rate: str, seconds: float):
+    nbytes = 2_500_000
+    with Lab(2, "1gbit") as lab:
+        lab.set_rate(rate)
+        server = subprocess.Popen(lab.on(0, [sys.executable, "-c", SERVE]), stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        with server:
+            assert server.stdout.readline() == "listening\n"
+            took = float(lab.run(lab.on(1, [sys.executable, "-c", SEND, "host0", str(nbytes)]), 20).stdout)
+            sent = lab.sent_bytes()
+    assert took > 0.95 * seconds
+    assert took < 1.5 * seconds / _lab.PAYLOAD_FRACTION
+    assert nbytes < sent[1] < 1.05 * nbytes
+    assert sent[0] < 0.05 * nbytes
+
+
+@needs_lab
+def test_a_pulled_cable_carries_nothing_until_it_is_back():
+    reach = [sys.executable, "-c", "import socket; socket.create_connection(('host1', 9), timeout=0.5)"]
+    with Lab(2) as lab:
+        lab.set_cable(1, False)
+        assert "timed out" in lab.run(lab.on(0, reach), 10).stderr
+        lab.set_cable(1, True)
+        deadline = time.monotonic() + 10
+        while "refused" not in (said := lab.run(lab.on(0, reach), 10).stderr) and time.monotonic() < deadline:
+            pass
+    assert "refused" in said
+
+
+@needs_lab
+def test_a_command_that_does_not_end_is_killed_with_its_children():
+    marker = f"import time; time.sleep(99)  # {os.getpid()} timeout"
+    with Lab(1) as lab:
+        with pytest.raises(LabError, match="not over after 1 s"):
+            lab.run(lab.on(0, ["sh", "-c", f'"{sys.executable}" -c "{marker}" & wait']), 1)
+        wait_until_gone(marker)
+
+
+@needs_lab
+def test_leaving_it_by_an_exception_ends_what_runs_in_it():
+    marker = f"import time; time.sleep(99)  # {os.getpid()} exception"
+    with pytest.raises(ZeroDivisionError), Lab(1) as lab:
+        child = subprocess.Popen(lab.on(0, [sys.executable, "-c", marker]))
+        while not children_anywhere(marker):
+            time.sleep(0.01)
+        raise ZeroDivisionError
+    assert child.wait(10) != 0
+    wait_until_gone(marker)
+
+
+@needs_lab
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_it_ends_with_the_process_that_holds_it(number: signal.Signals):
+    marker = f"import time; time.sleep(99)  # {os.getpid()} {number}"
+    program = (
+        "import subprocess, sys; from ocomm.bench._lab import Lab\n"
+        f"with Lab(2, '1gbit') as lab:\n    subprocess.run(lab.on(1, [sys.executable, '-c', {marker!r}]))"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    with holder:
+        while not any("nsenter" not in Path(f"/proc/{p}/cmdline").read_text() for p in children_anywhere(marker)):
+            time.sleep(0.02)
+        holder.send_signal(number)
+    wait_until_gone(marker)
+
+
+@needs_lab
+@needs_mpi
+def test_mpirun_starts_each_rank_on_its_own_host(tmp_path: Path):
+    program = "import os, socket; print(os.environ['OMPI_COMM_WORLD_LOCAL_RANK'], socket.gethostname())"
+    with Lab(3, "1gbit") as lab:
+        done = lab.run(lab.mpirun(3, [sys.executable, "-c", program]), 30)
+    assert sorted(done.stdout.splitlines()) == ["0 host0", "0 host1", "0 host2"], done.stderr
+
+
+@needs_lab
+@needs_mpi
+def test_the_allreduce_benchmark_checks_counts_and_writes_its_rows(tmp_path: Path):
+    result = tmp_path / "result.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "ocomm.bench", "allreduce", "--hosts", "3", "--rate", "500mbit", "1gbit"),
+            *("--elements", "1000003", "--operations", "packed", "compressed", "dense"),
+            *("--seconds", "0.2", "--rounds", "2", "3", "--json", str(result)),
+        ],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    tables = json.loads(result.read_text())["tables"]
+    assert [(table["rate"], table["hosts"], table["ranks"]) for table in tables] == [("500mbit", 3, 3), ("1gbit", 3, 3)]
+    for table in tables:
+        packed, compressed, dense = table["rows"]
+        assert [row["operation"] for row in table["rows"]] == ["packed", "compressed", "dense"]
+        assert packed["bytes_sent"] == compressed["bytes_sent"]
+        assert 28 < dense["bytes_sent"] / compressed["bytes_sent"] < 32
+        for row in table["rows"]:
+            assert row["times_bound"] > 0.9
+            assert 1.0 < row["interface_ratio"] < 1.1
+
+
+def test_without_its_tools_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_lab.shutil, "which", lambda name, path=None: None if name in ("ip", "tc") else name)
+    assert why_not.__wrapped__() == "there is no ip or tc (Debian: apt install iproute2 util-linux)"
+
+
+def test_a_benchmark_of_one_rank_says_how_to_start_it():
+    done = subprocess.run(
+        [sys.executable, "-m", "ocomm.bench", "allreduce"],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "give --hosts 4" in done.stderr
+
+
+def test_where_there_can_be_no_lab_the_benchmark_is_skipped_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(_lab, "why_not", lambda: "no permission")
+    assert main(["allreduce", "--hosts", "2"]) == allreduce.SKIPPED
+    assert capsys.readouterr().err == "allreduce: skipped, no lab: no permission\n"
