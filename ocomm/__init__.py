@@ -20,10 +20,10 @@ _HOMES = {
     "ocomm.api": (
         "Adasum Average Max Min Product Sum allgather allgather_async allgather_object allreduce allreduce_ "
         "allreduce_async allreduce_async_ alltoall alltoall_async barrier broadcast broadcast_ broadcast_async "
-        "broadcast_async_ broadcast_object build_info ccl_built compressed_allreduce cross_rank cross_size "
-        "cuda_built ddl_built gloo_built gloo_enabled grouped_allreduce grouped_allreduce_async init is_homogeneous is_initialized local_rank "
-        "local_size mpi_built mpi_enabled mpi_threads_supported nccl_built poll rank reducescatter "
-        "reducescatter_async rocm_built shutdown size synchronize"
+        "broadcast_async_ broadcast_object build_info ccl_built compressed_allreduce cross_rank cross_size cuda_built "
+        "ddl_built gloo_built gloo_enabled grouped_allreduce grouped_allreduce_async init is_homogeneous "
+        "is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built poll rank "
+        "reducescatter reducescatter_async rocm_built shutdown size synchronize"
     ),
     "ocomm.errors": (
         "HorovodInternalError HostsUpdatedInterrupt InvalidRequestError LaunchError MismatchError NonFiniteError "
