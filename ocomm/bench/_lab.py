@@ -137,7 +137,9 @@ class Lab:
         """The command line that runs ``command`` on a host; with None on the switch, which reaches all of them."""
         name = "" if host is None else self.names[host]
         there = ["ip", "netns", "exec", name, "nsenter", f"--uts=/run/uts/{name}", "--"] if name else []
-        return [*self._enter, *there, *command]
+        # Entering another mount namespace leaves one in its root.
+        here = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]
+        return [*self._enter, *here, *there, *command]
 
     def mpirun(self, ranks: int, command: Sequence[str], *, slots: int = 1, options: Sequence[str] = ()) -> list[str]:
         """The command line that runs ``command`` as ``ranks`` ranks on hosts of ``slots`` ranks each, over TCP.
@@ -245,7 +247,7 @@ class Lab:
                     lines += [f"{tc} qdisc del dev {device} root 2>/dev/null || true"] if replace else []
                     continue
                 # A burst holds a packet of segmentation offload (64 KiB), and what comes between two timer ticks.
-                burst = max(70_000, int(bits_per_second(self.rate) / 8 / 500))
+                burst = max(70_000, int(bits_per_second(self.rate) / 8 / 1000))
                 verb = "replace" if replace else "add"
                 shape = f"rate {self.rate} burst {burst} limit {_QUEUE_NBYTES}"
                 lines.append(f"{tc} qdisc {verb} dev {device} root tbf {shape}")
