@@ -27,7 +27,9 @@ def test_what_was_sent_is_what_was_received_plus_residuals(ranks: int) -> None:
 
     results = run_ranks(ranks, body)
     assert all(result[0] == results[0][0] for result in results)
-    sent = np.sum([values(call, rank).astype(np.float64) for call in range(20) for rank in range(ranks)], axis=0) / ranks
+    sent = (
+        np.sum([values(call, rank).astype(np.float64) for call in range(20) for rank in range(ranks)], axis=0) / ranks
+    )
     residuals = sum(result[2].astype(np.float64) for result in results) / ranks + sum(r[3] for r in results)
     assert np.allclose(sent, results[0][1] + residuals, atol=2e-4)
     assert np.abs(residuals).max() > 0.1, "the residuals explain nothing: the law was not tested"
@@ -73,7 +75,11 @@ def test_shapes_that_differ_between_ranks_are_an_error() -> None:
             ocomm.compressed_allreduce(np.zeros(5 + ocomm.rank(), np.float32), "x")
         return str(raised.value)
 
-    assert run_ranks(2, body) == [
-        "tensor 'compressed_allreduce.x': mismatched registration: rank 0 submitted shape (5,) float32, "
-        "rank 1 submitted shape (6,) float32."
-    ] * 2
+    assert (
+        run_ranks(2, body)
+        == [
+            "tensor 'compressed_allreduce.x': mismatched registration: rank 0 submitted shape (5,) float32, "
+            "rank 1 submitted shape (6,) float32."
+        ]
+        * 2
+    )
