@@ -210,24 +210,27 @@ class OneBitAdam(torch.optim.Optimizer):
 
         Before ``step()`` a gradient that would have to be copied is not ready: a copy would not show a later change.
         """
-        addresses = np.zeros(len(tensors), np.uint64)
-        for position, index in enumerate(tensors):
-            grad = self._parameters[index].grad
-            self._recorded[index] = grad
+        addresses = []
+        float32, strided = torch.float32, torch.strided
+        recorded, versions, parameters = self._recorded, self._versions, self._parameters
+        for index in tensors:
+            grad = parameters[index].grad if final else recorded[index]
+            recorded[index] = grad
             if grad is None:
+                addresses.append(0)
                 continue
-            self._versions[index] = grad._version
-            if grad.dtype is not torch.float32:
+            versions[index] = grad._version
+            if grad.dtype is not float32:
                 raise InvalidRequestError(
                     f"gradient of '{self._names[index]}' is {grad.dtype}, expected torch.float32."
                 )
-            if grad.layout is not torch.strided or not grad.is_contiguous():
+            if grad.layout is not strided or not grad.is_contiguous():
                 if not final:
                     return None
                 grad = grad.to_dense().contiguous()
                 self._copies.append(grad)
-            addresses[position] = grad.data_ptr()
-        return addresses
+            addresses.append(grad.data_ptr())
+        return np.array(addresses, np.uint64)
 
     def _notice_changes(self) -> None:
         """Objects if a gradient that is on its way is not what it was when it was read."""
