@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-#: Segments of an exchange: while one is averaged and gathered, the next is on its way.
-SEGMENTS = 8
+#: Segments of an exchange: while one is averaged and gathered, the next are on their way. The wire stands idle for a
+#: quarter of (window / segments) of the time or so: with four in flight 12 % with 8 segments, 5 % with 16.
+SEGMENTS = 16
 #: Bytes below which a segment costs more than it hides.
 SMALLEST_NBYTES = 64 * 1024
 #: Bytes of the largest message, half of the eager limit with which ocommrun starts Open MPI. From that limit on MPI
