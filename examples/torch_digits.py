@@ -182,10 +182,9 @@ def print_results(dense: Run, onebit: Run, dense_bytes: float) -> None:
                 f"{100 * run.accuracy:.2f} %",
                 steps_text,
                 size_text(whole),
-                f"{run.seconds:.1f} s",
             ]
         )
-    headers = ["", "train loss", "test loss", "test accuracy", "sent per rank and step", "sent in all", "time"]
+    headers = ["", "train loss", "test loss", "test accuracy", "sent per rank and step", "sent in all"]
     print(tabulate(rows, headers, disable_numparse=True))
     print(f"\nA compressed step sends {dense_bytes / onebit.bytes_sent[-1]:.1f} times fewer bytes than a dense one,")
     print(f"the whole run {report['ratio']:.1f} times fewer: its first {report['dense_steps']} steps are plain Adam's.")
