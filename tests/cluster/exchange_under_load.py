@@ -6,7 +6,6 @@ import json
 import pickle
 import statistics
 import threading
-
 import zlib
 from collections.abc import Callable
 
