@@ -498,6 +498,7 @@ def _finalize(clean: bool) -> None:
         mpi.finalize()
     elif not _raised:
         # This rank ended well but the job did not: MPI_Finalize would wait for the dead.
+        time.sleep(0.5)  # let the rank that failed be the one whose exit the launcher reports
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -120,7 +121,7 @@ class OneBitAdam(torch.optim.Optimizer):
             channel,
             ranks,
             self._session.watch(),
-            self._locate,
+            _weak_call(self._locate),
             segment_nbytes=segment_nbytes(layout.numel // 8, len(ranks), settings.segment_nbytes),
             overlap=overlap and max_grad_norm is None,
             verify=verify,
@@ -131,7 +132,8 @@ class OneBitAdam(torch.optim.Optimizer):
         self._freeze_at = self._schedule.decided
         self._announcement = 0
         self._core.tensors["param"] = [p.data_ptr() for p in self._parameters]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._parameters)]
+        handles = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._parameters)]
+        weakref.finalize(self, _remove, handles)
 
     def _is_decoupled(self, group: int) -> bool:
         default = isinstance(self._inner, torch.optim.AdamW)
@@ -177,27 +179,34 @@ class OneBitAdam(torch.optim.Optimizer):
     # Gradients
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        passes, recorded, stepper = self._passes_left, self._recorded, self._stepper
+        # The parameter keeps the hook: without the weak reference it would keep this optimizer and its buffers, too.
+        reference = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
-            left = passes[index] - 1
-            passes[index] = left
-            if left:
-                if left < 0:
-                    self._unexpected(index, parameter.grad)
-                return
-            if not stepper.begun:
-                self._begin()
-            recorded[index] = parameter.grad
-            stepper.hand_over(index)
+            optimizer = reference()
+            if optimizer is not None:
+                optimizer._on_gradient(index, parameter)
 
         return hook
 
-    def _unexpected(self, index: int, grad: torch.Tensor | None) -> None:
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        left = self._passes_left[index] - 1
+        self._passes_left[index] = left
+        if left:
+            if left < 0:
+                self._unexpected(index, parameter)
+            return
+        stepper = self._stepper
+        if not stepper.begun:
+            self._begin()
+        self._recorded[index] = parameter.grad
+        stepper.hand_over(index)
+
+    def _unexpected(self, index: int, parameter: torch.Tensor) -> None:
         """More backward passes than announced: of the same step, or of the next one after a step that never came."""
-        if self._recorded[index] is not grad:
+        if self._recorded[index] is not parameter.grad:
             self._skip()
-            self._make_hook(index)(self._parameters[index])
+            self._on_gradient(index, parameter)
         else:
             self._stepper.object(Flag.UNHANDED)
 
@@ -499,6 +508,23 @@ class OneBitAdam(torch.optim.Optimizer):
                 del state[key]
         self._core.load_progress(saved["progress"])
         self._stepper.rebuild()
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _weak_call(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls a bound method without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        alive = reference()
+        assert alive is not None, "the optimizer is gone"
+        return alive(*arguments)
+
+    return call
 
 
 def _digest(values: Any) -> int:

@@ -46,6 +46,7 @@ class Runtime:
         self._left = False
         self._gone: dict[int, tuple[bool, str]] = {}
         self._all_gone_s: float | None = None
+        self._failed_s: float | None = None
         self._silent_since: dict[int, float] = {}
         self._heartbeat_s = min(_HEARTBEAT_S, settings.peer_timeout_s / 3 or _HEARTBEAT_S)
         self._beat_s = self._inspected_s = self._waited_s = clock()
@@ -166,6 +167,11 @@ class Runtime:
             return False
         assert self._leaving is not None
         if self.failure is not None or self._leaving[0]:
+            # The launcher ends the others as soon as one rank exits: let them hear, and say, what happened first.
+            now = self.clock()
+            self._failed_s = now if self._failed_s is None else self._failed_s
+            if len(self._gone) < self.world.size and now - self._failed_s < _FAREWELL_S:
+                return False
             self._farewell(None)
             return True
         if len(self._gone) < self.world.size:

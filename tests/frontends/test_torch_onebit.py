@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -635,3 +637,21 @@ def test_buckets_follow_the_order_in_which_rank_0s_gradients_arrive() -> None:
         return found
 
     assert run_ranks(2, body) == [[1, 3, 0, 2], [1, 3, 0, 2]]
+
+
+def test_an_optimizer_that_is_dropped_takes_its_buffers_and_hooks_with_it() -> None:
+    def body(session: Session) -> tuple[bool, list[int]]:
+        parameters = [torch.nn.Parameter(torch.from_numpy(p)) for p in initial()]
+        optimizer = DistributedOneBitAdam(torch.optim.Adam(parameters, lr=1e-2), freeze_step=2)
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            backward(parameters, gradients(step, rank_of(session)), [3, 2, 1, 0])
+            optimizer.step()
+        core = weakref.ref(optimizer._core)
+        del optimizer
+        gc.collect()
+        return core() is None, [len(p._post_accumulate_grad_hooks or ()) for p in parameters]
+
+    for freed, hooks in run_ranks(2, body):
+        assert freed
+        assert hooks == [0, 0, 0, 0]
