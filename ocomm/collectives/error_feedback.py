@@ -19,7 +19,7 @@ from ocomm.collectives.scratch import aligned
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import Layout, SegmentLayout, TensorSpec, payload_nbytes
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
-from ocomm.kernels.base import Bytes, Floats
+from ocomm.kernels.base import Bytes, Floats, aligned_zeros
 from ocomm.types import Flag
 
 
@@ -48,10 +48,10 @@ class OneBitAllreduce:
         self._watch = watch
         layout = Layout([TensorSpec(name, shape)], len(self.ranks))
         self.layout = layout
-        self._values, self._result = (np.zeros(layout.flat_numel, np.float32) for _ in range(2))
-        self._errors: list[Floats] = [np.zeros(layout.flat_numel, np.float32) for _ in range(2)]
+        self._values, self._result = (aligned_zeros(layout.flat_numel) for _ in range(2))
+        self._errors: list[Floats] = [aligned_zeros(layout.flat_numel) for _ in range(2)]
         owned = layout.owned_numel(rank)
-        self._owner_errors: list[Floats] = [np.zeros(owned, np.float32) for _ in range(2)]
+        self._owner_errors: list[Floats] = [aligned_zeros(owned) for _ in range(2)]
         self._flags, self._owner_flags, self._heard = (np.zeros(1, np.uint32) for _ in range(3))
         self._announcement = np.zeros(1, np.int64)
         packed_nbytes = int(payload_nbytes(layout.blocks["length"]).sum())

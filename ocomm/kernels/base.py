@@ -6,6 +6,7 @@ The tables are NumPy structured arrays with the memory layout of ``ocomm_block``
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -47,6 +48,21 @@ TENSOR = np.dtype(
 
 Floats = NDArray[np.float32]
 Table = NDArray[np.void]
+
+
+def aligned_zeros(numel: int) -> Floats:
+    """A new float32 array of zeros which starts on a cache line: the loops are a sixth slower where rows straddle two.
+
+    Arrays made one after the other start at different lines of their pages, because a load waits for an earlier store
+    whose address has the same last 12 bits. As with ``np.zeros``, pages take no memory until they are written.
+    """
+    raw = np.zeros(numel + 1024, np.float32)
+    line = next(_lines) * 21 % 63
+    start = (-raw.__array_interface__["data"][0] % 64 + line * 64) // 4
+    return raw[start : start + numel]
+
+
+_lines = itertools.count()
 
 
 class Kernels(Protocol):

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from ocomm.collectives.plan import Average, Compress
 from ocomm.compression.layout import Layout, SegmentLayout
 from ocomm.errors import NonFiniteError, SettingsError
-from ocomm.kernels.base import TENSOR, Bytes, Floats, Kernels, Table
+from ocomm.kernels.base import TENSOR, Bytes, Floats, Kernels, Table, aligned_zeros
 
 _HYPER_FIELDS = ["beta1", "one_minus_beta1", "weight_decay", "step_size", "decay"]
 
@@ -171,8 +171,8 @@ class OneBitAdam:
         if self._allocated:
             return
         flat, owned = self.layout.flat_numel, self.layout.owned_numel(self.rank)
-        self.error, self.error_out, self.denominator = (np.zeros(flat, np.float32) for _ in range(3))
-        self.owner_error, self.owner_error_out = (np.zeros(owned, np.float32) for _ in range(2))
+        self.error, self.error_out, self.denominator = (aligned_zeros(flat) for _ in range(3))
+        self.owner_error, self.owner_error_out = (aligned_zeros(owned) for _ in range(2))
         self.block_root = np.zeros(self.layout.blocks.size, np.float32)
         self.mask = np.zeros(flat // 8, np.uint8)
         self._allocated = True
