@@ -9,7 +9,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 MPIRUN := timeout 600 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo test check bench docs clean install build
+.PHONY: demo test test-mpich check bench clean install
 
 install: $(STAMP)
 
@@ -24,6 +24,16 @@ test: install
 	$(PY) -m pytest tests
 	TEST_MPI_SIZE=2 $(MPIRUN) -np 2 $(PY) -m pytest -q --capture=no --no-header tests/world tests/frontends </dev/null
 	TEST_MPI_SIZE=4 $(MPIRUN) -np 4 $(PY) -m pytest -q --capture=no --no-header tests/world tests/frontends </dev/null
+
+# The same extension and mpi4py under another MPI, which has an environment of its own: two MPIs in one get in each
+# other's way.
+test-mpich: install
+	[ -x $(VENV)-mpich/bin/mpiexec ] || { python3 -m venv $(VENV)-mpich && $(VENV)-mpich/bin/pip install -q $(PIP_ARGS) mpich; }
+	for n in 2 4; do \
+	    MPI4PY_MPIABI=mpich LD_LIBRARY_PATH=$(CURDIR)/$(VENV)-mpich/lib TEST_MPI_SIZE=$$n \
+	    timeout 600 $(VENV)-mpich/bin/mpiexec -n $$n $(PY) -m pytest -q --capture=no --no-header \
+	        tests/world tests/frontends </dev/null || exit 1; \
+	done
 
 check: install
 	$(VENV)/bin/ruff check .
