@@ -173,14 +173,6 @@ class Operation:
         """True once ``wait`` will not block."""
         return all(handle.poll() for handle in self._handles)
 
-    def settle(self) -> None:
-        """Waits for the end, good or bad, and leaves the result to ``wait``."""
-        for handle in self._handles:
-            try:
-                handle.wait()
-            except OcommError:
-                continue
-
     def wait(self) -> Any:
         """Waits for the end and returns the result. Raises what went wrong, when no tensor is in use any more."""
         results, failure = [], None

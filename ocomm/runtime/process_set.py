@@ -81,7 +81,6 @@ class ProcessSet:
         self.link = Link(control)
         self.engine = engine
         self.clock = clock
-        self._data = data
         self._channel = engine.open_channel(data, settings.window)
         self._place = dense.Place(self.rank, self.size, settings.segment_nbytes, scratch.take)
         self._scratch = scratch

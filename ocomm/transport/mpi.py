@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -55,13 +54,6 @@ def _initialize(mpi: ModuleType) -> None:
         raise LaunchError(f"MPI_Init_thread failed with code {code}")
     for communicator in (mpi.COMM_SELF, mpi.COMM_WORLD):
         communicator.Set_errhandler(mpi.ERRORS_RETURN)  # as mpi4py's own start does: errors become exceptions
-
-
-def available() -> bool:
-    """True if mpi4py is installed (an MPI library may still be missing)."""
-    import importlib.util
-
-    return importlib.util.find_spec("mpi4py") is not None
 
 
 def open_world(communicator: Any = None) -> MpiTransport:
@@ -184,27 +176,9 @@ class MpiTransport:
         everyone.Free()
         return MpiTransport(self._mpi, communicator)
 
-    def host_ranks(self) -> list[int]:
-        """Ranks of this communicator which share this rank's memory, ascending. Collective."""
-        node = self.communicator.Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
-        ranks = node.allgather(self.rank)
-        node.Free()
-        return sorted(ranks)
-
     def abort(self, code: int) -> None:
         self._mpi.COMM_WORLD.Abort(code)
 
     def close(self) -> None:
         if not self._mpi.Is_finalized():
             self.communicator.Free()
-
-
-def wait(transport: MpiTransport, request: Any, seconds: float) -> bool:
-    """Tests with growing sleeps until the request is over (True) or the time is (False)."""
-    end, nap = time.monotonic() + seconds, 20e-6
-    while not transport.test(request):
-        if time.monotonic() > end:
-            return False
-        time.sleep(nap)
-        nap = min(2 * nap, 1e-3)
-    return True
