@@ -16,7 +16,8 @@ typedef struct {
     int64_t start;    /* first element inside its tensor */
     int64_t owned;    /* first element in the owner's error buffer; -1 on ranks that do not own it */
     int64_t bits;     /* byte position of its signs in the packed buffer */
-    int64_t scale;    /* byte position of its float32 scale in the packed buffer; a multiple of 4 */
+    int64_t scale;    /* byte position of its float32 scale in the packed buffer; a multiple of 4; -1: it has none */
+    int64_t index;    /* first element in the layout without padding: what its random numbers are counted by */
     int32_t length;   /* elements */
     int32_t tensor;   /* row of the tensor table */
 } ocomm_block;

@@ -26,12 +26,13 @@ ALIGNMENT = 16
 
 #: One row per block of the layout, in registration order.
 #: ``offset``: first element in the flat buffers; ``start``: first element inside its tensor; ``owned``: first element
-#: in its owner's error buffer.
+#: in its owner's error buffer; ``index``: first element in the layout without padding.
 LAYOUT_BLOCK = np.dtype(
     [
         ("offset", np.int64),
         ("start", np.int64),
         ("owned", np.int64),
+        ("index", np.int64),
         ("length", np.int32),
         ("tensor", np.int32),
         ("owner", np.int32),
@@ -72,13 +73,14 @@ class TensorSpec:
 class SegmentLayout:
     """Geometry of one segment's packed buffer: ``[owner 0's message][owner 1's message]...``.
 
-    A message is a header with one presence bit per tensor of the segment, the float32 scales of the owner's blocks, and
-    their signs (``ceil(length / 8)`` bytes per block, first element in the lowest bit), padded to 8 bytes. The same
-    geometry serves what a worker sends (alltoall) and what everybody gathers (allgather).
+    A message is a header with one presence bit per tensor of the segment, the float32 scales of the owner's blocks, if
+    blocks have scales, and their signs (``ceil(length / 8)`` bytes per block, first element in the lowest bit), padded
+    to 8 bytes. The same geometry serves what a worker sends (alltoall) and what everybody gathers (allgather).
     """
 
     rank: int
-    #: BLOCK table of all blocks, in bucket order; ``owned`` is -1 where another rank owns the block.
+    #: BLOCK table of all blocks, in bucket order; ``owned`` is -1 where another rank owns the block, ``scale`` where
+    #: blocks have none.
     blocks: Table
     #: The rows of ``blocks`` which this rank owns.
     owned_blocks: Table
@@ -162,6 +164,7 @@ class Layout:
         blocks["tensor"] = tensor
         blocks["start"] = (np.arange(blocks.size) - self.first_block[tensor]) * size[tensor]
         blocks["offset"] = self.offsets[tensor] + blocks["start"]
+        blocks["index"] = _starts(self.numels)[tensor] + blocks["start"]
         blocks["length"] = np.minimum(self.numels[tensor] - blocks["start"], size[tensor])
         blocks["owner"] = _owners(blocks["length"], ranks)
         room = _padded(blocks["length"].astype(np.int64), ALIGNMENT)
@@ -195,11 +198,13 @@ class Layout:
         """The rows of ``blocks`` of one tensor."""
         return self.blocks[self.first_block[tensor] : self.first_block[tensor + 1]]
 
-    def segments(self, tensors: Sequence[int], rank: int, segment_nbytes: int) -> list[SegmentLayout]:
+    def segments(
+        self, tensors: Sequence[int], rank: int, segment_nbytes: int, *, scales: bool = True
+    ) -> list[SegmentLayout]:
         """Cuts a bucket, the tensors with these indices in this order, into segments of whole blocks.
 
-        Each segment has about ``segment_nbytes`` bytes of scales and signs, at most one block more. A tensor may
-        continue in the next segment. Tensors without elements travel in none. ``rank`` only decides which blocks are
+        Each segment has about ``segment_nbytes`` bytes of scales and signs, at most one block more; ``scales`` says
+        whether blocks have a scale. A tensor may continue in the next segment. Tensors without elements travel in none. ``rank`` only decides which blocks are
         marked as owned. Raises ValueError if a tensor comes twice.
         """
         if len(set(tensors)) != len(tensors):
@@ -212,21 +217,21 @@ class Layout:
         if not rows.size:
             return []
         blocks = self.blocks[rows]
-        payload = payload_nbytes(blocks["length"])
+        payload = payload_nbytes(blocks["length"], scales=scales)
         before = _starts(payload)
         total = int(payload.sum())
         # Equal segments, not full ones and a short last one: the pipeline ends when the last segment does.
         count = -(-total // segment_nbytes)
         segment = before * count // total
         cuts = np.flatnonzero(np.diff(segment)) + 1
-        return [self._segment(part, rank) for part in np.split(blocks, cuts)]
+        return [self._segment(part, rank, scales) for part in np.split(blocks, cuts)]
 
-    def _segment(self, blocks: Table, rank: int) -> SegmentLayout:
+    def _segment(self, blocks: Table, rank: int, scales: bool) -> SegmentLayout:
         tensor = blocks["tensor"]
         order = np.concatenate([tensor[:1], tensor[1:][np.diff(tensor) != 0]])
         header = header_nbytes(order.size)
         table = np.zeros(blocks.size, BLOCK)
-        for field in ("offset", "start", "length", "tensor"):
+        for field in ("offset", "start", "index", "length", "tensor"):
             table[field] = blocks[field]
         table["owned"] = np.where(blocks["owner"] == rank, blocks["owned"], -1)
 
@@ -234,9 +239,11 @@ class Layout:
         start, starts, nbytes = 0, [], []
         for owner in range(self.ranks):
             rows = np.flatnonzero(blocks["owner"] == owner)
-            scales = start + header
-            signs = scales + 4 * rows.size
-            table["scale"][rows] = scales + 4 * np.arange(rows.size)
+            signs = start + header
+            table["scale"][rows] = -1
+            if scales:
+                table["scale"][rows] = signs + 4 * np.arange(rows.size)
+                signs += 4 * rows.size
             table["bits"][rows] = signs + _starts(sign_nbytes[rows])
             end = _padded(signs + int(sign_nbytes[rows].sum()), 8)
             starts.append(start)
@@ -254,21 +261,24 @@ class Layout:
             packed_nbytes=start,
             tensors=tuple(order.tolist()),
             header_nbytes=header,
-            digest=_digest(self.digest.to_bytes(8, "little"), covered.tobytes()),
+            digest=_digest(self.digest.to_bytes(8, "little"), covered.tobytes(), b"" if scales else b"no scales"),
         )
 
     def dense_bytes(self) -> float:
         """Bytes sent per rank and step, on average, by a dense float32 ring or alltoall: 2 (n-1)/n * 4d."""
         return 2 * (self.ranks - 1) / self.ranks * 4 * self.numel
 
-    def compressed_bytes(self) -> float:
-        """Bytes sent per rank and step, on average, without headers: 2 (n-1)/n * sum (ceil(length/8) + 4)."""
-        return 2 * (self.ranks - 1) / self.ranks * int(payload_nbytes(self.blocks["length"]).sum())
+    def compressed_bytes(self, *, scales: bool = True) -> float:
+        """Bytes sent per rank and step, on average, without headers: 2 (n-1)/n * sum (ceil(length/8) + 4).
+
+        Without the 4 where blocks have no scale.
+        """
+        return 2 * (self.ranks - 1) / self.ranks * int(payload_nbytes(self.blocks["length"], scales=scales).sum())
 
 
-def payload_nbytes(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Bytes on the wire of blocks of ``lengths`` elements: signs and a float32 scale."""
-    return (lengths.astype(np.int64) + 7) // 8 + 4
+def payload_nbytes(lengths: NDArray[np.int32], *, scales: bool = True) -> NDArray[np.int64]:
+    """Bytes on the wire of blocks of ``lengths`` elements: signs and, where blocks have one, a float32 scale."""
+    return (lengths.astype(np.int64) + 7) // 8 + 4 * scales
 
 
 def _owners(lengths: NDArray[np.int32], ranks: int) -> NDArray[np.int32]:

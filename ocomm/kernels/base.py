@@ -24,6 +24,7 @@ BLOCK = np.dtype(
         ("owned", np.int64),
         ("bits", np.int64),
         ("scale", np.int64),
+        ("index", np.int64),
         ("length", np.int32),
         ("tensor", np.int32),
     ],

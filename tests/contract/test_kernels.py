@@ -60,15 +60,17 @@ class World:
         rows = []
         flat = owned = 0
         message = 12  # a header, so that positions are not offsets
+        index = int(self.rng.integers(0, 2**40))
         for tensor, numel in enumerate(self.lengths):
             for start in range(0, numel, self.block_size):
                 length = min(self.block_size, numel - start)
                 scale = -(-(message + int(self.rng.integers(0, 4))) // 4) * 4
                 bits = scale + 4 + int(self.rng.integers(0, 3))
-                rows.append((flat, start, owned, bits, scale, length, tensor))
+                rows.append((flat, start, owned, bits, scale, index + start, length, tensor))
                 message = bits + (length + 7) // 8
                 flat += -(-length // 16) * 16
                 owned += length + 3
+            index += numel
         self.blocks = np.array(rows, BLOCK)
         self.rng.shuffle(self.blocks)
         self.numel, self.owned_numel, self.nbytes = flat, owned, message + 5

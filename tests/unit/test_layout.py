@@ -63,6 +63,16 @@ def test_flat_offsets_are_aligned_and_tensors_do_not_overlap(layout):
 
 
 @law
+@given(bucketed())
+def test_the_index_counts_real_elements_in_registration_order_whatever_the_buckets(case):
+    layout, rank, tensors, nbytes = case
+    before = [0, *np.cumsum(layout.numels).tolist()]
+    for blocks in (layout.blocks, *(segment.blocks for segment in layout.segments(tensors, rank, nbytes))):
+        for block in blocks:
+            assert block["index"] == before[block["tensor"]] + block["start"]
+
+
+@law
 @given(layouts())
 def test_the_owner_is_the_least_loaded_rank_in_registration_order(layout):
     load = [0] * layout.ranks
@@ -110,10 +120,10 @@ def test_segments_cover_each_block_once_in_bucket_order(case):
 
 
 @law
-@given(bucketed())
-def test_every_byte_of_a_message_has_one_use(case):
+@given(bucketed(), st.booleans())
+def test_every_byte_of_a_message_has_one_use(case, scales):
     layout, rank, tensors, nbytes = case
-    for segment in layout.segments(tensors, rank, nbytes):
+    for segment in layout.segments(tensors, rank, nbytes, scales=scales):
         assert len(segment.message_start) == len(segment.message_nbytes) == layout.ranks
         use = np.zeros(segment.packed_nbytes, int)
         owner_of = {int(b["offset"]): int(b["owner"]) for b in layout.blocks}
@@ -123,8 +133,13 @@ def test_every_byte_of_a_message_has_one_use(case):
         for block in segment.blocks:
             owner = owner_of[int(block["offset"])]
             signs = (int(block["length"]) + 7) // 8
-            assert block["scale"] % 4 == 0
-            for at, count in ((block["scale"], 4), (block["bits"], signs)):
+            places = [(int(block["bits"]), signs)]
+            if scales:
+                assert block["scale"] % 4 == 0
+                places.append((int(block["scale"]), 4))
+            else:
+                assert block["scale"] == -1
+            for at, count in places:
                 assert segment.message_start[owner] <= at
                 assert at + count <= segment.message_start[owner] + segment.message_nbytes[owner]
                 use[at : at + count] += 1
@@ -158,28 +173,30 @@ def test_all_ranks_see_the_same_geometry(case):
     ):
         assert mine.message_start == other.message_start
         assert mine.digest == other.digest
-        for field in ("offset", "start", "bits", "scale", "length", "tensor"):
+        for field in ("offset", "start", "bits", "scale", "index", "length", "tensor"):
             assert (mine.blocks[field] == other.blocks[field]).all()
 
 
 @law
-@given(bucketed())
-def test_bytes_sent_equal_the_formula(case):
+@given(bucketed(), st.booleans())
+def test_bytes_sent_equal_the_formula(case, scales):
     layout, _, _, nbytes = case
     everything = range(len(layout.tensors))
-    per_rank = [layout.segments(everything, rank, nbytes) for rank in range(layout.ranks)]
+    per_rank = [layout.segments(everything, rank, nbytes, scales=scales) for rank in range(layout.ranks)]
     mean = sum(segment.bytes_sent for segments in per_rank for segment in segments) / layout.ranks
     n = layout.ranks
-    real = sum((int(b["length"]) + 7) // 8 + 4 for b in layout.blocks)
-    assert layout.compressed_bytes() == pytest.approx(2 * (n - 1) / n * real)
+    real = sum((int(b["length"]) + 7) // 8 + 4 * scales for b in layout.blocks)
+    formula = layout.compressed_bytes(scales=scales)
+    assert formula == pytest.approx(2 * (n - 1) / n * real)
     headers = sum(n * (segment.header_nbytes + 7) for segment in per_rank[0])
-    assert layout.compressed_bytes() <= mean <= layout.compressed_bytes() + 2 * (n - 1) / n * headers
+    assert formula <= mean <= formula + 2 * (n - 1) / n * headers
     assert layout.dense_bytes() == pytest.approx(2 * (n - 1) / n * 4 * layout.numel)
 
 
 def test_the_default_block_size_sends_a_thirty_second_part():
     layout = make([4096 * 100], 4)
     assert layout.dense_bytes() / layout.compressed_bytes() == pytest.approx(31.75, abs=0.01)
+    assert layout.dense_bytes() / layout.compressed_bytes(scales=False) == 32
 
 
 @law
@@ -235,6 +252,7 @@ def test_the_digest_names_everything_that_must_agree():
 def test_a_signature_names_the_segment_and_the_compressor():
     layout = make([100, 200], 2, 16)
     segments = layout.segments([0, 1], 0, 20) + layout.segments([0, 1], 0, 1000)
+    segments += layout.segments([0, 1], 0, 1000, scales=False)
     signatures = {segment.signature(name) for segment in segments for name in ("onebit-l1", "onebit-rms")}
     assert len(signatures) == 2 * len(segments)
 
