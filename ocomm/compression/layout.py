@@ -204,8 +204,8 @@ class Layout:
         """Cuts a bucket, the tensors with these indices in this order, into segments of whole blocks.
 
         Each segment has about ``segment_nbytes`` bytes of scales and signs, at most one block more; ``scales`` says
-        whether blocks have a scale. A tensor may continue in the next segment. Tensors without elements travel in none. ``rank`` only decides which blocks are
-        marked as owned. Raises ValueError if a tensor comes twice.
+        whether blocks have a scale. A tensor may continue in the next segment. Tensors without elements travel in none.
+        ``rank`` only decides which blocks are marked as owned. Raises ValueError if a tensor comes twice.
         """
         if len(set(tensors)) != len(tensors):
             raise ValueError("a tensor comes twice in a bucket")
