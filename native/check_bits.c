@@ -26,7 +26,7 @@ static void print(const char *what, int finite, const void *data, int64_t nbytes
 
 int main(void) {
     static float values[BLOCKS * STRIDE], error[BLOCKS * STRIDE], momentum[BLOCKS * STRIDE], param[BLOCKS * STRIDE];
-    static float denominator[BLOCKS * STRIDE], out[BLOCKS * STRIDE];
+    static float denominator[BLOCKS * STRIDE], update[BLOCKS * STRIDE], synced[BLOCKS * STRIDE], out[BLOCKS * STRIDE];
     static uint8_t mask[BLOCKS * STRIDE / 8], packed[MESSAGE], messages[RANKS][MESSAGE];
     static const int lengths[BLOCKS] = {1024, 1000, 1024, 31, 1, 33, 64, 777, 1024};
     ocomm_block blocks[BLOCKS];
@@ -38,6 +38,8 @@ int main(void) {
     fill(error, BLOCKS * STRIDE);
     fill(momentum, BLOCKS * STRIDE);
     fill(param, BLOCKS * STRIDE);
+    fill(update, BLOCKS * STRIDE);
+    fill(synced, BLOCKS * STRIDE);
     for (int k = 0; k < BLOCKS * STRIDE; k++) denominator[k] = 0.1f + values[k] * values[k];
     for (int i = 0; i < RANKS; i++) {
         for (int k = 0; k < MESSAGE; k++) messages[i][k] = (uint8_t)drawn();
@@ -55,12 +57,24 @@ int main(void) {
         print("packed", finite, packed, sizeof packed);
         for (int kind = 0; kind < 3; kind++) {
             ocomm_tensor tensor = {values, param, kind ? NULL : momentum, 0.9f, 0.1f, kind == 2 ? 0.01f : 0.0f, 1e-3f,
-                                   0.99f,  0};
+                                   0.99f,  0.1f,  0.98f, 0};
             finite = ocomm_compress_momentum(blocks, BLOCKS, &tensor, messages[0], error, out, hidden, rms, packed);
             print("momentum", finite, out, sizeof out);
             print("packed", finite, packed, sizeof packed);
             ocomm_apply(blocks, BLOCKS, &tensor, packed, denominator, hidden);
             print("apply", 1, param, sizeof param);
+        }
+        for (int kind = 0; kind < 3; kind++) {
+            ocomm_tensor tensor = {values, param, NULL, 0.9f, 0.1f, kind == 2 ? 0.01f : 0.0f, 1e-3f,
+                                   0.99f,  0.1f,  0.98f, 0};
+            float *sum = kind ? update : NULL, *last = kind ? synced : NULL;
+            finite = ocomm_compress_update(blocks, BLOCKS, &tensor, momentum, sum, error, out, hidden, rms, packed);
+            print("update", finite, out, sizeof out);
+            print("packed", finite, packed, sizeof packed);
+            ocomm_local_step(blocks, BLOCKS, &tensor, momentum, sum, denominator, hidden);
+            print("local", ocomm_finite(blocks, BLOCKS, &tensor), momentum, sizeof momentum);
+            ocomm_apply_update(blocks, BLOCKS, &tensor, packed, denominator, hidden, momentum, NULL, last);
+            print("synced", 1, param, sizeof param);
         }
         for (int ranks = 1; ranks <= RANKS; ranks++) {
             const uint8_t *received[RANKS];

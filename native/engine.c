@@ -340,6 +340,10 @@ static int run_op(const ocomm_op *op) {
         finite = ocomm_compress_momentum(P(0), a[1], P(2), P(3), P(4), P(5), P(6), (int)a[7], P(8));
         flags = P(9);
         break;
+    case OCOMM_COMPRESS_UPDATE:
+        finite = ocomm_compress_update(P(0), a[1], P(2), P(3), P(4), P(5), P(6), P(7), (int)a[8], P(9));
+        flags = P(10);
+        break;
     case OCOMM_AVERAGE:
         finite = ocomm_average(P(0), a[1], P(2), a[3], (int)a[4], P(5), P(6), P(7), (int)a[8], P(9));
         flags = P(10);

@@ -21,17 +21,18 @@
  * best distance, without prefetching a quarter of the speed is lost. */
 #define AHEAD 384
 
-/* What a block sends. FROM_DENSE and FROM_BITS are MOMENTUM in its two usual forms, FROM_TABLE is MEAN of TABLED or
- * more ranks: known when compiled, so that the loop need not ask. */
-enum content { VALUES, MOMENTUM, FROM_DENSE, FROM_BITS, MEAN, FROM_TABLE };
+/* What a block sends. FROM_DENSE and FROM_BITS are MOMENTUM in its two usual forms, FROM_GRADIENT is UPDATE in its
+ * usual one, FROM_TABLE is MEAN of TABLED or more ranks: known when compiled, so that the loop need not ask. */
+enum content { VALUES, MOMENTUM, FROM_DENSE, FROM_BITS, UPDATE, FROM_GRADIENT, MEAN, FROM_TABLE };
 
-/* The arguments of one call of ocomm_compress, ocomm_compress_momentum or ocomm_average. */
+/* The arguments of one call of ocomm_compress, ocomm_compress_momentum, ocomm_compress_update or ocomm_average. */
 typedef struct {
     const ocomm_block *blocks;
     int64_t count;
     const float *values;
     const ocomm_tensor *tensors;
     const uint8_t *previous;
+    const float *momentum, *update;
     const uint8_t *const *received;
     int64_t origin;
     int ranks;
@@ -44,13 +45,13 @@ typedef struct {
 
 /* One block of such a call: its own part of every buffer. */
 typedef struct {
-    const float *values, *grad, *param, *momentum, *error;
+    const float *values, *grad, *param, *momentum, *update, *error;
     const uint8_t *previous, *mask;
     const uint8_t *const *received;
     uint8_t *bits;
     float *out;
     int64_t length, masked, scale_at, bits_at;
-    float beta1, one_minus_beta1, weight_decay, decayed, over_ranks;
+    float beta1, one_minus_beta1, weight_decay, decayed, step_size, over_ranks;
     int ranks, rms;
 } work;
 
@@ -66,9 +67,15 @@ typedef struct {
     const char *name;
     int (*compress)(const call *);
     int (*compress_momentum)(const call *);
+    int (*compress_update)(const call *);
     int (*average)(const call *);
     void (*unpack)(const ocomm_block *, int64_t, const uint8_t *, const uint8_t *, float *);
     void (*apply)(const ocomm_block *, int64_t, const ocomm_tensor *, const uint8_t *, const float *, const uint8_t *);
+    void (*local_step)(const ocomm_block *, int64_t, const ocomm_tensor *, float *, float *, const float *,
+                       const uint8_t *);
+    void (*apply_update)(const ocomm_block *, int64_t, const ocomm_tensor *, const uint8_t *, const float *,
+                         const uint8_t *, float *, float *, float *);
+    int (*finite)(const ocomm_block *, int64_t, const ocomm_tensor *);
     void (*axpy)(float *, const float *, float, int64_t);
 } loops;
 
@@ -119,6 +126,15 @@ SHARED const uint8_t *mask_of(const uint8_t *mask, const ocomm_block *block) {
     return any ? own : NULL;
 }
 
+SHARED void prepare_gradient(const call *args, const ocomm_block *block, work *w) {
+    const ocomm_tensor *tensor = args->tensors + block->tensor;
+    w->grad = tensor->grad ? tensor->grad + block->start : NULL;
+    w->param = tensor->param ? tensor->param + block->start : NULL;
+    w->beta1 = tensor->beta1;
+    w->one_minus_beta1 = tensor->one_minus_beta1;
+    w->weight_decay = tensor->weight_decay;
+}
+
 SHARED void prepare(enum content content, const call *args, const ocomm_block *block, work *w) {
     /* The owner's error holds only the blocks it owns; everything else is laid out as the whole model. */
     const int64_t at = content == MEAN ? block->owned : block->offset;
@@ -131,17 +147,18 @@ SHARED void prepare(enum content content, const call *args, const ocomm_block *b
     w->rms = args->rms;
     if (content == VALUES) {
         w->values = args->values + block->offset;
+    } else if (content == UPDATE) {
+        prepare_gradient(args, block, w);
+        w->momentum = args->momentum + block->offset;
+        w->update = args->update ? args->update + block->offset : NULL;
+        w->step_size = args->tensors[block->tensor].step_size;
     } else if (content == MOMENTUM) {
         const ocomm_tensor *tensor = args->tensors + block->tensor;
-        w->grad = tensor->grad ? tensor->grad + block->start : NULL;
-        w->param = tensor->param ? tensor->param + block->start : NULL;
+        prepare_gradient(args, block, w);
         w->momentum = tensor->momentum ? tensor->momentum + block->start : NULL;
         w->previous = args->previous ? args->previous + block->bits : NULL;
-        w->beta1 = tensor->beta1;
         /* beta1 * (s * sign) is exactly (beta1 * s) * sign: one multiplication per block instead of per element. */
         w->decayed = args->previous ? w->beta1 * read_float(args->previous + block->scale) : 0;
-        w->one_minus_beta1 = tensor->one_minus_beta1;
-        w->weight_decay = tensor->weight_decay;
     } else {
         w->received = args->received;
         w->ranks = args->ranks;
@@ -159,8 +176,9 @@ SHARED void prefetch_row(const float *stream, int64_t j) {
 SHARED void prefetch(enum content content, const work *w, int64_t j) {
     prefetch_row(w->error, j);
     if (content == VALUES) prefetch_row(w->values, j);
-    if (content == FROM_DENSE || content == FROM_BITS) prefetch_row(w->grad, j);
-    if (content == FROM_DENSE) prefetch_row(w->momentum, j);
+    if (content == FROM_DENSE || content == FROM_BITS || content == FROM_GRADIENT) prefetch_row(w->grad, j);
+    if (content == FROM_DENSE || content == UPDATE || content == FROM_GRADIENT) prefetch_row(w->momentum, j);
+    if ((content == UPDATE || content == FROM_GRADIENT) && w->update) prefetch_row(w->update, j);
 }
 
 SHARED void fill_table(sums_table *table, const work *w) {
@@ -360,6 +378,21 @@ int ocomm_compress_momentum(const ocomm_block *blocks, int64_t count, const ocom
                                              .packed = packed});
 }
 
+int ocomm_compress_update(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
+                          const float *update, const float *error, float *error_out, const uint8_t *mask, int rms,
+                          uint8_t *packed) {
+    return active->compress_update(&(call){.blocks = blocks,
+                                           .count = count,
+                                           .tensors = tensors,
+                                           .momentum = momentum,
+                                           .update = update,
+                                           .error = error,
+                                           .error_out = error_out,
+                                           .mask = mask,
+                                           .rms = rms,
+                                           .packed = packed});
+}
+
 int ocomm_average(const ocomm_block *blocks, int64_t count, const uint8_t *const *received, int64_t origin, int ranks,
                   const float *error, float *error_out, const uint8_t *mask, int rms, uint8_t *packed) {
     return active->average(&(call){.blocks = blocks,
@@ -381,6 +414,20 @@ void ocomm_unpack(const ocomm_block *blocks, int64_t count, const uint8_t *packe
 void ocomm_apply(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const uint8_t *packed,
                  const float *denominator, const uint8_t *mask) {
     active->apply(blocks, count, tensors, packed, denominator, mask);
+}
+
+void ocomm_local_step(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, float *momentum,
+                      float *update, const float *denominator, const uint8_t *mask) {
+    active->local_step(blocks, count, tensors, momentum, update, denominator, mask);
+}
+
+void ocomm_apply_update(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const uint8_t *packed,
+                        const float *denominator, const uint8_t *mask, float *momentum, float *update, float *synced) {
+    active->apply_update(blocks, count, tensors, packed, denominator, mask, momentum, update, synced);
+}
+
+int ocomm_finite(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors) {
+    return active->finite(blocks, count, tensors);
 }
 
 void ocomm_axpy(float *y, const float *x, float factor, int64_t numel) { active->axpy(y, x, factor, numel); }

@@ -65,9 +65,10 @@ INLINE void FN(mean)(enum content content, V *row, const work *w, const sums_tab
     UNROLL for (int v = 0; v < VECTORS; v++) row[v] *= w->over_ranks;
 }
 
-/* The momentum this step sends, before the worker's error; `masked` as in first_pass. */
+/* The momentum this step sends, or in 0/1 Adam what its steps since the last sync add up to, before the worker's error;
+ * `masked` as in first_pass. */
 INLINE void FN(momentum)(enum content content, V *row, const work *w, int64_t j, int n, uint32_t masked) {
-    const int usual = content == FROM_DENSE || content == FROM_BITS;
+    const int usual = content == FROM_DENSE || content == FROM_BITS || content == FROM_GRADIENT;
     V gradient[VECTORS];
     if (usual || w->grad) {
         FN(load)(gradient, w->grad + j, n);
@@ -79,7 +80,7 @@ INLINE void FN(momentum)(enum content content, V *row, const work *w, int64_t j,
         FN(load)(param, w->param + j, n);
         UNROLL for (int v = 0; v < VECTORS; v++) gradient[v] += w->weight_decay * param[v];
     }
-    if (content == FROM_DENSE || (!usual && w->momentum)) {
+    if (content == FROM_DENSE || content == UPDATE || content == FROM_GRADIENT || (!usual && w->momentum)) {
         FN(load)(row, w->momentum + j, n);
         UNROLL for (int v = 0; v < VECTORS; v++) row[v] *= w->beta1;
     } else if (content == FROM_BITS || w->previous) {
@@ -92,6 +93,15 @@ INLINE void FN(momentum)(enum content content, V *row, const work *w, int64_t j,
         UNROLL for (int v = 0; v < VECTORS; v++) row[v] = (V){0};
     }
     UNROLL for (int v = 0; v < VECTORS; v++) row[v] += w->one_minus_beta1 * gradient[v];
+    if (content == UPDATE || content == FROM_GRADIENT) {
+        V update[VECTORS];
+        if (w->update) {
+            FN(load)(update, w->update + j, n);
+        } else {
+            UNROLL for (int v = 0; v < VECTORS; v++) update[v] = (V){0};
+        }
+        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = update[v] + w->step_size * row[v];
+    }
 }
 
 /* Signs and magnitudes of one row of c = content + error. c waits in `out`, which has to be written anyway and is
@@ -206,14 +216,16 @@ INLINE int FN(run)(enum content content, const call *args) {
         V sum[VECTORS];
         UNROLL for (int v = 0; v < VECTORS; v++) sum[v] = (V){0};
         const int plain = !w.mask && !last.mask && !w.rms;
-        const int bare = content == MOMENTUM && plain && w.grad && w.weight_decay == 0;
-        if (bare && w.momentum)
+        const int bare = (content == MOMENTUM || content == UPDATE) && plain && w.grad && w.weight_decay == 0;
+        if (bare && content == UPDATE)
+            FN(rows)(FROM_GRADIENT, 1, &w, &last, sum);
+        else if (bare && w.momentum)
             FN(rows)(FROM_DENSE, 1, &w, &last, sum);
         else if (bare && w.previous)
             FN(rows)(FROM_BITS, 1, &w, &last, sum);
         else if (content == MEAN && plain && LOOKS_UP && w.ranks >= TABLED)
             FN(rows)(FROM_TABLE, 1, &w, &last, sum);
-        else if (content != MOMENTUM && plain)
+        else if (content != MOMENTUM && content != UPDATE && plain)
             FN(rows)(content, 1, &w, &last, sum);
         else
             FN(rows)(content, 0, &w, &last, sum);
@@ -227,6 +239,7 @@ INLINE int FN(run)(enum content content, const call *args) {
 
 TARGET static int FN(compress)(const call *args) { return FN(run)(VALUES, args); }
 TARGET static int FN(compress_momentum)(const call *args) { return FN(run)(MOMENTUM, args); }
+TARGET static int FN(compress_update)(const call *args) { return FN(run)(UPDATE, args); }
 TARGET static int FN(average)(const call *args) { return FN(run)(MEAN, args); }
 
 INLINE void FN(unpack_row)(const uint8_t *bits, const uint8_t *mask, int64_t j, int n, V scale, float *out) {
@@ -299,6 +312,186 @@ TARGET static void FN(apply)(const ocomm_block *blocks, int64_t count, const oco
     }
 }
 
+/* One block of ocomm_local_step: its own part of every buffer. */
+typedef struct {
+    const float *grad, *denominator;
+    float *param, *momentum, *update;
+    const uint8_t *mask;
+    float beta1, one_minus_beta1, weight_decay, step_size, decay;
+} FN(local);
+
+INLINE void FN(local_row)(const FN(local) *w, int64_t j, int n) {
+    const uint32_t masked = w->mask ? load_bits(w->mask + (j >> 3), n) : 0;
+    V gradient[VECTORS], p[VECTORS], m[VECTORS], below[VECTORS];
+    FN(load)(p, w->param + j, n);
+    FN(load)(m, w->momentum + j, n);
+    FN(load)(below, w->denominator + j, n);
+    if (w->grad) {
+        FN(load)(gradient, w->grad + j, n);
+    } else {
+        UNROLL for (int v = 0; v < VECTORS; v++) gradient[v] = (V){0};
+    }
+    if (w->weight_decay != 0) {
+        UNROLL for (int v = 0; v < VECTORS; v++) gradient[v] += w->weight_decay * p[v];
+    }
+    if (w->decay != 1) {
+        UNROLL for (int v = 0; v < VECTORS; v++) p[v] *= w->decay;
+    }
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        const V moved = w->beta1 * m[v] + w->one_minus_beta1 * gradient[v];
+        const V stepped = p[v] - w->step_size * (moved / below[v]);
+        gradient[v] = moved;
+        if (__builtin_expect(masked != 0, 0)) {
+            const I lanes = FN(lanes_of)(masked, v);
+            p[v] = (V)FN(select)(lanes, (I)p[v], (I)stepped);
+            m[v] = (V)FN(select)(lanes, (I)m[v], (I)moved);
+        } else {
+            p[v] = stepped;
+            m[v] = moved;
+        }
+    }
+    FN(store)(w->param + j, p, n);
+    FN(store)(w->momentum + j, m, n);
+    if (w->update) {
+        FN(load)(p, w->update + j, n);
+        UNROLL for (int v = 0; v < VECTORS; v++) p[v] += w->step_size * gradient[v];
+        FN(store)(w->update + j, p, n);
+    }
+}
+
+TARGET static void FN(local_step)(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                                  float *momentum, float *update, const float *denominator, const uint8_t *mask) {
+    for (int64_t k = 0; k < count; k++) {
+        const ocomm_block *block = blocks + k;
+        const ocomm_tensor *tensor = tensors + block->tensor;
+        if (tensor->skip) continue;
+        const FN(local) w = {
+            .grad = tensor->grad ? tensor->grad + block->start : NULL,
+            .denominator = denominator + block->offset,
+            .param = tensor->param + block->start,
+            .momentum = momentum + block->offset,
+            .update = update ? update + block->offset : NULL,
+            .mask = mask_of(mask, block),
+            .beta1 = tensor->beta1,
+            .one_minus_beta1 = tensor->one_minus_beta1,
+            .weight_decay = tensor->weight_decay,
+            .step_size = tensor->step_size,
+            .decay = tensor->decay,
+        };
+        const int64_t whole = block->length & -ROW;
+        int64_t j = 0;
+        for (; j < whole; j += ROW) {
+            if (w.grad) prefetch_row(w.grad, j);
+            prefetch_row(w.param, j);
+            prefetch_row(w.momentum, j);
+            prefetch_row(w.denominator, j);
+            if (w.update) prefetch_row(w.update, j);
+            FN(local_row)(&w, j, ROW);
+        }
+        if (j < block->length) FN(local_row)(&w, j, (int)(block->length - j));
+    }
+}
+
+/* One block of ocomm_apply_update. */
+typedef struct {
+    const uint8_t *bits, *mask;
+    const float *denominator;
+    float *param, *momentum, *update, *synced;
+    float decay;
+} FN(synced);
+
+INLINE void FN(synced_row)(const FN(synced) *w, int64_t j, int n, V sent, V average) {
+    const uint32_t word = load_bits(w->bits + (j >> 3), n);
+    const uint32_t masked = w->mask ? load_bits(w->mask + (j >> 3), n) : 0;
+    V p[VECTORS], m[VECTORS], below[VECTORS];
+    FN(load)(p, (w->synced ? w->synced : w->param) + j, n);
+    FN(load)(below, w->denominator + j, n);
+    if (w->decay != 1) {
+        UNROLL for (int v = 0; v < VECTORS; v++) p[v] *= w->decay;
+    }
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        const V moved = p[v] - FN(with_signs)(sent, word, v) / below[v];
+        m[v] = FN(with_signs)(average, word, v);
+        if (__builtin_expect(masked != 0, 0)) {
+            const I lanes = FN(lanes_of)(masked, v);
+            p[v] = (V)FN(select)(lanes, (I)p[v], (I)moved);
+            m[v] = (V)(~lanes & (I)m[v]);
+        } else {
+            p[v] = moved;
+        }
+    }
+    FN(store)(w->param + j, p, n);
+    FN(store)(w->momentum + j, m, n);
+    if (w->synced) FN(store)(w->synced + j, p, n);
+    if (w->update) {
+        UNROLL for (int v = 0; v < VECTORS; v++) p[v] = (V){0};
+        FN(store)(w->update + j, p, n);
+    }
+}
+
+TARGET static void FN(apply_update)(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                                    const uint8_t *packed, const float *denominator, const uint8_t *mask,
+                                    float *momentum, float *update, float *synced) {
+    for (int64_t k = 0; k < count; k++) {
+        const ocomm_block *block = blocks + k;
+        const ocomm_tensor *tensor = tensors + block->tensor;
+        if (tensor->skip) continue;
+        const float scale = read_float(packed + block->scale);
+        const V sent = FN(splat)(scale), average = FN(splat)(scale / tensor->interval_lr);
+        const FN(synced) w = {
+            .bits = packed + block->bits,
+            .mask = mask_of(mask, block),
+            .denominator = denominator + block->offset,
+            .param = tensor->param + block->start,
+            .momentum = momentum + block->offset,
+            .update = update ? update + block->offset : NULL,
+            .synced = synced ? synced + block->offset : NULL,
+            .decay = tensor->interval_decay,
+        };
+        const int64_t whole = block->length & -ROW;
+        int64_t j = 0;
+        for (; j < whole; j += ROW) {
+            prefetch_row(w.param, j);
+            prefetch_row(w.momentum, j);
+            prefetch_row(w.denominator, j);
+            if (w.synced) prefetch_row(w.synced, j);
+            if (w.update) prefetch_row(w.update, j);
+            FN(synced_row)(&w, j, ROW, sent, average);
+        }
+        if (j < block->length) FN(synced_row)(&w, j, (int)(block->length - j), sent, average);
+    }
+}
+
+/* All ones in a lane that is not finite. */
+INLINE void FN(finite_row)(const float *grad, int n, I *bad) {
+    V row[VECTORS];
+    FN(load)(row, grad, n);
+    UNROLL for (int v = 0; v < VECTORS; v++) bad[v] |= (I)(row[v] - row[v] != (V){0});
+}
+
+TARGET static int FN(finite)(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors) {
+    I bad[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++) bad[v] = (I){0};
+    for (int64_t k = 0; k < count; k++) {
+        const ocomm_block *block = blocks + k;
+        const float *grad = tensors[block->tensor].grad;
+        if (!grad) continue;
+        grad += block->start;
+        const int64_t whole = block->length & -ROW;
+        int64_t j = 0;
+        for (; j < whole; j += ROW) {
+            prefetch_row(grad, j);
+            FN(finite_row)(grad + j, ROW, bad);
+        }
+        if (j < block->length) FN(finite_row)(grad + j, (int)(block->length - j), bad);
+    }
+    int32_t any = 0;
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        for (int k = 0; k < WIDTH; k++) any |= bad[v][k];
+    }
+    return !any;
+}
+
 /* y += factor * x: the benchmarks' measure of what the memory gives. */
 TARGET static void FN(axpy)(float *y, const float *x, float factor, int64_t numel) {
     int64_t j = 0;
@@ -310,7 +503,8 @@ TARGET static void FN(axpy)(float *y, const float *x, float factor, int64_t nume
 }
 
 static const loops FN(loops) = {
-    FN(name), FN(compress), FN(compress_momentum), FN(average), FN(unpack), FN(apply), FN(axpy),
+    FN(name),   FN(compress), FN(compress_momentum), FN(compress_update), FN(average), FN(unpack),
+    FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(axpy),
 };
 
 #undef INLINE

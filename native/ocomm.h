@@ -32,7 +32,9 @@ typedef struct {
     float weight_decay;      /* coupled decay: grad + weight_decay * param; 0 for none */
     float step_size;         /* lr / (1 - beta1^t), rounded once to float32 */
     float decay;             /* decoupled decay: param * decay before the step; 1 for none */
-    int32_t skip;            /* 1: ocomm_apply leaves the tensor alone */
+    float interval_lr;       /* 0/1 Adam: sum of lr since the last sync, with this step's; not 0 */
+    float interval_decay;    /* 0/1 Adam: product of the decays since the last sync, with this step's */
+    int32_t skip;            /* 1: ocomm_apply, ocomm_local_step and ocomm_apply_update leave the tensor alone */
 } ocomm_tensor;
 
 /* Which build of the loops runs: "avx2" or "portable". Selecting an unknown or unsupported one returns -1. */
@@ -56,6 +58,17 @@ int ocomm_average(const ocomm_block *blocks, int64_t count, const uint8_t *const
 void ocomm_unpack(const ocomm_block *blocks, int64_t count, const uint8_t *packed, const uint8_t *mask, float *out);
 void ocomm_apply(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const uint8_t *packed,
                  const float *denominator, const uint8_t *mask);
+/* 0/1 Adam, whose momentum, update (NULL: zeros) and synced are flat buffers: the compress of a sync, the step without
+ * one (update NULL: lr is 0, nothing is added up), and the end of a sync (synced NULL: it is the parameter itself). */
+int ocomm_compress_update(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
+                          const float *update, const float *error, float *error_out, const uint8_t *mask, int rms,
+                          uint8_t *packed);
+void ocomm_local_step(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, float *momentum,
+                      float *update, const float *denominator, const uint8_t *mask);
+void ocomm_apply_update(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const uint8_t *packed,
+                        const float *denominator, const uint8_t *mask, float *momentum, float *update, float *synced);
+/* 1 if every element of the blocks' gradients is finite. */
+int ocomm_finite(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors);
 /* out = postscale * reduce(prescale * sources[0], ..., prescale * sources[ranks - 1]) in rank order; out may be one of
  * the sources. Returns -1 for an operation the dtype does not have. dtype and op are types.DType and types.ReduceOp. */
 int ocomm_reduce(int dtype, int op, int ranks, const void *const *sources, int64_t numel, double prescale,
@@ -83,7 +96,7 @@ typedef struct {
 } ocomm_mpi;
 
 enum { OCOMM_COPY, OCOMM_REDUCE, OCOMM_COMPRESS, OCOMM_COMPRESS_MOMENTUM, OCOMM_AVERAGE, OCOMM_UNPACK, OCOMM_SEAL,
-       OCOMM_CHECK, OCOMM_PACK };
+       OCOMM_CHECK, OCOMM_PACK, OCOMM_COMPRESS_UPDATE };
 enum { OCOMM_QUEUED, OCOMM_ACTIVE, OCOMM_DONE, OCOMM_MISMATCH, OCOMM_MPI_ERROR, OCOMM_TIMED_OUT, OCOMM_ABORTED };
 enum { OCOMM_WOKEN = 1, OCOMM_COMPLETED = 2, OCOMM_CONTROL = 4, OCOMM_FAILED = 8 };
 

@@ -202,6 +202,7 @@ class Bench:
         table["param"] = self.param.__array_interface__["data"][0]
         table["momentum"] = self.y.__array_interface__["data"][0] if dense else 0
         table["beta1"], table["one_minus_beta1"], table["step_size"], table["decay"] = 0.9, 0.1, 1e-6, 1
+        table["interval_lr"], table["interval_decay"] = 1.0, 1
         return table
 
     def measure(self, case: Case, rounds: int) -> list[Row]:
@@ -277,6 +278,7 @@ class Bench:
                 self._check_apply,
             )
         )
+        cases += self._zero_one_cases()
         sources = [a.view(np.uint8) for a in (self.x, self.y, self.param, self.denominator)]
         target = self.out.view(np.uint8)
 
@@ -301,6 +303,83 @@ class Bench:
             Case("reduce, float32, 4 ranks", 20, "axpy", forms | self._chosen({"numpy": numpy_reduced}), check_reduced)
         )
         return cases
+
+    def _zero_one_cases(self) -> list[Case]:
+        """The loops of 0/1 Adam. At interval 1 there are neither updates nor parameters of the last sync."""
+        sent = 1 / 8 + 4 / BLOCK_SIZE
+        table = self.tensors(dense=False)
+        momentum, update, synced = (self.y.copy() for _ in range(3))
+        message, denominator = self.messages[0], self.denominator
+        return [
+            self._case(
+                "compress_update, interval 1",
+                16 + sent,
+                lambda k, b, error, out, kept: k.compress_update(
+                    b, table, momentum, None, error, kept, None, "l1", out
+                ),
+                {"numpy": lambda: self._numpy_update(None)},
+            ),
+            self._case(
+                "compress_update, interval > 1",
+                20 + sent,
+                lambda k, b, error, out, kept: k.compress_update(
+                    b, table, momentum, update, error, kept, None, "l1", out
+                ),
+                {"numpy": lambda: self._numpy_update(update)},
+            ),
+            self._in_place_case(
+                "local_step",
+                32,
+                (momentum, update, self.param),
+                lambda k, b, m, u, p: k.local_step(b, self._with_param(table, p), m, u, denominator, None),
+                lambda: self._numpy_local_step(momentum, update),
+            ),
+            self._in_place_case(
+                "apply_update, interval 1",
+                16 + sent,
+                (momentum, self.param),
+                lambda k, b, m, p: k.apply_update(
+                    b, self._with_param(table, p), message, denominator, None, m, None, None
+                ),
+                lambda: self._numpy_apply_update(message, momentum, self.param),
+            ),
+            self._in_place_case(
+                "apply_update, interval > 1",
+                24 + sent,
+                (momentum, self.param, update, synced),
+                lambda k, b, m, p, u, s: k.apply_update(
+                    b, self._with_param(table, p), message, denominator, None, m, u, s
+                ),
+                lambda: self._numpy_apply_update(message, momentum, self.param, update, synced),
+            ),
+        ]
+
+    @staticmethod
+    def _with_param(table: np.ndarray, param: np.ndarray) -> np.ndarray:
+        table["param"] = param.__array_interface__["data"][0]
+        return table
+
+    def _in_place_case(
+        self,
+        kernel: str,
+        bytes_per_element: float,
+        arrays: tuple[np.ndarray, ...],
+        call: Callable[..., None],
+        numpy_form: Callable[[], object],
+    ) -> Case:
+        """A kernel that changes ``arrays``; ``call`` takes kernels, blocks and the arrays."""
+
+        def check() -> None:
+            results = []
+            for k in (self.c, reference):
+                copies = [array[: CHECKED_BLOCKS * BLOCK_SIZE].copy() for array in arrays]
+                call(k, self.blocks[:CHECKED_BLOCKS], *copies)
+                results.append(copies)
+            for got, expected in zip(*results, strict=True):
+                demand_equal(kernel, got, expected)
+
+        own = {self.c_form: lambda: call(self.c, self.blocks, *arrays)}
+        return Case(kernel, bytes_per_element, "axpy", own | self._chosen({"numpy": numpy_form}), check)
 
     def _average_case(self, ranks: int) -> Case:
         received = [self.messages[i % len(self.messages)].copy() for i in range(ranks)]
@@ -384,6 +463,40 @@ class Bench:
         step *= np.float32(1e-6)
         step /= self._blocked(self.denominator)
         self.param -= step.reshape(-1)
+
+    def _numpy_update(self, update: np.ndarray | None) -> None:
+        x = np.float32(0.9) * self.y
+        x += np.float32(0.1) * self.x
+        x *= np.float32(1e-6)
+        if update is not None:
+            x += update
+        x += self.error
+        self._numpy_send(self._blocked(x))
+
+    def _numpy_local_step(self, momentum: np.ndarray, update: np.ndarray) -> None:
+        momentum *= np.float32(0.9)
+        momentum += np.float32(0.1) * self.x
+        step = momentum / self.denominator
+        step *= np.float32(1e-6)
+        self.param -= step
+        update += np.float32(1e-6) * momentum
+
+    def _numpy_apply_update(
+        self,
+        message: np.ndarray,
+        momentum: np.ndarray,
+        param: np.ndarray,
+        update: np.ndarray | None = None,
+        synced: np.ndarray | None = None,
+    ) -> None:
+        sent = unpacked(message).reshape(-1)
+        np.copyto(momentum, sent)
+        sent /= self.denominator
+        np.subtract(param if synced is None else synced, sent, out=param)
+        if synced is not None:
+            np.copyto(synced, param)
+        if update is not None:
+            update.fill(0)
 
     def _torch_send(self, c: Any) -> None:
         torch = self.torch

@@ -18,6 +18,7 @@ from ocomm.collectives.plan import (
     Average,
     Check,
     Compress,
+    CompressUpdate,
     Computation,
     Copy,
     Message,
@@ -115,7 +116,7 @@ def compressed_segment(
     send: Bytes,
     receive: Sequence[Bytes],
     result: Bytes,
-    compress: Compress,
+    compress: Compress | CompressUpdate,
     average: Callable[[Sequence[Bytes]], Average],
 ) -> list[Stage]:
     """The three phases of one segment. ``send`` and ``result`` have ``packed_nbytes``; ``receive[r]`` one message.

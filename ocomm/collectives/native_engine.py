@@ -69,6 +69,12 @@ class _Compiler:
                     *(a(c.blocks), len(c.blocks), a(c.tensors), a(c.previous), a(c.error), a(c.error_out), a(c.mask)),
                     *(int(c.scale == "rms"), a(c.packed), a(c.flags)),
                 )
+            case plans.CompressUpdate():
+                self.op(
+                    lib.OCOMM_COMPRESS_UPDATE,
+                    *(a(c.blocks), len(c.blocks), a(c.tensors), a(c.momentum), a(c.update), a(c.error), a(c.error_out)),
+                    *(a(c.mask), int(c.scale == "rms"), a(c.packed), a(c.flags)),
+                )
             case plans.Average():
                 self.op(
                     lib.OCOMM_AVERAGE,

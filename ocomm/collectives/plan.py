@@ -72,6 +72,25 @@ class Compress:
 
 
 @dataclass(slots=True, eq=False)
+class CompressUpdate:
+    """Worker side of a sync of 0/1 Adam: compresses what the steps since the last one add up to, with this step's.
+
+    ``momentum`` and ``update`` (None: zeros) are flat; ``flags`` as for ``Compress``.
+    """
+
+    blocks: Table
+    tensors: Table
+    momentum: Floats
+    update: Floats | None
+    error: Floats
+    error_out: Floats
+    mask: Bytes | None
+    scale: str
+    packed: Bytes
+    flags: np.ndarray
+
+
+@dataclass(slots=True, eq=False)
 class Average:
     """Owner side: mean over ranks, plus the owner's error, compressed again. ``received`` in rank order."""
 
@@ -120,7 +139,7 @@ class Check:
     announcement: np.ndarray
 
 
-Computation = Copy | Pack | Reduce | Compress | Average | Unpack | Seal | Check
+Computation = Copy | Pack | Reduce | Compress | CompressUpdate | Average | Unpack | Seal | Check
 
 
 @dataclass(slots=True, eq=False)

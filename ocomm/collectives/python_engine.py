@@ -320,6 +320,10 @@ class PythonEngine:
                 finite = self.kernels.compress_momentum(
                     c.blocks, c.tensors, c.previous, c.error, c.error_out, c.mask, c.scale, c.packed
                 )
+            case plans.CompressUpdate():
+                finite = self.kernels.compress_update(
+                    c.blocks, c.tensors, c.momentum, c.update, c.error, c.error_out, c.mask, c.scale, c.packed
+                )
             case plans.Average():
                 finite = self.kernels.average(
                     c.blocks, c.received, c.origin, c.error, c.error_out, c.mask, c.scale, c.packed

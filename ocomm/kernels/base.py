@@ -42,6 +42,8 @@ TENSOR = np.dtype(
         ("weight_decay", np.float32),
         ("step_size", np.float32),
         ("decay", np.float32),
+        ("interval_lr", np.float32),
+        ("interval_decay", np.float32),
         ("skip", np.int32),
     ],
     align=True,
@@ -128,6 +130,64 @@ class Kernels(Protocol):
 
     def apply(self, blocks: Table, tensors: Table, packed: Bytes, denominator: Floats, mask: Bytes | None) -> None:
         """param = param * decay, then param -= (step_size * scale) * sign / denominator; masked elements only decay."""
+        ...
+
+    def compress_update(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        update: Floats | None,
+        error: Floats,
+        error_out: Floats,
+        mask: Bytes | None,
+        scale: str,
+        packed: Bytes,
+    ) -> bool:
+        """As ``compress`` of update + step_size * (beta1 * momentum + one_minus_beta1 * (grad + weight_decay * param)).
+
+        0/1 Adam's half of a sync. ``momentum`` and ``update`` (None: zeros) are flat, and only read.
+        """
+        ...
+
+    def local_step(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        update: Floats | None,
+        denominator: Floats,
+        mask: Bytes | None,
+    ) -> None:
+        """0/1 Adam's step without a sync, with g = grad + weight_decay * param and the param before the step:
+
+        momentum = beta1 * momentum + one_minus_beta1 * g; param = param * decay, then
+        param -= step_size * (momentum / denominator); update += step_size * momentum, unless it is None (step_size is
+        0). A masked element's ``update`` grows all the same, its momentum stays and its param only decays.
+        """
+        ...
+
+    def apply_update(
+        self,
+        blocks: Table,
+        tensors: Table,
+        packed: Bytes,
+        denominator: Floats,
+        mask: Bytes | None,
+        momentum: Floats,
+        update: Floats | None,
+        synced: Floats | None,
+    ) -> None:
+        """The end of 0/1 Adam's sync, with u = scale * sign: param = synced * interval_decay - u / denominator,
+        momentum = (scale / interval_lr) * sign, synced = param, update = 0.
+
+        ``synced`` holds the params of the last sync; None: the params themselves are those. A masked element only
+        decays and its momentum becomes 0.
+        """
+        ...
+
+    def finite(self, blocks: Table, tensors: Table) -> bool:
+        """Whether every element of the blocks' gradients is finite."""
         ...
 
     def reduce(

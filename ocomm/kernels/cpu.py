@@ -25,6 +25,10 @@ def _optional(mask: Bytes | None) -> object:
     return _NULL if mask is None else _pointer("uint8_t[]", mask)
 
 
+def _optional_floats(array: Floats | None) -> object:
+    return _NULL if array is None else _pointer("float[]", array)
+
+
 class CpuKernels:
     """See ``ocomm.kernels.base.Kernels`` for the arguments, ``ocomm.kernels.reference`` for what exactly is computed.
 
@@ -130,6 +134,84 @@ class CpuKernels:
             _pointer("uint8_t[]", packed),
             _pointer("float[]", denominator),
             _optional(mask),
+        )
+
+    def compress_update(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        update: Floats | None,
+        error: Floats,
+        error_out: Floats,
+        mask: Bytes | None,
+        scale: str,
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``."""
+        return bool(
+            lib.ocomm_compress_update(
+                _pointer("ocomm_block[]", blocks),
+                len(blocks),
+                _pointer("ocomm_tensor[]", tensors),
+                _pointer("float[]", momentum),
+                _optional_floats(update),
+                _pointer("float[]", error),
+                _pointer("float[]", error_out),
+                _optional(mask),
+                scale == "rms",
+                _pointer("uint8_t[]", packed),
+            )
+        )
+
+    def local_step(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        update: Floats | None,
+        denominator: Floats,
+        mask: Bytes | None,
+    ) -> None:
+        """Updates ``momentum``, ``update`` and the tensors behind ``param`` in place, but where ``skip`` is set."""
+        lib.ocomm_local_step(
+            _pointer("ocomm_block[]", blocks),
+            len(blocks),
+            _pointer("ocomm_tensor[]", tensors),
+            _pointer("float[]", momentum),
+            _optional_floats(update),
+            _pointer("float[]", denominator),
+            _optional(mask),
+        )
+
+    def apply_update(
+        self,
+        blocks: Table,
+        tensors: Table,
+        packed: Bytes,
+        denominator: Floats,
+        mask: Bytes | None,
+        momentum: Floats,
+        update: Floats | None,
+        synced: Floats | None,
+    ) -> None:
+        """Updates the tensors behind ``param`` and the flat buffers in place, but where ``skip`` is set."""
+        lib.ocomm_apply_update(
+            _pointer("ocomm_block[]", blocks),
+            len(blocks),
+            _pointer("ocomm_tensor[]", tensors),
+            _pointer("uint8_t[]", packed),
+            _pointer("float[]", denominator),
+            _optional(mask),
+            _pointer("float[]", momentum),
+            _optional_floats(update),
+            _optional_floats(synced),
+        )
+
+    def finite(self, blocks: Table, tensors: Table) -> bool:
+        """Reads the gradients only; a gradient of 0 in the table is finite."""
+        return bool(
+            lib.ocomm_finite(_pointer("ocomm_block[]", blocks), len(blocks), _pointer("ocomm_tensor[]", tensors))
         )
 
     def reduce(

@@ -69,9 +69,7 @@ class ReferenceKernels:
             for block in blocks:
                 tensor = tensors[block["tensor"]]
                 masked = _masked(mask, block)
-                gradient = _tensor_part(tensor["grad"], block)
-                if tensor["weight_decay"] != 0:
-                    gradient = gradient + tensor["weight_decay"] * _tensor_part(tensor["param"], block)
+                gradient = _decayed_gradient(tensor, block)
                 if tensor["momentum"]:
                     average = _tensor_part(tensor["momentum"], block)
                 elif previous is not None:
@@ -127,6 +125,93 @@ class ReferenceKernels:
                 step = (tensor["step_size"] * _scale(packed, block)) * _signs(packed, block)
                 moved = param - step / denominator[_span(block["offset"], block)]
                 param[:] = np.where(_masked(mask, block), param, moved)
+
+    def compress_update(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        update: Floats | None,
+        error: Floats,
+        error_out: Floats,
+        mask: Bytes | None,
+        scale: str,
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``. A tensor's row with gradient 0 counts as a gradient of zeros."""
+        finite = True
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                tensor = tensors[block["tensor"]]
+                at = _span(block["offset"], block)
+                m = tensor["beta1"] * momentum[at] + tensor["one_minus_beta1"] * _decayed_gradient(tensor, block)
+                x = (_ZERO if update is None else update[at]) + tensor["step_size"] * m
+                c = x + error[at]
+                finite &= _send(block, c, c, _masked(mask, block), scale, packed, error_out[at])
+        return finite
+
+    def local_step(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        update: Floats | None,
+        denominator: Floats,
+        mask: Bytes | None,
+    ) -> None:
+        """Updates ``momentum``, ``update`` and the tensors behind ``param`` in place, but where ``skip`` is set."""
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                tensor = tensors[block["tensor"]]
+                if tensor["skip"]:
+                    continue
+                at = _span(block["offset"], block)
+                masked = _masked(mask, block)
+                param = _tensor_part(tensor["param"], block)
+                m = tensor["beta1"] * momentum[at] + tensor["one_minus_beta1"] * _decayed_gradient(tensor, block)
+                if tensor["decay"] != 1:
+                    param[:] = param * tensor["decay"]
+                moved = param - tensor["step_size"] * (m / denominator[at])
+                param[:] = np.where(masked, param, moved)
+                if update is not None:
+                    update[at] = update[at] + tensor["step_size"] * m
+                momentum[at] = np.where(masked, momentum[at], m)
+
+    def apply_update(
+        self,
+        blocks: Table,
+        tensors: Table,
+        packed: Bytes,
+        denominator: Floats,
+        mask: Bytes | None,
+        momentum: Floats,
+        update: Floats | None,
+        synced: Floats | None,
+    ) -> None:
+        """Updates the tensors behind ``param`` and the flat buffers in place, but where ``skip`` is set."""
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                tensor = tensors[block["tensor"]]
+                if tensor["skip"]:
+                    continue
+                at = _span(block["offset"], block)
+                masked = _masked(mask, block)
+                param = _tensor_part(tensor["param"], block)
+                base = param if synced is None else synced[at]
+                if tensor["interval_decay"] != 1:
+                    base = base * tensor["interval_decay"]
+                scale, signs = _scale(packed, block), _signs(packed, block)
+                moved = base - (scale * signs) / denominator[at]
+                param[:] = np.where(masked, base, moved)
+                momentum[at] = np.where(masked, _ZERO, (scale / tensor["interval_lr"]) * signs)
+                if synced is not None:
+                    synced[at] = param
+                if update is not None:
+                    update[at] = 0
+
+    def finite(self, blocks: Table, tensors: Table) -> bool:
+        """Reads the gradients only; a gradient of 0 in the table is finite."""
+        return all(np.isfinite(_tensor_part(tensors["grad"][block["tensor"]], block)).all() for block in blocks)
 
     def reduce(
         self,
@@ -217,6 +302,14 @@ def _tensor_part(address: np.uint64, block: np.void) -> Floats:
         return np.zeros(length, np.float32)
     first = int(address) + 4 * int(block["start"])
     return np.ctypeslib.as_array((ctypes.c_float * length).from_address(first))
+
+
+def _decayed_gradient(tensor: np.void, block: np.void) -> Floats:
+    """With the coupled weight decay."""
+    gradient = _tensor_part(tensor["grad"], block)
+    if tensor["weight_decay"] != 0:
+        gradient = gradient + tensor["weight_decay"] * _tensor_part(tensor["param"], block)
+    return gradient
 
 
 def _lane_sum(parts: Floats) -> np.float32:

@@ -17,14 +17,15 @@ from ocomm.collectives import dense
 from ocomm.collectives.compressed import Envelope, compressed_segment, vote
 from ocomm.collectives.engine import Channel, Engine, Reason, State, Ticket
 from ocomm.collectives.native_engine import NativeEngine
-from ocomm.collectives.plan import Average, Compress, Copy, Message, Plan, Stage, Unpack
+from ocomm.collectives.plan import Average, Compress, CompressUpdate, Copy, Message, Plan, Stage, Unpack
 from ocomm.collectives.python_engine import PythonEngine
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import Layout, TensorSpec
+from ocomm.kernels.base import TENSOR
 from ocomm.kernels.cpu import CpuKernels
 from ocomm.kernels.reference import ReferenceKernels
 from ocomm.transport.local import Fabric, LocalTransport
-from ocomm.types import DType, ReduceOp
+from ocomm.types import DType, Flag, ReduceOp
 
 LIMIT_S = 20.0
 ENGINES = ["python", "native"]
@@ -205,8 +206,11 @@ def test_both_engines_leave_the_same_bits_of_a_dense_exchange(size: int, dtype: 
     assert dense_exchange("native", size, dtype, numels) == dense_exchange("python", size, dtype, numels)
 
 
-def compressed_exchange(kind: str, size: int, steps: int) -> list[bytes]:
-    """A few compressed allreduces with error feedback; everything that each rank holds at the end."""
+def compressed_exchange(kind: str, size: int, steps: int, source: str = "values") -> list[bytes]:
+    """A few compressed allreduces with error feedback; everything that each rank holds at the end.
+
+    ``source`` is what is compressed: flat ``"values"``, or an ``"update"`` of 0/1 Adam, read at a gradient's address.
+    """
     specs = [TensorSpec("a", (1000,)), TensorSpec("b", (33, 7)), TensorSpec("c", (1,))]
     layout = Layout(specs, size, block_size=128)
     rng = np.random.default_rng(5)
@@ -227,14 +231,34 @@ def compressed_exchange(kind: str, size: int, steps: int) -> list[bytes]:
             send[:] = result[:] = 0
             nbytes = segment.message_nbytes[rank]
             receive = [aligned(nbytes) for _ in range(size)]
-            compress = Compress(segment.blocks, values, None, None, error, error, None, "l1", send, env.flags)
+            compress: Compress | CompressUpdate
+            if source == "values":
+                compress = Compress(segment.blocks, values, None, None, error, error, None, "l1", send, env.flags)
+            else:
+                tensors = np.zeros(3, TENSOR)
+                tensors["grad"][:2] = [values[layout.offsets[t] :].ctypes.data for t in range(2)]
+                tensors["beta1"], tensors["one_minus_beta1"], tensors["step_size"] = 0.9, 0.1, 0.3
+                momentum, update, mask = values[::-1].copy(), values * np.float32(2), np.zeros(flat // 8, np.uint8)
+                mask[5:40] = rng.integers(0, 256, 35)
+                compress = CompressUpdate(
+                    segment.blocks,
+                    tensors,
+                    momentum,
+                    update if rank else None,
+                    error,
+                    error,
+                    mask,
+                    "l1",
+                    send,
+                    env.flags,
+                )
 
             def average(rows: Any, s: Any = segment, e: Any = owner_error, r: Any = result, v: Any = env) -> Average:
                 return Average(s.owned_blocks, rows, s.message_start[s.rank], e, e, None, "l1", r, v.flags)
 
             stages = compressed_segment(rank, segment, env, send, receive, result, compress, average)
             stages[-1].compute.append(Unpack(segment.blocks, result, None, out))
-            plans.append(Plan("compressed", [stages]))
+            plans.append(Plan("compressed", [stages], [values]))
             headers = [(start, start + segment.header_nbytes) for start in segment.message_start]
             buffers.append((error, owner_error, out, env.heard, env.heard_flags, env.announcement, result, headers))
         for _ in range(steps):
@@ -251,6 +275,29 @@ def compressed_exchange(kind: str, size: int, steps: int) -> list[bytes]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_both_engines_leave_the_same_bits_of_compressed_exchanges(size: int) -> None:
     assert compressed_exchange("native", size, 3) == compressed_exchange("python", size, 3)
+    assert compressed_exchange("native", size, 3, "update") == compressed_exchange("python", size, 3, "update")
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_update_that_is_not_finite_sets_the_flag(kind: str) -> None:
+    fabric = Fabric(1)
+    engine: Engine = NativeEngine() if kind == "native" else PythonEngine(CpuKernels(), fabric.arrivals[0])
+    (segment,) = Layout([TensorSpec("a", (40,))], 1, block_size=16).segments([0], 0, 1 << 20)
+    tensors, flags = np.zeros(1, TENSOR), np.zeros(1, np.uint32)
+    grad, flat = np.ones(40, np.float32), np.zeros(48, np.float32)
+    tensors["grad"], tensors["one_minus_beta1"], tensors["step_size"] = grad.ctypes.data, 0.1, 0.3
+    compress = CompressUpdate(
+        segment.blocks, tensors, flat, None, flat, flat.copy(), None, "l1", aligned(segment.packed_nbytes), flags
+    )
+    channel = engine.open_channel(fabric.endpoint(0), 1)
+    prepared = channel.prepare(Plan("update", [[Stage([compress])]]))
+    for value, expected in ((1.0, 0), (np.nan, int(Flag.NON_FINITE))):
+        grad[20] = value
+        ticket = channel.submit(prepared, 0.0, True)
+        assert engine.run(1.0) & Reason.COMPLETED
+        assert ticket.state == State.DONE
+        assert flags[0] == expected
+    engine.close()
 
 
 @pytest.mark.parametrize("kind", ENGINES)

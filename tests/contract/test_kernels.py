@@ -200,6 +200,75 @@ def momentum_results(world: World, kernels: Kernels, scale: str) -> tuple:
     return tuple(results)
 
 
+def update_results(world: World, kernels: Kernels, scale: str) -> tuple:
+    """compress_update() with and without steps behind it, gradients and coupled decay."""
+    results = []
+    flat = flat_buffers(world)
+    coupled = {"param": world.params, "weight_decay": 0.01}
+    for update, columns in (
+        (flat["update"], {"grad": world.grads}),
+        (None, {"grad": world.grads}),
+        (flat["update"], {"grad": world.grads, **coupled}),
+        (flat["update"], coupled),
+        (None, {}),
+    ):
+        packed, error_out = world.empty()
+        tensors = world.tensors(step_size=0.03, **columns)
+        finite = kernels.compress_update(
+            world.blocks, tensors, flat["momentum"], update, world.error, error_out, world.mask, scale, packed
+        )
+        results += [finite, packed, error_out]
+    return tuple(results)
+
+
+def flat_buffers(world: World) -> dict[str, np.ndarray]:
+    """0/1 Adam's state, drawn anew and always the same."""
+    rng, world.rng = world.rng, np.random.default_rng(world.seed)
+    buffers = {name: world.floats(world.numel) for name in ("momentum", "update", "synced")}
+    world.rng = rng
+    return buffers
+
+
+def local_step_results(world: World, kernels: Kernels) -> tuple:
+    results = []
+    for with_update, columns in (
+        (True, {"grad": world.grads, "step_size": 0.03}),
+        (True, {"grad": world.grads, "step_size": 0.03, "weight_decay": 0.01, "decay": 0.99}),
+        (True, {"step_size": 0.03, "decay": 0.99}),
+        (False, {"grad": world.grads}),
+    ):
+        flat = flat_buffers(world)
+        params = [np.concatenate([[np.float32(7)], p]).astype(np.float32)[1:] for p in world.params]
+        tensors = world.tensors(param=params, **columns)
+        tensors["skip"][1:2] = 1
+        update = flat["update"] if with_update else None
+        kernels.local_step(world.blocks, tensors, flat["momentum"], update, world.denominator, world.mask)
+        results += [*params, flat["momentum"], flat["update"]]
+    return tuple(results)
+
+
+def apply_update_results(world: World, kernels: Kernels) -> tuple:
+    results = []
+    for names, decay in (((), 1), ((), 0.99), (("update", "synced"), 1), (("update", "synced"), 0.99)):
+        flat = flat_buffers(world)
+        params = [np.concatenate([[np.float32(7)], p]).astype(np.float32)[1:] for p in world.params]
+        tensors = world.tensors(param=params, interval_lr=0.07, interval_decay=decay)
+        tensors["skip"][1:2] = 1
+        update, synced = (flat[name] if name in names else None for name in ("update", "synced"))
+        kernels.apply_update(
+            world.blocks,
+            tensors,
+            world.messages[0],
+            world.denominator,
+            world.mask,
+            flat["momentum"],
+            update,
+            synced,
+        )
+        results += [*params, *flat.values()]
+    return tuple(results)
+
+
 def average_results(world: World, kernels: Kernels, scale: str) -> tuple:
     packed, error_out = world.empty(world.owned_numel)
     origin = 8  # this owner's blocks start later in everyone's packed buffer
@@ -238,6 +307,9 @@ class TestEqualsTheReference:
         assert all_same(apply_results(world, cpu), apply_results(world, reference))
         if sum(lengths) < 50000:
             assert all_same(momentum_results(world, cpu, scale), momentum_results(world, reference, scale))
+            assert all_same(update_results(world, cpu, scale), update_results(world, reference, scale))
+            assert all_same(local_step_results(world, cpu), local_step_results(world, reference))
+            assert all_same(apply_update_results(world, cpu), apply_update_results(world, reference))
 
     @few
     @given(world=worlds, scale=st.sampled_from(SCALES))
@@ -250,6 +322,19 @@ class TestEqualsTheReference:
     def test_compress_momentum(self, world: World, scale: str) -> None:
         for cpu in cpu_paths():
             assert all_same(momentum_results(world, cpu, scale), momentum_results(world, reference, scale))
+
+    @few
+    @given(world=worlds, scale=st.sampled_from(SCALES))
+    def test_compress_update(self, world: World, scale: str) -> None:
+        for cpu in cpu_paths():
+            assert all_same(update_results(world, cpu, scale), update_results(world, reference, scale))
+
+    @few
+    @given(world=worlds)
+    def test_local_step_and_apply_update(self, world: World) -> None:
+        for cpu in cpu_paths():
+            assert all_same(local_step_results(world, cpu), local_step_results(world, reference))
+            assert all_same(apply_update_results(world, cpu), apply_update_results(world, reference))
 
     @few
     @given(world=worlds, scale=st.sampled_from(SCALES))
@@ -410,6 +495,119 @@ class TestCompressMomentum:
                 world.blocks, tensors, world.messages[0], world.error, error_out, world.mask, "l1", packed
             )
             assert all_same((packed, error_out), world.sent(kernels)[1:])
+
+
+class TestZeroOneAdam:
+    """The loops of 0/1 Adam: compress_update, local_step, apply_update, finite."""
+
+    @pytest.mark.parametrize("masked", [0.0, 0.3])
+    def test_a_sync_compresses_what_the_steps_add_up_to(self, kernels: Kernels, masked: float) -> None:
+        world = World((5000,), masked=masked)
+        flat = flat_buffers(world)
+        tensors = world.tensors(grad=world.grads, param=world.params, weight_decay=0.01, step_size=0.03)
+        gradient = world.grads[0] + np.float32(0.01) * world.params[0]
+        for block in world.blocks:
+            piece = slice(int(block["start"]), int(block["start"] + block["length"]))
+            at = span(block)
+            m = np.float32(0.9) * flat["momentum"][at] + np.float32(0.1) * gradient[piece]
+            world.values[at] = flat["update"][at] + np.float32(0.03) * m
+        packed, error_out = world.empty()
+        before = {name: array.copy() for name, array in flat.items()}
+        kernels.compress_update(
+            world.blocks,
+            tensors,
+            flat["momentum"],
+            flat["update"],
+            world.error,
+            error_out,
+            world.mask,
+            "l1",
+            packed,
+        )
+        assert all_same((packed, error_out), world.sent(kernels)[1:])
+        assert all(same_bits(flat[name], before[name]) for name in flat), "nothing is committed yet"
+
+    @pytest.mark.parametrize("scale", SCALES)
+    def test_no_update_is_an_update_of_zeros(self, kernels: Kernels, scale: str) -> None:
+        world = World((5000, 31), masked=0.1)
+        momentum = flat_buffers(world)["momentum"]
+        momentum[:100] = world.grads[0][:100] = -0.0
+        tensors = world.tensors(grad=world.grads, step_size=0.03)
+        found = []
+        for update in (None, np.zeros(world.numel, np.float32)):
+            packed, error_out = world.empty()
+            finite = kernels.compress_update(
+                world.blocks, tensors, momentum, update, world.error, error_out, world.mask, scale, packed
+            )
+            found.append((finite, packed, error_out))
+        assert all_same(*found)
+
+    @pytest.mark.parametrize("masked", [0.0, 0.2, 2.0])
+    def test_a_gradient_that_is_not_finite_is_told_even_if_masked(self, kernels: Kernels, masked: float) -> None:
+        for bad in (np.inf, -np.inf, np.nan):
+            for where in (0, 31, 4095, 4999):
+                world = World((5000,), masked=masked)
+                momentum = flat_buffers(world)["momentum"]
+                tensors = world.tensors(grad=world.grads, step_size=0.03)
+                assert kernels.finite(world.blocks, tensors)
+                world.grads[0][where] = bad
+                packed, error_out = world.empty()
+                assert not kernels.finite(world.blocks, tensors)
+                assert not kernels.compress_update(
+                    world.blocks, tensors, momentum, None, world.error, error_out, world.mask, "l1", packed
+                )
+
+    def test_no_gradient_and_the_largest_ones_are_finite(self, kernels: Kernels) -> None:
+        world = World((5000, 31))
+        assert kernels.finite(world.blocks, world.tensors())
+        world.grads[0][:] = np.finfo(np.float32).max
+        world.grads[1][:] = -np.finfo(np.float32).max
+        assert kernels.finite(world.blocks, world.tensors(grad=world.grads))
+
+    def test_a_local_step_adds_up_what_it_moves_and_leaves_masked_momentum_alone(self, kernels: Kernels) -> None:
+        world = World((5000, 300), masked=0.3)
+        flat, params = flat_buffers(world), [p.copy() for p in world.params]
+        before = {name: array.copy() for name, array in flat.items()}
+        tensors = world.tensors(grad=world.grads, param=params, step_size=0.03, decay=0.9)
+        kernels.local_step(world.blocks, tensors, flat["momentum"], flat["update"], world.denominator, world.mask)
+        for block in world.blocks:
+            piece = slice(int(block["start"]), int(block["start"] + block["length"]))
+            at, hidden = span(block), world.hidden(block)
+            m = np.float32(0.9) * before["momentum"][at] + np.float32(0.1) * world.grads[block["tensor"]][piece]
+            assert same_bits(flat["momentum"][at], np.where(hidden, before["momentum"][at], m))
+            assert same_bits(flat["update"][at], before["update"][at] + np.float32(0.03) * m)
+            p = world.params[block["tensor"]][piece] * np.float32(0.9)
+            moved = p - np.float32(0.03) * (m / world.denominator[at])
+            assert same_bits(params[block["tensor"]][piece], np.where(hidden, p, moved))
+
+    @pytest.mark.parametrize("interval", [1, 4])
+    def test_after_a_sync_all_start_from_one_point(self, kernels: Kernels, interval: int) -> None:
+        world = World((5000, 300), masked=0.3)
+        flat, params = flat_buffers(world), [p.copy() for p in world.params]
+        synced = flat["synced"] if interval > 1 else None
+        tensors = world.tensors(param=params, interval_lr=0.1, interval_decay=0.9)
+        before = flat["synced"].copy()
+        kernels.apply_update(
+            world.blocks,
+            tensors,
+            world.messages[0],
+            world.denominator,
+            world.mask,
+            flat["momentum"],
+            flat["update"],
+            synced,
+        )
+        for block in world.blocks:
+            piece = slice(int(block["start"]), int(block["start"] + block["length"]))
+            at, hidden = span(block), world.hidden(block)
+            base = (before[at] if interval > 1 else world.params[block["tensor"]][piece]) * np.float32(0.9)
+            scale, signs = scale_in(world.messages[0], block), signs_in(world.messages[0], block)
+            moved = base - scale * signs / world.denominator[at]
+            param = params[block["tensor"]][piece]
+            assert same_bits(param, np.where(hidden, base, moved))
+            assert same_bits(flat["momentum"][at], np.where(hidden, np.float32(0), scale / np.float32(0.1) * signs))
+            assert not flat["update"][at].any()
+            assert same_bits(flat["synced"][at], param if interval > 1 else before[at])
 
 
 class TestAverage:
