@@ -455,6 +455,8 @@ static void finish(ocomm_engine *engine, ocomm_plan *plan, int state, int error)
 static void enter_next_stage(ocomm_channel *channel, slot *s) {
     ocomm_engine *engine = channel->engine;
     s->begun = 0;
+    if (s->plan->trace)
+        s->plan->trace[3 * (s->plan->segments[s->segment].first_stage + s->stage) + 2] = now_ns();
     s->stage++;
     for (int32_t i = 0; i < engine->request_count; i++) {
         const flight *f = &engine->flights[i];
@@ -519,6 +521,11 @@ static int advance(ocomm_channel *channel, slot *s) {
                 return -1;
             }
             s->begun = 1;
+            if (plan->trace) {
+                int64_t *times = &plan->trace[3 * (segment->first_stage + s->stage)];
+                times[0] = begin;
+                times[1] = now_ns();
+            }
         }
         if (s->stage_left[s->stage] > 0)
             return 0;

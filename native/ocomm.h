@@ -138,6 +138,7 @@ typedef struct ocomm_plan {
     int32_t segment_count;
     int32_t notify;             /* ocomm_engine_run returns OCOMM_COMPLETED when it is over */
     int64_t timeout_ns;         /* from submission; 0 for none */
+    int64_t *trace;             /* NULL, or three times per stage: it begins, its messages are out, they are over */
     /* written by the engine, read once state is OCOMM_DONE or later */
     int32_t state;
     int32_t error;              /* MPI error code, or the rank whose header differs */

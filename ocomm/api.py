@@ -110,6 +110,21 @@ def is_homogeneous() -> bool:
     return sessions.current().require_topology().is_homogeneous
 
 
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Writes this rank's timeline from now on.
+
+    Rank 0 writes into ``file_path``, the others beside it: rank 3 into ``trace.3.json`` where it is ``trace.json``.
+    A timeline that is being written is ended first. ``mark_cycles`` marks every announcement to the coordinator. A file
+    that cannot be written is a warning. Not collective: call it on the ranks that are to be seen.
+    """
+    sessions.current().start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Ends this rank's timeline; its file is whole when this returns. A no-op without one."""
+    sessions.current().stop_timeline()
+
+
 # What is there
 
 

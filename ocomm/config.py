@@ -57,6 +57,10 @@ def _choice(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
+def _timeline(text: str) -> str:
+    return "" if text == "DYNAMIC" else text  # Horovod's word for: not yet, but start_timeline() may be called
+
+
 #: Variable name without its prefix -> (field of Settings, parser, whether Horovod has it).
 VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "FUSION_THRESHOLD": ("fusion_threshold", _count, True),
@@ -75,6 +79,8 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "ENGINE": ("engine", _choice("native", "python"), False),
     "KERNELS": ("kernels", _choice("cpu", "reference"), False),
     "LOG_LEVEL": ("log_level", _choice(*_LEVELS), True),
+    "TIMELINE": ("timeline", _timeline, True),
+    "TIMELINE_MARK_CYCLES": ("timeline_mark_cycles", _flag, True),
 }
 
 

@@ -35,6 +35,7 @@ from ocomm.runtime.background import Runtime
 from ocomm.runtime.control import Link, Word
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.runtime.process_set import ProcessSet
+from ocomm.telemetry.timeline import Timeline, path_of
 from ocomm.transport.base import Transport
 from ocomm.transport.local import Fabric
 from ocomm.types import DType, ReduceOp, Settings, Topology
@@ -55,6 +56,7 @@ class Session:
         self.sets: dict[int, ProcessSet | None] = {}
         self.set_ranks: dict[int, tuple[int, ...]] = {}
         self.engine: Engine | None = None
+        self.timeline: Timeline | None = None
         self.left_in_order = True  # whether the last shutdown was clean on all ranks
         self._pid = 0
         self._names: dict[tuple[int, str], int] = {}
@@ -99,12 +101,12 @@ class Session:
             engine = PythonEngine(self.kernels, control.arrival, settings.idle_ms)
         scratch = Scratch(settings.scratch_nbytes)
 
-        def process_set(ranks: Sequence[int], transport: Transport) -> ProcessSet:
+        def process_set(number: int, ranks: Sequence[int], transport: Transport) -> ProcessSet:
             engine.watch(transport)
             data = _duplicate(transport, settings.start_timeout_s)
-            return ProcessSet(ranks, transport, data, engine, scratch, settings)
+            return ProcessSet(ranks, transport, data, engine, scratch, settings, number=number)
 
-        world = process_set(range(control.size), control)
+        world = process_set(0, range(control.size), control)
         runtime = Runtime(world, engine, settings)
         self.sets = {0: world}
         self.set_ranks = {0: tuple(range(control.size))}
@@ -112,13 +114,15 @@ class Session:
             self.set_ranks[number] = ranks
             self.sets[number] = None
             if control.rank in ranks:
-                member = process_set(ranks, control.subset(ranks))
+                member = process_set(number, ranks, control.subset(ranks))
                 self.sets[number] = member
                 runtime.add(member)
         self.engine = engine
         self.settings = settings
         self.topology = _topology(control.rank, hosts)
         self._pid = os.getpid()
+        if settings.timeline:
+            self._write_timeline(settings.timeline, settings.timeline_mark_cycles)
         runtime.start()
         self.runtime = runtime
 
@@ -129,6 +133,7 @@ class Session:
         assert self.runtime is not None and self.engine is not None
         runtime, self.runtime = self.runtime, None
         clean = self.left_in_order = runtime.leave(failed, why)
+        self._end_timeline()
         if clean:
             for member in self.sets.values():
                 if member is not None:
@@ -144,6 +149,39 @@ class Session:
         self._compressed.clear()
         self._compressed_channels.clear()
         return clean
+
+    # Timeline
+
+    def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
+        """Records from now on into ``path`` (see ``telemetry.timeline.path_of``); ends the timeline before it."""
+        self._require()
+        self._end_timeline()
+        self._write_timeline(path, mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """Ends the timeline, if there is one; its file is whole when this returns."""
+        self._require()
+        self._end_timeline()
+
+    def _write_timeline(self, path: str, mark_cycles: bool) -> None:
+        assert self.topology is not None
+        rank = self.topology.rank
+        label = f"rank {rank} on {self.topology.hosts[rank]}"
+        self._record_into(Timeline(path_of(path, rank), rank, label, mark_cycles))
+
+    def _end_timeline(self) -> None:
+        timeline = self.timeline
+        if timeline is not None:
+            self._record_into(None)
+            timeline.close()
+
+    def _record_into(self, timeline: Timeline | None) -> None:
+        self.timeline = timeline
+        if self.engine is not None:
+            self.engine.timeline = timeline
+        for member in self.sets.values():
+            if member is not None:
+                member.timeline = timeline
 
     # Using
 

@@ -137,6 +137,8 @@ class Settings:
     engine: str = "native"  # or "python", its slow twin
     kernels: str = "cpu"  # or "reference"
     log_level: str = "warning"
+    timeline: str = ""  # file of rank 0's timeline; "": none
+    timeline_mark_cycles: bool = False
 
     #: Must be equal on all ranks: they change what is sent when.
     AGREED: ClassVar[tuple[str, ...]] = ("fusion_threshold", "cache_capacity", "segment_nbytes")

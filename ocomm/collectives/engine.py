@@ -6,6 +6,8 @@ import enum
 from typing import Any, Protocol
 
 from ocomm.collectives.plan import Plan
+from ocomm.collectives.tracing import Trace
+from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Transport
 
 
@@ -54,6 +56,11 @@ class Ticket(Protocol):
         """(queued, running) once it is over."""
         ...
 
+    @property
+    def trace(self) -> Trace | None:
+        """The times of its stages, once it is over; None where the engine had no timeline when it was submitted."""
+        ...
+
     def wait(self, seconds: float) -> State:
         """Waits until the plan is over or the time is; from any thread, without the GIL where the engine is native."""
         ...
@@ -83,7 +90,12 @@ class Channel(Protocol):
 
 
 class Engine(Protocol):
-    """Runs the plans of all channels of a process. ``run`` belongs to one thread, the rest to any."""
+    """Runs the plans of all channels of a process. ``run`` belongs to one thread, the rest to any.
+
+    Plans that are submitted while there is a ``timeline`` are written to it, by ``run``, when they are done.
+    """
+
+    timeline: Timeline | None
 
     def open_channel(self, transport: Transport, window: int) -> Channel: ...
 

@@ -11,6 +11,8 @@ from ocomm._native import ffi, lib
 from ocomm.collectives import plan as plans
 from ocomm.collectives.engine import Reason, State
 from ocomm.collectives.plan import Plan
+from ocomm.collectives.tracing import Trace, new_trace, record
+from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Transport
 
 _OP = np.dtype([("code", np.int64), ("a", np.int64, 12), ("f", np.float64, 2)])
@@ -142,6 +144,11 @@ class NativeTicket:
         self._engine = engine
         self._prepared = prepared
         self._row = row
+        self.timeline = engine.timeline
+        self.trace: Trace | None = None
+        if self.timeline is not None:
+            self.trace = new_trace(prepared.plan)
+            row.trace = ffi.cast("int64_t *", _address(self.trace))
 
     @property
     def plan(self) -> Plan:
@@ -215,6 +222,7 @@ class NativeEngine:
             raise MemoryError("no memory for the engine")
         # Freed with its last user, not by close(): another thread may be about to submit, wake or wait.
         self.pointer = ffi.gc(pointer, lib.ocomm_engine_free)
+        self.timeline: Timeline | None = None
         self._lock = threading.Lock()
         self._alive: list[NativeTicket] = []
 
@@ -225,7 +233,12 @@ class NativeEngine:
 
     def _forget_done(self) -> None:
         with self._lock:
-            self._alive = [t for t in self._alive if t.state != State.DONE]
+            everyone = self._alive
+            self._alive = [t for t in everyone if t.state != State.DONE]
+        if len(self._alive) < len(everyone):
+            for ticket in everyone:
+                if ticket.trace is not None and ticket.timeline is not None and ticket.state == State.DONE:
+                    record(ticket.timeline, ticket.plan, ticket.trace)
 
     def open_channel(self, transport: Transport, window: int) -> NativeChannel:
         return NativeChannel(self, transport, window)

@@ -18,8 +18,10 @@ import numpy as np
 from ocomm.collectives import plan as plans
 from ocomm.collectives.engine import Reason, State
 from ocomm.collectives.plan import HEADER, Plan, read_header
+from ocomm.collectives.tracing import Trace, new_trace, record
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels.base import Kernels
+from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request, Transport
 from ocomm.types import Flag
 
@@ -30,9 +32,11 @@ _COMPARED = ("magic", "step", "signature", "hyper", "attempt", "tensors")
 class PythonTicket:
     """See ``engine.Ticket``."""
 
-    def __init__(self, plan: Plan, timeout_s: float, notify: bool) -> None:
+    def __init__(self, plan: Plan, timeout_s: float, notify: bool, timeline: Timeline | None = None) -> None:
         self.plan = plan
         self.notify = notify
+        self.timeline = timeline
+        self.trace: Trace | None = None if timeline is None else new_trace(plan)
         self.state = State.QUEUED
         self.error = 0
         self.error_segment = 0
@@ -42,6 +46,16 @@ class PythonTicket:
         self.deadline = self.submitted + timeout_s if timeout_s > 0 else float("inf")
         self.started = self.finished = self.submitted
         self._over = threading.Event()
+
+    def note(self, segment: Sequence[plans.Stage], stage: int, which: int) -> None:
+        """Puts the time into the trace, if there is one."""
+        if self.trace is not None:
+            before = 0
+            for stages in self.plan.segments:
+                if stages is segment:
+                    break
+                before += len(stages)
+            self.trace[before + stage, which] = time.monotonic_ns()
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -93,7 +107,7 @@ class PythonChannel:
         return plan
 
     def submit(self, prepared: Plan, timeout_s: float, notify: bool) -> PythonTicket:
-        ticket = PythonTicket(prepared, timeout_s, notify)
+        ticket = PythonTicket(prepared, timeout_s, notify, self.engine.timeline)
         with self.engine.lock:
             refused = self.failed or self.engine.failing
             if not refused:
@@ -171,6 +185,7 @@ class PythonChannel:
         while segment.stage < len(segment.stages):
             stage = segment.stages[segment.stage]
             if not segment.begun:
+                segment.ticket.note(segment.stages, segment.stage, 0)
                 for computation in stage.compute:
                     self.engine.compute(computation, segment)
                 tag = self._tag(segment, segment.stage)
@@ -179,10 +194,12 @@ class PythonChannel:
                     segment.flights[segment.stage].append(_Flight(request, message.peer, False))
                     self.engine.totals["bytes_sent"] += message.buffer.nbytes
                     self.engine.totals["messages_sent"] += 1
+                segment.ticket.note(segment.stages, segment.stage, 1)
                 segment.begun = moved = True
                 self._poll(segment)
             if segment.flights[segment.stage]:
                 return moved
+            segment.ticket.note(segment.stages, segment.stage, 2)
             segment.begun = False
             segment.stage += 1
         self.active.remove(segment)
@@ -192,6 +209,8 @@ class PythonChannel:
             with self.engine.lock:
                 self.queue.remove(ticket)
             self.engine.totals["plans"] += 1
+            if ticket.trace is not None and ticket.timeline is not None:
+                record(ticket.timeline, ticket.plan, ticket.trace)
             self.engine.finish(ticket, State.DONE)
         return True
 
@@ -220,6 +239,7 @@ class PythonEngine:
         self.kernels = kernels
         self.arrival = arrival
         self.idle_s = idle_ms / 1e3
+        self.timeline: Timeline | None = None
         self.lock = threading.Lock()
         self.failing = False
         self.channels: list[PythonChannel] = []

@@ -110,6 +110,11 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
         settings["OCOMM_STALL_CHECK_TIME_SECONDS"] = str(options.stall_check_warning_time_seconds)
     if options.stall_check_shutdown_time_seconds is not None:
         settings["OCOMM_STALL_SHUTDOWN_TIME_SECONDS"] = str(options.stall_check_shutdown_time_seconds)
+    if options.timeline_filename is not None:
+        # The ranks' working folder on other hosts need not be this one.
+        settings["OCOMM_TIMELINE"] = os.path.abspath(options.timeline_filename)
+    if options.timeline_mark_cycles is not None:
+        settings["OCOMM_TIMELINE_MARK_CYCLES"] = "1" if options.timeline_mark_cycles else "0"
     if options.log_level is not None:
         settings["OCOMM_LOG_LEVEL"] = options.log_level
     if options.start_timeout is not None:
@@ -184,6 +189,12 @@ def make_parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--stall-check-shutdown-time-seconds", type=_count, metavar="S", help="seconds until the job ends"
     )
+    tune.add_argument("--timeline-filename", metavar="FILE", help="write what every tensor waited for, a file per rank")
+    cycles = tune.add_mutually_exclusive_group()
+    cycles.add_argument(
+        "--timeline-mark-cycles", action="store_true", default=None, help="mark announcements in the timeline"
+    )
+    cycles.add_argument("--no-timeline-mark-cycles", dest="timeline_mark_cycles", action="store_false")
     tune.add_argument("--log-level", type=str.upper, choices=("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"))
 
     add("command", nargs=argparse.REMAINDER, help="the program and its arguments")

@@ -47,13 +47,15 @@ class Coordinator:
         self._groups: dict[str, list[str]] = {}
         self._absent: dict[int, str] = {}  # rank -> why it will never ask again
 
-    def receive(self, rank: int, message: bytes, now_s: float) -> None:
-        """Takes in one rank's announcement."""
-        for request in self.cache.read(rank, message):
+    def receive(self, rank: int, message: bytes, now_s: float) -> list[Request]:
+        """Takes in one rank's announcement; returns what it asks for."""
+        requests = self.cache.read(rank, message)
+        for request in requests:
             pending = self._pending.setdefault(request.name, _Pending(now_s))
             pending.requests[rank] = request
             if len(pending.requests) == len(self.ranks):
                 self._settle(request.name, pending)
+        return requests
 
     def _settle(self, name: str, pending: _Pending) -> None:
         """All ranks have asked: ready, unless its group is not."""

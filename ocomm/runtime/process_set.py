@@ -15,6 +15,7 @@ from ocomm.collectives import dense
 from ocomm.collectives.engine import Engine, State, Ticket
 from ocomm.collectives.plan import Plan, Stage
 from ocomm.collectives.scratch import Scratch
+from ocomm.collectives.tracing import activities
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, OcommError, PeerError, StallError
 from ocomm.kernels.reference import reject_unsupported
 from ocomm.negotiation.cache import RankCache
@@ -29,6 +30,7 @@ from ocomm.negotiation.request import (
 )
 from ocomm.runtime.control import Link, Word
 from ocomm.runtime.handle import Handle, Submission
+from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request as TransportRequest
 from ocomm.transport.base import Transport
 from ocomm.types import Settings
@@ -41,6 +43,7 @@ _FAULTS = {Fault.MISMATCH: MismatchError, Fault.STALL: StallError, Fault.LEFT: P
 class _Entry:
     submission: Submission
     handle: Handle
+    timeline: Timeline | None = None  # the one that has its beginning
 
 
 @dataclass(slots=True)
@@ -51,6 +54,7 @@ class _Running:
     entries: list[_Entry]
     results: list[object]
     buffers: list = field(default_factory=list)
+    submitted_ns: int = 0  # with a timeline only
 
 
 @dataclass(slots=True)
@@ -73,7 +77,10 @@ class ProcessSet:
         scratch: Scratch,
         settings: Settings,
         clock: Callable[[], float] = time.monotonic,
+        number: int = 0,
     ) -> None:
+        self.timeline: Timeline | None = None
+        self._suffix = f" (process set {number})" if number else ""
         self.ranks = tuple(ranks)
         self.rank = control.rank
         self.size = control.size
@@ -118,9 +125,13 @@ class ProcessSet:
                     "first, or give this operation another name."
                 )
             first = not self._queue
+            timeline = self.timeline
             for submission, handle in zip(submissions, handles, strict=True):
-                self._entries[submission.request.name] = _Entry(submission, handle)
-                self._queue.append(submission.request)
+                request = submission.request
+                if timeline is not None:
+                    timeline.begin(request.name + self._suffix, f"NEGOTIATE_{request.kind.name}")
+                self._entries[request.name] = _Entry(submission, handle, timeline)
+                self._queue.append(request)
         if first:  # else the thread knows that something is queued, and when to announce it
             self.engine.wake()
         return handles
@@ -163,7 +174,7 @@ class ProcessSet:
         """Takes in a control message of this set."""
         if word == Word.ANNOUNCE:
             assert self.coordinator is not None
-            self.coordinator.receive(source, payload, self.clock())
+            self._mark_ready(source, self.coordinator.receive(source, payload, self.clock()))
         elif word == Word.RESPOND:
             self._execute_all(payload)
 
@@ -204,11 +215,19 @@ class ProcessSet:
             requests, self._queue = self._queue, []
         self._announced_s = now
         message = self._cache.announcement(requests)
+        if self.timeline is not None and self.timeline.mark_cycles:
+            self.timeline.mark("cycles" + self._suffix, "CYCLE_START")
         if self.coordinator is not None:
-            self.coordinator.receive(self.rank, message, now)
+            self._mark_ready(self.rank, self.coordinator.receive(self.rank, message, now))
         else:
             self.link.send(0, Word.ANNOUNCE, message)
         return 1.0
+
+    def _mark_ready(self, rank: int, requests: Sequence[Request]) -> None:
+        """The coordinator's ticks: which rank is ready for which tensor."""
+        if self.timeline is not None:
+            for request in requests:
+                self.timeline.mark(request.name + self._suffix, str(self.ranks[rank]))
 
     def _respond(self, responses: Sequence[Response]) -> None:
         if not responses:
@@ -226,6 +245,9 @@ class ProcessSet:
     def _execute(self, response: Response) -> None:
         with self._lock:
             entries = [self._entries.pop(name) for name in response.names if name in self._entries]
+        for entry in entries:
+            if entry.timeline is not None:
+                entry.timeline.end(entry.handle.name + self._suffix)
         if response.fault:
             for entry in entries:
                 entry.handle.complete(error=_FAULTS[response.fault](response.error))
@@ -240,7 +262,10 @@ class ProcessSet:
             return
         plan, results = self._plan(response, entries)
         ticket = self._channel.submit(self._channel.prepare(plan), self.settings.stall_shutdown_s, True)
-        self._running.append(_Running(ticket, entries, results, plan.keepalive))
+        running = _Running(ticket, entries, results, plan.keepalive)
+        if self.timeline is not None:
+            running.submitted_ns = time.monotonic_ns()
+        self._running.append(running)
 
     def _plan(self, response: Response, entries: list[_Entry]) -> tuple[Plan, list[object]]:
         """What to do for a response, and what each handle will return."""
@@ -315,6 +340,8 @@ class ProcessSet:
                 continue
             error = None
             if state == State.DONE:
+                if running.submitted_ns:
+                    self._record(running)
                 self._scratch.give(running.buffers)
             else:
                 error = self._explain(running.ticket)
@@ -325,6 +352,24 @@ class ProcessSet:
         self._running = still
         if failure is not None:
             raise failure
+
+    def _record(self, running: _Running) -> None:
+        """The rows of the tensors that a plan served, in Horovod's words."""
+        ticket = running.ticket
+        if ticket.trace is None:
+            return
+        kind = running.entries[0].submission.request.kind.name
+        start, end = int(ticket.trace[:, 0].min()), int(ticket.trace[:, 2].max())
+        parts = activities(ticket.plan, ticket.trace)
+        for entry in running.entries:
+            if entry.timeline is not None:
+                request = entry.submission.request
+                track = request.name + self._suffix
+                described = {"dtype": request.dtype.label, "shape": str(list(request.shape)), "bytes": request.nbytes}
+                entry.timeline.span(track, kind, running.submitted_ns, end, described)
+                entry.timeline.span(track, "QUEUE", running.submitted_ns, start)
+                for name, since, until in parts:
+                    entry.timeline.span(track, name or f"MPI_{kind}", since, until)
 
     def _explain(self, ticket: Ticket) -> OcommError:
         """What ended a plan that did not come to its end."""

@@ -97,7 +97,7 @@ def test_the_page_of_settings_says_what_the_code_does() -> None:
     expected = []
     for name, (field, _, horovod) in VARIABLES.items():
         value = getattr(defaults, field)
-        default = "0" if name == "STALL_CHECK_DISABLE" and value else str(value)
+        default = "0" if name == "STALL_CHECK_DISABLE" and value else str(int(value) if value is False else value)
         agreed = "all" if field in Settings.AGREED else ""
         expected.append([f"`OCOMM_{name}`", default, "yes" if horovod else "", agreed])
     assert told == expected

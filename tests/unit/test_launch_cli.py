@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from ocomm.errors import LaunchError
@@ -38,6 +40,10 @@ def test_tunables_travel_as_variables_in_the_units_of_the_variables():
         "OCOMM_CACHE_CAPACITY": "0",
         "OCOMM_STALL_CHECK_DISABLE": "0",
     }
+    assert settings("--timeline-filename", "t.json", "--timeline-mark-cycles") == {
+        "OCOMM_TIMELINE": os.path.abspath("t.json"),
+        "OCOMM_TIMELINE_MARK_CYCLES": "1",
+    }
 
 
 def test_flags_after_the_program_are_the_programs():
@@ -46,7 +52,7 @@ def test_flags_after_the_program_are_the_programs():
     assert options.command == ["python", "train.py", "-np", "9", "--verbose"]
 
 
-@pytest.mark.parametrize("flag", ["--autotune", "--min-np", "--config-file", "--timeline-filename", "--cycle-time"])
+@pytest.mark.parametrize("flag", ["--autotune", "--min-np", "--config-file", "--cycle-time"])
 def test_a_flag_that_is_not_there_is_an_error_and_never_ignored(flag, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["-np", "2", flag, "x", "python", "train.py"])

@@ -1,0 +1,75 @@
+"""What a plan that is over has spent its time on, for the timeline.
+
+The engine notes three times per stage: its computations begin, its messages are out, its messages are over. What the
+stage did is written in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.collectives.plan import Average, Compress, Copy, Pack, Plan, Reduce, Stage, Unpack
+from ocomm.telemetry.timeline import Timeline
+
+#: (stages of the plan in order, 3) int64, ns of the monotonic clock; zeros for what has not happened.
+Trace = NDArray[np.int64]
+
+#: What a stage's computations are called: its most telling one.
+_NAMES = ((Compress, "COMPRESS"), (Average, "AVERAGE"), (Reduce, "REDUCE"), (Unpack, "DECOMPRESS"))
+
+
+def new_trace(plan: Plan) -> Trace:
+    """Room for the times of a plan."""
+    return np.zeros((sum(len(segment) for segment in plan.segments), 3), np.int64)
+
+
+def _work(stage: Stage, is_last: bool) -> str:
+    for kind, name in _NAMES:
+        if any(isinstance(computation, kind) for computation in stage.compute):
+            return name
+    if any(isinstance(computation, (Copy, Pack)) for computation in stage.compute):
+        return "MEMCPY_OUT_FUSION_BUFFER" if is_last and not stage.sends else "MEMCPY_IN_FUSION_BUFFER"
+    return ""
+
+
+def record(timeline: Timeline, plan: Plan, trace: Trace) -> None:
+    """Writes the segments of a plan, each on a lane of its own, with what they computed, sent and received."""
+    at = 0
+    for number, stages in enumerate(plan.segments):
+        times = trace[at : at + len(stages)]
+        at += len(stages)
+        start, end = int(times[0, 0]), int(times[-1, 2])
+        lane = timeline.lane(start, end)
+        whole = {"segment": number, "of": len(plan.segments)}
+        timeline.span(lane, plan.name, start, end, whole)
+        for position, (stage, (begun, out, over)) in enumerate(zip(stages, times.tolist(), strict=True)):
+            work = _work(stage, position == len(stages) - 1)
+            if work:
+                timeline.span(lane, work, begun, out)
+            if stage.sends or stage.receives:
+                sent = sum(message.buffer.nbytes for message in stage.sends)
+                received = sum(message.buffer.nbytes for message in stage.receives)
+                timeline.span(lane, "EXCHANGE", out, over, {"bytes_sent": sent, "bytes_received": received})
+
+
+def activities(plan: Plan, trace: Trace) -> Sequence[tuple[str, int, int]]:
+    """What Horovod shows of a fused tensor, one after the other: copied in, exchanged, copied out; (name, from, to).
+
+    Segments overlap: "in" ends when the first has sent, "out" begins when the last has received.
+    """
+    first, last = plan.segments[0], plan.segments[-1]
+    start, end = int(trace[:, 0].min()), int(trace[:, 2].max())
+    found = []
+    exchange_start, exchange_end = start, end
+    if _work(first[0], False) == "MEMCPY_IN_FUSION_BUFFER":
+        exchange_start = int(trace[0, 1])
+        found.append(("MEMCPY_IN_FUSION_BUFFER", start, exchange_start))
+    if len(last) > 1 and any(isinstance(computation, Copy) for computation in last[-1].compute):
+        exchange_end = max(int(trace[-1, 0]), exchange_start)
+    found.append(("", exchange_start, exchange_end))
+    if exchange_end < end:
+        found.append(("MEMCPY_OUT_FUSION_BUFFER", exchange_end, end))
+    return found
