@@ -39,8 +39,8 @@ def shared_path(tmp_path: Path) -> str:
 def record(tmp_path: Path, work: Callable[[], None], **arguments: Any) -> list[dict[str, Any]]:
     """This rank's events of ``work``; when it returns all ranks have written theirs."""
     path = shared_path(tmp_path)
-    ocomm.barrier()
     ocomm.start_timeline(path, **arguments)
+    ocomm.barrier()  # what a rank asks for before we have started is not seen
     work()
     ocomm.stop_timeline()
     ocomm.barrier()
