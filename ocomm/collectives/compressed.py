@@ -15,10 +15,7 @@ import numpy as np
 from ocomm.collectives.plan import (
     HEADER,
     MAGIC,
-    Average,
     Check,
-    Compress,
-    CompressUpdate,
     Computation,
     Copy,
     Message,
@@ -116,8 +113,8 @@ def compressed_segment(
     send: Bytes,
     receive: Sequence[Bytes],
     result: Bytes,
-    compress: Compress | CompressUpdate,
-    average: Callable[[Sequence[Bytes]], Average],
+    compress: Computation,
+    average: Callable[[Sequence[Bytes]], Computation],
 ) -> list[Stage]:
     """The three phases of one segment. ``send`` and ``result`` have ``packed_nbytes``; ``receive[r]`` one message.
 

@@ -198,6 +198,11 @@ class Layout:
         """The rows of ``blocks`` of one tensor."""
         return self.blocks[self.first_block[tensor] : self.first_block[tensor + 1]]
 
+    def flat_span(self, tensor: int) -> slice:
+        """Where a tensor lies in the flat buffers."""
+        start = int(self.offsets[tensor])
+        return slice(start, start + int(self.numels[tensor]))
+
     def segments(
         self, tensors: Sequence[int], rank: int, segment_nbytes: int, *, scales: bool = True
     ) -> list[SegmentLayout]:

@@ -1,4 +1,4 @@
-"""One rank's steps of 1-bit Adam: hand gradients over, exchange, vote, commit or discard. Framework-free.
+"""One rank's steps of an optimizer core: hand gradients over, exchange, vote, commit or discard. Framework-free.
 
 A frontend tells the stepper that a gradient is there (``hand_over``, from a hook, while backward goes on) and calls
 ``exchange`` in its ``step()``. Buckets are posted in a fixed order; nothing that the exchange writes is in use before
@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 
 from ocomm.collectives.compressed import Envelope, Run, compressed_segment, dense_segment, vote
 from ocomm.collectives.engine import Channel, State, Ticket
-from ocomm.collectives.plan import Average, Plan, Stage
+from ocomm.collectives.plan import Computation, Plan, Stage
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import SegmentLayout
 from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError, OcommError, PeerError, StallError
 from ocomm.kernels.base import Bytes, Floats
-from ocomm.optim.onebit_adam import OneBitAdam
-from ocomm.optim.onebit_adam import Stage as TensorStage
+from ocomm.optim.core import Bools, Core
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
@@ -51,9 +50,9 @@ class _Bucket:
     first_segment: int = 0  # of the core, where compressed
     send: list[Bytes] = field(default_factory=list)
     receive: list[list[Bytes]] = field(default_factory=list)
-    plan: Any = None  # dense: prepared once
+    #: Prepared plans with their bytes sent, by what is built into them: buffers alternate, so two are kept.
+    plans: dict[tuple[int, ...], tuple[Any, int]] = field(default_factory=dict)
     plan_memory: list[Bytes] = field(default_factory=list)
-    plans: dict[tuple[int, ...], Any] = field(default_factory=dict)  # compressed: by the buffers in use
     bytes_sent: int = 0
     left: int = 0
     ticket: Ticket | None = None
@@ -88,7 +87,7 @@ class Stepper:
     def __init__(
         self,
         name: str,
-        core: OneBitAdam,
+        core: Core,
         channel: Channel,
         ranks: Sequence[int],
         watch: Watch,
@@ -127,44 +126,57 @@ class Stepper:
         self._owner_flags = np.zeros(1, np.uint32)
         self._heard_flags = np.zeros(1, np.uint32)
         self._announcement = np.zeros(1, np.int64)
-        self._present: NDArray[np.bool_] = np.zeros(count, np.bool_)
-        self.present_anywhere: NDArray[np.bool_] = np.zeros(count, np.bool_)
+        self._present: Bools = np.zeros(count, np.bool_)
+        self.present_anywhere: Bools = np.zeros(count, np.bool_)
         self._checksums = np.zeros(count, np.uint64)
         self.begun = False
         self._hyper = 0
+        #: Those of the step under way, and of the last step that had compressed, or dense ones.
         self._buckets: list[_Bucket] = []
-        self._bucket_of: list[_Bucket] = []
+        self._compressed_buckets: list[_Bucket] = []
+        self._dense_buckets: list[_Bucket] = []
+        self._buckets_of: list[tuple[_Bucket, ...]] = []
+        self._arranged: tuple[bytes, bytes] | None = None
+        self._cut_for: dict[str, bytes] = {}
         self._next = 0
         self._dead: OcommError | None = None
         self._vote_envelope = Envelope.new(
             self.rank, self.layout.digest, 0, self._flags, self._heard_flags, self._announcement
         )
         self._vote = channel.prepare(vote(self.rank, len(self.ranks), self._vote_envelope))
-        self.rebuild()
 
     # Buckets
 
-    def rebuild(self) -> None:
-        """Cuts the tensors into buckets again, after a freeze or a new order. Between steps, on all ranks alike."""
-        assert not self.begun, "buckets cannot change within a step"
-        stage = self.core.stage
-        compressed = [t for t in self.order if stage[t] == TensorStage.COMPRESSED]
-        warming = [t for t in self.order if stage[t] != TensorStage.COMPRESSED]
-        if warming and self.averages.size == 0:
-            self.averages = aligned(4 * self.layout.flat_numel).view(np.float32)
-        elif not warming:
-            self.averages = np.zeros(0, np.float32)
-        groups = self._cut(compressed)
-        self.core.set_buckets(groups, self.segment_nbytes)
-        spans = self.core.bucket_segments
-        self._buckets = [
-            self._compressed_bucket(group, span.start, [self.core.segments[k].layout for k in span])
-            for group, span in zip(groups, spans, strict=True)
-        ] + [self._dense_bucket(group) for group in self._cut(warming)]
-        self._bucket_of = [self._buckets[0]] * len(stage) if self._buckets else []
+    def _arrange(self) -> None:
+        """Makes the buckets that the core wants for the step that begins: compressed ones first, then dense ones."""
+        compressed, dense = self.core.exchange()
+        wanted = compressed.tobytes(), dense.tobytes()
+        if wanted == self._arranged:
+            return
+        # Steps without one kind or the other come and go; its buckets stay as they are until other tensors are in them.
+        if compressed.any() and self._cut_for.get("compressed") != wanted[0]:
+            groups = self._cut([t for t in self.order if compressed[t]])
+            self.core.set_buckets(groups, self.segment_nbytes)
+            spans = self.core.bucket_segments
+            self._compressed_buckets = [
+                self._compressed_bucket(group, span.start, [self.core.segments[k].layout for k in span])
+                for group, span in zip(groups, spans, strict=True)
+            ]
+            self._cut_for["compressed"] = wanted[0]
+        if self._cut_for.get("dense") != wanted[1] and (dense.any() or not self.core.dense_again):
+            self.averages = aligned(4 * self.layout.flat_numel if dense.any() else 0).view(np.float32)
+            self._dense_buckets = [
+                self._dense_bucket(group) for group in self._cut([t for t in self.order if dense[t]])
+            ]
+            self._cut_for["dense"] = wanted[1]
+        self._buckets = self._compressed_buckets if compressed.any() else []
+        self._buckets = self._buckets + (self._dense_buckets if dense.any() else [])
+        of: list[list[_Bucket]] = [[] for _ in self.layout.tensors]
         for bucket in self._buckets:
             for tensor in bucket.tensors:
-                self._bucket_of[tensor] = bucket
+                of[tensor].append(bucket)
+        self._buckets_of = [tuple(buckets) for buckets in of]
+        self._arranged = wanted
 
     def _cut(self, tensors: list[int]) -> list[list[int]]:
         """At most ``bucket_count`` runs of about equal numbers of elements, small models in one."""
@@ -185,7 +197,7 @@ class Stepper:
         )
 
     def _compressed_bucket(self, tensors: list[int], first: int, segments: list[SegmentLayout]) -> _Bucket:
-        name = f"onebit-{self.core.scale}"
+        name = f"{self.core.compressor}-{self.core.scale}"
         bucket = _Bucket(tensors, True, segments, [self._envelope(s, name) for s in segments], first)
         for segment in segments:
             mine = segment.message_nbytes[self.rank]
@@ -197,58 +209,59 @@ class Stepper:
 
     def _dense_bucket(self, tensors: list[int]) -> _Bucket:
         segments = self.layout.segments(tensors, self.rank, max(self.segment_nbytes // 32, 1))
-        bucket = _Bucket(tensors, False, segments, [self._envelope(s, "dense") for s in segments])
-        stages: list[list[Stage]] = []
-        memory: list[Bytes] = []
-        for segment, envelope in zip(segments, bucket.envelopes, strict=True):
-            runs = _runs(segment, self.averages)
-            cut, used = dense_segment(self.rank, len(self.ranks), envelope, self.core.tensors, runs)
-            stages.append(cut)
-            memory += used
-        plan = Plan(f"{self.name}: dense bucket", stages or [[Stage()]], memory)
-        bucket.bytes_sent = plan.bytes_sent
-        bucket.plan = self.channel.prepare(plan)
-        bucket.plan_memory = memory
-        return bucket
+        return _Bucket(tensors, False, segments, [self._envelope(s, "dense") for s in segments])
 
-    def _compressed_plan(self, bucket: _Bucket) -> Any:
-        """The prepared plan for the buffers that this step reads and writes; they alternate, so two are kept."""
+    def _prepared(self, bucket: _Bucket) -> Any:
+        """The bucket's plan for the buffers that this step reads and writes."""
+        if bucket.compressed:
+            numbers = range(bucket.first_segment, bucket.first_segment + len(bucket.segments))
+            key = tuple(part for k in numbers for part in self.core.key(k))
+        else:
+            key = self.core.dense_key()
+        if key not in bucket.plans:
+            if len(bucket.plans) >= 4:
+                bucket.plans.clear()
+                bucket.plan_memory.clear()
+            plan = self._compressed_plan(bucket) if bucket.compressed else self._dense_plan(bucket)
+            bucket.plans[key] = self.channel.prepare(plan), plan.bytes_sent
+        prepared, bucket.bytes_sent = bucket.plans[key]
+        return prepared
+
+    def _compressed_plan(self, bucket: _Bucket) -> Plan:
         core = self.core
-        parts: list[tuple[int, Any, Bytes]] = []
-        key: list[int] = []
-        for number, send in enumerate(bucket.send):
+        stages = []
+        for number, segment in enumerate(bucket.segments):
             k = bucket.first_segment + number
-            compress = core.compress(k, send, self._flags)
-            result = core.result(k)
-            parts.append((k, compress, result))
-            key += [_address(a) for a in (compress.error, compress.previous, compress.mask, result, core.owner_error)]
-        found = bucket.plans.get(tuple(key))
-        if found is not None:
-            return found
-        segments = []
-        for number, (k, compress, result) in enumerate(parts):
 
-            def average(rows: Sequence[Bytes], k: int = k) -> Average:
+            def average(rows: Sequence[Bytes], k: int = k) -> Computation:
                 return core.average(k, rows, self._owner_flags)
 
-            segments.append(
+            stages.append(
                 compressed_segment(
                     self.rank,
-                    bucket.segments[number],
+                    segment,
                     bucket.envelopes[number],
                     bucket.send[number],
                     bucket.receive[number],
-                    result,
-                    compress,
+                    core.result(k),
+                    core.compress(k, bucket.send[number], self._flags),
                     average,
                 )
             )
-        plan = Plan(f"{self.name}: compressed bucket", segments or [[Stage()]])
-        bucket.bytes_sent = plan.bytes_sent
-        if len(bucket.plans) >= 4:
-            bucket.plans.clear()
-        prepared = bucket.plans[tuple(key)] = self.channel.prepare(plan)
-        return prepared
+        return Plan(f"{self.name}: compressed bucket", stages or [[Stage()]])
+
+    def _dense_plan(self, bucket: _Bucket) -> Plan:
+        stages: list[list[Stage]] = []
+        memory: list[Bytes] = []
+        for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
+            runs = _runs(segment, self.averages)
+            before, source = self.core.dense_source(segment, self._flags)
+            cut, used = dense_segment(self.rank, len(self.ranks), envelope, source, runs)
+            cut[0].compute[:0] = before
+            stages.append(cut)
+            memory += used
+        bucket.plan_memory += memory
+        return Plan(f"{self.name}: dense bucket", stages or [[Stage()]], memory)
 
     # Handing over
 
@@ -263,6 +276,7 @@ class Stepper:
         self.core.tensors["grad"] = 0
         self._present[:] = False
         self.arrivals.clear()
+        self._arrange()
         self._reset_buckets()
 
     def _clear_flags(self) -> None:
@@ -281,18 +295,21 @@ class Stepper:
         A bucket that is full is posted when it is its turn.
         """
         self.arrivals.append(tensor)
-        bucket = self._bucket_of[tensor]
-        bucket.left -= 1
-        if bucket.left == 0 and self.overlapping:
-            while self._next < len(self._buckets) and self._buckets[self._next].left == 0:
-                if not self._post(self._buckets[self._next], 0, final=False):
-                    return
-                self._next += 1
+        for bucket in self._buckets_of[tensor]:
+            bucket.left -= 1
+            if bucket.left == 0 and self.overlapping:
+                self._post_full()
+
+    def _post_full(self) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].left == 0:
+            if not self._post(self._buckets[self._next], 0, final=False):
+                return
+            self._next += 1
 
     @property
     def posted_tensors(self) -> list[int]:
         """Tensors whose bucket is on its way: a change of their gradient comes too late for this attempt."""
-        return [t for bucket in self._buckets if bucket.ticket is not None for t in bucket.tensors]
+        return list(dict.fromkeys(t for b in self._buckets if b.ticket is not None for t in b.tensors))
 
     def object(self, flag: Flag) -> None:
         """Sets a flag of this rank: all ranks will discard the step, or do it again."""
@@ -306,9 +323,9 @@ class Stepper:
         self.core.tensors["grad"][bucket.tensors] = addresses
         self._present[bucket.tensors] = addresses != 0
         for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
-            envelope.begin(self.step + 1, attempt, self._hyper if bucket.compressed else 0, 0)
+            envelope.begin(self.step + 1, attempt, self._hyper, 0)
             envelope.presence[:] = segment.presence_bits(self._present)
-        prepared = self._compressed_plan(bucket) if bucket.compressed else bucket.plan
+        prepared = self._prepared(bucket)
         if self.overlapping and attempt == 0 and self.verify != "version":
             self._checksums[bucket.tensors] = self._read_checksums(bucket.tensors)
         bucket.ticket = self.channel.submit(prepared, self.timeout_s, False)
@@ -422,9 +439,7 @@ class Stepper:
         for bucket in self._buckets:
             for number, segment in enumerate(bucket.segments):
                 if bucket.compressed:
-                    result = self.core.result(bucket.first_segment + number)
-                    start = segment.blocks["scale"][:, np.newaxis] + np.arange(4)
-                    if not np.isfinite(result[start].view(np.float32)).all():
+                    if not self.core.is_finite(bucket.first_segment + number):
                         return False
                 elif not all(np.isfinite(run.result).all() for run in _runs(segment, self.averages)):
                     return False
@@ -451,11 +466,8 @@ class Stepper:
         traffic.bytes_dense += self.layout.dense_bytes()
 
     def commit(self) -> None:
-        """Takes the compressed half of the step: swaps the state and moves the parameters."""
-        if any(bucket.compressed for bucket in self._buckets):
-            self.core.commit(self.present_anywhere)
-            for k in range(len(self.core.segments)):
-                self.core.apply(k)
+        """Takes the step: the core's state and parameters move."""
+        self.core.commit(self.present_anywhere, self.averages)
 
     def average(self, tensor: int) -> Floats:
         """The averaged gradient of a tensor in warm-up: float32, ``numel`` elements, valid until the next step."""
@@ -464,9 +476,10 @@ class Stepper:
 
     def adopt_order(self, order: Sequence[int]) -> None:
         """Takes over the order in which gradients arrive (rank 0's, the same on all ranks) for all later steps."""
-        assert sorted(order) == sorted(self.order)
+        assert sorted(order) == sorted(self.order) and not self.begun
         self.order = list(order)
-        self.rebuild()
+        self._arranged = None
+        self._cut_for.clear()
 
     def _fail(self, ticket: Ticket, envelopes: Sequence[Envelope]) -> None:
         state = ticket.state
@@ -515,12 +528,13 @@ class Stepper:
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by buffer: the core's state and the runtime's own."""
+        compressed = self._compressed_buckets
         own = {
             "averages": self.averages.nbytes,
-            "send": sum(b.nbytes for bucket in self._buckets for b in bucket.send),
-            "receive": sum(b.nbytes for bucket in self._buckets for rows in bucket.receive for b in rows),
+            "send": sum(b.nbytes for bucket in compressed for b in bucket.send),
+            "receive": sum(b.nbytes for bucket in compressed for rows in bucket.receive for b in rows),
+            "dense_staging": sum(b.nbytes for bucket in self._dense_buckets for b in bucket.plan_memory),
         }
-        own["dense_staging"] = sum(b.nbytes for bucket in self._buckets for b in bucket.plan_memory)
         return {**self.core.memory(), **own}
 
 
@@ -538,7 +552,3 @@ def _runs(segment: SegmentLayout, averages: Floats) -> list[Run]:
         high = int(blocks["offset"][last] + blocks["length"][last])
         runs.append(Run(int(blocks["tensor"][first]), int(blocks["start"][first]), averages[low:high]))
     return runs
-
-
-def _address(array: np.ndarray | None) -> int:
-    return 0 if array is None else array.__array_interface__["data"][0]

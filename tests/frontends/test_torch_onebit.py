@@ -344,8 +344,9 @@ def test_a_gradient_missing_here_everywhere_and_back_again_leaves_replicas_equal
 
 def test_the_automatic_freeze_is_decided_once_for_all_ranks_whatever_they_see() -> None:
     def perturb(optimizer: DistributedOneBitAdam) -> None:
-        norm = optimizer._variance_norm
-        optimizer._variance_norm = lambda t: norm(t) * (1 + 10 * optimizer._core.rank)  # type: ignore[method-assign]
+        driver = optimizer._driver
+        norm = driver.variance_norm
+        driver.variance_norm = lambda t: norm(t) * (1 + 10 * driver.core.rank)  # type: ignore[method-assign]
 
     def body(session: Session) -> tuple[int | None, list[str]]:
         result = train(
@@ -353,7 +354,7 @@ def test_the_automatic_freeze_is_decided_once_for_all_ranks_whatever_they_see() 
             40,
             grads=lambda step, rank: gradients(step % 3 + 1, rank),
             make=lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.9, 0.9)),
-            watch=lambda o: perturb(o) if o._steps == 1 else None,
+            watch=lambda o: perturb(o) if o._driver.steps == 1 else None,
         )
         return result["report"]["freeze_step"], result["digests"]
 
@@ -453,7 +454,9 @@ def test_state_dict_loads_into_plain_adam_and_a_saved_run_goes_on_with_equal_rep
         assert int(plain.state[copies[0]]["step"]) == 8
         resumed = DistributedOneBitAdam(torch.optim.Adam(copies, lr=1e-2), freeze_step=4)
         resumed.load_state_dict(saved)
-        same = all(np.array_equal(resumed._core.momentum(t), optimizer._core.momentum(t)) for t in range(4))
+        same = all(
+            np.array_equal(resumed._driver.core.momentum(t), optimizer._driver.core.momentum(t)) for t in range(4)
+        )
         for step in range(9, 12):
             resumed.zero_grad()
             backward(copies, gradients(step, rank), [3, 2, 1, 0])
@@ -560,7 +563,7 @@ def test_a_rank_one_step_ahead_is_caught() -> None:
         rank = rank_of(session)
 
         def run_ahead(optimizer: DistributedOneBitAdam) -> None:
-            if rank == 1 and optimizer._steps == 5:
+            if rank == 1 and optimizer._driver.steps == 5:
                 optimizer._stepper.step += 1
 
         with pytest.raises(MismatchError) as raised:
@@ -647,7 +650,7 @@ def test_an_optimizer_that_is_dropped_takes_its_buffers_and_hooks_with_it() -> N
             optimizer.zero_grad()
             backward(parameters, gradients(step, rank_of(session)), [3, 2, 1, 0])
             optimizer.step()
-        core = weakref.ref(optimizer._core)
+        core = weakref.ref(optimizer._driver.core)
         del optimizer
         gc.collect()
         return core() is None, [len(p._post_accumulate_grad_hooks or ()) for p in parameters]

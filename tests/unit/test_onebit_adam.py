@@ -19,6 +19,7 @@ from tests.oracle.onebit_adam import Simulation, simulate
 SHAPES = [(5, 33), (7,), (12, 16), (1,), (40,)]
 EMBEDDING, UNUSED = 2, 4  # rows of the one are used late or never; the other has no gradient until late
 WARMUP = 6
+NOTHING = np.zeros(0, np.float32)  # no tensor travels dense here
 
 
 def run(computation: Compress | Average, kernels: ReferenceKernels) -> bool:
@@ -78,9 +79,7 @@ class World:
     def finish(self, present):
         """Commit, update, and wake where it is due."""
         for core in self.cores:
-            core.commit(present)
-            for k in range(len(core.segments)):
-                core.apply(k)
+            core.commit(present, NOTHING)
         assert len({core.refresh_due for core in self.cores}) == 1
         if self.cores[0].refresh_due:
             touched = np.bitwise_or.reduce([core.touched() for core in self.cores])
@@ -99,8 +98,8 @@ class World:
                 core.owner_error.tobytes(),
                 [core.momentum(t).tobytes() for t in np.flatnonzero(core.stage)],
                 core.steps.tobytes(),
-                core.mask.tobytes(),
-                core.denominator.tobytes(),
+                core.preconditioner.mask.tobytes(),
+                core.preconditioner.denominator.tobytes(),
                 core.compressed_steps,
             )
             for core, params in zip(self.cores, self.params, strict=True)
@@ -144,11 +143,14 @@ def assert_equal(world, simulation):
             span = slice(world.layout.offsets[index], world.layout.offsets[index] + x.param.size)
             np.testing.assert_array_equal(core.momentum(index), x.momentum)
             np.testing.assert_array_equal(core.error[span], x.errors[rank])
-            np.testing.assert_array_equal(core.denominator[span][~x.mask], x.denominator[~x.mask])
+            divisor = core.preconditioner
+            np.testing.assert_array_equal(divisor.denominator[span][~x.mask], x.denominator[~x.mask])
             lengths = world.layout.tensor_blocks(index)["length"]
-            np.testing.assert_array_equal(np.repeat(core.block_root[core._block_span(index)], lengths), x.root_mean)
+            np.testing.assert_array_equal(
+                np.repeat(divisor.block_root[divisor._block_span(index)], lengths), x.root_mean
+            )
             assert core.steps[index] == x.step
-            assert core.masked[index] == x.mask.sum()
+            assert core.preconditioner.masked[index] == x.mask.sum()
             for block in world.layout.tensor_blocks(index):
                 if block["owner"] == rank:
                     mine = core.owner_error[block["owned"] : block["owned"] + block["length"]]
@@ -220,8 +222,8 @@ def test_every_bit_equals_the_simulation(ranks, options, decay):
     late = LateTensors()
     follow(world, simulation, make_gradients(52, ranks, missing=0.1), late, lr, **decay)
     assert world.cores[0].stage.all()
-    assert world.cores[0].woken == simulation.woken >= 64  # four late rows
-    assert world.cores[0].masked[EMBEDDING] == 48  # three rows are never used
+    assert world.cores[0].preconditioner.woken == simulation.woken >= 64  # four late rows
+    assert world.cores[0].preconditioner.masked[EMBEDDING] == 48  # three rows are never used
 
 
 def started(ranks, *, buckets=1, segment_nbytes=1 << 20, missing=0.0, steps=30, **options):
@@ -261,9 +263,7 @@ def test_a_discarded_exchange_changes_nothing_and_can_be_repeated():
         for each in (world, undisturbed):
             each.set_hyper(1e-3)
         state = world.state()
-        world.exchange(before)
-        for core in world.cores:
-            core.discard()
+        world.exchange(before)  # and no commit
         assert world.state() == state
         world.step(now)
         undisturbed.step(now)
@@ -330,11 +330,11 @@ def test_a_masked_element_keeps_what_its_gradients_bring_until_it_wakes():
         np.testing.assert_array_equal(world.cores[0].error[start : start + 16], 0)
         np.testing.assert_array_equal(world.cores[1].error[start : start + 16], 0.25 * step)
     for core in world.cores:
-        assert core.woken == 16
+        assert core.preconditioner.woken == 16
         np.testing.assert_array_equal(core.momentum(EMBEDDING)[80:96], 0)
         # Rows 4 and 5 are one block that had no variance: the mean is the tensor's.
-        mean = core.denominator[core.layout.offsets[EMBEDDING] :][:64].mean()
-        np.testing.assert_allclose(core.denominator[start : start + 16], mean, rtol=1e-2)
+        mean = core.preconditioner.denominator[core.layout.offsets[EMBEDDING] :][:64].mean()
+        np.testing.assert_allclose(core.preconditioner.denominator[start : start + 16], mean, rtol=1e-2)
     before = world.params[0][EMBEDDING][5].copy()
     world.set_hyper(1e-2, beta1=0.75)
     world.step(now)
@@ -349,7 +349,7 @@ def test_a_tensor_without_a_gradient_on_all_ranks_keeps_its_whole_state(first):
         world.set_hyper(1e-2, decoupled_decay=0.1)
         world.step(gradients[0])
     tensor, core = 0, world.cores[1]
-    span, owned = core._flat_span(tensor), core._owned_span(tensor)
+    span, owned = core.flat_span(tensor), core.owned_span(tensor)
 
     def everything():
         error, owner_error = core.error[span].copy(), core.owner_error[owned].copy()
@@ -421,8 +421,8 @@ def test_a_state_of_another_block_size_wakes_elements_with_the_means_of_its_own_
     world, _ = started(1, variance_floor=0.0)
     (core,) = World(1, block_size=16).cores
     core.load_tensor_state(EMBEDDING, world.cores[0].tensor_state(EMBEDDING), world.cores[0].momentum(EMBEDDING))
-    roots = core.block_root[core._block_span(EMBEDDING)]
-    denominator = core.denominator[core._flat_span(EMBEDDING)].reshape(12, 16)
+    roots = core.preconditioner.block_root[core.preconditioner._block_span(EMBEDDING)]
+    denominator = core.preconditioner.denominator[core.flat_span(EMBEDDING)].reshape(12, 16)
     np.testing.assert_allclose(roots[:4], denominator[:4].mean(axis=1), rtol=1e-6)
     np.testing.assert_allclose(roots[4:], denominator[:4].mean(), rtol=1e-6)
 
@@ -434,7 +434,7 @@ def test_masked_elements_are_looked_at_once_per_refresh():
     for now in gradients[:4]:
         world.set_hyper(1e-3)
         present = world.exchange(now)
-        core.commit(present)
+        core.commit(present, NOTHING)
         due.append(core.refresh_due)
         if due[-1]:
             core.wake(np.zeros_like(core.touched()))
@@ -492,7 +492,7 @@ def test_warm_up_takes_no_memory_and_a_tensor_without_variance_stays_in_it():
     memory = core.memory()
     assert memory["worker_error"] == 8 * core.layout.flat_numel
     assert memory["dense_momentum"] == 28
-    assert not core.masked[1]
+    assert not core.preconditioner.masked[1]
     with pytest.raises(ValueError, match="already"):
         core.freeze(1, ones, ones, step=3, beta2=0.99, eps=1e-8)
     core.set_buckets([[0, 1]], 1000)
@@ -517,7 +517,7 @@ def test_a_tensor_of_many_blocks_has_the_means_of_its_blocks():
     core.freeze(0, variance, variance, step=10, beta2=0.99, eps=1e-8)
     root = np.sqrt(variance / np.float32(1 - 0.99**10))
     means = [root[start : start + 16].mean() for start in range(0, root.size, 16)]
-    np.testing.assert_allclose(core.block_root, means, rtol=1e-6)
+    np.testing.assert_allclose(core.preconditioner.block_root, means, rtol=1e-6)
 
 
 def test_the_dense_momentum_is_given_back_after_the_first_committed_step():

@@ -1,0 +1,300 @@
+"""What every compressed optimizer is to the stepper: who travels how in the next step, and what is computed on the way.
+
+A core is a state machine over flat float32 buffers; no framework, thread or network. One step of it: the frontend sets
+hyperparameters and addresses in ``tensors``; ``exchange`` says which tensors travel compressed and which dense; per
+segment ``compress`` and ``average`` describe the work for an engine; when everything has arrived and no rank objects,
+``commit`` takes the step and moves the parameters. Until then nothing that is in use is written, so a step that is
+not committed has not happened.
+
+Whatever the plans of a step have built in (addresses, options) must be in ``key``: plans are prepared once per key.
+What changes from step to step (learning rates, counters) is read when the plan runs, from ``tensors`` or from
+one-element arrays.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.collectives.plan import Average, Computation
+from ocomm.compression.layout import Layout, SegmentLayout
+from ocomm.errors import SettingsError
+from ocomm.kernels.base import TENSOR, Bytes, Floats, Kernels, Table, aligned_zeros
+
+Flags = NDArray[np.uint32]
+Bools = NDArray[np.bool_]
+
+
+class Exchange(NamedTuple):
+    """What the next step sends: one bool per tensor of the layout. A tensor may travel both ways, or not at all."""
+
+    compressed: Bools
+    dense: Bools
+
+
+@dataclass(slots=True)
+class Segment:
+    """One segment's layout, and where its averages are gathered."""
+
+    layout: SegmentLayout
+    result: Bytes | None = None
+
+
+class Core(abc.ABC):
+    """The tensors of ``layout`` on rank ``rank`` of ``layout.ranks``. Raises SettingsError for an unknown ``scale``.
+
+    ``tensors`` is the TENSOR table, one row per tensor of the layout; the frontend writes the addresses ``grad`` (0: no
+    gradient on this rank) and ``param``, all else in it is written by the core. ``scale`` is ``"l1"`` or ``"rms"``.
+    """
+
+    #: Names what travels compressed, for the signature in every message; with the scale where there is one.
+    compressor = "onebit"
+    #: Will there be steps with dense tensors after one without? If not, the buffers for them are given up then.
+    dense_again = False
+
+    def __init__(self, layout: Layout, rank: int, kernels: Kernels, *, scale: str = "l1") -> None:
+        if scale not in ("l1", "rms"):
+            raise SettingsError(f"scale must be 'l1' or 'rms', got {scale!r}")
+        self.layout = layout
+        self.rank = rank
+        self.kernels = kernels
+        self.scale = scale
+        count = len(layout.tensors)
+        self.tensors: Table = np.zeros(count, TENSOR)
+        self.tensors["decay"] = 1.0
+        self.tensors["skip"] = 1
+        #: Steps taken by each tensor, as torch's ``state["step"]``.
+        self.steps = np.zeros(count, np.int64)
+        self.segments: list[Segment] = []
+        #: Indices into ``segments`` of each bucket, in the order of ``set_buckets``.
+        self.bucket_segments: list[range] = []
+        self._buckets: list[tuple[tuple[int, ...], int]] = []
+        # Pages of zeros cost nothing until they are written, so tensors which are not compressed yet take no memory.
+        self._allocated = False
+        none = np.zeros(0, np.float32)
+        self.error, self.error_out = none, none
+        self.owner_error, self.owner_error_out = none, none
+
+    # What the stepper asks
+
+    @abc.abstractmethod
+    def exchange(self) -> Exchange:
+        """What the next step sends; the same on all ranks, and the same however often it is asked in one step."""
+
+    @abc.abstractmethod
+    def compress(self, segment: int, packed: Bytes, flags: Flags) -> Computation:
+        """The worker's half of a segment: ``packed`` (``packed_nbytes`` bytes) is what will be sent."""
+
+    def average(self, segment: int, received: Sequence[Bytes], flags: Flags) -> Computation:
+        """The owner's half: all ranks' messages to this one, in rank order, into its place in ``result``."""
+        layout = self.segments[segment].layout
+        return Average(
+            blocks=layout.owned_blocks,
+            received=received,
+            origin=layout.message_start[self.rank],
+            error=self.owner_error,
+            error_out=self.owner_error_out,
+            mask=self.segment_mask(layout),
+            scale=self.scale,
+            packed=self.result(segment),
+            flags=flags,
+        )
+
+    def result(self, segment: int) -> Bytes:
+        """Where the averages of a segment are gathered, ``packed_nbytes`` bytes."""
+        this = self.segments[segment]
+        if this.result is None:
+            this.result = np.zeros(this.layout.packed_nbytes, np.uint8)
+        return this.result
+
+    def key(self, segment: int) -> tuple[int, ...]:
+        """What the plan of a segment has built in and the next step may change: the addresses of its buffers."""
+        mask = self.segment_mask(self.segments[segment].layout)
+        return tuple(map(address, (self.error, self.owner_error, self.result(segment), mask)))
+
+    def is_finite(self, segment: int) -> bool:
+        """Are the gathered averages finite? The same on all ranks, since all hold the same bytes."""
+        start = self.segments[segment].layout.blocks["scale"][:, np.newaxis] + np.arange(4)
+        return bool(np.isfinite(self.result(segment)[start].view(np.float32)).all())
+
+    def segment_mask(self, layout: SegmentLayout) -> Bytes | None:
+        """One bit per flat element, 1 = masked, or None where nothing of the segment is."""
+        return None
+
+    def dense_source(self, segment: SegmentLayout, flags: Flags) -> tuple[list[Computation], Table]:
+        """What has to be computed before a dense segment is packed, and the table whose ``grad`` is packed then."""
+        return [], self.tensors
+
+    def dense_key(self) -> tuple[int, ...]:
+        """As ``key``, of all dense segments."""
+        return ()
+
+    @abc.abstractmethod
+    def commit(self, present: Bools, averages: Floats) -> None:
+        """Takes the step: swaps the state with what the exchange has written, and moves the parameters in place.
+
+        ``present`` has one bool per tensor of the layout: some rank had a gradient. Where it is False nothing of the
+        tensor changes. ``averages`` is flat: what the dense tensors of ``exchange`` brought.
+        """
+
+    # Buckets
+
+    def set_buckets(self, buckets: Sequence[Sequence[int]], segment_nbytes: int) -> None:
+        """Chooses what travels together: each bucket is a list of tensor indices, cut into segments.
+
+        May be called between any two steps, on all ranks alike, and does not change a bit of the result. Raises
+        ValueError if a tensor comes twice.
+        """
+        wanted = [(tuple(bucket), segment_nbytes) for bucket in buckets]
+        everything = [tensor for bucket, _ in wanted for tensor in bucket]
+        if len(set(everything)) != len(everything):
+            raise ValueError("a tensor comes twice in the buckets")
+        spans = zip(self._buckets, self.bucket_segments, strict=True)
+        kept = {key: [self.segments[k] for k in span] for key, span in spans}
+        for key, segments in kept.items():
+            if key not in wanted:
+                self._drop(key[0], segments)
+        self.segments, self.bucket_segments = [], []
+        for key in wanted:
+            first = len(self.segments)
+            self.segments += kept.get(key) or [
+                self._segment(s) for s in self.layout.segments(key[0], self.rank, key[1])
+            ]
+            self.bucket_segments.append(range(first, len(self.segments)))
+        self._buckets = wanted
+
+    def _segment(self, layout: SegmentLayout) -> Segment:
+        return Segment(layout)
+
+    def _drop(self, tensors: Sequence[int], segments: Sequence[Any]) -> None:
+        """The segments of these tensors are given up: a core that keeps state in them moves it elsewhere."""
+        del tensors, segments
+
+    def segments_of(self, tensor: int) -> list[Any]:
+        """The segments in which a tensor travels."""
+        return [segment for segment in self.segments if tensor in segment.layout.tensors]
+
+    # Errors: this rank's as a worker (flat) and as an owner of blocks, each beside the one being written
+
+    def allocate(self) -> None:
+        """Makes the buffers of the compressed stage, once."""
+        if self._allocated:
+            return
+        flat, owned = self.layout.flat_numel, self.layout.owned_numel(self.rank)
+        self.error, self.error_out = (aligned_zeros(flat) for _ in range(2))
+        self.owner_error, self.owner_error_out = (aligned_zeros(owned) for _ in range(2))
+        self._allocated = True
+
+    def swap_errors(self) -> None:
+        """What the exchange has written is in use from now on."""
+        self.error, self.error_out = self.error_out, self.error
+        self.owner_error, self.owner_error_out = self.owner_error_out, self.owner_error
+
+    def keep_errors(self, tensor: int) -> None:
+        """Copies the errors of a tensor that nobody has a gradient for over what the exchange has written."""
+        span, owned = self.flat_span(tensor), self.owned_span(tensor)
+        self.error_out[span] = self.error[span]
+        self.owner_error_out[owned] = self.owner_error[owned]
+
+    def reset_errors(self, tensor: int) -> None:
+        """Zeroes all errors of a tensor."""
+        for array in (self.error, self.error_out):
+            array[self.flat_span(tensor)] = 0.0
+        for array in (self.owner_error, self.owner_error_out):
+            array[self.owned_span(tensor)] = 0.0
+
+    def flat_span(self, tensor: int) -> slice:
+        """Where a tensor lies in the flat buffers."""
+        return self.layout.flat_span(tensor)
+
+    def owned_span(self, tensor: int) -> slice:
+        """This rank's blocks of a tensor lie side by side in its owner error buffer."""
+        blocks = self.layout.tensor_blocks(tensor)
+        mine = blocks[blocks["owner"] == self.rank]
+        if not mine.size:
+            return slice(0, 0)
+        return slice(int(mine["owned"][0]), int(mine["owned"][-1]) + int(mine["length"][-1]))
+
+    # State of this rank
+
+    def rank_state(self) -> dict[str, Any]:
+        """This rank's errors: ``error`` (flat) and ``owner_error`` (owned), copies, with ``rank`` and ``digest``."""
+        return {
+            "rank": self.rank,
+            "digest": self.layout.digest,
+            "error": self.error.copy(),
+            "owner_error": self.owner_error.copy(),
+        }
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse, for the same layout and rank. Raises ValueError if they differ."""
+        if (state["digest"], state["rank"]) != (self.layout.digest, self.rank):
+            raise ValueError(
+                f"errors of rank {state['rank']} of another layout cannot be loaded by rank {self.rank}; "
+                "use redistribute_errors"
+            )
+        self._load_errors(state["error"], state["owner_error"])
+
+    def _load_errors(self, error: Floats, owner_error: Floats) -> None:
+        if error.size:
+            self.allocate()
+            self.error[:] = error
+            self.owner_error[:] = owner_error
+
+    def redistribute_errors(self, states: Sequence[Mapping[str, Any]], layout: Layout) -> None:
+        """Loads the errors of a run with another number of ranks: the states of all its ranks, and its layout.
+
+        Owner errors move with their blocks. Worker errors are averaged over the old ranks, in rank order, and every new
+        rank gets the mean: an average over ranks then holds the same as before. Raises ValueError if a state is missing
+        or the tensors differ; the flat buffers of both layouts are alike then, whatever their blocks.
+        """
+        states = sorted(states, key=lambda state: int(state["rank"]))
+        if [state["rank"] for state in states] != list(range(layout.ranks)):
+            raise ValueError(f"need the errors of all {layout.ranks} ranks, got {[s['rank'] for s in states]}")
+        if layout.tensors != self.layout.tensors or any(state["digest"] != layout.digest for state in states):
+            raise ValueError("the errors belong to other tensors or another layout")
+        if not all(state["error"].size for state in states):
+            return  # saved before anything was compressed: no errors yet
+        mean = np.zeros(layout.flat_numel)
+        owner_error = np.zeros(layout.flat_numel, np.float32)
+        for rank, state in enumerate(states):
+            mean += state["error"]
+            _move_owned(layout, rank, owner_error, state["owner_error"], gather=False)
+        mean /= layout.ranks
+        mine = np.zeros(self.layout.owned_numel(self.rank), np.float32)
+        _move_owned(self.layout, self.rank, owner_error, mine, gather=True)
+        self._load_errors(mean.astype(np.float32), mine)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by buffer."""
+        return {
+            "worker_error": self.error.nbytes + self.error_out.nbytes,
+            "owner_error": self.owner_error.nbytes + self.owner_error_out.nbytes,
+        }
+
+
+def _move_owned(layout: Layout, rank: int, flat: Floats, owned: Floats, *, gather: bool) -> None:
+    """Copies between a flat buffer and an owner error buffer of ``rank``; the padding of blocks stays."""
+    mine = layout.blocks[layout.blocks["owner"] == rank]
+    for offset, start, length in mine[["offset", "owned", "length"]].tolist():
+        if gather:
+            owned[start : start + length] = flat[offset : offset + length]
+        else:
+            flat[offset : offset + length] = owned[start : start + length]
+
+
+def flat_floats(array: Floats, numel: int, what: str) -> Floats:
+    """A one-dimensional view. ValueError for another dtype, number of elements, or a view with gaps."""
+    if array.dtype != np.float32 or array.size != numel or not array.flags.c_contiguous:
+        raise ValueError(f"{what}: need {numel} contiguous float32, got {array.size} {array.dtype}")
+    return array.reshape(-1)
+
+
+def address(array: np.ndarray | None) -> int:
+    """Where an array's elements begin; 0 for None."""
+    return 0 if array is None else int(array.__array_interface__["data"][0])

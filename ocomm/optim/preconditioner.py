@@ -1,0 +1,208 @@
+"""What 1-bit Adam and 0/1 Adam divide by: sqrt(v_hat) with a floor, and the mask of elements which have no variance.
+
+An element with v == 0 has had no gradient. One bit has no zero, so it is masked, on all ranks alike, until some rank
+sees a gradient for it: then it is woken (docs/algorithms.md, Mask). v is replicated, so floor and first mask need no
+communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.compression.layout import Layout
+from ocomm.errors import NonFiniteError, SettingsError
+from ocomm.kernels.base import Bytes, Floats, aligned_zeros
+from ocomm.optim.core import flat_floats
+
+
+class Preconditioner:
+    """``variance_floor`` is f, in [0, 1]: no element's sqrt(v_hat) is below f times its block's mean.
+
+    Raises SettingsError for other values.
+    """
+
+    def __init__(self, layout: Layout, variance_floor: float) -> None:
+        if not 0.0 <= variance_floor <= 1.0:
+            raise SettingsError(f"variance_floor must be in [0, 1], got {variance_floor}")
+        self.layout = layout
+        self.variance_floor = variance_floor
+        count = len(layout.tensors)
+        #: Masked elements per tensor, and how many have been woken in all.
+        self.masked = np.zeros(count, np.int64)
+        self.woken = 0
+        self.eps = np.zeros(count, np.float32)
+        #: Flat: what a step is divided by.
+        self.denominator = np.zeros(0, np.float32)
+        #: Per block: mean of sqrt(v_hat), what a woken element gets.
+        self.block_root = np.zeros(0, np.float32)
+        #: One bit per flat element.
+        self.mask = np.zeros(0, np.uint8)
+        self._allocated = False
+
+    def _allocate(self) -> None:
+        if not self._allocated:
+            self.denominator = aligned_zeros(self.layout.flat_numel)
+            self.block_root = np.zeros(self.layout.blocks.size, np.float32)
+            self.mask = np.zeros(self.layout.flat_numel // 8, np.uint8)
+            self._allocated = True
+
+    def set_variance(self, tensor: int, variance: Floats, correction: float, eps: float, *, when: str) -> bool:
+        """Takes v of ``tensor``, ``numel`` float32, as it is now: v_hat = v / float32(correction).
+
+        Returns False, and changes nothing, if all of v is 0. Raises NonFiniteError (on all ranks alike: v is
+        replicated) if v has NaN or Inf; ``when`` says in the message since when.
+
+        Rounding, each line one float32 operation per element: v_hat = v / float32(correction); root = sqrt(v_hat);
+        floor = float32(f) * mean; max(root, floor) + float32(eps). The mean is over a block's unmasked elements, summed
+        in float64 by folding halves (``fold``), rounded to float32 after the division.
+        """
+        spec = self.layout.tensors[tensor]
+        variance = flat_floats(variance, spec.numel, f"variance of {spec.name!r}")
+        masked = variance == 0.0
+        if spec.numel and masked.all():
+            return False
+        if not np.isfinite(variance).all():
+            raise NonFiniteError(
+                f"tensor {spec.name!r}: Adam's variance is NaN or Inf after {when}, so it cannot be frozen; "
+                "look for a gradient that was not finite during the warm-up"
+            )
+        self._allocate()
+        root = np.sqrt(variance / np.float32(correction))
+        means = self._block_means(tensor, root, masked)
+        lengths = self.layout.tensor_blocks(tensor)["length"]
+        floor = np.repeat(np.float32(self.variance_floor) * means, lengths)
+        self._set_mask(tensor, np.packbits(masked, bitorder="little"))
+        self.eps[tensor] = eps
+        self.denominator[self.layout.flat_span(tensor)] = np.maximum(root, floor) + np.float32(eps)
+        self.block_root[self._block_span(tensor)] = means
+        return True
+
+    def _set_mask(self, tensor: int, mask: Bytes) -> None:
+        self.mask[self._mask_span(tensor)] = mask
+        self.masked[tensor] = int(np.unpackbits(mask).sum())
+
+    def _block_means(self, tensor: int, root: Floats, masked: NDArray[np.bool_]) -> Floats:
+        """Mean of ``root`` over each block's unmasked elements, over the tensor's where a block has none; float32."""
+        blocks = self.layout.tensor_blocks(tensor)
+        if not blocks.size:
+            return np.zeros(0, np.float32)
+        width = int(blocks["length"].max())
+        sums = np.zeros(blocks.size)
+        # Some blocks at a time: in float64 a whole embedding would be large.
+        for first in range(0, blocks.size, 1024):
+            part = root[first * width : (first + 1024) * width]
+            table = np.zeros((min(1024, blocks.size - first), width))
+            # The last block is short: zeros do not change a sum. Masked elements have root 0 already.
+            table.reshape(-1)[: part.size] = part
+            sums[first : first + 1024] = fold(table)
+        counts = np.add.reduceat(~masked, blocks["start"], dtype=np.int64)
+        whole = fold(sums[np.newaxis])[0] / counts.sum()
+        return np.where(counts > 0, sums / np.maximum(counts, 1), whole).astype(np.float32)
+
+    def _mask_span(self, tensor: int) -> slice:
+        start = int(self.layout.offsets[tensor]) // 8
+        return slice(start, start + (int(self.layout.numels[tensor]) + 7) // 8)
+
+    def _block_span(self, tensor: int) -> slice:
+        return slice(int(self.layout.first_block[tensor]), int(self.layout.first_block[tensor + 1]))
+
+    # Masked elements
+
+    def masked_elements(self, tensor: int) -> NDArray[np.bool_]:
+        """One bool per element of a tensor."""
+        count = int(self.layout.numels[tensor])
+        return np.unpackbits(self.mask[self._mask_span(tensor)], count=count, bitorder="little").view(np.bool_)
+
+    def touched(self, error: Floats) -> Bytes:
+        """One bit per flat element: masked, and this rank's gradients have left something in its worker error."""
+        bits = np.zeros(self.mask.size, np.uint8)
+        for tensor in np.flatnonzero(self.masked).tolist():
+            nonzero = np.packbits(error[self.layout.flat_span(tensor)] != 0.0, bitorder="little")
+            span = self._mask_span(tensor)
+            bits[span] = nonzero & self.mask[span]
+        return bits
+
+    def touched_tensors(self, touched: Bytes) -> list[int]:
+        """The tensors in which ``wake(touched)`` would wake something."""
+        masked = np.flatnonzero(self.masked).tolist()
+        return [t for t in masked if (touched[self._mask_span(t)] & self.mask[self._mask_span(t)]).any()]
+
+    def wake(self, touched: Bytes) -> int:
+        """Unmasks the elements of ``touched``, the OR over all ranks; returns how many.
+
+        Their sqrt(v_hat) becomes the mean over their block's elements that had one, the tensor's where the block had
+        none.
+        """
+        woken = 0
+        for tensor in self.touched_tensors(touched):
+            span = self._mask_span(tensor)
+            bits = touched[span] & self.mask[span]
+            self.mask[span] &= ~bits
+            start = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            block = np.searchsorted(self.layout.tensor_blocks(tensor)["start"], start, side="right") - 1
+            root = self.block_root[self._block_span(tensor)][block]
+            self.denominator[self.layout.flat_span(tensor)][start] = root + self.eps[tensor]
+            self.masked[tensor] -= start.size
+            woken += start.size
+        self.woken += woken
+        return woken
+
+    # State
+
+    def variance(self, tensor: int, correction: float) -> Floats:
+        """v for a checkpoint: v_hat * correction, new float32 array, 0 where masked.
+
+        v_hat is read back from the denominator, so it has the floor in it, and a rounding: good for plain Adam to go on
+        from. ``tensor_state`` has what a bit-identical continuation needs.
+        """
+        root = self.denominator[self.layout.flat_span(tensor)] - self.eps[tensor]
+        root[self.masked_elements(tensor)] = 0.0
+        return root * root * np.float32(correction)
+
+    def tensor_state(self, tensor: int) -> dict[str, Any]:
+        """Of one tensor; arrays are copies: ``eps``, ``denominator`` (float32, numel), ``mask`` (uint8 bits),
+        ``block_root`` (float32, blocks)."""
+        return {
+            "eps": float(self.eps[tensor]),
+            "denominator": self.denominator[self.layout.flat_span(tensor)].copy(),
+            "mask": self.mask[self._mask_span(tensor)].copy(),
+            "block_root": self.block_root[self._block_span(tensor)].copy(),
+        }
+
+    def load_tensor_state(self, tensor: int, state: Mapping[str, Any]) -> None:
+        """The inverse. A state saved with another block size is taken as it is, but for the roots of woken elements,
+        which are then the means of what the denominator says. Raises ValueError if the number of elements differs.
+        """
+        spec = self.layout.tensors[tensor]
+        denominator = flat_floats(state["denominator"], spec.numel, f"denominator of {spec.name!r}")
+        self._allocate()
+        self._set_mask(tensor, np.asarray(state["mask"], np.uint8))
+        self.eps[tensor] = float(state["eps"])
+        self.denominator[self.layout.flat_span(tensor)] = denominator
+        roots = np.asarray(state["block_root"], np.float32)
+        if roots.size != self.layout.tensor_blocks(tensor).size:
+            masked = self.masked_elements(tensor)
+            roots = self._block_means(tensor, np.where(masked, np.float32(0), denominator - self.eps[tensor]), masked)
+        self.block_root[self._block_span(tensor)] = roots
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by buffer."""
+        return {"denominator": self.denominator.nbytes, "mask": self.mask.nbytes}
+
+
+def fold(table: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum of each row in float64: its second half is added to its first, and so on until one element is left.
+
+    The order is spelled out, so that ranks with different processors get the same bits.
+    """
+    while table.shape[1] > 1:
+        width = table.shape[1]
+        half = (width + 1) // 2
+        folded = table[:, :half].copy()
+        folded[:, : width - half] += table[:, half:]
+        table = folded
+    return table[:, 0]

@@ -1,0 +1,1 @@
+"""A distributed optimizer without its framework: what Torch and TensorFlow frontends share, on one rank."""

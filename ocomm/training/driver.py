@@ -1,0 +1,296 @@
+"""Drives one optimizer core through a session, step by step, for a frontend that holds the tensors.
+
+The frontend is the ``Host``: it knows tensors, parameter groups and hooks. The driver knows the runtime: it opens the
+channel, agrees with the other ranks, and takes or skips steps. Nothing here depends on a framework.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.collectives.engine import Channel
+from ocomm.collectives.pipeline import segment_nbytes
+from ocomm.compression.layout import Layout, TensorSpec
+from ocomm.errors import InvalidRequestError, MismatchError
+from ocomm.kernels.base import Kernels
+from ocomm.optim.core import Core
+from ocomm.optim.stepper import Stepper, Verdict
+from ocomm.session import Session
+from ocomm.types import Flag, ReduceOp
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group as it is now: indices of its tensors, and hyperparameters in float64."""
+
+    tensors: NDArray[np.int64]
+    lr: float
+    betas: tuple[float, float] = (0.0, 0.0)
+    eps: float = 0.0
+    #: Added to the gradient (Adam), or taken from the parameter beside the step (AdamW).
+    coupled_decay: float = 0.0
+    decoupled_decay: float = 0.0
+
+
+class Host(Protocol):
+    """A framework's side of a distributed optimizer."""
+
+    def locate(self, tensors: list[int], final: bool) -> NDArray[np.uint64] | None:
+        """Addresses of gradients, contiguous float32, 0 for none; None: not to be read before ``step()``."""
+        ...
+
+    def groups(self) -> list[Group]:
+        """All parameter groups."""
+        ...
+
+    def squared_norm(self) -> float:
+        """Sum of squares of this rank's gradients, in float64."""
+        ...
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies this rank's gradients in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """Options that every compressed optimizer has. Raises InvalidRequestError for values that cannot be."""
+
+    block_size: int | Literal["tensor"] = 4096
+    overlap: bool = True
+    max_grad_norm: float | None = None
+    verify: Literal["sampled", "full", "version"] = "sampled"
+    backward_passes_per_step: int = 1
+
+    def __post_init__(self) -> None:
+        if self.backward_passes_per_step < 1:
+            raise InvalidRequestError("backward_passes_per_step must be > 0")
+        if self.verify not in ("sampled", "full", "version"):
+            raise InvalidRequestError(f"verify must be 'sampled', 'full' or 'version', got {self.verify!r}")
+
+
+class Driver:
+    """One rank's half of a distributed optimizer named ``kind``, over process set ``number``.
+
+    ``make_core(layout, rank, kernels)`` makes the core. ``options`` are compared between the ranks, with those of
+    ``common`` that must agree; MismatchError names the first tensor or option that differs.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        number: int,
+        kind: str,
+        specs: Sequence[TensorSpec],
+        make_core: Callable[[Layout, int, Kernels], Core],
+        host: Host,
+        common: Common,
+        options: Mapping[str, Any],
+    ) -> None:
+        topology = session.require_topology()
+        ranks = session.set_ranks[number]
+        layout = Layout(specs, len(ranks), common.block_size)
+        assert session.kernels is not None
+        self.session = session
+        self.number = number
+        self.common = common
+        self.core = make_core(layout, ranks.index(topology.rank), session.kernels)
+        self.options = {
+            "block_size": common.block_size,
+            "overlap": common.overlap,
+            "max_grad_norm": common.max_grad_norm,
+            "backward_passes_per_step": common.backward_passes_per_step,
+            **options,
+        }
+        name = session.automatic_name(kind)
+        channel = _open_channel(session, number, name, layout, self.options)
+        # The driver belongs to its host: a reference back would keep both alive, and their buffers.
+        self._host = weakref.ref(host)
+        self.stepper = Stepper(
+            name,
+            self.core,
+            channel,
+            ranks,
+            session.watch(),
+            _weakly(host.locate),
+            segment_nbytes=segment_nbytes(layout.numel // 8, len(ranks), session.settings.segment_nbytes),
+            overlap=common.overlap and common.max_grad_norm is None,
+            verify=common.verify,
+            timeout_s=session.settings.stall_shutdown_s,
+        )
+        #: Steps taken, not skipped.
+        self.steps = 0
+        self._announcement = 0
+
+    @property
+    def host(self) -> Any:
+        host = self._host()
+        assert host is not None, "the optimizer is gone"
+        return host
+
+    @property
+    def name(self) -> str:
+        return self.stepper.name
+
+    # Hyperparameters
+
+    def set_hyper(self) -> None:
+        """Hands the core the hyperparameters as they are now."""
+        raise NotImplementedError
+
+    def compress_hyper(self) -> int:
+        """What gradients are compressed with: a change after hand-over means that the exchange must be done again."""
+        return digest([(group.betas[0], group.coupled_decay) for group in self.host.groups()])
+
+    def full_hyper(self) -> int:
+        """All that must be the same on all ranks."""
+        groups = self.host.groups()
+        return digest([(g.lr, *g.betas, g.eps, g.coupled_decay, g.decoupled_decay) for g in groups])
+
+    # One step
+
+    def begin(self) -> None:
+        """Opens the next step, if it is not open: before the first gradient of a step is handed over."""
+        if not self.stepper.begun:
+            self.set_hyper()
+            self.stepper.begin(self.compress_hyper())
+
+    def step(self, changed: Callable[[], bool]) -> Verdict:
+        """Exchanges, and takes the step if all ranks do. ``changed()``: is a gradient not what was handed over?"""
+        self.begin()
+        if self.common.max_grad_norm is not None:
+            self.clip(self.common.max_grad_norm)
+        if changed() or self.stepper.changed_tensors():
+            self.stepper.object(Flag.CHANGED)
+        verdict = self._exchange()
+        if verdict is Verdict.TAKE:
+            self._take()
+        return verdict
+
+    def skip(self) -> None:
+        """This rank does not take the step under way; then nobody does."""
+        self.stepper.object(Flag.SKIP)
+        self._exchange()
+
+    def _exchange(self) -> Verdict:
+        return self.stepper.exchange(
+            self.compress_hyper(),
+            self.full_hyper(),
+            self.host.groups()[0].lr,
+            self._announcement,
+            self.set_hyper,
+        )
+
+    def _take(self) -> None:
+        self.set_hyper()
+        self.steps += 1
+        order = list(self.stepper.arrivals)
+        self.take()
+        if self.steps == 1 and self.stepper.overlap:
+            self._adopt_order(order)
+
+    def take(self) -> None:
+        """Commits the step, and decides what the ranks decide after it."""
+        self.stepper.commit()
+
+    def _adopt_order(self, arrivals: list[int]) -> None:
+        """Buckets follow the order in which rank 0's gradients came in the first step; from now on with overlap."""
+        seen = set(arrivals)
+        order = np.array(arrivals + [t for t in self.stepper.order if t not in seen], np.int64)
+        self.session.broadcast(self.number, f"{self.name}.order", order)
+        self.stepper.adopt_order(order.tolist())
+        self.stepper.overlapping = True
+
+    def clip(self, max_norm: float) -> None:
+        """Scales this rank's gradients by max_norm / N, N = sqrt(mean over ranks of |g|^2), if N is larger."""
+        total = np.array([self.host.squared_norm()])
+        self.session.reduce(self.number, f"{self.name}.norm", total, ReduceOp.AVERAGE)
+        norm = float(np.sqrt(total[0]))
+        if norm > max_norm:
+            self.host.scale_gradients(max_norm / (norm + 1e-6))
+
+    # State
+
+    def report(self) -> dict[str, Any]:
+        """What was really sent, against dense: counts of steps and bytes of this rank.
+
+        ``ratio`` is dense over sent bytes of the whole run, ``last_ratio`` of the last step; ``exposed_ms`` the mean
+        time that ``step()`` waited for the exchange.
+        """
+        traffic = self.stepper.traffic
+        dense = self.core.layout.dense_bytes()
+        return {
+            "step": self.steps,
+            "dense_steps": traffic.dense_steps,
+            "compressed_steps": traffic.compressed_steps,
+            "skipped_steps": traffic.skipped_steps,
+            "redone_steps": traffic.redone_steps,
+            "overlap": self.stepper.overlap,
+            "bytes_sent": traffic.bytes_sent,
+            "bytes_dense": traffic.bytes_dense,
+            "ratio": traffic.bytes_dense / traffic.bytes_sent if traffic.bytes_sent else None,
+            "last_bytes_sent": traffic.last_bytes_sent,
+            "last_ratio": dense / traffic.last_bytes_sent if traffic.last_bytes_sent else None,
+            "exposed_ms": 1e3 * traffic.exposed_s / max(traffic.steps, 1),
+            "memory_bytes": self.stepper.memory(),
+        }
+
+
+def digest(values: Any) -> int:
+    """64-bit hash of a value by its ``repr``."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls a bound method without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        alive = reference()
+        assert alive is not None, "the optimizer is gone"
+        return alive(*arguments)
+
+    return call
+
+
+def _open_channel(session: Session, number: int, name: str, layout: Layout, options: Mapping[str, Any]) -> Channel:
+    """The optimizer's channel; if the ranks do not agree, an error that says on which tensor or option."""
+    text = json.dumps(options, sort_keys=True)
+    try:
+        return session.open_channel(number, name, layout.digest ^ digest(text), f"{len(layout.tensors)} tensors")
+    except MismatchError as error:
+        specs = [f"tensor '{t.name}' {t.shape} {t.dtype} order {t.order}" for t in layout.tensors]
+        lines = [*specs, *(f"{key}={value!r}" for key, value in sorted(options.items()))]
+        raise MismatchError(_first_difference(session, number, name, lines) or str(error)) from None
+
+
+def _first_difference(session: Session, number: int, name: str, lines: list[str]) -> str:
+    """Compares the ranks' descriptions line by line; collective. "" if all are equal."""
+    ranks = session.set_ranks[number]
+    mine = json.dumps(lines).encode()
+    nbytes = np.zeros(len(ranks), np.int64)
+    me = ranks.index(session.require_topology().rank)
+    nbytes[me] = len(mine)
+    session.reduce(number, f"{name}.lengths", nbytes, ReduceOp.SUM)
+    table = np.zeros(int(nbytes.sum()), np.uint8)
+    first = int(nbytes[:me].sum())
+    table[first : first + len(mine)] = np.frombuffer(mine, np.uint8)
+    session.reduce(number, f"{name}.descriptions", table, ReduceOp.BITWISE_OR)
+    ends = np.cumsum(nbytes).tolist()
+    all_lines = [json.loads(table[end - n : end].tobytes()) for end, n in zip(ends, nbytes.tolist(), strict=True)]
+    for position in range(max(len(said) for said in all_lines)):
+        values: dict[str, list[int]] = {}
+        for rank, said in zip(ranks, all_lines, strict=True):
+            values.setdefault(said[position] if position < len(said) else "nothing", []).append(rank)
+        if len(values) > 1:
+            each = "; ".join(f"rank(s) {who} registered {value}" for value, who in values.items())
+            return f"{name}: the ranks do not wrap the same optimizer: {each}."
+    return ""

@@ -1,0 +1,234 @@
+"""Torch's side of every compressed optimizer: tensors to addresses, hooks, param groups.
+
+What to do with them is ``ocomm.training``; the algorithms are ``ocomm.optim``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ocomm import session as sessions
+from ocomm.compression.layout import TensorSpec
+from ocomm.errors import InvalidRequestError
+from ocomm.training.driver import Driver, Group
+from ocomm.types import Flag
+
+
+class CompressedOptimizer(torch.optim.Optimizer):
+    """Wraps ``optimizer``, whose param groups stay live, for a ``Driver`` that ``_make_driver`` returns.
+
+    Parameters are float32 CPU tensors. ``step`` changes them in place, identically on all ranks, or on none: a NaN
+    raises NonFiniteError everywhere. Raises InvalidRequestError for what cannot be wrapped, MismatchError if the ranks
+    wrap different things.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+        process_set: Any,
+        backward_passes_per_step: int,
+    ) -> None:
+        session = sessions.current()
+        session.require_topology()
+        self._inner = optimizer
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        # The same objects, so that a scheduler or a user who holds either optimizer changes both.
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+        self._parameters, self._names = _named(optimizer, named_parameters)
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            _check_parameter(type(self).__name__, name, parameter)
+        group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        groups = np.array([group_of[id(p)] for p in self._parameters], np.int64)
+        self._group_tensors = [np.flatnonzero(groups == number) for number in range(len(self.param_groups))]
+        specs = [TensorSpec(name, tuple(p.shape)) for name, p in zip(self._names, self._parameters, strict=True)]
+        self.backward_passes_per_step = backward_passes_per_step
+        self._passes_left = [backward_passes_per_step] * len(self._parameters)
+        self._recorded: list[torch.Tensor | None] = [None] * len(self._parameters)
+        self._versions = [0] * len(self._parameters)
+        self._copies: list[torch.Tensor] = []
+        self._driver = self._make_driver(session, getattr(process_set, "process_set_id", 0) or 0, specs)
+        self._stepper = self._driver.stepper
+        self._driver.core.tensors["param"] = [p.data_ptr() for p in self._parameters]
+        handles = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._parameters)]
+        weakref.finalize(self, _remove, handles)
+
+    def _make_driver(self, session: sessions.Session, process_set: int, specs: list[TensorSpec]) -> Driver:
+        raise NotImplementedError
+
+    # The driver's host
+
+    def groups(self) -> list[Group]:
+        """The param groups as they are now."""
+        return [self._group(number, group) for number, group in enumerate(self.param_groups)]
+
+    def _group(self, number: int, group: dict[str, Any]) -> Group:
+        return Group(
+            self._group_tensors[number],
+            float(group["lr"]),
+            decoupled_decay=float(group.get("weight_decay", 0.0)),
+        )
+
+    def locate(self, tensors: list[int], final: bool) -> np.ndarray | None:
+        """Addresses of gradients as dense, contiguous float32; 0 for none. What is read is kept until the step is over.
+
+        Before ``step()`` a gradient that would have to be copied is not ready: a copy would not show a later change.
+        """
+        addresses = []
+        float32, strided = torch.float32, torch.strided
+        recorded, versions, parameters = self._recorded, self._versions, self._parameters
+        for index in tensors:
+            grad = parameters[index].grad if final else recorded[index]
+            recorded[index] = grad
+            if grad is None:
+                addresses.append(0)
+                continue
+            versions[index] = grad._version
+            if grad.dtype is not float32:
+                raise InvalidRequestError(
+                    f"gradient of '{self._names[index]}' is {grad.dtype}, expected torch.float32."
+                )
+            if grad.layout is not strided or not grad.is_contiguous():
+                if not final:
+                    return None
+                grad = grad.to_dense().contiguous()
+                self._copies.append(grad)
+            addresses.append(grad.data_ptr())
+        return np.array(addresses, np.uint64)
+
+    def squared_norm(self) -> float:
+        """Sum of squares of all gradients, in float64."""
+        return sum(p.grad.double().pow(2).sum().item() for p in self._parameters if p.grad is not None)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies all gradients in place."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    # Gradients
+
+    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        # The parameter keeps the hook: without the weak reference it would keep this optimizer and its buffers, too.
+        reference = weakref.ref(self)
+
+        def hook(parameter: torch.Tensor) -> None:
+            optimizer = reference()
+            if optimizer is not None:
+                optimizer._on_gradient(index, parameter)
+
+        return hook
+
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        left = self._passes_left[index] - 1
+        self._passes_left[index] = left
+        if left:
+            if left < 0:
+                self._unexpected(index, parameter)
+            return
+        stepper = self._stepper
+        if not stepper.begun:
+            self._driver.begin()
+        self._recorded[index] = parameter.grad
+        stepper.hand_over(index)
+
+    def _unexpected(self, index: int, parameter: torch.Tensor) -> None:
+        """More backward passes than announced: of the same step, or of the next one after a step that never came."""
+        if self._recorded[index] is not parameter.grad:
+            self._skip()
+            self._on_gradient(index, parameter)
+        else:
+            self._stepper.object(Flag.UNHANDED)
+
+    def _has_changed(self) -> bool:
+        """Is a gradient that is on its way another object, or another version, than when it was read?"""
+        versions = self._versions
+        for index in self._stepper.posted_tensors:
+            grad = self._parameters[index].grad
+            if grad is not self._recorded[index] or (grad is not None and grad._version != versions[index]):
+                return True
+        return False
+
+    # The step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on all ranks. Returns the closure's loss, if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            self._driver.step(self._has_changed)
+        finally:
+            self._forget()
+        return loss
+
+    def _forget(self) -> None:
+        self._copies.clear()
+        self._recorded[:] = [None] * len(self._recorded)
+        self._passes_left[:] = [self.backward_passes_per_step] * len(self._passes_left)
+
+    def _skip(self) -> None:
+        """This rank does not take the step under way; then nobody does."""
+        try:
+            self._driver.skip()
+        finally:
+            self._forget()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients. Between backward and ``step()`` it means that this step is skipped, on all ranks."""
+        if self._stepper.begun:
+            self._skip()
+        super().zero_grad(set_to_none)
+
+    def compression_report(self) -> dict[str, Any]:
+        """What was really sent, against dense: counts of steps and bytes of this rank, and where the run stands.
+
+        ``ratio`` is dense over sent bytes of the whole run, ``last_ratio`` of the last step; ``exposed_ms`` the mean
+        time that ``step()`` waited for the exchange.
+        """
+        return self._driver.report()
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> tuple[list[torch.Tensor], list[str]]:
+    """The optimizer's parameters in group order, with their names. Tied ones come once."""
+    names = {id(p): name for name, p in reversed(list(named_parameters or ()))}
+    parameters, result = [], []
+    for g, group in enumerate(optimizer.param_groups):
+        for k, parameter in enumerate(group["params"]):
+            if names and id(parameter) not in names:
+                raise InvalidRequestError(
+                    "named_parameters was specified, but one or more model parameters were not named. "
+                    f"The first is number {k} of group {g}, of shape {tuple(parameter.shape)}."
+                )
+            parameters.append(parameter)
+            result.append(names.get(id(parameter), f"parameter.{g}.{k}"))
+    return parameters, result
+
+
+def _check_parameter(wrapper: str, name: str, parameter: torch.Tensor) -> None:
+    if parameter.device.type != "cpu":
+        raise InvalidRequestError(
+            f"parameter '{name}' is on {parameter.device}; this build exchanges CPU tensors only."
+        )
+    if parameter.dtype is not torch.float32:
+        raise InvalidRequestError(f"parameter '{name}' is {parameter.dtype}; Distributed{wrapper} needs torch.float32.")
+    if not parameter.is_contiguous():
+        raise InvalidRequestError(
+            f"parameter '{name}' is not contiguous (strides {parameter.stride()}); call "
+            "parameter.data = parameter.data.contiguous() before wrapping."
+        )
