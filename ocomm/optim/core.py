@@ -54,6 +54,8 @@ class Core(abc.ABC):
 
     #: Names what travels compressed, for the signature in every message; with the scale where there is one.
     compressor = "onebit"
+    #: Does every block have a float32 scale on the wire?
+    scales = True
     #: Will there be steps with dense tensors after one without? If not, the buffers for them are given up then.
     dense_again = False
 
@@ -167,6 +169,10 @@ class Core(abc.ABC):
             ]
             self.bucket_segments.append(range(first, len(self.segments)))
         self._buckets = wanted
+
+    def _cut(self, tensors: Sequence[int], segment_nbytes: int) -> list[Segment]:
+        layouts = self.layout.segments(tensors, self.rank, segment_nbytes, scales=self.scales)
+        return [self._segment(layout) for layout in layouts]
 
     def _segment(self, layout: SegmentLayout) -> Segment:
         return Segment(layout)
