@@ -86,6 +86,30 @@ int main(void) {
         ocomm_unpack(blocks, BLOCKS, packed, hidden, out);
         print("unpack", 1, out, sizeof out);
     }
+    const ocomm_noise noise = {0x0123456789ABCDEF, 7, 3};
+    const float weights[RANKS] = {0.3f, 0.1f, 0.2f, 0.3f, 0.1f};
+    for (int amsgrad = 0; amsgrad < 2; amsgrad++) {
+        ocomm_tensor tensor = {values, param, NULL, 0.95f, 0.05f, 0.0f, 1e-3f, 0.99f, 0, 0, 0};
+        int finite = ocomm_quantize(blocks, BLOCKS, &tensor, momentum, momentum, denominator, denominator, error, error,
+                                    1e-12f, amsgrad, &noise, packed);
+        print("quantize", finite, error, sizeof error);
+        print("momentum", finite, momentum, sizeof momentum);
+        print("magnitude", finite, denominator, sizeof denominator);
+        print("packed", finite, packed, sizeof packed);
+        finite = ocomm_soft_sign(blocks, BLOCKS, &tensor, momentum, momentum, denominator, denominator, 1e-12f, amsgrad,
+                                 out);
+        print("soft_sign", finite, out, sizeof out);
+        ocomm_apply_signs(blocks, BLOCKS, &tensor, packed);
+        print("apply_signs", 1, param, sizeof param);
+    }
+    for (int ranks = 1; ranks <= RANKS; ranks++) {
+        const uint8_t *received[RANKS];
+        for (int i = 0; i < ranks; i++) received[i] = messages[i];
+        const int finite =
+            ocomm_quantized_average(blocks, BLOCKS, received, 0, ranks, weights, error, out, &noise, packed);
+        print("quantized_average", finite, out, sizeof out);
+        print("packed", finite, packed, sizeof packed);
+    }
     const void *sources[] = {values, error, momentum};
     for (int dtype = 6; dtype <= 8; dtype++) {
         const int64_t numel = (int64_t)sizeof out / (dtype == 8 ? 4 : 2);

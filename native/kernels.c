@@ -63,6 +63,54 @@ typedef struct {
     float scale;
 } remainder;
 
+/* The arguments of one call of ocomm_quantize, ocomm_quantized_average or ocomm_soft_sign. */
+typedef struct {
+    const ocomm_block *blocks;
+    int64_t count;
+    const ocomm_tensor *tensors;
+    const float *momentum, *magnitude;
+    float *momentum_out, *magnitude_out;
+    float eps;
+    int amsgrad;
+    const uint8_t *const *received;
+    int64_t origin;
+    int ranks;
+    const float *weights;
+    const float *error;
+    float *error_out;
+    const ocomm_noise *noise;
+    uint8_t *packed;
+    float *out;
+} ratio_call;
+
+/* One block of such a call: its momentum and magnitude. */
+typedef struct {
+    const float *grad, *momentum, *magnitude;
+    float *momentum_out, *magnitude_out;
+    int64_t length;
+    float beta1, one_minus_beta1, eps;
+    int amsgrad;
+} ratio_work;
+
+/* Philox-4x32-7 (Salmon et al., SC 2011), all that does not change within a call. */
+#define PHILOX_ROUNDS 7
+#define PHILOX_M0 0xD2511F53u
+#define PHILOX_M1 0xCD9E8D57u
+typedef struct {
+    uint32_t key0[PHILOX_ROUNDS], key1[PHILOX_ROUNDS], step, stream;
+} generator;
+
+/* One block of such a call: its random numbers, and where what they make of it goes. Element j takes word
+ * (shift + j) % 4 of counter quad + (shift + j) / 4. */
+typedef struct {
+    const float *error;
+    float *error_out;
+    uint8_t *bits;
+    generator generator;
+    uint64_t quad;
+    int shift;
+} draws;
+
 typedef struct {
     const char *name;
     int (*compress)(const call *);
@@ -77,6 +125,10 @@ typedef struct {
                          const uint8_t *, float *, float *, float *);
     int (*finite)(const ocomm_block *, int64_t, const ocomm_tensor *);
     void (*axpy)(float *, const float *, float, int64_t);
+    int (*quantize)(const ratio_call *);
+    int (*quantized_average)(const ratio_call *);
+    void (*apply_signs)(const ocomm_block *, int64_t, const ocomm_tensor *, const uint8_t *);
+    int (*soft_sign)(const ratio_call *);
 } loops;
 
 /* Sums of the first ranks' scales with every combination of signs: bit i of the index is rank i's. A plane holds one
@@ -181,17 +233,43 @@ SHARED void prefetch(enum content content, const work *w, int64_t j) {
     if ((content == UPDATE || content == FROM_GRADIENT) && w->update) prefetch_row(w->update, j);
 }
 
-SHARED void fill_table(sums_table *table, const work *w) {
+SHARED void fill_table(sums_table *table, const float *scales) {
     for (int index = 0; index < 1 << TABLED; index++) {
         float sum = -0.0f;
-        for (int i = 0; i < TABLED; i++) {
-            const float scale = read_float(w->received[i] + w->scale_at);
-            sum += index >> i & 1 ? scale : -scale;
-        }
+        for (int i = 0; i < TABLED; i++) sum += index >> i & 1 ? scales[i] : -scales[i];
         uint8_t bytes[4];
         memcpy(bytes, &sum, sizeof bytes);
         for (int k = 0; k < 4; k++) table->plane[k][index] = bytes[k];
     }
+}
+
+SHARED void prepare_ratio(const ratio_call *args, const ocomm_block *block, ratio_work *w) {
+    const ocomm_tensor *tensor = args->tensors + block->tensor;
+    w->grad = tensor->grad ? tensor->grad + block->start : NULL;
+    w->momentum = args->momentum + block->offset;
+    w->magnitude = args->magnitude + block->offset;
+    w->momentum_out = args->momentum_out + block->offset;
+    w->magnitude_out = args->magnitude_out + block->offset;
+    w->length = block->length;
+    w->beta1 = tensor->beta1;
+    w->one_minus_beta1 = tensor->one_minus_beta1;
+    w->eps = args->eps;
+    w->amsgrad = args->amsgrad;
+}
+
+/* `at` is the block's first element in the error buffers. */
+SHARED void prepare_draws(const ratio_call *args, const ocomm_block *block, int64_t at, draws *d) {
+    d->error = args->error + at;
+    d->error_out = args->error_out + at;
+    d->bits = args->packed + block->bits;
+    for (uint32_t r = 0; r < PHILOX_ROUNDS; r++) {
+        d->generator.key0[r] = (uint32_t)args->noise->seed + r * 0x9E3779B9u;
+        d->generator.key1[r] = (uint32_t)(args->noise->seed >> 32) + r * 0xBB67AE85u;
+    }
+    d->generator.step = args->noise->step;
+    d->generator.stream = args->noise->stream;
+    d->quad = (uint64_t)block->index >> 2;
+    d->shift = (int)(block->index & 3);
 }
 
 /* The portable path: 16-byte vectors, which every x86-64 and every aarch64 has. */
@@ -213,16 +291,15 @@ static const char name_portable[] = "portable";
 
 SHARED i4 lane_bits_portable(int v) { return (i4){1, 2, 4, 8} << (v * WIDTH); }
 
-SHARED uint32_t nonnegative_portable(const v4 *row) {
+SHARED uint32_t word_of_portable(const i4 *yes) {
     uint32_t signs = 0;
     UNROLL for (int v = 0; v < VECTORS; v++) {
-        const i4 yes = row[v] >= (v4){0};
 #if defined(__x86_64__)
-        const int four = _mm_movemask_ps((__m128)yes);
+        const int four = _mm_movemask_ps((__m128)yes[v]);
 #elif defined(__aarch64__)
-        const int four = vaddvq_s32((int32x4_t)(yes & (i4){1, 2, 4, 8}));
+        const int four = vaddvq_s32((int32x4_t)(yes[v] & (i4){1, 2, 4, 8}));
 #else
-        const int four = (yes[0] & 1) | (yes[1] & 2) | (yes[2] & 4) | (yes[3] & 8);
+        const int four = (yes[v][0] & 1) | (yes[v][1] & 2) | (yes[v][2] & 4) | (yes[v][3] & 8);
 #endif
         signs |= (uint32_t)four << (v * WIDTH);
     }
@@ -242,6 +319,28 @@ SHARED v4 toward_portable(v4 c, v4 scale) {
 #define LOOKS_UP 0
 SHARED void looked_up_portable(v4 *row, const sums_table *table, const uint32_t *words) {
     (void)row, (void)table, (void)words;
+}
+
+SHARED void drawn_portable(v4 *row, const generator *g, uint64_t quad) {
+    for (int v = 0; v < VECTORS; v++) {
+        uint32_t c0 = (uint32_t)(quad + (uint64_t)v), c1 = (uint32_t)((quad + (uint64_t)v) >> 32), c2 = g->step,
+                 c3 = g->stream;
+        for (int r = 0; r < PHILOX_ROUNDS; r++) {
+            const uint64_t p0 = (uint64_t)PHILOX_M0 * c0, p1 = (uint64_t)PHILOX_M1 * c2;
+            c0 = (uint32_t)(p1 >> 32) ^ c1 ^ g->key0[r];
+            c1 = (uint32_t)p1;
+            c2 = (uint32_t)(p0 >> 32) ^ c3 ^ g->key1[r];
+            c3 = (uint32_t)p0;
+        }
+        row[v] = (v4){(float)(c0 >> 8), (float)(c1 >> 8), (float)(c2 >> 8), (float)(c3 >> 8)};
+    }
+}
+
+SHARED void shifted_portable(v4 *row, const v4 *now, const v4 *next, int by) {
+    float both[ROW + WIDTH];
+    UNROLL for (int v = 0; v < VECTORS; v++) *(v4_anywhere *)(both + v * WIDTH) = now[v];
+    *(v4_anywhere *)(both + ROW) = next[0];
+    UNROLL for (int v = 0; v < VECTORS; v++) row[v] = *(const v4_anywhere *)(both + v * WIDTH + by);
 }
 
 #include "kernels_body.h"
@@ -271,12 +370,10 @@ static const char name_avx2[] = "avx2";
 
 TARGET SHARED i8 lane_bits_avx2(int v) { return (i8){1, 2, 4, 8, 16, 32, 64, 128} << (v * WIDTH); }
 
-TARGET SHARED uint32_t nonnegative_avx2(const v8 *row) {
-    __m256i yes[VECTORS];
-    UNROLL for (int v = 0; v < VECTORS; v++)
-        yes[v] = (__m256i)_mm256_cmp_ps(row[v], _mm256_setzero_ps(), _CMP_GE_OQ);
+TARGET SHARED uint32_t word_of_avx2(const i8 *yes) {
     /* Packing works on halves of 16 bytes; the permutation puts groups of four elements back in order. */
-    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(yes[0], yes[1]), _mm256_packs_epi32(yes[2], yes[3]));
+    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32((__m256i)yes[0], (__m256i)yes[1]),
+                                              _mm256_packs_epi32((__m256i)yes[2], (__m256i)yes[3]));
     const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     return (uint32_t)_mm256_movemask_epi8(ordered);
 }
@@ -317,6 +414,44 @@ TARGET SHARED void looked_up_avx2(v8 *row, const sums_table *table, const uint32
     row[1] = (v8)_mm256_unpackhi_epi16(low01, low23);
     row[2] = (v8)_mm256_unpacklo_epi16(high01, high23);
     row[3] = (v8)_mm256_unpackhi_epi16(high01, high23);
+}
+
+TARGET SHARED void drawn_avx2(v8 *row, const generator *g, uint64_t quad) {
+    const __m256i m0 = _mm256_set1_epi64x(PHILOX_M0), m1 = _mm256_set1_epi64x(PHILOX_M1);
+    /* Two vectors of four counters, one in each 64-bit lane. A multiplication reads the lower halves of its lanes only,
+     * so what is in the upper ones does no harm. Their order is the one that interleaving below puts right. */
+    const __m256i first = _mm256_add_epi64(_mm256_set1_epi64x((int64_t)quad), _mm256_setr_epi64x(0, 2, 1, 3));
+    __m256i c0[2] = {first, _mm256_add_epi64(first, _mm256_set1_epi64x(4))}, c1[2], c2[2], c3[2];
+    UNROLL for (int h = 0; h < 2; h++) {
+        c1[h] = _mm256_srli_epi64(c0[h], 32);
+        c2[h] = _mm256_set1_epi64x(g->step);
+        c3[h] = _mm256_set1_epi64x(g->stream);
+    }
+    UNROLL for (int r = 0; r < PHILOX_ROUNDS; r++) {
+        const __m256i k0 = _mm256_set1_epi64x(g->key0[r]), k1 = _mm256_set1_epi64x(g->key1[r]);
+        UNROLL for (int h = 0; h < 2; h++) {
+            const __m256i p0 = _mm256_mul_epu32(c0[h], m0), p1 = _mm256_mul_epu32(c2[h], m1);
+            c0[h] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), c1[h]), k0);
+            c1[h] = p1;
+            c2[h] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), c3[h]), k1);
+            c3[h] = p0;
+        }
+    }
+    UNROLL for (int h = 0; h < 2; h++) {
+        const __m256i words01 = _mm256_blend_epi32(c0[h], _mm256_slli_epi64(c1[h], 32), 0xAA);
+        const __m256i words23 = _mm256_blend_epi32(c2[h], _mm256_slli_epi64(c3[h], 32), 0xAA);
+        row[2 * h] = (v8)_mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_unpacklo_epi64(words01, words23), 8));
+        row[2 * h + 1] = (v8)_mm256_cvtepi32_ps(_mm256_srli_epi32(_mm256_unpackhi_epi64(words01, words23), 8));
+    }
+}
+
+TARGET SHARED void shifted_avx2(v8 *row, const v8 *now, const v8 *next, int by) {
+    const i8 lane = {0, 1, 2, 3, 4, 5, 6, 7};
+    const i8 later = lane < by;
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        const __m256 both = _mm256_blendv_ps(now[v], v + 1 < VECTORS ? now[v + 1] : next[0], (__m256)later);
+        row[v] = (v8)_mm256_permutevar8x32_ps(both, (__m256i)((lane + by) & 7));
+    }
 }
 
 #include "kernels_body.h"
@@ -428,6 +563,58 @@ void ocomm_apply_update(const ocomm_block *blocks, int64_t count, const ocomm_te
 
 int ocomm_finite(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors) {
     return active->finite(blocks, count, tensors);
+}
+
+int ocomm_quantize(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
+                   float *momentum_out, const float *magnitude, float *magnitude_out, const float *error,
+                   float *error_out, float eps, int amsgrad, const ocomm_noise *noise, uint8_t *packed) {
+    return active->quantize(&(ratio_call){.blocks = blocks,
+                                          .count = count,
+                                          .tensors = tensors,
+                                          .momentum = momentum,
+                                          .momentum_out = momentum_out,
+                                          .magnitude = magnitude,
+                                          .magnitude_out = magnitude_out,
+                                          .error = error,
+                                          .error_out = error_out,
+                                          .eps = eps,
+                                          .amsgrad = amsgrad,
+                                          .noise = noise,
+                                          .packed = packed});
+}
+
+int ocomm_quantized_average(const ocomm_block *blocks, int64_t count, const uint8_t *const *received, int64_t origin,
+                            int ranks, const float *weights, const float *error, float *error_out,
+                            const ocomm_noise *noise, uint8_t *packed) {
+    return active->quantized_average(&(ratio_call){.blocks = blocks,
+                                                   .count = count,
+                                                   .received = received,
+                                                   .origin = origin,
+                                                   .ranks = ranks,
+                                                   .weights = weights,
+                                                   .error = error,
+                                                   .error_out = error_out,
+                                                   .noise = noise,
+                                                   .packed = packed});
+}
+
+void ocomm_apply_signs(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const uint8_t *packed) {
+    active->apply_signs(blocks, count, tensors, packed);
+}
+
+int ocomm_soft_sign(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
+                    float *momentum_out, const float *magnitude, float *magnitude_out, float eps, int amsgrad,
+                    float *out) {
+    return active->soft_sign(&(ratio_call){.blocks = blocks,
+                                           .count = count,
+                                           .tensors = tensors,
+                                           .momentum = momentum,
+                                           .momentum_out = momentum_out,
+                                           .magnitude = magnitude,
+                                           .magnitude_out = magnitude_out,
+                                           .eps = eps,
+                                           .amsgrad = amsgrad,
+                                           .out = out});
 }
 
 void ocomm_axpy(float *y, const float *x, float factor, int64_t numel) { active->axpy(y, x, factor, numel); }

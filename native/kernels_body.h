@@ -3,7 +3,7 @@
  *   TARGET             its target attribute
  *   WIDTH, V, VU, I    floats per vector; vector types: float, float at any address, int32
  *   VECTORS            vectors per row of 32 elements
- *   nonnegative(row)   one bit per element of a row, 1 where it is >= 0
+ *   word_of(yes)       one bit per element of a row, 1 where yes is all ones, 0 where it is all zeros
  *   with_signs(s, w, v)  +s where the word's bit is 1, -s where 0, for vector v of the row
  *   toward(c, s)       s with the sign of c, where -0.0 counts as positive
  *   LOOKS_UP           1 if looked_up(row, table, words) exists: a row of sums of the first ranks by their signs
@@ -14,6 +14,13 @@
 #define INLINE TARGET static inline __attribute__((always_inline))
 
 INLINE V FN(splat)(float x) { return x - (V){0}; }
+
+/* One bit per element of a row, 1 where it is >= 0. */
+INLINE uint32_t FN(nonnegative)(const V *row) {
+    I yes[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++) yes[v] = row[v] >= (V){0};
+    return FN(word_of)(yes);
+}
 
 INLINE I FN(select)(I which, I yes, I no) { return (which & yes) | (~which & no); }
 
@@ -184,7 +191,11 @@ INLINE void FN(finish)(const remainder *last, int64_t from) {
  * anything masked and that the scale is a mean magnitude: the usual case, without a test in the loop. */
 INLINE void FN(rows)(enum content content, int plain, work *w, const remainder *last, V *sum) {
     sums_table table;
-    if (content == FROM_TABLE) fill_table(&table, w);
+    if (content == FROM_TABLE) {
+        float scales[TABLED];
+        for (int i = 0; i < TABLED; i++) scales[i] = read_float(w->received[i] + w->scale_at);
+        fill_table(&table, scales);
+    }
     const int64_t whole = w->length & -ROW, ready = last->length & -ROW;
     const int64_t together = whole < ready ? whole : ready;
     const V scale = FN(splat)(last->scale);
@@ -502,9 +513,12 @@ TARGET static void FN(axpy)(float *y, const float *x, float factor, int64_t nume
     for (; j < numel; j++) y[j] += factor * x[j];
 }
 
+#include "quantize_body.h"
+
 static const loops FN(loops) = {
     FN(name),   FN(compress), FN(compress_momentum), FN(compress_update), FN(average), FN(unpack),
     FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(axpy),
+    FN(quantize), FN(quantized_average), FN(apply_signs), FN(soft_sign),
 };
 
 #undef INLINE

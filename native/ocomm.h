@@ -37,6 +37,14 @@ typedef struct {
     int32_t skip;            /* 1: ocomm_apply, ocomm_local_step and ocomm_apply_update leave the tensor alone */
 } ocomm_tensor;
 
+/* What a step's random numbers depend on, besides an element's index: U = (word >> 8) * 2^-24, word index % 4 of
+ * Philox-4x32-7 with the seed as its key and the counter (index / 4 low, index / 4 high, step, stream). */
+typedef struct {
+    uint64_t seed;
+    uint32_t step;     /* committed steps */
+    uint32_t stream;   /* rank of the worker; 0xFFFFFFFF for owners */
+} ocomm_noise;
+
 /* Which build of the loops runs: "avx2" or "portable". Selecting an unknown or unsupported one returns -1. */
 const char *ocomm_path(void);
 int ocomm_select_path(const char *name);
@@ -69,6 +77,23 @@ void ocomm_apply_update(const ocomm_block *blocks, int64_t count, const ocomm_te
                         const float *denominator, const uint8_t *mask, float *momentum, float *update, float *synced);
 /* 1 if every element of the blocks' gradients is finite. */
 int ocomm_finite(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors);
+/* Birder and SoftSignSGD; no scales, no mask. A result is 1 if everything computed is finite, else 0. Each `_out` may
+ * be the array it follows.
+ * momentum_out = m = beta1 * momentum + one_minus_beta1 * grad, magnitude_out = b = the same of |grad|, with amsgrad no
+ * less than before; y = m / (b + eps) + error; bit = U < (y + 1) / 2; error_out = y - (bit ? 1 : -1). */
+int ocomm_quantize(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
+                   float *momentum_out, const float *magnitude, float *magnitude_out, const float *error,
+                   float *error_out, float eps, int amsgrad, const ocomm_noise *noise, uint8_t *packed);
+/* The same of y = sum of weights[i] * sign_i in order + error, at `owned`. */
+int ocomm_quantized_average(const ocomm_block *blocks, int64_t count, const uint8_t *const *received, int64_t origin,
+                            int ranks, const float *weights, const float *error, float *error_out,
+                            const ocomm_noise *noise, uint8_t *packed);
+/* param = param * decay, then param -= step_size * sign. */
+void ocomm_apply_signs(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const uint8_t *packed);
+/* out = m / (b + eps), m and b as above. */
+int ocomm_soft_sign(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
+                    float *momentum_out, const float *magnitude, float *magnitude_out, float eps, int amsgrad,
+                    float *out);
 /* out = postscale * reduce(prescale * sources[0], ..., prescale * sources[ranks - 1]) in rank order; out may be one of
  * the sources. Returns -1 for an operation the dtype does not have. dtype and op are types.DType and types.ReduceOp. */
 int ocomm_reduce(int dtype, int op, int ranks, const void *const *sources, int64_t numel, double prescale,

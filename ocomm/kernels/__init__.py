@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from ocomm.kernels.base import BLOCK, TENSOR, Kernels
+from ocomm.kernels.base import BLOCK, NOISE, OWNERS, TENSOR, Kernels
 from ocomm.kernels.reference import ReferenceKernels
 
-__all__ = ["BLOCK", "TENSOR", "Kernels", "cpu_kernels", "reference"]
+__all__ = ["BLOCK", "NOISE", "OWNERS", "TENSOR", "Kernels", "cpu_kernels", "reference"]
 
 reference: Kernels = ReferenceKernels()
 

@@ -49,6 +49,11 @@ TENSOR = np.dtype(
     align=True,
 )
 
+#: What a step's random numbers depend on, besides an element's index; fields as in ``ocomm_noise``.
+#: ``step``: committed steps; ``stream``: the rank, ``OWNERS`` for the owners' half.
+NOISE = np.dtype([("seed", np.uint64), ("step", np.uint32), ("stream", np.uint32)], align=True)
+OWNERS = 0xFFFFFFFF
+
 Floats = NDArray[np.float32]
 Table = NDArray[np.void]
 
@@ -188,6 +193,68 @@ class Kernels(Protocol):
 
     def finite(self, blocks: Table, tensors: Table) -> bool:
         """Whether every element of the blocks' gradients is finite."""
+        ...
+
+    # Birder and SoftSignSGD. No scales, no mask. Flat buffers are indexed by ``offset``, owners' errors by ``owned``;
+    # ``x_out`` is written beside ``x``, or is the same array. ``noise`` is one NOISE row.
+
+    def quantize(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        momentum_out: Floats,
+        magnitude: Floats,
+        magnitude_out: Floats,
+        error: Floats,
+        error_out: Floats,
+        eps: float,
+        amsgrad: bool,
+        noise: NDArray[np.void],
+        packed: Bytes,
+    ) -> bool:
+        """The worker's half: y = m / (b + eps) + e, sent as one random sign u per element, whose mean is y in [-1, 1].
+
+        m = beta1 * momentum + one_minus_beta1 * grad; b = beta1 * magnitude + one_minus_beta1 * \\|grad\\|, with
+        ``amsgrad`` no less than before; u = +1 iff U < (y + 1) / 2, U in [0, 1); error_out = y - u.
+        Returns whether all m, b and y are finite.
+        """
+        ...
+
+    def quantized_average(
+        self,
+        blocks: Table,
+        received: Sequence[Bytes],
+        origin: int,
+        weights: Floats,
+        error: Floats,
+        error_out: Floats,
+        noise: NDArray[np.void],
+        packed: Bytes,
+    ) -> bool:
+        """The owner's half: a = sum of weights[i] * u_i in order, plus error, sent as one random sign per element.
+
+        error_out = a - that sign. Returns whether all a are finite.
+        """
+        ...
+
+    def apply_signs(self, blocks: Table, tensors: Table, packed: Bytes) -> None:
+        """param = param * decay, then param -= step_size * sign; tensors with ``skip`` are left alone."""
+        ...
+
+    def soft_sign(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        momentum_out: Floats,
+        magnitude: Floats,
+        magnitude_out: Floats,
+        eps: float,
+        amsgrad: bool,
+        out: Floats,
+    ) -> bool:
+        """out = m / (b + eps), m and b as in ``quantize``. Returns whether all of them are finite."""
         ...
 
     def reduce(

@@ -214,6 +214,105 @@ class CpuKernels:
             lib.ocomm_finite(_pointer("ocomm_block[]", blocks), len(blocks), _pointer("ocomm_tensor[]", tensors))
         )
 
+    def quantize(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        momentum_out: Floats,
+        magnitude: Floats,
+        magnitude_out: Floats,
+        error: Floats,
+        error_out: Floats,
+        eps: float,
+        amsgrad: bool,
+        noise: NDArray[np.void],
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and the three ``_out``; each may be the array it follows."""
+        return bool(
+            lib.ocomm_quantize(
+                _pointer("ocomm_block[]", blocks),
+                len(blocks),
+                _pointer("ocomm_tensor[]", tensors),
+                _pointer("float[]", momentum),
+                _pointer("float[]", momentum_out),
+                _pointer("float[]", magnitude),
+                _pointer("float[]", magnitude_out),
+                _pointer("float[]", error),
+                _pointer("float[]", error_out),
+                eps,
+                amsgrad,
+                _pointer("ocomm_noise[]", noise),
+                _pointer("uint8_t[]", packed),
+            )
+        )
+
+    def quantized_average(
+        self,
+        blocks: Table,
+        received: Sequence[Bytes],
+        origin: int,
+        weights: Floats,
+        error: Floats,
+        error_out: Floats,
+        noise: NDArray[np.void],
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``."""
+        messages = [_pointer("uint8_t[]", message) for message in received]
+        return bool(
+            lib.ocomm_quantized_average(
+                _pointer("ocomm_block[]", blocks),
+                len(blocks),
+                ffi.new("uint8_t *[]", messages),
+                origin,
+                len(messages),
+                _pointer("float[]", weights),
+                _pointer("float[]", error),
+                _pointer("float[]", error_out),
+                _pointer("ocomm_noise[]", noise),
+                _pointer("uint8_t[]", packed),
+            )
+        )
+
+    def apply_signs(self, blocks: Table, tensors: Table, packed: Bytes) -> None:
+        """Updates the tensors behind the ``param`` addresses in place, except those with ``skip``."""
+        lib.ocomm_apply_signs(
+            _pointer("ocomm_block[]", blocks),
+            len(blocks),
+            _pointer("ocomm_tensor[]", tensors),
+            _pointer("uint8_t[]", packed),
+        )
+
+    def soft_sign(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        momentum_out: Floats,
+        magnitude: Floats,
+        magnitude_out: Floats,
+        eps: float,
+        amsgrad: bool,
+        out: Floats,
+    ) -> bool:
+        """Writes ``out`` and the two ``_out``; the latter may be the array they follow."""
+        return bool(
+            lib.ocomm_soft_sign(
+                _pointer("ocomm_block[]", blocks),
+                len(blocks),
+                _pointer("ocomm_tensor[]", tensors),
+                _pointer("float[]", momentum),
+                _pointer("float[]", momentum_out),
+                _pointer("float[]", magnitude),
+                _pointer("float[]", magnitude_out),
+                eps,
+                amsgrad,
+                _pointer("float[]", out),
+            )
+        )
+
     def reduce(
         self,
         dtype: DType,

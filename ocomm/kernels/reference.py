@@ -213,6 +213,92 @@ class ReferenceKernels:
         """Reads the gradients only; a gradient of 0 in the table is finite."""
         return all(np.isfinite(_tensor_part(tensors["grad"][block["tensor"]], block)).all() for block in blocks)
 
+    def quantize(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        momentum_out: Floats,
+        magnitude: Floats,
+        magnitude_out: Floats,
+        error: Floats,
+        error_out: Floats,
+        eps: float,
+        amsgrad: bool,
+        noise: NDArray[np.void],
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and the three ``_out`` where the blocks are; each may be the array it follows."""
+        finite = True
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                at = _span(block["offset"], block)
+                m, b = _moments(tensors[block["tensor"]], block, momentum[at], magnitude[at], amsgrad)
+                y = m / (b + np.float32(eps)) + error[at]
+                momentum_out[at], magnitude_out[at] = m, b
+                error_out[at] = _quantize(block, y, noise, packed)
+                finite &= all(bool(np.isfinite(part).all()) for part in (m, b, y))
+        return finite
+
+    def quantized_average(
+        self,
+        blocks: Table,
+        received: Sequence[Bytes],
+        origin: int,
+        weights: Floats,
+        error: Floats,
+        error_out: Floats,
+        noise: NDArray[np.void],
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``, which may be ``error``."""
+        finite = True
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                total = weights[0] * _signs(received[0], block, origin)
+                for weight, message in zip(weights[1:], received[1:], strict=True):
+                    total = total + weight * _signs(message, block, origin)
+                at = _span(block["owned"], block)
+                a = total + error[at]
+                error_out[at] = _quantize(block, a, noise, packed)
+                finite &= bool(np.isfinite(a).all())
+        return finite
+
+    def apply_signs(self, blocks: Table, tensors: Table, packed: Bytes) -> None:
+        """Updates the tensors behind the ``param`` addresses in place."""
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                tensor = tensors[block["tensor"]]
+                if tensor["skip"]:
+                    continue
+                param = _tensor_part(tensor["param"], block)
+                if tensor["decay"] != 1:
+                    param[:] = param * tensor["decay"]
+                param[:] = param - tensor["step_size"] * _signs(packed, block)
+
+    def soft_sign(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        momentum_out: Floats,
+        magnitude: Floats,
+        magnitude_out: Floats,
+        eps: float,
+        amsgrad: bool,
+        out: Floats,
+    ) -> bool:
+        """Writes ``out`` and the two ``_out`` where the blocks are; the latter may be the array they follow."""
+        finite = True
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                at = _span(block["offset"], block)
+                m, b = _moments(tensors[block["tensor"]], block, momentum[at], magnitude[at], amsgrad)
+                out[at] = m / (b + np.float32(eps))
+                momentum_out[at], magnitude_out[at] = m, b
+                finite &= all(bool(np.isfinite(part).all()) for part in (m, b, out[at]))
+        return finite
+
     def reduce(
         self,
         dtype: DType,
@@ -347,6 +433,47 @@ def _send(
     packed[int(block["scale"]) : int(block["scale"]) + 4] = np.frombuffer(np.float32(s).tobytes(), np.uint8)
     error_out[:] = np.where(masked, kept, c - np.where(positive, s, -s))
     return bool(np.isfinite(s))
+
+
+def philox4x32(counters: NDArray[np.uint32], key: tuple[int, int], rounds: int = 7) -> NDArray[np.uint32]:
+    """The counter-based generator of Salmon et al. (SC 2011): (n, 4) counters to (n, 4) random words."""
+    words = [counters[:, i].astype(np.uint64) for i in range(4)]
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    for i in range(rounds):
+        # The products are of two 32-bit numbers, so they fit.
+        p0, p1 = words[0] * np.uint64(0xD2511F53), words[2] * np.uint64(0xCD9E8D57)
+        keys = [np.uint64((k + i * w) & 0xFFFFFFFF) for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)]
+        words = [(p1 >> half) ^ words[1] ^ keys[0], p1 & low, (p0 >> half) ^ words[3] ^ keys[1], p0 & low]
+    return np.stack(words, axis=1).astype(np.uint32)
+
+
+def uniform(noise: NDArray[np.void], index: int, count: int) -> Floats:
+    """The random numbers of elements index ... index + count - 1: multiples of 2^-24 in [0, 1)."""
+    row = noise.reshape(-1)[0]
+    quads = np.arange(index // 4, (index + count + 3) // 4, dtype=np.uint64)
+    counters = np.empty((quads.size, 4), np.uint32)
+    counters[:, 0], counters[:, 1] = quads & np.uint64(0xFFFFFFFF), quads >> np.uint64(32)
+    counters[:, 2], counters[:, 3] = row["step"], row["stream"]
+    words = philox4x32(counters, (int(row["seed"]) & 0xFFFFFFFF, int(row["seed"]) >> 32)).reshape(-1)
+    return (words[index % 4 :][:count] >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
+
+
+def _moments(
+    tensor: np.void, block: np.void, momentum: Floats, magnitude: Floats, amsgrad: bool
+) -> tuple[Floats, Floats]:
+    """This step's m and b of a block."""
+    gradient = _tensor_part(tensor["grad"], block)
+    m = tensor["beta1"] * momentum + tensor["one_minus_beta1"] * gradient
+    b = tensor["beta1"] * magnitude + tensor["one_minus_beta1"] * np.abs(gradient)
+    return m, np.where(magnitude > b, magnitude, b) if amsgrad else b
+
+
+def _quantize(block: np.void, y: Floats, noise: NDArray[np.void], packed: Bytes) -> Floats:
+    """Random signs of y into ``packed``; returns what they leave of y."""
+    positive = uniform(noise, int(block["index"]), y.size) < (y + np.float32(1)) * np.float32(0.5)
+    signs = np.packbits(positive, bitorder="little")
+    packed[int(block["bits"]) : int(block["bits"]) + signs.size] = signs
+    return y - np.where(positive, np.float32(1), np.float32(-1))
 
 
 _NUMPY_DTYPE = {

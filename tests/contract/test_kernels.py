@@ -11,36 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ocomm.kernels import BLOCK, TENSOR, Kernels, cpu_kernels, reference
+from ocomm.kernels import BLOCK, NOISE, TENSOR, Kernels, cpu_kernels, reference
 from ocomm.types import DType, ReduceOp
 
 native = pytest.importorskip("ocomm._native", reason="the extension ocomm._native is not built")
 
 LENGTHS = ((), (1,), (31,), (4095,), (4096,), (4097,), (100003,), (1, 70, 4096, 3, 9001))
 SCALES = ("l1", "rms")
-
-
-@pytest.fixture(params=["portable", "avx2"])
-def cpu(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    """The C loops, once per path."""
-    usual = native.ffi.string(native.lib.ocomm_path())
-    if native.lib.ocomm_select_path(request.param.encode()) < 0:
-        pytest.skip(f"this processor cannot run the {request.param} path")
-    yield cpu_kernels()
-    native.lib.ocomm_select_path(usual)
-
-
-@pytest.fixture(params=["reference", "portable", "avx2"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    """Every implementation."""
-    if request.param == "reference":
-        yield reference
-        return
-    usual = native.ffi.string(native.lib.ocomm_path())
-    if native.lib.ocomm_select_path(request.param.encode()) < 0:
-        pytest.skip(f"this processor cannot run the {request.param} path")
-    yield cpu_kernels()
-    native.lib.ocomm_select_path(usual)
 
 
 @dataclass
@@ -838,7 +815,7 @@ def test_an_unknown_path_is_refused_and_changes_nothing() -> None:
 
 
 def test_the_tables_have_the_layout_of_the_c_structs() -> None:
-    for dtype, struct in ((BLOCK, "ocomm_block"), (TENSOR, "ocomm_tensor")):
+    for dtype, struct in ((BLOCK, "ocomm_block"), (TENSOR, "ocomm_tensor"), (NOISE, "ocomm_noise")):
         assert dtype.itemsize == native.ffi.sizeof(struct)
         for name in dtype.names or ():
             assert dtype.fields[name][1] == native.ffi.offsetof(struct, name)
