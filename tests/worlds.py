@@ -10,6 +10,7 @@ import faulthandler
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,10 @@ from ocomm.types import Settings
 #: Number of ranks if these tests run under mpirun, else 0.
 MPI_SIZE = int(os.environ.get("TEST_MPI_SIZE", "0"))
 _mpi_world: Any = None
+#: Seconds after which the others give up on a rank that does not come.
+PATIENCE_S = 20.0
+#: Seconds for the other ranks to end once one has failed.
+GRACE_S = 5.0
 
 
 def run_ranks(
@@ -35,9 +40,10 @@ def run_ranks(
 ) -> list[Any]:
     """``body(session)`` on ``size`` ranks, with that session current; returns what each rank returned.
 
-    The first exception of any rank ends all of them and is raised here.
+    The first exception of any rank ends all of them and is raised here. A rank that hangs ends the run after
+    ``PATIENCE_S`` seconds of the others' waiting, with its stack.
     """
-    settings = settings or Settings()
+    settings = settings or Settings(stall_check_s=PATIENCE_S / 4, stall_shutdown_s=PATIENCE_S)
     if MPI_SIZE:
         if size != MPI_SIZE:
             pytest.skip(f"needs {size} ranks, this run has {MPI_SIZE}")
@@ -72,14 +78,18 @@ def _run_as_threads(
     ]
     for thread in threads:
         thread.start()
+    end = time.monotonic() + timeout_s
     for thread in threads:
-        thread.join(timeout_s)
+        while thread.is_alive() and time.monotonic() < end:
+            thread.join(0.1)
+            if failures:
+                end = min(end, time.monotonic() + GRACE_S)
     stuck = [thread.name for thread in threads if thread.is_alive()]
+    if stuck:
+        faulthandler.dump_traceback(all_threads=True)
     if failures:
         raise failures[0][1]
     if stuck:
-        faulthandler.dump_traceback(all_threads=True)
-        fabric.abort(1)
         pytest.fail(f"{', '.join(stuck)} did not end in {timeout_s} s")
     return results
 

@@ -1,0 +1,34 @@
+"""The suite's own promise: a rank that hangs ends the run within seconds, and says where it hung."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.jobs import MPIRUN
+from tests.worlds import PATIENCE_S
+
+
+@pytest.mark.parametrize(
+    "launcher", [[], [str(MPIRUN), "--oversubscribe", "--bind-to", "none", "-np", "2"]], ids=["threads", "mpirun"]
+)
+def test_a_hanging_rank_ends_the_run_within_seconds_with_its_stack(launcher: list[str]) -> None:
+    command = [*launcher, sys.executable, "-m", "pytest", "-q", "-s", str(Path(__file__).with_name("hanging_rank.py"))]
+    environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if launcher:
+        environment["TEST_MPI_SIZE"] = "2"
+    started = time.monotonic()
+    run = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100, check=False
+    )
+    seconds = time.monotonic() - started
+    said = run.stdout + run.stderr
+    assert run.returncode != 0
+    assert "wait_forever" in said, said
+    assert "StallError" in said, said
+    assert seconds < PATIENCE_S + 25, f"{seconds:.0f} s"  # 25: starting Python and the job on a busy machine
