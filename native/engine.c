@@ -348,6 +348,19 @@ static int run_op(const ocomm_op *op) {
         finite = ocomm_average(P(0), a[1], P(2), a[3], (int)a[4], P(5), P(6), P(7), (int)a[8], P(9));
         flags = P(10);
         break;
+    case OCOMM_QUANTIZE:
+        finite = ocomm_quantize(P(0), a[1], P(2), P(3), P(4), P(5), P(6), P(7), P(8), (float)op->f[0], (int)a[9], P(10),
+                                P(11));
+        flags = P(12);
+        break;
+    case OCOMM_QUANTIZED_AVERAGE:
+        finite = ocomm_quantized_average(P(0), a[1], P(2), a[3], (int)a[4], P(5), P(6), P(7), P(8), P(9));
+        flags = P(10);
+        break;
+    case OCOMM_SOFT_SIGN:
+        finite = ocomm_soft_sign(P(0), a[1], P(2), P(3), P(4), P(5), P(6), (float)op->f[0], (int)a[7], P(8));
+        flags = P(9);
+        break;
     case OCOMM_UNPACK:
         ocomm_unpack(P(0), a[1], P(2), P(3), P(4));
         break;

@@ -121,7 +121,8 @@ typedef struct {
 } ocomm_mpi;
 
 enum { OCOMM_COPY, OCOMM_REDUCE, OCOMM_COMPRESS, OCOMM_COMPRESS_MOMENTUM, OCOMM_AVERAGE, OCOMM_UNPACK, OCOMM_SEAL,
-       OCOMM_CHECK, OCOMM_PACK, OCOMM_COMPRESS_UPDATE };
+       OCOMM_CHECK, OCOMM_PACK, OCOMM_COMPRESS_UPDATE, OCOMM_QUANTIZE, OCOMM_QUANTIZED_AVERAGE,
+       OCOMM_SOFT_SIGN };
 enum { OCOMM_QUEUED, OCOMM_ACTIVE, OCOMM_DONE, OCOMM_MISMATCH, OCOMM_MPI_ERROR, OCOMM_TIMED_OUT, OCOMM_ABORTED };
 enum { OCOMM_WOKEN = 1, OCOMM_COMPLETED = 2, OCOMM_CONTROL = 4, OCOMM_FAILED = 8 };
 
@@ -138,7 +139,7 @@ typedef struct {
 /* One computation; the arguments are those of the loop of that name, in order (see run_op in engine.c). */
 typedef struct {
     int64_t code;
-    int64_t a[12];
+    int64_t a[14];
     double f[2];
 } ocomm_op;
 

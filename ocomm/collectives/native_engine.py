@@ -15,7 +15,7 @@ from ocomm.collectives.tracing import Trace, new_trace, record
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Transport
 
-_OP = np.dtype([("code", np.int64), ("a", np.int64, 12), ("f", np.float64, 2)])
+_OP = np.dtype([("code", np.int64), ("a", np.int64, 14), ("f", np.float64, 2)])
 _MESSAGE = np.dtype([("address", np.int64), ("nbytes", np.int64), ("peer", np.int32), ("receive", np.int32)])
 _STAGES_PER_SEGMENT = 8  # as STAGES_PER_TAG in engine.c
 
@@ -38,7 +38,7 @@ class _Compiler:
         return _address(table)
 
     def op(self, code: int, *arguments: int, factors: tuple[float, float] = (0.0, 0.0)) -> None:
-        self.ops.append((code, arguments + (0,) * (12 - len(arguments)), factors))
+        self.ops.append((code, arguments + (0,) * (14 - len(arguments)), factors))
 
     def add(self, c: plans.Computation) -> None:
         a = _address
@@ -82,6 +82,27 @@ class _Compiler:
                     lib.OCOMM_AVERAGE,
                     *(a(c.blocks), len(c.blocks), self.pointers(c.received), c.origin, len(c.received)),
                     *(a(c.error), a(c.error_out), a(c.mask), int(c.scale == "rms"), a(c.packed), a(c.flags)),
+                )
+            case plans.CompressQuantized():
+                self.op(
+                    lib.OCOMM_QUANTIZE,
+                    *(a(c.blocks), len(c.blocks), a(c.tensors), a(c.momentum), a(c.momentum_out)),
+                    *(a(c.magnitude), a(c.magnitude_out), a(c.error), a(c.error_out)),
+                    *(int(c.amsgrad), a(c.noise), a(c.packed), a(c.flags)),
+                    factors=(c.eps, 0.0),
+                )
+            case plans.AverageQuantized():
+                self.op(
+                    lib.OCOMM_QUANTIZED_AVERAGE,
+                    *(a(c.blocks), len(c.blocks), self.pointers(c.received), c.origin, len(c.received)),
+                    *(a(c.weights), a(c.error), a(c.error_out), a(c.noise), a(c.packed), a(c.flags)),
+                )
+            case plans.SoftSign():
+                self.op(
+                    lib.OCOMM_SOFT_SIGN,
+                    *(a(c.blocks), len(c.blocks), a(c.tensors), a(c.momentum), a(c.momentum_out)),
+                    *(a(c.magnitude), a(c.magnitude_out), int(c.amsgrad), a(c.out), a(c.flags)),
+                    factors=(c.eps, 0.0),
                 )
             case plans.Unpack():
                 self.op(lib.OCOMM_UNPACK, a(c.blocks), len(c.blocks), a(c.packed), a(c.mask), a(c.out))

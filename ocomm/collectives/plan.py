@@ -106,6 +106,60 @@ class Average:
 
 
 @dataclass(slots=True, eq=False)
+class CompressQuantized:
+    """Worker side of Birder: momentum, magnitude and error of this step, and the random signs it sends.
+
+    Flat buffers; those written may be those read. ``noise`` is one NOISE row, read when the plan runs: its step may
+    change between runs. ``flags`` as for ``Compress``: something computed was not finite.
+    """
+
+    blocks: Table
+    tensors: Table
+    momentum: Floats
+    momentum_out: Floats
+    magnitude: Floats
+    magnitude_out: Floats
+    error: Floats
+    error_out: Floats
+    eps: float
+    amsgrad: bool
+    noise: np.ndarray
+    packed: Bytes
+    flags: np.ndarray
+
+
+@dataclass(slots=True, eq=False)
+class AverageQuantized:
+    """Owner side of Birder: mean of the signs with ``weights``, plus the owner's error, as random signs again."""
+
+    blocks: Table
+    received: Sequence[Bytes]
+    origin: int
+    weights: Floats
+    error: Floats
+    error_out: Floats
+    noise: np.ndarray
+    packed: Bytes
+    flags: np.ndarray
+
+
+@dataclass(slots=True, eq=False)
+class SoftSign:
+    """Momentum and magnitude of this step as ``CompressQuantized`` has them, and their ratio into a flat buffer."""
+
+    blocks: Table
+    tensors: Table
+    momentum: Floats
+    momentum_out: Floats
+    magnitude: Floats
+    magnitude_out: Floats
+    eps: float
+    amsgrad: bool
+    out: Floats
+    flags: np.ndarray
+
+
+@dataclass(slots=True, eq=False)
 class Unpack:
     """Scale times sign into a flat buffer."""
 
@@ -139,7 +193,20 @@ class Check:
     announcement: np.ndarray
 
 
-Computation = Copy | Pack | Reduce | Compress | CompressUpdate | Average | Unpack | Seal | Check
+Computation = (
+    Copy
+    | Pack
+    | Reduce
+    | Compress
+    | CompressUpdate
+    | CompressQuantized
+    | Average
+    | AverageQuantized
+    | SoftSign
+    | Unpack
+    | Seal
+    | Check
+)
 
 
 @dataclass(slots=True, eq=False)

@@ -348,6 +348,20 @@ class PythonEngine:
                 finite = self.kernels.average(
                     c.blocks, c.received, c.origin, c.error, c.error_out, c.mask, c.scale, c.packed
                 )
+            case plans.CompressQuantized():
+                finite = self.kernels.quantize(
+                    c.blocks, c.tensors, c.momentum, c.momentum_out, c.magnitude, c.magnitude_out, c.error, c.error_out,
+                    c.eps, c.amsgrad, c.noise, c.packed,
+                )  # fmt: skip
+            case plans.AverageQuantized():
+                finite = self.kernels.quantized_average(
+                    c.blocks, c.received, c.origin, c.weights, c.error, c.error_out, c.noise, c.packed
+                )
+            case plans.SoftSign():
+                finite = self.kernels.soft_sign(
+                    c.blocks, c.tensors, c.momentum, c.momentum_out, c.magnitude, c.magnitude_out, c.eps, c.amsgrad,
+                    c.out,
+                )  # fmt: skip
             case plans.Unpack():
                 self.kernels.unpack(c.blocks, c.packed, c.mask, c.out)
             case plans.Seal():

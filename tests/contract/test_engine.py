@@ -17,11 +17,23 @@ from ocomm.collectives import dense
 from ocomm.collectives.compressed import Envelope, compressed_segment, vote
 from ocomm.collectives.engine import Channel, Engine, Reason, State, Ticket
 from ocomm.collectives.native_engine import NativeEngine
-from ocomm.collectives.plan import Average, Compress, CompressUpdate, Copy, Message, Plan, Stage, Unpack
+from ocomm.collectives.plan import (
+    Average,
+    AverageQuantized,
+    Compress,
+    CompressQuantized,
+    CompressUpdate,
+    Copy,
+    Message,
+    Plan,
+    SoftSign,
+    Stage,
+    Unpack,
+)
 from ocomm.collectives.python_engine import PythonEngine
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import Layout, TensorSpec
-from ocomm.kernels.base import TENSOR
+from ocomm.kernels.base import NOISE, OWNERS, TENSOR
 from ocomm.kernels.cpu import CpuKernels
 from ocomm.kernels.reference import ReferenceKernels
 from ocomm.transport.local import Fabric, LocalTransport
@@ -276,6 +288,94 @@ def compressed_exchange(kind: str, size: int, steps: int, source: str = "values"
 def test_both_engines_leave_the_same_bits_of_compressed_exchanges(size: int) -> None:
     assert compressed_exchange("native", size, 3) == compressed_exchange("python", size, 3)
     assert compressed_exchange("native", size, 3, "update") == compressed_exchange("python", size, 3, "update")
+
+
+def quantized_exchange(kind: str, size: int, steps: int) -> list[bytes]:
+    """A few steps of Birder; everything that each rank holds at the end."""
+    layout = Layout([TensorSpec("a", (1000,)), TensorSpec("b", (33, 7)), TensorSpec("c", (1,))], size, block_size=128)
+    rng = np.random.default_rng(6)
+    weights = rng.random(size).astype(np.float32)
+    held: list[bytes] = []
+    noises, plans, buffers = [], [], []
+    with world_of(kind, size) as world:
+        for rank in range(size):
+            (segment,) = layout.segments([0, 1, 2], rank, 1 << 20, scales=False)
+            env = envelope(rank, len(segment.tensors), segment.signature("birder"))
+            env.begin(1, 0, 9, 0)
+            grads = rng.normal(size=layout.flat_numel).astype(np.float32)
+            tensors = np.zeros(3, TENSOR)
+            tensors["grad"][:2] = [grads[layout.offsets[t] :].ctypes.data for t in range(2)]
+            tensors["beta1"], tensors["one_minus_beta1"] = 0.9, 0.1
+            m, b, e, out = (np.zeros(layout.flat_numel, np.float32) for _ in range(4))
+            m_out, b_out = np.zeros_like(m), np.zeros_like(b)
+            owner_error = np.zeros(layout.owned_numel(rank), np.float32)
+            send, result = aligned(segment.packed_nbytes), aligned(segment.packed_nbytes)
+            send[:] = result[:] = 0
+            receive = [aligned(segment.message_nbytes[rank]) for _ in range(size)]
+            noise = np.array([(77, 0, rank), (77, 0, OWNERS)], NOISE)
+            compress = CompressQuantized(
+                segment.blocks, tensors, m, m, b, b, e, e, 1e-12, rank == 0, noise[:1], send, env.flags
+            )
+
+            def average(
+                rows: Any, s: Any = segment, e: Any = owner_error, r: Any = result, v: Any = env, n: Any = noise
+            ) -> AverageQuantized:
+                origin = s.message_start[s.rank]
+                return AverageQuantized(s.owned_blocks, rows, origin, weights, e, e, n[1:], r, v.flags)
+
+            stages = compressed_segment(rank, segment, env, send, receive, result, compress, average)
+            soft = SoftSign(segment.blocks, tensors, m, m_out, b, b_out, 1e-12, rank == 0, out, env.flags)
+            stages[-1].compute.append(soft)
+            plans.append(Plan("quantized", [stages], [grads]))
+            headers = [(start, start + segment.header_nbytes) for start in segment.message_start]
+            noises.append(noise)
+            buffers.append(((m, b, e, m_out, b_out, out, owner_error), env, result, headers))
+        channels = world.channels()
+        prepared = [channel.prepare(plan) for channel, plan in zip(channels, plans, strict=True)]
+        for step in range(steps):
+            for noise in noises:
+                noise["step"] = step
+            pairs = zip(channels, prepared, strict=True)
+            assert states([channel.submit(plan, 0.0, False) for channel, plan in pairs]) == [State.DONE] * size
+        for arrays, env, result, headers in buffers:
+            assert env.flags[0] == 0
+            for first, last in headers:
+                result[first:last] = 0
+            held += [array.tobytes() for array in [*arrays, result]]
+        assert len({result.tobytes() for *_, result, _ in buffers}) == 1, "all ranks hold the same result"
+    return held
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_both_engines_leave_the_same_bits_of_quantized_exchanges(size: int) -> None:
+    native = quantized_exchange("native", size, 3)
+    assert native == quantized_exchange("python", size, 3)
+    assert native != quantized_exchange("native", size, 4)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_what_birder_computes_and_is_not_finite_sets_the_flag(kind: str) -> None:
+    fabric = Fabric(1)
+    engine: Engine = NativeEngine() if kind == "native" else PythonEngine(CpuKernels(), fabric.arrivals[0])
+    (segment,) = Layout([TensorSpec("a", (40,))], 1, block_size=16).segments([0], 0, 1 << 20, scales=False)
+    flags, noise, packed = np.zeros((3, 1), np.uint32), np.zeros(1, NOISE), aligned(segment.packed_nbytes)
+    tensors, grad = np.zeros(1, TENSOR), np.ones(40, np.float32)
+    m, b, e, out, owner_error = (np.zeros(48, np.float32) for _ in range(5))
+    tensors["grad"], tensors["one_minus_beta1"] = grad.ctypes.data, 0.1
+    quantized = CompressQuantized(segment.blocks, tensors, m, m, b, b, e, e, 1e-12, False, noise, packed, flags[0])
+    averaged = AverageQuantized(
+        segment.owned_blocks, [packed], 0, np.ones(1, np.float32), owner_error, owner_error, noise, packed, flags[1]
+    )
+    soft = SoftSign(segment.blocks, tensors, m, m, b, b, 1e-12, False, out, flags[2])
+    channel = engine.open_channel(fabric.endpoint(0), 1)
+    prepared = channel.prepare(Plan("quantized", [[Stage([quantized, averaged, soft])]]))
+    for value, expected in ((1.0, 0), (np.nan, int(Flag.NON_FINITE))):
+        grad[20] = owner_error[20] = value
+        ticket = channel.submit(prepared, 0.0, True)
+        assert engine.run(1.0) & Reason.COMPLETED
+        assert ticket.state == State.DONE
+        assert (flags == expected).all()
+    engine.close()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
