@@ -11,7 +11,6 @@ import pytest
 from ocomm import session as sessions
 from tests.worlds import MPI_SIZE
 
-
 if MPI_SIZE:
     # mpirun ends a rank that hangs with this signal, once another has given up on it: say where it was.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)

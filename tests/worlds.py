@@ -26,7 +26,7 @@ from ocomm.types import Settings
 MPI_SIZE = int(os.environ.get("TEST_MPI_SIZE", "0"))
 _mpi_world: Any = None
 #: Seconds after which the others give up on a rank that does not come.
-PATIENCE_S = 20.0
+PATIENCE_S = float(os.environ.get("TEST_PATIENCE_S", "20"))
 #: Seconds for the other ranks to end once one has failed.
 GRACE_S = 5.0
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.jobs import MPIRUN
-from tests.worlds import PATIENCE_S
+
+PATIENCE_S = 6
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,11 @@ from tests.worlds import PATIENCE_S
 )
 def test_a_hanging_rank_ends_the_run_within_seconds_with_its_stack(launcher: list[str]) -> None:
     command = [*launcher, sys.executable, "-m", "pytest", "-q", "-s", str(Path(__file__).with_name("hanging_rank.py"))]
-    environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment = os.environ | {
+        "TEST_PATIENCE_S": str(PATIENCE_S),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
     if launcher:
         environment["TEST_MPI_SIZE"] = "2"
     started = time.monotonic()
