@@ -22,7 +22,7 @@ _HOMES = {
         "allreduce_async allreduce_async_ alltoall alltoall_async barrier broadcast broadcast_ broadcast_async "
         "broadcast_async_ broadcast_object build_info ccl_built compressed_allreduce cross_rank cross_size cuda_built "
         "ddl_built gloo_built gloo_enabled grouped_allreduce grouped_allreduce_async init is_homogeneous "
-        "is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built poll rank "
+        "is_initialized join local_rank local_size mpi_built mpi_enabled mpi_threads_supported nccl_built poll rank "
         "reducescatter reducescatter_async rocm_built shutdown size start_timeline stop_timeline synchronize"
     ),
     "ocomm.errors": (

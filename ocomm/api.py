@@ -427,6 +427,17 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     operations.barrier(sessions.current(), process_set)
 
 
+def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
+    """Says that this rank has no more data, and waits until all ranks of the set do; returns the one that joined last.
+
+    Meanwhile it takes part in what the others ask for: an allreduce gets zeros from it (an average is still over all
+    ranks; Min, Max and Product get what changes nothing), an allgather gets no rows, a broadcast an ear. What cannot be
+    without it (it is the root, rows are sent to it, a reducescatter, a 1-bit optimizer's steps) is a PeerError on the
+    ranks that ask. ``device`` is accepted as in Horovod and not needed. Raises PeerError if a rank leaves instead.
+    """
+    return operations.join(sessions.current(), process_set)
+
+
 def poll(handle: int) -> bool:
     """True if ``synchronize(handle)`` will not block. InvalidRequestError for an unknown handle."""
     return handles.poll(handle)
@@ -445,7 +456,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks, in rank order; they must be picklable."""
+    """The objects of all ranks, in rank order, without those that have joined; they must be picklable."""
     return operations.allgather_object(sessions.current(), obj, name, process_set)
 
 

@@ -15,8 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from ocomm import session as sessions
+from ocomm.collectives.adasum import adasum
 from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.kernels.base import Bytes
+from ocomm.negotiation.coordinator import JOIN_NAME
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.session import Session
@@ -233,16 +235,18 @@ def choose_op(op: int | None, average: bool | None) -> int:
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
-_USABLE = frozenset((ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT))
+_USABLE = frozenset(op for op in ReduceOp if op != ReduceOp.BITWISE_OR)
 
 
 def _check_reduction(name: str, dtype: DType, op: int, prescale: float, postscale: float) -> ReduceOp:
     if (op is ReduceOp.AVERAGE or op is ReduceOp.SUM) and dtype is not DType.BOOL:
         return op  # the usual case, once per gradient
     if op not in _USABLE:
-        if op == ReduceOp.ADASUM:
-            raise InvalidRequestError(f"tensor '{name}': op=Adasum is not supported; use Average or Sum.")
-        raise InvalidRequestError(f"tensor '{name}': op={op!r} is no reduction; use Average, Sum, Min, Max or Product.")
+        raise InvalidRequestError(
+            f"tensor '{name}': op={op!r} is no reduction; use Average, Sum, Adasum, Min, Max or Product."
+        )
+    if op == ReduceOp.ADASUM and not dtype.is_floating:
+        raise InvalidRequestError(f"tensor '{name}': Adasum needs floating-point elements, not {dtype.label}.")
     if dtype == DType.BOOL:
         if op == ReduceOp.AVERAGE:
             raise InvalidRequestError(
@@ -307,6 +311,7 @@ def allreduce(
     group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
     submissions = []
     finishing: list[tuple[Any, Any, bool]] = []  # host result, the user's tensor, whether they share memory
+    targets: list[tuple[Bytes, DType]] = []
     for tensor, full_name in zip(tensors, names, strict=True):
         dtype, shape = _describe(adapter, tensor, full_name)
         checked = _check_reduction(full_name, dtype, op, prescale, postscale)
@@ -322,8 +327,12 @@ def allreduce(
         )
         submissions.append(Submission(request, source, target))
         finishing.append((host, tensor, shared))
+        targets.append((target, dtype))
 
-    def finish(_: list[Any]) -> Any:
+    def finish(results: list[Any]) -> Any:
+        if op == ReduceOp.ADASUM:
+            for rows, (target, dtype) in zip(results, targets, strict=True):
+                adasum(rows, dtype, prescale, postscale, target)
         if in_place:
             for host, tensor, shared in finishing:
                 if not shared:
@@ -518,6 +527,13 @@ def barrier(session: Session, process_set: ProcessSet) -> None:
     session.submit(number, [Submission(request, _NOTHING)])[0].wait()
 
 
+def join(session: Session, process_set: ProcessSet) -> int:
+    """Takes part in what the others of the set ask for until all have joined; returns the last, as world rank."""
+    number = process_set.number(session)
+    session.member_set(number)
+    return session.submit(number, [Submission(Request(Kind.JOIN, JOIN_NAME), _NOTHING)])[0].wait()
+
+
 def broadcast_object(session: Session, obj: Any, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
     """The root's object on every rank of the set, pickled (cloudpickle where it is installed)."""
     number = process_set.number(session)
@@ -536,7 +552,10 @@ def broadcast_object(session: Session, obj: Any, root_rank: int, name: str | Non
 
 
 def allgather_object(session: Session, obj: Any, name: str | None, process_set: ProcessSet) -> list[Any]:
-    """The objects of all ranks of the set in rank order, pickled (cloudpickle where it is installed)."""
+    """The objects of all ranks of the set in rank order, pickled (cloudpickle where it is installed).
+
+    Ranks that have joined have none.
+    """
     number = process_set.number(session)
     if name is None:
         session.member_set(number)
@@ -544,7 +563,7 @@ def allgather_object(session: Session, obj: Any, name: str | None, process_set: 
     data = np.frombuffer(_dumps(obj), np.uint8)
     every, counts = allgather(session, NUMPY, [data], name, process_set, False).wait()
     ends = list(itertools.accumulate(counts))
-    return [pickle.loads(every[end - count : end].data) for end, count in zip(ends, counts, strict=True)]
+    return [pickle.loads(every[end - count : end].data) for end, count in zip(ends, counts, strict=True) if count]
 
 
 def _dumps(obj: Any) -> bytes:

@@ -236,7 +236,13 @@ class Session:
     def watch(self) -> Watch:
         """What a thread that waits for an exchange looks at."""
         runtime = self._require()
-        return Watch(lambda: runtime.failure, runtime.departed, self.settings.stall_check_s)
+
+        def departed() -> dict[int, str]:
+            members = [member for member in list(self.sets.values()) if member is not None]
+            joined = {rank: "joined" for member in members for rank in member.joined}
+            return {**joined, **runtime.departed()}
+
+        return Watch(lambda: runtime.failure, departed, self.settings.stall_check_s)
 
     def agree(self, number: int, name: str, detail: str) -> None:
         """Waits until all ranks of the set say the same ``detail`` about ``name``; MismatchError if they do not."""

@@ -13,6 +13,9 @@ from ocomm.negotiation.fusion import fuse
 from ocomm.negotiation.request import Fault, Kind, Request, Response
 from ocomm.types import ReduceOp
 
+#: What every rank's request to join is called.
+JOIN_NAME = "join"
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -20,6 +23,7 @@ class _Pending:
 
     first_s: float
     requests: dict[int, Request] = field(default_factory=dict)  # by rank, in order of arrival
+    is_settled: bool = False  # all ranks have asked or joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +50,33 @@ class Coordinator:
         self._ready: list[str] = []
         self._groups: dict[str, list[str]] = {}
         self._absent: dict[int, str] = {}  # rank -> why it will never ask again
+        self._joined: list[int] = []  # ranks without more data, in the order in which they joined
+        self._news: list[Response] = []
 
     def receive(self, rank: int, message: bytes, now_s: float) -> list[Request]:
         """Takes in one rank's announcement; returns what it asks for."""
         requests = self.cache.read(rank, message)
         for request in requests:
+            if request.kind == Kind.JOIN:
+                self._join(rank)
+                continue
             pending = self._pending.setdefault(request.name, _Pending(now_s))
             pending.requests[rank] = request
-            if len(pending.requests) == len(self.ranks):
-                self._settle(request.name, pending)
+            self._settle(request.name, pending)
         return requests
 
+    def _join(self, rank: int) -> None:
+        """From now on the rank takes part in everything that the others ask for."""
+        self._joined.append(rank)
+        self._news.append(Response(Kind.JOIN, (), sizes=((rank,),)))
+        for name, pending in self._pending.items():
+            self._settle(name, pending)
+
     def _settle(self, name: str, pending: _Pending) -> None:
-        """All ranks have asked: ready, unless its group is not."""
+        """Ready if all ranks have asked or joined, unless its group is not."""
+        if pending.is_settled or len(pending.requests) + len(self._without(pending)) < len(self.ranks):
+            return
+        pending.is_settled = True
         groups = {(request.group, request.group_size) for request in pending.requests.values()}
         group, size = groups.pop()
         if not group or groups:  # ranks that do not agree on the group will hear of it in ``decide``
@@ -69,17 +87,24 @@ class Coordinator:
         if len(members) == size:
             self._ready += self._groups.pop(group)
 
+    def _without(self, pending: _Pending) -> list[int]:
+        """Ranks that take part without having asked."""
+        return [rank for rank in self._joined if rank not in pending.requests]
+
     def remove(self, rank: int, why: str) -> None:
         """The rank has left: what waits for it, and what will, fails."""
         self._absent[rank] = why
 
     def decide(self) -> list[Response]:
         """What all ranks are to do now, in this order."""
-        responses = []
+        responses, self._news = self._news, []
         for name in self._ready:
             if name in self._pending and (error := find_mismatch(self._ordered(name), self.ranks)):
                 responses += self._fail(name, error, Fault.MISMATCH)
+            elif name in self._pending and (error := find_missing(self._ordered(name), self.ranks)):
+                responses += self._fail(name, error, Fault.LEFT)
         healthy: list[Request] = []
+        incomplete: dict[str, Request] = {}
         sizes_of: dict[str, tuple[int, ...]] = {}
         number_of: dict[str, tuple[int, int]] = {}  # (epoch, id)
         for name in self._ready:
@@ -87,23 +112,33 @@ class Coordinator:
                 ordered = self._ordered(name)
                 del self._pending[name]
                 sizes_of[name] = _sizes(ordered)
-                number = self.cache.assign(name, ordered)
+                asked = [request for request in ordered if request is not None]
+                number = -1
+                if len(asked) == len(ordered):
+                    number = self.cache.assign(name, asked)
+                else:
+                    incomplete[name] = asked[0]
                 number_of[name] = self.cache.epoch, number
-                healthy.append(ordered[0])
+                healthy.append(asked[0])
         self._ready.clear()
         for group in fuse(healthy, self.fusion_threshold):
             names = tuple(request.name for request in group)
             sizes = tuple(sizes_of[name] for name in names if sizes_of[name])
             # Ranks read all ids of one message in the newest epoch: those given before it began are void.
             numbers = tuple(n if epoch == self.cache.epoch else -1 for epoch, n in (number_of[name] for name in names))
-            responses.append(Response(group[0].kind, names, sizes=sizes, cache_ids=numbers))
+            templates = tuple(group) if any(name in incomplete for name in names) else ()
+            responses.append(Response(group[0].kind, names, sizes=sizes, cache_ids=numbers, templates=templates))
+        if len(self._joined) == len(self.ranks):
+            responses.append(Response(Kind.JOIN, (JOIN_NAME,), sizes=((self._joined[-1],),), cache_ids=(-1,)))
+            self._joined.clear()
         if self._absent:
             responses += self._fail_orphans()
         return responses
 
-    def _ordered(self, name: str) -> list[Request]:
+    def _ordered(self, name: str) -> list[Request | None]:
+        """The requests in rank order; None of a rank that has joined."""
         requests = self._pending[name].requests
-        return [requests[rank] for rank in range(len(self.ranks))]
+        return [requests.get(rank) for rank in range(len(self.ranks))]
 
     def _fail(self, name: str, error: str, fault: Fault) -> list[Response]:
         """Gives up on a name, and on its group, which is all or nothing."""
@@ -122,6 +157,11 @@ class Coordinator:
     def _fail_orphans(self) -> list[Response]:
         """Names that can never become ready, because a rank which has not asked for them has left."""
         responses = []
+        if self._joined:
+            reasons = "; ".join(f"rank {self.ranks[rank]} {why}" for rank, why in self._absent.items())
+            text = f"join() cannot end: {reasons}. All ranks must join."
+            responses.append(Response(Kind.JOIN, (JOIN_NAME,), text, Fault.LEFT, cache_ids=(-1,)))
+            self._joined.clear()
         for name in list(self._pending):
             if name not in self._pending:  # failed with its group
                 continue
@@ -135,9 +175,10 @@ class Coordinator:
         """Names which some ranks asked for at least ``after_s`` seconds ago and others have not."""
         found = []
         for name, pending in self._pending.items():
-            if now_s - pending.first_s >= after_s and len(pending.requests) < len(self.ranks):
+            if now_s - pending.first_s >= after_s and not pending.is_settled:
                 ready = tuple(self.ranks[r] for r in sorted(pending.requests))
-                missing = tuple(self.ranks[r] for r in range(len(self.ranks)) if r not in pending.requests)
+                here = {*pending.requests, *self._joined}
+                missing = tuple(self.ranks[r] for r in range(len(self.ranks)) if r not in here)
                 found.append(Stall(name, now_s - pending.first_s, ready, missing))
         return found
 
@@ -209,14 +250,18 @@ _SAME: list[tuple[str, Callable[[Request], object], set[Kind]]] = [
 ]
 
 
-def find_mismatch(requests: Sequence[Request], ranks: Sequence[int]) -> str:
-    """What the requests of all ranks (in rank order) disagree on, as a sentence for people; "" if nothing."""
-    first = requests[0]
+def find_mismatch(requests: Sequence[Request | None], ranks: Sequence[int]) -> str:
+    """What the requests of all ranks disagree on, as a sentence for people; "" if nothing.
+
+    In rank order, None of a rank that has joined: it agrees with everything.
+    """
+    asked = [(rank, request) for rank, request in zip(ranks, requests, strict=True) if request is not None]
+    first = asked[0][1]
     for what, show, kinds in _SAME:
         if first.kind not in kinds:
             continue
         values: dict[object, list[int]] = {}
-        for rank, request in zip(ranks, requests, strict=True):
+        for rank, request in asked:
             shown = show(request)
             if what == "root rank" and 0 <= request.root < len(ranks):
                 shown = ranks[request.root]  # people count roots in the world
@@ -230,7 +275,7 @@ def find_mismatch(requests: Sequence[Request], ranks: Sequence[int]) -> str:
     if first.kind == Kind.BROADCAST and not 0 <= first.root < len(ranks):
         return f"tensor '{first.name}': there is no root rank {first.root} in a set of {len(ranks)} ranks."
     if first.kind == Kind.ALLTOALL:
-        for rank, request in zip(ranks, requests, strict=True):
+        for rank, request in asked:
             wrong = len(request.splits) != len(ranks) or min(request.splits) < 0
             if wrong or sum(request.splits) != request.shape[0]:
                 return (
@@ -242,11 +287,38 @@ def find_mismatch(requests: Sequence[Request], ranks: Sequence[int]) -> str:
     return ""
 
 
-def _sizes(requests: Sequence[Request]) -> tuple[int, ...]:
+def find_missing(requests: Sequence[Request | None], ranks: Sequence[int]) -> str:
+    """Why an operation cannot do without the ranks that have joined, as a sentence; "" if it can."""
+    joined = [rank for rank, request in zip(ranks, requests, strict=True) if request is None]
+    if not joined:
+        return ""
+    first = next(request for request in requests if request is not None)
+    who = f"{_ranks(joined)} {'has' if len(joined) == 1 else 'have'} joined"
+    match first.kind:
+        case Kind.BROADCAST if requests[first.root] is None:
+            why = f"rank {ranks[first.root]}, the root, has joined"
+        case Kind.ALLTOALL if any(
+            request is not None and any(request.splits[ranks.index(rank)] for rank in joined) for request in requests
+        ):
+            why = f"{who}, and nobody would take the rows for it; pass splits that send it none"
+        case Kind.REDUCESCATTER:
+            why = f"{who}, and its part of the result would be lost; use allreduce"
+        case Kind.CHANNEL:
+            why = f"{who}, and a 1-bit optimizer needs all ranks"
+        case Kind.ALLREDUCE if first.prescale != 1 and first.op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+            why = f"{who}, and with a prescale factor {first.op.label} has no element that changes nothing"
+        case _:
+            return ""
+    return f"tensor '{first.name}': {first.kind.name.lower()} is not possible: {why}."
+
+
+def _sizes(requests: Sequence[Request | None]) -> tuple[int, ...]:
     """What differs between ranks and all must know: first dimensions (allgather) or the table of splits (alltoall)."""
-    kind = requests[0].kind
+    kind = next(request for request in requests if request is not None).kind
     if kind == Kind.ALLGATHER:
-        return tuple(request.shape[0] for request in requests)
+        return tuple(request.shape[0] if request is not None else 0 for request in requests)
     if kind == Kind.ALLTOALL:
-        return tuple(rows for request in requests for rows in request.splits)
+        return tuple(
+            rows for request in requests for rows in (request.splits if request is not None else (0,) * len(requests))
+        )
     return ()

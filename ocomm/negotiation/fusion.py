@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ocomm.negotiation.request import Kind, Request
+from ocomm.types import ReduceOp
 
 
 def fuse(ready: Sequence[Request], threshold_nbytes: int) -> list[list[Request]]:
     """Groups ready tensors in order. Only allreduces fuse: equal dtype, operation and factors, up to the threshold.
+    Adasum does not, because its weights are those of a whole tensor.
 
     Look-ahead: a tensor that does not fit may be passed over, as long as the group and what was passed over stay within
     the threshold together. A tensor larger than the threshold goes alone. 0 turns fusion off.
@@ -18,7 +20,7 @@ def fuse(ready: Sequence[Request], threshold_nbytes: int) -> list[list[Request]]
     while waiting:
         first = waiting.pop(0)
         group, nbytes, skipped = [first], first.nbytes, 0
-        if first.kind == Kind.ALLREDUCE:
+        if first.kind == Kind.ALLREDUCE and first.op != ReduceOp.ADASUM:
             left: list[Request] = []
             for position, request in enumerate(waiting):
                 if nbytes + skipped >= threshold_nbytes:

@@ -24,6 +24,7 @@ class Kind(enum.IntEnum):
     REDUCESCATTER = 4
     BARRIER = 5
     CHANNEL = 6  # opens a channel for fixed-layout exchanges; ``digest`` names the layout
+    JOIN = 7  # this rank has no more data: it counts as ready for everything, until all have joined
 
 
 class Fault(enum.IntEnum):
@@ -77,6 +78,8 @@ class Response:
 
     ``sizes``: first dimensions of every rank for each name (allgather), or the flattened table of splits (alltoall).
     ``cache_ids``: the ids under which the requests are known from now on, -1 for none; one per name.
+    ``templates``: one request per name where ranks take part that have joined and not asked; theirs is of this kind.
+    A JOIN without a name is news: ``sizes`` has the set's rank that joined. With a name all have; ``sizes`` the last.
     """
 
     kind: Kind
@@ -85,6 +88,7 @@ class Response:
     fault: Fault = Fault.NONE
     sizes: tuple[tuple[int, ...], ...] = ()
     cache_ids: tuple[int, ...] = field(default=())
+    templates: tuple[Request, ...] = ()
 
 
 class Writer:
@@ -167,6 +171,9 @@ def write_responses(responses: Sequence[Response]) -> bytes:
         writer.pack("I", len(response.sizes))
         for sizes in response.sizes:
             writer.numbers(sizes)
+        writer.pack("I", len(response.templates))
+        for template in response.templates:
+            write_request(writer, template)
     return writer.bytes()
 
 
@@ -181,5 +188,7 @@ def read_responses(data: bytes) -> list[Response]:
         cache_ids = reader.numbers()
         (tables,) = reader.unpack("I")
         sizes = tuple(reader.numbers() for _ in range(tables))
-        responses.append(Response(Kind(kind), texts, error, Fault(fault), sizes, cache_ids))
+        (count_of_templates,) = reader.unpack("I")
+        templates = tuple(read_request(reader) for _ in range(count_of_templates))
+        responses.append(Response(Kind(kind), texts, error, Fault(fault), sizes, cache_ids, templates))
     return responses

@@ -6,20 +6,23 @@ Users and that thread meet in the queue, under its lock; nothing is called back 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ocomm.collectives import dense
 from ocomm.collectives.engine import Engine, State, Ticket
 from ocomm.collectives.plan import Plan, Stage
-from ocomm.collectives.scratch import Scratch
+from ocomm.collectives.scratch import Scratch, aligned
 from ocomm.collectives.tracing import activities
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, OcommError, PeerError, StallError
 from ocomm.kernels.reference import reject_unsupported
 from ocomm.negotiation.cache import RankCache
-from ocomm.negotiation.coordinator import Coordinator, describe_stall
+from ocomm.negotiation.coordinator import JOIN_NAME, Coordinator, describe_stall
 from ocomm.negotiation.request import (
     Fault,
     Kind,
@@ -33,7 +36,7 @@ from ocomm.runtime.handle import Handle, Submission
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request as TransportRequest
 from ocomm.transport.base import Transport
-from ocomm.types import Settings
+from ocomm.types import Bytes, DType, ReduceOp, Settings
 
 _log = logging.getLogger("ocomm")
 _FAULTS = {Fault.MISMATCH: MismatchError, Fault.STALL: StallError, Fault.LEFT: PeerError}
@@ -105,6 +108,7 @@ class ProcessSet:
         self._opening: list[_Opening] = []
         self._announced_s = -1e9
         self._warned: dict[str, float] = {}
+        self.joined: list[int] = []  # world ranks without more data; written by the background thread, read by any
         self.channels: list[Transport] = [data]
 
     # Users' side
@@ -117,6 +121,11 @@ class ProcessSet:
         with self._lock:
             if self._closed is not None:
                 raise type(self._closed)(*self._closed.args)
+            if JOIN_NAME in self._entries:
+                raise InvalidRequestError(
+                    f"tensor '{submissions[0].request.name}': rank {self.ranks[self.rank]} has joined; it may submit "
+                    "again when join() has returned."
+                )
             names = [s.request.name for s in submissions]
             taken = next((n for n in names if n in self._entries or names.count(n) > 1), None)
             if taken is not None:
@@ -243,7 +252,14 @@ class ProcessSet:
             self._execute(response)
 
     def _execute(self, response: Response) -> None:
+        if response.kind == Kind.JOIN:
+            self._hear_of_join(response)
+            return
         with self._lock:
+            if self._closed is None and not response.fault:
+                for template in response.templates:
+                    if template.name not in self._entries:
+                        self._entries[template.name] = self._stand_in(template)
             entries = [self._entries.pop(name) for name in response.names if name in self._entries]
         for entry in entries:
             if entry.timeline is not None:
@@ -267,12 +283,47 @@ class ProcessSet:
             running.submitted_ns = time.monotonic_ns()
         self._running.append(running)
 
+    def _hear_of_join(self, response: Response) -> None:
+        if not response.names:
+            self.joined.append(self.ranks[response.sizes[0][0]])
+            return
+        self.joined = []
+        with self._lock:
+            entry = self._entries.pop(JOIN_NAME, None)
+        if entry is None:
+            return
+        if entry.timeline is not None:
+            entry.timeline.end(entry.handle.name + self._suffix)
+        if response.fault:
+            entry.handle.complete(error=_FAULTS[response.fault](response.error))
+        else:
+            entry.handle.complete(self.ranks[response.sizes[0][0]])
+
+    def _stand_in(self, template: Request) -> _Entry:
+        """What this rank, which has joined, puts into an operation of the others: nothing that changes the result."""
+        handle = Handle(template.name, self.expect)
+        if template.kind == Kind.ALLREDUCE:
+            nothing = neutral(template.dtype, template.op, template.numel)
+            return _Entry(Submission(template, nothing, nothing), handle)
+        if template.kind == Kind.BROADCAST:
+            room = np.empty(template.nbytes, np.uint8)
+            return _Entry(Submission(template, room, room), handle)
+
+        def allocate(shape: tuple[int, ...]) -> Bytes:
+            return np.empty(math.prod(shape) * template.dtype.itemsize, np.uint8)
+
+        return _Entry(Submission(template, np.zeros(0, np.uint8), None, allocate), handle)
+
     def _plan(self, response: Response, entries: list[_Entry]) -> tuple[Plan, list[object]]:
         """What to do for a response, and what each handle will return."""
         first = entries[0].submission
         request = first.request
         results: list[object] = [None] * len(entries)
         match response.kind:
+            case Kind.ALLREDUCE if request.op == ReduceOp.ADASUM:
+                everyone = aligned(self.size * request.nbytes)
+                plan = dense.allgather(self._place, [(first.source, everyone, [request.nbytes] * self.size)])
+                results[0] = everyone.reshape(self.size, request.nbytes)
             case Kind.ALLREDUCE:
                 pairs = [(e.submission.source, _target(e.submission)) for e in entries]
                 plan = dense.allreduce(
@@ -382,9 +433,29 @@ class ProcessSet:
         )
 
 
+def neutral(dtype: DType, op: ReduceOp, numel: int) -> Bytes:
+    """Elements that change nothing in a reduction: zeros for sums, 1 for a product, the extremes for Min and Max."""
+    kind = np.dtype(np.uint16 if dtype == DType.BFLOAT16 else dtype.label)
+    value: float = 0
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        is_min = op == ReduceOp.MIN
+        if dtype == DType.BFLOAT16:
+            value = 0x7F80 if is_min else 0xFF80
+        elif dtype.is_floating:
+            value = np.inf if is_min else -np.inf
+        elif dtype == DType.BOOL:
+            value = is_min
+        else:
+            value = np.iinfo(kind).max if is_min else np.iinfo(kind).min
+    elif op == ReduceOp.PRODUCT:
+        value = 0x3F80 if dtype == DType.BFLOAT16 else 1
+    return np.full(numel, value, kind).view(np.uint8)
+
+
 def _check_reduction(request: Request) -> None:
     """InvalidRequestError for a reduction which the element type does not have."""
-    if request.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
+    is_adasum = request.kind == Kind.ALLREDUCE and request.op == ReduceOp.ADASUM and request.dtype.is_floating
+    if request.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) and not is_adasum:
         try:
             reject_unsupported(request.dtype, request.op, request.prescale, request.postscale)
         except TypeError as error:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ocomm.negotiation.cache import RankCache
-from ocomm.negotiation.coordinator import Coordinator, Stall, describe_stall, find_mismatch
+from ocomm.negotiation.coordinator import JOIN_NAME, Coordinator, Stall, describe_stall, find_mismatch
 from ocomm.negotiation.request import (
     Fault,
     Kind,
@@ -286,3 +286,43 @@ def test_giving_up_on_two_members_of_one_group_fails_each_once() -> None:
     world.ask(0, *(allreduce(name, group="g", group_size=2) for name in "ab"))
     responses = world.coordinator.fail_stalled(world.coordinator.stalled(100.0, 60.0))
     assert sorted(response.names for response in responses) == [("a",), ("b",)]
+
+
+JOIN = Request(Kind.JOIN, JOIN_NAME)
+
+
+def test_a_rank_that_has_joined_counts_as_ready_for_what_others_ask_before_and_after() -> None:
+    world = World(3)
+    world.ask(0, allreduce("before"))
+    world.ask(1, allreduce("before"))
+    world.ask(2, JOIN)
+    news, before = world.decide()
+    assert (news.kind, news.names, news.sizes) == (Kind.JOIN, (), ((2,),))
+    assert (before.names, before.templates) == (("before",), (allreduce("before"),))
+    world.ask(0, allreduce("after"))
+    assert world.decide() == [] and world.coordinator.stalled(99.0, 1.0)[0].missing == (1,)
+    world.ask(1, allreduce("after"))
+    assert [r.names for r in world.decide()] == [("after",)]
+    world.ask(1, JOIN)
+    world.ask(0, JOIN)
+    responses = world.decide()
+    assert [r.names for r in responses] == [(), (), (JOIN_NAME,)] and responses[-1].sizes == ((0,),)
+    world.ask(0, allreduce("again"))
+    world.ask(1, allreduce("again"))
+    assert world.decide() == []  # all are back, so all must ask
+
+
+def test_names_that_ranks_know_by_number_stay_right_while_one_has_joined() -> None:
+    world = World(2)
+    for _ in range(3):
+        world.ask_all(allreduce("a", 4))
+    world.ask(1, JOIN)
+    world.ask(0, allreduce("a", 4))
+    _, response = world.decide()
+    assert response.cache_ids == (-1,) and response.templates == (allreduce("a", 4),)
+    world.ask(0, allreduce("a", 7))
+    assert world.decide()[0].templates == (allreduce("a", 7),)
+    world.ask(0, JOIN)
+    world.decide()
+    assert [r.error for r in world.ask_all(allreduce("a", 7))] == [""]
+    assert [r.templates for r in world.ask_all(allreduce("a", 7))] == [()]

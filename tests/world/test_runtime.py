@@ -136,8 +136,8 @@ def test_ranks_that_disagree_hear_it_and_go_on(size: int) -> None:
 def test_a_call_that_is_wrong_on_this_rank_is_refused_before_anything_is_sent(size: int) -> None:
     def body(session: Session) -> None:
         with pytest.raises(InvalidRequestError) as caught:
-            session.submit(0, [allreduce(np.ones(3, np.float32), "b", ReduceOp.ADASUM)])
-        assert str(caught.value) == "tensor 'b': Adasum is not defined for float32."
+            session.submit(0, [allreduce(np.ones(3, np.int32), "b", ReduceOp.ADASUM)])
+        assert str(caught.value) == "tensor 'b': Adasum is not defined for int32."
         twice = [allreduce(np.ones(3, np.float32), "a"), allreduce(np.ones(3, np.float32), "a")]
         with pytest.raises(InvalidRequestError) as caught:
             session.submit(0, twice)
