@@ -304,7 +304,7 @@ static int check(const ocomm_op *op) {
         *flags |= header.flags;
         for (int64_t b = 0; b < op->a[5]; b++)
             presence[b] |= messages[i][sizeof header + (size_t)b];
-        if (i == 0)
+        if (header.announcement) /* only the coordinator makes any, and not in all of its messages */
             *(int64_t *)(intptr_t)op->a[6] = header.announcement;
     }
     return -1;

@@ -183,7 +183,7 @@ class Seal:
 class Check:
     """Compares the headers of ``messages`` (rank order) with ``header``; a difference ends the plan as MISMATCH.
 
-    ORs their flags into ``flags``, their presence bits into ``presence``; copies rank 0's announcement.
+    ORs their flags into ``flags``, their presence bits into ``presence``; copies an announcement other than 0.
     """
 
     header: np.ndarray

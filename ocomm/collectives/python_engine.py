@@ -386,5 +386,5 @@ class PythonEngine:
                 raise _Mismatch(ticket, rank)
             c.flags[0] |= theirs["flags"]
             c.presence |= message[HEADER.itemsize : HEADER.itemsize + c.presence.nbytes]
-            if rank == 0:
+            if theirs["announcement"]:
                 c.announcement[0] = theirs["announcement"]

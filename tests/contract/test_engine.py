@@ -449,6 +449,18 @@ def test_flags_and_presence_of_all_ranks_are_known_to_all(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ENGINES)
+def test_news_of_the_vote_stays_whichever_message_is_checked_last(kind: str) -> None:
+    with world_of(kind, 1) as world:
+        news, silence = envelope(0), envelope(0)
+        silence.announcement = news.announcement  # as all messages of a step
+        news.begin(1, 0, 0, 4)
+        silence.begin(1, 0, 0, 0)
+        plans = [vote(0, 1, news), vote(0, 1, silence)]
+        assert states(submit(world.channels() * 2, plans)) == [State.DONE] * 2
+        assert int(news.announcement[0]) == 4
+
+
+@pytest.mark.parametrize("kind", ENGINES)
 def test_a_channel_never_waits_for_another(kind: str) -> None:
     with world_of(kind, 2) as world:
         first, second = world.channels(window=1), world.channels(window=1)
