@@ -6,7 +6,10 @@ Nothing here acts: no network, thread, clock or environment.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -102,6 +105,87 @@ class Topology:
         """True if every host has the same number of ranks."""
         counts = {host: self.hosts.count(host) for host in self.hosts}
         return len(set(counts.values())) == 1
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of a set by the node they are on, and how the nodes reach each other.
+
+    ``members[k]`` are the ranks of node k, ascending; nodes come in the order of their first ranks. Each node cuts what
+    it has into ``slices`` equal slices, as many as the smallest node has ranks. Rank ``members[k][s]`` is the worker of
+    slice s in node k: it compresses the node's sum, and exchanges it with the workers of slice s in the other nodes.
+    Further ranks of larger nodes only add to the sum and hear the result. Flat is the case of nodes of one rank.
+
+    With ``groups`` > 1 the workers of a slice reach each other in two hops: inside their group of nodes, then across.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        ranks = [rank for node in self.members for rank in node]
+        firsts = [node[0] for node in self.members if node]
+        if (
+            sorted(ranks) != list(range(len(ranks)))
+            or not all(self.members)
+            or firsts != sorted(firsts)
+            or any(list(node) != sorted(node) for node in self.members)
+        ):
+            raise ValueError(f"nodes must share out the ranks 0..n-1 in ascending order, got {self.members}")
+        if not 1 <= self.groups <= len(self.members):
+            raise ValueError(f"{len(self.members)} nodes cannot be in {self.groups} groups")
+
+    @classmethod
+    def flat(cls, ranks: int) -> Nodes:
+        """Every rank by itself."""
+        return cls(tuple((rank,) for rank in range(ranks)))
+
+    @classmethod
+    def of_hosts(cls, hosts: Sequence[str]) -> Nodes:
+        """Ranks with the same host share a node; ``hosts[r]`` is that of rank r."""
+        members: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            members.setdefault(host, []).append(rank)
+        return cls(tuple(tuple(ranks) for ranks in members.values()))
+
+    @property
+    def is_flat(self) -> bool:
+        return self.ranks == len(self.members)
+
+    @cached_property
+    def ranks(self) -> int:
+        return sum(len(node) for node in self.members)
+
+    @cached_property
+    def slices(self) -> int:
+        return min(len(node) for node in self.members)
+
+    @property
+    def weight(self) -> float:
+        """What the sum of a node's ranks is multiplied by: then the mean over nodes is the mean over ranks."""
+        return len(self.members) / self.ranks
+
+    def node_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        return next(node for node in self.members if rank in node)
+
+    def workers(self, rank: int) -> tuple[int, ...]:
+        """The workers of this rank's slice, one per node in the order of nodes; none if it has no slice."""
+        position = self.node_of(rank).index(rank)
+        return tuple(node[position] for node in self.members) if position < self.slices else ()
+
+    @cached_property
+    def node_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Node numbers by group: runs of nearly equal length."""
+        count = len(self.members)
+        bounds = [count * g // self.groups for g in range(self.groups + 1)]
+        return tuple(tuple(range(low, high)) for low, high in pairwise(bounds))
+
+    @cached_property
+    def wire_order(self) -> tuple[int, ...]:
+        """Node numbers in the order of their messages in a packed buffer: what passes one relay lies side by side."""
+        places = sorted((place, node) for group in self.node_groups for place, node in enumerate(group))
+        return tuple(node for _, node in places)
 
 
 class Flag(enum.IntFlag):

@@ -18,24 +18,28 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.compression.wire import header_nbytes
+from ocomm.compression.wire import RUN, header_nbytes
 from ocomm.kernels.base import BLOCK, Bytes, Table
+from ocomm.types import Nodes
 
 #: Elements; flat offsets are multiples of it, so that a block starts on a cache line and on a whole mask byte.
 ALIGNMENT = 16
 
 #: One row per block of the layout, in registration order.
 #: ``offset``: first element in the flat buffers; ``start``: first element inside its tensor; ``owned``: first element
-#: in its owner's error buffer; ``index``: first element in the layout without padding.
+#: in its owner's error buffer; ``local``: first element in the buffers of its slice's workers, which are the flat
+#: buffers if every rank is a node; ``index``: first element in the layout without padding.
 LAYOUT_BLOCK = np.dtype(
     [
         ("offset", np.int64),
         ("start", np.int64),
         ("owned", np.int64),
+        ("local", np.int64),
         ("index", np.int64),
         ("length", np.int32),
         ("tensor", np.int32),
         ("owner", np.int32),
+        ("slice", np.int32),
     ],
     align=True,
 )
@@ -71,7 +75,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, eq=False)
 class SegmentLayout:
-    """Geometry of one segment's packed buffer: ``[owner 0's message][owner 1's message]...``.
+    """Geometry of one segment's packed buffer: ``[owner 0's message][owner 1's message]...``, slice by slice.
 
     A message is a header with one presence bit per tensor of the segment, the float32 scales of the owner's blocks, if
     blocks have scales, and their signs (``ceil(length / 8)`` bytes per block, first element in the lowest bit), padded
@@ -84,13 +88,20 @@ class SegmentLayout:
     blocks: Table
     #: The rows of ``blocks`` which this rank owns.
     owned_blocks: Table
-    #: Byte position and size of each owner's message.
+    #: The rows of ``blocks`` which this rank compresses; their ``offset`` is that in its own buffers.
+    worker_blocks: Table
+    nodes: Nodes
+    #: Byte position of each slice's first message, and the end of the last.
+    slice_bounds: tuple[int, ...]
+    #: Byte position and size of each owner's message; a rank that owns nothing gets none.
     message_start: tuple[int, ...]
     message_nbytes: tuple[int, ...]
     packed_nbytes: int
     #: Layout indices of the tensors; their order is that of the presence bits.
     tensors: tuple[int, ...]
     header_nbytes: int
+    #: Slice of each row of ``blocks``.
+    block_slices: NDArray[np.int32]
     #: 64-bit hash of the layout and of the blocks covered; the same on all ranks.
     digest: int
 
@@ -98,11 +109,34 @@ class SegmentLayout:
     def ranks(self) -> int:
         return len(self.message_start)
 
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        """The ranks that exchange this rank's slice, itself among them; none if it has no slice."""
+        return self.nodes.workers(self.rank)
+
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank sends to others: its alltoall messages, then its own averages to everyone."""
+        """Packed bytes that this rank sends to other nodes: its alltoall messages, then its own averages."""
         own = self.message_nbytes[self.rank]
-        return self.packed_nbytes - own + (self.ranks - 1) * own
+        return sum(self.message_nbytes[r] for r in self.workers) - own + max(len(self.workers) - 1, 0) * own
+
+    @cached_property
+    def slice_runs(self) -> tuple[Table, ...]:
+        """RUN tables: how the elements of each slice lie in a message of float32, in the order of ``blocks``."""
+        found = []
+        for number in range(self.nodes.slices):
+            rows = self.blocks[self.block_slices == number]
+            runs = np.zeros(rows.size, RUN)
+            for field in ("start", "length", "tensor"):
+                runs[field] = rows[field]
+            joined = (np.diff(runs["tensor"]) == 0) & (runs["start"][1:] == (runs["start"] + runs["length"])[:-1])
+            first = np.flatnonzero(np.concatenate([np.ones(min(rows.size, 1), bool), ~joined]))
+            lengths = np.add.reduceat(runs["length"], first) if rows.size else runs["length"]
+            runs = runs[first]
+            runs["length"] = lengths
+            runs["position"] = _starts(lengths)
+            found.append(runs)
+        return tuple(found)
 
     @cached_property
     def tensor_indices(self) -> NDArray[np.int64]:
@@ -126,18 +160,31 @@ class SegmentLayout:
 
 
 class Layout:
-    """The fixed layout of ``tensors`` (registration order) over ``ranks`` ranks; immutable.
+    """The fixed layout of ``tensors`` (registration order) over ``ranks`` ranks, or over nodes; immutable.
+
+    With ``nodes`` a block belongs to a slice and a node: its owner is that node's worker of the slice. Owners are the
+    least loaded in registration order, taken in turn within a node and then from node to node, so the slices are mixed
+    block by block and every bucket is shared out evenly.
 
     ``block_size`` counts elements and is a multiple of 16, or is ``"tensor"``: one block per tensor. Raises ValueError
     where that is not so, or if two tensors have the same name.
     """
 
-    def __init__(self, tensors: Iterable[TensorSpec], ranks: int, block_size: int | Literal["tensor"] = 4096) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[TensorSpec],
+        ranks: int,
+        block_size: int | Literal["tensor"] = 4096,
+        nodes: Nodes | None = None,
+    ) -> None:
         self.tensors = tuple(tensors)
         self.ranks = ranks
         self.block_size = block_size
         if ranks < 1:
             raise ValueError(f"a layout needs at least one rank, got {ranks}")
+        self.nodes = nodes or Nodes.flat(ranks)
+        if self.nodes.ranks != ranks:
+            raise ValueError(f"a layout of {ranks} ranks cannot have nodes of {self.nodes.ranks}")
         if block_size != "tensor" and (block_size < 1 or block_size % ALIGNMENT):
             raise ValueError(f"block_size must be a multiple of {ALIGNMENT} or 'tensor', got {block_size!r}")
         names = [spec.name for spec in self.tensors]
@@ -166,23 +213,41 @@ class Layout:
         blocks["offset"] = self.offsets[tensor] + blocks["start"]
         blocks["index"] = _starts(self.numels)[tensor] + blocks["start"]
         blocks["length"] = np.minimum(self.numels[tensor] - blocks["start"], size[tensor])
-        blocks["owner"] = _owners(blocks["length"], ranks)
+        slices = self.nodes.slices
+        owners = np.array([rank for node in self.nodes.members for rank in node[:slices]], np.int32)
+        turn = _least_loaded(blocks["length"], owners.size)
+        blocks["owner"], blocks["slice"] = owners[turn], turn % slices
         room = _padded(blocks["length"].astype(np.int64), ALIGNMENT)
-        owned_numel = []
-        for rank in range(ranks):
+        owned_numel = [0] * ranks
+        for rank in owners.tolist():
             mine = blocks["owner"] == rank
             blocks["owned"][mine] = _starts(room[mine])
-            owned_numel.append(int(room[mine].sum()))
+            owned_numel[rank] = int(room[mine].sum())
         self._owned_numel = tuple(owned_numel)
+        slice_numel = []
+        for number in range(slices):
+            mine = blocks["slice"] == number
+            blocks["local"][mine] = _starts(room[mine])
+            slice_numel.append(int(room[mine].sum()))
+        self._slice_numel = tuple(slice_numel)
         #: LAYOUT_BLOCK table of all blocks, in registration order.
         self.blocks: Table = blocks
         for array in (self.blocks, self.numels, self.offsets, self.first_block):
             array.flags.writeable = False
 
     def __repr__(self) -> str:
-        return (
-            f"Layout({len(self.tensors)} tensors, {self.numel} elements, {self.blocks.size} blocks, {self.ranks} ranks)"
-        )
+        over = f"{self.ranks} ranks" + ("" if self.nodes.is_flat else f" on {len(self.nodes.members)} nodes")
+        return f"Layout({len(self.tensors)} tensors, {self.numel} elements, {self.blocks.size} blocks, {over})"
+
+    def slice_of(self, rank: int) -> int:
+        """The slice which ``rank`` compresses; -1 if it has none."""
+        place = self.nodes.node_of(rank).index(rank)
+        return place if place < self.nodes.slices else -1
+
+    def worker_numel(self, rank: int) -> int:
+        """Elements of the worker buffers of ``rank``: the blocks of its slice, each padded to 16."""
+        number = self.slice_of(rank)
+        return self._slice_numel[number] if number >= 0 else 0
 
     def owned_numel(self, rank: int) -> int:
         """Elements of the owner error buffer of ``rank``: its blocks, each padded to 16."""
@@ -192,7 +257,10 @@ class Layout:
     def digest(self) -> int:
         """64-bit unsigned hash of all that the ranks must agree on."""
         tensors = [(spec.name, [int(n) for n in spec.shape], spec.order, spec.dtype) for spec in self.tensors]
-        return _digest(json.dumps(["layout 1", self.ranks, self.block_size, tensors]).encode())
+        described: list[Any] = ["layout 1", self.ranks, self.block_size, tensors]
+        if self.nodes != Nodes.flat(self.ranks):
+            described += [self.nodes.members, self.nodes.groups]
+        return _digest(json.dumps(described).encode())
 
     def tensor_blocks(self, tensor: int) -> Table:
         """The rows of ``blocks`` of one tensor."""
@@ -241,8 +309,10 @@ class Layout:
         table["owned"] = np.where(blocks["owner"] == rank, blocks["owned"], -1)
 
         sign_nbytes = (blocks["length"].astype(np.int64) + 7) // 8
-        start, starts, nbytes = 0, [], []
-        for owner in range(self.ranks):
+        start, bounds = 0, [0]
+        starts, nbytes = [0] * self.ranks, [0] * self.ranks
+        members = self.nodes.members
+        for owner in [members[node][number] for number in range(self.nodes.slices) for node in self.nodes.wire_order]:
             rows = np.flatnonzero(blocks["owner"] == owner)
             signs = start + header
             table["scale"][rows] = -1
@@ -251,16 +321,24 @@ class Layout:
                 signs += 4 * rows.size
             table["bits"][rows] = signs + _starts(sign_nbytes[rows])
             end = _padded(signs + int(sign_nbytes[rows].sum()), 8)
-            starts.append(start)
-            nbytes.append(end - start)
+            starts[owner], nbytes[owner] = start, end - start
             start = end
+        for number in range(self.nodes.slices):
+            bounds.append(max(starts[node[number]] + nbytes[node[number]] for node in members))
         owned = table[blocks["owner"] == rank]
-        table.flags.writeable = owned.flags.writeable = False
+        own_slice = blocks["slice"] == self.slice_of(rank)
+        worker = table[own_slice]
+        worker["offset"] = blocks["local"][own_slice]
+        table.flags.writeable = owned.flags.writeable = worker.flags.writeable = False
         covered = np.stack([blocks["tensor"], blocks["start"], blocks["length"]]).astype("<i8")
         return SegmentLayout(
             rank=rank,
             blocks=table,
             owned_blocks=owned,
+            worker_blocks=worker,
+            nodes=self.nodes,
+            slice_bounds=tuple(bounds),
+            block_slices=blocks["slice"].copy(),
             message_start=tuple(starts),
             message_nbytes=tuple(nbytes),
             packed_nbytes=start,
@@ -274,11 +352,12 @@ class Layout:
         return 2 * (self.ranks - 1) / self.ranks * 4 * self.numel
 
     def compressed_bytes(self, *, scales: bool = True) -> float:
-        """Bytes sent per rank and step, on average, without headers: 2 (n-1)/n * sum (ceil(length/8) + 4).
+        """Bytes that leave each node in a step, on average, without headers: 2 (N-1)/N * sum (ceil(length/8) + 4).
 
-        Without the 4 where blocks have no scale.
+        Without the 4 where blocks have no scale. If every rank is a node, that is what each rank sends.
         """
-        return 2 * (self.ranks - 1) / self.ranks * int(payload_nbytes(self.blocks["length"], scales=scales).sum())
+        nodes = len(self.nodes.members)
+        return 2 * (nodes - 1) / nodes * int(payload_nbytes(self.blocks["length"], scales=scales).sum())
 
 
 def payload_nbytes(lengths: NDArray[np.int32], *, scales: bool = True) -> NDArray[np.int64]:
@@ -286,12 +365,12 @@ def payload_nbytes(lengths: NDArray[np.int32], *, scales: bool = True) -> NDArra
     return (lengths.astype(np.int64) + 7) // 8 + 4 * scales
 
 
-def _owners(lengths: NDArray[np.int32], ranks: int) -> NDArray[np.int32]:
-    """Least-loaded assignment by real elements, in order, ties to the lowest rank."""
-    loads = [(0, rank) for rank in range(ranks)]  # sorted, hence a heap
-    owners = []
+def _least_loaded(lengths: NDArray[np.int32], owners: int) -> NDArray[np.int64]:
+    """Assignment by real elements, in order, ties to the lowest owner."""
+    loads = [(0, owner) for owner in range(owners)]  # sorted, hence a heap
+    chosen = []
     for length in lengths.tolist():
-        load, rank = loads[0]
-        owners.append(rank)
-        heapq.heapreplace(loads, (load + length, rank))
-    return np.array(owners, np.int32)
+        load, owner = loads[0]
+        chosen.append(owner)
+        heapq.heapreplace(loads, (load + length, owner))
+    return np.array(chosen, np.int64)

@@ -1,4 +1,4 @@
-"""The header of every message of a fixed-layout exchange; the payload's geometry is in ``layout``."""
+"""What every message of a fixed-layout exchange starts with; the geometry of packed payloads is in ``layout``."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ HEADER = np.dtype(
 )
 MAGIC = 0x4F434F4D
 assert HEADER.itemsize == 64
+
+#: Elements [start, start + length) of a tensor stand at element ``position`` of a message's float32 payload.
+RUN = np.dtype([("start", np.int64), ("position", np.int64), ("length", np.int64), ("tensor", np.int64)])
 
 
 def header_nbytes(tensors: int) -> int:
