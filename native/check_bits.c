@@ -32,7 +32,7 @@ int main(void) {
     ocomm_block blocks[BLOCKS];
     for (int k = 0; k < BLOCKS; k++) {
         const int64_t at = (int64_t)k * STRIDE, scale = (int64_t)k * (4 + STRIDE / 8);
-        blocks[k] = (ocomm_block){at, at, at, scale + 4, scale, at + k, lengths[k], 0};
+        blocks[k] = (ocomm_block){at, at, at, at, scale + 4, scale, at + k, lengths[k], 0};
     }
     fill(values, BLOCKS * STRIDE);
     fill(error, BLOCKS * STRIDE);

@@ -188,8 +188,8 @@ SHARED void prepare_gradient(const call *args, const ocomm_block *block, work *w
 }
 
 SHARED void prepare(enum content content, const call *args, const ocomm_block *block, work *w) {
-    /* The owner's error holds only the blocks it owns; everything else is laid out as the whole model. */
-    const int64_t at = content == MEAN ? block->owned : block->offset;
+    /* Errors hold only the blocks that this rank owns, or compresses; the rest is laid out as the whole model. */
+    const int64_t at = content == MEAN ? block->owned : block->local;
     w->error = args->error + at;
     w->out = args->error_out + at;
     w->mask = mask_of(args->mask, block);
@@ -198,7 +198,7 @@ SHARED void prepare(enum content content, const call *args, const ocomm_block *b
     w->masked = 0;
     w->rms = args->rms;
     if (content == VALUES) {
-        w->values = args->values + block->offset;
+        w->values = args->values + block->local;
     } else if (content == UPDATE) {
         prepare_gradient(args, block, w);
         w->momentum = args->momentum + block->offset;

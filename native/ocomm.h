@@ -12,9 +12,10 @@
 
 /* One scale block: a run of elements of one tensor which share a scale and an owner. */
 typedef struct {
-    int64_t offset;   /* first element in the flat buffers (error, mask, denominator); a multiple of 16 */
+    int64_t offset;   /* first element in the flat buffers (mask, denominator, 0/1 Adam's state); a multiple of 16 */
     int64_t start;    /* first element inside its tensor */
     int64_t owned;    /* first element in the owner's error buffer; -1 on ranks that do not own it */
+    int64_t local;    /* first element in the worker's buffers (values, error); -1 on ranks that do not compress it */
     int64_t bits;     /* byte position of its signs in the packed buffer */
     int64_t scale;    /* byte position of its float32 scale in the packed buffer; a multiple of 4; -1: it has none */
     int64_t index;    /* first element in the layout without padding: what its random numbers are counted by */

@@ -331,7 +331,8 @@ class Exchange:
         kernels = ReferenceKernels()
         stride = 4 + BLOCK_SIZE // 8
         blocks = np.zeros(count, BLOCK)
-        blocks["offset"] = blocks["start"] = blocks["owned"] = np.arange(count) * BLOCK_SIZE
+        for field in ("offset", "start", "owned", "local"):
+            blocks[field] = np.arange(count) * BLOCK_SIZE
         blocks["scale"], blocks["length"] = np.arange(count) * stride, BLOCK_SIZE
         blocks["bits"] = blocks["scale"] + 4
         zeros, left = np.zeros(count * BLOCK_SIZE, np.float32), np.zeros(count * BLOCK_SIZE, np.float32)

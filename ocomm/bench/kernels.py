@@ -175,7 +175,8 @@ class Bench:
         first = np.arange(count) * BLOCK_SIZE
         # Scale and signs of a block lie together, as in a message.
         stride = 4 + BLOCK_SIZE // 8
-        self.blocks["offset"] = self.blocks["start"] = self.blocks["owned"] = first
+        for field in ("offset", "start", "owned", "local"):
+            self.blocks[field] = first
         self.blocks["scale"] = np.arange(count) * stride
         self.blocks["bits"] = self.blocks["scale"] + 4
         self.blocks["length"] = BLOCK_SIZE

@@ -83,12 +83,12 @@ class SegmentLayout:
     """
 
     rank: int
-    #: BLOCK table of all blocks, in bucket order; ``owned`` is -1 where another rank owns the block, ``scale`` where
-    #: blocks have none.
+    #: BLOCK table of all blocks, in bucket order; ``owned`` is -1 where another rank owns the block, ``local`` where
+    #: others compress it, ``scale`` where blocks have none.
     blocks: Table
     #: The rows of ``blocks`` which this rank owns.
     owned_blocks: Table
-    #: The rows of ``blocks`` which this rank compresses; their ``offset`` is that in its own buffers.
+    #: The rows of ``blocks`` which this rank compresses.
     worker_blocks: Table
     nodes: Nodes
     #: Byte position of each slice's first message, and the end of the last.
@@ -307,6 +307,7 @@ class Layout:
         for field in ("offset", "start", "index", "length", "tensor"):
             table[field] = blocks[field]
         table["owned"] = np.where(blocks["owner"] == rank, blocks["owned"], -1)
+        table["local"] = np.where(blocks["slice"] == self.slice_of(rank), blocks["local"], -1)
 
         sign_nbytes = (blocks["length"].astype(np.int64) + 7) // 8
         start, bounds = 0, [0]
@@ -326,9 +327,7 @@ class Layout:
         for number in range(self.nodes.slices):
             bounds.append(max(starts[node[number]] + nbytes[node[number]] for node in members))
         owned = table[blocks["owner"] == rank]
-        own_slice = blocks["slice"] == self.slice_of(rank)
-        worker = table[own_slice]
-        worker["offset"] = blocks["local"][own_slice]
+        worker = table[table["local"] >= 0]
         table.flags.writeable = owned.flags.writeable = worker.flags.writeable = False
         covered = np.stack([blocks["tensor"], blocks["start"], blocks["length"]]).astype("<i8")
         return SegmentLayout(

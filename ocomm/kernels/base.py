@@ -22,6 +22,7 @@ BLOCK = np.dtype(
         ("offset", np.int64),
         ("start", np.int64),
         ("owned", np.int64),
+        ("local", np.int64),
         ("bits", np.int64),
         ("scale", np.int64),
         ("index", np.int64),
@@ -92,7 +93,10 @@ class Kernels(Protocol):
         scale: str,
         packed: Bytes,
     ) -> bool:
-        """c = values + error; signs and scale of c into ``packed``; error_out = c - scale * sign(c)."""
+        """c = values + error; signs and scale of c into ``packed``; error_out = c - scale * sign(c).
+
+        ``values``, ``error`` and ``error_out`` are indexed by the table's ``local``, as every worker's error is.
+        """
         ...
 
     def compress_momentum(

@@ -45,7 +45,7 @@ class ReferenceKernels:
         finite = True
         with np.errstate(all="ignore"):
             for block in blocks:
-                at = _span(block["offset"], block)
+                at = _span(block["local"], block)
                 c = values[at] + error[at]
                 masked = _masked(mask, block)
                 finite &= _send(block, c, c, masked, scale, packed, error_out[at])
@@ -77,7 +77,7 @@ class ReferenceKernels:
                 else:
                     average = np.zeros(block["length"], np.float32)
                 m = tensor["beta1"] * average + tensor["one_minus_beta1"] * gradient
-                at = _span(block["offset"], block)
+                at = _span(block["local"], block)
                 c = m + error[at]
                 finite &= _send(block, c, c, masked, scale, packed, error_out[at])
         return finite
@@ -146,8 +146,9 @@ class ReferenceKernels:
                 at = _span(block["offset"], block)
                 m = tensor["beta1"] * momentum[at] + tensor["one_minus_beta1"] * _decayed_gradient(tensor, block)
                 x = (_ZERO if update is None else update[at]) + tensor["step_size"] * m
-                c = x + error[at]
-                finite &= _send(block, c, c, _masked(mask, block), scale, packed, error_out[at])
+                kept = _span(block["local"], block)
+                c = x + error[kept]
+                finite &= _send(block, c, c, _masked(mask, block), scale, packed, error_out[kept])
         return finite
 
     def local_step(
