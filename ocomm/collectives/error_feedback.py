@@ -74,8 +74,9 @@ class OneBitAllreduce:
         stages: list[list[Stage]] = []
         for segment, envelope, (send, receive, gathered) in zip(segments, self._envelopes, buffers, strict=True):
             compress = Compress(
-                blocks=segment.blocks, values=self._values, tensors=None, previous=None, error=self._errors[turn],
-                error_out=self._errors[1 - turn], mask=None, scale="l1", packed=send, flags=self._flags,
+                blocks=segment.worker_blocks, values=self._values, tensors=None, previous=None,
+                error=self._errors[turn], error_out=self._errors[1 - turn], mask=None, scale="l1", packed=send,
+                flags=self._flags,
             )  # fmt: skip
 
             def average(rows: Sequence[Bytes], segment: SegmentLayout = segment, gathered: Bytes = gathered) -> Average:

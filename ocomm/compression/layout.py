@@ -327,7 +327,7 @@ class Layout:
         for number in range(self.nodes.slices):
             bounds.append(max(starts[node[number]] + nbytes[node[number]] for node in members))
         owned = table[blocks["owner"] == rank]
-        worker = table[table["local"] >= 0]
+        worker = table if self.nodes.is_flat else table[table["local"] >= 0]
         table.flags.writeable = owned.flags.writeable = worker.flags.writeable = False
         covered = np.stack([blocks["tensor"], blocks["start"], blocks["length"]]).astype("<i8")
         return SegmentLayout(

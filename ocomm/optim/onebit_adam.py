@@ -179,7 +179,7 @@ class OneBitAdam(Core):
             early = this.layout.tensors[int(np.argmin(stage))]
             raise ValueError(f"tensor {self.layout.tensors[early].name!r} is still in warm-up; freeze it first")
         return Compress(
-            blocks=this.layout.blocks,
+            blocks=this.layout.worker_blocks,
             values=None,
             tensors=self.tensors,
             previous=this.previous,
@@ -234,7 +234,7 @@ class OneBitAdam(Core):
             if previous is None:
                 continue  # its momentum is dense, and stays so
             rows = segment.layout.blocks[segment.layout.blocks["tensor"] == tensor]
-            starts = np.array([*segment.layout.message_start, segment.layout.packed_nbytes])
+            starts = np.sort(segment.layout.message_start)
             owner = np.searchsorted(starts, rows["scale"], side="right")
             for mine in np.unique(owner):
                 # Within a message the tensor's scales are one run of bytes, and so are its signs.

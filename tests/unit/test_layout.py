@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ocomm.compression.layout import Layout, TensorSpec, payload_nbytes
 from ocomm.compression.wire import HEADER, header_nbytes
+from ocomm.types import Nodes
 
 # A busy machine is no reason to fail.
 law = settings(deadline=None, max_examples=60)
@@ -19,13 +20,19 @@ numels = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 3000)), min_size=
 block_sizes = st.sampled_from([16, 64, 1024, 4096, "tensor"])
 
 
-def make(sizes, ranks=1, block_size=4096):
-    return Layout([TensorSpec(f"t{k}", (n,)) for k, n in enumerate(sizes)], ranks, block_size)
+def make(sizes, ranks=1, block_size=4096, nodes=None):
+    return Layout([TensorSpec(f"t{k}", (n,)) for k, n in enumerate(sizes)], ranks, block_size, nodes)
 
 
 @st.composite
 def layouts(draw):
-    return make(draw(numels), draw(st.integers(1, 6)), draw(block_sizes))
+    """Flat ones, and ones over nodes of any sizes, whose ranks lie mixed, in one group or more."""
+    ranks = draw(st.integers(1, 6))
+    nodes = None
+    if draw(st.booleans()):
+        members = Nodes.of_hosts(draw(st.lists(st.sampled_from("abcd"), min_size=ranks, max_size=ranks))).members
+        nodes = Nodes(members, draw(st.integers(1, len(members))))
+    return make(draw(numels), ranks, draw(block_sizes), nodes)
 
 
 @st.composite
@@ -74,11 +81,28 @@ def test_the_index_counts_real_elements_in_registration_order_whatever_the_bucke
 
 @law
 @given(layouts())
-def test_the_owner_is_the_least_loaded_rank_in_registration_order(layout):
-    load = [0] * layout.ranks
+def test_the_owner_is_the_least_loaded_worker_in_registration_order(layout):
+    workers = [rank for node in layout.nodes.members for rank in node[: layout.nodes.slices]]
+    load = [0] * len(workers)
     for block in layout.blocks:
-        assert block["owner"] == load.index(min(load))
-        load[block["owner"]] += int(block["length"])
+        least = load.index(min(load))
+        assert block["owner"] == workers[least]
+        assert block["slice"] == layout.slice_of(workers[least])
+        load[least] += int(block["length"])
+
+
+@law
+@given(layouts())
+def test_the_blocks_of_a_slice_fill_its_workers_buffers_without_overlap(layout):
+    for rank in range(layout.ranks):
+        mine = layout.blocks[layout.blocks["slice"] == layout.slice_of(rank)]
+        assert (mine["local"] % 16 == 0).all()
+        ends = mine["local"] + mine["length"]
+        assert (ends[:-1] <= mine["local"][1:]).all()
+        assert layout.worker_numel(rank) == sum((int(n) + 15) // 16 * 16 for n in mine["length"])
+    if layout.nodes.is_flat:
+        assert (layout.blocks["local"] == layout.blocks["offset"]).all()
+        assert layout.worker_numel(0) == layout.flat_numel
 
 
 @law
@@ -94,15 +118,24 @@ def test_owned_blocks_fill_their_owner_buffer_without_overlap(layout):
         assert layout.owned_numel(rank) == sum((int(n) + 15) // 16 * 16 for n in mine["length"])
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_the_busiest_owner_is_within_five_percent_of_the_mean_for_many_blocks(ranks):
-    rng = np.random.default_rng(ranks)
-    layout = make(rng.integers(1, 200_000, 60).tolist(), ranks)
-    load = np.bincount(layout.blocks["owner"], weights=layout.blocks["length"], minlength=ranks)
+@pytest.mark.parametrize("hosts", ["ab", "abc", "abcdefgh", "aabb", "aaabbb", "abababab"])
+def test_the_busiest_owner_is_within_five_percent_of_the_mean_for_many_blocks(hosts):
+    rng = np.random.default_rng(len(hosts))
+    layout = make(rng.integers(1, 200_000, 60).tolist(), len(hosts), nodes=Nodes.of_hosts(hosts))
+    load = np.bincount(layout.blocks["owner"], weights=layout.blocks["length"], minlength=layout.ranks)
     assert load.max() <= 1.05 * load.mean()
     for first in (0, 20, 40):
         for segment in layout.segments(range(first, first + 20), 0, 1 << 30):
             assert max(segment.message_nbytes) <= 1.05 * np.mean(segment.message_nbytes)
+
+
+def test_ranks_beyond_the_slices_own_nothing_and_compress_nothing():
+    layout = make([40_000, 7], 4, nodes=Nodes(((0, 1, 2), (3,))))
+    assert [layout.slice_of(rank) for rank in range(4)] == [0, -1, -1, 0]
+    assert [layout.worker_numel(rank) > 0 for rank in range(4)] == [True, False, False, True]
+    assert [layout.owned_numel(rank) > 0 for rank in range(4)] == [True, False, False, True]
+    (segment,) = layout.segments([0, 1], 1, 1 << 20)
+    assert (segment.worker_blocks.size, segment.owned_blocks.size, segment.workers, segment.bytes_sent) == (0, 0, (), 0)
 
 
 @law
@@ -127,9 +160,14 @@ def test_every_byte_of_a_message_has_one_use(case, scales):
         assert len(segment.message_start) == len(segment.message_nbytes) == layout.ranks
         use = np.zeros(segment.packed_nbytes, int)
         owner_of = {int(b["offset"]): int(b["owner"]) for b in layout.blocks}
-        for start, size in zip(segment.message_start, segment.message_nbytes, strict=True):
+        for worker, start, size in zip(range(layout.ranks), segment.message_start, segment.message_nbytes, strict=True):
             assert start % 8 == size % 8 == 0
+            if layout.slice_of(worker) < 0:
+                assert size == 0
+                continue
             use[start : start + segment.header_nbytes] += 1
+            first, last = segment.slice_bounds[layout.slice_of(worker) :][:2]
+            assert first <= start and start + size <= last
         for block in segment.blocks:
             owner = owner_of[int(block["offset"])]
             signs = (int(block["length"]) + 7) // 8
@@ -157,11 +195,33 @@ def test_every_byte_of_a_message_has_one_use(case, scales):
 @given(bucketed())
 def test_an_element_keeps_its_owner_and_its_place_there_whatever_the_buckets(case):
     layout, rank, tensors, nbytes = case
-    fixed = {int(b["offset"]): int(b["owned"]) if b["owner"] == rank else -1 for b in layout.blocks}
+    fixed = {
+        int(b["offset"]): (
+            int(b["owned"]) if b["owner"] == rank else -1,
+            int(b["local"]) if b["slice"] == layout.slice_of(rank) else -1,
+        )
+        for b in layout.blocks
+    }
     for segment in layout.segments(tensors, rank, nbytes):
         for block in segment.blocks:
-            assert fixed[int(block["offset"])] == block["owned"]
+            assert fixed[int(block["offset"])] == (block["owned"], block["local"])
         assert (segment.owned_blocks == segment.blocks[segment.blocks["owned"] >= 0]).all()
+        assert (segment.worker_blocks == segment.blocks[segment.blocks["local"] >= 0]).all()
+
+
+@law
+@given(bucketed())
+def test_runs_are_the_elements_of_each_slice_in_the_order_of_its_blocks(case):
+    layout, rank, tensors, nbytes = case
+    for segment in layout.segments(tensors, rank, nbytes):
+        for number, runs in enumerate(segment.slice_runs):
+            blocks = segment.blocks[segment.block_slices == number]
+            want = [(b["tensor"], b["start"] + e) for b in blocks for e in range(b["length"])]
+            got = [(r["tensor"], r["start"] + e) for r in runs for e in range(r["length"])]
+            assert got == want
+            assert [r["position"] for r in runs] == (np.cumsum(runs["length"]) - runs["length"]).tolist()
+            same = (np.diff(runs["tensor"]) == 0) & ((runs["start"] + runs["length"])[:-1] == runs["start"][1:])
+            assert not same.any(), "neighbours are one run"
 
 
 @law
@@ -183,14 +243,14 @@ def test_bytes_sent_equal_the_formula(case, scales):
     layout, _, _, nbytes = case
     everything = range(len(layout.tensors))
     per_rank = [layout.segments(everything, rank, nbytes, scales=scales) for rank in range(layout.ranks)]
-    mean = sum(segment.bytes_sent for segments in per_rank for segment in segments) / layout.ranks
-    n = layout.ranks
+    n = len(layout.nodes.members)
+    mean = sum(segment.bytes_sent for segments in per_rank for segment in segments) / n
     real = sum((int(b["length"]) + 7) // 8 + 4 * scales for b in layout.blocks)
     formula = layout.compressed_bytes(scales=scales)
     assert formula == pytest.approx(2 * (n - 1) / n * real)
-    headers = sum(n * (segment.header_nbytes + 7) for segment in per_rank[0])
-    assert formula <= mean <= formula + 2 * (n - 1) / n * headers
-    assert layout.dense_bytes() == pytest.approx(2 * (n - 1) / n * 4 * layout.numel)
+    headers = sum(n * layout.nodes.slices * (segment.header_nbytes + 7) for segment in per_rank[0])
+    assert formula <= mean * (1 + 1e-12) and mean <= formula + 2 * (n - 1) / n * headers
+    assert layout.dense_bytes() == pytest.approx(2 * (layout.ranks - 1) / layout.ranks * 4 * layout.numel)
 
 
 def test_the_default_block_size_sends_a_thirty_second_part():
@@ -243,9 +303,13 @@ def test_the_digest_names_everything_that_must_agree():
         Layout([TensorSpec("w", (2, 3), dtype="bfloat16")], 2),
         Layout([spec, TensorSpec("b", (3,))], 2),
         Layout([TensorSpec("b", (3,)), spec], 2),
+        Layout([spec], 4),
+        Layout([spec], 4, nodes=Nodes(((0, 1), (2, 3)))),
+        Layout([spec], 4, nodes=Nodes(((0, 2), (1, 3)))),
+        Layout([spec], 4, nodes=Nodes(((0, 1), (2, 3)), 2)),
     ]
     assert len({layout.digest for layout in variants}) == len(variants)
-    assert Layout([spec], 2).digest == variants[0].digest
+    assert Layout([spec], 2).digest == Layout([spec], 2, nodes=Nodes.flat(2)).digest == variants[0].digest
     assert 0 <= variants[0].digest < 1 << 64
 
 
@@ -268,6 +332,8 @@ def test_wrong_arguments_are_errors():
         Layout([TensorSpec("t", (1,)), TensorSpec("t", (2,))], 1)
     with pytest.raises(ValueError, match="rank"):
         make([1], 0)
+    with pytest.raises(ValueError, match="nodes of 2"):
+        make([1], 3, nodes=Nodes.flat(2))
     with pytest.raises(ValueError, match="twice"):
         make([1, 2]).segments([0, 1, 0], 0, 100)
     with pytest.raises(ValueError, match="segment_nbytes"):
