@@ -246,10 +246,10 @@ SHARED void fill_table(sums_table *table, const float *scales) {
 SHARED void prepare_ratio(const ratio_call *args, const ocomm_block *block, ratio_work *w) {
     const ocomm_tensor *tensor = args->tensors + block->tensor;
     w->grad = tensor->grad ? tensor->grad + block->start : NULL;
-    w->momentum = args->momentum + block->offset;
-    w->magnitude = args->magnitude + block->offset;
-    w->momentum_out = args->momentum_out + block->offset;
-    w->magnitude_out = args->magnitude_out + block->offset;
+    w->momentum = args->momentum + block->local;
+    w->magnitude = args->magnitude + block->local;
+    w->momentum_out = args->momentum_out + block->local;
+    w->magnitude_out = args->magnitude_out + block->local;
     w->length = block->length;
     w->beta1 = tensor->beta1;
     w->one_minus_beta1 = tensor->one_minus_beta1;

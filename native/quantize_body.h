@@ -96,7 +96,7 @@ TARGET static int FN(quantize)(const ratio_call *args) {
         ratio_work w;
         draws d;
         prepare_ratio(args, block, &w);
-        prepare_draws(args, block, block->offset, &d);
+        prepare_draws(args, block, block->local, &d);
         if (d.shift == 0)
             FN(quantize_rows)(1, &w, &d, &bad);
         else

@@ -199,8 +199,9 @@ class Kernels(Protocol):
         """Whether every element of the blocks' gradients is finite."""
         ...
 
-    # Birder and SoftSignSGD. No scales, no mask. Flat buffers are indexed by ``offset``, owners' errors by ``owned``;
-    # ``x_out`` is written beside ``x``, or is the same array. ``noise`` is one NOISE row.
+    # Birder and SoftSignSGD. No scales, no mask. Workers' buffers are indexed by ``local``, owners' errors by
+    # ``owned``, ``out`` by ``offset``; ``x_out`` is written beside ``x``, or is the same array. ``noise`` is one row
+    # of NOISE.
 
     def quantize(
         self,

@@ -233,7 +233,7 @@ class ReferenceKernels:
         finite = True
         with np.errstate(all="ignore"):
             for block in blocks:
-                at = _span(block["offset"], block)
+                at = _span(block["local"], block)
                 m, b = _moments(tensors[block["tensor"]], block, momentum[at], magnitude[at], amsgrad)
                 y = m / (b + np.float32(eps)) + error[at]
                 momentum_out[at], magnitude_out[at] = m, b
@@ -293,11 +293,12 @@ class ReferenceKernels:
         finite = True
         with np.errstate(all="ignore"):
             for block in blocks:
-                at = _span(block["offset"], block)
+                at = _span(block["local"], block)
                 m, b = _moments(tensors[block["tensor"]], block, momentum[at], magnitude[at], amsgrad)
-                out[at] = m / (b + np.float32(eps))
                 momentum_out[at], magnitude_out[at] = m, b
-                finite &= all(bool(np.isfinite(part).all()) for part in (m, b, out[at]))
+                ratio = m / (b + np.float32(eps))
+                out[_span(block["offset"], block)] = ratio
+                finite &= all(bool(np.isfinite(part).all()) for part in (m, b, ratio))
         return finite
 
     def reduce(

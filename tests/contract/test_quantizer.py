@@ -32,21 +32,21 @@ class Model:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng([self.seed, *self.lengths])
         rows = []
-        flat = owned = 0
+        local = owned = 0
         bits, index = 12, self.first  # a header, so that positions are not offsets
         for tensor, numel in enumerate(self.lengths):
             for start in range(0, numel, self.block_size):
                 length = min(self.block_size, numel - start)
-                rows.append((flat, start, owned, bits, -1, index + start, length, tensor))
+                rows.append((local + 16, start, owned, local, bits, -1, index + start, length, tensor))
                 bits += (length + 7) // 8 + int(self.rng.integers(0, 3))
-                flat += -(-length // 16) * 16
+                local += -(-length // 16) * 16
                 owned += length + 3
             index += numel
         self.blocks = np.array(rows, BLOCK)
         self.rng.shuffle(self.blocks)
-        self.numel, self.owned_numel, self.nbytes = flat, owned, bits + 5
-        self.momentum, self.error, self.owner_error = (self.floats(n) for n in (flat, flat, owned))
-        self.magnitude = np.abs(self.momentum) + np.abs(self.floats(flat))
+        self.numel, self.owned_numel, self.nbytes = local, owned, bits + 5
+        self.momentum, self.error, self.owner_error = (self.floats(n) for n in (local, local, owned))
+        self.magnitude = np.abs(self.momentum) + np.abs(self.floats(local))
         self.messages = [self.rng.integers(0, 256, self.nbytes + 3, np.uint8)[3:] for _ in range(self.ranks)]
         self.weights = self.rng.random(self.ranks).astype(np.float32)
         # One element off, so that nothing a tensor holds is aligned to more than a float.
@@ -136,7 +136,7 @@ def apply_results(model: Model, kernels: Kernels) -> tuple:
 def soft_sign_results(model: Model, kernels: Kernels) -> tuple:
     results: list[Any] = []
     for amsgrad, grad in ((False, model.grads), (True, model.grads), (False, 0)):
-        outs = model.empty(model.numel, model.numel, model.numel)
+        outs = model.empty(model.numel, model.numel, model.numel + 16)
         finite = kernels.soft_sign(
             model.blocks, model.tensors(grad=grad), model.momentum, outs[0], model.magnitude, outs[1], EPS, amsgrad,
             outs[2],
@@ -224,13 +224,13 @@ class TestQuantize:
     def test_the_result_does_not_depend_on_how_tensors_are_cut(self, model: Model, size: int) -> None:
         other = Model(model.lengths, model.seed, size, model.ranks, model.first, model.extreme)
         other.grads = model.grads
-        where = [np.concatenate([np.r_[span(b)] for b in np.sort(m.blocks, order="offset")] or [[]]).astype(int)
+        where = [np.concatenate([np.r_[span(b, "local")] for b in np.sort(m.blocks, order="local")] or [[]]).astype(int)
                  for m in (model, other)]  # fmt: skip
         for name in ("momentum", "magnitude", "error"):
             getattr(other, name)[where[1]] = getattr(model, name)[where[0]]
         for kernels in (reference, *cpu_paths()):
             sent = [quantize(m, kernels) for m in (model, other)]
-            bits = [np.concatenate([bits_in(s.packed, b) for b in np.sort(m.blocks, order="offset")] or [[]])
+            bits = [np.concatenate([bits_in(s.packed, b) for b in np.sort(m.blocks, order="local")] or [[]])
                     for m, s in zip((model, other), sent, strict=True)]  # fmt: skip
             assert same_bits(*bits)
             for name in ("momentum", "magnitude", "error"):
@@ -243,7 +243,7 @@ class TestQuantize:
             assert sent.finite
             beta, rest = np.float32(0.95), np.float32(0.05)
             for block in model.blocks:
-                at = span(block)
+                at = span(block, "local")
                 grad = model.grads[block["tensor"]][span(block, "start")]
                 m, b = beta * model.momentum[at] + rest * grad, beta * model.magnitude[at] + rest * np.abs(grad)
                 b = np.maximum(model.magnitude[at], b) if amsgrad else b
@@ -273,7 +273,7 @@ class TestQuantize:
             sent = quantize(model, kernels, grad=[grad], draw=noise(step=step))
             assert sent.finite
             model.momentum, model.magnitude, model.error = sent.momentum, sent.magnitude, sent.error
-            largest = max(largest, float(np.abs(sent.error[span(model.blocks[0])]).max()))
+            largest = max(largest, float(np.abs(sent.error[span(model.blocks[0], "local")]).max()))
         assert 1.5 < largest <= 2.0
 
     def test_everything_may_be_updated_in_place(self, kernels: Kernels) -> None:
@@ -284,7 +284,7 @@ class TestQuantize:
         assert same_bits(packed, expected.packed)
         for block in model.blocks:
             for got, want in ((m, expected.momentum), (b, expected.magnitude), (e, expected.error)):
-                assert same_bits(got[span(block)], want[span(block)])
+                assert same_bits(got[span(block, "local")], want[span(block, "local")])
 
     @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
     @pytest.mark.parametrize("where", [0, 31, 4095, 4999])
@@ -353,7 +353,7 @@ class TestSoftSign:
         assert finite
         assert same_bits(momentum, sent.momentum) and same_bits(magnitude, sent.magnitude)
         for block in model.blocks:
-            assert same_bits(out[span(block)] - signs_in(sent.packed, block), sent.error[span(block)])
+            assert same_bits(out[span(block)] - signs_in(sent.packed, block), sent.error[span(block, "local")])
 
 
 class TestApplySigns:
@@ -374,13 +374,16 @@ class TestApplySigns:
 def test_nothing_but_the_blocks_is_written(kernels: Kernels) -> None:
     model = Model((31, 4097, 1))
     sent, (_, owner_error, owner_packed) = quantize(model, kernels), average_results(model, kernels)
-    flat, owned, message = np.zeros(model.numel, bool), np.zeros(model.owned_numel, bool), np.zeros(model.nbytes, bool)
+    local, owned, message = (np.zeros(n, bool) for n in (model.numel, model.owned_numel, model.nbytes))
+    flat = np.zeros(model.numel + 16, bool)
     for block in model.blocks:
-        flat[span(block)] = owned[span(block, "owned")] = True
+        local[span(block, "local")] = owned[span(block, "owned")] = flat[span(block)] = True
         message[block["bits"] : block["bits"] + (block["length"] + 7) // 8] = True
         for packed in (sent.packed, owner_packed):
             assert not bits_in(packed, block, count=-(-int(block["length"]) // 8) * 8)[block["length"] :].any()
-    for out in (sent.momentum, sent.magnitude, sent.error, *soft_sign_results(model, kernels)[1:4]):
-        assert (out[~flat] == 7).all()
+    *moments, ratio = soft_sign_results(model, kernels)[1:4]
+    for out in (sent.momentum, sent.magnitude, sent.error, *moments):
+        assert (out[~local] == 7).all()
+    assert (ratio[~flat] == 7).all()
     assert (owner_error[~owned] == 7).all()
     assert (sent.packed[~message] == 0x5A).all() and (owner_packed[~message] == 0x5A).all()
