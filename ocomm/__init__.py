@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from ocomm.api import *  # noqa: F403
     from ocomm.errors import *  # noqa: F403
     from ocomm.operations import ProcessSet as ProcessSet
+    from ocomm.operations import add_process_set as add_process_set
     from ocomm.operations import global_process_set as global_process_set
+    from ocomm.operations import remove_process_set as remove_process_set
     from ocomm.version import __version__ as __version__
 
 # The launcher and tools import this package too: names are loaded when they are first used, with NumPy and the rest.
@@ -29,7 +31,7 @@ _HOMES = {
         "HorovodInternalError HostsUpdatedInterrupt InvalidRequestError LaunchError MismatchError NonFiniteError "
         "NotInitializedError OcommError PeerError SettingsError StallError"
     ),
-    "ocomm.operations": "ProcessSet global_process_set",
+    "ocomm.operations": "ProcessSet add_process_set global_process_set remove_process_set",
     "ocomm.version": "__version__",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -40,18 +40,20 @@ Product = ReduceOp.PRODUCT
 # The job
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | None = None) -> None:
+def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Joins the job; a second call is a no-op. Collective over all ranks.
 
     ``comm``: None for all ranks, an mpi4py communicator (which is duplicated), or the list of all world ranks.
-    ``process_sets``: the same list on all ranks. Raises LaunchError where this process is not a rank of the job it
-    seems to belong to or some ranks do not come, SettingsError for settings that are wrong or differ between ranks,
-    InvalidRequestError for wrong arguments.
+    ``process_sets``: the same list on all ranks, or "dynamic", Horovod's word for sets that are added later. Raises
+    LaunchError where this process is not a rank of the job it seems to belong to or some ranks do not come,
+    SettingsError for settings that are wrong or differ between ranks, InvalidRequestError for wrong arguments.
     """
     if isinstance(process_sets, str):
-        raise InvalidRequestError(
-            f"init(process_sets={process_sets!r}): sets cannot be added later; pass the list of all ProcessSets."
-        )
+        if process_sets != "dynamic":
+            raise InvalidRequestError(
+                f'init(process_sets={process_sets!r}): pass the list of all ProcessSets, or "dynamic".'
+            )
+        process_sets = None  # sets may be added in any case
     sets = [ps if isinstance(ps, ProcessSet) else ProcessSet(ps) for ps in process_sets or ()]
     if isinstance(comm, (list, tuple, range)):
         launch = read_launch(os.environ)

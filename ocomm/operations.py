@@ -83,13 +83,22 @@ NUMPY = NumpyAdapter()
 
 
 class ProcessSet:
-    """Some of the world's ranks, which may communicate among themselves; pass it to ``init(process_sets=[...])``.
+    """Some of the world's ranks, which may communicate among themselves.
 
-    Two sets of the same ranks are the same set. All members make the same calls in it.
+    Pass it to ``init(process_sets=[...])`` or, later, to ``add_process_set``. Two sets of the same ranks are the same
+    set. All members make the same calls in it.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        """``ranks``: world ranks in any order. InvalidRequestError if they are not distinct whole numbers."""
+    def __init__(self, ranks: Any) -> None:
+        """``ranks``: world ranks in any order, or an mpi4py communicator of theirs.
+
+        InvalidRequestError if they are not distinct whole numbers.
+        """
+        self.mpi_comm = ranks if hasattr(ranks, "Get_group") else None
+        if self.mpi_comm is not None:
+            from ocomm.transport import mpi
+
+            ranks = mpi.world_ranks(self.mpi_comm)
         try:
             found = sorted(operator.index(rank) for rank in ranks)
         except TypeError:
@@ -106,7 +115,7 @@ class ProcessSet:
                 return number
         raise InvalidRequestError(
             f"process set with ranks {list(self._ranks)} has not been registered; pass it to "
-            "init(process_sets=[...]) on every rank."
+            "init(process_sets=[...]) or add_process_set() on every rank."
         )
 
     @property
@@ -141,6 +150,7 @@ class _World(ProcessSet):
     """All ranks, whoever they are; what calls use by default."""
 
     def __init__(self) -> None:
+        self.mpi_comm = None
         self._ranks = ()
 
     def number(self, session: Session) -> int:
@@ -160,6 +170,29 @@ class _World(ProcessSet):
 
 #: The set of all ranks, id 0.
 global_process_set: ProcessSet = _World()
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Registers a set while the job runs, and returns it. Collective over all ranks of the world, also those outside.
+
+    All ranks add and remove sets in the same order. Raises InvalidRequestError for ranks that are not there and for a
+    set that is registered already, MismatchError where the ranks do not add the same one.
+    """
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    sessions.current().add_set(added.ranks)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Undoes ``add_process_set`` or what ``init`` registered; False if it was not registered, or is the world.
+
+    Collective over all ranks of the world. What some of its ranks have not asked for by then fails there.
+    """
+    number = process_set.process_set_id
+    if not number:
+        return False
+    sessions.current().remove_set(number)
+    return True
 
 
 class Operation:

@@ -11,12 +11,13 @@ import json
 import logging
 import multiprocessing
 import os
+import queue
 import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ class Session:
         self.timeline: Timeline | None = None
         self.left_in_order = True  # whether the last shutdown was clean on all ranks
         self._pid = 0
+        self._scratch = Scratch(0)
+        self._next_set = 1
         self._names: dict[tuple[int, str], int] = {}
         self._compressed: dict[tuple[int, str], OneBitAllreduce] = {}
         self._compressed_channels: dict[int, Channel] = {}
@@ -99,14 +102,10 @@ class Session:
             engine: Engine = NativeEngine(abi, settings.spin_us, settings.idle_ms)
         else:
             engine = PythonEngine(self.kernels, control.arrival, settings.idle_ms)
-        scratch = Scratch(settings.scratch_nbytes)
-
-        def process_set(number: int, ranks: Sequence[int], transport: Transport) -> ProcessSet:
-            engine.watch(transport)
-            data = _duplicate(transport, settings.start_timeout_s)
-            return ProcessSet(ranks, transport, data, engine, scratch, settings, number=number)
-
-        world = process_set(0, range(control.size), control)
+        self.engine = engine
+        self.settings = settings
+        self._scratch = Scratch(settings.scratch_nbytes)
+        world = self._open_set(0, range(control.size), control)
         runtime = Runtime(world, engine, settings)
         self.sets = {0: world}
         self.set_ranks = {0: tuple(range(control.size))}
@@ -114,11 +113,10 @@ class Session:
             self.set_ranks[number] = ranks
             self.sets[number] = None
             if control.rank in ranks:
-                member = process_set(number, ranks, control.subset(ranks))
+                member = self._open_set(number, ranks, control.subset(ranks))
                 self.sets[number] = member
                 runtime.add(member)
-        self.engine = engine
-        self.settings = settings
+        self._next_set = len(sets) + 1
         self.topology = _topology(control.rank, hosts)
         self._pid = os.getpid()
         if settings.timeline:
@@ -149,6 +147,67 @@ class Session:
         self._compressed.clear()
         self._compressed_channels.clear()
         return clean
+
+    def _open_set(self, number: int, ranks: Sequence[int], transport: Transport) -> ProcessSet:
+        """A member's side of a set; ``transport`` becomes its own."""
+        assert self.engine is not None
+        self.engine.watch(transport)
+        data = _duplicate(transport, self.settings.start_timeout_s)
+        return ProcessSet(ranks, transport, data, self.engine, self._scratch, self.settings, number=number)
+
+    # Process sets
+
+    def add_set(self, ranks: Sequence[int]) -> int:
+        """Registers another process set and returns its id. Collective over the world, in one order everywhere.
+
+        InvalidRequestError for ranks that are not there or a set that is; MismatchError if the ranks do not agree.
+        """
+        runtime = self._require()
+        topology = self.require_topology()
+        added = tuple(sorted(ranks))
+        number = self._next_set
+        if added in self.set_ranks.values():
+            raise InvalidRequestError(f"Attempted to add a duplicate process set: ranks {list(added)}.")
+        _check_sets([added], topology.size, number)
+        # On a copy of the world's communicator: MPI's own messages for this would be taken for control messages.
+        request = Request(Kind.DUPLICATE, f"add_process_set.{number}", detail=f"ranks {list(added)}")
+        world: Transport = self.submit(0, [Submission(request, np.zeros(0, np.uint8))])[0].wait()
+        member = None
+        if topology.rank in added:
+            seconds = self.settings.start_timeout_s
+            transport = _bounded(lambda: world.subset(added), seconds, f"a communicator for ranks {list(added)}")
+            member = self._open_set(number, added, transport)
+            member.timeline = self.timeline
+            runtime.add(member)
+        self._next_set += 1
+        self.set_ranks[number] = added
+        self.sets[number] = member
+        self.agree(0, f"add_process_set.{number}", "done")
+        world.close()
+        return number
+
+    def remove_set(self, number: int) -> None:
+        """Forgets a process set. Collective over the world, in one order everywhere.
+
+        Operations of the set which some of its ranks have not asked for fail. MismatchError if the ranks do not agree.
+        """
+        runtime = self._require()
+        ranks, member = self.set_ranks[number], self.sets[number]
+        if member is not None:  # what the others have asked for before is decided
+            self.agree(number, "remove_process_set", "removed")
+        self.agree(0, f"remove_process_set.{number}", f"ranks {list(ranks)}")
+        del self.sets[number], self.set_ranks[number]
+        for key in [key for key in self._compressed if key[0] == number]:
+            del self._compressed[key]
+        self._compressed_channels.pop(number, None)
+        if member is None:
+            return
+        runtime.retire(member)
+        while not member.retired.wait(1.0):
+            if runtime.failure is not None:
+                raise type(runtime.failure)(*runtime.failure.args)
+        for transport in [*member.channels, member.link.transport]:
+            transport.close()
 
     # Timeline
 
@@ -205,7 +264,7 @@ class Session:
         """The process set ``number``, of which this rank must be a member. InvalidRequestError if it is not."""
         self._require()
         if number not in self.sets:
-            raise InvalidRequestError(f"process set {number} does not exist, or has not been registered with init().")
+            raise InvalidRequestError(f"process set {number} does not exist, or has not been registered.")
         member = self.sets[number]
         if member is None:
             rank = self.require_topology().rank
@@ -291,6 +350,26 @@ def _kernels(settings: Settings) -> Kernels:
     from ocomm.kernels.cpu import CpuKernels
 
     return CpuKernels()
+
+
+def _bounded(call: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """The result of a call which may wait for other ranks for ever, as some of MPI's do. LaunchError after a while."""
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            results.put((call(), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    threading.Thread(target=work, name="ocomm-bounded", daemon=True).start()
+    try:
+        result, error = results.get(timeout=timeout_s)
+    except queue.Empty:
+        raise LaunchError(f"no {what.removeprefix('a ')} after {timeout_s:.0f} s; see the other ranks") from None
+    if error is not None:
+        raise error
+    return result
 
 
 def _duplicate(transport: Transport, timeout_s: float) -> Transport:
@@ -381,14 +460,14 @@ def _difference(said: dict[int, dict[str, Any]]) -> str:
     return ""
 
 
-def _check_sets(sets: list[tuple[int, ...]], size: int) -> None:
-    for number, ranks in enumerate(sets, 1):
+def _check_sets(sets: list[tuple[int, ...]], size: int, first: int = 1) -> None:
+    for number, ranks in enumerate(sets, first):
         wrong = [rank for rank in ranks if not 0 <= rank < size]
         if wrong or not ranks or len(set(ranks)) != len(ranks):
             raise InvalidRequestError(
                 f"process set {number} has ranks {list(ranks)}; the world has ranks 0..{size - 1}."
             )
-        if sets.index(ranks) != number - 1 or len(ranks) == size:
+        if sets.index(ranks) != number - first or len(ranks) == size:
             raise InvalidRequestError(f"process set {number} (ranks {list(ranks)}) is a duplicate of another set.")
 
 

@@ -33,7 +33,7 @@ from ocomm.api import (
     stop_timeline,
 )
 from ocomm.errors import HorovodInternalError, HostsUpdatedInterrupt
-from ocomm.operations import ProcessSet, global_process_set
+from ocomm.operations import ProcessSet, add_process_set, global_process_set, remove_process_set
 from ocomm.version import __version__
 from ocomm_torch.compression import Compression
 from ocomm_torch.functions import (
@@ -88,6 +88,7 @@ __all__ = [
     "Product",
     "Sum",
     "__version__",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -136,6 +137,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",

@@ -103,6 +103,10 @@ class Engine(Protocol):
         """``run`` returns CONTROL when a message with tag 0 waits on this transport."""
         ...
 
+    def unwatch(self, transport: Transport) -> None:
+        """Undoes ``watch``. From the thread of ``run``."""
+        ...
+
     def run(self, seconds: float) -> Reason:
         """Moves everything on until there is a reason to return or the time is over."""
         ...

@@ -268,6 +268,10 @@ class NativeEngine:
         if transport.size > 1 and lib.ocomm_engine_watch(self.pointer, transport.handle):  # type: ignore[attr-defined]
             raise MemoryError("too many process sets: at most 256 can be watched")
 
+    def unwatch(self, transport: Transport) -> None:
+        if transport.size > 1:
+            lib.ocomm_engine_unwatch(self.pointer, transport.handle)  # type: ignore[attr-defined]
+
     def run(self, seconds: float) -> Reason:
         reason = Reason(lib.ocomm_engine_run(self.pointer, int(seconds * 1e9)))
         if self._alive:

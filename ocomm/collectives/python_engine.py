@@ -259,6 +259,9 @@ class PythonEngine:
     def watch(self, transport: Transport) -> None:
         self.watched.append(transport)
 
+    def unwatch(self, transport: Transport) -> None:
+        self.watched = [other for other in self.watched if other is not transport]
+
     def wake(self) -> None:
         self._woken = True
         self.arrival.set()

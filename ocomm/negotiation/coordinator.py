@@ -246,7 +246,7 @@ _SAME: list[tuple[str, Callable[[Request], object], set[Kind]]] = [
     ("prescale and postscale", lambda r: (r.prescale, r.postscale), {Kind.ALLREDUCE, Kind.REDUCESCATTER}),
     ("root rank", lambda r: r.root, {Kind.BROADCAST}),
     ("group", lambda r: f"'{r.group}' of {r.group_size}" if r.group else "none", set(Kind)),
-    ("registration", _registration, {Kind.CHANNEL, Kind.BARRIER}),
+    ("registration", _registration, {Kind.CHANNEL, Kind.DUPLICATE, Kind.BARRIER}),
 ]
 
 
@@ -303,6 +303,8 @@ def find_missing(requests: Sequence[Request | None], ranks: Sequence[int]) -> st
             why = f"{who}, and nobody would take the rows for it; pass splits that send it none"
         case Kind.REDUCESCATTER:
             why = f"{who}, and its part of the result would be lost; use allreduce"
+        case Kind.BARRIER | Kind.DUPLICATE if first.detail:
+            why = f"{who}, and all ranks must agree on this"
         case Kind.CHANNEL:
             why = f"{who}, and a 1-bit optimizer needs all ranks"
         case Kind.ALLREDUCE if first.prescale != 1 and first.op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):

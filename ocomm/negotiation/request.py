@@ -25,6 +25,7 @@ class Kind(enum.IntEnum):
     BARRIER = 5
     CHANNEL = 6  # opens a channel for fixed-layout exchanges; ``digest`` names the layout
     JOIN = 7  # this rank has no more data: it counts as ready for everything, until all have joined
+    DUPLICATE = 8  # copies the set's communicator; ``detail`` says what for
 
 
 class Fault(enum.IntEnum):

@@ -42,6 +42,7 @@ class Runtime:
         self.failure: OcommError | None = None
         self._on_start = on_start
         self._sets = [world]
+        self._retiring: list[ProcessSet] = []
         self._leaving: tuple[bool, str] | None = None  # (failed, why), asked for by the user's thread
         self._left = False
         self._gone: dict[int, tuple[bool, str]] = {}
@@ -54,8 +55,16 @@ class Runtime:
         self._thread = threading.Thread(target=self._run, name="ocomm", daemon=True)
 
     def add(self, process_set: ProcessSet) -> None:
-        """Serves another set; before ``start``."""
-        self._sets.append(process_set)
+        """Serves another set. From any thread."""
+        self._sets = [*self._sets, process_set]  # a round that has begun keeps its own list
+
+    def retire(self, process_set: ProcessSet) -> None:
+        """Serves a set no longer, once nothing of it is under way; then ``process_set.retired`` is set.
+
+        No rank of the set may ask for anything in it any more. From any thread but the background one.
+        """
+        self._retiring = [*self._retiring, process_set]
+        self.engine.wake()
 
     def start(self) -> None:
         now = self.clock()
@@ -138,6 +147,12 @@ class Runtime:
             self._inspected_s = now
             for process_set in self._sets:
                 process_set.inspect()
+        for process_set in self._retiring:
+            if process_set.is_quiet:
+                self._retiring = [other for other in self._retiring if other is not process_set]
+                self._sets = [other for other in self._sets if other is not process_set]
+                self.engine.unwatch(process_set.link.transport)
+                process_set.retire()
         return self._depart()
 
     def _beat(self, now: float) -> None:

@@ -62,7 +62,7 @@ class _Running:
 
 @dataclass(slots=True)
 class _Opening:
-    """A channel whose communicator is being made."""
+    """A communicator that is being made, for a channel or another set."""
 
     entry: _Entry
     pending: TransportRequest
@@ -110,6 +110,8 @@ class ProcessSet:
         self._warned: dict[str, float] = {}
         self.joined: list[int] = []  # world ranks without more data; written by the background thread, read by any
         self.channels: list[Transport] = [data]
+        self._exchanges = [self._channel]  # what runs on them
+        self.retired = threading.Event()
 
     # Users' side
 
@@ -166,6 +168,13 @@ class ProcessSet:
         self._opening.clear()
         for entry in entries:
             entry.handle.complete(error=type(error)(*error.args))
+
+    def retire(self) -> None:
+        """The end of a set which was removed while the job goes on. From the background thread, when it is quiet."""
+        self.close(InvalidRequestError(f"process set {list(self.ranks)} was removed."))
+        for channel in self._exchanges:
+            channel.abandon()
+        self.retired.set()
 
     # Background thread's side
 
@@ -273,7 +282,7 @@ class ProcessSet:
         for entry, number in zip(entries, response.cache_ids, strict=True):
             if number >= 0:
                 self._cache.learn(entry.handle.name, number, entry.submission.request)
-        if response.kind == Kind.CHANNEL:
+        if response.kind in (Kind.CHANNEL, Kind.DUPLICATE):
             self._opening.append(_Opening(entries[0], self.link.transport.duplicate()))
             return
         plan, results = self._plan(response, entries)
@@ -372,8 +381,12 @@ class ProcessSet:
             if transport is None:
                 return
             self._opening.pop(0)
+            if opening.entry.submission.request.kind == Kind.DUPLICATE:
+                opening.entry.handle.complete(transport)
+                continue
             self.channels.append(transport)
-            opening.entry.handle.complete(self.engine.open_channel(transport, self.settings.window))
+            self._exchanges.append(self.engine.open_channel(transport, self.settings.window))
+            opening.entry.handle.complete(self._exchanges[-1])
 
     @property
     def wants_polling(self) -> bool:

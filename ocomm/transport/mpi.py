@@ -62,6 +62,13 @@ def open_world(communicator: Any = None) -> MpiTransport:
     return MpiTransport(mpi, (communicator or mpi.COMM_WORLD).Dup())
 
 
+def world_ranks(communicator: Any) -> list[int]:
+    """The ranks that the members of an mpi4py Comm have in COMM_WORLD."""
+    mpi = _load()
+    members, everyone = communicator.Get_group(), mpi.COMM_WORLD.Get_group()
+    return list(mpi.Group.Translate_ranks(members, None, everyone))
+
+
 def library_version() -> str:
     """What the loaded library says of itself, first line."""
     return _load().Get_library_version().splitlines()[0].rstrip("\0")

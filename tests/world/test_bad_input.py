@@ -368,8 +368,8 @@ class TestTheJob:
             "init(comm=[0, 2]): the job has the ranks [0], and starting on a part of them is not supported. Start "
             "fewer ranks, or call init(process_sets=[ProcessSet([...])])."
         )
-        with pytest.raises(InvalidRequestError, match=r"sets cannot be added later"):
-            ocomm.init(process_sets="dynamic")  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match=r"pass the list of all ProcessSets"):
+            ocomm.init(process_sets="static")
 
     def test_an_unknown_setting_is_refused(self) -> None:
         with pytest.raises(SettingsError) as error:

@@ -9,7 +9,7 @@ import ocomm
 from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.session import Session
 from ocomm.types import Settings
-from tests.worlds import run_ranks
+from tests.worlds import MPI_SIZE, run_ranks
 
 
 def test_a_set_has_its_own_numbering() -> None:
@@ -99,7 +99,8 @@ def test_what_a_rank_may_not_do_is_said_in_whole_sentences() -> None:
         with pytest.raises(InvalidRequestError) as error:
             ocomm.allreduce(np.ones(1), process_set=ocomm.ProcessSet([1]))
         assert str(error.value) == (
-            "process set with ranks [1] has not been registered; pass it to init(process_sets=[...]) on every rank."
+            "process set with ranks [1] has not been registered; pass it to init(process_sets=[...]) or "
+            "add_process_set() on every rank."
         )
         if ocomm.rank() == 1:
             with pytest.raises(InvalidRequestError) as error:
@@ -135,3 +136,92 @@ def test_roots_that_differ_are_reported_as_world_ranks() -> None:
 def test_a_set_needs_distinct_ranks(ranks: object) -> None:
     with pytest.raises(InvalidRequestError, match=r"^ProcessSet takes "):
         ocomm.ProcessSet(ranks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("engine", ["native", "python"])
+def test_sets_come_and_go_while_the_job_runs(engine: str) -> None:
+    def body(session: Session) -> None:
+        me = ocomm.rank()
+        for again in range(3):
+            pair = ocomm.add_process_set([3, 1])
+            trio = ocomm.add_process_set(ocomm.ProcessSet([0, 1, 2]))
+            assert (pair.ranks, pair.process_set_id, trio.process_set_id) == ([1, 3], 2 * again + 1, 2 * again + 2)
+            handles = []
+            for ps in (pair, trio, ocomm.global_process_set):
+                if ps.included():
+                    handle = ocomm.allreduce_async(np.full(9000, 1.0 * me), name="x", op=ocomm.Sum, process_set=ps)
+                    handles.append((ps, handle))
+            for ps, handle in reversed(handles):
+                assert (ocomm.synchronize(handle) == sum(ps.ranks)).all()
+            if pair.included():
+                compressed = ocomm.compressed_allreduce(np.full(8, 2.0, np.float32), "c", process_set=pair)
+                assert compressed.tolist() == [2.0] * 8
+                assert ocomm.allgather_object(me, process_set=pair) == [1, 3]
+            assert ocomm.remove_process_set(pair) and ocomm.remove_process_set(trio)
+            assert pair.process_set_id is None and not ocomm.remove_process_set(pair)
+            with pytest.raises(InvalidRequestError, match="has not been registered"):
+                ocomm.allreduce(np.ones(1), process_set=pair)
+        assert not ocomm.remove_process_set(ocomm.global_process_set)
+        assert ocomm.allreduce(np.ones(1), op=ocomm.Sum).tolist() == [4]
+
+    run_ranks(4, body, Settings(engine=engine))
+
+
+def test_what_only_some_ranks_of_a_set_have_asked_for_fails_when_it_is_removed() -> None:
+    def body(session: Session) -> None:
+        pair = ocomm.add_process_set([0, 1])
+        if ocomm.rank() == 0:
+            handle = ocomm.allreduce_async(np.ones(3), name="alone", process_set=pair)
+        ocomm.remove_process_set(pair)
+        if ocomm.rank() == 0:
+            with pytest.raises(InvalidRequestError) as error:
+                ocomm.synchronize(handle)
+            assert str(error.value) == "process set [0, 1] was removed."
+
+    run_ranks(3, body)
+
+
+def test_a_set_that_cannot_be_added_is_refused_and_the_job_goes_on() -> None:
+    def body(session: Session) -> None:
+        cases = {
+            "Attempted to add a duplicate process set: ranks [0].": [0],
+            "Attempted to add a duplicate process set: ranks [0, 1].": [1, 0],
+            "process set 2 has ranks [1, 2]; the world has ranks 0..1.": [1, 2],
+        }
+        for message, ranks in cases.items():
+            with pytest.raises(InvalidRequestError) as error:
+                ocomm.add_process_set(ranks)
+            assert str(error.value) == message
+        assert ocomm.add_process_set([1]).process_set_id == 2
+
+    run_ranks(2, body, process_sets=[[0]])
+
+
+def test_ranks_that_add_different_sets_hear_of_it() -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(MismatchError) as error:
+            ocomm.add_process_set([ocomm.rank()])
+        assert str(error.value) == (
+            "tensor 'add_process_set.1': mismatched registration: rank 0 submitted ranks [0], rank 1 submitted ranks "
+            "[1]."
+        )
+        assert ocomm.add_process_set([1]).process_set_id == 1
+
+    run_ranks(2, body)
+
+
+def test_a_set_of_an_mpi_communicator() -> None:
+    mpi = pytest.importorskip("mpi4py.MPI")
+
+    def body(session: Session) -> None:
+        half = mpi.COMM_WORLD.Split(mpi.COMM_WORLD.Get_rank() % 2)
+        mine = ocomm.ProcessSet(half)
+        assert mine.ranks == [rank for rank in range(4) if rank % 2 == ocomm.rank() % 2] and mine.mpi_comm is half
+        for ranks in ([0, 2], [1, 3]):
+            ocomm.add_process_set(ranks)
+        assert ocomm.allreduce(np.ones(1), op=ocomm.Sum, process_set=mine).tolist() == [2]
+        half.Free()
+
+    if not MPI_SIZE:
+        pytest.skip("needs ranks of an MPI job")
+    run_ranks(4, body)

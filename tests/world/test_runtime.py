@@ -329,7 +329,7 @@ def test_a_process_set_that_does_not_exist_is_named() -> None:
     def body(session: Session) -> None:
         with pytest.raises(InvalidRequestError) as caught:
             session.submit(3, [])
-        assert str(caught.value) == "process set 3 does not exist, or has not been registered with init()."
+        assert str(caught.value) == "process set 3 does not exist, or has not been registered."
 
     run_ranks(1, body)
 
