@@ -35,6 +35,7 @@ from ocomm.api import (
 from ocomm.errors import HorovodInternalError, HostsUpdatedInterrupt
 from ocomm.operations import ProcessSet, add_process_set, global_process_set, remove_process_set
 from ocomm.version import __version__
+from ocomm_torch.birder import Birder, DistributedBirder, DistributedSoftSignSGD, SoftSignSGD
 from ocomm_torch.compression import Compression
 from ocomm_torch.functions import (
     allgather_object,
@@ -76,9 +77,12 @@ from ocomm_torch.optimizer import DistributedOptimizer
 __all__ = [
     "Adasum",
     "Average",
+    "Birder",
     "Compression",
+    "DistributedBirder",
     "DistributedOneBitAdam",
     "DistributedOptimizer",
+    "DistributedSoftSignSGD",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "Max",
@@ -86,6 +90,7 @@ __all__ = [
     "OneBitAdam",
     "ProcessSet",
     "Product",
+    "SoftSignSGD",
     "Sum",
     "__version__",
     "add_process_set",

@@ -197,6 +197,20 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return self._driver.report()
 
 
+def to_torch(state: Any) -> Any:
+    """The same with tensors for arrays, which share their memory."""
+    if isinstance(state, dict):
+        return {key: to_torch(value) for key, value in state.items()}
+    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
+
+
+def to_numpy(state: Any) -> Any:
+    """The inverse."""
+    if isinstance(state, dict):
+        return {key: to_numpy(value) for key, value in state.items()}
+    return state.numpy() if isinstance(state, torch.Tensor) else state
+
+
 def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()

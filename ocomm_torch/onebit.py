@@ -14,7 +14,7 @@ from ocomm.kernels.base import Floats
 from ocomm.session import Session
 from ocomm.training.driver import Common, Group
 from ocomm.training.onebit_adam import OneBitAdamDriver
-from ocomm_torch.compressed import CompressedOptimizer
+from ocomm_torch.compressed import CompressedOptimizer, to_numpy, to_torch
 
 _COMPRESSED_STATE = ("exp_avg", "exp_avg_sq")
 
@@ -133,7 +133,7 @@ class OneBitAdam(CompressedOptimizer):
                 entry["exp_avg"] = torch.from_numpy(core.momentum(tensor)).view(parameter.shape)
                 variance = core.variance(tensor, beta2=group.betas[1])
                 entry["exp_avg_sq"] = torch.from_numpy(variance).view(parameter.shape)
-        full["ocomm"] = _to_torch(self._driver.state())
+        full["ocomm"] = to_torch(self._driver.state())
         return full
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ class OneBitAdam(CompressedOptimizer):
         self._inner.state = self.state
         self._inner.param_groups = self.param_groups
         if saved is not None:
-            for tensor in self._driver.load_state(_to_numpy(saved), self._momentum):
+            for tensor in self._driver.load_state(to_numpy(saved), self._momentum):
                 self.release(tensor)
 
     def _momentum(self, tensor: int) -> Floats:
@@ -192,20 +192,6 @@ def _adam(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             if group.get(option):
                 raise InvalidRequestError(f"DistributedOneBitAdam does not support {option}=True; leave it out.")
     return optimizer
-
-
-def _to_torch(state: Any) -> Any:
-    """The same with tensors for arrays, which share their memory."""
-    if isinstance(state, dict):
-        return {key: _to_torch(value) for key, value in state.items()}
-    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
-
-
-def _to_numpy(state: Any) -> Any:
-    """The inverse."""
-    if isinstance(state, dict):
-        return {key: _to_numpy(value) for key, value in state.items()}
-    return state.numpy() if isinstance(state, torch.Tensor) else state
 
 
 DistributedOneBitAdam = OneBitAdam

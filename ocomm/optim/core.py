@@ -164,9 +164,7 @@ class Core(abc.ABC):
         self.segments, self.bucket_segments = [], []
         for key in wanted:
             first = len(self.segments)
-            self.segments += kept.get(key) or [
-                self._segment(s) for s in self.layout.segments(key[0], self.rank, key[1])
-            ]
+            self.segments += kept.get(key) or self._cut(*key)
             self.bucket_segments.append(range(first, len(self.segments)))
         self._buckets = wanted
 

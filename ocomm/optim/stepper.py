@@ -197,7 +197,7 @@ class Stepper:
         )
 
     def _compressed_bucket(self, tensors: list[int], first: int, segments: list[SegmentLayout]) -> _Bucket:
-        name = f"{self.core.compressor}-{self.core.scale}"
+        name = f"{self.core.compressor}-{self.core.scale}" if self.core.scales else self.core.compressor
         bucket = _Bucket(tensors, True, segments, [self._envelope(s, name) for s in segments], first)
         for segment in segments:
             mine = segment.message_nbytes[self.rank]

@@ -1,4 +1,4 @@
-"""Jobs that drive DistributedOneBitAdam with chosen gradients, for the tests of the Torch frontend."""
+"""Jobs that drive compressed optimizers with chosen gradients, for the tests of the Torch frontend."""
 
 from __future__ import annotations
 
@@ -70,6 +70,8 @@ def train(
     grads: Callable[[int, int], list[np.ndarray | None]] = gradients,
     order: Callable[[int, int], Sequence[int]] | None = None,
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer] = lambda p: torch.optim.Adam(p, lr=1e-2, foreach=False),
+    wrap: Callable[..., Any] = DistributedOneBitAdam,
+    hash_state: Callable[[list[torch.Tensor], Any], str] = state_digest,
     before_step: Between | None = None,
     watch: Callable[[Any], None] | None = None,
     **options: Any,
@@ -77,7 +79,7 @@ def train(
     """Trains on one rank; returns parameters and their digest after every step, and the report."""
     parameters = [torch.nn.Parameter(torch.from_numpy(array.copy())) for array in initial(shapes)]
     names = [f"tensor.{number}" for number in range(len(parameters))]
-    optimizer = DistributedOneBitAdam(make(parameters), zip(names, parameters, strict=True), **options)
+    optimizer = wrap(make(parameters), zip(names, parameters, strict=True), **options)
     history, digests = [], []
     for step in range(1, steps + 1):
         optimizer.zero_grad()
@@ -94,5 +96,5 @@ def train(
         "parameters": history,
         "digests": digests,
         "report": optimizer.compression_report(),
-        "state": state_digest(parameters, optimizer),
+        "state": hash_state(parameters, optimizer),
     }

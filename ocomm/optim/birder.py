@@ -1,0 +1,126 @@
+"""Birder (Peng et al., algorithm 2) as a state machine over flat float32 buffers: SoftSignSGD with 1 bit each way.
+
+    m and b as in SoftSignSGD;  y = m / (b + eps) + e;  u = Q(y);  e = y - u
+    owner:  a = mean over ranks of u + E;  ubar = Q(a);  E = a - ubar
+    p = p * (1 - lr * wd) - lr * ubar
+
+Q is +1 with probability (y + 1) / 2, else -1: right on average inside [-1, 1], saturated outside, so that abs(e) <= 2.
+Its random numbers depend on seed, element, step and rank alone: cuts, threads and arrival change no bit.
+
+Memory per parameter, besides the parameter and its gradient, for n ranks: m, b and worker error 2 * 12 B, owner error
+2 * 4/n B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ocomm.collectives.plan import AverageQuantized, CompressQuantized
+from ocomm.compression.layout import Layout
+from ocomm.errors import SettingsError
+from ocomm.kernels.base import NOISE, OWNERS, Bytes, Floats, Kernels
+from ocomm.optim.core import Bools, Exchange, Flags
+from ocomm.optim.soft_sign import EPS, SoftSignSGD
+
+
+class Birder(SoftSignSGD):
+    """See ``SoftSignSGD``. ``seed`` is in [0, 2^64), the same on all ranks. Raises SettingsError for other values."""
+
+    compressor = "birder"
+    scales = False
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        kernels: Kernels,
+        *,
+        beta: float = 0.95,
+        seed: int = 0,
+        amsgrad_after: int | None = None,
+    ) -> None:
+        if not 0 <= seed < 1 << 64:
+            raise SettingsError(f"seed must be in [0, 2^64), got {seed}")
+        super().__init__(layout, rank, kernels, beta=beta, amsgrad_after=amsgrad_after)
+        # Read by plans when they run: a new step needs no new plan.
+        self._noise = np.array([(seed, 0, rank)], NOISE)
+        self._owner_noise = np.array([(seed, 0, OWNERS)], NOISE)
+        self._weights = np.full(layout.ranks, 1 / layout.ranks, np.float32)
+
+    def _allocate_exchanged(self) -> None:
+        self.allocate()
+
+    # One step
+
+    def exchange(self) -> Exchange:
+        everything = np.ones(len(self.layout.tensors), np.bool_)
+        return Exchange(everything, ~everything)
+
+    def compress(self, segment: int, packed: Bytes, flags: Flags) -> CompressQuantized:
+        """This step's random signs into ``packed``. Reads gradients; writes momentum, magnitude and error."""
+        return CompressQuantized(
+            blocks=self.segments[segment].layout.blocks,
+            tensors=self.tensors,
+            momentum=self.momentum,
+            momentum_out=self.momentum_out,
+            magnitude=self.magnitude,
+            magnitude_out=self.magnitude_out,
+            error=self.error,
+            error_out=self.error_out,
+            eps=EPS,
+            amsgrad=self.amsgrad,
+            noise=self._noise,
+            packed=packed,
+            flags=flags,
+        )
+
+    def average(self, segment: int, received: Sequence[Bytes], flags: Flags) -> AverageQuantized:
+        layout = self.segments[segment].layout
+        return AverageQuantized(
+            blocks=layout.owned_blocks,
+            received=received,
+            origin=layout.message_start[self.rank],
+            weights=self._weights,
+            error=self.owner_error,
+            error_out=self.owner_error_out,
+            noise=self._owner_noise,
+            packed=self.result(segment),
+            flags=flags,
+        )
+
+    def key(self, segment: int) -> tuple[int, ...]:
+        return (*super().key(segment), self.amsgrad)
+
+    def is_finite(self, segment: int) -> bool:
+        """Signs always are; what a worker cannot compute is in the flags of its messages."""
+        return True
+
+    def commit(self, present: Bools, averages: Floats) -> None:
+        super().commit(present, averages)
+        self._count()
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        super().load_progress(progress)
+        self._count()
+
+    def _count(self) -> None:
+        self._noise["step"] = self._owner_noise["step"] = self.committed & 0xFFFFFFFF
+
+    def _keep(self, tensor: int) -> None:
+        super()._keep(tensor)
+        self.keep_errors(tensor)
+
+    def _swap(self) -> None:
+        super()._swap()
+        self.swap_errors()
+
+    def _move(self, averages: Floats) -> None:
+        for number, segment in enumerate(self.segments):
+            self.kernels.apply_signs(segment.layout.blocks, self.tensors, self.result(number))
+
+    def _exchanged_memory(self) -> dict[str, int]:
+        results = [segment.result for segment in self.segments]
+        return {"packed_result": sum(result.nbytes for result in results if result is not None)}

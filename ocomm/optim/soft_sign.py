@@ -1,0 +1,173 @@
+"""SoftSignSGD (Peng et al., *Birder*, algorithm 1) as a state machine over flat float32 buffers.
+
+    m = beta * m + (1 - beta) * g;  b = beta * b + (1 - beta) * |g|      (from step T_0 + 1 on b = max(b_prev, b))
+    p = p * (1 - lr * wd) - lr * mean over ranks of m / (b + eps)
+
+m and b are this rank's own, the ratio travels dense. They are written beside the old ones and swapped by ``commit``.
+
+Memory per parameter, besides the parameter and its gradient: m and b 2 * 8 B, the ratio 4 B.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.collectives.plan import Computation, SoftSign
+from ocomm.compression.layout import Layout, SegmentLayout
+from ocomm.errors import SettingsError
+from ocomm.kernels.base import Bytes, Floats, Kernels, Table, aligned_zeros
+from ocomm.optim.core import Bools, Core, Exchange, Flags, address
+
+EPS = 1e-12
+
+
+class SoftSignSGD(Core):
+    """For the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``.
+
+    ``beta`` is in [0, 1). ``amsgrad_after`` is T_0, the number of steps after which b never falls; None: it may always.
+    Raises SettingsError for other values.
+    """
+
+    def __init__(
+        self, layout: Layout, rank: int, kernels: Kernels, *, beta: float = 0.95, amsgrad_after: int | None = None
+    ) -> None:
+        super().__init__(layout, rank, kernels)
+        if not 0.0 <= beta < 1.0:
+            raise SettingsError(f"beta must be in [0, 1), got {beta}")
+        if amsgrad_after is not None and amsgrad_after < 0:
+            raise SettingsError(f"amsgrad_after must be a number of steps or None, got {amsgrad_after}")
+        self.amsgrad_after = amsgrad_after
+        #: Steps taken, whatever tensors had gradients in them.
+        self.committed = 0
+        self.tensors["beta1"], self.tensors["one_minus_beta1"] = beta, 1.0 - beta
+        flat = layout.flat_numel
+        self.momentum, self.momentum_out, self.magnitude, self.magnitude_out = (aligned_zeros(flat) for _ in range(4))
+        self._allocate_exchanged()
+
+    def _allocate_exchanged(self) -> None:
+        """Makes what this algorithm exchanges, or keeps of an exchange."""
+        self.ratio = aligned_zeros(self.layout.flat_numel)
+        self._source: Table = np.zeros(len(self.layout.tensors), self.tensors.dtype)
+        self._source["grad"] = address(self.ratio) + 4 * self.layout.offsets.astype(np.uint64)
+
+    @property
+    def amsgrad(self) -> bool:
+        """Is b in the next step no less than before?"""
+        return self.amsgrad_after is not None and self.committed >= self.amsgrad_after
+
+    def set_hyper(
+        self, tensors: Sequence[int] | NDArray[np.integer], *, lr: float, decoupled_decay: float = 0.0
+    ) -> None:
+        """Sets the next step's hyperparameters of a parameter group, in float64, each rounded to float32 once."""
+        index = np.asarray(tensors, np.int64)
+        self.tensors["step_size"][index] = lr
+        self.tensors["decay"][index] = 1.0 - lr * decoupled_decay
+
+    # One step
+
+    def exchange(self) -> Exchange:
+        everything = np.ones(len(self.layout.tensors), np.bool_)
+        return Exchange(~everything, everything)
+
+    def compress(self, segment: int, packed: Bytes, flags: Flags) -> Computation:
+        raise AssertionError("nothing travels compressed")
+
+    def dense_source(self, segment: SegmentLayout, flags: Flags) -> tuple[list[Computation], Table]:
+        soft_sign = SoftSign(
+            blocks=segment.blocks,
+            tensors=self.tensors,
+            momentum=self.momentum,
+            momentum_out=self.momentum_out,
+            magnitude=self.magnitude,
+            magnitude_out=self.magnitude_out,
+            eps=EPS,
+            amsgrad=self.amsgrad,
+            out=self.ratio,
+            flags=flags,
+        )
+        return [soft_sign], self._source
+
+    def dense_key(self) -> tuple[int, ...]:
+        return (address(self.momentum), self.amsgrad)
+
+    def commit(self, present: Bools, averages: Floats) -> None:
+        """Swaps the state with what the exchange has written; moves the parameters. ``averages`` is used up."""
+        if present.shape != self.steps.shape:
+            raise ValueError(f"presence of {present.size} tensors, the layout has {self.steps.size}")
+        # All copies go to the buffers that are not yet in use: up to the swap nothing has changed.
+        for tensor in np.flatnonzero(~present).tolist():
+            self._keep(tensor)
+        self._swap()
+        self.tensors["skip"] = ~present
+        self.steps += present
+        self.committed += 1
+        self._move(averages)
+
+    def _keep(self, tensor: int) -> None:
+        """Copies the state of a tensor that nobody has a gradient for over what the exchange has written."""
+        span = self.flat_span(tensor)
+        self.momentum_out[span] = self.momentum[span]
+        self.magnitude_out[span] = self.magnitude[span]
+
+    def _swap(self) -> None:
+        self.momentum, self.momentum_out = self.momentum_out, self.momentum
+        self.magnitude, self.magnitude_out = self.magnitude_out, self.magnitude
+
+    def _move(self, averages: Floats) -> None:
+        """Updates the parameters of tensors without ``skip``, through their addresses."""
+        for tensor in np.flatnonzero((self.tensors["skip"] == 0) & (self.layout.numels > 0)).tolist():
+            row, update = self.tensors[tensor], averages[self.flat_span(tensor)]
+            param = np.ctypeslib.as_array((ctypes.c_float * update.size).from_address(int(row["param"])))
+            if row["decay"] != 1:
+                param *= row["decay"]
+            update *= row["step_size"]
+            param -= update
+
+    # State of this rank
+
+    def rank_state(self) -> dict[str, Any]:
+        """As ``Core.rank_state``, with ``momentum`` and ``magnitude`` (flat)."""
+        return {**super().rank_state(), "momentum": self.momentum.copy(), "magnitude": self.magnitude.copy()}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse, for the same layout and rank. Raises ValueError if they differ, or if a number is not finite."""
+        for name in ("momentum", "magnitude", "error", "owner_error"):
+            if not np.isfinite(state[name]).all():
+                raise ValueError(f"the {name} of rank {self.rank} to be loaded has NaN or Inf")
+        super().load_rank_state(state)
+        self.momentum[:], self.magnitude[:] = state["momentum"], state["magnitude"]
+
+    def redistribute_errors(self, states: Sequence[Mapping[str, Any]], layout: Layout) -> None:
+        """As ``Core.redistribute_errors``; momenta and magnitudes, too, are averaged over the old ranks."""
+        super().redistribute_errors(states, layout)
+        for name, own in (("momentum", self.momentum), ("magnitude", self.magnitude)):
+            total = np.zeros(own.size)
+            for state in sorted(states, key=lambda state: int(state["rank"])):
+                total += state[name]
+            own[:] = total / layout.ranks
+
+    def progress(self) -> dict[str, Any]:
+        """Counters that belong into a checkpoint: ``committed``, and ``steps`` per tensor (int64, a copy)."""
+        return {"committed": self.committed, "steps": self.steps.copy()}
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.committed = int(progress["committed"])
+        self.steps[:] = progress["steps"]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by buffer."""
+        return {
+            **super().memory(),
+            "momentum": self.momentum.nbytes + self.momentum_out.nbytes,
+            "magnitude": self.magnitude.nbytes + self.magnitude_out.nbytes,
+            **self._exchanged_memory(),
+        }
+
+    def _exchanged_memory(self) -> dict[str, int]:
+        return {"ratio": self.ratio.nbytes}
