@@ -46,9 +46,10 @@ class Birder(SoftSignSGD):
             raise SettingsError(f"seed must be in [0, 2^64), got {seed}")
         super().__init__(layout, rank, kernels, beta=beta, amsgrad_after=amsgrad_after)
         # Read by plans when they run: a new step needs no new plan.
-        self._noise = np.array([(seed, 0, rank)], NOISE)
+        members = layout.nodes.members
+        self._noise = np.array([(seed, 0, members.index(layout.nodes.node_of(rank)))], NOISE)
         self._owner_noise = np.array([(seed, 0, OWNERS)], NOISE)
-        self._weights = np.full(layout.ranks, 1 / layout.ranks, np.float32)
+        self._weights = np.array([len(node) / layout.ranks for node in members], np.float32)
 
     def _allocate_exchanged(self) -> None:
         self.allocate()
@@ -62,7 +63,7 @@ class Birder(SoftSignSGD):
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> CompressQuantized:
         """This step's random signs into ``packed``. Reads gradients; writes momentum, magnitude and error."""
         return CompressQuantized(
-            blocks=self.segments[segment].layout.blocks,
+            blocks=self.segments[segment].layout.worker_blocks,
             tensors=self.tensors,
             momentum=self.momentum,
             momentum_out=self.momentum_out,

@@ -53,7 +53,8 @@ class Tensor:
 class SoftSign:
     """SoftSignSGD. ``lr`` is a number or a function of the step, counted from 1. ``step`` takes one step of all ranks.
 
-    ``nodes``: ranks per node, whose gradients are averaged before anything else; every rank is a worker if it is None.
+    ``nodes``, for Birder: ranks per node. A node's gradients are added up before anything else, and weighted by
+    nodes / ranks; it is then one worker. If it is None, every rank is.
     """
 
     def __init__(
@@ -114,17 +115,18 @@ class SoftSign:
         self.committed += 1
 
     def _inside_nodes(self, local: list[Array]) -> list[Array]:
-        """One gradient per worker: the mean over its ranks, in their order."""
+        """One gradient per worker: the weighted sum over its ranks, in their order."""
         result, first = [], 0
         for size in self.nodes:
             total = local[first]
             for g in local[first + 1 : first + size]:
                 total = total + g
-            result.append(total * F(1 / size) if size > 1 else total)
+            result.append(total * F(len(self.nodes) / self.ranks))
             first += size
         return result
 
     def _average(self, x: Tensor, ratios: list[Array]) -> Array:
+        assert len(self.nodes) == self.ranks, "nodes are for Birder"
         total = ratios[0]
         for ratio in ratios[1:]:
             total = total + ratio
