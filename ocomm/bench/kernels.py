@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ocomm._native import ffi, lib
-from ocomm.kernels import BLOCK, TENSOR, Kernels, cpu_kernels, reference
+from ocomm.kernels import BLOCK, NOISE, TENSOR, Kernels, cpu_kernels, reference
 from ocomm.types import DType, ReduceOp
 
 BLOCK_SIZE = 4096
@@ -169,13 +169,13 @@ class Bench:
         self.with_numpy = with_numpy
         self.c: Kernels = cpu_kernels()
         self.c_form = f"c {ffi.string(lib.ocomm_path()).decode()}"
-        rng = np.random.default_rng(0)
+        rng = self._rng = np.random.default_rng(0)
         count = numel // BLOCK_SIZE
         self.blocks = np.zeros(count, BLOCK)
         first = np.arange(count) * BLOCK_SIZE
         # Scale and signs of a block lie together, as in a message.
         stride = 4 + BLOCK_SIZE // 8
-        for field in ("offset", "start", "owned", "local"):
+        for field in ("offset", "start", "owned", "local", "index"):
             self.blocks[field] = first
         self.blocks["scale"] = np.arange(count) * stride
         self.blocks["bits"] = self.blocks["scale"] + 4
@@ -280,6 +280,7 @@ class Bench:
             )
         )
         cases += self._zero_one_cases()
+        cases += self._birder_cases(ranks)
         sources = [a.view(np.uint8) for a in (self.x, self.y, self.param, self.denominator)]
         target = self.out.view(np.uint8)
 
@@ -355,6 +356,57 @@ class Bench:
             ),
         ]
 
+    def _birder_cases(self, ranks: list[int]) -> list[Case]:
+        """The loops of Birder and SoftSignSGD, in place. The NumPy forms draw from NumPy's generator."""
+        table = self.tensors(dense=False)
+        noise = np.array([(1, 2, 3)], NOISE)
+        momentum, magnitude, error = self.y.copy(), self.denominator.copy(), self.error.copy()
+        packed, message = self.packed.copy(), self.messages[0]
+        bits = 1 / 8
+        return [
+            self._in_place_case(
+                "quantize",
+                28 + bits,
+                (momentum, magnitude, error, packed),
+                lambda k, b, m, a, e, out: k.quantize(b, table, m, m, a, a, e, e, 1e-12, False, noise, out),
+                lambda: self._numpy_quantize(self._numpy_ratio(momentum, magnitude), error),
+            ),
+            *(self._quantized_average_case(n, noise, error, packed) for n in ranks),
+            self._in_place_case(
+                "soft_sign",
+                24,
+                (momentum, magnitude, self.out),
+                lambda k, b, m, a, out: k.soft_sign(b, table, m, m, a, a, 1e-12, False, out),
+                lambda: np.copyto(self.out, self._numpy_ratio(momentum, magnitude)),
+            ),
+            self._in_place_case(
+                "apply_signs",
+                8 + bits,
+                (self.param,),
+                lambda k, b, p: k.apply_signs(b, self._with_param(table, p), message),
+                lambda: np.subtract(self.param, np.float32(1e-6) * signs(message), out=self.param),
+            ),
+        ]
+
+    def _quantized_average_case(self, ranks: int, noise: np.ndarray, error: np.ndarray, packed: np.ndarray) -> Case:
+        received = [self.messages[i % len(self.messages)].copy() for i in range(ranks)]
+        weights = np.full(ranks, 1 / ranks, np.float32)
+
+        def numpy_form() -> None:
+            total = signs(received[0])
+            for other in received[1:]:
+                total += signs(other)
+            total *= np.float32(1 / ranks)
+            self._numpy_quantize(total, error)
+
+        return self._in_place_case(
+            f"quantized_average of {ranks} ranks",
+            8 + (ranks + 1) / 8,
+            (error, packed),
+            lambda k, b, e, out: k.quantized_average(b, received, 0, weights, e, e, noise, out),
+            numpy_form,
+        )
+
     @staticmethod
     def _with_param(table: np.ndarray, param: np.ndarray) -> np.ndarray:
         table["param"] = param.__array_interface__["data"][0]
@@ -365,7 +417,7 @@ class Bench:
         kernel: str,
         bytes_per_element: float,
         arrays: tuple[np.ndarray, ...],
-        call: Callable[..., None],
+        call: Callable[..., object],
         numpy_form: Callable[[], object],
     ) -> Case:
         """A kernel that changes ``arrays``; ``call`` takes kernels, blocks and the arrays."""
@@ -499,6 +551,19 @@ class Bench:
         if update is not None:
             update.fill(0)
 
+    def _numpy_ratio(self, momentum: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
+        momentum *= np.float32(0.9)
+        momentum += np.float32(0.1) * self.x
+        magnitude *= np.float32(0.9)
+        magnitude += np.float32(0.1) * np.abs(self.x)
+        return momentum / (magnitude + np.float32(1e-12))
+
+    def _numpy_quantize(self, y: np.ndarray, error: np.ndarray) -> None:
+        y += error
+        positive = self._rng.random(y.size, np.float32) < (y + np.float32(1)) * np.float32(0.5)
+        np.packbits(positive, bitorder="little")
+        np.subtract(y, np.where(positive, np.float32(1), np.float32(-1)), out=error)
+
     def _torch_send(self, c: Any) -> None:
         torch = self.torch
         scale = c.abs().mean(dim=1, keepdim=True)
@@ -522,6 +587,12 @@ def unpacked(message: np.ndarray) -> np.ndarray:
     rows = message.reshape(-1, 4 + BLOCK_SIZE // 8)
     scale = np.ascontiguousarray(rows[:, :4]).view(np.float32)
     return np.where(np.unpackbits(rows[:, 4:], axis=1, bitorder="little").view(bool), scale, -scale)
+
+
+def signs(message: np.ndarray) -> np.ndarray:
+    """The signs of a message whose blocks are all whole, as one row of float32; its scales are left out."""
+    bits = np.unpackbits(message.reshape(-1, 4 + BLOCK_SIZE // 8)[:, 4:], bitorder="little")
+    return np.where(bits.view(bool), np.float32(1), np.float32(-1))
 
 
 def demand_equal(kernel: str, got: np.ndarray, expected: np.ndarray) -> None:
