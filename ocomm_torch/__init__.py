@@ -35,6 +35,7 @@ from ocomm.api import (
 from ocomm.errors import HorovodInternalError, HostsUpdatedInterrupt
 from ocomm.operations import ProcessSet, add_process_set, global_process_set, remove_process_set
 from ocomm.version import __version__
+from ocomm_torch import elastic
 from ocomm_torch.birder import Birder, DistributedBirder, DistributedSoftSignSGD, SoftSignSGD
 from ocomm_torch.compression import Compression
 from ocomm_torch.functions import (
@@ -73,6 +74,7 @@ from ocomm_torch.mpi_ops import (
 )
 from ocomm_torch.onebit import DistributedOneBitAdam, OneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
+from ocomm_torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -92,6 +94,7 @@ __all__ = [
     "Product",
     "SoftSignSGD",
     "Sum",
+    "SyncBatchNorm",
     "__version__",
     "add_process_set",
     "allgather",
@@ -118,6 +121,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "global_process_set",
+    "elastic",
     "gloo_built",
     "gloo_enabled",
     "grouped_allgather",

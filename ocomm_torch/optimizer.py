@@ -24,6 +24,7 @@ from ocomm.api import Average, broadcast_object
 from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.types import ReduceOp
+from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.compression import Compression, Compressor
 from ocomm_torch.mpi_ops import TORCH, sparse_allreduce_async
 
@@ -301,13 +302,12 @@ def DistributedOptimizer(
     passes whose gradients are summed before they are averaged. ``gradient_predivide_factor``: divides before the sum,
     the rest of the average after it. ``groups``: a number of groups, or lists of parameters, that are exchanged only
     when complete. ``num_groups``: Horovod's older name for it. ``sparse_as_dense``: sparse gradients become dense ones
-    instead of being gathered.
+    instead of being gathered. With ``op=Adasum`` the wrapped optimizer steps on this rank's own gradients, and what the
+    steps changed is combined by Adasum; ``groups`` and ``sparse_as_dense`` then mean nothing.
 
     Raises InvalidRequestError (a ValueError) for what cannot be right. Later, ``step()`` and ``synchronize()`` raise
     HorovodInternalError if an exchange failed.
     """
-    if op == ReduceOp.ADASUM:
-        raise InvalidRequestError("op=Adasum is not supported; use Average or Sum.")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step <= 0:
@@ -321,12 +321,14 @@ def DistributedOptimizer(
     chosen = _groups(groups, parameters, names, process_set)
 
     base = type(optimizer)
-    wrapper = type(
-        base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__}
-    )
+    mixin = AdasumOptimizer if op == ReduceOp.ADASUM else _DistributedOptimizer
+    wrapper = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
     wrapped: Any = object.__new__(wrapper)
     # A scheduler made before has put its own step() on the object, which would hide ours.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})
+    if op == ReduceOp.ADASUM:
+        wrapped._distribute(names, compression, backward_passes_per_step, process_set)
+        return wrapped
     wrapped._distribute(
         names,
         compression,

@@ -9,115 +9,46 @@ import sys
 import pytest
 
 import ocomm
+from tests.architecture.parity_table import ELASTIC, NUMPY, OPTIMIZER, PROCESS, TORCH, VALUES
 
-TOPOLOGY = [
-    "init",
-    "shutdown",
-    "is_initialized",
-    "rank",
-    "size",
-    "local_rank",
-    "local_size",
-    "cross_rank",
-    "cross_size",
-    "is_homogeneous",
-    "mpi_threads_supported",
-    "mpi_enabled",
-    "mpi_built",
-    "gloo_enabled",
-    "gloo_built",
-    "nccl_built",
-    "ddl_built",
-    "ccl_built",
-    "cuda_built",
-    "rocm_built",
-    "build_info",
-    "Average",
-    "Sum",
-    "Adasum",
-    "Min",
-    "Max",
-    "Product",
-    "ProcessSet",
-    "global_process_set",
-]
-COLLECTIVES = [
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "grouped_allreduce",
-    "grouped_allreduce_async",
-    "allgather",
-    "allgather_async",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "alltoall",
-    "alltoall_async",
-    "reducescatter",
-    "reducescatter_async",
-    "barrier",
-    "poll",
-    "synchronize",
-    "broadcast_object",
-    "allgather_object",
-]
-
-REDUCE = "average=None, name=None, {}op=None, prescale_factor=1.0, postscale_factor=1.0, process_set"
-SCATTER = "name=None, {}op=Average, process_set, prescale_factor=1.0, postscale_factor=1.0"
-#: Horovod 0.28.1, torch/mpi_ops.py, functions.py and optimizer.py; "process_set" has the default global_process_set.
-TORCH = {
-    "allreduce": "tensor, " + REDUCE.replace("{}", "").replace("name=None, ", "name=None, compression=none, "),
-    "allreduce_": "tensor, " + REDUCE.replace("{}", ""),
-    "allreduce_async": "tensor, " + REDUCE.replace("{}", ""),
-    "allreduce_async_": "tensor, " + REDUCE.replace("{}", ""),
-    "grouped_allreduce": "tensors, " + REDUCE.replace("{}", "compression=none, "),
-    "grouped_allreduce_": "tensors, " + REDUCE.replace("{}", ""),
-    "grouped_allreduce_async": "tensors, " + REDUCE.replace("{}", ""),
-    "grouped_allreduce_async_": "tensors, " + REDUCE.replace("{}", ""),
-    "allgather": "tensor, name=None, process_set",
-    "allgather_async": "tensor, name=None, process_set",
-    "grouped_allgather": "tensors, name=None, process_set",
-    "grouped_allgather_async": "tensors, name=None, process_set",
-    "broadcast": "tensor, root_rank, name=None, process_set",
-    "broadcast_": "tensor, root_rank, name=None, process_set",
-    "broadcast_async": "tensor, root_rank, name=None, process_set",
-    "broadcast_async_": "tensor, root_rank, name=None, process_set",
-    "alltoall": "tensor, splits=None, name=None, process_set",
-    "alltoall_async": "tensor, splits=None, name=None, process_set",
-    "reducescatter": "tensor, " + SCATTER.replace("{}", "compression=none, "),
-    "reducescatter_async": "tensor, " + SCATTER.replace("{}", ""),
-    "grouped_reducescatter": "tensors, " + SCATTER.replace("{}", "compression=none, "),
-    "grouped_reducescatter_async": "tensors, " + SCATTER.replace("{}", ""),
-    "poll": "handle",
-    "synchronize": "handle",
-    "barrier": "process_set",
-    "broadcast_object": "obj, root_rank=0, name=None, process_set",
-    "allgather_object": "obj, name=None, process_set",
-    "init": "comm=None, process_sets=None",
-    "DistributedOptimizer": (
-        "optimizer, named_parameters=None, compression=none, backward_passes_per_step=1, op=Average, "
-        "gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set"
-    ),
+_DEFAULTS = {
+    "1.0": 1.0,
+    "1e-05": 1e-05,
+    "0.1": 0.1,
+    "0": 0,
+    "1": 1,
+    "-1": -1,
+    "None": None,
+    "True": True,
+    "False": False,
+    "Average": ocomm.Average,
 }
 
 
-def spell(function: object) -> str:
-    """The parameters of a function, as in the table above."""
-    parts = []
-    for parameter in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
-        default = parameter.default
-        if parameter.name == "process_set":
-            assert default is ocomm.global_process_set
-            parts.append("process_set")
-        elif default is parameter.empty:
-            parts.append(parameter.name)
-        else:
-            shown = {"compression": "none", "op": "None" if default is None else "Average"}
-            parts.append(f"{parameter.name}={shown.get(parameter.name, default)}")
-    return ", ".join(parts)
+def check(function: object, spelled: str) -> None:
+    """Takes every call that Horovod's takes: its parameters in its order, what is added has a default."""
+    parameters = list(inspect.signature(function).parameters.values())  # type: ignore[arg-type]
+    for text in filter(None, spelled.split(", ")):
+        name, _, default = ("process_set=global" if text == "ps" else text).partition("=")
+        parameter = parameters.pop(0)
+        assert parameter.name == name.lstrip("*"), text
+        if name.startswith("**"):
+            assert parameter.kind is parameter.VAR_KEYWORD
+        elif default == "global":
+            assert parameter.default is ocomm.global_process_set
+        elif default.startswith("Compression."):
+            import ocomm_torch
+
+            assert parameter.default is getattr(ocomm_torch.Compression, default.split(".")[1])
+        elif default:
+            assert parameter.default == _DEFAULTS[default], text
+    assert all(parameter.default is not parameter.empty for parameter in parameters), parameters
+
+
+def find(module: object, path: str) -> object:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
 
 
 def run_python(code: str) -> str:
@@ -127,7 +58,7 @@ def run_python(code: str) -> str:
 
 
 def test_every_public_name_of_ocomm_exists_and_is_documented() -> None:
-    assert {*TOPOLOGY, *COLLECTIVES} <= set(ocomm.__all__)
+    assert {name for name in NUMPY if "." not in name} <= set(ocomm.__all__)
     for name in ocomm.__all__:
         thing = getattr(ocomm, name)
         if inspect.isfunction(thing) or inspect.isclass(thing):
@@ -138,28 +69,48 @@ def test_every_public_name_of_ocomm_exists_and_is_documented() -> None:
 
 def test_every_public_name_of_ocomm_torch_exists_and_is_documented() -> None:
     hvd = pytest.importorskip("ocomm_torch", exc_type=ImportError)
-    extra = [
-        "Compression",
-        "DistributedOptimizer",
-        "broadcast_parameters",
-        "broadcast_optimizer_state",
-        "HorovodInternalError",
-        "HostsUpdatedInterrupt",
-        "grouped_allgather",
-        "grouped_reducescatter",
-        "sparse_allreduce_async",
-    ]
-    assert {*TOPOLOGY, *COLLECTIVES, *extra} <= set(hvd.__all__)
+    rows = [*PROCESS, *TORCH, *ELASTIC, *VALUES, "build_info"]
+    assert {name.split(".")[0] for name in rows} <= set(hvd.__all__)
     for name in hvd.__all__:
         thing = getattr(hvd, name)
         if inspect.isfunction(thing) or inspect.isclass(thing):
             assert thing.__doc__, name
 
 
-@pytest.mark.parametrize("name", sorted(TORCH))
-def test_torch_calls_have_horovods_signatures(name: str) -> None:
+ROWS = {**PROCESS, **TORCH, **ELASTIC}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_call_of_horovods_fits_ours(name: str) -> None:
     hvd = pytest.importorskip("ocomm_torch", exc_type=ImportError)
-    assert spell(getattr(hvd, name)) == TORCH[name]
+    function = find(hvd, name)
+    check(function, ROWS[name])
+    assert inspect.getdoc(function), name
+
+
+@pytest.mark.parametrize("name", OPTIMIZER)
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
+def test_a_distributed_optimizer_has_horovods_methods(name: str, op: str) -> None:
+    hvd = pytest.importorskip("ocomm_torch", exc_type=ImportError)
+    torch = pytest.importorskip("torch")
+    from tests.worlds import run_ranks
+
+    def body(session: object) -> None:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        wrapped = hvd.DistributedOptimizer(optimizer, op=getattr(hvd, op))
+        check(getattr(type(wrapped), name), OPTIMIZER[name])
+        assert type(wrapped).__name__ == "SGD" and isinstance(wrapped, torch.optim.SGD)
+
+    run_ranks(1, body)
+
+
+def test_what_horovod_has_without_parameters_is_there() -> None:
+    hvd = pytest.importorskip("ocomm_torch", exc_type=ImportError)
+    for name in VALUES:
+        assert hasattr(hvd, name), name
+    for name in ("process_set_id", "ranks", "mpi_comm"):
+        assert hasattr(hvd.ProcessSet([0]), name), name
+    assert issubclass(hvd.HorovodInternalError, RuntimeError) and issubclass(hvd.HostsUpdatedInterrupt, RuntimeError)
 
 
 def test_reductions_have_horovods_numbers() -> None:

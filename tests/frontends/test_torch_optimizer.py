@@ -398,7 +398,10 @@ class TestRules:
                     "gradient_predivide_factor not supported with op != Average",
                 ),
                 ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0"),
-                ({"op": hvd.Adasum}, "op=Adasum is not supported; use Average or Sum."),
+                (
+                    {"gradient_predivide_factor": 2.0, "op": hvd.Adasum},
+                    "gradient_predivide_factor not supported with op != Average",
+                ),
             ]
             for options, message in cases:
                 with pytest.raises(InvalidRequestError) as error:

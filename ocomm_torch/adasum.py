@@ -1,0 +1,93 @@
+"""DistributedOptimizer with op=Adasum: every rank makes the wrapped optimizer's step, and the steps are combined."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ocomm import operations
+from ocomm import session as sessions
+from ocomm.errors import OcommError
+from ocomm.operations import ProcessSet
+from ocomm.types import ReduceOp
+from ocomm_torch.compression import Compressor
+from ocomm_torch.mpi_ops import TORCH
+
+
+class AdasumOptimizer(torch.optim.Optimizer):
+    """Mixed in before the class of the user's optimizer; see ``DistributedOptimizer``.
+
+    The optimizer's state stays this rank's own, as its gradients do: only what a step changed is combined.
+    """
+
+    def _distribute(
+        self,
+        names: dict[Tensor, str],
+        compression: type[Compressor],
+        backward_passes_per_step: int,
+        process_set: ProcessSet,
+    ) -> None:
+        self._session = sessions.current()
+        self._names = names
+        self._compression = compression
+        self._process_set = process_set
+        self.backward_passes_per_step = backward_passes_per_step
+        self._is_distributed = process_set.included() and process_set.size() > 1
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes the wrapped optimizer's step and replaces it by the Adasum of all ranks' steps, in place.
+
+        Collective over the process set; all its parameters take part, with zeros where the step changed nothing.
+        Raises HorovodInternalError if an exchange failed; parameters are then this rank's own.
+        """
+        if not self._is_distributed:
+            return super().step() if closure is None else super().step(closure)
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        starts = [p.detach().clone() for p in trained]
+        loss = super().step() if closure is None else super().step(closure)
+        started = []
+        for p, start in zip(trained, starts, strict=True):
+            compressed, context = self._compression.compress(p.detach() - start)
+            operation = operations.allreduce(
+                self._session,
+                TORCH,
+                [compressed],
+                f"adasum.{self._names[p]}",
+                ReduceOp.ADASUM,
+                1.0,
+                1.0,
+                self._process_set,
+                False,
+                False,
+            )
+            started.append((operation, context))
+        failure = None
+        with torch.no_grad():
+            for p, start, (operation, context) in zip(trained, starts, started, strict=True):
+                try:
+                    p.copy_(start + self._compression.decompress(operation.wait(), context))
+                except OcommError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+        return loss
+
+    # Torch wraps every optimizer class's step() to call step hooks; the wrapped optimizer's own has that already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        """Nothing: gradients are not exchanged."""
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """AssertionError, as in Horovod: there is nothing that could be skipped."""
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """As in Horovod; gradients of several passes add up in ``grad`` by themselves."""
+        self.backward_passes_per_step = passes

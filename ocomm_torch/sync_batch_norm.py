@@ -1,0 +1,145 @@
+"""Batch normalization over the batches of all ranks, on any device.
+
+Statistics are gathered as count, mean and sum of squared deviations per rank and combined in rank order (Chan et al.,
+Updating formulae and a pairwise algorithm for computing sample variances, 1979), so that ranks may have batches of
+different sizes and all of them hold the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ocomm import operations
+from ocomm import session as sessions
+from ocomm.errors import InvalidRequestError
+from ocomm.operations import ProcessSet, global_process_set
+from ocomm.types import ReduceOp
+from ocomm_torch.mpi_ops import TORCH
+
+
+class SyncBatchNorm(_BatchNorm):
+    """``torch.nn.BatchNorm1d/2d/3d`` whose mean and variance are those of the whole batch, over all ranks.
+
+    Arguments as in Torch. Input (N, C, ...); ranks may have different N, also none. In evaluation, and in a world of
+    one, it is plain batch normalization. All ranks of ``process_set`` run forward and backward equally often. The
+    gradients of ``weight`` and ``bias`` are this rank's, as every layer's, for ``DistributedOptimizer`` to average.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_set = process_set
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise InvalidRequestError(f"SyncBatchNorm expects an input of at least 2 dimensions, got {input.dim()}.")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The normalized input, in its own dtype and shape."""
+        self._check_input_dim(input)
+        if not self.training and self.track_running_stats:
+            return functional.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # a cumulative average
+                factor = 1.0 / float(self.num_batches_tracked)
+        running_mean = self.running_mean if self.track_running_stats else None
+        running_var = self.running_var if self.track_running_stats else None
+        if self.process_set.size() == 1:
+            return functional.batch_norm(
+                input, running_mean, running_var, self.weight, self.bias, True, factor, self.eps
+            )
+        return _Normalize.apply(
+            input, self.weight, self.bias, running_mean, running_var, self.eps, factor, self.process_set
+        )
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        eps: float,
+        factor: float,
+        process_set: ProcessSet,
+    ) -> Tensor:
+        session = sessions.current()
+        wide = given if given.dtype == torch.float64 else given.float()
+        others = [d for d in range(wide.dim()) if d != 1]
+        numel = wide.numel() // wide.shape[1]
+        mean = wide.sum(others) / max(numel, 1)
+        deviations = (wide - _spread(mean, wide)).square().sum(others)
+        name = f"sync_batch_norm.{session.automatic_name('forward', process_set.number(session))}"
+        mine = torch.cat([mean.new_tensor([numel]), mean, deviations]).unsqueeze(0)
+        rows = operations.allgather(session, TORCH, [mine], name, process_set, False).wait()[0]
+        counts, means, squares = rows[:, :1], rows[:, 1 : 1 + len(mean)], rows[:, 1 + len(mean) :]
+        total = float(counts.sum())
+        if total <= 1:
+            raise InvalidRequestError(
+                f"SyncBatchNorm: the batches of all ranks have {total:.0f} values per channel, at least 2 are needed."
+            )
+        mean = (counts * means).sum(0) / total
+        variance = (squares + counts * (means - mean).square()).sum(0) / total
+        if running_mean is not None and running_var is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), factor)
+            running_var.lerp_((variance * (total / (total - 1))).to(running_var.dtype), factor)
+        invstd = (variance + eps).rsqrt()
+        normal = (wide - _spread(mean, wide)) * _spread(invstd, wide)
+        ctx.save_for_backward(normal, invstd, weight)
+        ctx.settings = (session, process_set, others, total, given.dtype)
+        if weight is not None and bias is not None:
+            normal = normal * _spread(weight.to(normal.dtype), wide) + _spread(bias.to(normal.dtype), wide)
+        return normal.to(given.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        normal, invstd, weight = ctx.saved_tensors
+        session, process_set, others, total, dtype = ctx.settings
+        grad = grads[0].to(normal.dtype)
+        grad_bias = grad.sum(others)
+        grad_weight = (grad * normal).sum(others)
+        name = f"sync_batch_norm.{session.automatic_name('backward', process_set.number(session))}"
+        sums = operations.allreduce(
+            session,
+            TORCH,
+            [torch.cat([grad_bias, grad_weight])],
+            name,
+            ReduceOp.SUM,
+            1.0,
+            1.0 / total,
+            process_set,
+            False,
+            False,
+        ).wait()
+        mean_grad, mean_product = sums[: len(grad_bias)], sums[len(grad_bias) :]
+        scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
+        inner = grad - _spread(mean_grad, grad) - normal * _spread(mean_product, grad)
+        grad_input = (inner * _spread(scale, grad)).to(dtype)
+        if weight is None:
+            return grad_input, *(None,) * 7
+        return grad_input, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), *(None,) * 5
+
+
+def _spread(per_channel: Tensor, like: Tensor) -> Tensor:
+    """A value per channel in a shape that fits (N, C, ...)."""
+    return per_channel.reshape(1, -1, *(1,) * (like.dim() - 2))

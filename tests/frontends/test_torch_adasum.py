@@ -1,0 +1,74 @@
+"""DistributedOptimizer(op=Adasum): local steps, combined by Adasum."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import ocomm_torch as hvd  # noqa: E402
+from ocomm.session import Session  # noqa: E402
+from tests.world.test_adasum import oracle  # noqa: E402
+from tests.worlds import run_ranks  # noqa: E402
+
+
+def model_and_gradients(rank: int) -> torch.nn.Module:
+    """The same parameters on all ranks, gradients of the rank's own data; ranks may be threads with one seed."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)).double()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    generator.manual_seed(rank)
+    model(torch.randn(5, 4, generator=generator, dtype=torch.float64)).square().sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_a_step_is_the_adasum_of_the_ranks_own_steps(size: int, kind: str) -> None:
+    def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+
+    def body(session: Session) -> list:
+        steps = []
+        for rank in range(size):
+            model = model_and_gradients(rank)
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer_of(model).step()
+            steps.append([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
+        model = model_and_gradients(hvd.rank())
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer = hvd.DistributedOptimizer(
+            optimizer_of(model), named_parameters=model.named_parameters(), op=hvd.Adasum
+        )
+        assert type(optimizer).__name__ == kind
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for k, (p, b) in enumerate(zip(model.parameters(), before, strict=True)):
+            expected = oracle([step[k].flatten().numpy() for step in steps]).reshape(p.shape)
+            torch.testing.assert_close(p.detach() - b, torch.from_numpy(expected), rtol=1e-9, atol=1e-12)
+        return [p.tolist() for p in model.parameters()]
+
+    first, *rest = run_ranks(size, body)
+    assert all(other == first for other in rest)
+
+
+def test_a_closure_schedulers_and_compression_work_and_nothing_can_be_skipped() -> None:
+    def body(session: Session) -> None:
+        model = model_and_gradients(hvd.rank())
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, op=hvd.Adasum, compression=hvd.Compression.bf16)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        assert optimizer.step(lambda: 5.0) == 5.0
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        optimizer.synchronize()
+        optimizer.set_backward_passes_per_step(2)
+        with (
+            pytest.raises(AssertionError, match=r"^Skipping synchronization is not supported"),
+            optimizer.skip_synchronize(),
+        ):
+            pass  # fmt: skip
+
+    run_ranks(2, body)
