@@ -1,0 +1,95 @@
+"""When 0/1 Adam (arXiv 2202.06009) exchanges: decisions only, from step numbers; no clock, network or buffer.
+
+Every rank asks its own schedules: they work on whole numbers that are the same everywhere, so nothing is announced.
+Steps are those that were taken, counted from 1; a step that all ranks discard has no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ocomm.errors import SettingsError
+
+
+class SyncSchedule:
+    """T_u: the steps after which all ranks hold the same parameters again.
+
+    The interval is 1 up to step t = ``local_step_start``, then min(``local_step_clip``, 2^floor((t -
+    ``local_step_start``) / ``local_step_doubling``)), all of them numbers of steps. A sync is due once that many steps
+    have been taken since the last one, this one included. Raises SettingsError for other numbers.
+    """
+
+    def __init__(self, local_step_start: int = 0, local_step_doubling: int = 32768, local_step_clip: int = 16) -> None:
+        self.start = _at_least(0, "local_step_start", local_step_start)
+        self.doubling = _at_least(1, "local_step_doubling", local_step_doubling)
+        self.clip = _at_least(1, "local_step_clip", local_step_clip)
+        self.last_sync = 0
+
+    def interval(self, step: int) -> int:
+        """Steps between syncs as they are at ``step``; never falls."""
+        if step <= self.start:
+            return 1
+        doublings = min((step - self.start) // self.doubling, self.clip.bit_length())
+        return min(self.clip, 1 << doublings)
+
+    def is_due(self, step: int) -> bool:
+        """Whether ``step``, the next one, should be a sync. If it cannot be, ask again at the next."""
+        return step - self.last_sync >= self.interval(step)
+
+    def synced(self, step: int) -> None:
+        """``step`` was taken, as a sync."""
+        self.last_sync = step
+
+    def progress(self) -> dict[str, int]:
+        """What a checkpoint must hold."""
+        return {"last_sync": self.last_sync}
+
+    def load_progress(self, progress: Mapping[str, int]) -> None:
+        self.last_sync = int(progress["last_sync"])
+
+
+class RefreshSchedule:
+    """T_v: the steps whose gradient is averaged densely, for the variance.
+
+    They are t_0 = 1 and t_{j+1} = t_j + 2^floor(j / ``var_update_scaler``), up to step ``var_freeze_step``; where that
+    is None, as long as the interval of ``syncs`` is 1. The first refresh always takes place. Raises SettingsError for
+    other numbers.
+    """
+
+    def __init__(self, syncs: SyncSchedule, var_update_scaler: int = 16, var_freeze_step: int | None = None) -> None:
+        self.scaler = _at_least(1, "var_update_scaler", var_update_scaler)
+        self.freeze_step = None if var_freeze_step is None else _at_least(1, "var_freeze_step", var_freeze_step)
+        #: Refreshes so far, and the step of the next one.
+        self.count = 0
+        self.next_step = 1
+        self._syncs = syncs
+
+    def is_over(self, step: int) -> bool:
+        """No refresh takes place at ``step``, the next one, or later."""
+        at = max(step, self.next_step)
+        if self.count == 0:
+            return False
+        return at > self.freeze_step if self.freeze_step is not None else self._syncs.interval(at) > 1
+
+    def is_due(self, step: int) -> bool:
+        """Whether ``step``, the next one, should be a refresh."""
+        return step >= self.next_step and not self.is_over(step)
+
+    def refreshed(self, step: int) -> None:
+        """``step`` was taken, as a refresh."""
+        self.next_step = step + (1 << self.count // self.scaler)
+        self.count += 1
+
+    def progress(self) -> dict[str, int]:
+        """What a checkpoint must hold."""
+        return {"refreshes": self.count, "next_refresh": self.next_step}
+
+    def load_progress(self, progress: Mapping[str, int]) -> None:
+        self.count = int(progress["refreshes"])
+        self.next_step = int(progress["next_refresh"])
+
+
+def _at_least(least: int, option: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SettingsError(f"{option} must be a whole number of at least {least}, got {value!r}")
+    return value
