@@ -31,7 +31,8 @@ Bools = NDArray[np.bool_]
 
 
 class Exchange(NamedTuple):
-    """What the next step sends: one bool per tensor of the layout. A tensor may travel both ways, or not at all."""
+    """What the next step sends: one bool per tensor of the layout. A tensor may travel both ways; or not at all, if the
+    core ``steps_locally``."""
 
     compressed: Bools
     dense: Bools
@@ -56,6 +57,8 @@ class Core(abc.ABC):
     compressor = "onebit"
     #: Does every block have a float32 scale on the wire?
     scales = True
+    #: Are there steps in which a tensor with a gradient does not travel? Then the vote says who has one.
+    steps_locally = False
     #: Will there be steps with dense tensors after one without? If not, the buffers for them are given up then.
     dense_again = False
 
@@ -127,6 +130,14 @@ class Core(abc.ABC):
     def segment_mask(self, layout: SegmentLayout) -> Bytes | None:
         """One bit per flat element, 1 = masked, or None where nothing of the segment is."""
         return None
+
+    def is_dense_finite(self, averages: Floats) -> bool:
+        """Can these averages be used? The same on all ranks. ``averages`` is part of what a dense segment brought."""
+        return bool(np.isfinite(averages).all())
+
+    def is_local_finite(self, tensors: Sequence[int]) -> bool:
+        """Are this rank's gradients of tensors that do not travel in this step finite?"""
+        raise NotImplementedError("a core that steps locally looks at its gradients")
 
     def dense_source(self, segment: SegmentLayout, flags: Flags) -> tuple[list[Computation], Table]:
         """What has to be computed before a dense segment is packed, and the table whose ``grad`` is packed then."""

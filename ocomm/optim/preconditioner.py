@@ -73,8 +73,7 @@ class Preconditioner:
         self._allocate()
         root = np.sqrt(variance / np.float32(correction))
         means = self._block_means(tensor, root, masked)
-        lengths = self.layout.tensor_blocks(tensor)["length"]
-        floor = np.repeat(np.float32(self.variance_floor) * means, lengths)
+        floor = np.repeat(np.float32(self.variance_floor) * means, self.layout.tensor_blocks(tensor)["length"])
         self._set_mask(tensor, np.packbits(masked, bitorder="little"))
         self.eps[tensor] = eps
         self.denominator[self.layout.flat_span(tensor)] = np.maximum(root, floor) + np.float32(eps)
@@ -109,6 +108,10 @@ class Preconditioner:
 
     def _block_span(self, tensor: int) -> slice:
         return slice(int(self.layout.first_block[tensor]), int(self.layout.first_block[tensor + 1]))
+
+    def roots(self, tensor: int) -> Floats:
+        """Mean of sqrt(v_hat) of its block, per element of a tensor: a new array."""
+        return np.repeat(self.block_root[self._block_span(tensor)], self.layout.tensor_blocks(tensor)["length"])
 
     # Masked elements
 

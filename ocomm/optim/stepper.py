@@ -65,6 +65,7 @@ class Traffic:
     steps: int = 0
     dense_steps: int = 0
     compressed_steps: int = 0
+    local_steps: int = 0
     skipped_steps: int = 0
     redone_steps: int = 0
     bytes_sent: int = 0
@@ -140,8 +141,15 @@ class Stepper:
         self._cut_for: dict[str, bytes] = {}
         self._next = 0
         self._dead: OcommError | None = None
+        #: Tensors that do not travel in the step under way.
+        self._local: list[int] = []
         self._vote_envelope = Envelope.new(
-            self.rank, self.layout.digest, 0, self._flags, self._heard_flags, self._announcement
+            self.rank,
+            self.layout.digest,
+            count if core.steps_locally else 0,
+            self._flags,
+            self._heard_flags,
+            self._announcement,
         )
         self._vote = channel.prepare(vote(self.rank, len(self.ranks), self._vote_envelope))
 
@@ -176,6 +184,7 @@ class Stepper:
             for tensor in bucket.tensors:
                 of[tensor].append(bucket)
         self._buckets_of = [tuple(buckets) for buckets in of]
+        self._local = [tensor for tensor, buckets in enumerate(of) if not buckets]
         self._arranged = wanted
 
     def _cut(self, tensors: list[int]) -> list[list[int]]:
@@ -410,6 +419,8 @@ class Stepper:
         for bucket in self._buckets[self._next :]:
             self._post(bucket, attempt, final=True)
         self._next = len(self._buckets)
+        if self.core.steps_locally:
+            self._read_local()
         self._vote_envelope.begin(self.step + 1, attempt, hyper, announcement)
         self._vote_envelope.header["lr"] = lr
         self._vote_envelope.header["flags"] = self._objections
@@ -423,8 +434,23 @@ class Stepper:
                 if ticket.state == state:
                     self._fail(ticket, envelopes)
 
+    def _read_local(self) -> None:
+        """Looks at the gradients that do not travel, for the vote to tell the others."""
+        if self._local:
+            addresses = self._locate(self._local, True)
+            assert addresses is not None
+            self.core.tensors["grad"][self._local] = addresses
+            self._present[self._local] = addresses != 0
+            if not self.core.is_local_finite(self._local):
+                self.object(Flag.NON_FINITE)
+        bits = np.packbits(self._present, bitorder="little")
+        self._vote_envelope.presence[: bits.size] = bits
+
     def _hear(self) -> None:
         self.present_anywhere[:] = False
+        if self.core.steps_locally:
+            count = self.present_anywhere.size
+            self.present_anywhere[:] = np.unpackbits(self._vote_envelope.heard, count=count, bitorder="little")
         for bucket in self._buckets:
             for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
                 segment.read_presence(envelope.heard, self.present_anywhere)
@@ -441,7 +467,7 @@ class Stepper:
                 if bucket.compressed:
                     if not self.core.is_finite(bucket.first_segment + number):
                         return False
-                elif not all(np.isfinite(run.result).all() for run in _runs(segment, self.averages)):
+                elif not all(self.core.is_dense_finite(run.result) for run in _runs(segment, self.averages)):
                     return False
         return True
 
@@ -460,7 +486,8 @@ class Stepper:
         traffic.skipped_steps += skipped
         is_compressed = any(bucket.compressed for bucket in self._buckets)
         traffic.compressed_steps += is_compressed
-        traffic.dense_steps += not is_compressed
+        traffic.dense_steps += bool(self._buckets) and not is_compressed
+        traffic.local_steps += not self._buckets
         traffic.last_bytes_sent = sent
         traffic.bytes_sent += sent
         traffic.bytes_dense += self.layout.dense_bytes()

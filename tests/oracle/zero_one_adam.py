@@ -3,22 +3,22 @@
 Written from docs/algorithms.md and nothing else: no ocomm code, no packing, no owners (who keeps a block's owner error
 does not change it). Everything is float32, one operation at a time, unless a comment says otherwise.
 
-A *worker* is a rank, or a node: the ranks of a node average their gradient densely at every step, so they stay identical
+A *worker* is a rank, or a node: the ranks of a node average their gradient densely at every step, so they stay equal
 between syncs, too. What the algorithm leaves open is decided here:
 
 - **The first step** is dense. Before it there is no variance, so no denominator and no mask that a compressed exchange
   could use; and where the average is known exactly there is nothing to compress. It refreshes v, and then moves by
   m = (1 - beta1) * gbar.
-- **A tensor that comes late** (nobody had a gradient for it in the first step) takes part in nothing until somebody has
-  one. That first gradient waits in the worker errors, as those of masked elements do. From the next step on the tensor
-  takes dense steps like the first one, each of which refreshes its v: as many as the others had refreshes when its own
-  first one came. A tensor whose v is 0 everywhere stays at dense steps.
+- **A tensor that comes late** (nobody had a gradient for it in the first step) takes part in nothing until somebody
+  has one. That first gradient waits in the worker errors, as those of masked elements do. From the next step on the
+  tensor takes dense steps like the first one, each of which refreshes its v: as many as the others had refreshes when
+  its own first one came. A tensor whose v is 0 everywhere stays at dense steps.
 - **v is that of Adam**: where the decay is coupled, of gbar + wd * p with the p before the step, and between syncs of the
   p of the last one, which is the same on all ranks.
 - **Waking does not wait for the last refresh**: refreshes become rare long before that. A woken element also gets v, so
   that the next refresh does not mask it again. A refresh that would mask all of a tensor leaves its mask alone.
-- **A tensor that nobody has a gradient for** keeps its state. Only at a sync it moves nevertheless, with a gradient of 0,
-  if it took steps since the last one: after a sync all workers hold the same parameters.
+- **A tensor that nobody has a gradient for** keeps its state. Only at a sync it moves nevertheless, with a gradient of
+  0, if it took steps since the last one: after a sync all workers hold the same parameters.
 - **A tensor whose sum of learning rates is 0** takes a local step where the others sync. If that is so for all of them,
   the step is no sync, and the interval goes on.
 """
@@ -206,7 +206,7 @@ class Simulation:
     # Steps
 
     def _wait(self, x: Tensor, local: list[Array], lr: float) -> None:
-        """The first gradient of a tensor that comes late."""
+        """A gradient of a tensor without a variance: all of it is masked."""
         for worker, g in enumerate(local):
             m = F(self.beta1) * x.momenta[worker] + F(1 - self.beta1) * self._decayed(g, x.params[worker])
             x.errors[worker] = x.errors[worker] + F(lr) * m
@@ -218,16 +218,16 @@ class Simulation:
         average = self._average(local)
         first = x.refreshes == 0
         self._refresh(x, average, x.params[0])
-        if first and x.refreshes:
+        if not x.refreshes:
+            self._wait(x, [average] * len(x.params), lr)
+            return
+        if first:
             x.dense_refreshes = max(1, refreshes_before)
         for worker, p in enumerate(x.params):
             m = F(self.beta1) * x.momenta[worker] + F(1 - self.beta1) * self._decayed(average, p)
             p = p * F(1 - lr * self.decoupled)
-            if x.refreshes:
-                x.params[worker] = np.where(x.mask, p, p - F(lr) * (m / x.denominator))
-                x.momenta[worker] = np.where(x.mask, x.momenta[worker], m)
-            else:
-                x.params[worker] = p
+            x.params[worker] = np.where(x.mask, p, p - F(lr) * (m / x.denominator))
+            x.momenta[worker] = np.where(x.mask, x.momenta[worker], m)
         x.synced = x.params[0].copy()
         if x.refreshes >= x.dense_refreshes:
             x.stage = "compressed"
@@ -319,7 +319,7 @@ class Simulation:
 
     def _wake(self) -> None:
         for x in self.tensors:
-            if x.stage != "compressed":
+            if not x.mask.any():
                 continue
             touched = np.zeros(x.synced.size, bool)
             for error in x.errors:

@@ -1,0 +1,537 @@
+"""0/1 Adam (arXiv 2202.06009) as a state machine over flat float32 buffers; no framework, thread or network.
+
+Each rank keeps a momentum of its own and steps with it. At a sync the ranks average, with 1 bit, what their steps since
+the last one add up to, and start again from one point; at a refresh they average the gradient densely for v:
+
+    m  = beta1 * m + (1 - beta1) * g;  p = p * (1 - lr * wd) - lr * m / denominator;  u = u + lr * m
+    sync:     ubar = CompressedAllreduce(u);  m = ubar / L;  p = p_sync * W - ubar / denominator;  p_sync = p;  u = 0
+    refresh:  v = beta2 * v + (1 - beta2) * gbar^2, after p has moved
+
+L is the sum of lr and W the product of (1 - lr * wd) since the last sync. ``intervals`` says which steps are what:
+whole numbers alone decide, so that all ranks agree without asking. A tensor's first steps are dense: see ``Stage``.
+
+Memory per parameter, besides the parameter and its gradient, for n ranks (``memory`` gives the real numbers):
+
+    always          m 4 B, denominator 4 B, worker error 2 * 4 B, owner error 2 * 4/n B; mask 1/8 B
+    refreshes       v 4 B, until there are no more of them
+    local steps     u 4 B, p_sync 4 B, m of the last sync 4 B, from the first one on
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.collectives.plan import CompressUpdate
+from ocomm.compression.layout import Layout, SegmentLayout
+from ocomm.errors import SettingsError
+from ocomm.kernels.base import BLOCK, Bytes, Floats, Kernels, Table, aligned_zeros
+from ocomm.optim.core import Bools, Core, Exchange, Flags, address, flat_floats
+from ocomm.optim.intervals import RefreshSchedule, SyncSchedule
+from ocomm.optim.preconditioner import Preconditioner
+
+
+class Stage(enum.IntEnum):
+    """Of one tensor. It starts DENSE: each step averages the gradient, refreshes v with it, and moves by the average.
+
+    One such step is enough, so all begin together. A tensor without a gradient in its first step is UNSEEN: it does not
+    travel until some rank has one, which waits in the worker errors, and then takes as many dense steps as the others
+    had refreshes.
+    """
+
+    DENSE = 0
+    COMPRESSED = 1
+    UNSEEN = 2
+
+
+class ZeroOneAdam(Core):
+    """0/1 Adam for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``.
+
+    ``syncs`` and ``refreshes`` are its schedules. ``variance_floor`` is f, in [0, 1]. ``scale`` is ``"l1"`` or
+    ``"rms"``. Every ``mask_refresh`` syncs ``wake_due`` asks for masked elements to be woken. Raises SettingsError for
+    other values.
+    """
+
+    compressor = "zeroone"
+    steps_locally = True
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        kernels: Kernels,
+        *,
+        syncs: SyncSchedule,
+        refreshes: RefreshSchedule,
+        variance_floor: float = 0.05,
+        scale: str = "l1",
+        mask_refresh: int = 100,
+    ) -> None:
+        super().__init__(layout, rank, kernels, scale=scale)
+        if mask_refresh < 1:
+            raise SettingsError(f"mask_refresh must be a positive number of steps, got {mask_refresh}")
+        self.syncs = syncs
+        self.refreshes = refreshes
+        self.mask_refresh = mask_refresh
+        self.preconditioner = Preconditioner(layout, variance_floor)
+        #: Steps taken, syncs among them, and steps in which nothing was averaged but the gradients of late tensors.
+        self.step = 0
+        self.sync_steps = 0
+        self.local_steps = 0
+        count = len(layout.tensors)
+        self.stage = np.zeros(count, np.uint8)
+        #: Refreshes of each tensor's v, and with how many its dense steps end.
+        self.refreshed = np.zeros(count, np.int64)
+        self._dense_refreshes = np.ones(count, np.int64)
+        # Since the last sync, in float64.
+        self._interval_lr = np.zeros(count)
+        self._interval_decay = np.ones(count)
+        #: Is the tensor's momentum that of the last sync?
+        self._is_average = np.ones(count, np.bool_)
+        #: Has a tensor which is not yet compressed something waiting in its worker errors?
+        self._waits = np.zeros(count, np.bool_)
+        self._lr, self._decay, self._beta2, self._eps = (
+            np.zeros(count),
+            np.ones(count),
+            np.zeros(count),
+            np.zeros(count),
+        )
+        self._woken_at = 0
+        self._blocks = _all_blocks(layout, rank)
+        none = np.zeros(0, np.float32)
+        self.momentum = none
+        self._average_momentum = none
+        self._update: Floats | None = None
+        self._synced: Floats | None = None
+        self._variance: dict[int, Floats] = {}
+
+    def allocate(self) -> None:
+        if not self._allocated:
+            super().allocate()
+            self.momentum = aligned_zeros(self.layout.flat_numel)
+
+    # Hyperparameters
+
+    def set_hyper(
+        self,
+        tensors: Sequence[int] | NDArray[np.integer],
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        coupled_decay: float = 0.0,
+        decoupled_decay: float = 0.0,
+    ) -> None:
+        """Sets the next step's hyperparameters of a parameter group, in float64, each rounded to float32 once.
+
+        ``beta2`` and ``eps`` are read at refreshes.
+        """
+        index = np.asarray(tensors, np.int64)
+        rows = self.tensors
+        decay = 1.0 - lr * decoupled_decay
+        self._lr[index], self._decay[index], self._beta2[index], self._eps[index] = lr, decay, beta2, eps
+        rows["beta1"][index] = beta1
+        rows["one_minus_beta1"][index] = 1.0 - beta1
+        rows["weight_decay"][index] = coupled_decay
+        rows["step_size"][index] = lr
+        rows["decay"][index] = decay
+        rows["interval_lr"][index] = self._interval_lr[index] + lr
+        rows["interval_decay"][index] = self._interval_decay[index] * decay
+
+    # One step
+
+    @property
+    def is_sync(self) -> bool:
+        """Is the next step a sync? With learning rates of 0 it comes to nothing, and the one after it tries again."""
+        return self.syncs.is_due(self.step + 1)
+
+    @property
+    def is_refresh(self) -> bool:
+        """Is the next step a refresh?"""
+        return self.refreshes.is_due(self.step + 1)
+
+    @property
+    def dense_again(self) -> bool:  # type: ignore[override]
+        """While there are refreshes to come."""
+        return not self.refreshes.is_over(self.step + 1)
+
+    def exchange(self) -> Exchange:
+        compressed = self.stage == Stage.COMPRESSED
+        dense = self.stage == Stage.DENSE
+        return Exchange(compressed & self.is_sync, dense | (compressed & self.is_refresh))
+
+    def segment_mask(self, layout: SegmentLayout) -> Bytes | None:
+        preconditioner = self.preconditioner
+        return preconditioner.mask if preconditioner.masked[layout.tensor_indices].any() else None
+
+    def compress(self, segment: int, packed: Bytes, flags: Flags) -> CompressUpdate:
+        """What the steps since the last sync add up to, with this one's. For a coupled decay it reads parameters."""
+        layout = self.segments[segment].layout
+        return CompressUpdate(
+            blocks=layout.blocks,
+            tensors=self.tensors,
+            momentum=self.momentum,
+            update=self._update,
+            error=self.error,
+            error_out=self.error_out,
+            mask=self.segment_mask(layout),
+            scale=self.scale,
+            packed=packed,
+            flags=flags,
+        )
+
+    def key(self, segment: int) -> tuple[int, ...]:
+        return (*super().key(segment), address(self._update))
+
+    def is_dense_finite(self, averages: Floats) -> bool:
+        """v takes their squares."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return bool(np.isfinite(averages * averages).all())
+
+    def is_local_finite(self, tensors: Sequence[int]) -> bool:
+        return self.kernels.finite(self._blocks_of(tensors), self.tensors)
+
+    def commit(self, present: Bools, averages: Floats) -> None:
+        """Takes the step. ``averages`` is changed: it is no longer needed then."""
+        self.allocate()
+        is_sync, is_refresh = self.is_sync, self.is_refresh
+        refreshes_before = self.refreshes.count
+        compressed = self.stage == Stage.COMPRESSED
+        moved = present.copy()
+        if is_sync:
+            # What took steps since the last sync moves at this one even without a gradient: all ranks meet there.
+            moved |= compressed & (self._interval_lr.astype(np.float32) > 0)
+        met = compressed & moved & is_sync & (self.tensors["interval_lr"] > 0)
+        local = compressed & moved & ~met
+        refreshed = np.flatnonzero(compressed & present) if is_refresh else np.zeros(0, np.int64)
+        for tensor in refreshed.tolist():
+            self._decay_average(tensor, averages)
+        self._take_dense_steps(present, averages, refreshes_before)
+        if is_sync and compressed.any():
+            self._end_sync(met)
+        self._take_local_steps(local)
+        for tensor in refreshed.tolist():
+            self._refresh(tensor, averages[self.flat_span(tensor)])
+        self.tensors["skip"] = 1
+        self.steps += moved
+        self.step += 1
+        if is_refresh:
+            self.refreshes.refreshed(self.step)
+        if met.any():
+            self.syncs.synced(self.step)
+            self.sync_steps += 1
+        elif self.step > 1:
+            self.local_steps += 1
+        self._free_variance()
+
+    def _take_dense_steps(self, present: Bools, averages: Floats, refreshes: int) -> None:
+        """Of tensors which are not compressed yet; ``refreshes`` is what the others had before this step."""
+        rows = self.tensors
+        dense, unseen = self.stage == Stage.DENSE, self.stage == Stage.UNSEEN
+        self.stage[dense & ~present & (self.refreshed == 0)] = Stage.UNSEEN
+        for tensor in np.flatnonzero(dense & present).tolist():
+            average = averages[self.flat_span(tensor)]
+            first = self.refreshed[tensor] == 0
+            decayed = average
+            if rows["weight_decay"][tensor] != 0:
+                decayed = average + rows["weight_decay"][tensor] * self._param(tensor)
+            self._refresh(tensor, decayed)
+            if first and self.refreshed[tensor]:
+                self._dense_refreshes[tensor] = max(1, refreshes)
+            rows["grad"][tensor] = address(average)
+        with_variance = dense & present & (self.refreshed > 0)
+        self._step_locally(with_variance, None, self.preconditioner.denominator, self.preconditioner.mask)
+        # Without a variance all elements are masked: parameters only decay, and gradients wait.
+        without = (dense | unseen) & present & ~with_variance
+        if without.any():
+            everything = np.full(self.layout.flat_numel // 8, 255, np.uint8)
+            self._step_locally(without, self.error, self.momentum, everything)
+        self._waits |= without
+        self.stage[unseen & present] = Stage.DENSE
+        ready = with_variance & (self.refreshed >= self._dense_refreshes)
+        self.stage[ready] = Stage.COMPRESSED
+        self._waits[ready] = False
+        if self._synced is not None:
+            for tensor in np.flatnonzero(ready).tolist():
+                self._synced[self.flat_span(tensor)] = self._param(tensor)
+
+    def _end_sync(self, met: Bools) -> None:
+        """All ranks have exchanged: ``met`` starts again from one point, the others as if nothing had been sent."""
+        for tensor in np.flatnonzero(~met & ((self.stage == Stage.COMPRESSED) | self._waits)).tolist():
+            self.keep_errors(tensor)
+        self.swap_errors()
+        self.tensors["skip"] = ~met
+        for number, segment in enumerate(self.segments):
+            self.kernels.apply_update(
+                segment.layout.blocks,
+                self.tensors,
+                self.result(number),
+                self.preconditioner.denominator,
+                self.segment_mask(segment.layout),
+                self.momentum,
+                self._update,
+                self._synced,
+            )
+        self._interval_lr[met], self._interval_decay[met] = 0.0, 1.0
+        self._is_average |= met
+
+    def _take_local_steps(self, local: Bools) -> None:
+        if not local.any():
+            return
+        self._leave_sync(local, bool((self.tensors["step_size"][local] > 0).any()))
+        self._step_locally(local, self._update, self.preconditioner.denominator, self.preconditioner.mask)
+        self._interval_lr[local] += self._lr[local]
+        self._interval_decay[local] *= self._decay[local]
+
+    def _leave_sync(self, tensors: Bools, moves: bool) -> None:
+        """Keeps what a sync has left of ``tensors``: their momentum, and if the parameters will move those, too."""
+        if moves and self._update is None:
+            self._update, self._synced = (aligned_zeros(self.layout.flat_numel) for _ in range(2))
+            for tensor in np.flatnonzero(self.stage == Stage.COMPRESSED).tolist():
+                self._synced[self.flat_span(tensor)] = self._param(tensor)
+        if not self._average_momentum.size:
+            self._average_momentum = aligned_zeros(self.layout.flat_numel)
+        for tensor in np.flatnonzero(tensors & self._is_average).tolist():
+            span = self.flat_span(tensor)
+            self._average_momentum[span] = self.momentum[span]
+        self._is_average &= ~tensors
+
+    def _step_locally(self, tensors: Bools, update: Floats | None, denominator: Floats, mask: Bytes) -> None:
+        if tensors.any():
+            self.tensors["skip"] = ~tensors
+            self.kernels.local_step(self._blocks, self.tensors, self.momentum, update, denominator, mask)
+
+    # The variance
+
+    def _decay_average(self, tensor: int, averages: Floats) -> None:
+        """Adds the coupled decay to an averaged gradient: of the parameters before the step which all ranks have."""
+        decay = self.tensors["weight_decay"][tensor]
+        if decay != 0:
+            span = self.flat_span(tensor)
+            averages[span] += decay * (self._param(tensor) if self._synced is None else self._synced[span])
+
+    def _refresh(self, tensor: int, gradient: Floats) -> None:
+        """v = beta2 * v + (1 - beta2) * gradient^2, and what follows from it."""
+        v = self._variance.get(tensor)
+        if v is None:
+            v = self._variance[tensor] = np.zeros(int(self.layout.numels[tensor]), np.float32)
+        beta2 = self._beta2[tensor]
+        v *= np.float32(beta2)
+        v += np.float32(1.0 - beta2) * (gradient * gradient)
+        count = int(self.refreshed[tensor]) + 1
+        correction, eps = 1.0 - beta2**count, float(self._eps[tensor])
+        when = f"the refresh at step {self.step + 1}"
+        if self.preconditioner.set_variance(tensor, v, correction, eps, when=when) or count > 1:
+            self.refreshed[tensor] = count
+
+    def _free_variance(self) -> None:
+        if self._variance and not self.dense_again:
+            for tensor in [t for t in self._variance if self.stage[t] == Stage.COMPRESSED]:
+                del self._variance[tensor]
+
+    # Masked elements
+
+    @property
+    def wake_due(self) -> bool:
+        """After a commit: should the ranks exchange ``touched`` now, and ``wake``? The same on all ranks."""
+        due = self.sync_steps > self._woken_at and self.sync_steps % self.mask_refresh == 0
+        return due and bool(self.preconditioner.masked.any())
+
+    def touched(self) -> Bytes:
+        """One bit per flat element: masked, and this rank's gradients have left something in its worker error."""
+        return self.preconditioner.touched(self.error)
+
+    def wake(self, touched: Bytes) -> int:
+        """Unmasks the elements of ``touched``, the OR over all ranks; returns how many.
+
+        Their v becomes that of their block's mean sqrt(v_hat), so that no refresh masks them again. Their momentum is
+        0; what they have gathered in the worker errors goes into the next sync.
+        """
+        self._woken_at = self.sync_steps
+        preconditioner = self.preconditioner
+        tensors = preconditioner.touched_tensors(touched)
+        before = {tensor: preconditioner.masked_elements(tensor) for tensor in tensors}
+        woken = preconditioner.wake(touched)
+        for tensor in tensors:
+            v = self._variance.get(tensor)
+            if v is not None:
+                at = before[tensor] & ~preconditioner.masked_elements(tensor)
+                root = preconditioner.roots(tensor)[at]
+                v[at] = root * root * np.float32(1.0 - self._beta2[tensor] ** int(self.refreshed[tensor]))
+        return woken
+
+    # State
+
+    def average_momentum(self, tensor: int) -> Floats:
+        """m of the last sync, the same on all ranks: a new float32 array of ``numel`` elements."""
+        if not self._allocated:
+            return np.zeros(int(self.layout.numels[tensor]), np.float32)
+        return (self.momentum if self._is_average[tensor] else self._average_momentum)[self.flat_span(tensor)].copy()
+
+    def variance(self, tensor: int, *, beta2: float) -> Floats:
+        """Adam's exp_avg_sq for a checkpoint: v_hat * (1 - beta2^t), new float32 array, 0 where masked."""
+        if not self.refreshed[tensor]:
+            return np.zeros(int(self.layout.numels[tensor]), np.float32)
+        return self.preconditioner.variance(tensor, 1.0 - beta2 ** int(self.steps[tensor]))
+
+    def adopt(self, tensor: int, momentum: Floats, variance: Floats, *, step: int, beta2: float, eps: float) -> None:
+        """Goes on from Adam's m and v, ``numel`` float32, after ``step`` steps: v counts as refreshed in each of them.
+
+        Nothing changes but the step count if v is 0 everywhere. Raises ValueError for another number of elements,
+        NonFiniteError if v has NaN or Inf.
+        """
+        spec = self.layout.tensors[tensor]
+        momentum = flat_floats(momentum, spec.numel, f"momentum of {spec.name!r}")
+        self.allocate()
+        self.steps[tensor] = step
+        if self.preconditioner.set_variance(tensor, variance, 1.0 - beta2**step, eps, when=f"step {step}"):
+            self._forget(tensor)
+            self.momentum[self.flat_span(tensor)] = momentum
+            self._variance[tensor] = np.array(variance, np.float32).reshape(-1)
+            self.refreshed[tensor] = step
+            self.stage[tensor] = Stage.COMPRESSED
+
+    def _forget(self, tensor: int) -> None:
+        """The tensor starts from its parameter as it is, as after a sync."""
+        self.reset_errors(tensor)
+        span = self.flat_span(tensor)
+        if self._update is not None and self._synced is not None:
+            self._update[span] = 0.0
+            self._synced[span] = self._param(tensor)
+        self._interval_lr[tensor], self._interval_decay[tensor] = 0.0, 1.0
+        self._is_average[tensor] = True
+        self._waits[tensor] = False
+
+    def tensor_state(self, tensor: int) -> dict[str, Any]:
+        """The replicated state of a tensor, besides ``average_momentum``; arrays are copies.
+
+        ``step``, ``stage``, ``refreshes``, ``dense_refreshes``; what the preconditioner has, once there was a refresh;
+        ``variance`` while there are refreshes to come; between two syncs ``synced``, the parameter at the last one.
+        """
+        state: dict[str, Any] = {
+            "step": int(self.steps[tensor]),
+            "stage": int(self.stage[tensor]),
+            "refreshes": int(self.refreshed[tensor]),
+            "dense_refreshes": int(self._dense_refreshes[tensor]),
+        }
+        if self.refreshed[tensor]:
+            state |= self.preconditioner.tensor_state(tensor)
+        if tensor in self._variance:
+            state["variance"] = self._variance[tensor].copy()
+        if self._interval_lr[tensor] > 0 and self._synced is not None:
+            state["synced"] = self._synced[self.flat_span(tensor)].copy()
+        return state
+
+    def load_tensor_state(self, tensor: int, state: Mapping[str, Any], momentum: Floats) -> None:
+        """The inverse, with ``average_momentum``: the tensor is where it was after the last sync, its parameter too.
+
+        Its errors are zero: load the rank's state afterwards. Raises ValueError if the number of elements differs.
+        """
+        spec = self.layout.tensors[tensor]
+        momentum = flat_floats(momentum, spec.numel, f"momentum of {spec.name!r}")
+        self.allocate()
+        if "denominator" in state:
+            self.preconditioner.load_tensor_state(tensor, state)
+        if "synced" in state:
+            self._param(tensor)[:] = flat_floats(state["synced"], spec.numel, f"parameter of {spec.name!r}")
+        self._forget(tensor)
+        self.momentum[self.flat_span(tensor)] = momentum
+        self._variance.pop(tensor, None)
+        if "variance" in state:
+            self._variance[tensor] = flat_floats(state["variance"], spec.numel, f"variance of {spec.name!r}").copy()
+        self.steps[tensor], self.stage[tensor] = int(state["step"]), int(state["stage"])
+        self.refreshed[tensor] = int(state["refreshes"])
+        self._dense_refreshes[tensor] = int(state["dense_refreshes"])
+
+    def progress(self) -> dict[str, int]:
+        """Counters that belong into a checkpoint."""
+        return {
+            "step": self.step,
+            "sync_steps": self.sync_steps,
+            "local_steps": self.local_steps,
+            "woken_at": self._woken_at,
+            "woken": self.preconditioner.woken,
+            **self.syncs.progress(),
+            **self.refreshes.progress(),
+        }
+
+    def load_progress(self, progress: Mapping[str, int]) -> None:
+        """The inverse; after ``load_tensor_state``."""
+        self.step = int(progress["step"])
+        self.sync_steps = int(progress["sync_steps"])
+        self.local_steps = int(progress["local_steps"])
+        self._woken_at = int(progress["woken_at"])
+        self.preconditioner.woken = int(progress["woken"])
+        self.syncs.load_progress(progress)
+        self.refreshes.load_progress(progress)
+
+    def rank_state(self) -> dict[str, Any]:
+        """Also ``local``: between two syncs, what is this rank's own of each tensor, by number; arrays are copies."""
+        local = {}
+        for tensor in np.flatnonzero(~self._is_average).tolist():
+            span = self.flat_span(tensor)
+            own: dict[str, Any] = {
+                "interval_lr": float(self._interval_lr[tensor]),
+                "interval_decay": float(self._interval_decay[tensor]),
+                "momentum": self.momentum[span].copy(),
+            }
+            if self._interval_lr[tensor] > 0 and self._update is not None:
+                own |= {"update": self._update[span].copy(), "param": self._param(tensor).copy()}
+            local[tensor] = own
+        return {**super().rank_state(), "local": local, "waits": self._waits.copy()}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse, for the same layout and rank; after ``load_tensor_state`` and ``load_progress``.
+
+        Parameters become this rank's own again. Raises ValueError if layout or rank differ.
+        """
+        super().load_rank_state(state)
+        self._waits[:] = state["waits"]
+        for tensor, own in state["local"].items():
+            span = self.flat_span(tensor)
+            one = np.zeros(len(self.stage), np.bool_)
+            one[tensor] = True
+            self._leave_sync(one, "update" in own)
+            self.momentum[span] = own["momentum"]
+            self._interval_lr[tensor], self._interval_decay[tensor] = own["interval_lr"], own["interval_decay"]
+            if self._update is not None and "update" in own:
+                self._update[span] = own["update"]
+                self._param(tensor)[:] = own["param"]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by buffer."""
+        optional = {"update": self._update, "synced": self._synced}
+        return {
+            **self.preconditioner.memory(),
+            **super().memory(),
+            "momentum": self.momentum.nbytes,
+            "average_momentum": self._average_momentum.nbytes,
+            "variance": sum(v.nbytes for v in self._variance.values()),
+            **{name: 0 if buffer is None else buffer.nbytes for name, buffer in optional.items()},
+            "packed": sum(s.result.nbytes for s in self.segments if s.result is not None),
+        }
+
+    def _param(self, tensor: int) -> Floats:
+        """The parameter behind its address: a flat view."""
+        count = int(self.layout.numels[tensor])
+        if not count:
+            return np.zeros(0, np.float32)
+        return np.ctypeslib.as_array((ctypes.c_float * count).from_address(int(self.tensors["param"][tensor])))
+
+    def _blocks_of(self, tensors: Sequence[int]) -> Table:
+        if len(tensors) == len(self.stage):
+            return self._blocks
+        return self._blocks[np.isin(self._blocks["tensor"], tensors)]
+
+
+def _all_blocks(layout: Layout, rank: int) -> Table:
+    """BLOCK table of the whole layout, for loops that do not touch messages."""
+    segments = layout.segments(list(range(len(layout.tensors))), rank, sys.maxsize)
+    return segments[0].blocks if segments else np.zeros(0, BLOCK)
