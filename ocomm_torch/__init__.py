@@ -75,6 +75,7 @@ from ocomm_torch.mpi_ops import (
 from ocomm_torch.onebit import DistributedOneBitAdam, OneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
 from ocomm_torch.sync_batch_norm import SyncBatchNorm
+from ocomm_torch.zero_one import DistributedZeroOneAdam, ZeroOneAdam
 
 __all__ = [
     "Adasum",
@@ -85,6 +86,7 @@ __all__ = [
     "DistributedOneBitAdam",
     "DistributedOptimizer",
     "DistributedSoftSignSGD",
+    "DistributedZeroOneAdam",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "Max",
@@ -95,6 +97,7 @@ __all__ = [
     "SoftSignSGD",
     "Sum",
     "SyncBatchNorm",
+    "ZeroOneAdam",
     "__version__",
     "add_process_set",
     "allgather",

@@ -196,6 +196,22 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """
         return self._driver.report()
 
+    # State
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """What this rank alone has: errors, and what else differs between ranks. Each rank saves its own."""
+        return to_torch(self._driver.core.rank_state())
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse, after ``load_state_dict``: the run then goes on bit for bit.
+
+        Raises InvalidRequestError if the state is of another rank, another number of ranks, or another model.
+        """
+        try:
+            self._driver.core.load_rank_state(to_numpy(state))
+        except ValueError as error:
+            raise InvalidRequestError(f"{self._driver.name}: {error}") from None
+
 
 def to_torch(state: Any) -> Any:
     """The same with tensors for arrays, which share their memory."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from ocomm.compression.layout import TensorSpec
@@ -14,9 +13,8 @@ from ocomm.kernels.base import Floats
 from ocomm.session import Session
 from ocomm.training.driver import Common, Group
 from ocomm.training.onebit_adam import OneBitAdamDriver
+from ocomm_torch.adam import MOMENTS, adam_group, is_decoupled, wrappable
 from ocomm_torch.compressed import CompressedOptimizer, to_numpy, to_torch
-
-_COMPRESSED_STATE = ("exp_avg", "exp_avg_sq")
 
 
 class OneBitAdam(CompressedOptimizer):
@@ -63,7 +61,9 @@ class OneBitAdam(CompressedOptimizer):
             "variance_floor": variance_floor,
             "mask_refresh": mask_refresh,
         }
-        super().__init__(_adam(optimizer), named_parameters, process_set, backward_passes_per_step)
+        super().__init__(
+            wrappable(optimizer, "DistributedOneBitAdam"), named_parameters, process_set, backward_passes_per_step
+        )
 
     def _make_driver(self, session: Session, process_set: int, specs: list[TensorSpec]) -> OneBitAdamDriver:
         kind = "AdamW" if is_decoupled(self._inner, self.param_groups[0]) else "Adam"
@@ -104,13 +104,13 @@ class OneBitAdam(CompressedOptimizer):
         state = self.state.get(self._parameters[tensor])
         if not state or "exp_avg" not in state:
             return None
-        momentum, variance = (state[name].reshape(-1).numpy() for name in _COMPRESSED_STATE)
+        momentum, variance = (state[name].reshape(-1).numpy() for name in MOMENTS)
         return momentum, variance, int(state["step"])
 
     def release(self, tensor: int) -> None:
         """Frees a tensor's m and v."""
         state = self.state[self._parameters[tensor]]
-        for name in _COMPRESSED_STATE:
+        for name in MOMENTS:
             del state[name]
 
     # State
@@ -160,38 +160,6 @@ class OneBitAdam(CompressedOptimizer):
 
     def _momentum(self, tensor: int) -> Floats:
         return self.state[self._parameters[tensor]]["exp_avg"].reshape(-1).contiguous().numpy()
-
-
-def is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Does Adam take the weight decay from the parameter instead of adding it to the gradient?"""
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
-
-
-def adam_group(optimizer: torch.optim.Optimizer, tensors: np.ndarray, group: dict[str, Any]) -> Group:
-    """A param group of Adam or AdamW."""
-    decay, decoupled = float(group["weight_decay"]), is_decoupled(optimizer, group)
-    return Group(
-        tensors,
-        float(group["lr"]),
-        (float(group["betas"][0]), float(group["betas"][1])),
-        float(group["eps"]),
-        coupled_decay=0.0 if decoupled else decay,
-        decoupled_decay=decay if decoupled else 0.0,
-    )
-
-
-def _adam(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """``optimizer``, if it is an Adam whose options 1-bit Adam has; InvalidRequestError that names what it has not."""
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        raise InvalidRequestError(
-            f"DistributedOneBitAdam wraps torch.optim.Adam or AdamW, not {type(optimizer).__name__}; use "
-            "DistributedOptimizer for other optimizers."
-        )
-    for group in optimizer.param_groups:
-        for option in ("amsgrad", "maximize", "capturable", "differentiable"):
-            if group.get(option):
-                raise InvalidRequestError(f"DistributedOneBitAdam does not support {option}=True; leave it out.")
-    return optimizer
 
 
 DistributedOneBitAdam = OneBitAdam

@@ -153,6 +153,11 @@ class ZeroOneAdam(Core):
         return self.syncs.is_due(self.step + 1)
 
     @property
+    def is_synced(self) -> bool:
+        """Do all ranks hold the same parameters?"""
+        return not (self._interval_lr > 0).any()
+
+    @property
     def is_refresh(self) -> bool:
         """Is the next step a refresh?"""
         return self.refreshes.is_due(self.step + 1)
@@ -175,7 +180,7 @@ class ZeroOneAdam(Core):
         """What the steps since the last sync add up to, with this one's. For a coupled decay it reads parameters."""
         layout = self.segments[segment].layout
         return CompressUpdate(
-            blocks=layout.blocks,
+            blocks=layout.worker_blocks,
             tensors=self.tensors,
             momentum=self.momentum,
             update=self._update,
@@ -412,10 +417,12 @@ class ZeroOneAdam(Core):
     def tensor_state(self, tensor: int) -> dict[str, Any]:
         """The replicated state of a tensor, besides ``average_momentum``; arrays are copies.
 
-        ``step``, ``stage``, ``refreshes``, ``dense_refreshes``; what the preconditioner has, once there was a refresh;
-        ``variance`` while there are refreshes to come; between two syncs ``synced``, the parameter at the last one.
+        ``numel``, ``step``, ``stage``, ``refreshes``, ``dense_refreshes``; what the preconditioner has, once there was
+        a refresh; ``variance`` while there are refreshes to come; between two syncs ``synced``, the parameter at the
+        last one.
         """
         state: dict[str, Any] = {
+            "numel": int(self.layout.numels[tensor]),
             "step": int(self.steps[tensor]),
             "stage": int(self.stage[tensor]),
             "refreshes": int(self.refreshed[tensor]),

@@ -13,8 +13,8 @@ between syncs, too. What the algorithm leaves open is decided here:
   has one. That first gradient waits in the worker errors, as those of masked elements do. From the next step on the
   tensor takes dense steps like the first one, each of which refreshes its v: as many as the others had refreshes when
   its own first one came. A tensor whose v is 0 everywhere stays at dense steps.
-- **v is that of Adam**: where the decay is coupled, of gbar + wd * p with the p before the step, and between syncs of the
-  p of the last one, which is the same on all ranks.
+- **v is that of Adam**: where the decay is coupled, of gbar + wd * p with the p before the step, and between syncs of
+  the p of the last one, which is the same on all ranks.
 - **Waking does not wait for the last refresh**: refreshes become rare long before that. A woken element also gets v, so
   that the next refresh does not mask it again. A refresh that would mask all of a tensor leaves its mask alone.
 - **A tensor that nobody has a gradient for** keeps its state. Only at a sync it moves nevertheless, with a gradient of
