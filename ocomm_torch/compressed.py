@@ -5,8 +5,9 @@ What to do with them is ``ocomm.training``; the algorithms are ``ocomm.optim``.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,16 @@ from ocomm.compression.layout import TensorSpec
 from ocomm.errors import InvalidRequestError
 from ocomm.training.driver import Driver, Group
 from ocomm.types import Flag
+from ocomm_torch.optimizer import _DistributedOptimizer
 
 
 class CompressedOptimizer(torch.optim.Optimizer):
     """Wraps ``optimizer``, whose param groups stay live, for a ``Driver`` that ``_make_driver`` returns.
 
     Parameters are float32 CPU tensors. ``step`` changes them in place, identically on all ranks, or on none: a NaN
-    raises NonFiniteError everywhere. Raises InvalidRequestError for what cannot be wrapped, MismatchError if the ranks
-    wrap different things.
+    raises NonFiniteError everywhere. A parameter may be frozen (``requires_grad_(False)``) and thawed at any time, and
+    its ``data`` may be replaced by a tensor of the same kind; the set of parameters is fixed. Raises
+    InvalidRequestError for what cannot be wrapped, MismatchError if the ranks wrap different things.
     """
 
     def __init__(
@@ -36,14 +39,22 @@ class CompressedOptimizer(torch.optim.Optimizer):
     ) -> None:
         session = sessions.current()
         session.require_topology()
+        if isinstance(optimizer, _DistributedOptimizer):
+            raise InvalidRequestError(
+                f"Distributed{type(self).__name__} averages by itself; wrap the plain optimizer, not a "
+                "DistributedOptimizer."
+            )
         self._inner = optimizer
+        self._parameters, self._names = _named(optimizer, named_parameters)
+        self._wrapping = True
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._wrapping = False
         # The same objects, so that a scheduler or a user who holds either optimizer changes both.
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
-        self._parameters, self._names = _named(optimizer, named_parameters)
         for name, parameter in zip(self._names, self._parameters, strict=True):
-            _check_parameter(type(self).__name__, name, parameter)
+            self._check_parameter(name, parameter)
+        _check_storage(self._names, self._parameters)
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         groups = np.array([group_of[id(p)] for p in self._parameters], np.int64)
         self._group_tensors = [np.flatnonzero(groups == number) for number in range(len(self.param_groups))]
@@ -53,14 +64,73 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._recorded: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._versions = [0] * len(self._parameters)
         self._copies: list[torch.Tensor] = []
-        self._driver = self._make_driver(session, getattr(process_set, "process_set_id", 0) or 0, specs)
+        self._inner_steps = False
+        self._driver = self._make_driver(session, process_set.number(session) if process_set is not None else 0, specs)
         self._stepper = self._driver.stepper
-        self._driver.core.tensors["param"] = [p.data_ptr() for p in self._parameters]
-        handles = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._parameters)]
-        weakref.finalize(self, _remove, handles)
+        #: Where the parameters lie, and what keeps that memory while an exchange may read it.
+        self._addresses: list[int] = []
+        self._held: list[torch.Tensor] = []
+        self._find_parameters()
+        #: Parameters without a hook: one that is frozen cannot have any.
+        self._unhooked = list(range(len(self._parameters)))
+        self._handles: list[Any] = [optimizer.register_step_pre_hook(_guard(self))]
+        weakref.finalize(self, _remove, self._handles)
+        self._hook_parameters()
 
     def _make_driver(self, session: sessions.Session, process_set: int, specs: list[TensorSpec]) -> Driver:
         raise NotImplementedError
+
+    # The parameters, as the user has them now
+
+    def _find_parameters(self) -> None:
+        """Where they lie. InvalidRequestError if they are not those that were wrapped."""
+        addresses = [p.data_ptr() for group in self.param_groups for p in group["params"]]
+        if addresses == self._addresses:
+            return
+        now = [p for group in self.param_groups for p in group["params"]]
+        if len(now) != len(self._parameters) or any(a is not b for a, b in zip(now, self._parameters, strict=True)):
+            raise InvalidRequestError(
+                f"the param groups of {self._driver.name} have {len(now)} parameters, not the {len(self._parameters)} "
+                "that were wrapped. " + self._fixed
+            )
+        specs = self._driver.core.layout.tensors
+        for name, parameter, spec in zip(self._names, self._parameters, specs, strict=True):
+            self._check_parameter(name, parameter)
+            if tuple(parameter.shape) != spec.shape:
+                raise InvalidRequestError(
+                    f"parameter '{name}' has shape {tuple(parameter.shape)} now, and had {spec.shape} when it was "
+                    "wrapped. " + self._fixed
+                )
+        if self._stepper.begun:
+            self._stepper.object(Flag.CHANGED)  # what is on its way may have read the old ones
+        else:
+            self._held.clear()
+        self._held += [p.detach() for p in self._parameters]
+        self._addresses = addresses
+        self._driver.core.tensors["param"] = addresses
+
+    @property
+    def _fixed(self) -> str:
+        kind = type(self).__name__
+        return (
+            f"Distributed{kind} exchanges the tensors that it was made with: to change them, take state_dict(), wrap a "
+            f"new {type(self._inner).__name__} over all parameters, and load it there."
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises InvalidRequestError: the parameters are fixed."""
+        if not self._wrapping:
+            raise InvalidRequestError("a parameter group cannot be added. " + self._fixed)
+        super().add_param_group(param_group)
+
+    def _check_parameter(self, name: str, parameter: torch.Tensor) -> None:
+        _check_parameter(type(self).__name__, name, parameter)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidRequestError(
+            f"Distributed{type(self).__name__} cannot be copied or pickled: it holds connections to the other ranks. "
+            "Save its state_dict(), and load it into a new one."
+        )
 
     # The driver's host
 
@@ -114,6 +184,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # Gradients
 
+    def _hook_parameters(self) -> None:
+        """Gives a hook to parameters that are trained and have none yet."""
+        for index in [i for i in self._unhooked if self._parameters[i].requires_grad]:
+            self._unhooked.remove(index)
+            self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(self._make_hook(index)))
+
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # The parameter keeps the hook: without the weak reference it would keep this optimizer and its buffers, too.
         reference = weakref.ref(self)
@@ -134,16 +210,22 @@ class CompressedOptimizer(torch.optim.Optimizer):
             return
         stepper = self._stepper
         if not stepper.begun:
-            self._driver.begin()
+            self._begin()
         self._recorded[index] = parameter.grad
         stepper.hand_over(index)
+
+    def _begin(self) -> None:
+        self._find_parameters()
+        self._hook_parameters()
+        self._stepper.expected[:] = [p.requires_grad for p in self._parameters]
+        self._driver.begin()
 
     def _unexpected(self, index: int, parameter: torch.Tensor) -> None:
         """More backward passes than announced: of the same step, or of the next one after a step that never came."""
         if self._recorded[index] is not parameter.grad:
             self._skip()
             self._on_gradient(index, parameter)
-        else:
+        elif self._stepper.is_posted(index):
             self._stepper.object(Flag.UNHANDED)
 
     def _has_changed(self) -> bool:
@@ -164,11 +246,24 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._stepper.begun:
+            self._find_parameters()
+        else:
+            self._begin()
         try:
             self._driver.step(self._has_changed)
         finally:
             self._forget()
         return loss
+
+    @contextlib.contextmanager
+    def _inner_may_step(self) -> Iterator[None]:
+        """In here the wrapped optimizer's ``step`` is our own call."""
+        self._inner_steps = True
+        try:
+            yield
+        finally:
+            self._inner_steps = False
 
     def _forget(self) -> None:
         self._copies.clear()
@@ -227,6 +322,22 @@ def to_numpy(state: Any) -> Any:
     return state.numpy() if isinstance(state, torch.Tensor) else state
 
 
+def _guard(optimizer: CompressedOptimizer) -> Callable[..., None]:
+    """A hook for the wrapped optimizer: a step that the ranks do not take together would set them apart for good."""
+    reference = weakref.ref(optimizer)
+
+    def before_step(inner: torch.optim.Optimizer, *_: Any) -> None:
+        outer = reference()
+        if outer is not None and not outer._inner_steps:
+            kind = type(outer).__name__
+            raise InvalidRequestError(
+                f"step() of the {type(inner).__name__} that Distributed{kind} wraps was called, which would move this "
+                f"rank's parameters only; call step() of the Distributed{kind}."
+            )
+
+    return before_step
+
+
 def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
@@ -235,11 +346,18 @@ def _remove(handles: list[Any]) -> None:
 def _named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> tuple[list[torch.Tensor], list[str]]:
-    """The optimizer's parameters in group order, with their names. Tied ones come once."""
+    """The optimizer's parameters in group order, with their names."""
     names = {id(p): name for name, p in reversed(list(named_parameters or ()))}
     parameters, result = [], []
+    seen: set[int] = set()
     for g, group in enumerate(optimizer.param_groups):
         for k, parameter in enumerate(group["params"]):
+            if id(parameter) in seen:
+                raise InvalidRequestError(
+                    f"number {k} of group {g}, of shape {tuple(parameter.shape)}, is there twice; give the optimizer "
+                    "every parameter once."
+                )
+            seen.add(id(parameter))
             if names and id(parameter) not in names:
                 raise InvalidRequestError(
                     "named_parameters was specified, but one or more model parameters were not named. "
@@ -262,3 +380,15 @@ def _check_parameter(wrapper: str, name: str, parameter: torch.Tensor) -> None:
             f"parameter '{name}' is not contiguous (strides {parameter.stride()}); call "
             "parameter.data = parameter.data.contiguous() before wrapping."
         )
+
+
+def _check_storage(names: list[str], parameters: list[torch.Tensor]) -> None:
+    """InvalidRequestError if two parameters share memory: each would be moved by its own state."""
+    end, last = 0, ""
+    for first, nbytes, name in sorted((p.data_ptr(), p.nbytes, n) for n, p in zip(names, parameters, strict=True)):
+        if nbytes and first < end:
+            raise InvalidRequestError(
+                f"parameters '{last}' and '{name}' share memory; make one parameter of them, or copy one."
+            )
+        if nbytes:
+            end, last = first + nbytes, name

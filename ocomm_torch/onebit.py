@@ -77,27 +77,19 @@ class OneBitAdam(CompressedOptimizer):
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats]) -> None:
         """The wrapped optimizer's own step on the averaged gradients of tensors in warm-up."""
         chosen = set(tensors)
-        hidden = {}
-        borrowed = []
-        for index, parameter in enumerate(self._parameters):
-            if index not in chosen:
-                if parameter.grad is not None:
-                    hidden[index], parameter.grad = parameter.grad, None
-                continue
-            averaged = torch.from_numpy(average(index)).view(parameter.shape)
-            if parameter.grad is None:
-                parameter.grad = averaged.clone()
-                borrowed.append(index)
-            else:
-                parameter.grad.copy_(averaged)
-        if self._common.max_grad_norm is not None:
-            clipped = [self._parameters[t] for t in tensors]
-            torch.nn.utils.clip_grad_norm_(clipped, self._common.max_grad_norm, foreach=False)
-        self._inner.step()
-        for index, grad in hidden.items():
-            self._parameters[index].grad = grad
-        for index in borrowed:
-            self._parameters[index].grad = None
+        local = [parameter.grad for parameter in self._parameters]
+        try:
+            for index, parameter in enumerate(self._parameters):
+                averaged = torch.from_numpy(average(index)).view(parameter.shape) if index in chosen else None
+                parameter.grad = averaged
+            if self._common.max_grad_norm is not None:
+                clipped = [self._parameters[t] for t in tensors]
+                torch.nn.utils.clip_grad_norm_(clipped, self._common.max_grad_norm, foreach=False)
+            with self._inner_may_step():
+                self._inner.step()
+        finally:
+            for parameter, grad in zip(self._parameters, local, strict=True):
+                parameter.grad = grad
 
     def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
         """The wrapped Adam's m, v and step of a tensor."""

@@ -127,6 +127,8 @@ class Stepper:
         self._owner_flags = np.zeros(1, np.uint32)
         self._heard_flags = np.zeros(1, np.uint32)
         self._announcement = np.zeros(1, np.int64)
+        #: Tensors that the frontend expects to hand over in the step that begins: a bucket waits for those.
+        self.expected: Bools = np.ones(count, np.bool_)
         self._present: Bools = np.zeros(count, np.bool_)
         self.present_anywhere: Bools = np.zeros(count, np.bool_)
         self._checksums = np.zeros(count, np.uint64)
@@ -157,7 +159,7 @@ class Stepper:
 
     def _arrange(self) -> None:
         """Makes the buckets that the core wants for the step that begins: compressed ones first, then dense ones."""
-        compressed, dense = self.core.exchange()
+        compressed, dense = (wanted & (self.layout.numels > 0) for wanted in self.core.exchange())
         wanted = compressed.tobytes(), dense.tobytes()
         if wanted == self._arranged:
             return
@@ -295,7 +297,7 @@ class Stepper:
     def _reset_buckets(self) -> None:
         self._next = 0
         for bucket in self._buckets:
-            bucket.left = len(bucket.tensors)
+            bucket.left = int(self.expected[bucket.tensors].sum())
             bucket.ticket = None
 
     def hand_over(self, tensor: int) -> None:
@@ -304,6 +306,10 @@ class Stepper:
         A bucket that is full is posted when it is its turn.
         """
         self.arrivals.append(tensor)
+        if not self.expected[tensor]:
+            if self.is_posted(tensor):
+                self.object(Flag.UNHANDED)
+            return
         for bucket in self._buckets_of[tensor]:
             bucket.left -= 1
             if bucket.left == 0 and self.overlapping:
@@ -319,6 +325,10 @@ class Stepper:
     def posted_tensors(self) -> list[int]:
         """Tensors whose bucket is on its way: a change of their gradient comes too late for this attempt."""
         return list(dict.fromkeys(t for b in self._buckets if b.ticket is not None for t in b.tensors))
+
+    def is_posted(self, tensor: int) -> bool:
+        """Is a bucket of the tensor on its way?"""
+        return any(bucket.ticket is not None for bucket in self._buckets_of[tensor])
 
     def object(self, flag: Flag) -> None:
         """Sets a flag of this rank: all ranks will discard the step, or do it again."""

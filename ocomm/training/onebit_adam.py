@@ -141,7 +141,7 @@ class OneBitAdamDriver(Driver):
     def report(self) -> dict[str, Any]:
         """Also ``freeze_step`` (None until it is known), the stage, and how many elements are masked and were woken."""
         core = self.core
-        stages = {int(stage) for stage in core.stage}
+        stages = {int(stage) for stage in core.stage[core.layout.numels > 0]}
         return {
             "stage": "warm-up" if stages == {0} else "compressed" if stages == {1} else "mixed",
             "freeze_step": self.freeze_at,

@@ -1,0 +1,480 @@
+"""What users do with a compressed optimizer besides zero_grad, backward, step: it is right, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ocomm.errors import InvalidRequestError
+from ocomm.session import Session
+from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizer import DistributedOptimizer
+from tests.frontends.onebit_jobs import backward, digest, gradients, initial, state_digest
+from tests.worlds import run_ranks
+
+Parameters = list[torch.nn.Parameter]
+BACKWARDS = (3, 2, 1, 0)
+
+
+def rank_of(session: Session) -> int:
+    assert session.topology is not None
+    return session.topology.rank
+
+
+def make_parameters() -> Parameters:
+    return [torch.nn.Parameter(torch.from_numpy(array.copy())) for array in initial()]
+
+
+def wrap(parameters: Parameters, freeze_step: int = 3, weight_decay: float = 0.0, **options: Any) -> Any:
+    adam = torch.optim.Adam(parameters, lr=1e-2, weight_decay=weight_decay, foreach=False)
+    return DistributedOneBitAdam(adam, freeze_step=freeze_step, **options)
+
+
+def one_step(parameters: Parameters, optimizer: Any, step: int, rank: int) -> None:
+    optimizer.zero_grad()
+    backward(parameters, gradients(step, rank), [i for i in BACKWARDS if parameters[i].requires_grad])
+    optimizer.step()
+
+
+def values(parameters: Parameters) -> str:
+    return digest([p.detach().numpy() for p in parameters])
+
+
+def run(body: Callable[[int], Any], ranks: int = 2) -> Any:
+    """What all ranks return, which must be the same."""
+    results = run_ranks(ranks, lambda session: body(rank_of(session)))
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+def plain(steps: int, **options: Any) -> str:
+    """The end of an ordinary run."""
+
+    def body(rank: int) -> str:
+        parameters = make_parameters()
+        optimizer = wrap(parameters, **options)
+        for step in range(1, steps + 1):
+            one_step(parameters, optimizer, step, rank)
+        return values(parameters)
+
+    return run(body)
+
+
+# Parameters that are frozen, thawed, replaced
+
+
+def test_a_parameter_that_is_frozen_at_first_gets_a_dense_warm_up_of_its_own_once_it_is_thawed() -> None:
+    def body(rank: int) -> tuple[list[str], str, int]:
+        parameters = make_parameters()
+        parameters[1].requires_grad_(False)
+        optimizer = wrap(parameters)
+        stages = []
+        for step in range(1, 11):
+            if step == 6:
+                assert np.array_equal(parameters[1].detach().numpy(), initial()[1])
+                parameters[1].requires_grad_(True)
+            one_step(parameters, optimizer, step, rank)
+            stages.append(optimizer.compression_report()["stage"])
+        assert int(optimizer.state_dict()["state"][1]["step"]) == 5
+        return stages, values(parameters), optimizer.compression_report()["redone_steps"]
+
+    stages, _, redone = run(body)
+    # T_w = 3: the thawed tensor is dense in steps 6, 7 and 8.
+    assert stages == ["warm-up"] * 2 + ["mixed"] * 5 + ["compressed"] * 3
+    assert redone == 0
+
+
+def test_a_parameter_that_is_frozen_in_the_compressed_stage_stands_still_and_holds_up_no_bucket() -> None:
+    def body(rank: int) -> tuple[str, list[int]]:
+        parameters = make_parameters()
+        optimizer = wrap(parameters)
+        posted = []
+        for step in range(1, 14):
+            parameters[0].requires_grad_(not 6 <= step < 10)
+            before = parameters[0].detach().clone()
+            optimizer.zero_grad()
+            backward(parameters, gradients(step, rank), [i for i in BACKWARDS if parameters[i].requires_grad])
+            posted.append(len(optimizer._stepper.posted_tensors))
+            optimizer.step()
+            assert torch.equal(before, parameters[0]) == (6 <= step < 10)
+        assert int(optimizer.state_dict()["state"][0]["step"]) == 9
+        return values(parameters), posted
+
+    _, posted = run(body)
+    assert posted == [0] + [4] * 12
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_parameters_whose_memory_is_replaced_between_steps_or_before_step_are_moved_where_they_are(
+    weight_decay: float,
+) -> None:
+    def body(rank: int) -> str:
+        parameters = make_parameters()
+        optimizer = wrap(parameters, weight_decay=weight_decay)
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            for parameter in parameters:
+                parameter.data = parameter.data.clone()
+            backward(parameters, gradients(step, rank), BACKWARDS)
+            if step == 7 and rank == 1:
+                for parameter in parameters:
+                    parameter.data = parameter.data.clone()
+            optimizer.step()
+        return values(parameters)
+
+    assert run(body) == plain(8, weight_decay=weight_decay)
+
+
+def test_a_parameter_that_becomes_something_else_is_refused_by_name() -> None:
+    def body(rank: int) -> None:
+        parameters = make_parameters()
+        optimizer = wrap(parameters)
+        one_step(parameters, optimizer, 1, rank)
+        parameters[2].data = torch.zeros(7)
+        with pytest.raises(
+            InvalidRequestError, match=r"parameter 'parameter.0.2' has shape \(7,\) now, and had \(33,\)"
+        ):
+            optimizer.step()
+        torch.nn.ParameterList(parameters).double()
+        with pytest.raises(InvalidRequestError, match=r"'parameter.0.0' is torch.float64; .* needs torch.float32"):
+            optimizer.step()
+
+    run(body)
+
+
+# What the parameters may be
+
+
+def test_parameters_cannot_be_added_or_taken_away_and_the_error_says_what_to_do() -> None:
+    advice = (
+        "DistributedOneBitAdam exchanges the tensors that it was made with: to change them, take state_dict(), wrap a "
+        "new Adam over all parameters, and load it there."
+    )
+
+    def body(rank: int) -> None:
+        parameters = make_parameters()
+        optimizer = wrap(parameters)
+        one_step(parameters, optimizer, 1, rank)
+        with pytest.raises(InvalidRequestError) as raised:
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(7))]})
+        assert str(raised.value) == f"a parameter group cannot be added. {advice}"
+        inner = optimizer._inner
+        inner.add_param_group({"params": [torch.nn.Parameter(torch.zeros(7))]})
+        before = state_digest(parameters, optimizer)
+        with pytest.raises(InvalidRequestError) as raised:
+            one_step(parameters, optimizer, 2, rank)
+        assert str(raised.value) == (
+            "the param groups of OneBitAdam.noname.1 have 5 parameters, not the 4 that were wrapped. " + advice
+        )
+        assert state_digest(parameters, optimizer) == before
+        del inner.param_groups[1], inner.param_groups[0]["params"][3]
+        with pytest.raises(InvalidRequestError, match="have 3 parameters, not the 4 that were wrapped"):
+            one_step(parameters, optimizer, 2, rank)
+
+    run(body)
+
+
+def twice() -> torch.optim.Optimizer:
+    parameter = torch.nn.Parameter(torch.zeros(5))
+    return torch.optim.Adam([parameter, parameter])
+
+
+def views() -> torch.optim.Optimizer:
+    memory = torch.zeros(10)
+    return torch.optim.Adam([torch.nn.Parameter(memory[4:]), torch.nn.Parameter(memory[:6])])
+
+
+def channels_last() -> torch.optim.Optimizer:
+    convolution = torch.nn.Conv2d(3, 8, 3, bias=False).to(memory_format=torch.channels_last)
+    return torch.optim.Adam(convolution.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (twice, "number 1 of group 0, of shape (5,), is there twice; give the optimizer every parameter once."),
+        (
+            views,
+            "parameters 'parameter.0.1' and 'parameter.0.0' share memory; make one parameter of them, or copy one.",
+        ),
+        (
+            channels_last,
+            "parameter 'parameter.0.0' is not contiguous (strides (27, 1, 9, 3)); call "
+            "parameter.data = parameter.data.contiguous() before wrapping.",
+        ),
+        (
+            lambda: DistributedOptimizer(torch.optim.Adam([torch.nn.Parameter(torch.zeros(5))])),
+            "DistributedOneBitAdam averages by itself; wrap the plain optimizer, not a DistributedOptimizer.",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_rightly_is_refused_by_name(make: Callable[[], Any], message: str) -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(InvalidRequestError) as raised:
+            DistributedOneBitAdam(make())
+        assert str(raised.value) == message
+
+    run(body)
+
+
+def test_parameters_without_elements_take_no_part_and_do_not_hold_up_the_others() -> None:
+    def body(rank: int) -> tuple[list[float], str, int]:
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((0,), (3, 0), (4,))]
+        optimizer = wrap(parameters, freeze_step=2)
+        for _ in range(5):
+            optimizer.zero_grad()
+            sum((p * 2).sum() for p in parameters).backward()
+            optimizer.step()
+        report = optimizer.compression_report()
+        return parameters[2].tolist(), report["stage"], report["memory_bytes"]["averages"]
+
+    moved, stage, averages = run(body)
+    assert moved == pytest.approx([-0.05] * 4, rel=1e-5)
+    assert (stage, averages) == ("compressed", 0)
+
+
+def test_sparse_gradients_give_what_dense_ones_give() -> None:
+    def train(sparse: bool) -> str:
+        def body(rank: int) -> str:
+            embedding = torch.nn.Embedding(20, 40, sparse=sparse)
+            with torch.no_grad():
+                embedding.weight.fill_(1.0)
+            optimizer = wrap([embedding.weight])
+            for step in range(8):
+                optimizer.zero_grad()
+                (embedding(torch.tensor([step % 5, rank, 7])) * (step + 1)).sum().backward()
+                optimizer.step()
+            return values([embedding.weight])
+
+        return run(body)
+
+    assert train(sparse=True) == train(sparse=False)
+
+
+# How steps are made
+
+
+def test_a_closure_gives_what_the_plain_loop_gives_and_its_loss() -> None:
+    def body(rank: int) -> str:
+        parameters = make_parameters()
+        optimizer = wrap(parameters)
+        for step in range(1, 9):
+
+            def closure(step: int = step) -> float:
+                optimizer.zero_grad()
+                backward(parameters, gradients(step, rank), BACKWARDS)
+                return 1.5
+
+            assert optimizer.step(closure) == 1.5
+        return values(parameters)
+
+    assert run(body) == plain(8)
+
+
+def test_a_schedule_on_the_wrapped_optimizer_gives_what_it_gives_on_the_outer_one() -> None:
+    def train(outer: bool) -> str:
+        def body(rank: int) -> str:
+            parameters = make_parameters()
+            optimizer = wrap(parameters, freeze_step=2)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer if outer else optimizer._inner, 2, 0.5)
+            for step in range(1, 9):
+                one_step(parameters, optimizer, step, rank)
+                scheduler.step()
+            assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(1e-2 / 16)]
+            return values(parameters)
+
+        return run(body)
+
+    assert train(outer=True) == train(outer=False)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_summed_over_unannounced_passes_equal_announced_ones(overlap: bool) -> None:
+    def train(passes: int) -> tuple[str, int]:
+        def body(rank: int) -> tuple[str, int]:
+            parameters = make_parameters()
+            optimizer = wrap(parameters, overlap=overlap, backward_passes_per_step=passes)
+            for step in range(1, 9):
+                optimizer.zero_grad()
+                for part in range(3):
+                    backward(parameters, gradients(3 * step + part, rank), BACKWARDS)
+                optimizer.step()
+            return values(parameters), optimizer.compression_report()["redone_steps"]
+
+        return run(body)
+
+    announced, redone = train(3)
+    assert redone == 0
+    # The first step with overlap is exchanged again, and there is none from then on.
+    assert train(1) == (announced, int(overlap))
+
+
+def test_accumulated_gradients_are_sums_and_a_pass_without_a_gradient_adds_nothing() -> None:
+    """As Horovod: summed over the passes, averaged over the ranks only."""
+
+    def parts(step: int, rank: int) -> list[list[np.ndarray | None]]:
+        found = [gradients(2 * step + part, rank) for part in (0, 1)]
+        if rank == 0:
+            found[1][1] = None
+        if step % 2:
+            found[0][2] = found[1][2] = None
+        return found
+
+    def train(accumulated: bool) -> str:
+        def body(rank: int) -> str:
+            parameters = make_parameters()
+            optimizer = wrap(parameters, backward_passes_per_step=2 if accumulated else 1)
+            for step in range(1, 9):
+                optimizer.zero_grad()
+                first, second = parts(step, rank)
+                if accumulated:
+                    backward(parameters, first, BACKWARDS)
+                    backward(parameters, second, BACKWARDS)
+                else:
+                    added = [a if b is None else a + b for a, b in zip(first, second, strict=True)]
+                    backward(parameters, added, BACKWARDS)
+                optimizer.step()
+            return values(parameters)
+
+        return run(body)
+
+    assert train(accumulated=True) == train(accumulated=False)
+
+
+def test_step_without_a_backward_moves_nothing() -> None:
+    def body(rank: int) -> str:
+        parameters = make_parameters()
+        optimizer = wrap(parameters)
+        for step in range(1, 9):
+            one_step(parameters, optimizer, step, rank)
+            before = values(parameters)
+            optimizer.zero_grad()
+            optimizer.step()
+            assert values(parameters) == before
+        return before
+
+    run(body)
+
+
+def test_step_twice_takes_the_same_gradients_again() -> None:
+    def train(again: bool) -> str:
+        def body(rank: int) -> str:
+            parameters = make_parameters()
+            optimizer = wrap(parameters)
+            for step in range(1, 7):
+                one_step(parameters, optimizer, step, rank)
+                if again:
+                    optimizer.step()
+                else:
+                    one_step(parameters, optimizer, step, rank)
+            return values(parameters)
+
+        return run(body)
+
+    assert train(again=True) == train(again=False)
+
+
+def test_two_optimizers_on_one_model_give_what_each_gives_alone() -> None:
+    """As for a GAN: every backward reaches all parameters, and one optimizer steps twice for one step of the other."""
+
+    def train(which: set[str]) -> tuple[str, str, int]:
+        def body(rank: int) -> tuple[str, str, int]:
+            parameters = make_parameters()
+            first = wrap(parameters[:2]) if "first" in which else None
+            second = wrap(parameters[2:], freeze_step=4) if "second" in which else None
+            for step in range(1, 9):
+                for optimizer, turns in ((first, 2), (second, 1)):
+                    if optimizer is None:
+                        continue
+                    for turn in range(turns):
+                        optimizer.zero_grad()
+                        backward(parameters, gradients(3 * step + turn, rank), BACKWARDS)
+                        optimizer.step()
+            redone = sum(o.compression_report()["redone_steps"] for o in (first, second) if o is not None)
+            return values(parameters[:2]), values(parameters[2:]), redone
+
+        return run(body)
+
+    first, second, redone = train({"first", "second"})
+    assert redone == 0
+    assert first == train({"first"})[0]
+    assert second == train({"second"})[1]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_with_a_graph_are_stepped_like_others() -> None:
+    def body(rank: int) -> str:
+        parameters = make_parameters()
+        optimizer = wrap(parameters)
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            for index, grad in enumerate(gradients(step, rank)):
+                (parameters[index] * torch.from_numpy(grad)).sum().backward(create_graph=True)
+            optimizer.step()
+        return values(parameters)
+
+    assert run(body) == plain(8)
+
+
+def test_the_wrapped_optimizers_own_step_is_refused_before_it_sets_the_replicas_apart() -> None:
+    def body(rank: int) -> str:
+        parameters = make_parameters()
+        optimizer = wrap(parameters)
+        one_step(parameters, optimizer, 1, rank)
+        optimizer.zero_grad()
+        backward(parameters, gradients(2, rank), BACKWARDS)
+        with pytest.raises(InvalidRequestError) as raised:
+            optimizer._inner.step()
+        assert str(raised.value) == (
+            "step() of the Adam that DistributedOneBitAdam wraps was called, which would move this rank's parameters "
+            "only; call step() of the DistributedOneBitAdam."
+        )
+        optimizer.step()
+        return values(parameters)
+
+    assert run(body) == plain(2)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
+def test_an_optimizer_cannot_be_copied_and_the_error_says_what_to_do(duplicate: Callable[[Any], Any]) -> None:
+    def body(rank: int) -> None:
+        optimizer = wrap(make_parameters())
+        with pytest.raises(InvalidRequestError) as raised:
+            duplicate(optimizer)
+        assert str(raised.value) == (
+            "DistributedOneBitAdam cannot be copied or pickled: it holds connections to the other ranks. "
+            "Save its state_dict(), and load it into a new one."
+        )
+
+    run(body)
+
+
+def test_a_rank_that_raised_in_backward_and_goes_on_without_zero_grad_joins_its_next_step_to_the_others_last() -> None:
+    def explode(grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("hook")
+
+    def body(rank: int) -> str:
+        parameters = make_parameters()
+        optimizer = wrap(parameters)
+        for step in range(1, 9 + rank):  # so that both call step() eight times
+            failing = step == 6 and rank == 1
+            if step != 7:
+                optimizer.zero_grad()
+            handle = parameters[1].register_hook(explode) if failing else None
+            try:
+                backward(parameters, gradients(step, rank), BACKWARDS)
+            except RuntimeError:
+                assert handle is not None
+                handle.remove()
+                continue
+            optimizer.step()
+        return values(parameters)
+
+    run(body)
