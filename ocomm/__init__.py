@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ocomm.api import *  # noqa: F403
     from ocomm.errors import *  # noqa: F403
+    from ocomm.launch.run import run as run
     from ocomm.operations import ProcessSet as ProcessSet
     from ocomm.operations import add_process_set as add_process_set
     from ocomm.operations import global_process_set as global_process_set
@@ -31,6 +32,7 @@ _HOMES = {
         "HorovodInternalError HostsUpdatedInterrupt InvalidRequestError LaunchError MismatchError NonFiniteError "
         "NotInitializedError OcommError PeerError SettingsError StallError"
     ),
+    "ocomm.launch.run": "run",
     "ocomm.operations": "ProcessSet add_process_set global_process_set remove_process_set",
     "ocomm.version": "__version__",
 }

@@ -16,11 +16,23 @@ from typing import NoReturn
 from ocomm.errors import LaunchError
 from ocomm.launch import check, reach
 from ocomm.launch.command import CommandLine, LaunchRequest, build
+from ocomm.launch.config_file import read_config_file
 from ocomm.launch.flavour import Flavour, Launcher, Library, check_match, find_launcher, find_library
 from ocomm.launch.hosts import Host, parse_hostfile, parse_hosts
 from ocomm.version import __version__
 
 _REACH_DEADLINE_S = 15.0
+#: Flags of horovodrun for machinery that ocomm does not have, and where their values go.
+_WITHOUT_MEANING = {
+    "--[no-]hierarchical-allreduce": "hierarchical_allreduce",
+    "--[no-]hierarchical-allgather": "hierarchical_allgather",
+    "--[no-]torus-allreduce": "torus_allreduce",
+    "--[no-]mpi-threads-disable": "mpi_threads_disable",
+    "--num-nccl-streams": "num_nccl_streams",
+    "--thread-affinity": "thread_affinity",
+    "--gloo-timeout-seconds": "gloo_timeout_seconds",
+    "--log-with[out]-timestamp": "log_with_timestamp",
+}
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")
 
 _EPILOG = """\
@@ -33,8 +45,17 @@ a faster network. The exit code is the job's. Standard input is empty."""
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of ``ocommrun``. Returns only if nothing was started: otherwise the process becomes the launcher."""
     parser = make_parser()
+    args = list(sys.argv[1:] if args is None else args)
     options = parser.parse_args(args)
     try:
+        if options.config_file is not None:
+            # The command line is read over it, and so has the last word.
+            options = parser.parse_args(args, parser.parse_args(read_config_file(options.config_file)))
+        if options.install_horovodrun:
+            print(f"ocommrun: {install_horovodrun(sys.executable)}")
+            return 0
+        for flag in without_meaning(options):
+            print(f"ocommrun: {flag} has no meaning for ocomm and is ignored", file=sys.stderr)
         if options.check_build:
             text, complete = check.report(sys.executable, os.environ)
             print(text)
@@ -60,6 +81,8 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     command = tuple(options.command[1:] if options.command[:1] == ["--"] else options.command)
     in_allocation = any(name in environ for name in _ALLOCATIONS)
     hosts = _hosts(options, in_allocation)
+    if options.as_horovod:
+        command = with_horovod_names(command)
 
     python = _python_of(command, environ)
     launcher, library = _find_mpi(python, environ)
@@ -91,6 +114,46 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     if not spans_hosts and shutil.which(command[0], path=environ.get("PATH")) is None:
         raise LaunchError(f"there is no program {command[0]!r} on PATH to start.")
     return line
+
+
+def with_horovod_names(command: tuple[str, ...]) -> tuple[str, ...]:
+    """``command`` with ``horovod`` standing for ocomm: python -m ocomm.launch.as_horovod train.py ..."""
+    if not command or not os.path.basename(command[0]).startswith("python"):
+        raise LaunchError("--as-horovod needs a Python program: ocommrun --as-horovod -np 2 python train.py.")
+    flags = 1
+    while flags < len(command) and command[flags].startswith("-") and command[flags] not in ("-m", "-c"):
+        # These two have a value.
+        flags += 2 if command[flags] in ("-W", "-X") else 1
+    if flags == len(command) or command[flags] == "-c":
+        raise LaunchError("--as-horovod runs a script or a module: python train.py, or python -m train.")
+    return (*command[:flags], "-m", "ocomm.launch.as_horovod", *command[flags:])
+
+
+def install_horovodrun(python: str) -> str:
+    """Puts a ``horovodrun`` that is ocommrun beside ``python``; says what it did. LaunchError if there is another."""
+    path = os.path.join(os.path.dirname(os.path.abspath(python)), "horovodrun")
+    script = f"#!{python}\nimport sys\n\nfrom ocomm.launch.cli import main\n\nsys.exit(main())\n"
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            if "ocomm.launch" in file.read():
+                return f"{path} is there already"
+        raise LaunchError(f"{path} is another program, of a Horovod for instance; it stays as it is.")
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise LaunchError(f"{path}: {error.strerror}.") from None
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(script)
+        os.chmod(path, 0o755)
+    except OSError as error:
+        raise LaunchError(f"{path}: {error.strerror}.") from None
+    return f"{path} starts ocommrun"
+
+
+def without_meaning(options: argparse.Namespace) -> list[str]:
+    """horovodrun's flags that were given and change nothing here."""
+    return [flag for flag, name in _WITHOUT_MEANING.items() if getattr(options, name) is not None]
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, str]:
@@ -137,6 +200,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("-np", "--num-proc", type=_positive, metavar="N", help="number of ranks")
     add("-cb", "--check-build", action="store_true", help="show what is installed; exit code 1 if it cannot train")
     add("--verbose", action="store_true", help="print the command line that is executed")
+    add("--config-file", metavar="FILE", help="flags in YAML, in horovodrun's form; the command line wins")
+    add(
+        "--as-horovod",
+        action="store_true",
+        help="the script's 'import horovod.torch' and 'horovod.tensorflow' mean ocomm",
+    )
+    add("--install-horovodrun", action="store_true", help="put a horovodrun that is ocommrun beside this Python")
     add("--start-timeout", type=_positive, metavar="S", help="seconds until a rank that has not arrived is an error")
     add(
         "--output-filename", metavar="DIR", help="write each rank's output to files in this folder, not to the terminal"
@@ -195,6 +265,18 @@ def make_parser() -> argparse.ArgumentParser:
         "--timeline-mark-cycles", action="store_true", default=None, help="mark announcements in the timeline"
     )
     cycles.add_argument("--no-timeline-mark-cycles", dest="timeline_mark_cycles", action="store_false")
+    for first, second in (
+        ("--hierarchical-allreduce", "--no-hierarchical-allreduce"),
+        ("--hierarchical-allgather", "--no-hierarchical-allgather"),
+        ("--torus-allreduce", "--no-torus-allreduce"),
+        ("--mpi-threads-disable", "--no-mpi-threads-disable"),
+        ("--log-with-timestamp", "--log-without-timestamp"),
+    ):
+        name = first[2:].replace("-", "_")
+        tune.add_argument(first, dest=name, action="store_true", default=None, help=argparse.SUPPRESS)
+        tune.add_argument(second, dest=name, action="store_false", help=argparse.SUPPRESS)
+    for flag in ("--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds"):
+        tune.add_argument(flag, help=argparse.SUPPRESS)
     tune.add_argument("--log-level", type=str.upper, choices=("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"))
 
     add("command", nargs=argparse.REMAINDER, help="the program and its arguments")

@@ -7,8 +7,17 @@ import os
 import pytest
 
 from ocomm.errors import LaunchError
+from ocomm.launch.as_horovod import place_of
 from ocomm.launch.check import Item, render
-from ocomm.launch.cli import main, make_parser, settings_of
+from ocomm.launch.cli import (
+    install_horovodrun,
+    main,
+    make_parser,
+    settings_of,
+    with_horovod_names,
+    without_meaning,
+)
+from ocomm.launch.config_file import flags_of, read_config_file
 from ocomm.launch.reach import HostState, is_this_machine, require_reachable, ssh_command
 from ocomm.version import __version__
 
@@ -52,7 +61,7 @@ def test_flags_after_the_program_are_the_programs():
     assert options.command == ["python", "train.py", "-np", "9", "--verbose"]
 
 
-@pytest.mark.parametrize("flag", ["--autotune", "--min-np", "--config-file", "--cycle-time"])
+@pytest.mark.parametrize("flag", ["--autotune", "--min-np", "--cycle-time"])
 def test_a_flag_that_is_not_there_is_an_error_and_never_ignored(flag, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["-np", "2", flag, "x", "python", "train.py"])
@@ -110,3 +119,97 @@ def test_the_build_report_has_horovodruns_form_and_is_complete_without_what_is_o
     text = f"ocomm v{__version__}:\n\nAvailable Frameworks:\n    [X] PyTorch  2.13.0\n    [ ] TensorFlow"
     assert render(sections) == (text, True)
     assert render({**sections, "Available Controllers": [Item("MPI launcher", False, needed=True)]})[1] is False
+
+
+CONFIG = """
+params: {fusion_threshold_mb: 32, cycle-time-ms: 2.5}
+timeline:
+  filename: /tmp/timeline.json
+  mark_cycles: true
+stall_check: {enabled: true, warning_time_seconds: 5}
+logging: {level: debug}
+"""
+
+
+def test_a_config_file_says_what_flags_say_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    parser = make_parser()
+    options = parser.parse_args(
+        ["-np", "2", "--cycle-time-ms", "7", "--no-stall-check", "python", "train.py"],
+        parser.parse_args(read_config_file(str(file))),
+    )
+    assert options.command == ["python", "train.py"]
+    assert settings_of(options) == {
+        "OCOMM_FUSION_THRESHOLD": "33554432",
+        "OCOMM_CYCLE_TIME": "7",
+        "OCOMM_STALL_CHECK_DISABLE": "1",
+        "OCOMM_STALL_CHECK_TIME_SECONDS": "5",
+        "OCOMM_TIMELINE": "/tmp/timeline.json",
+        "OCOMM_TIMELINE_MARK_CYCLES": "1",
+        "OCOMM_LOG_LEVEL": "DEBUG",
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            {"paramz": {}},
+            "there is no section 'paramz'; there are controller, params, timeline, stall_check, library_options, "
+            "logging.",
+        ),
+        ({"timeline": {"file": "x"}}, "timeline has no 'file'; it has filename, mark_cycles."),
+        ({"stall_check": {"enabled": "yes"}}, "stall_check.enabled is true or false, not 'yes'."),
+        ({"controller": "nccl"}, "controller 'nccl' is neither mpi nor gloo."),
+    ],
+)
+def test_a_config_file_with_unknown_words_is_an_error_that_names_them(content, message):
+    with pytest.raises(LaunchError) as caught:
+        flags_of(content, "c.yaml")
+    assert str(caught.value) == f"--config-file c.yaml: {message}"
+
+
+def test_flags_for_what_ocomm_does_not_have_are_named_and_ignored():
+    flags = ["-np", "2", "--no-hierarchical-allreduce", "--num-nccl-streams", "2", "python", "train.py"]
+    options = make_parser().parse_args(flags)
+    assert without_meaning(options) == ["--[no-]hierarchical-allreduce", "--num-nccl-streams"]
+    assert without_meaning(make_parser().parse_args(["-np", "2", "python"])) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "started"),
+    [
+        ("python train.py --epochs 5", "python -m ocomm.launch.as_horovod train.py --epochs 5"),
+        ("python3 -u -X dev train.py", "python3 -u -X dev -m ocomm.launch.as_horovod train.py"),
+        ("python -m train -v", "python -m ocomm.launch.as_horovod -m train -v"),
+    ],
+)
+def test_a_script_runs_with_horovods_names(command, started):
+    assert with_horovod_names(tuple(command.split())) == tuple(started.split())
+
+
+@pytest.mark.parametrize("command", ["./train.sh", "python -c pass", "python"])
+def test_only_python_programs_run_with_horovods_names(command):
+    with pytest.raises(LaunchError, match="--as-horovod"):
+        with_horovod_names(tuple(command.split()))
+
+
+def test_modules_of_horovod_have_their_places():
+    assert place_of("horovod.torch.elastic") == "ocomm_torch.elastic"
+    assert place_of("horovod.tensorflow.keras") == "ocomm_tf.keras"
+    assert place_of("horovod.keras") == "ocomm_tf.keras"
+    assert place_of("horovod") == "ocomm"
+    assert place_of("horovodrun") is None
+
+
+def test_a_horovodrun_is_installed_once_and_never_over_another(tmp_path):
+    python = str(tmp_path / "python")
+    script = tmp_path / "horovodrun"
+    assert install_horovodrun(python) == f"{script} starts ocommrun"
+    assert os.access(script, os.X_OK)
+    assert install_horovodrun(python) == f"{script} is there already"
+    script.write_text("#!/bin/sh\n")
+    with pytest.raises(LaunchError) as caught:
+        install_horovodrun(python)
+    assert str(caught.value) == f"{script} is another program, of a Horovod for instance; it stays as it is."

@@ -1,0 +1,91 @@
+"""``--config-file``: flags in YAML, under horovodrun's section names. The command line wins over the file.
+
+params: {fusion_threshold_mb: 64, cycle_time_ms: 2.5}
+timeline: {filename: /tmp/timeline.json, mark_cycles: true}
+stall_check: {enabled: true, warning_time_seconds: 30}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ocomm.errors import LaunchError
+
+#: By section and key, what stands on the command line: a flag with a value, or one for true and one for false.
+_FLAGS: dict[str, dict[str, str | tuple[str, str]]] = {
+    "params": {
+        "fusion_threshold_mb": "--fusion-threshold-mb",
+        "cycle_time_ms": "--cycle-time-ms",
+        "cache_capacity": "--cache-capacity",
+        "hierarchical_allreduce": ("--hierarchical-allreduce", "--no-hierarchical-allreduce"),
+        "hierarchical_allgather": ("--hierarchical-allgather", "--no-hierarchical-allgather"),
+        "torus_allreduce": ("--torus-allreduce", "--no-torus-allreduce"),
+    },
+    "timeline": {
+        "filename": "--timeline-filename",
+        "mark_cycles": ("--timeline-mark-cycles", "--no-timeline-mark-cycles"),
+    },
+    "stall_check": {
+        "enabled": ("--stall-check", "--no-stall-check"),
+        "warning_time_seconds": "--stall-check-warning-time-seconds",
+        "shutdown_time_seconds": "--stall-check-shutdown-time-seconds",
+    },
+    "library_options": {
+        "mpi_threads_disable": ("--mpi-threads-disable", "--no-mpi-threads-disable"),
+        "num_nccl_streams": "--num-nccl-streams",
+        "thread_affinity": "--thread-affinity",
+        "gloo_timeout_seconds": "--gloo-timeout-seconds",
+    },
+    "logging": {
+        "level": "--log-level",
+        "with_timestamp": ("--log-with-timestamp", "--log-without-timestamp"),
+    },
+}
+_CONTROLLERS = {"mpi": ["--mpi"], "gloo": ["--gloo"]}
+
+
+def read_config_file(path: str) -> list[str]:
+    """The flags that the file stands for. LaunchError that names the file, the section and the key."""
+    try:
+        import yaml
+    except ImportError:
+        raise LaunchError("--config-file needs PyYAML: pip install 'ocomm[yaml]'.") from None
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except OSError as error:
+        raise LaunchError(f"--config-file {path}: {error.strerror}.") from None
+    except yaml.YAMLError as error:
+        raise LaunchError(f"--config-file {path}: this is not YAML: {error}") from None
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise LaunchError(f"--config-file {path}: expected sections such as 'params:', got {type(content).__name__}.")
+    return flags_of(content, path)
+
+
+def flags_of(content: Mapping[str, Any], path: str) -> list[str]:
+    """The flags of a parsed file; ``path`` is for messages."""
+    flags: list[str] = []
+    for section, values in content.items():
+        if section == "controller":
+            if values not in _CONTROLLERS:
+                raise LaunchError(f"--config-file {path}: controller {values!r} is neither mpi nor gloo.")
+            flags += _CONTROLLERS[values]
+            continue
+        known = _FLAGS.get(section)
+        if known is None:
+            sections = ", ".join(["controller", *_FLAGS])
+            raise LaunchError(f"--config-file {path}: there is no section {section!r}; there are {sections}.")
+        for key, value in (values or {}).items():
+            flag = known.get(key.replace("-", "_"))
+            if flag is None:
+                raise LaunchError(f"--config-file {path}: {section} has no {key!r}; it has {', '.join(known)}.")
+            if isinstance(flag, tuple):
+                if not isinstance(value, bool):
+                    raise LaunchError(f"--config-file {path}: {section}.{key} is true or false, not {value!r}.")
+                flags.append(flag[0] if value else flag[1])
+            elif value is not None:
+                flags.append(f"{flag}={value}")
+    return flags

@@ -1,0 +1,183 @@
+"""``ocomm.run``: calls a Python function on all ranks of a new job, and returns what it returned on each."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import ProcessError
+from multiprocessing.connection import Connection, Listener, wait
+from typing import Any
+
+from ocomm.errors import LaunchError, PeerError
+from ocomm.launch.task import KEY
+
+#: Seconds for the launcher to end once all results are there, or a rank has failed.
+_END_S = 10.0
+#: In the traceback of a rank that failed because another did.
+_HEARSAY = f"{PeerError.__name__}: "
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    *,
+    np: int | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    output_filename: str | None = None,
+    verbose: bool = False,
+    mpi_args: str | None = None,
+    network_interfaces: str | None = None,
+    disable_cache: bool = False,
+    executable: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """``func(*args, **kwargs)`` on ``num_proc`` ranks (``np`` is the same); its results, by rank.
+
+    The other arguments are flags of ``ocommrun``; ``executable`` is the Python of the ranks, ``env`` their environment.
+    The function initializes ocomm itself, as a script does. Functions that are not importable by name (lambdas, those
+    of a notebook) need cloudpickle. The hosts must reach this machine by its name, or by loopback if the job is here.
+
+    Raises LaunchError if the job cannot be started or a rank fails; the message has that rank's traceback. No rank is
+    left behind.
+    """
+    ranks = np if np is not None else num_proc
+    task = _pickle((func, tuple(args), dict(kwargs or {})))
+    is_local = hosts is None and hostfile is None
+    key = secrets.token_bytes(32)
+    with Listener(("127.0.0.1" if is_local else "0.0.0.0", 0), backlog=ranks, authkey=key) as listener:
+        address = "127.0.0.1" if is_local else socket.gethostname()
+        command = [sys.executable, "-m", "ocomm.launch", "-np", str(ranks)]
+        for flag, value in (
+            ("--hosts", hosts),
+            ("--hostfile", hostfile),
+            ("--start-timeout", None if start_timeout is None else round(start_timeout)),
+            ("--ssh-port", ssh_port),
+            ("--ssh-identity-file", ssh_identity_file),
+            ("--output-filename", output_filename),
+            ("--network-interfaces", network_interfaces),
+        ):
+            command += [] if value is None else [flag, str(value)]
+        command += [f"--mpi-args={mpi_args}"] if mpi_args else []
+        command += ["--verbose"] if verbose else []
+        command += ["--disable-cache"] if disable_cache else []
+        port = str(listener.address[1])
+        command += [executable or sys.executable, "-m", "ocomm.launch.task", address, port]
+        job = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env={**(env if env is not None else os.environ), KEY: key.hex()}
+        )
+        door = _Door(listener)
+        try:
+            return _collect(job, door, task, ranks)
+        finally:
+            door.close()
+            _end(job)
+
+
+def _pickle(task: object) -> bytes:
+    try:
+        # It also takes functions by value; where it is missing, pickle takes those that the ranks can import.
+        return importlib.import_module("cloudpickle").dumps(task)
+    except ImportError:
+        pass
+    try:
+        return pickle.dumps(task)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LaunchError(
+            f"the function or its arguments cannot be sent to the ranks: {error}. pip install cloudpickle, or put the "
+            "function into a module."
+        ) from None
+
+
+class _Door:
+    """Lets ranks in. ``accept`` waits without limit for a caller to prove that it knows the key: one that never does
+    holds up one of a few threads, not the job."""
+
+    _THREADS = 4
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._closed = False
+        self.inside: list[Connection] = []
+        for _ in range(self._THREADS):
+            threading.Thread(target=self._accept, name="ocomm-run", daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            with contextlib.suppress(OSError, EOFError, ProcessError):
+                self.inside.append(self._listener.accept())
+
+    def close(self) -> None:
+        self._closed = True
+        host, port = self._listener.address
+        for _ in range(self._THREADS):
+            # Closing a socket does not wake those who wait on it; a caller does.
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1" if host == "0.0.0.0" else host, port), 1).close()
+
+
+def _collect(job: subprocess.Popen[bytes], door: _Door, task: bytes, ranks: int) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    served: list[Connection] = []
+    gone: set[int] = set()
+    ended_at: float | None = None
+    while len(results) < ranks:
+        for connection in [c for c in list(door.inside) if c not in served and id(c) not in gone]:
+            connection.send_bytes(task)
+            served.append(connection)
+        for ready in wait(served, timeout=0.05) if served else _nap():
+            assert isinstance(ready, Connection)
+            try:
+                kind, rank, content = ready.recv()
+            except (EOFError, OSError):
+                served.remove(ready)
+                gone.add(id(ready))
+                continue
+            if kind == "failed":
+                failures[rank] = content
+            if kind == "result":
+                results[rank] = content
+        if failures:
+            # A rank that only heard of another's failure may be heard first.
+            rank = min(failures, key=lambda rank: (_HEARSAY in failures[rank], rank))
+            raise LaunchError(f"rank {rank} failed:\n{failures[rank]}")
+        status = job.poll()
+        if status is not None and len(results) < ranks:
+            # What the ranks have sent before they ended may still be on its way.
+            ended_at = ended_at or time.monotonic()
+            if time.monotonic() - ended_at > 1.0:
+                missing = sorted(set(range(ranks)) - set(results))
+                raise LaunchError(f"the job ended with status {status}; there is no result of rank(s) {missing}.")
+    return [results[rank] for rank in range(ranks)]
+
+
+def _nap() -> list[Connection]:
+    time.sleep(0.05)
+    return []
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        job.wait(_END_S)
+        return
+    job.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        job.wait(_END_S)
+        return
+    job.kill()
+    job.wait()

@@ -1,0 +1,88 @@
+"""``ocomm.run`` from Python, and scripts that still say horovod."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ocomm
+from ocomm.errors import LaunchError
+from ocomm.launch.flavour import find_launcher
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def has_mpi() -> bool:
+    try:
+        find_launcher(sys.executable, os.environ)
+    except LaunchError:
+        return False
+    return True
+
+
+pytestmark = [
+    pytest.mark.skipif("TEST_MPI_SIZE" in os.environ, reason="starts jobs itself"),
+    pytest.mark.skipif(not has_mpi(), reason="there is no mpirun"),
+]
+
+
+def test_a_function_runs_on_all_ranks_and_its_results_come_back() -> None:
+    factor = 3
+
+    def work(offset: int, *, scale: int) -> tuple[int, int, float]:
+        import numpy
+
+        import ocomm
+
+        ocomm.init()
+        total = ocomm.allreduce(numpy.ones(4, numpy.float32) * ocomm.rank(), op=ocomm.Sum)
+        return ocomm.rank(), offset + factor * scale, float(total[0])
+
+    assert ocomm.run(work, (1,), {"scale": 2}, num_proc=3) == [(rank, 7, 3.0) for rank in range(3)]
+
+
+def test_an_exception_on_one_rank_comes_back_with_its_traceback_and_ends_the_others() -> None:
+    def work() -> None:
+        import ocomm
+
+        ocomm.init()
+        if ocomm.rank() == 1:
+            raise ValueError("no more data")
+        ocomm.barrier()
+
+    with pytest.raises(LaunchError, match="rank 1 failed:\n(.*\n)*ValueError: no more data"):
+        ocomm.run(work, num_proc=2)
+
+
+def test_a_rank_that_ends_without_a_result_is_named() -> None:
+    def work() -> None:
+        import os
+
+        os._exit(3)
+
+    with pytest.raises(LaunchError, match=r"there is no result of rank\(s\) \[0\]"):
+        ocomm.run(work, num_proc=1)
+
+
+def test_a_script_may_keep_its_import_of_horovod(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        "import torch\n"
+        "import horovod.torch as hvd\n"
+        "from horovod.torch import DistributedOptimizer\n"
+        "hvd.init()\n"
+        "total = hvd.allreduce(torch.ones(2) * hvd.rank(), op=hvd.Sum)\n"
+        "print(f'<{hvd.rank()} of {hvd.size()}: {total.tolist()} {sys.argv[1:]}>')\n"
+    )
+    command = [sys.executable, "-m", "ocomm.launch", "--as-horovod", "-np", "2", sys.executable, str(script), "--x"]
+    done = subprocess.run(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "<0 of 2: [1.0, 1.0] ['--x']>" in done.stdout
+    assert "<1 of 2: [1.0, 1.0] ['--x']>" in done.stdout
