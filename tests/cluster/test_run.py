@@ -54,7 +54,7 @@ def test_an_exception_on_one_rank_comes_back_with_its_traceback_and_ends_the_oth
             raise ValueError("no more data")
         ocomm.barrier()
 
-    with pytest.raises(LaunchError, match="rank 1 failed:\n(.*\n)*ValueError: no more data"):
+    with pytest.raises(LaunchError, match=r"rank 1 failed:\n(.*\n)*ValueError: no more data"):
         ocomm.run(work, num_proc=2)
 
 
