@@ -1,0 +1,86 @@
+"""``python -m ocomm.predict``: dense and 1-bit step times for a cluster and a model, and which to use.
+
+python -m ocomm.predict --nodes 8 --ranks-per-node 8 --rate 10gbit --parameters 110e6 --compute-ms 58
+python -m ocomm.predict --parameters 336e6 --compute-ms 120 --gpu --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ocomm.bench._lab import bits_per_second
+from ocomm.predict.model import GPU, Codec, Network, Training, advice, calibrated, compare
+
+_RATES = ("10gbit", "100gbit", "200gbit")
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table and an advice."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ocomm.predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--nodes", type=int, default=8, help="hosts (default 8)")
+    add("--ranks-per-node", type=int, default=8, help="ranks on each (default 8)")
+    add("--rate", default="10gbit", help="of each host's cable (default 10gbit)")
+    add("--parameters", type=float, required=True, help="of the model, such as 110e6")
+    add("--compute-ms", type=float, required=True, help="of a step on one rank without communication")
+    add("--dense-bytes", type=float, default=4.0, help="per element of a dense gradient (default 4; 2 for fp16)")
+    add("--backward", type=float, default=0.6, help="part of compute that can hide communication (default 0.6)")
+    add("--last", type=float, default=0.05, help="part of the bytes whose gradient comes last (default 0.05)")
+    add("--message-us", type=float, default=50.0, help="what one message costs a rank (default 50)")
+    add("--node-gbytes", type=float, default=None, help="GB/s of a rank inside its node (default 5; with --gpu 200)")
+    add("--dense-step-ms", type=float, help="measured; calibrates the network's efficiency")
+    add("--gpu", action="store_true", help="compress on a GPU of 1.5 TB/s, not on a core")
+    add("--table", action="store_true", help="8 to 4,096 ranks on 10 and 100 Gbit/s Ethernet and 200 Gbit/s")
+    args = parser.parse_args(argv)
+    try:
+        training = Training(int(args.parameters), args.compute_ms / 1e3, args.dense_bytes, args.backward, args.last)
+        inside = args.node_gbytes or (200.0 if args.gpu else 5.0)
+        network = Network(bits_per_second(args.rate), args.message_us / 1e6, 1e9 * inside)
+    except ValueError as error:
+        parser.error(str(error))
+    codec = GPU if args.gpu else Codec()
+    if args.dense_step_ms is not None:
+        network = calibrated(network, training, args.nodes, args.ranks_per_node, args.dense_step_ms / 1e3)
+        print(f"the network works at {network.efficiency:.0%} of what its rate allows")
+    if args.table:
+        print(_table(args.ranks_per_node, training, network, codec))
+        return 0
+    predictions = compare(args.nodes, args.ranks_per_node, training, network, codec)
+    rows = []
+    for p in predictions.values():
+        times = [1e3 * s for s in (p.step_s, p.wire_s, p.message_s, p.codec_s, p.hidden_s)]
+        rows.append([p.method, *(f"{t:.1f}" for t in times), f"{p.nbytes / 1e6:.2f}", f"{p.messages:.0f}"])
+    head = ["method", "step ms", "wire ms", "messages ms", "codec ms", "hidden ms", "MB per cable", "messages"]
+    print(_columns([head, *rows]))
+    print(advice(predictions))
+    return 0
+
+
+def _table(ranks_per_node: int, training: Training, network: Network, codec: Codec) -> str:
+    rows = [["ranks", "rate", *("dense", "flat", "hierarchical", "two-hop"), "advice"]]
+    for rate in _RATES:
+        for nodes in _SIZES:
+            there = Network(bits_per_second(rate), network.message_s, network.node_rate, network.efficiency)
+            predictions = compare(nodes, ranks_per_node, training, there, codec)
+            times = [
+                f"{1e3 * predictions[name].step_s:.1f}" if name in predictions else "-"
+                for name in ("dense", "flat", "hierarchical", "two-hop")
+            ]
+            rows.append([str(nodes * ranks_per_node), rate, *times, advice(predictions).partition(":")[0]])
+    return _columns(rows)
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

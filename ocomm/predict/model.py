@@ -1,0 +1,163 @@
+"""Time of a training step from bytes, messages and passes over memory; a pure function of numbers.
+
+A step is compute (forward, backward, optimizer), what the codec adds to it, and communication. To unpack and apply
+takes the place of the optimizer's own step, and costs about as much:
+
+    communication = bytes on the busiest cable / its payload rate + messages of one rank * time per message
+    hidden        = min(what can overlap of communication, the part of backward that is left to hide it behind)
+    step          = compute + codec + communication - hidden
+
+Bytes are those of docs/algorithms.md. n ranks = N nodes of M; d parameters; B elements per scale; w bytes per element
+of a dense gradient:
+
+    dense         per cable and direction 2 w d (N-1)/N: a ring that crosses each cable once
+    flat          M ranks that each send 2 d/8 (1 + 32/B) (n-M)/n beyond their node, in 2 (n-1) messages
+    hierarchical  d/4 (1 + 32/B) (N-1)/N, in 2 (N-1) messages, after a dense reduce-scatter inside the node
+    two-hop       twice the bytes of hierarchical, in about 4 (sqrt(N)-1) messages
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ocomm.bench._lab import PAYLOAD_FRACTION
+from ocomm.collectives.pipeline import LARGEST_MESSAGE_NBYTES, SEGMENTS, SMALLEST_NBYTES
+
+BLOCK = 4096
+METHODS = ("dense", "flat", "hierarchical", "two-hop")
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """``rate`` in bits per second of a node's cable; ``message_s`` what one message costs a rank, waiting included;
+    ``node_rate`` in bytes per second, of a rank to the others of its node; ``efficiency`` of large messages."""
+
+    rate: float
+    message_s: float = 50e-6
+    node_rate: float = 5e9
+    efficiency: float = 1.0
+
+    @property
+    def cable(self) -> float:
+        """Payload bytes per second."""
+        return PAYLOAD_FRACTION * self.rate / 8 * self.efficiency
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Seconds per element to compress, and per sign to add up what an owner has received.
+
+    The default is one core of a server processor, as ``python -m ocomm.bench kernels`` measures it; ``GPU`` is a device
+    that moves 1.2 TB/s.
+    """
+
+    compress: float = 0.5e-9
+    average: float = 0.065e-9
+
+
+GPU = Codec(12.25 / 1.2e12, 0.25 / 1.2e12)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """``parameters``; ``compute_s`` of a step on one rank; ``dense_nbytes`` per element of a dense gradient.
+
+    ``backward`` is the part of compute during which gradients are there to be sent; ``last`` the part of the bytes that
+    comes with the last gradient (a tied embedding) and can hide behind nothing; ``segments`` into which an exchange is
+    cut."""
+
+    parameters: int
+    compute_s: float
+    dense_nbytes: float = 4.0
+    backward: float = 0.6
+    last: float = 0.05
+
+    @property
+    def segments(self) -> int:
+        """Into which a 1-bit exchange is cut."""
+        return max(1, min(SEGMENTS, self.parameters // 8 // SMALLEST_NBYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of one method: seconds, bytes on the busiest cable, messages of one rank."""
+
+    method: str
+    step_s: float
+    wire_s: float
+    message_s: float
+    codec_s: float
+    hidden_s: float
+    nbytes: float
+    messages: float
+
+
+def predict(
+    method: str, nodes: int, ranks_per_node: int, training: Training, network: Network, codec: Codec
+) -> Prediction:
+    """One of ``METHODS`` on ``nodes`` nodes of ``ranks_per_node`` ranks. ValueError for another method."""
+    if method not in METHODS:
+        raise ValueError(f"{method!r} is none of {', '.join(METHODS)}")
+    n, m, d = nodes * ranks_per_node, ranks_per_node, training.parameters
+    packed = d / 8 * (1 + 32 / BLOCK)
+    inside = 0.0  # bytes that a rank moves inside its node
+    added = 0.0  # seconds of the codec beside the optimizer that every method has
+    if method == "dense":
+        nbytes = 2 * training.dense_nbytes * d * (nodes - 1) / nodes
+        inside = 2 * training.dense_nbytes * d * (m - 1) / m
+        messages = 2.0 * (nodes - 1) * training.dense_nbytes * d / nodes / LARGEST_MESSAGE_NBYTES
+    elif method == "flat":
+        nbytes = m * 2 * packed * (n - m) / n
+        inside = 2 * packed * (m - 1) / n
+        messages = 2.0 * (n - 1) * training.segments
+        added = codec.compress * d + codec.average * d
+    else:
+        hops = 2 if method == "two-hop" else 1
+        nbytes = hops * 2 * packed * (nodes - 1) / nodes
+        inside = 4 * d * (m - 1) / m + packed * (m - 1) / m
+        peers = nodes - 1 if hops == 1 else 2 * (math.sqrt(nodes) - 1)
+        messages = (2 * peers + 2 * (m - 1)) * training.segments
+        added = codec.compress * d / m + codec.average * d / m
+    wire = nbytes / network.cable + inside / network.node_rate
+    waiting = messages * network.message_s
+    if n == 1:
+        wire = waiting = 0.0
+    can_hide = (wire + waiting) * (1 - training.last)
+    hidden = min(can_hide, training.backward * training.compute_s)
+    step = training.compute_s + added + wire + waiting - hidden
+    return Prediction(method, step, wire, waiting, added, hidden, nbytes, messages)
+
+
+def compare(
+    nodes: int, ranks_per_node: int, training: Training, network: Network, codec: Codec
+) -> dict[str, Prediction]:
+    """Every method that differs from the others on these nodes."""
+    methods = list(METHODS)
+    if ranks_per_node == 1:
+        methods.remove("hierarchical")  # is flat
+    if nodes < 9 or ranks_per_node == 1:
+        methods.remove("two-hop")
+    if nodes == 1:
+        methods = ["dense", "flat"]
+    return {method: predict(method, nodes, ranks_per_node, training, network, codec) for method in methods}
+
+
+def advice(predictions: dict[str, Prediction]) -> str:
+    """Which method to use, in words, and whether compression pays at all."""
+    dense = predictions["dense"]
+    best = min(predictions.values(), key=lambda p: p.step_s)
+    gain = dense.step_s / best.step_s
+    if best.method == "dense" or gain < 1.05:
+        return f"do not compress: dense takes {1e3 * dense.step_s:.1f} ms per step, and 1 bit would gain nothing here"
+    return f"use {best.method}: {gain:.2f} times as fast as dense"
+
+
+def calibrated(network: Network, training: Training, nodes: int, ranks_per_node: int, dense_step_s: float) -> Network:
+    """The network whose efficiency makes the dense step take as long as was measured; 1 where it was faster."""
+    low, high = 0.01, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        guess = predict("dense", nodes, ranks_per_node, training, replace(network, efficiency=middle), Codec())
+        low, high = (low, middle) if guess.step_s < dense_step_s else (middle, high)
+    return replace(network, efficiency=high)
