@@ -57,6 +57,10 @@ def _choice(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
+def _cores(text: str) -> tuple[int, ...]:
+    return tuple(_count(core) for core in text.split(",")) if text else ()
+
+
 def _timeline(text: str) -> str:
     return "" if text == "DYNAMIC" else text  # Horovod's word for: not yet, but start_timeline() may be called
 
@@ -64,6 +68,7 @@ def _timeline(text: str) -> str:
 #: Variable name without its prefix -> (field of Settings, parser, whether Horovod has it).
 VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "FUSION_THRESHOLD": ("fusion_threshold", _count, True),
+    "DISABLE_GROUP_FUSION": ("group_fusion", lambda text: not _flag(text), True),
     "CYCLE_TIME": ("cycle_time_ms", _duration, True),
     "CACHE_CAPACITY": ("cache_capacity", _count, True),
     "SEGMENT_BYTES": ("segment_nbytes", _positive, False),
@@ -73,12 +78,14 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "SPIN_US": ("spin_us", _duration, False),
     "STALL_CHECK_DISABLE": ("stall_check", lambda text: not _flag(text), True),
     "STALL_CHECK_TIME_SECONDS": ("stall_check_s", _duration, True),
+    "STALL_CHECK_RAISE": ("stall_raise", _flag, False),
     "STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_s", _duration, True),
     "PEER_TIMEOUT_SECONDS": ("peer_timeout_s", _duration, False),
     "START_TIMEOUT": ("start_timeout_s", _duration, True),
     "ENGINE": ("engine", _choice("native", "python"), False),
     "KERNELS": ("kernels", _choice("cpu", "reference"), False),
     "LOG_LEVEL": ("log_level", _choice(*_LEVELS), True),
+    "THREAD_AFFINITY": ("thread_affinity", _cores, True),
     "TIMELINE": ("timeline", _timeline, True),
     "TIMELINE_MARK_CYCLES": ("timeline_mark_cycles", _flag, True),
 }
@@ -137,3 +144,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
             job = next((environment[name] for name in _JOBS if name in environment), "")
             return Launch(variable, int(environment[variable]), int(number) if number.isdigit() else 0, job)
     return None
+
+
+def is_gloo_launch(environment: Mapping[str, str]) -> bool:
+    """True if horovodrun started this process in Gloo mode, as one of several: its ranks do not know of MPI."""
+    return "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environment and environment.get("HOROVOD_SIZE", "1") not in ("", "1")

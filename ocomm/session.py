@@ -28,7 +28,7 @@ from ocomm.collectives.error_feedback import OneBitAllreduce
 from ocomm.collectives.python_engine import PythonEngine
 from ocomm.collectives.scratch import Scratch
 from ocomm.collectives.waiting import Watch
-from ocomm.config import Launch, read_launch, read_settings
+from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings
 from ocomm.errors import InvalidRequestError, LaunchError, NotInitializedError, SettingsError
 from ocomm.kernels.base import Kernels
 from ocomm.negotiation.request import Kind, Request
@@ -106,7 +106,11 @@ class Session:
         self.settings = settings
         self._scratch = Scratch(settings.scratch_nbytes)
         world = self._open_set(0, range(control.size), control)
-        runtime = Runtime(world, engine, settings)
+        self.topology = _topology(control.rank, hosts)
+        core = _core(settings.thread_affinity, self.topology)
+        runtime = Runtime(
+            world, engine, settings, on_start=lambda: None if core is None else os.sched_setaffinity(0, {core})
+        )
         self.sets = {0: world}
         self.set_ranks = {0: tuple(range(control.size))}
         for number, ranks in enumerate(sets, 1):
@@ -117,7 +121,6 @@ class Session:
                 self.sets[number] = member
                 runtime.add(member)
         self._next_set = len(sets) + 1
-        self.topology = _topology(control.rank, hosts)
         self._pid = os.getpid()
         if settings.timeline:
             self._write_timeline(settings.timeline, settings.timeline_mark_cycles)
@@ -397,6 +400,22 @@ def _topology(rank: int, hosts: Sequence[str]) -> Topology:
     )
 
 
+def _core(cores: Sequence[int], topology: Topology) -> int | None:
+    """The core of this rank's background thread; None for any. SettingsError if there is no such core."""
+    if not cores:
+        return None
+    if topology.local_rank >= len(cores):
+        raise SettingsError(
+            f"OCOMM_THREAD_AFFINITY names {len(cores)} cores, but host {topology.hosts[topology.rank]} has "
+            f"{topology.local_size} ranks; name one for each."
+        )
+    core = cores[topology.local_rank]
+    if core not in os.sched_getaffinity(0):
+        allowed = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise SettingsError(f"OCOMM_THREAD_AFFINITY: rank {topology.rank} may not use core {core}, only {allowed}.")
+    return core
+
+
 def _handshake(control: Transport, settings: Settings, sets: list[tuple[int, ...]], host: str) -> list[str]:
     """Everybody tells rank 0 who it is and how it is set; rank 0 compares, and tells everybody. Returns all hosts."""
     link = Link(control)
@@ -512,6 +531,12 @@ def initialize(communicator: Any = None, process_sets: Sequence[Sequence[int]] =
             "code under `if __name__ == '__main__':`, and out of what worker processes import."
         )
     launch = read_launch(os.environ)
+    if launch is None and is_gloo_launch(os.environ):
+        raise LaunchError(
+            f"horovodrun started this process in Gloo mode (HOROVOD_SIZE={os.environ['HOROVOD_SIZE']}), in which ocomm "
+            "cannot find the other ranks. Start the job with ocommrun and the same flags, with horovodrun --mpi, or "
+            "with mpirun or srun."
+        )
     if communicator is None and (launch is None or (not launch.is_mpi and launch.size == 1)):
         session.start(Fabric(1).endpoint(0), settings, process_sets)
     else:

@@ -206,6 +206,7 @@ class Settings:
     """
 
     fusion_threshold: int = 128 * 1024 * 1024  # bytes; 0: no fusion
+    group_fusion: bool = True  # False: the tensors of a group fuse with each other only
     cycle_time_ms: float = 1.0  # how long requests are collected before they are announced, unless someone waits
     cache_capacity: int = 1024  # names; 0: no response cache
     segment_nbytes: int = 4 * 1024 * 1024  # largest piece of an exchange
@@ -215,12 +216,14 @@ class Settings:
     spin_us: float = 50.0  # how long it spins before it sleeps
     stall_check: bool = True
     stall_check_s: float = 60.0
+    stall_raise: bool = False  # StallError instead of a warning
     stall_shutdown_s: float = 1800.0  # 0: never give up on a rank that is alive
     peer_timeout_s: float = 60.0  # silence after which a rank counts as dead; 0: never
     start_timeout_s: float = 120.0
     engine: str = "native"  # or "python", its slow twin
     kernels: str = "cpu"  # or "reference"
     log_level: str = "warning"
+    thread_affinity: tuple[int, ...] = ()  # core of the background thread, by local rank; empty: any
     timeline: str = ""  # file of rank 0's timeline; "": none
     timeline_mark_cycles: bool = False
 

@@ -5,7 +5,7 @@ No thread, clock or network: messages and times come in as arguments, responses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ocomm.negotiation.cache import CoordinatorCache
@@ -42,9 +42,12 @@ class Coordinator:
     ``ranks`` are the world ranks of the set, for messages to people; all other rank numbers are the set's own.
     """
 
-    def __init__(self, ranks: Sequence[int], fusion_threshold: int, cache_capacity: int) -> None:
+    def __init__(
+        self, ranks: Sequence[int], fusion_threshold: int, cache_capacity: int, group_fusion: bool = True
+    ) -> None:
         self.ranks = tuple(ranks)
         self.fusion_threshold = fusion_threshold
+        self.group_fusion = group_fusion
         self.cache = CoordinatorCache(len(ranks), cache_capacity)
         self._pending: dict[str, _Pending] = {}
         self._ready: list[str] = []
@@ -121,7 +124,7 @@ class Coordinator:
                 number_of[name] = self.cache.epoch, number
                 healthy.append(asked[0])
         self._ready.clear()
-        for group in fuse(healthy, self.fusion_threshold):
+        for group in fuse(healthy, self.fusion_threshold, self.group_fusion):
             names = tuple(request.name for request in group)
             sizes = tuple(sizes_of[name] for name in names if sizes_of[name])
             # Ranks read all ids of one message in the newest epoch: those given before it began are void.
@@ -186,9 +189,9 @@ class Coordinator:
         """Names that ``rank`` (the set's number) has asked for and others have not."""
         return [name for name, pending in self._pending.items() if rank in pending.requests]
 
-    def fail_stalled(self, stalls: Sequence[Stall]) -> list[Response]:
+    def fail_stalled(self, stalls: Sequence[Stall], where: Mapping[int, str] | None = None) -> list[Response]:
         """Gives up on names: an error for every rank that asked."""
-        texts = [describe_stall(stall, self) for stall in stalls]  # before any of them is forgotten
+        texts = [describe_stall(stall, self, where or {}) for stall in stalls]  # before any of them is forgotten
         responses = []
         for stall, text in zip(stalls, texts, strict=True):
             if stall.name in self._pending:
@@ -200,8 +203,8 @@ def _failure(kind: Kind, name: str, error: str, fault: Fault) -> Response:
     return Response(kind, (name,), error, fault, cache_ids=(-1,))
 
 
-def describe_stall(stall: Stall, coordinator: Coordinator) -> str:
-    """Who waits for whom, and what the missing ranks wait for instead."""
+def describe_stall(stall: Stall, coordinator: Coordinator, where: Mapping[int, str] | None = None) -> str:
+    """Who waits for whom, what the missing ranks wait for instead, and where in the user's code they are."""
     text = (
         f"tensor '{stall.name}': {_ranks(stall.ready)} submitted it {stall.waited_s:.0f} s ago, "
         f"{_ranks(stall.missing)} did not."
@@ -209,9 +212,15 @@ def describe_stall(stall: Stall, coordinator: Coordinator) -> str:
     instead = []
     for rank in stall.missing:
         names = coordinator.waited_for(coordinator.ranks.index(rank))
+        line = (where or {}).get(rank, "")
         if names:
-            instead.append(f"rank {rank} waits for {_names(names)} instead")
-    return text + (" " + "; ".join(instead) + "." if instead else "")
+            instead.append(f"rank {rank} waits for {_names(names)} instead" + (f", at {line}" if line else ""))
+        elif line:
+            instead.append(f"rank {rank} is at {line}")
+    text += " " + "; ".join(instead) + "." if instead else ""
+    if ".noname." in stall.name:
+        text += " Calls without a name are numbered in their order: one more on one rank shifts the rest. Pass name=."
+    return text
 
 
 def _names(names: Sequence[str]) -> str:

@@ -8,9 +8,10 @@ from ocomm.negotiation.request import Kind, Request
 from ocomm.types import ReduceOp
 
 
-def fuse(ready: Sequence[Request], threshold_nbytes: int) -> list[list[Request]]:
+def fuse(ready: Sequence[Request], threshold_nbytes: int, across_groups: bool = True) -> list[list[Request]]:
     """Groups ready tensors in order. Only allreduces fuse: equal dtype, operation and factors, up to the threshold.
-    Adasum does not, because its weights are those of a whole tensor.
+    Unless ``across_groups``, the tensors of a group fuse with each other only. Adasum does not fuse, because its
+    weights are those of a whole tensor.
 
     Look-ahead: a tensor that does not fit may be passed over, as long as the group and what was passed over stay within
     the threshold together. A tensor larger than the threshold goes alone. 0 turns fusion off.
@@ -26,7 +27,8 @@ def fuse(ready: Sequence[Request], threshold_nbytes: int) -> list[list[Request]]
                 if nbytes + skipped >= threshold_nbytes:
                     left += waiting[position:]
                     break
-                if _alike(first, request) and nbytes + skipped + request.nbytes <= threshold_nbytes:
+                is_alike = _alike(first, request) and (across_groups or first.group == request.group)
+                if is_alike and nbytes + skipped + request.nbytes <= threshold_nbytes:
                     group.append(request)
                     nbytes += request.nbytes
                 else:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from ocomm.collectives.engine import Engine, Reason
 from ocomm.errors import HorovodInternalError, OcommError, PeerError
 from ocomm.runtime.control import Word
+from ocomm.runtime.deadlock import Deadlock
 from ocomm.runtime.process_set import ProcessSet
 from ocomm.types import Settings
 
@@ -43,6 +44,7 @@ class Runtime:
         self._on_start = on_start
         self._sets = [world]
         self._retiring: list[ProcessSet] = []
+        self._deadlock = Deadlock(world, lambda: self._sets)
         self._leaving: tuple[bool, str] | None = None  # (failed, why), asked for by the user's thread
         self._left = False
         self._gone: dict[int, tuple[bool, str]] = {}
@@ -138,6 +140,8 @@ class Runtime:
                     self._silent_since[source] = self.clock()
                 if word in (Word.LEAVE, Word.GONE):
                     self._hear_departure(source, word, payload)
+                elif word in (Word.BLOCKED, Word.CONFIRM, Word.STUCK):
+                    self._deadlock.hear(source, word, payload)
                 elif word != Word.ALIVE:
                     process_set.handle_message(source, word, payload)
         now = self.clock()
@@ -147,6 +151,8 @@ class Runtime:
             self._inspected_s = now
             for process_set in self._sets:
                 process_set.inspect()
+            if self.settings.stall_check and not self._left and self.failure is None:
+                self._deadlock.inspect()
         for process_set in self._retiring:
             if process_set.is_quiet:
                 self._retiring = [other for other in self._retiring if other is not process_set]

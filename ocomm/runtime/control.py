@@ -24,6 +24,11 @@ class Word(enum.IntEnum):
     ALIVE = 5  # either way
     HELLO = 6  # to rank 0: who this is and how it is set
     WELCOME = 7  # from rank 0: everybody's hosts, or why the job cannot start
+    WHERE = 8  # from a coordinator: where is your code?
+    HERE = 9  # to it
+    BLOCKED = 10  # to rank 0: nothing moves here, and why; or that it does again
+    CONFIRM = 11  # from rank 0: is that so?
+    STUCK = 12  # from rank 0: nothing moves anywhere
 
 
 class Link:
@@ -32,9 +37,11 @@ class Link:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._sending: list[tuple[Request, np.ndarray]] = []
+        self.balance = 0  # announcements and responses sent, less those received
 
     def send(self, dest: int, word: Word, payload: bytes = b"") -> None:
         """Queues a message; its memory is kept until it has left."""
+        self.balance += word in (Word.ANNOUNCE, Word.RESPOND)
         buffer = np.frombuffer(struct.pack("<B", word) + payload, np.uint8)
         request = self.transport.isend(buffer, dest, TAG)
         self._sending.append((request, buffer))
@@ -66,4 +73,6 @@ class Link:
                 raise PeerError(f"rank {source} began a control message of {nbytes} bytes and did not end it in 30 s")
             time.sleep(20e-6)
         data = buffer.tobytes()
-        return source, Word(data[0]), data[1:]
+        word = Word(data[0])
+        self.balance -= word in (Word.ANNOUNCE, Word.RESPOND)
+        return source, word, data[1:]

@@ -15,7 +15,7 @@ from ocomm.negotiation.request import Request
 class Handle:
     """Completed once, by the background thread. ``result`` is whatever the operation made: sizes, a channel."""
 
-    def __init__(self, name: str, expect: Callable[[int], None]) -> None:
+    def __init__(self, name: str, expect: Callable[[int, str], None]) -> None:
         self.name = name
         self.result: Any = None
         self._expect = expect
@@ -37,12 +37,12 @@ class Handle:
         The runtime bounds every operation by its own deadlines, so waiting without a limit ends too.
         """
         if not self._over.is_set():
-            self._expect(1)
+            self._expect(1, self.name)
             try:
                 if not self._over.wait(seconds):
                     raise TimeoutError(f"'{self.name}' is not over after {seconds} s")
             finally:
-                self._expect(-1)
+                self._expect(-1, self.name)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self.result

@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +22,7 @@ from ocomm.collectives.tracing import activities
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, OcommError, PeerError, StallError
 from ocomm.kernels.reference import reject_unsupported
 from ocomm.negotiation.cache import RankCache
-from ocomm.negotiation.coordinator import JOIN_NAME, Coordinator, describe_stall
+from ocomm.negotiation.coordinator import JOIN_NAME, Coordinator, Stall, describe_stall
 from ocomm.negotiation.request import (
     Fault,
     Kind,
@@ -33,12 +33,14 @@ from ocomm.negotiation.request import (
 )
 from ocomm.runtime.control import Link, Word
 from ocomm.runtime.handle import Handle, Submission
+from ocomm.runtime.whereabouts import whereabouts
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request as TransportRequest
 from ocomm.transport.base import Transport
 from ocomm.types import Bytes, DType, ReduceOp, Settings
 
 _log = logging.getLogger("ocomm")
+_ANSWER_S = 2.0  # how long a rank that is late may take to say where it is
 _FAULTS = {Fault.MISMATCH: MismatchError, Fault.STALL: StallError, Fault.LEFT: PeerError}
 
 
@@ -96,7 +98,9 @@ class ProcessSet:
         self._scratch = scratch
         self._cache = RankCache()
         self.coordinator = (
-            Coordinator(self.ranks, settings.fusion_threshold, settings.cache_capacity) if self.rank == 0 else None
+            Coordinator(self.ranks, settings.fusion_threshold, settings.cache_capacity, settings.group_fusion)
+            if self.rank == 0
+            else None
         )
         self._lock = threading.Lock()
         self._queue: list[Request] = []
@@ -108,6 +112,11 @@ class ProcessSet:
         self._opening: list[_Opening] = []
         self._announced_s = -1e9
         self._warned: dict[str, float] = {}
+        self.users: set[int] = set()  # threads that have submitted; grows only
+        self.waiting: dict[int, str] = {}  # thread -> what it waits for; single dict operations
+        self.progress = 0  # counts whatever moves; background thread only
+        self._asked_s: dict[int, float] = {}  # world rank -> when it was asked where it is
+        self._where: dict[int, str] = {}
         self.joined: list[int] = []  # world ranks without more data; written by the background thread, read by any
         self.channels: list[Transport] = [data]
         self._exchanges = [self._channel]  # what runs on them
@@ -120,6 +129,7 @@ class ProcessSet:
         handles = [Handle(s.request.name, self.expect) for s in submissions]
         for submission in submissions:
             _check_reduction(submission.request)
+        self.users.add(threading.get_ident())
         with self._lock:
             if self._closed is not None:
                 raise type(self._closed)(*self._closed.args)
@@ -147,8 +157,12 @@ class ProcessSet:
             self.engine.wake()
         return handles
 
-    def expect(self, waiters: int) -> None:
-        """So many threads more (or fewer) wait. What is queued is announced at once for someone who waits."""
+    def expect(self, waiters: int, name: str) -> None:
+        """One thread more (or fewer) waits for ``name``. What is queued is announced at once for someone who waits."""
+        if waiters > 0:
+            self.waiting[threading.get_ident()] = name
+        else:
+            self.waiting.pop(threading.get_ident(), None)
         hurried = waiters > 0 and bool(self._queue)
         if hurried:
             self._hurried = True
@@ -195,6 +209,10 @@ class ProcessSet:
             self._mark_ready(source, self.coordinator.receive(source, payload, self.clock()))
         elif word == Word.RESPOND:
             self._execute_all(payload)
+        elif word == Word.WHERE:
+            self.link.send(source, Word.HERE, whereabouts(list(self.users)).encode())
+        elif word == Word.HERE:
+            self._where[self.ranks[source]] = payload.decode()
 
     def rank_left(self, world_rank: int, why: str) -> None:
         """A member has left; whatever needs it fails on all others."""
@@ -202,20 +220,58 @@ class ProcessSet:
             self.coordinator.remove(self.ranks.index(world_rank), why)
 
     def inspect(self) -> None:
-        """The coordinator's look for stalls; warns, and gives up after ``stall_shutdown_s``."""
+        """The coordinator's look for stalls; warns or gives up, after asking the missing ranks where they are."""
         if self.coordinator is None or not self.settings.stall_check:
             return
         now = self.clock()
         stalls = self.coordinator.stalled(now, self.settings.stall_check_s)
-        for stall in stalls:
-            if now - self._warned.get(stall.name, -1e9) >= self.settings.stall_check_s:
-                self._warned[stall.name] = now
-                _log.warning("%s", describe_stall(stall, self.coordinator))
+        if not stalls:
+            self._warned.clear()
+            self._asked_s.clear()
+            self._where.clear()
+            return
+        if self._knows_where({rank for stall in stalls for rank in stall.missing}, now):
+            self._report(stalls, now, self.settings.stall_check_s)
         self._warned = {s.name: self._warned[s.name] for s in stalls if s.name in self._warned}
         if self.settings.stall_shutdown_s > 0:
             hopeless = [s for s in stalls if s.waited_s >= self.settings.stall_shutdown_s]
             if hopeless:
-                self._respond(self.coordinator.fail_stalled(hopeless))
+                self._respond(self.coordinator.fail_stalled(hopeless, self._where))
+
+    def _knows_where(self, missing: set[int], now: float) -> bool:
+        """Whether all missing ranks have said where they are, or have had the time to."""
+        for rank in missing - self._asked_s.keys():
+            self._asked_s[rank] = now
+            if rank == self.ranks[self.rank]:
+                self._where[rank] = whereabouts(list(self.users))
+            else:
+                self.link.send(self.ranks.index(rank), Word.WHERE)
+        return all(rank in self._where or now - self._asked_s[rank] >= _ANSWER_S for rank in missing)
+
+    def _report(self, stalls: Sequence[Stall], now: float, again_s: float) -> None:
+        assert self.coordinator is not None
+        if self.settings.stall_raise:
+            self._respond(self.coordinator.fail_stalled(stalls, self._where))
+            return
+        for stall in stalls:
+            if now - self._warned.get(stall.name, -1e9) >= again_s:
+                self._warned[stall.name] = now
+                _log.warning("%s", describe_stall(stall, self.coordinator, self._where))
+
+    def report_stuck(self, where: Mapping[int, str]) -> None:
+        """No rank of the job can move: whatever waits here will wait for ever. ``where`` is every rank's code."""
+        if self.coordinator is not None and self.settings.stall_check:
+            now = self.clock()
+            self._where.update(where)
+            self._report(self.coordinator.stalled(now, 0.0), now, self.settings.stall_check_s)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Nothing moves here by itself; what waits, waits for other ranks."""
+        if self._queue or self._running or self._opening:
+            return False
+        # A thread whose handle is over may not have noticed yet.
+        return all(name in self._entries for name in list(self.waiting.values()))
 
     @property
     def is_quiet(self) -> bool:
@@ -228,6 +284,7 @@ class ProcessSet:
         wait = self._announced_s + self.settings.cycle_time_ms / 1e3 - now
         if wait > 0 and not self._hurried:
             return wait
+        self.progress += 1
         with self._lock:
             self._hurried = False  # before the queue is taken, so that no later one's hurry is lost
             requests, self._queue = self._queue, []
@@ -261,6 +318,7 @@ class ProcessSet:
             self._execute(response)
 
     def _execute(self, response: Response) -> None:
+        self.progress += 1
         if response.kind == Kind.JOIN:
             self._hear_of_join(response)
             return

@@ -30,6 +30,10 @@ def test_every_setting_has_a_variable() -> None:
         ("HOROVOD_STALL_CHECK_DISABLE", "0", "stall_check", True),
         ("HOROVOD_LOG_LEVEL", "DEBUG", "log_level", "debug"),
         ("OCOMM_ENGINE", "python", "engine", "python"),
+        ("HOROVOD_DISABLE_GROUP_FUSION", "1", "group_fusion", False),
+        ("HOROVOD_THREAD_AFFINITY", "0,8", "thread_affinity", (0, 8)),
+        ("HOROVOD_TIMELINE", "DYNAMIC", "timeline", ""),
+        ("HOROVOD_TIMELINE", "/t/x.json", "timeline", "/t/x.json"),
     ],
 )
 def test_a_variable_sets_its_field(variable: str, text: str, field: str, value: object) -> None:
@@ -51,6 +55,8 @@ def test_our_variable_wins_over_horovods() -> None:
         ("OCOMM_FUSION_THRESHOLD", "-1", "OCOMM_FUSION_THRESHOLD='-1' cannot be used: must not be negative."),
         ("OCOMM_PEER_TIMEOUT_SECONDS", "inf",
          "OCOMM_PEER_TIMEOUT_SECONDS='inf' cannot be used: must be a number that is not negative."),
+        ("OCOMM_THREAD_AFFINITY", "1,x",
+         "OCOMM_THREAD_AFFINITY='1,x' cannot be used: invalid literal for int() with base 10: 'x'."),
         ("OCOMM_ENGINE", "rust", "OCOMM_ENGINE='rust' cannot be used: expected one of native, python."),
         ("HOROVOD_STALL_CHECK_DISABLE", "maybe",
          "HOROVOD_STALL_CHECK_DISABLE='maybe' cannot be used: expected 0 or 1."),
@@ -97,7 +103,9 @@ def test_the_page_of_settings_says_what_the_code_does() -> None:
     expected = []
     for name, (field, _, horovod) in VARIABLES.items():
         value = getattr(defaults, field)
-        default = "0" if name == "STALL_CHECK_DISABLE" and value else str(int(value) if value is False else value)
+        if isinstance(value, bool):  # a variable that disables says the opposite
+            value = int(value is not ("DISABLE" in name))
+        default = "" if value == () else str(value)
         agreed = "all" if field in Settings.AGREED else ""
         expected.append([f"`OCOMM_{name}`", default, "yes" if horovod else "", agreed])
     assert told == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,3 +63,11 @@ def test_look_ahead_passes_over_what_does_not_fit() -> None:
 def test_a_tensor_above_the_threshold_goes_alone() -> None:
     ready = [allreduce("small", 10), allreduce("large", 500), allreduce("next", 10)]
     assert [[r.name for r in group] for group in fuse(ready, 100)] == [["small"], ["large"], ["next"]]
+
+
+def test_groups_may_be_kept_apart_and_adasum_is_never_fused() -> None:
+    ready = [replace(allreduce(f"{k}", 8), group=f"g{k % 2}", group_size=2) for k in range(4)]
+    assert [[r.name for r in group] for group in fuse(ready, 1000)] == [["0", "1", "2", "3"]]
+    assert [[r.name for r in group] for group in fuse(ready, 1000, across_groups=False)] == [["0", "2"], ["1", "3"]]
+    adasum = [allreduce(f"{k}", 8, op=ReduceOp.ADASUM) for k in range(2)]
+    assert [len(group) for group in fuse(adasum, 1000)] == [1, 1]

@@ -1,0 +1,117 @@
+"""Finds out that no rank of the job can move, when it is certain, instead of waiting for a minute to pass.
+
+A rank is blocked when every thread of the user's that ever submitted something waits for a handle which other ranks
+have not asked for, and nothing else is under way. It tells rank 0. When all ranks have, rank 0 asks once more: if
+nothing has moved anywhere in between and no message is on its way (what all have sent is what all have received), then
+nothing ever will (Mattern, Algorithms for distributed termination detection, 1987).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from ocomm.runtime.control import Word
+from ocomm.runtime.process_set import ProcessSet
+from ocomm.runtime.whereabouts import whereabouts
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What a rank says of itself. ``progress`` changes whenever anything moves; ``balance`` is sent less received."""
+
+    is_blocked: bool
+    progress: int = 0
+    balance: int = 0
+    where: str = ""
+
+
+class Deadlock:
+    """One rank's part in it. Driven by the background thread; messages travel on the world's link."""
+
+    def __init__(self, world: ProcessSet, sets: Callable[[], Sequence[ProcessSet]]) -> None:
+        self._world = world
+        self._sets = sets
+        self._seen = -1
+        self._told: _Report | None = None
+        # rank 0
+        self._reports: dict[int, _Report] = {}
+        self._confirmed: dict[int, _Report] | None = None
+
+    def inspect(self) -> None:
+        """Every half second: tells rank 0 if this rank has come to a halt since the last time, or moves again."""
+        if self._world.size == 1:
+            return
+        now = self._report()
+        is_news = now.is_blocked and now.progress == self._seen
+        self._seen = now.progress
+        if is_news and now != self._told:
+            self._tell(now)
+        elif not now.is_blocked and self._told is not None:
+            self._tell(None)
+
+    def hear(self, source: int, word: Word, payload: bytes) -> None:
+        """Takes in a message."""
+        if word == Word.CONFIRM:
+            self._answer()
+        elif word == Word.STUCK:
+            self._report_stuck({int(rank): where for rank, where in json.loads(payload).items()})
+        else:
+            self._note(source, _Report(**json.loads(payload)))
+
+    def _report(self) -> _Report:
+        sets = self._sets()
+        alive = {thread.ident for thread in threading.enumerate()}
+        users = {user for process_set in sets for user in process_set.users if user in alive}
+        waiting = {user for process_set in sets for user in process_set.waiting}
+        progress = sum(process_set.progress for process_set in sets)
+        if not users or not users <= waiting or not all(process_set.is_blocked for process_set in sets):
+            return _Report(False, progress)
+        balance = sum(process_set.link.balance for process_set in sets)
+        return _Report(True, progress, balance, whereabouts(list(users)))
+
+    def _tell(self, report: _Report | None) -> None:
+        self._told = report
+        said = report or _Report(False)
+        if self._world.rank == 0:
+            self._note(0, said)
+        else:
+            self._world.link.send(0, Word.BLOCKED, json.dumps(asdict(said)).encode())
+
+    def _answer(self) -> None:
+        self._told = self._report()
+        if self._world.rank != 0:
+            self._world.link.send(0, Word.BLOCKED, json.dumps(asdict(self._told)).encode())
+
+    # Rank 0
+
+    def _note(self, rank: int, report: _Report) -> None:
+        if not report.is_blocked:
+            self._reports.pop(rank, None)
+            self._confirmed = None
+            return
+        if self._confirmed is None or report != self._reports.get(rank):  # something has moved: begin again
+            self._reports[rank] = report
+            self._confirmed = None
+            if len(self._reports) == self._world.size and sum(r.balance for r in self._reports.values()) == 0:
+                self._confirmed = {}
+                self._world.link.send_all(Word.CONFIRM)
+            return
+        self._confirmed[rank] = report
+        if len(self._confirmed) == self._world.size - 1:
+            mine = self._report()
+            confirmed, self._confirmed = self._confirmed, None
+            if mine != self._reports.get(0):
+                self._reports.pop(0, None)
+                self._told = None
+                return
+            self._reports.clear()  # a rank speaks again when it has moved
+            where = {rank: report.where for rank, report in {0: mine, **confirmed}.items()}
+            self._world.link.send_all(Word.STUCK, json.dumps(where).encode())
+            self._report_stuck(where)
+
+    def _report_stuck(self, where: dict[int, str]) -> None:
+        for process_set in self._sets():
+            process_set.report_stuck(where)

@@ -1,0 +1,159 @@
+"""A job that cannot go on says so at once: who waits for what, and where in the user's code."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import ocomm
+from ocomm.errors import StallError
+from ocomm.runtime.whereabouts import whereabouts
+from ocomm.session import Session
+from ocomm.types import Settings
+from tests.world.test_runtime import LIMIT_S, Ranks, start, threads_only
+from tests.worlds import run_ranks
+
+RAISE = Settings(stall_raise=True, stall_check_s=600.0)
+
+
+def wait_for_a_name_of_its_own() -> str:
+    with pytest.raises(StallError) as error:
+        ocomm.allreduce(np.ones(1), name=f"of rank {ocomm.rank()}")
+    return re.sub(r"\d+ s ago", "N s ago", re.sub(r":\d+ in", ":N in", str(error.value)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_wait_for_each_other_are_told_in_seconds_not_minutes(size: int) -> None:
+    def body(session: Session) -> str:
+        begun = time.monotonic()
+        said = wait_for_a_name_of_its_own()
+        assert time.monotonic() - begun < LIMIT_S
+        # The job goes on, and the next deadlock is found, too.
+        assert ocomm.allreduce(np.ones(1), op=ocomm.Sum, name="x").tolist() == [size]
+        assert wait_for_a_name_of_its_own() == said
+        return said
+
+    said = run_ranks(size, body, RAISE)
+    for rank in range(size):
+        others = [other for other in range(size) if other != rank]
+        instead = "; ".join(
+            f"rank {other} waits for 'allreduce.of rank {other}' instead, at test_stalls.py:N in "
+            "wait_for_a_name_of_its_own"
+            for other in others
+        )
+        listed = ("rank " if len(others) == 1 else "ranks ") + ", ".join(map(str, others))
+        assert said[rank] == (
+            f"tensor 'allreduce.of rank {rank}': rank {rank} submitted it N s ago, {listed} did not. {instead}."
+        )
+
+
+def test_a_circle_through_several_sets_is_found() -> None:
+    def body(session: Session) -> str:
+        me = ocomm.rank()
+        with pytest.raises(StallError) as error:
+            ocomm.barrier(ocomm.ProcessSet([me, (me + 1) % 3]))
+        return str(error.value)
+
+    said = run_ranks(3, body, RAISE, process_sets=[[0, 1], [1, 2], [0, 2]])
+    for rank, text in enumerate(said):
+        assert text.startswith(f"tensor 'barrier.noname.1': rank {rank} submitted it ")
+        assert f"rank {(rank + 1) % 3} is at test_stalls.py:" in text
+        assert text.endswith(
+            " Calls without a name are numbered in their order: one more on one rank shifts the rest. Pass name=."
+        )
+
+
+def test_a_rank_that_joined_and_one_that_waits_for_itself_alone_are_no_deadlock() -> None:
+    def body(session: Session) -> None:
+        if ocomm.rank() == 0:
+            inspections(session, 4)
+            assert ocomm.allreduce(np.ones(1), op=ocomm.Sum, name="x").tolist() == [1]
+        assert ocomm.join() == 0
+
+    run_ranks(2, body, RAISE)
+
+
+def inspections(session: Session, count: int) -> None:
+    """Returns when the background thread has looked for stalls so many times; this thread meanwhile does not wait."""
+    for _ in range(count):
+        assert session.runtime is not None
+        last = session.runtime._inspected_s
+        while session.runtime._inspected_s == last:
+            time.sleep(0.01)
+
+
+def test_a_rank_that_computes_is_waited_for() -> None:
+    def body(session: Session) -> None:
+        for turn in range(2):
+            if ocomm.rank() == turn:
+                inspections(session, 4)
+            assert ocomm.allreduce(np.ones(1), op=ocomm.Sum, name="x").tolist() == [2]
+
+    run_ranks(2, body, RAISE)
+
+
+def test_another_thread_that_still_works_is_waited_for() -> None:
+    def body(session: Session) -> None:
+        ocomm.barrier()
+        submitted = [start(session, np.ones(2, np.float32), "first")]
+
+        def second_thread() -> None:
+            submitted.append(start(session, np.ones(2, np.float32), "mine"))
+            submitted[1].wait()
+            inspections(session, 4)
+            submitted.append(start(session, np.ones(2, np.float32), f"of rank {1 - rank}"))
+            submitted[2].wait()
+
+        rank = session.require_topology().rank
+        thread = threading.Thread(target=second_thread)
+        thread.start()
+        start(session, np.ones(2, np.float32), f"of rank {rank}").wait()  # the other rank's second thread asks for it
+        thread.join()
+        submitted[0].wait()
+
+    run_ranks(2, body, RAISE)
+
+
+@threads_only
+def test_by_default_it_is_a_warning_and_who_moves_after_all_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ocomm"):
+        ranks = Ranks(2, Settings(stall_check_s=600.0))
+
+        def release() -> None:
+            end = time.monotonic() + LIMIT_S
+            while len(caplog.records) < 2 and time.monotonic() < end:
+                time.sleep(0.01)
+            for k, session in enumerate(ranks.sessions):
+                start(session, np.ones(4, np.float32), f"of {1 - k}")
+
+        releaser = threading.Thread(target=release)
+        releaser.start()
+        ranks.together(lambda k, session: start(session, np.ones(4, np.float32), f"of {k}").wait(2 * LIMIT_S))
+        releaser.join()
+        ranks.together(lambda _, session: session.shutdown())
+    said = sorted(record.getMessage() for record in caplog.records)
+    assert [text[: len("tensor 'of 0': rank 0 submitted it ")] for text in said] == [
+        f"tensor 'of {k}': rank {k} submitted it " for k in range(2)
+    ]
+
+
+def test_a_line_of_the_users_code_is_found_under_the_libraries() -> None:
+    found: list[str] = []
+    ready, end = threading.Event(), threading.Event()
+
+    def users_code() -> None:
+        ready.set()
+        end.wait()
+
+    thread = threading.Thread(target=users_code)
+    thread.start()
+    ready.wait()
+    found.append(whereabouts([thread.ident or 0]))
+    end.set()
+    thread.join()
+    assert re.fullmatch(r"test_stalls\.py:\d+ in users_code", found[0])
