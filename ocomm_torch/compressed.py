@@ -18,10 +18,12 @@ from ocomm.compression.layout import TensorSpec
 from ocomm.errors import InvalidRequestError
 from ocomm.training.driver import Driver, Group
 from ocomm.types import Flag
+from ocomm_torch import loss_scaling
+from ocomm_torch.loss_scaling import StepsTogether
 from ocomm_torch.optimizer import _DistributedOptimizer
 
 
-class CompressedOptimizer(torch.optim.Optimizer):
+class CompressedOptimizer(StepsTogether):
     """Wraps ``optimizer``, whose param groups stay live, for a ``Driver`` that ``_make_driver`` returns.
 
     Parameters are float32 CPU tensors. ``step`` changes them in place, identically on all ranks, or on none: a NaN
@@ -44,6 +46,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 f"Distributed{type(self).__name__} averages by itself; wrap the plain optimizer, not a "
                 "DistributedOptimizer."
             )
+        loss_scaling.install()
         self._inner = optimizer
         self._parameters, self._names = _named(optimizer, named_parameters)
         self._wrapping = True
@@ -223,7 +226,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _unexpected(self, index: int, parameter: torch.Tensor) -> None:
         """More backward passes than announced: of the same step, or of the next one after a step that never came."""
         if self._recorded[index] is not parameter.grad:
-            self._skip()
+            self.skip()
             self._on_gradient(index, parameter)
         elif self._stepper.is_posted(index):
             self._stepper.object(Flag.UNHANDED)
@@ -251,7 +254,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         else:
             self._begin()
         try:
-            self._driver.step(self._has_changed)
+            self.verdict = self._driver.step(self._has_changed)
         finally:
             self._forget()
         return loss
@@ -270,17 +273,19 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._recorded[:] = [None] * len(self._recorded)
         self._passes_left[:] = [self.backward_passes_per_step] * len(self._passes_left)
 
-    def _skip(self) -> None:
-        """This rank does not take the step under way; then nobody does."""
+    def skip(self, *, overflow: bool = False) -> None:
+        """This rank does not take the step under way; then nobody does. ``overflow``: its gradients are not finite."""
+        if not self._stepper.begun:
+            self._begin()
         try:
-            self._driver.skip()
+            self.verdict = self._driver.skip(overflow)
         finally:
             self._forget()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. Between backward and ``step()`` it means that this step is skipped, on all ranks."""
         if self._stepper.begun:
-            self._skip()
+            self.skip()
         super().zero_grad(set_to_none)
 
     def compression_report(self) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class Verdict(enum.Enum):
 
     TAKE = "take"
     SKIP = "skip"
+    #: They skip it, and some rank that does has a gradient that is not finite: a loss scale was too large.
+    OVERFLOW = "overflow"
 
 
 @dataclass(slots=True, eq=False)
@@ -406,7 +408,7 @@ class Stepper:
         self.traffic.exposed_s += self.traffic.last_exposed_s
         if heard & (Flag.SKIP | Flag.RAISED):
             self._account(skipped=True)
-            return Verdict.SKIP
+            return Verdict.OVERFLOW if heard & Flag.NON_FINITE else Verdict.SKIP
         if heard & Flag.NON_FINITE or not self._is_finite():
             self._account(skipped=True)
             raise NonFiniteError(

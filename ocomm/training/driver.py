@@ -110,7 +110,7 @@ class Driver:
             "backward_passes_per_step": common.backward_passes_per_step,
             **options,
         }
-        name = session.automatic_name(kind)
+        name = session.automatic_name(kind, number)
         channel = _open_channel(session, number, name, layout, self.options)
         # The driver belongs to its host: a reference back would keep both alive, and their buffers.
         self._host = weakref.ref(host)
@@ -175,10 +175,11 @@ class Driver:
             self._take()
         return verdict
 
-    def skip(self) -> None:
-        """This rank does not take the step under way; then nobody does."""
-        self.stepper.object(Flag.SKIP)
-        self._exchange()
+    def skip(self, overflow: bool = False) -> Verdict:
+        """This rank does not take the step under way; then nobody does. ``overflow``: its gradients are not finite."""
+        self.begin()
+        self.stepper.object(Flag.SKIP | Flag.NON_FINITE if overflow else Flag.SKIP)
+        return self._exchange()
 
     def _exchange(self) -> Verdict:
         return self.stepper.exchange(

@@ -1,0 +1,52 @@
+"""``torch.amp.GradScaler`` with optimizers whose ranks step together: they skip together, and their scales agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ocomm.optim.stepper import Verdict
+
+
+class StepsTogether(torch.optim.Optimizer):
+    """An optimizer of which all ranks take a step, or none does."""
+
+    #: What the ranks did when ``step`` or ``skip`` was called last.
+    verdict: Verdict | None = None
+
+    def skip(self, *, overflow: bool) -> None:
+        """This rank does not take the step under way, ``overflow``: because its gradients are not finite."""
+        raise NotImplementedError
+
+
+# Before 2.3 there was one for CUDA only, of which the one for CPUs was a subclass.
+_GradScaler: Any = torch.amp.GradScaler if hasattr(torch.amp, "GradScaler") else torch.cuda.amp.GradScaler
+_torch_step = _GradScaler.step
+
+
+def install() -> None:
+    """From now on ``GradScaler.step`` of an optimizer that ``StepsTogether`` ends the step on all ranks alike.
+
+    A GradScaler looks for overflows in this rank's gradients alone. Where it finds one it does not call the optimizer,
+    for which the other ranks wait; where it finds none it does not hear that the step was skipped, and keeps its scale.
+    No hook of Torch gives the optimizer a word in either case (``_step_supports_amp_scaling`` would leave unscaling to
+    it). To be removed once Torch asks the optimizer whether a step was skipped.
+    """
+    _GradScaler.step = _step
+
+
+def _step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    if not (self.is_enabled() and isinstance(optimizer, StepsTogether)):
+        return _torch_step(self, optimizer, *args, **kwargs)
+    optimizer.verdict = None
+    result = _torch_step(self, optimizer, *args, **kwargs)
+    if optimizer.verdict is None:
+        optimizer.skip(overflow=True)
+    elif optimizer.verdict is Verdict.OVERFLOW:
+        for found in self._found_inf_per_device(optimizer).values():
+            found.fill_(1.0)
+    return result
+
+
+_step.__doc__ = _torch_step.__doc__

@@ -1,0 +1,55 @@
+"""Every compressed optimizer of the Torch frontend in every stage, for what they must all do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.onebit import DistributedOneBitAdam
+from tests.frontends.onebit_jobs import digest
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An optimizer, what it wraps, and options that bring it into one of its stages by step 6."""
+
+    wrapper: Callable[..., Any]
+    inner: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def wrap(
+        self, parameters: Sequence[torch.nn.Parameter], inner: Mapping[str, Any] | None = None, **options: Any
+    ) -> Any:
+        return self.wrapper(self.inner(parameters, **{"lr": 1e-2, **(inner or {})}), **{**self.options, **options})
+
+
+KINDS = {
+    "1-bit Adam, dense": Kind(DistributedOneBitAdam, options={"freeze_step": 100}),
+    "1-bit Adam, compressed": Kind(DistributedOneBitAdam, options={"freeze_step": 3}),
+    "Birder": Kind(DistributedBirder, torch.optim.SGD),
+    "SoftSignSGD": Kind(DistributedSoftSignSGD, torch.optim.SGD),
+}
+
+
+def whole_state(parameters: Sequence[torch.Tensor], optimizer: Any) -> str:
+    """Hash of everything that a step may change on this rank: parameters, replicated state, this rank's own."""
+    state = [optimizer.state_dict(), optimizer._driver.core.rank_state()]
+    return digest([*_arrays(state), *(p.detach().float().numpy() for p in parameters)])
+
+
+def _arrays(state: Any) -> Iterator[np.ndarray]:
+    if isinstance(state, Mapping):
+        for value in state.values():
+            yield from _arrays(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _arrays(value)
+    elif isinstance(state, torch.Tensor):
+        yield state.detach().float().numpy()
+    elif isinstance(state, (np.ndarray, int, float)):
+        yield np.asarray(state)
