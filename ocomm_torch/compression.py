@@ -1,7 +1,7 @@
 """Compression of what an allreduce sends: Horovod's interface, whose results can be summed.
 
 Subclass ``Compressor`` for another one. 1-bit compression does not fit this interface, because a sum of signs is not
-a sign: it lives in the 1-bit optimizers.
+a sign: ``allreduce`` has a way of its own for it, and training has the 1-bit optimizers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from ocomm.errors import InvalidRequestError
 
 
 class Compressor:
@@ -65,9 +67,25 @@ class BF16Compressor(_CastCompressor):
     wire = torch.bfloat16
 
 
+class OneBitCompressor(Compressor):
+    """1 bit per element with error feedback, for ``allreduce(tensor, name=..., compression=Compression.onebit)``.
+
+    What one call leaves out is kept under ``name`` and goes into the next. For gradients take a 1-bit optimizer: the
+    same bits spent on Adam's gradients instead of its momentum train clearly worse.
+    """
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        raise InvalidRequestError(
+            "Compression.onebit is for allreduce() with a name. To train with 1 bit, wrap the optimizer in "
+            "DistributedOneBitAdam, DistributedZeroOneAdam or DistributedBirder instead of DistributedOptimizer."
+        )
+
+
 class Compression:
     """What to pass as ``compression=``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    onebit = OneBitCompressor

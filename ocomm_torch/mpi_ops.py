@@ -26,8 +26,8 @@ from ocomm.api import Average, Sum
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import Bytes
 from ocomm.operations import ProcessSet, choose_op, global_process_set, handles
-from ocomm.types import DType
-from ocomm_torch.compression import Compression, Compressor
+from ocomm.types import DType, ReduceOp
+from ocomm_torch.compression import Compression, Compressor, OneBitCompressor
 
 _DTYPES = {
     torch.uint8: DType.UINT8,
@@ -153,12 +153,28 @@ def allreduce(
     """The reduction of ``tensor`` over the ranks, as a new tensor of the same shape and dtype.
 
     ``prescale_factor`` is applied to every input, ``postscale_factor`` to the result. The gradient is the same
-    allreduce of the gradient.
+    allreduce of the gradient. ``Compression.onebit``: a name, float32 and Average only, not differentiable.
     """
     chosen = choose_op(op, average)
+    if issubclass(compression, OneBitCompressor):
+        return _onebit_allreduce(tensor, name, chosen, prescale_factor, postscale_factor, process_set)
     compressed, context = compression.compress(tensor)
     reduced = _Allreduce.apply(compressed, name, chosen, prescale_factor, postscale_factor, process_set)
     return compression.decompress(reduced, context)
+
+
+def _onebit_allreduce(
+    tensor: Tensor, name: str | None, op: int, prescale: float, postscale: float, process_set: ProcessSet
+) -> Tensor:
+    if name is None or op != Average or prescale != 1 or postscale != 1 or tensor.dtype is not torch.float32:
+        raise InvalidRequestError(
+            f"tensor '{name}': allreduce with Compression.onebit needs a name, under which it keeps its error, and has "
+            f"Average of float32 without scale factors only; got {tensor.dtype} and op={ReduceOp(op).label}."
+        )
+    session = sessions.current()
+    host, _ = TORCH.host(tensor)
+    averaged = session.compressed_allreduce(process_set.number(session), name, host.numpy())
+    return TORCH.deliver(torch.from_numpy(averaged), tensor)
 
 
 def allreduce_(

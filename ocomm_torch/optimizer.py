@@ -25,7 +25,7 @@ from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.types import ReduceOp
 from ocomm_torch.adasum import AdasumOptimizer
-from ocomm_torch.compression import Compression, Compressor
+from ocomm_torch.compression import Compression, Compressor, OneBitCompressor
 from ocomm_torch.mpi_ops import TORCH, sparse_allreduce_async
 
 
@@ -308,6 +308,8 @@ def DistributedOptimizer(
     Raises InvalidRequestError (a ValueError) for what cannot be right. Later, ``step()`` and ``synchronize()`` raise
     HorovodInternalError if an exchange failed.
     """
+    if issubclass(compression, OneBitCompressor):
+        compression.compress(optimizer.param_groups[0]["params"][0])  # says what to take instead
     if gradient_predivide_factor != 1.0 and op != Average:
         raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step <= 0:

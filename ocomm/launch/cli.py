@@ -29,7 +29,6 @@ _WITHOUT_MEANING = {
     "--[no-]torus-allreduce": "torus_allreduce",
     "--[no-]mpi-threads-disable": "mpi_threads_disable",
     "--num-nccl-streams": "num_nccl_streams",
-    "--thread-affinity": "thread_affinity",
     "--gloo-timeout-seconds": "gloo_timeout_seconds",
     "--log-with[out]-timestamp": "log_with_timestamp",
 }
@@ -173,6 +172,8 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
         settings["OCOMM_STALL_CHECK_TIME_SECONDS"] = str(options.stall_check_warning_time_seconds)
     if options.stall_check_shutdown_time_seconds is not None:
         settings["OCOMM_STALL_SHUTDOWN_TIME_SECONDS"] = str(options.stall_check_shutdown_time_seconds)
+    if options.thread_affinity is not None:
+        settings["OCOMM_THREAD_AFFINITY"] = options.thread_affinity
     if options.timeline_filename is not None:
         # The ranks' working folder on other hosts need not be this one.
         settings["OCOMM_TIMELINE"] = os.path.abspath(options.timeline_filename)
@@ -275,7 +276,8 @@ def make_parser() -> argparse.ArgumentParser:
         name = first[2:].replace("-", "_")
         tune.add_argument(first, dest=name, action="store_true", default=None, help=argparse.SUPPRESS)
         tune.add_argument(second, dest=name, action="store_false", help=argparse.SUPPRESS)
-    for flag in ("--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds"):
+    tune.add_argument("--thread-affinity", metavar="CORE,...", help="cores of the background threads, by local rank")
+    for flag in ("--num-nccl-streams", "--gloo-timeout-seconds"):
         tune.add_argument(flag, help=argparse.SUPPRESS)
     tune.add_argument("--log-level", type=str.upper, choices=("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"))
 

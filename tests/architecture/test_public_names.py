@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import ocomm
-from tests.architecture.parity_table import ELASTIC, NUMPY, OPTIMIZER, PROCESS, TORCH, VALUES
+from tests.architecture.parity_table import ELASTIC, IGNORED, NUMPY, OPTIMIZER, PROCESS, TORCH, VALUES, VARIABLES
 
 _DEFAULTS = {
     "1.0": 1.0,
@@ -111,6 +111,18 @@ def test_what_horovod_has_without_parameters_is_there() -> None:
     for name in ("process_set_id", "ranks", "mpi_comm"):
         assert hasattr(hvd.ProcessSet([0]), name), name
     assert issubclass(hvd.HorovodInternalError, RuntimeError) and issubclass(hvd.HostsUpdatedInterrupt, RuntimeError)
+
+
+def test_horovods_variables_are_understood_or_named_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    from ocomm.config import VARIABLES as OURS
+    from ocomm.config import read_settings
+
+    assert sorted(VARIABLES) == sorted(f"HOROVOD_{name}" for name, (_, _, is_horovods) in OURS.items() if is_horovods)
+    with caplog.at_level("INFO", "ocomm"):
+        read_settings(dict.fromkeys(IGNORED, "1"))
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{name} has no meaning for ocomm and is ignored" for name in sorted(IGNORED)
+    ]
 
 
 def test_reductions_have_horovods_numbers() -> None:

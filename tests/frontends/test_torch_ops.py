@@ -270,3 +270,62 @@ class TestStartingAlike:
             assert hvd.allgather_object(hvd.rank()) == [0, 1]
 
         run_ranks(2, body)
+
+
+class TestOneBit:
+    @SIZES
+    def test_an_allreduce_of_one_bit_keeps_what_it_leaves_out(self, size: int) -> None:
+        def body(session: Session) -> list:
+            generator = torch.Generator().manual_seed(hvd.rank())
+            given = torch.randn(3, 500, generator=generator)
+            mean = hvd.allreduce(given)
+            total, results = torch.zeros(3, 500), []
+            for _ in range(200):
+                results.append(hvd.allreduce(given, name="x", compression=hvd.Compression.onebit))
+                total += results[-1]
+            assert len(results[0].abs().unique()) <= 3  # scale times sign, three rows in one block
+            assert (results[0] - mean).norm() > 0.5 * mean.norm() > 5 * (total / 200 - mean).norm()
+            return results[-1].tolist()
+
+        first, *rest = run_ranks(size, body)
+        assert all(other == first for other in rest)
+
+    def test_what_has_no_one_bit_form_is_refused(self) -> None:
+        def body(session: Session) -> None:
+            onebit = hvd.Compression.onebit
+            for options in ({}, {"name": "x", "op": hvd.Sum}, {"name": "x", "prescale_factor": 2.0}):
+                with pytest.raises(InvalidRequestError, match=r"with Compression\.onebit needs a name"):
+                    hvd.allreduce(torch.ones(2), compression=onebit, **options)
+            with pytest.raises(InvalidRequestError, match=r"got torch\.float16 and op=Average"):
+                hvd.allreduce(torch.ones(2).half(), name="x", compression=onebit)
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+            with pytest.raises(InvalidRequestError, match="wrap the optimizer in DistributedOneBitAdam"):
+                hvd.DistributedOptimizer(optimizer, compression=onebit)
+
+        run_ranks(1, body)
+
+
+def test_uneven_data_with_join_as_horovods_scripts_do_it() -> None:
+    def body(session: Session) -> list:
+        torch_generator = torch.Generator().manual_seed(1)
+        model = torch.nn.Linear(3, 1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=torch_generator))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+        )
+        for epoch in range(2):
+            for batch in range(2 + 3 * hvd.rank()):
+                optimizer.zero_grad()
+                model(torch.full((4, 3), 0.1 * (batch + epoch))).sum().backward()
+                optimizer.step()
+            last = hvd.join()
+            assert last == hvd.size() - 1
+            hvd.broadcast_parameters(model.named_parameters(), root_rank=last)
+            # A metric: all are here, and an allgather may come from ranks with nothing to say.
+            assert hvd.allgather(torch.full((hvd.rank(),), 1.0)).sum() == sum(range(hvd.size()))
+        return [p.tolist() for p in model.parameters()]
+
+    first, *rest = run_ranks(3, body)
+    assert all(other == first for other in rest)

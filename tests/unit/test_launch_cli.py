@@ -49,6 +49,7 @@ def test_tunables_travel_as_variables_in_the_units_of_the_variables():
         "OCOMM_CACHE_CAPACITY": "0",
         "OCOMM_STALL_CHECK_DISABLE": "0",
     }
+    assert settings("--thread-affinity", "0,4") == {"OCOMM_THREAD_AFFINITY": "0,4"}
     assert settings("--timeline-filename", "t.json", "--timeline-mark-cycles") == {
         "OCOMM_TIMELINE": os.path.abspath("t.json"),
         "OCOMM_TIMELINE_MARK_CYCLES": "1",
