@@ -21,6 +21,8 @@
 #define STAGES_PER_TAG 8
 #define TAGS 4096 /* * STAGES_PER_TAG = 32768, the tag range that every MPI has */
 #define NON_FINITE 1u
+#define DISAGREEMENT 0x4f434f44u
+#define PASSING_ON_NS 5000000000 /* how long a segment may go on after a disagreement, for others to hear of it */
 #define EXPECTED_SPIN_NS 1000000 /* how long to spin while a user's thread waits: its core is free */
 
 typedef int (*isend_fn)(const void *, int, intptr_t, int, int, intptr_t, void *);
@@ -33,6 +35,7 @@ typedef struct {
     int32_t segment;
     int32_t stage;       /* stage whose messages are out */
     int32_t begun;       /* its computations have run and its sends are out */
+    int32_t culprit;     /* 1 + the rank whose header differs from ours, if others hear of it through us; 0: none */
     int32_t stage_left[STAGES_PER_TAG]; /* messages not yet over, receives of later stages included */
     uint32_t sequence;
     int in_use;
@@ -289,34 +292,76 @@ static void seal(const ocomm_op *op) {
     }
 }
 
-/* Returns the rank whose header differs from ours, or -1. */
+/* The first of the fields that must be equal which is not, -1 for none; the order is that of wire.COMPARED. */
+static int differing(const ocomm_header *a, const ocomm_header *b, uint64_t values[2]) {
+    const uint64_t one[] = {a->magic, (uint64_t)a->step, a->signature, a->hyper, a->attempt, a->tensors};
+    const uint64_t other[] = {b->magic, (uint64_t)b->step, b->signature, b->hyper, b->attempt, b->tensors};
+    for (int field = 0; field < 6; field++)
+        if (one[field] != other[field]) {
+            values[0] = one[field];
+            values[1] = other[field];
+            return field;
+        }
+    return -1;
+}
+
+/* Returns a rank whose header differs from ours, or -1. */
 static int check(const ocomm_op *op) {
     const ocomm_header *mine = (const ocomm_header *)(intptr_t)op->a[0];
     const uint8_t *const *messages = (const uint8_t *const *)(intptr_t)op->a[1];
     uint32_t *flags = (uint32_t *)(intptr_t)op->a[3];
     uint8_t *presence = (uint8_t *)(intptr_t)op->a[4];
+    ocomm_header *passed_on = (ocomm_header *)(intptr_t)op->a[7];
+    int culprit = -1;
     for (int64_t i = 0; i < op->a[2]; i++) {
         ocomm_header header;
+        uint64_t values[2];
         memcpy(&header, messages[i], sizeof header);
-        if (header.magic != mine->magic || header.step != mine->step || header.signature != mine->signature ||
-            header.hyper != mine->hyper || header.attempt != mine->attempt || header.tensors != mine->tensors)
+        const int field = differing(mine, &header, values);
+        if (field >= 0 && !passed_on)
             return (int)i;
+        if (field >= 0) {
+            if (passed_on->magic != DISAGREEMENT && header.magic == DISAGREEMENT) {
+                *passed_on = header;
+            } else if (passed_on->magic != DISAGREEMENT) {
+                passed_on->magic = DISAGREEMENT;
+                passed_on->reserved = header.rank;
+                passed_on->tensors = (uint32_t)field;
+                passed_on->signature = values[0];
+                passed_on->hyper = values[1];
+            }
+            culprit = (int)(passed_on->reserved == mine->rank ? passed_on->rank : passed_on->reserved);
+            continue;
+        }
         *flags |= header.flags;
         for (int64_t b = 0; b < op->a[5]; b++)
             presence[b] |= messages[i][sizeof header + (size_t)b];
         if (header.announcement) /* only the coordinator makes any, and not in all of its messages */
             *(int64_t *)(intptr_t)op->a[6] = header.announcement;
     }
-    return -1;
+    return culprit;
 }
 
 static void pack(const ocomm_op *op) {
-    const ocomm_tensor *tensor = (const ocomm_tensor *)(intptr_t)op->a[0] + op->a[1];
-    size_t nbytes = (size_t)op->a[3] * sizeof(float);
-    if (tensor->grad)
-        memcpy((void *)(intptr_t)op->a[4], tensor->grad + op->a[2], nbytes);
-    else
-        memset((void *)(intptr_t)op->a[4], 0, nbytes);
+    const ocomm_tensor *tensors = (const ocomm_tensor *)(intptr_t)op->a[0];
+    const ocomm_run *runs = (const ocomm_run *)(intptr_t)op->a[1];
+    for (int64_t i = 0; i < op->a[2]; i++) {
+        const float *grad = tensors[runs[i].tensor].grad;
+        float *to = (float *)(intptr_t)op->a[3] + runs[i].position;
+        const size_t nbytes = (size_t)runs[i].length * sizeof(float);
+        if (grad)
+            memcpy(to, grad + runs[i].start, nbytes);
+        else
+            memset(to, 0, nbytes);
+    }
+}
+
+static void place(const ocomm_op *op) {
+    const ocomm_tensor *tensors = (const ocomm_tensor *)(intptr_t)op->a[0];
+    const ocomm_run *runs = (const ocomm_run *)(intptr_t)op->a[1];
+    for (int64_t i = 0; i < op->a[2]; i++)
+        memcpy((float *)(intptr_t)tensors[runs[i].tensor].grad + runs[i].start,
+               (const float *)(intptr_t)op->a[3] + runs[i].position, (size_t)runs[i].length * sizeof(float));
 }
 
 /* Returns the rank at fault when a check fails, else -1. */
@@ -371,6 +416,9 @@ static int run_op(const ocomm_op *op) {
         return check(op);
     case OCOMM_PACK:
         pack(op);
+        break;
+    case OCOMM_PLACE:
+        place(op);
         break;
     }
 #undef P
@@ -520,11 +568,20 @@ static int advance(ocomm_channel *channel, slot *s) {
             const ocomm_stage *st = &plan->stages[segment->first_stage + s->stage];
             int64_t begin = now_ns();
             for (int32_t i = 0; i < st->ops; i++) {
-                int culprit = run_op(&plan->ops[st->first_op + i]);
-                if (culprit >= 0) {
+                const ocomm_op *op = &plan->ops[st->first_op + i];
+                int culprit = run_op(op);
+                if (culprit < 0)
+                    continue;
+                if (!op->a[7]) { /* everyone sees it */
                     plan->error_segment = s->segment;
                     fail_channel(channel, plan, OCOMM_MISMATCH, culprit);
                     return -1;
+                }
+                s->culprit = culprit + 1;
+                if (!plan->culprit) {
+                    plan->culprit = s->culprit;
+                    plan->error_segment = s->segment;
+                    plan->disagreed_ns = now_ns();
                 }
             }
             engine->counters.compute_ns += now_ns() - begin;
@@ -562,7 +619,25 @@ static void fail_all(ocomm_engine *engine, int state, int error) {
     }
 }
 
+/* A segment in which ranks disagree is over: the channel ends, once the segments before it are over, too. Whoever fails
+ * has then sent all that others need to come as far. */
+static int conclude(ocomm_channel *channel) {
+    const slot *first = NULL;
+    for (int32_t i = 0; i < channel->window; i++) {
+        const slot *s = &channel->slots[i];
+        if (s->in_use && (!first || (int32_t)(s->sequence - first->sequence) < 0))
+            first = s;
+    }
+    if (!first || !first->culprit || first->stage < first->plan->segments[first->segment].stages)
+        return 0;
+    first->plan->error_segment = first->segment;
+    fail_channel(channel, first->plan, OCOMM_MISMATCH, first->culprit - 1);
+    return 1;
+}
+
 static int retire(ocomm_channel *channel, slot *s) {
+    if (s->culprit)
+        return 0; /* see conclude */
     ocomm_plan *plan = s->plan;
     s->in_use = 0;
     plan->segments_done++;
@@ -669,7 +744,7 @@ static int step_channel(ocomm_channel *channel) {
     int moved = 0;
     for (int32_t i = 0; i < channel->window; i++) {
         slot *s = &channel->slots[i];
-        if (!s->in_use || s->stage_left[s->stage] > 0)
+        if (!s->in_use || s->stage >= s->plan->segments[s->segment].stages || s->stage_left[s->stage] > 0)
             continue;
         int state = advance(channel, s);
         if (state < 0)
@@ -679,16 +754,22 @@ static int step_channel(ocomm_channel *channel) {
             moved = 1;
         }
     }
+    moved |= conclude(channel);
     return fill_window(channel) | moved;
 }
 
 static void expire(ocomm_channel *channel, int64_t now) {
     pthread_mutex_lock(&channel->engine->lock);
-    ocomm_plan *plan = channel->head;
-    while (plan && !(plan->timeout_ns > 0 && now - plan->submitted_ns > plan->timeout_ns))
+    ocomm_plan *plan = channel->head, *disputed = NULL;
+    while (plan && !(plan->timeout_ns > 0 && now - plan->submitted_ns > plan->timeout_ns)) {
+        if (plan->culprit && now - plan->disagreed_ns > PASSING_ON_NS)
+            disputed = plan;
         plan = plan->next;
+    }
     pthread_mutex_unlock(&channel->engine->lock);
-    if (plan)
+    if (disputed)
+        fail_channel(channel, disputed, OCOMM_MISMATCH, disputed->culprit - 1);
+    else if (plan)
         fail_channel(channel, plan, OCOMM_TIMED_OUT, 0);
 }
 

@@ -123,7 +123,7 @@ typedef struct {
 
 enum { OCOMM_COPY, OCOMM_REDUCE, OCOMM_COMPRESS, OCOMM_COMPRESS_MOMENTUM, OCOMM_AVERAGE, OCOMM_UNPACK, OCOMM_SEAL,
        OCOMM_CHECK, OCOMM_PACK, OCOMM_COMPRESS_UPDATE, OCOMM_QUANTIZE, OCOMM_QUANTIZED_AVERAGE,
-       OCOMM_SOFT_SIGN };
+       OCOMM_SOFT_SIGN, OCOMM_PLACE };
 enum { OCOMM_QUEUED, OCOMM_ACTIVE, OCOMM_DONE, OCOMM_MISMATCH, OCOMM_MPI_ERROR, OCOMM_TIMED_OUT, OCOMM_ABORTED };
 enum { OCOMM_WOKEN = 1, OCOMM_COMPLETED = 2, OCOMM_CONTROL = 4, OCOMM_FAILED = 8 };
 
@@ -136,6 +136,11 @@ typedef struct {
     uint32_t tensors, reserved;
     double lr;
 } ocomm_header;
+
+/* Elements [start, start + length) of a tensor stand at element `position` of a message's float32 payload. */
+typedef struct {
+    int64_t start, position, length, tensor;
+} ocomm_run;
 
 /* One computation; the arguments are those of the loop of that name, in order (see run_op in engine.c). */
 typedef struct {
@@ -170,6 +175,8 @@ typedef struct ocomm_plan {
     int32_t state;
     int32_t error;              /* MPI error code, or the rank whose header differs */
     int32_t error_segment;      /* the segment in which it does */
+    int32_t culprit;            /* 1 + that rank while others still have to hear of it through us; 0: none */
+    int64_t disagreed_ns;
     int64_t submitted_ns, started_ns, finished_ns;
     int32_t segments_started, segments_done;
     struct ocomm_plan *next;

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from importlib import metadata, util
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -302,18 +302,25 @@ def _allreduce(
 
 
 def compressed_allreduce(
-    array: ArrayLike, name: str, compressor: str = "onebit", process_set: ProcessSet = global_process_set
+    array: ArrayLike,
+    name: str,
+    compressor: str = "onebit",
+    process_set: ProcessSet = global_process_set,
+    hierarchical: bool | Literal["auto"] = "auto",
 ) -> NDArray[np.float32]:
     """The average of ``array`` over the ranks with 1 bit per element on the wire, as a new float32 array.
 
     What compression leaves out of one call is kept under ``name`` and goes into the next: over many calls nothing is
     lost. ``array`` is float32 and has the same shape in every call. Waits. Raises NonFiniteError on all ranks if one
     has NaN or Inf, MismatchError if the ranks disagree on the shape.
+
+    ``hierarchical``, of the first call with a name: the ranks of a host add up first, and each compresses a slice of
+    the sum; ``"auto"``: if there are several hosts with several ranks each. InvalidRequestError if True cannot be.
     """
     if compressor != "onebit":
         raise InvalidRequestError(f"compressor {compressor!r} is not known; use 'onebit'.")
     values = np.ascontiguousarray(array)
-    return sessions.current().compressed_allreduce(process_set.process_set_id or 0, name, values)
+    return sessions.current().compressed_allreduce(process_set.process_set_id or 0, name, values, hierarchical)
 
 
 def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> NDArray[Any]:

@@ -19,13 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ocomm.collectives.engine import Channel, Engine
 from ocomm.collectives.error_feedback import OneBitAllreduce
 from ocomm.collectives.python_engine import PythonEngine
+from ocomm.collectives.routes import arrange
 from ocomm.collectives.scratch import Scratch
 from ocomm.collectives.waiting import Watch
 from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings
@@ -39,7 +40,7 @@ from ocomm.runtime.process_set import ProcessSet
 from ocomm.telemetry.timeline import Timeline, path_of
 from ocomm.transport.base import Transport
 from ocomm.transport.local import Fabric
-from ocomm.types import DType, ReduceOp, Settings, Topology
+from ocomm.types import DType, Nodes, ReduceOp, Settings, Topology
 from ocomm.version import __version__
 
 _log = logging.getLogger("ocomm")
@@ -276,6 +277,12 @@ class Session:
             )
         return member
 
+    def nodes(self, number: int, hierarchical: bool | Literal["auto"] = "auto") -> Nodes:
+        """How the ranks of process set ``number`` exchange compressed values; see ``routes.arrange``."""
+        hosts = self.require_topology().hosts
+        ranks = self.member_set(number).ranks
+        return arrange([hosts[rank] for rank in ranks], hierarchical, self.settings.direct_peers)
+
     def submit(self, number: int, submissions: Sequence[Submission]) -> list[Handle]:
         """Queues tensors in process set ``number``, all or none."""
         return self.member_set(number).submit(submissions)
@@ -311,14 +318,18 @@ class Session:
         request = Request(Kind.BARRIER, name, detail=detail)
         self.submit(number, [Submission(request, np.zeros(0, np.uint8))])[0].wait()
 
-    def compressed_allreduce(self, number: int, name: str, array: np.ndarray) -> np.ndarray:
+    def compressed_allreduce(
+        self, number: int, name: str, array: np.ndarray, hierarchical: bool | Literal["auto"] = "auto"
+    ) -> np.ndarray:
         """1-bit average of a float32 array over process set ``number``; keeps the errors of ``name`` between calls."""
         key = number, name
         if key not in self._compressed:
             ranks = self.member_set(number).ranks
             if number not in self._compressed_channels:
                 self._compressed_channels[number] = self.open_channel(number, "compressed_allreduce", 0, "channel")
-            self.agree(number, f"compressed_allreduce.{name}", f"shape {array.shape} {array.dtype}")
+            nodes = self.nodes(number, hierarchical)
+            said = f"shape {array.shape} {array.dtype}" + ("" if nodes.is_flat else ", hierarchical")
+            self.agree(number, f"compressed_allreduce.{name}", said)
             rank = ranks.index(self.require_topology().rank)
             self._compressed[key] = OneBitAllreduce(
                 self._compressed_channels[number],
@@ -326,6 +337,7 @@ class Session:
                 array.shape,
                 rank,
                 ranks,
+                nodes,
                 self.settings.segment_nbytes,
                 self.watch(),
             )

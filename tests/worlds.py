@@ -37,18 +37,19 @@ def run_ranks(
     settings: Settings | None = None,
     process_sets: Sequence[Sequence[int]] = (),
     timeout_s: float = 60.0,
+    hosts: Sequence[str] = (),
 ) -> list[Any]:
     """``body(session)`` on ``size`` ranks, with that session current; returns what each rank returned.
 
     The first exception of any rank ends all of them and is raised here. A rank that hangs ends the run after
-    ``PATIENCE_S`` seconds of the others' waiting, with its stack.
+    ``PATIENCE_S`` seconds of the others' waiting, with its stack. ``hosts`` are the host names that the ranks give.
     """
     settings = settings or Settings(stall_check_s=PATIENCE_S / 4, stall_shutdown_s=PATIENCE_S)
     if MPI_SIZE:
         if size != MPI_SIZE:
             pytest.skip(f"needs {size} ranks, this run has {MPI_SIZE}")
-        return _run_as_mpi_rank(body, settings, process_sets)
-    return _run_as_threads(size, body, settings, process_sets, timeout_s)
+        return _run_as_mpi_rank(body, settings, process_sets, hosts)
+    return _run_as_threads(size, body, settings, process_sets, timeout_s, hosts)
 
 
 def _run_as_threads(
@@ -57,6 +58,7 @@ def _run_as_threads(
     settings: Settings,
     process_sets: Sequence[Sequence[int]],
     timeout_s: float,
+    hosts: Sequence[str],
 ) -> list[Any]:
     fabric = Fabric(size)
     results: list[Any] = [None] * size
@@ -66,7 +68,7 @@ def _run_as_threads(
         session = Session()
         sessions.use(session)
         try:
-            session.start(fabric.endpoint(rank), settings, process_sets)
+            session.start(fabric.endpoint(rank), settings, process_sets, host=hosts[rank] if hosts else None)
             results[rank] = body(session)
             session.shutdown()
         except BaseException as error:
@@ -94,7 +96,9 @@ def _run_as_threads(
     return results
 
 
-def _run_as_mpi_rank(body: Callable[[Session], Any], settings: Settings, process_sets: Sequence[Sequence[int]]) -> list:
+def _run_as_mpi_rank(
+    body: Callable[[Session], Any], settings: Settings, process_sets: Sequence[Sequence[int]], hosts: Sequence[str]
+) -> list:
     global _mpi_world
     from ocomm.transport import mpi
 
@@ -106,7 +110,8 @@ def _run_as_mpi_rank(body: Callable[[Session], Any], settings: Settings, process
         pending = _mpi_world.duplicate()
         while (control := _mpi_world.duplicated(pending)) is None:
             pass
-        session.start(control, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
+        abi = mpi.abi() if settings.engine == "native" else None
+        session.start(control, settings, process_sets, abi, hosts[control.rank] if hosts else None)
         result = body(session)
         session.shutdown()
         return _mpi_world.communicator.allgather(result)

@@ -34,8 +34,9 @@ from ocomm import session as sessions
 from ocomm.bench import _lab
 from ocomm.bench._lab import Lab, LabError, bits_per_second
 from ocomm.bench.kernels import commit, processor, torch_or_none
-from ocomm.collectives.compressed import Envelope, compressed_segment
+from ocomm.collectives.compressed import Staging, compressed_segment
 from ocomm.collectives.engine import State
+from ocomm.collectives.envelope import Envelope
 from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.collectives.plan import Average, Compress, Plan, Stage, Unpack
 from ocomm.collectives.scratch import aligned
@@ -296,10 +297,9 @@ class Exchange:
         segments: list[list[Stage]] = []
         for segment in self.layout.segments([0], self.rank, nbytes):
             envelope = Envelope.new(self.rank, segment.signature("bench"), 1, self.flags, self.heard, announcement)
-            send, result = aligned(segment.packed_nbytes), aligned(segment.packed_nbytes)
-            receive = [aligned(segment.message_nbytes[self.rank]) for _ in range(self.size)]
+            staging, result = Staging(segment), aligned(segment.packed_nbytes)
             compress = Compress(
-                segment.blocks, self.values, None, None, self.error, self.error, None, "l1", send, self.flags
+                segment.blocks, self.values, None, None, self.error, self.error, None, "l1", staging.send, self.flags
             )
 
             def average(rows: Sequence[Any], segment: Any = segment, result: Any = result) -> Average:
@@ -307,7 +307,7 @@ class Exchange:
                 errors = self.owner_error, self.owner_error
                 return Average(segment.owned_blocks, rows, origin, *errors, None, "l1", result, self.flags)
 
-            stages = compressed_segment(self.rank, segment, envelope, send, receive, result, compress, average)
+            stages = compressed_segment(staging, envelope, result, compress, average)
             stages[-1].compute.append(Unpack(segment.blocks, result, None, self.out))
             if not with_kernels:
                 stages = [Stage([], stage.sends, stage.receives) for stage in stages]

@@ -12,21 +12,28 @@ from typing import Any
 import numpy as np
 
 from ocomm.collectives import pipeline
-from ocomm.collectives.compressed import Envelope, compressed_segment
-from ocomm.collectives.engine import Channel, State
+from ocomm.collectives.compressed import NodeSum, Staging, compressed_segment, vote
+from ocomm.collectives.engine import Channel, State, Ticket
+from ocomm.collectives.envelope import Envelope
 from ocomm.collectives.plan import Average, Compress, Plan, Stage, Unpack
+from ocomm.collectives.routes import vote_groups
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import Layout, SegmentLayout, TensorSpec, payload_nbytes
+from ocomm.compression.wire import RUN
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
-from ocomm.kernels.base import Bytes, Floats, aligned_zeros
-from ocomm.types import Flag
+from ocomm.kernels.base import TENSOR, Bytes, Floats, aligned_zeros
+from ocomm.types import Flag, Nodes
 
 
 class OneBitAllreduce:
     """Owner of the errors of one name on rank ``rank`` of the channel's ``ranks`` (world ranks, for messages).
 
-    Memory per element: worker errors 2 * 4 B, owner errors 2 * 4/n B, values and result 8 B, packed 3/8 B.
+    ``nodes`` share out the channel's ranks. If they have several each, a node sums before it compresses, and each of
+    its ranks keeps the errors of its slice.
+
+    Memory per element: worker errors 2 * 4 B, owner errors 2 * 4/n B, values and result 8 B, packed 3/8 B. On nodes of
+    M ranks: worker errors 2 * 4/M B, values 4 + 4/M B, result 4 B, packed 3/8 B, messages inside the node about 8 B.
     """
 
     def __init__(
@@ -36,6 +43,7 @@ class OneBitAllreduce:
         shape: tuple[int, ...],
         rank: int,
         ranks: Sequence[int],
+        nodes: Nodes,
         segment_nbytes: int,
         watch: Watch,
     ) -> None:
@@ -46,10 +54,15 @@ class OneBitAllreduce:
         self.ranks = tuple(ranks)
         self.calls = 0
         self._watch = watch
-        layout = Layout([TensorSpec(name, shape)], len(self.ranks))
+        layout = Layout([TensorSpec(name, shape)], len(self.ranks), nodes=nodes)
         self.layout = layout
+        mine = layout.worker_numel(rank)
         self._values, self._result = (aligned_zeros(layout.flat_numel) for _ in range(2))
-        self._errors: list[Floats] = [aligned_zeros(layout.flat_numel) for _ in range(2)]
+        self._node_values = self._values if nodes.is_flat else aligned_zeros(mine)
+        self._addresses, self._node_addresses = np.zeros(1, TENSOR), np.zeros(1, TENSOR)
+        self._addresses["grad"] = self._values.ctypes.data
+        self._node_addresses["grad"] = self._node_values.ctypes.data
+        self._errors: list[Floats] = [aligned_zeros(mine) for _ in range(2)]
         owned = layout.owned_numel(rank)
         self._owner_errors: list[Floats] = [aligned_zeros(owned) for _ in range(2)]
         self._flags, self._owner_flags, self._heard = (np.zeros(1, np.uint32) for _ in range(3))
@@ -58,38 +71,49 @@ class OneBitAllreduce:
         cut = pipeline.segment_nbytes(packed_nbytes, len(self.ranks), segment_nbytes)
         segments = layout.segments([0], rank, cut)
         self._envelopes = [self._envelope(segment) for segment in segments]
-        buffers = [self._buffers(segment) for segment in segments]
+        stagings = [Staging(segment) for segment in segments]
+        results = [aligned(segment.packed_nbytes) for segment in segments]
         # Errors are written beside the old ones; the roles of the two alternate.
-        self._prepared = [channel.prepare(self._plan(segments, buffers, turn)) for turn in (0, 1)]
+        self._prepared = [channel.prepare(self._plan(stagings, results, turn)) for turn in (0, 1)]
         self._turn = 0
 
     def _envelope(self, segment: SegmentLayout) -> Envelope:
-        return Envelope.new(self.rank, segment.signature("onebit-l1"), 1, self._flags, self._heard, self._announcement)
+        signature = segment.signature("onebit-l1")
+        shared = self._flags, self._heard, self._announcement
+        return Envelope.new(self.rank, signature, 1, *shared, for_node=not self.layout.nodes.is_flat)
 
-    def _buffers(self, segment: SegmentLayout) -> tuple[Bytes, list[Bytes], Bytes]:
-        receive = [aligned(segment.message_nbytes[self.rank]) for _ in self.ranks]
-        return aligned(segment.packed_nbytes), receive, aligned(segment.packed_nbytes)
-
-    def _plan(self, segments: list[SegmentLayout], buffers: list[tuple[Bytes, list[Bytes], Bytes]], turn: int) -> Plan:
-        stages: list[list[Stage]] = []
-        for segment, envelope, (send, receive, gathered) in zip(segments, self._envelopes, buffers, strict=True):
+    def _plan(self, stagings: list[Staging], results: list[Bytes], turn: int) -> Plan:
+        segments: list[list[Stage]] = []
+        for staging, envelope, result in zip(stagings, self._envelopes, results, strict=True):
+            layout = staging.layout
             compress = Compress(
-                blocks=segment.worker_blocks, values=self._values, tensors=None, previous=None,
-                error=self._errors[turn], error_out=self._errors[1 - turn], mask=None, scale="l1", packed=send,
-                flags=self._flags,
+                blocks=layout.worker_blocks, values=self._node_values, tensors=None, previous=None,
+                error=self._errors[turn], error_out=self._errors[1 - turn], mask=None, scale="l1", packed=staging.send,
+                flags=envelope.node_flags,
             )  # fmt: skip
 
-            def average(rows: Sequence[Bytes], segment: SegmentLayout = segment, gathered: Bytes = gathered) -> Average:
+            def average(rows: Sequence[Bytes], layout: SegmentLayout = layout, result: Bytes = result) -> Average:
                 return Average(
-                    blocks=segment.owned_blocks, received=rows, origin=segment.message_start[self.rank],
+                    blocks=layout.owned_blocks, received=rows, origin=layout.message_start[self.rank],
                     error=self._owner_errors[turn], error_out=self._owner_errors[1 - turn], mask=None, scale="l1",
-                    packed=gathered, flags=self._owner_flags,
+                    packed=result, flags=self._owner_flags,
                 )  # fmt: skip
 
-            cut = compressed_segment(self.rank, segment, envelope, send, receive, gathered, compress, average)
-            cut[-1].compute.append(Unpack(segment.blocks, gathered, None, self._result))
-            stages.append(cut)
-        return Plan(self.name, stages or [[Stage()]])
+            stages = compressed_segment(staging, envelope, result, compress, average, self._node_sum(layout))
+            stages[-1].compute.append(Unpack(layout.blocks, result, None, self._result))
+            segments.append(stages)
+        return Plan(self.name, segments or [[Stage()]])
+
+    def _node_sum(self, layout: SegmentLayout) -> NodeSum | None:
+        """The sum goes to where this rank's blocks have their values."""
+        if layout.nodes.is_flat:
+            return None
+        runs = np.zeros(0, RUN)
+        if layout.workers:
+            runs = layout.slice_runs[self.layout.slice_of(self.rank)].copy()
+            first = np.searchsorted(layout.worker_blocks["start"], runs["start"])
+            runs["start"] = layout.worker_blocks["local"][first]
+        return NodeSum(self._addresses, self._node_addresses, runs, layout.nodes.weight)
 
     def __call__(self, array: np.ndarray, timeout_s: float) -> np.ndarray:
         """The average over ranks as scale times sign: a new float32 array of the same shape, the same on all ranks.
@@ -111,23 +135,40 @@ class OneBitAllreduce:
         if state == State.MISMATCH:
             raise MismatchError(
                 f"'{self.name}': the ranks do not make the same compressed_allreduce calls in the same order; "
-                f"rank {self.ranks[ticket.error]} sent another name, shape or call number."
+                f"{self._who_differs(ticket)} sent another name, shape or call number."
             )
         if state != State.DONE:
             raise HorovodInternalError(f"compressed_allreduce of '{self.name}' failed: {state.name.lower()}.")
         self.calls += 1
         if self._heard[0] or not np.isfinite(self._result).all():
-            who = sorted({rank for envelope in self._envelopes for rank in envelope.ranks_with(Flag.NON_FINITE)})
-            raise NonFiniteError(
-                f"'{self.name}' has NaN or Inf on rank(s) {[self.ranks[r] for r in who]}; no error was changed."
-            )
+            who = [self.ranks[rank] for rank in self._non_finite_ranks(timeout_s)]
+            raise NonFiniteError(f"'{self.name}' has NaN or Inf on rank(s) {who}; no error was changed.")
         self._turn = 1 - self._turn
         return self._result[: array.size].reshape(self.shape).copy()
 
+    def _who_differs(self, ticket: Ticket) -> str:
+        envelope = self._envelopes[ticket.error_segment]
+        if envelope.received:
+            return f"rank {self.ranks[ticket.error]}"
+        found = {rank for _, values in envelope.differences() for rank in values}
+        return f"one of ranks {sorted(self.ranks[rank] for rank in found)}"
+
+    def _non_finite_ranks(self, timeout_s: float) -> list[int]:
+        """Whose values were not finite. Of nodes' sums it is not known, so the ranks tell each other."""
+        if self.layout.nodes.is_flat:
+            return sorted({rank for envelope in self._envelopes for rank in envelope.ranks_with(Flag.NON_FINITE)})
+        own = np.array([0 if np.isfinite(self._values).all() else Flag.NON_FINITE], np.uint32)
+        envelope = Envelope.new(self.rank, self.layout.digest, 0, own, self._heard, self._announcement)
+        envelope.begin(self.calls, 1, 0, 0)
+        plan = vote(self.rank, vote_groups(self.layout.nodes), envelope)
+        ticket = self.channel.submit(self.channel.prepare(plan), timeout_s, False)
+        wait(ticket, self.channel, self.ranks, self._watch, f"compressed_allreduce of '{self.name}'")
+        return envelope.ranks_with(Flag.NON_FINITE)
+
     @property
     def error(self) -> Floats:
-        """This rank's worker error: a copy, flat float32."""
-        return self._errors[self._turn][: int(self.layout.numel)].copy()
+        """This rank's worker error: a copy, flat float32, zero where other ranks of its node compress."""
+        return self.layout.from_worker(0, self.rank, self._errors[self._turn]).copy()
 
     def owner_error(self) -> Floats:
         """This rank's owner error, as a flat float32 array of the whole tensor, zero where others own."""

@@ -46,7 +46,9 @@ class _Compiler:
             case plans.Copy():
                 self.op(lib.OCOMM_COPY, a(c.source), a(c.destination), c.source.nbytes)
             case plans.Pack():
-                self.op(lib.OCOMM_PACK, a(c.tensors), c.tensor, c.start, c.destination.nbytes // 4, a(c.destination))
+                self.op(lib.OCOMM_PACK, a(c.tensors), a(c.runs), len(c.runs), a(c.destination))
+            case plans.Place():
+                self.op(lib.OCOMM_PLACE, a(c.tensors), a(c.runs), len(c.runs), a(c.source))
             case plans.Reduce():
                 numel = c.out.nbytes // c.dtype.itemsize
                 self.op(
@@ -116,7 +118,7 @@ class _Compiler:
                 self.op(
                     lib.OCOMM_CHECK,
                     *(a(c.header), self.pointers(c.messages), len(c.messages), a(c.flags)),
-                    *(a(c.presence), c.presence.nbytes, a(c.announcement)),
+                    *(a(c.presence), c.presence.nbytes, a(c.announcement), a(c.passed_on)),
                 )
 
 

@@ -10,7 +10,7 @@ compressed allreduce is three stages: compress and alltoall; average, compress a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,12 +32,20 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class Pack:
-    """Gradient elements [start, start + n) of a row of the TENSOR table into ``destination``; zeros if it has none."""
+    """Gradient elements of each row of a RUN table into ``destination``, float32; zeros where a tensor has none."""
 
     tensors: Table
-    tensor: int
-    start: int
+    runs: Table
     destination: Bytes
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """The inverse: elements of ``source`` to where the TENSOR table has the gradients."""
+
+    tensors: Table
+    runs: Table
+    source: Bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -181,9 +189,14 @@ class Seal:
 
 @dataclass(slots=True, eq=False)
 class Check:
-    """Compares the headers of ``messages`` (rank order) with ``header``; a difference ends the plan as MISMATCH.
+    """Compares the headers of ``messages`` with ``header``; a difference ends the plan as MISMATCH.
 
-    ORs their flags into ``flags``, their presence bits into ``presence``; copies an announcement other than 0.
+    At once, where everyone sees all headers (``messages`` in rank order). With ``passed_on``, one HEADER row which goes
+    out in later messages, the first difference is written there as a DISAGREEMENT, and the plan ends when its segment
+    and all before it are over: then everyone has heard of it.
+
+    ORs the flags of equal headers into ``flags``, their presence bits into ``presence``; copies an announcement other
+    than 0.
     """
 
     header: np.ndarray
@@ -191,11 +204,13 @@ class Check:
     flags: np.ndarray
     presence: Bytes
     announcement: np.ndarray
+    passed_on: np.ndarray | None = None
 
 
 Computation = (
     Copy
     | Pack
+    | Place
     | Reduce
     | Compress
     | CompressUpdate
@@ -240,6 +255,11 @@ class Plan:
     def bytes_sent(self) -> int:
         """Payload bytes which this rank sends to others."""
         return sum(m.buffer.nbytes for stages in self.segments for stage in stages for m in stage.sends)
+
+    def bytes_sent_to(self, peers: Collection[int]) -> int:
+        """Those of them that go to ``peers``."""
+        stages = (stage for segment in self.segments for stage in segment)
+        return sum(m.buffer.nbytes for stage in stages for m in stage.sends if m.peer in peers)
 
     @property
     def messages_sent(self) -> int:

@@ -10,7 +10,7 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,14 +19,15 @@ from ocomm.collectives import plan as plans
 from ocomm.collectives.engine import Reason, State
 from ocomm.collectives.plan import HEADER, Plan, read_header
 from ocomm.collectives.tracing import Trace, new_trace, record
+from ocomm.compression.wire import COMPARED, DISAGREEMENT
 from ocomm.errors import HorovodInternalError
-from ocomm.kernels.base import Kernels
+from ocomm.kernels.base import Bytes, Kernels, Table
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request, Transport
 from ocomm.types import Flag
 
 _TAGS, _STAGES_PER_SEGMENT = 4096, 8
-_COMPARED = ("magic", "step", "signature", "hyper", "attempt", "tensors")
+_PASSING_ON_S = 5.0  # as PASSING_ON_NS in engine.c
 
 
 class PythonTicket:
@@ -40,6 +41,8 @@ class PythonTicket:
         self.state = State.QUEUED
         self.error = 0
         self.error_segment = 0
+        self.culprit: int | None = None  # whose header differs, while others still have to hear of it through us
+        self.disagreed = 0.0
         self.started_segments = 0
         self.done_segments = 0
         self.submitted = time.monotonic()
@@ -86,6 +89,7 @@ class _Segment:
     sequence: int
     stage: int = 0
     begun: bool = False
+    culprit: int | None = None  # whose header differs from ours, if others hear of it through us
     flights: dict[int, list[_Flight]] = field(default_factory=dict)  # by stage
 
 
@@ -134,6 +138,7 @@ class PythonChannel:
             for segment in list(self.active):
                 moved |= self._poll(segment)
                 moved |= self._advance(segment)
+            self._conclude()
             while len(self.active) < self.window and (ticket := self._next_ticket()):
                 self._start(ticket)
                 moved = True
@@ -145,9 +150,19 @@ class PythonChannel:
             return True
         now = time.monotonic()
         late = next((ticket for ticket in list(self.queue) if now > ticket.deadline), None)
-        if late:
+        disputed = next((t for t in self.queue if t.culprit is not None and now > t.disagreed + _PASSING_ON_S), None)
+        if disputed is not None and disputed.culprit is not None:
+            self.fail(disputed, State.MISMATCH, disputed.culprit)
+        elif late:
             self.fail(late, State.TIMED_OUT, 0)
         return moved
+
+    def _conclude(self) -> None:
+        """A segment in which ranks disagree is over: the channel ends, once the segments before it are over, too."""
+        first = self.active[0] if self.active else None
+        if first is not None and first.culprit is not None and first.stage == len(first.stages):
+            first.ticket.error_segment = _number(first)
+            raise _Mismatch(first.ticket, first.culprit)
 
     def _next_ticket(self) -> PythonTicket | None:
         with self.engine.lock:
@@ -181,6 +196,8 @@ class PythonChannel:
         return moved
 
     def _advance(self, segment: _Segment) -> bool:
+        if segment.stage == len(segment.stages):
+            return False  # over, and in dispute
         moved = False
         while segment.stage < len(segment.stages):
             stage = segment.stages[segment.stage]
@@ -202,6 +219,8 @@ class PythonChannel:
             segment.ticket.note(segment.stages, segment.stage, 2)
             segment.begun = False
             segment.stage += 1
+        if segment.culprit is not None:
+            return True
         self.active.remove(segment)
         ticket = segment.ticket
         ticket.done_segments += 1
@@ -224,6 +243,22 @@ class PythonChannel:
         self.active = []
         for ticket in tickets:
             self.engine.finish(ticket, *((state, error) if ticket is culprit else (State.ABORTED, 0)))
+
+
+def _runs(tensors: Table, runs: Table, message: Bytes) -> Iterator[tuple[Bytes, Bytes | None]]:
+    """(part of the message, part of the gradient or None) of each run."""
+    for run in runs:
+        first, nbytes = 4 * int(run["position"]), 4 * int(run["length"])
+        address = int(tensors["grad"][run["tensor"]])
+        gradient = None
+        if address:
+            gradient = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address + 4 * int(run["start"])))
+        yield message[first : first + nbytes], gradient
+
+
+def _number(segment: _Segment) -> int:
+    """Which of its plan's segments it is."""
+    return next(i for i, stages in enumerate(segment.ticket.plan.segments) if stages is segment.stages)
 
 
 class _Mismatch(Exception):
@@ -327,12 +362,12 @@ class PythonEngine:
             case plans.Copy():
                 c.destination[...] = c.source
             case plans.Pack():
-                first = int(c.tensors["grad"][c.tensor])
-                if first:
-                    source = (ctypes.c_uint8 * c.destination.nbytes).from_address(first + 4 * c.start)
-                    c.destination[:] = np.ctypeslib.as_array(source)
-                else:
-                    c.destination[:] = 0
+                for part, gradient in _runs(c.tensors, c.runs, c.destination):
+                    part[:] = 0 if gradient is None else gradient
+            case plans.Place():
+                for part, gradient in _runs(c.tensors, c.runs, c.source):
+                    assert gradient is not None
+                    gradient[:] = part
             case plans.Reduce():
                 self.kernels.reduce(c.dtype, c.op, c.sources, c.prescale, c.postscale, c.out)
             case plans.Compress() if c.tensors is None:
@@ -381,12 +416,26 @@ class PythonEngine:
     @staticmethod
     def _check(c: plans.Check, segment: _Segment) -> None:
         mine = c.header.reshape(1)[0]
+        ticket = segment.ticket
         for rank, message in enumerate(c.messages):
             theirs = read_header(message)
-            if any(theirs[name] != mine[name] for name in _COMPARED):
-                ticket = segment.ticket
-                ticket.error_segment = next(i for i, s in enumerate(ticket.plan.segments) if s is segment.stages)
+            field = next((i for i, name in enumerate(COMPARED) if theirs[name] != mine[name]), None)
+            if field is not None and c.passed_on is None:
+                ticket.error_segment = _number(segment)
                 raise _Mismatch(ticket, rank)
+            if field is not None:
+                assert c.passed_on is not None
+                said = c.passed_on[0]
+                if said["magic"] != DISAGREEMENT and theirs["magic"] == DISAGREEMENT:
+                    c.passed_on[0] = theirs
+                elif said["magic"] != DISAGREEMENT:
+                    said["magic"], said["reserved"], said["tensors"] = DISAGREEMENT, theirs["rank"], field
+                    said["signature"], said["hyper"] = mine[COMPARED[field]], theirs[COMPARED[field]]
+                segment.culprit = int(said["rank"] if said["reserved"] == mine["rank"] else said["reserved"])
+                if ticket.culprit is None:
+                    ticket.culprit, ticket.disagreed = segment.culprit, time.monotonic()
+                    ticket.error_segment = _number(segment)
+                continue
             c.flags[0] |= theirs["flags"]
             c.presence |= message[HEADER.itemsize : HEADER.itemsize + c.presence.nbytes]
             if theirs["announcement"]:

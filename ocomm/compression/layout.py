@@ -262,6 +262,43 @@ class Layout:
             described += [self.nodes.members, self.nodes.groups]
         return _digest(json.dumps(described).encode())
 
+    def local_span(self, tensor: int, rank: int) -> slice:
+        """Where the part of a tensor that ``rank`` compresses lies in its worker buffers: its blocks side by side."""
+        blocks = self.tensor_blocks(tensor)
+        mine = blocks[blocks["slice"] == self.slice_of(rank)]
+        if not mine.size:
+            return slice(0, 0)
+        return slice(int(mine["local"][0]), int(mine["local"][-1]) + int(mine["length"][-1]))
+
+    def from_worker(self, tensor: int, rank: int, buffer: NDArray[Any]) -> NDArray[Any]:
+        """A whole tensor as the worker buffer ``buffer`` of ``rank`` has it, flat, zeros where others compress it.
+
+        A view where the rank compresses all of it.
+        """
+        part = buffer[self.local_span(tensor, rank)]
+        blocks = self.tensor_blocks(tensor)
+        mine = blocks["slice"] == self.slice_of(rank)
+        if mine.all():
+            return part
+        # All blocks but the last have one length, so they are the rows of a table.
+        width = int(blocks["length"].max())
+        table = np.zeros((blocks.size, width), buffer.dtype)
+        rows = np.zeros(int(mine.sum()) * width, buffer.dtype)
+        rows[: part.size] = part
+        table[mine] = rows.reshape(-1, width)
+        return table.reshape(-1)[: int(self.numels[tensor])]
+
+    def to_worker(self, tensor: int, rank: int, whole: NDArray[Any]) -> NDArray[Any]:
+        """The inverse: what ``rank`` compresses of a tensor, flat."""
+        blocks = self.tensor_blocks(tensor)
+        mine = blocks["slice"] == self.slice_of(rank)
+        if mine.all() or not mine.any():
+            return whole if mine.any() else whole[:0]
+        width = int(blocks["length"].max())
+        table = np.zeros(blocks.size * width, whole.dtype)
+        table[: whole.size] = whole
+        return table.reshape(-1, width)[mine].reshape(-1)[: int(blocks["length"][mine].sum())]
+
     def tensor_blocks(self, tensor: int) -> Table:
         """The rows of ``blocks`` of one tensor."""
         return self.blocks[self.first_block[tensor] : self.first_block[tensor + 1]]
@@ -347,8 +384,12 @@ class Layout:
         )
 
     def dense_bytes(self) -> float:
-        """Bytes sent per rank and step, on average, by a dense float32 ring or alltoall: 2 (n-1)/n * 4d."""
-        return 2 * (self.ranks - 1) / self.ranks * 4 * self.numel
+        """Bytes that each rank of N nodes sends to other nodes in a step, on average, by a dense float32 average.
+
+        2 (N-1)/N * 4d leave a node; in the flat form, where every rank counts as a node, that is a ring's bytes.
+        """
+        nodes = len(self.nodes.members)
+        return 2 * (nodes - 1) / nodes * 4 * self.numel * nodes / self.ranks
 
     def compressed_bytes(self, *, scales: bool = True) -> float:
         """Bytes that leave each node in a step, on average, without headers: 2 (N-1)/N * sum (ceil(length/8) + 4).

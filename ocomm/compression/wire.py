@@ -24,6 +24,11 @@ HEADER = np.dtype(
 )
 MAGIC = 0x4F434F4D
 assert HEADER.itemsize == 64
+#: What the ranks must say alike.
+COMPARED = ("magic", "step", "signature", "hyper", "attempt", "tensors")
+#: Instead of MAGIC: ranks ``rank`` and ``reserved`` differ in COMPARED[``tensors``], where the one says ``signature``
+#: and the other ``hyper``. So a difference reaches ranks which see neither header.
+DISAGREEMENT = 0x4F434F44
 
 #: Elements [start, start + length) of a tensor stand at element ``position`` of a message's float32 payload.
 RUN = np.dtype([("start", np.int64), ("position", np.int64), ("length", np.int64), ("tensor", np.int64)])

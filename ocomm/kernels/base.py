@@ -6,7 +6,9 @@ The tables are NumPy structured arrays with the memory layout of ``ocomm_block``
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import mmap
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -72,6 +74,21 @@ def aligned_zeros(numel: int) -> Floats:
 
 
 _lines = itertools.count()
+
+#: Elements of a page of memory.
+PAGE_NUMEL = mmap.PAGESIZE // 4
+
+
+def sparse_zeros(numel: int) -> Floats:
+    """A new float32 array of zeros on its own pages, each of which takes memory from its first write on.
+
+    NumPy asks for pages of 2 MiB where an array is large; of those, every one would soon be written.
+    """
+    pages = mmap.mmap(-1, max(4 * numel, 1))
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel that knows no others
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, np.float32, numel)
 
 
 class Kernels(Protocol):

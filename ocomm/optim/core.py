@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ocomm.collectives.compressed import NodeSum
 from ocomm.collectives.plan import Average, Computation
 from ocomm.compression.layout import Layout, SegmentLayout
+from ocomm.compression.wire import RUN
 from ocomm.errors import SettingsError
-from ocomm.kernels.base import TENSOR, Bytes, Floats, Kernels, Table, aligned_zeros
+from ocomm.kernels.base import PAGE_NUMEL, TENSOR, Bytes, Floats, Kernels, Table, aligned_zeros, sparse_zeros
 
 Flags = NDArray[np.uint32]
 Bools = NDArray[np.bool_]
@@ -49,8 +51,10 @@ class Segment:
 class Core(abc.ABC):
     """The tensors of ``layout`` on rank ``rank`` of ``layout.ranks``. Raises SettingsError for an unknown ``scale``.
 
-    ``tensors`` is the TENSOR table, one row per tensor of the layout; the frontend writes the addresses ``grad`` (0: no
-    gradient on this rank) and ``param``, all else in it is written by the core. ``scale`` is ``"l1"`` or ``"rms"``.
+    ``tensors`` is the TENSOR table, one row per tensor of the layout: the frontend writes the addresses ``param``, the
+    stepper ``grad``, and the core all else. ``gradients`` is another such table, of which only ``grad`` counts: this
+    rank's own (0: none). In the hierarchical form the worker's gradients are sums of its node's ranks, and ``tensors``
+    has their addresses; in the flat form the two tables are one. ``scale`` is ``"l1"`` or ``"rms"``.
     """
 
     #: Names what travels compressed, for the signature in every message; with the scale where there is one.
@@ -73,6 +77,7 @@ class Core(abc.ABC):
         self.tensors: Table = np.zeros(count, TENSOR)
         self.tensors["decay"] = 1.0
         self.tensors["skip"] = 1
+        self.gradients = self.tensors if layout.nodes.is_flat else np.zeros(count, TENSOR)
         #: Steps taken by each tensor, as torch's ``state["step"]``.
         self.steps = np.zeros(count, np.int64)
         self.segments: list[Segment] = []
@@ -84,6 +89,7 @@ class Core(abc.ABC):
         none = np.zeros(0, np.float32)
         self.error, self.error_out = none, none
         self.owner_error, self.owner_error_out = none, none
+        self.node_gradient = none
 
     # What the stepper asks
 
@@ -141,7 +147,21 @@ class Core(abc.ABC):
 
     def dense_source(self, segment: SegmentLayout, flags: Flags) -> tuple[list[Computation], Table]:
         """What has to be computed before a dense segment is packed, and the table whose ``grad`` is packed then."""
-        return [], self.tensors
+        return [], self.gradients
+
+    def node_sum(self, segment: int) -> NodeSum | None:
+        """The hierarchical form's sum inside the node, for the worker's half of a segment."""
+        layout = self.segments[segment].layout
+        if layout.nodes.is_flat:
+            return None
+        number = self.layout.slice_of(self.rank)
+        runs = layout.slice_runs[number] if number >= 0 else np.zeros(0, RUN)
+        return NodeSum(self.gradients, self.tensors, runs, self.node_weight)
+
+    @property
+    def node_weight(self) -> float:
+        """What a node's sum is multiplied by. With this one the owners' plain mean over nodes is that over ranks."""
+        return self.layout.nodes.weight
 
     def dense_key(self) -> tuple[int, ...]:
         """As ``key``, of all dense segments."""
@@ -194,16 +214,24 @@ class Core(abc.ABC):
         """The segments in which a tensor travels."""
         return [segment for segment in self.segments if tensor in segment.layout.tensors]
 
-    # Errors: this rank's as a worker (flat) and as an owner of blocks, each beside the one being written
+    # Errors: this rank's as a worker and as an owner of blocks, each beside the one being written
 
     def allocate(self) -> None:
         """Makes the buffers of the compressed stage, once."""
         if self._allocated:
             return
-        flat, owned = self.layout.flat_numel, self.layout.owned_numel(self.rank)
-        self.error, self.error_out = (aligned_zeros(flat) for _ in range(2))
+        mine, owned = self.layout.worker_numel(self.rank), self.layout.owned_numel(self.rank)
+        self.error, self.error_out = (aligned_zeros(mine) for _ in range(2))
         self.owner_error, self.owner_error_out = (aligned_zeros(owned) for _ in range(2))
+        if not self.layout.nodes.is_flat:
+            self._place_node_gradients()
         self._allocated = True
+
+    def _place_node_gradients(self) -> None:
+        """Each tensor's whole length, of which only the pages with this rank's slice are ever written."""
+        lengths = -(-self.layout.numels // PAGE_NUMEL) * PAGE_NUMEL
+        self.node_gradient = sparse_zeros(int(lengths.sum()))
+        self.tensors["grad"] = address(self.node_gradient) + 4 * (np.cumsum(lengths) - lengths)
 
     def swap_errors(self) -> None:
         """What the exchange has written is in use from now on."""
@@ -212,20 +240,24 @@ class Core(abc.ABC):
 
     def keep_errors(self, tensor: int) -> None:
         """Copies the errors of a tensor that nobody has a gradient for over what the exchange has written."""
-        span, owned = self.flat_span(tensor), self.owned_span(tensor)
+        span, owned = self.local_span(tensor), self.owned_span(tensor)
         self.error_out[span] = self.error[span]
         self.owner_error_out[owned] = self.owner_error[owned]
 
     def reset_errors(self, tensor: int) -> None:
         """Zeroes all errors of a tensor."""
         for array in (self.error, self.error_out):
-            array[self.flat_span(tensor)] = 0.0
+            array[self.local_span(tensor)] = 0.0
         for array in (self.owner_error, self.owner_error_out):
             array[self.owned_span(tensor)] = 0.0
 
     def flat_span(self, tensor: int) -> slice:
         """Where a tensor lies in the flat buffers."""
         return self.layout.flat_span(tensor)
+
+    def local_span(self, tensor: int) -> slice:
+        """Where the part of a tensor that this rank compresses lies in its worker buffers."""
+        return self.layout.local_span(tensor, self.rank)
 
     def owned_span(self, tensor: int) -> slice:
         """This rank's blocks of a tensor lie side by side in its owner error buffer."""
@@ -238,7 +270,7 @@ class Core(abc.ABC):
     # State of this rank
 
     def rank_state(self) -> dict[str, Any]:
-        """This rank's errors: ``error`` (flat) and ``owner_error`` (owned), copies, with ``rank`` and ``digest``."""
+        """This rank's errors: ``error`` (local) and ``owner_error`` (owned), copies, with ``rank`` and ``digest``."""
         return {
             "rank": self.rank,
             "digest": self.layout.digest,
@@ -264,32 +296,39 @@ class Core(abc.ABC):
     def redistribute_errors(self, states: Sequence[Mapping[str, Any]], layout: Layout) -> None:
         """Loads the errors of a run with another number of ranks: the states of all its ranks, and its layout.
 
-        Owner errors move with their blocks. Worker errors are averaged over the old ranks, in rank order, and every new
-        rank gets the mean: an average over ranks then holds the same as before. Raises ValueError if a state is missing
-        or the tensors differ; the flat buffers of both layouts are alike then, whatever their blocks.
+        Owner errors move with their blocks. Worker errors are averaged over the old nodes, in the order of ranks, and
+        every new node gets the mean: an average over nodes then holds the same as before. Raises ValueError if a state
+        is missing or the tensors differ; the flat buffers of both layouts are alike then, whatever their blocks.
         """
         states = sorted(states, key=lambda state: int(state["rank"]))
         if [state["rank"] for state in states] != list(range(layout.ranks)):
             raise ValueError(f"need the errors of all {layout.ranks} ranks, got {[s['rank'] for s in states]}")
         if layout.tensors != self.layout.tensors or any(state["digest"] != layout.digest for state in states):
             raise ValueError("the errors belong to other tensors or another layout")
-        if not all(state["error"].size for state in states):
+        if not any(state["error"].size for state in states):
             return  # saved before anything was compressed: no errors yet
         mean = np.zeros(layout.flat_numel)
         owner_error = np.zeros(layout.flat_numel, np.float32)
         for rank, state in enumerate(states):
-            mean += state["error"]
+            for tensor in range(len(layout.tensors)):
+                mean[layout.flat_span(tensor)] += layout.from_worker(tensor, rank, state["error"])
             _move_owned(layout, rank, owner_error, state["owner_error"], gather=False)
-        mean /= layout.ranks
+        mean /= len(layout.nodes.members)
+        error = np.zeros(self.layout.worker_numel(self.rank), np.float32)
+        for tensor in range(len(layout.tensors)):
+            whole = mean[layout.flat_span(tensor)].astype(np.float32)
+            error[self.local_span(tensor)] = self.layout.to_worker(tensor, self.rank, whole)
         mine = np.zeros(self.layout.owned_numel(self.rank), np.float32)
         _move_owned(self.layout, self.rank, owner_error, mine, gather=True)
-        self._load_errors(mean.astype(np.float32), mine)
+        self.allocate()
+        self._load_errors(error, mine)
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by buffer."""
         return {
             "worker_error": self.error.nbytes + self.error_out.nbytes,
             "owner_error": self.owner_error.nbytes + self.owner_error_out.nbytes,
+            "node_gradient": 4 * self.layout.worker_numel(self.rank) if self.node_gradient.size else 0,
         }
 
 

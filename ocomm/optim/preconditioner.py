@@ -120,11 +120,12 @@ class Preconditioner:
         count = int(self.layout.numels[tensor])
         return np.unpackbits(self.mask[self._mask_span(tensor)], count=count, bitorder="little").view(np.bool_)
 
-    def touched(self, error: Floats) -> Bytes:
-        """One bit per flat element: masked, and this rank's gradients have left something in its worker error."""
+    def touched(self, error: Floats, rank: int) -> Bytes:
+        """One bit per flat element: masked, and gradients have left something in ``error``, the worker error of
+        ``rank``."""
         bits = np.zeros(self.mask.size, np.uint8)
         for tensor in np.flatnonzero(self.masked).tolist():
-            nonzero = np.packbits(error[self.layout.flat_span(tensor)] != 0.0, bitorder="little")
+            nonzero = np.packbits(self.layout.from_worker(tensor, rank, error != 0.0), bitorder="little")
             span = self._mask_span(tensor)
             bits[span] = nonzero & self.mask[span]
         return bits

@@ -13,14 +13,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.collectives.compressed import Envelope, Run, compressed_segment, dense_segment, vote
+from ocomm.collectives.compressed import Run, Staging, compressed_segment, dense_segment, vote
 from ocomm.collectives.engine import Channel, State, Ticket
+from ocomm.collectives.envelope import Envelope
 from ocomm.collectives.plan import Computation, Plan, Stage
+from ocomm.collectives.routes import vote_groups
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import SegmentLayout
@@ -30,6 +32,8 @@ from ocomm.optim.core import Bools, Core
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
+#: ``attempt`` of the vote in which ranks say whose gradients were not finite.
+_INQUEST = 2
 
 
 class Verdict(enum.Enum):
@@ -41,6 +45,13 @@ class Verdict(enum.Enum):
     OVERFLOW = "overflow"
 
 
+class _Sent(NamedTuple):
+    """Bytes which a plan sends to other nodes, and to other ranks of this rank's node."""
+
+    across: int
+    inside: int
+
+
 @dataclass(slots=True, eq=False)
 class _Bucket:
     """Tensors which travel together, and their exchange."""
@@ -50,19 +61,22 @@ class _Bucket:
     segments: list[SegmentLayout]
     envelopes: list[Envelope]
     first_segment: int = 0  # of the core, where compressed
-    send: list[Bytes] = field(default_factory=list)
-    receive: list[list[Bytes]] = field(default_factory=list)
+    staging: list[Staging] = field(default_factory=list)
     #: Prepared plans with their bytes sent, by what is built into them: buffers alternate, so two are kept.
-    plans: dict[tuple[int, ...], tuple[Any, int]] = field(default_factory=dict)
+    plans: dict[tuple[int, ...], tuple[Any, _Sent]] = field(default_factory=dict)
     plan_memory: list[Bytes] = field(default_factory=list)
-    bytes_sent: int = 0
+    sent: _Sent = field(default_factory=lambda: _Sent(0, 0))
     left: int = 0
     ticket: Ticket | None = None
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What this rank has really sent through its optimizer, headers included."""
+    """What this rank has really sent through its optimizer, headers included.
+
+    ``bytes_sent`` went to other nodes, ``bytes_sent_inside`` to ranks of its own; in the flat form each rank counts as
+    a node. ``bytes_dense`` is what a dense average would have sent to other nodes.
+    """
 
     steps: int = 0
     dense_steps: int = 0
@@ -71,6 +85,7 @@ class Traffic:
     skipped_steps: int = 0
     redone_steps: int = 0
     bytes_sent: int = 0
+    bytes_sent_inside: int = 0
     bytes_dense: float = 0.0
     last_bytes_sent: int = 0
     exposed_s: float = 0.0
@@ -147,6 +162,7 @@ class Stepper:
         self._dead: OcommError | None = None
         #: Tensors that do not travel in the step under way.
         self._local: list[int] = []
+        self._outside = set(range(len(self.ranks))).difference(self.layout.nodes.node_of(self.rank))
         self._vote_envelope = Envelope.new(
             self.rank,
             self.layout.digest,
@@ -155,7 +171,9 @@ class Stepper:
             self._heard_flags,
             self._announcement,
         )
-        self._vote = channel.prepare(vote(self.rank, len(self.ranks), self._vote_envelope))
+        plan = vote(self.rank, vote_groups(self.layout.nodes), self._vote_envelope)
+        self._vote_sent = self._bytes(plan)
+        self._vote = channel.prepare(plan)
 
     # Buckets
 
@@ -203,22 +221,19 @@ class Stepper:
             done += int(numels[tensor])
         return [group for group in groups if group]
 
-    def _envelope(self, segment: SegmentLayout, compressor: str) -> Envelope:
-        signature = segment.signature(compressor)
-        return Envelope.new(
-            self.rank, signature, len(segment.tensors), self._flags, self._heard_flags, self._announcement
-        )
+    def _envelope(self, segment: SegmentLayout, compressor: str, *, for_node: bool = False) -> Envelope:
+        signature, shared = segment.signature(compressor), (self._flags, self._heard_flags, self._announcement)
+        return Envelope.new(self.rank, signature, len(segment.tensors), *shared, for_node=for_node)
+
+    def _bytes(self, plan: Plan) -> _Sent:
+        across = plan.bytes_sent_to(self._outside)
+        return _Sent(across, plan.bytes_sent - across)
 
     def _compressed_bucket(self, tensors: list[int], first: int, segments: list[SegmentLayout]) -> _Bucket:
         name = f"{self.core.compressor}-{self.core.scale}" if self.core.scales else self.core.compressor
-        bucket = _Bucket(tensors, True, segments, [self._envelope(s, name) for s in segments], first)
-        for segment in segments:
-            mine = segment.message_nbytes[self.rank]
-            room = -(-mine // 64) * 64
-            staging = aligned(room * segment.ranks)
-            bucket.send.append(aligned(segment.packed_nbytes))
-            bucket.receive.append([staging[r * room : r * room + mine] for r in range(segment.ranks)])
-        return bucket
+        for_node = not self.layout.nodes.is_flat
+        envelopes = [self._envelope(segment, name, for_node=for_node) for segment in segments]
+        return _Bucket(tensors, True, segments, envelopes, first, [Staging(segment) for segment in segments])
 
     def _dense_bucket(self, tensors: list[int]) -> _Bucket:
         segments = self.layout.segments(tensors, self.rank, max(self.segment_nbytes // 32, 1))
@@ -236,14 +251,14 @@ class Stepper:
                 bucket.plans.clear()
                 bucket.plan_memory.clear()
             plan = self._compressed_plan(bucket) if bucket.compressed else self._dense_plan(bucket)
-            bucket.plans[key] = self.channel.prepare(plan), plan.bytes_sent
-        prepared, bucket.bytes_sent = bucket.plans[key]
+            bucket.plans[key] = self.channel.prepare(plan), self._bytes(plan)
+        prepared, bucket.sent = bucket.plans[key]
         return prepared
 
     def _compressed_plan(self, bucket: _Bucket) -> Plan:
         core = self.core
         stages = []
-        for number, segment in enumerate(bucket.segments):
+        for number, (staging, envelope) in enumerate(zip(bucket.staging, bucket.envelopes, strict=True)):
             k = bucket.first_segment + number
 
             def average(rows: Sequence[Bytes], k: int = k) -> Computation:
@@ -251,14 +266,12 @@ class Stepper:
 
             stages.append(
                 compressed_segment(
-                    self.rank,
-                    segment,
-                    bucket.envelopes[number],
-                    bucket.send[number],
-                    bucket.receive[number],
+                    staging,
+                    envelope,
                     core.result(k),
-                    core.compress(k, bucket.send[number], self._flags),
+                    core.compress(k, staging.send, envelope.node_flags),
                     average,
+                    core.node_sum(k),
                 )
             )
         return Plan(f"{self.name}: compressed bucket", stages or [[Stage()]])
@@ -286,7 +299,7 @@ class Stepper:
         self._hyper = hyper
         self._clear_flags()
         self._announcement[0] = 0
-        self.core.tensors["grad"] = 0
+        self.core.gradients["grad"] = 0
         self._present[:] = False
         self.arrivals.clear()
         self._arrange()
@@ -341,7 +354,7 @@ class Stepper:
         addresses = self._locate(bucket.tensors, final)
         if addresses is None:
             return False
-        self.core.tensors["grad"][bucket.tensors] = addresses
+        self.core.gradients["grad"][bucket.tensors] = addresses
         self._present[bucket.tensors] = addresses != 0
         for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
             envelope.begin(self.step + 1, attempt, self._hyper, 0)
@@ -353,8 +366,8 @@ class Stepper:
         return True
 
     def _read_checksums(self, tensors: list[int]) -> NDArray[np.uint64]:
-        rows = self.core.tensors[tensors]
-        return self.core.kernels.checksums(rows["grad"], self.layout.numels[tensors] * 4, self.verify == "full")
+        addresses = self.core.gradients["grad"][tensors]
+        return self.core.kernels.checksums(addresses, self.layout.numels[tensors] * 4, self.verify == "full")
 
     def changed_tensors(self) -> list[int]:
         """Tensors of posted buckets whose gradient's bytes are not what was handed over."""
@@ -483,16 +496,31 @@ class Stepper:
                     return False
         return True
 
+    def _has_finite_gradients(self) -> bool:
+        core = self.core
+        return all(core.kernels.finite(s.blocks, core.gradients) for bucket in self._buckets for s in bucket.segments)
+
     def _non_finite_ranks(self) -> list[int]:
-        """Ranks that said so in a header; empty where only the average overflowed."""
-        envelopes = [e for bucket in self._buckets for e in bucket.envelopes] + [self._vote_envelope]
+        """Ranks that said so in a header; empty where only the average overflowed.
+
+        In the hierarchical form a header speaks for a node: there the ranks tell each other once more.
+        """
+        envelopes = [self._vote_envelope]
+        if self.layout.nodes.is_flat:
+            envelopes += [e for bucket in self._buckets for e in bucket.envelopes]
+        elif not self._has_finite_gradients():
+            self._vote_envelope.header["flags"] = Flag.NON_FINITE
+        if not self.layout.nodes.is_flat:
+            self._vote_envelope.header["attempt"] = _INQUEST
+            ticket = self.channel.submit(self._vote, self.timeout_s, False)
+            wait(ticket, self.channel, self.ranks, self._watch, f"{self.name}: step {self.step}")
         found = {rank for e in envelopes for rank in e.ranks_with(Flag.NON_FINITE)}
         return [self.ranks[rank] for rank in sorted(found)]
 
     def _account(self, skipped: bool) -> None:
         self.step += 1
-        sent = sum(bucket.bytes_sent for bucket in self._buckets)
-        sent += (len(self.ranks) - 1) * self._vote_envelope.nbytes
+        sent = [*(bucket.sent for bucket in self._buckets), self._vote_sent]
+        across = sum(one.across for one in sent)
         traffic = self.traffic
         traffic.steps += 1
         traffic.skipped_steps += skipped
@@ -500,8 +528,9 @@ class Stepper:
         traffic.compressed_steps += is_compressed
         traffic.dense_steps += bool(self._buckets) and not is_compressed
         traffic.local_steps += not self._buckets
-        traffic.last_bytes_sent = sent
-        traffic.bytes_sent += sent
+        traffic.last_bytes_sent = across
+        traffic.bytes_sent += across
+        traffic.bytes_sent_inside += sum(one.inside for one in sent)
         traffic.bytes_dense += self.layout.dense_bytes()
 
     def commit(self) -> None:
@@ -546,8 +575,8 @@ class Stepper:
                 said = "; ".join(f"rank(s) {who} are at step {value}" for value, who in by_value.items())
                 return f"{self.name}: the ranks are not at the same step: {said}. Call step() equally often everywhere."
             if what == "hyper":
-                lrs = envelope.learning_rates()
-                said = "; ".join(f"rank(s) {who} (lr {lrs[self.ranks.index(who[0])]:g})" for who in by_value.values())
+                lrs = {self.ranks[rank]: f" (lr {lr:g})" for rank, lr in envelope.learning_rates().items()}
+                said = "; ".join(f"rank(s) {who}{lrs.get(who[0], '')}" for who in by_value.values())
                 return (
                     f"{self.name}: lr, betas, eps or weight decay differ between ranks in step {self.step + 1}: "
                     f"{said}. "
@@ -570,10 +599,11 @@ class Stepper:
         compressed = self._compressed_buckets
         own = {
             "averages": self.averages.nbytes,
-            "send": sum(b.nbytes for bucket in compressed for b in bucket.send),
-            "receive": sum(b.nbytes for bucket in compressed for rows in bucket.receive for b in rows),
             "dense_staging": sum(b.nbytes for bucket in self._dense_buckets for b in bucket.plan_memory),
         }
+        for held in (staging.memory() for bucket in compressed for staging in bucket.staging):
+            for name, nbytes in held.items():
+                own[name] = own.get(name, 0) + nbytes
         return {**self.core.memory(), **own}
 
 

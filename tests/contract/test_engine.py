@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from ocomm.collectives import dense
-from ocomm.collectives.compressed import Envelope, compressed_segment, vote
+from ocomm.collectives.compressed import Staging, compressed_segment, vote
 from ocomm.collectives.engine import Channel, Engine, Reason, State, Ticket
+from ocomm.collectives.envelope import Envelope
 from ocomm.collectives.native_engine import NativeEngine
 from ocomm.collectives.plan import (
     Average,
@@ -239,13 +240,13 @@ def compressed_exchange(kind: str, size: int, steps: int, source: str = "values"
             values, error, out = (np.zeros(flat, np.float32) for _ in range(3))
             values[:] = rng.normal(size=flat)
             owner_error = np.zeros(layout.owned_numel(rank), np.float32)
-            send, result = aligned(segment.packed_nbytes), aligned(segment.packed_nbytes)
-            send[:] = result[:] = 0
-            nbytes = segment.message_nbytes[rank]
-            receive = [aligned(nbytes) for _ in range(size)]
+            staging, result = Staging(segment), aligned(segment.packed_nbytes)
+            staging.send[:] = result[:] = 0
             compress: Compress | CompressUpdate
             if source == "values":
-                compress = Compress(segment.blocks, values, None, None, error, error, None, "l1", send, env.flags)
+                compress = Compress(
+                    segment.blocks, values, None, None, error, error, None, "l1", staging.send, env.flags
+                )
             else:
                 tensors = np.zeros(3, TENSOR)
                 tensors["grad"][:2] = [values[layout.offsets[t] :].ctypes.data for t in range(2)]
@@ -261,14 +262,14 @@ def compressed_exchange(kind: str, size: int, steps: int, source: str = "values"
                     error,
                     mask,
                     "l1",
-                    send,
+                    staging.send,
                     env.flags,
                 )
 
             def average(rows: Any, s: Any = segment, e: Any = owner_error, r: Any = result, v: Any = env) -> Average:
                 return Average(s.owned_blocks, rows, s.message_start[s.rank], e, e, None, "l1", r, v.flags)
 
-            stages = compressed_segment(rank, segment, env, send, receive, result, compress, average)
+            stages = compressed_segment(staging, env, result, compress, average)
             stages[-1].compute.append(Unpack(segment.blocks, result, None, out))
             plans.append(Plan("compressed", [stages], [values]))
             headers = [(start, start + segment.header_nbytes) for start in segment.message_start]
@@ -309,12 +310,11 @@ def quantized_exchange(kind: str, size: int, steps: int) -> list[bytes]:
             m, b, e, out = (np.zeros(layout.flat_numel, np.float32) for _ in range(4))
             m_out, b_out = np.zeros_like(m), np.zeros_like(b)
             owner_error = np.zeros(layout.owned_numel(rank), np.float32)
-            send, result = aligned(segment.packed_nbytes), aligned(segment.packed_nbytes)
-            send[:] = result[:] = 0
-            receive = [aligned(segment.message_nbytes[rank]) for _ in range(size)]
+            staging, result = Staging(segment), aligned(segment.packed_nbytes)
+            staging.send[:] = result[:] = 0
             noise = np.array([(77, 0, rank), (77, 0, OWNERS)], NOISE)
             compress = CompressQuantized(
-                segment.blocks, tensors, m, m, b, b, e, e, 1e-12, rank == 0, noise[:1], send, env.flags
+                segment.blocks, tensors, m, m, b, b, e, e, 1e-12, rank == 0, noise[:1], staging.send, env.flags
             )
 
             def average(
@@ -323,7 +323,7 @@ def quantized_exchange(kind: str, size: int, steps: int) -> list[bytes]:
                 origin = s.message_start[s.rank]
                 return AverageQuantized(s.owned_blocks, rows, origin, weights, e, e, n[1:], r, v.flags)
 
-            stages = compressed_segment(rank, segment, env, send, receive, result, compress, average)
+            stages = compressed_segment(staging, env, result, compress, average)
             soft = SoftSign(segment.blocks, tensors, m, m_out, b, b_out, 1e-12, rank == 0, out, env.flags)
             stages[-1].compute.append(soft)
             plans.append(Plan("quantized", [stages], [grads]))
@@ -424,7 +424,7 @@ def test_a_header_that_differs_ends_the_plan_on_all_ranks(kind: str) -> None:
             env = envelope(rank)
             env.begin(8 if rank == 2 else 7, 0, 5, 0)
             envelopes.append(env)
-            plans.append(vote(rank, 3, env))
+            plans.append(vote(rank, [range(3)], env))
         channels = world.channels()
         tickets = submit(channels, plans)
         behind = submit(channels, [message_plan(rank, aligned(4), [], []) for rank in range(3)])
@@ -442,10 +442,35 @@ def test_flags_and_presence_of_all_ranks_are_known_to_all(kind: str) -> None:
             env.flags[0] = 1 << rank
             env.presence[0] = 1 << rank
             env.begin(1, 0, 0, 0)
-        plans = [vote(rank, 3, env) for rank, env in enumerate(envelopes)]
+        plans = [vote(rank, [range(3)], env) for rank, env in enumerate(envelopes)]
         assert states(submit(world.channels(), plans)) == [State.DONE] * 3
         for env in envelopes:
             assert (int(env.heard_flags[0]), int(env.heard[0])) == (7, 7)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("groups", [[(0, 1), (2, 3)], [(0, 3), (1, 2, 4)], [(0, 1, 2), (3,)], [(0,), (1,), (2, 3, 4)]])
+def test_a_vote_in_groups_brings_every_header_to_everyone(kind: str, groups: list[tuple[int, ...]]) -> None:
+    size = sum(len(group) for group in groups)
+    with world_of(kind, size) as world:
+        envelopes = [envelope(rank, tensors=size) for rank in range(size)]
+        for rank, env in enumerate(envelopes):
+            env.flags[0] = env.presence[0] = 1 << rank
+            env.begin(1, 0, 0, 9 if rank == 0 else 0)
+        channels = world.channels()
+        assert (
+            states(submit(channels, [vote(r, groups, env) for r, env in enumerate(envelopes)])) == [State.DONE] * size
+        )
+        for env in envelopes:
+            assert (int(env.heard_flags[0]), int(env.heard[0])) == ((1 << size) - 1,) * 2
+            assert int(env.announcement[0]) == 9
+            assert env.ranks_with(Flag(1 << 1)) == [1]
+        for rank, env in enumerate(envelopes):
+            env.begin(2 + (rank == 1), 0, 0, 0)
+        tickets = submit(channels, [vote(r, groups, env) for r, env in enumerate(envelopes)])
+        assert states(tickets) == [State.MISMATCH] * size
+        wanted = [("step", {rank: 2 + (rank == 1) for rank in range(size)})]
+        assert [env.differences() for env in envelopes] == [wanted] * size
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -455,7 +480,7 @@ def test_news_of_the_vote_stays_whichever_message_is_checked_last(kind: str) -> 
         silence.announcement = news.announcement  # as all messages of a step
         news.begin(1, 0, 0, 4)
         silence.begin(1, 0, 0, 0)
-        plans = [vote(0, 1, news), vote(0, 1, silence)]
+        plans = [vote(0, [range(1)], news), vote(0, [range(1)], silence)]
         assert states(submit(world.channels() * 2, plans)) == [State.DONE] * 2
         assert int(news.announcement[0]) == 4
 

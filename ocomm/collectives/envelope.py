@@ -1,0 +1,116 @@
+"""What stands in the headers of a segment's messages, sent and heard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ocomm.collectives.plan import HEADER, MAGIC, Check, Seal, header_nbytes, read_header
+from ocomm.compression.wire import COMPARED, DISAGREEMENT
+from ocomm.kernels.base import Bytes
+from ocomm.types import Flag
+
+
+@dataclass(slots=True)
+class Envelope:
+    """What one rank says in the headers of one segment's messages, and what it has heard.
+
+    ``header`` is one HEADER row; ``presence`` what this rank has; ``heard`` the OR over ranks; ``flags``,
+    ``heard_flags`` and ``announcement`` are single-element arrays shared by all segments of a step.
+
+    Where ranks hear of each other through others, ``passed_on`` is the header that they pass on: their own, or the
+    disagreement that they have found or heard of. ``node_flags`` are the flags of this rank's node, ``flags`` where it
+    speaks for itself alone; the compressor sets them.
+    """
+
+    header: np.ndarray
+    presence: Bytes
+    heard: Bytes
+    flags: np.ndarray
+    heard_flags: np.ndarray
+    announcement: np.ndarray
+    passed_on: np.ndarray
+    node_flags: np.ndarray
+    received: list[Bytes] = field(default_factory=list)
+
+    @classmethod
+    def new(
+        cls,
+        rank: int,
+        signature: int,
+        tensors: int,
+        flags: np.ndarray,
+        heard_flags: np.ndarray,
+        announcement: np.ndarray,
+        *,
+        for_node: bool = False,
+    ) -> Envelope:
+        """``for_node``: this rank speaks for its node, not only for itself."""
+        header = np.zeros(1, HEADER)
+        header["magic"], header["rank"], header["signature"], header["tensors"] = MAGIC, rank, signature, tensors
+        nbytes = header_nbytes(tensors) - HEADER.itemsize
+        presence, heard = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+        node_flags = np.zeros(1, np.uint32) if for_node else flags
+        return cls(header, presence, heard, flags, heard_flags, announcement, header.copy(), node_flags)
+
+    def begin(self, step: int, attempt: int, hyper: int, announcement: int) -> None:
+        """Fills in what changes from step to step, and forgets what was heard."""
+        row = self.header[0]
+        row["step"], row["attempt"], row["hyper"], row["announcement"] = step, attempt, hyper, announcement
+        self.heard[:] = 0
+        self.passed_on[0] = row
+        if self.node_flags is not self.flags:
+            self.node_flags[0] = 0
+
+    def seal(self, messages: Sequence[Bytes]) -> Seal:
+        """What this rank says for itself."""
+        return Seal(self.header, self.flags, self.presence, messages)
+
+    def seal_for_node(self, messages: Sequence[Bytes]) -> Seal:
+        """What it says for its node."""
+        return Seal(self.passed_on, self.node_flags, self.heard, messages)
+
+    def seal_for_all(self, messages: Sequence[Bytes]) -> Seal:
+        """What it has heard of everyone."""
+        return Seal(self.passed_on, self.heard_flags, self.heard, messages)
+
+    def check(self, messages: Sequence[Bytes]) -> Check:
+        """Of messages that everyone gets: each rank sees every difference for itself."""
+        return Check(self.header, messages, self.heard_flags, self.heard, self.announcement)
+
+    def check_and_pass_on(self, messages: Sequence[Bytes], *, of_node: bool = False) -> Check:
+        """Of messages that others will hear of through this rank."""
+        flags = self.node_flags if of_node else self.heard_flags
+        return Check(self.header, messages, flags, self.heard, self.announcement, self.passed_on)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a message without payload."""
+        return HEADER.itemsize + self.presence.nbytes
+
+    def ranks_with(self, flag: Flag) -> list[int]:
+        """Ranks that set ``flag`` in the messages received."""
+        return [rank for rank, message in enumerate(self.received) if int(read_header(message)["flags"]) & flag]
+
+    def learning_rates(self) -> dict[int, float]:
+        """The lr that each rank wrote into its vote."""
+        return {rank: float(read_header(message)["lr"]) for rank, message in enumerate(self.received)}
+
+    def differences(self) -> list[tuple[str, dict[int, int]]]:
+        """After a mismatch: (field, value by rank) for every field that is not the same everywhere.
+
+        Where the headers of all ranks are not here, one field and two ranks.
+        """
+        said = self.passed_on[0]
+        if not self.received:
+            values = {int(said["rank"]): int(said["signature"]), int(said["reserved"]): int(said["hyper"])}
+            return [(COMPARED[int(said["tensors"])], values)] if said["magic"] == DISAGREEMENT else []
+        rows = [read_header(message) for message in self.received]
+        found = []
+        for name in COMPARED:
+            values = {rank: int(row[name]) for rank, row in enumerate(rows)}
+            if len(set(values.values())) > 1:
+                found.append((name, values))
+        return found

@@ -1,0 +1,216 @@
+"""How the workers of a slice reach each other: directly, or in two hops across groups of nodes.
+
+Directly, each of N workers has N - 1 messages per phase. In two hops it has about 2 sqrt(N): a message goes to the
+member of the sender's own group that has the receiver's place, the relay, which sends on what its whole group has for
+that receiver. Relays pass messages on as they are, so owners average the same bits in the same order either way. The
+price is that half of the exchange, the alltoall, crosses the network twice (docs/decisions/0004-hierarchical.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from ocomm.collectives.plan import Copy, Message, Stage
+from ocomm.collectives.scratch import ALIGNMENT, aligned
+from ocomm.compression.layout import SegmentLayout
+from ocomm.errors import InvalidRequestError
+from ocomm.kernels.base import Bytes
+from ocomm.types import Nodes
+
+
+def after(members: Sequence[int], place: int) -> list[int]:
+    """The other members, starting behind this one, so that not everybody sends to the first one first."""
+    return [*members[place + 1 :], *members[:place]]
+
+
+def relay(group: Sequence[int], place: int) -> int:
+    """The member of a group that stands between it and the members of other groups with this place."""
+    return group[place % len(group)]
+
+
+def arrange(hosts: Sequence[str], hierarchical: bool | Literal["auto"], direct_peers: int) -> Nodes:
+    """How the ranks on these hosts exchange compressed values; ``hosts[r]`` is that of rank r.
+
+    Hierarchically if there are several hosts with several ranks each, or if ``hierarchical`` says so and any host has
+    several; else with every rank by itself. In two hops where a worker has more than ``direct_peers`` others. It
+    depends on the hosts alone, so all ranks come to the same. Raises InvalidRequestError for other values of
+    ``hierarchical``, and for True where it cannot be.
+    """
+    nodes = Nodes.of_hosts(hosts)
+    if hierarchical not in (True, False, "auto"):
+        raise InvalidRequestError(f"hierarchical must be True, False or 'auto', got {hierarchical!r}")
+    if hierarchical is True and (len(nodes.members) == 1 or nodes.is_flat):
+        have = f"all {nodes.ranks} are on host '{hosts[0]}'" if len(nodes.members) == 1 else "every rank has its own"
+        raise InvalidRequestError(
+            f"hierarchical=True needs ranks on several hosts, and several on one of them; {have}. Leave it at 'auto'."
+        )
+    wanted = nodes.slices > 1 and len(nodes.members) > 1 if hierarchical == "auto" else hierarchical
+    members = nodes.members if wanted else Nodes.flat(len(hosts)).members
+    return Nodes(members, math.isqrt(len(members)) if len(members) - 1 > direct_peers else 1)
+
+
+def vote_groups(nodes: Nodes) -> tuple[tuple[int, ...], ...]:
+    """In which groups ranks tell each other what they have to say: nodes, or all ranks of a group of nodes."""
+    if nodes.groups == 1 and not nodes.is_flat:
+        return nodes.members
+    return tuple(tuple(sorted(r for k in group for r in nodes.members[k])) for group in nodes.node_groups)
+
+
+class Route:
+    """The messages of one segment between this rank and the other workers of its slice; none if it has no slice.
+
+    ``send`` is this rank's packed buffer. ``rows`` are what the workers, in the order of their nodes, have for this
+    rank, valid when the stages of ``scatter`` are over.
+    """
+
+    def __init__(self, layout: SegmentLayout, send: Bytes) -> None:
+        self.layout = layout
+        self.nodes = layout.nodes
+        self.send = send
+        self.memory: list[Bytes] = []
+        self.rows: list[Bytes] = []
+        if not layout.workers:
+            return
+        self.me = layout.workers.index(layout.rank)
+        own = layout.message_nbytes[layout.rank]
+        if self.nodes.groups == 1:
+            self.rows = self._new_rows(own, len(layout.workers))
+            self.rows[self.me] = self.message(self.me)
+            return
+        self.group = next(group for group in self.nodes.node_groups if self.me in group)
+        self.place = self.group.index(self.me)
+        self.others = [group for group in self.nodes.node_groups if group is not self.group]
+        self._arrange_two_hops(own)
+
+    def _new_rows(self, nbytes: int, count: int) -> list[Bytes]:
+        room = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        memory = aligned(room * count)
+        self.memory.append(memory)
+        return [memory[k * room : k * room + nbytes] for k in range(count)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, ``send`` not counted."""
+        return sum(buffer.nbytes for buffer in self.memory)
+
+    def message(self, node: int, packed: Bytes | None = None) -> Bytes:
+        """What goes to the worker in ``node``; or, in another packed buffer, what comes from it."""
+        layout = self.layout
+        rank = layout.workers[node]
+        start = layout.message_start[rank]
+        return (self.send if packed is None else packed)[start : start + layout.message_nbytes[rank]]
+
+    # Two hops. Nodes are numbered; `group` and `place` are this rank's.
+
+    def _behind(self, place: int) -> list[int]:
+        """The nodes that the member of this group at ``place`` stands for, itself included, in the order of wires."""
+        size = len(self.group)
+        of = {node: p for group in self.nodes.node_groups for p, node in enumerate(group)}
+        return [node for node in self.nodes.wire_order if of[node] % size == place]
+
+    def _ranges(self, place: int, packed: Bytes) -> list[Bytes]:
+        """Their messages in a packed buffer, neighbours as one."""
+        bounds: list[list[int]] = []
+        for node in self._behind(place):
+            rank = self.layout.workers[node]
+            start = self.layout.message_start[rank]
+            end = start + self.layout.message_nbytes[rank]
+            if bounds and bounds[-1][1] == start:
+                bounds[-1][1] = end
+            else:
+                bounds.append([start, end])
+        return [packed[start:end] for start, end in bounds]
+
+    def _arrange_two_hops(self, own: int) -> None:
+        layout = self.layout
+        behind = self._behind(self.place)
+        sizes = [layout.message_nbytes[layout.workers[node]] for node in behind]
+        # From each member of the group: its messages for the nodes behind this rank, in that order.
+        self.gathered = {node: self._new_rows(sum(sizes), 1)[0] for node in self.group if node != self.me}
+        # To each of these nodes: the messages of the whole group.
+        self.bundles = {
+            node: self._new_rows(size * len(self.group), 1)[0]
+            for node, size in zip(behind, sizes, strict=True)
+            if node != self.me
+        }
+        # From each other group: its members' messages for this rank.
+        incoming = {group: self._new_rows(own * len(group), 1)[0] for group in self.others}
+        starts = {node: sum(sizes[:k]) for k, node in enumerate(behind)}
+        self.parts = {
+            (node, to): memory[starts[to] : starts[to] + size]
+            for node, memory in self.gathered.items()
+            for to, size in zip(behind, sizes, strict=True)
+        }
+        rows: dict[int, Bytes] = {self.me: self.message(self.me)}
+        for node in self.gathered:
+            rows[node] = self.parts[node, self.me]
+        for group, memory in incoming.items():
+            for k, node in enumerate(group):
+                rows[node] = memory[k * own : (k + 1) * own]
+        self.incoming = incoming
+        self.rows = [rows[node] for node in range(len(layout.workers))]
+
+    def _to(self, node: int, buffer: Bytes) -> Message:
+        return Message(self.layout.workers[node], buffer)
+
+    # Stages
+
+    def _empty(self) -> list[Stage]:
+        return [Stage() for _ in range(1 if self.nodes.groups == 1 else 2)]
+
+    def scatter(self) -> list[Stage]:
+        """Every worker's messages to their owners. The first stage has no computation yet."""
+        if not self.layout.workers:
+            return self._empty()
+        if self.nodes.groups == 1:
+            others = after(range(len(self.layout.workers)), self.me)
+            sends = [self._to(node, self.message(node)) for node in others]
+            return [Stage([], sends, [self._to(node, self.rows[node]) for node in others])]
+        mates = after(self.group, self.place)
+        inside = Stage()
+        for node in mates:
+            inside.sends += [self._to(node, part) for part in self._ranges(self.group.index(node), self.send)]
+            inside.receives += [self._to(node, part) for part in self._split(self.gathered[node])]
+        across = Stage()
+        for to, bundle in self.bundles.items():
+            for k, (node, part) in enumerate(self._parts_for(to)):
+                across.compute.append(Copy(part, bundle[k * part.nbytes : (k + 1) * part.nbytes]))
+                assert node == self.group[k]
+            across.sends.append(self._to(to, bundle))
+        for group, memory in self.incoming.items():
+            across.receives.append(self._to(relay(group, self.place), memory))
+        return [inside, across]
+
+    def _parts_for(self, to: int) -> Iterator[tuple[int, Bytes]]:
+        for node in self.group:
+            yield node, self.message(to) if node == self.me else self.parts[node, to]
+
+    def _split(self, memory: Bytes) -> list[Bytes]:
+        """``memory`` cut as the sender's messages are: into the ranges of what is behind this rank."""
+        parts, at = [], 0
+        for piece in self._ranges(self.place, self.send):
+            parts.append(memory[at : at + piece.nbytes])
+            at += piece.nbytes
+        return parts
+
+    def gather(self, result: Bytes) -> list[Stage]:
+        """Every owner's averages, in their places in ``result``, to all workers of the slice."""
+        layout = self.layout
+        if not layout.workers:
+            return self._empty()
+        payload = {node: self.message(node, result)[layout.header_nbytes :] for node in range(len(layout.workers))}
+        if self.nodes.groups == 1:
+            others = after(range(len(layout.workers)), self.me)
+            sends = [self._to(node, payload[self.me]) for node in others] if payload[self.me].nbytes else []
+            return [Stage([], sends, [self._to(node, payload[node]) for node in others if payload[node].nbytes])]
+        across = Stage()
+        if payload[self.me].nbytes:
+            across.sends = [self._to(relay(group, self.place), payload[self.me]) for group in self.others]
+        across.receives = [self._to(node, payload[node]) for node in self.bundles if payload[node].nbytes]
+        inside = Stage()
+        for node in after(self.group, self.place):
+            inside.sends += [self._to(node, part) for part in self._ranges(self.place, result)]
+            inside.receives += [self._to(node, part) for part in self._ranges(self.group.index(node), result)]
+        return [across, inside]
