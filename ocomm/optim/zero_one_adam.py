@@ -351,7 +351,7 @@ class ZeroOneAdam(Core):
 
     def touched(self) -> Bytes:
         """One bit per flat element: masked, and this rank's gradients have left something in its worker error."""
-        return self.preconditioner.touched(self.error)
+        return self.preconditioner.touched(self.error, self.rank)
 
     def wake(self, touched: Bytes) -> int:
         """Unmasks the elements of ``touched``, the OR over all ranks; returns how many.
