@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tests.oracle.onebit_adam import Array, F, lane_sum
+from tests.oracle.onebit_adam import Array, F, _lane_sum
 
 
 def node_sums(nodes: Sequence[Sequence[int]], values: Sequence[Array]) -> list[Array]:
@@ -50,5 +50,5 @@ class Simulation:
 
 
 def _sent(c: Array) -> Array:
-    scale = lane_sum(np.abs(c)) * F(1 / c.size)
+    scale = _lane_sum(np.abs(c)) * F(1 / c.size)
     return np.where(c >= 0, scale, -scale)

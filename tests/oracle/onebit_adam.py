@@ -217,9 +217,9 @@ class Simulation:
             return np.zeros(c.size, F), c.copy()
         kept = np.where(keep, c, F(0))
         if self.scale == "l1":
-            scale = lane_sum(np.abs(kept)) * F(1 / count)
+            scale = _lane_sum(np.abs(kept)) * F(1 / count)
         else:
-            scale = np.sqrt(lane_sum(kept * kept) * F(1 / count))
+            scale = np.sqrt(_lane_sum(kept * kept) * F(1 / count))
         sent = np.where(keep, np.where(c >= 0, scale, -scale), F(0))
         return sent, c - sent
 
@@ -238,7 +238,7 @@ class Simulation:
             self.woken += int(woken.sum())
 
 
-def lane_sum(values: Array) -> F:
+def _lane_sum(values: Array) -> F:
     """Lane k of 32 sums elements k, k + 32, ...; lanes fold by halves."""
     lanes = np.zeros(32, F)
     for start in range(0, values.size, 32):
