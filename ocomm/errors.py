@@ -5,6 +5,7 @@
     |-- SettingsError (also ValueError)           an environment setting is unknown, unparsable or differs between ranks
     |-- LaunchError                               no MPI, the wrong MPI, or a launcher whose ranks MPI does not see
     |-- InvalidRequestError (also ValueError)     this rank's call cannot be right: dtype, root, splits, name in use
+    |-- CheckpointError (also ValueError)         a saved state is damaged, or of another model, optimizer or world
     `-- HorovodInternalError (also RuntimeError)  a collective failed; raised on every rank that waits for it
         |-- MismatchError                         ranks disagree on shape, dtype, operation, order, step, ...
         |-- StallError                            ranks did not submit, or did not answer, before the deadline
@@ -35,6 +36,10 @@ class LaunchError(OcommError, RuntimeError):
 
 class InvalidRequestError(OcommError, ValueError):
     """A call which is wrong on this rank alone, found before anything is sent."""
+
+
+class CheckpointError(OcommError, ValueError):
+    """A saved state is damaged, or of another model, optimizer or world; nothing of it was loaded."""
 
 
 class HorovodInternalError(OcommError, RuntimeError):

@@ -1,17 +1,83 @@
-"""What the optimizers that wrap ``torch.optim.Adam`` or ``AdamW`` read of it."""
+"""What the optimizers that wrap ``torch.optim.Adam`` or ``AdamW`` have in common."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from ocomm.errors import InvalidRequestError
+from ocomm.errors import CheckpointError, InvalidRequestError
+from ocomm.kernels.base import Floats
 from ocomm.training.driver import Group
+from ocomm_torch.checkpoint import check_plain
+from ocomm_torch.compressed import CompressedOptimizer
 
 #: Names of m and v in the state of a parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamWrapper(CompressedOptimizer):
+    """Over an Adam whose m and v a driver takes over, and gives back in ``state_dict``."""
+
+    def _group(self, number: int, group: dict[str, Any]) -> Group:
+        return adam_group(self._inner, self._group_tensors[number], group)
+
+    def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
+        """The wrapped Adam's m, v and step of a tensor."""
+        state = self.state.get(self._parameters[tensor])
+        if not state or "exp_avg" not in state:
+            return None
+        momentum, variance = (state[name].reshape(-1).numpy() for name in MOMENTS)
+        return momentum, variance, int(state["step"])
+
+    def release(self, tensor: int) -> None:
+        """Frees a tensor's m and v."""
+        del self.state[self._parameters[tensor]]
+
+    def _check_plain(self, plain: Mapping[str, Any]) -> dict[int, Any]:
+        return self._check_adam(plain, "the state_dict")
+
+    def _check_adam(self, plain: Mapping[str, Any], where: str) -> dict[int, dict[str, Any]]:
+        """The entries of an Adam's or AdamW's ``state_dict`` by number.
+
+        Raises CheckpointError that begins with ``where`` if it is of another optimizer or model.
+        """
+        states = check_plain(plain, [len(group["params"]) for group in self.param_groups], where)
+        for number, group in enumerate(plain["param_groups"]):
+            absent = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]
+            if absent:
+                raise CheckpointError(
+                    f"{where} is not of Adam or AdamW: its group {number} has no '{absent[0]}', but "
+                    f"{sorted(set(group) - {'params'})}."
+                )
+            for option in ("amsgrad", "maximize"):
+                if group.get(option):
+                    raise CheckpointError(f"{where} has {option}=True in group {number}, which is not supported.")
+        wanted = {"step", *MOMENTS}
+        for number, entry in states.items():
+            name, parameter = self._names[number], self._parameters[number]
+            if set(entry) != wanted:
+                raise CheckpointError(
+                    f"{where} is not of Adam or AdamW: of tensor '{name}' it has {sorted(entry)}, expected "
+                    f"{sorted(wanted)}."
+                )
+            for key in MOMENTS:
+                found = entry[key]
+                if found.shape != parameter.shape:
+                    raise CheckpointError(
+                        f"{where} is of another model: of tensor '{name}' it has {key} {tuple(found.shape)}, the "
+                        f"parameter is {tuple(parameter.shape)}."
+                    )
+                if not torch.isfinite(found).all():
+                    raise CheckpointError(f"{where}: {key} of tensor '{name}' has NaN or Inf.")
+        return states
+
+    def _load_plain(self, plain: dict[str, Any]) -> None:
+        """Goes on from the state of a plain Adam or AdamW."""
+        self._adopt(plain)
+        self._driver.continue_plain()
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

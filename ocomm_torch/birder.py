@@ -12,7 +12,7 @@ from ocomm.errors import InvalidRequestError
 from ocomm.session import Session
 from ocomm.training.birder import BirderDriver
 from ocomm.training.driver import Common
-from ocomm_torch.compressed import CompressedOptimizer, to_numpy, to_torch
+from ocomm_torch.compressed import CompressedOptimizer
 
 #: Options of wrapped optimizers which would change their step, and which these do not have.
 _REFUSED = (
@@ -80,24 +80,6 @@ class SoftSignSGD(CompressedOptimizer):
 
     def _make_driver(self, session: Session, process_set: int, specs: list[TensorSpec]) -> BirderDriver:
         return BirderDriver(session, process_set, self._kind, specs, self, self._common, self._options)
-
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """The param groups, plus an entry "ocomm": step counts and options. The same on all ranks.
-
-        m and b are this rank's own and not in it.
-        """
-        return {**super().state_dict(), "ocomm": to_torch(self._driver.state())}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse. Raises InvalidRequestError, before anything is changed, if the options or tensors differ."""
-        saved = state_dict.get("ocomm")
-        if saved is not None:
-            self._driver.load_state(to_numpy(saved))
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "ocomm"})
-        self._inner.state = self.state
-        self._inner.param_groups = self.param_groups
 
 
 class Birder(SoftSignSGD):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,11 @@ import torch
 
 from ocomm import session as sessions
 from ocomm.compression.layout import TensorSpec
-from ocomm.errors import InvalidRequestError
+from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.training.driver import Driver, Group
 from ocomm.types import Flag
 from ocomm_torch import loss_scaling
+from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
 from ocomm_torch.loss_scaling import StepsTogether
 from ocomm_torch.optimizer import _DistributedOptimizer
 
@@ -288,6 +289,93 @@ class CompressedOptimizer(StepsTogether):
             self.skip()
         super().zero_grad(set_to_none)
 
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the wrapped optimizer would load, plus an entry "ocomm" of tensors and plain values.
+
+        The same on all ranks (for optimizers that step locally: as at the last synchronisation), so one rank saves it.
+        What each rank alone knows is in ``rank_state_dict``.
+        """
+        self._find_parameters()
+        full = dict(super().state_dict())
+        state = full["state"] = {number: dict(entry) for number, entry in full["state"].items()}
+        # Parameters are numbered as here: group by group, each once.
+        for tensor, parameter in enumerate(self._parameters):
+            moments = self._driver.saved_moments(tensor)
+            if moments is not None:
+                entry = state[tensor] = to_torch(moments)
+                for name, value in entry.items():
+                    is_step = not isinstance(value, torch.Tensor)
+                    entry[name] = torch.tensor(float(value)) if is_step else value.view(parameter.shape)
+        full["ocomm"] = to_torch(self._driver.state())
+        return full
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse. The parameters are loaded before it, ``load_rank_state_dict`` is called after it.
+
+        Until then errors are zero. All ranks load the same. Raises CheckpointError, before anything is changed, if the
+        state is damaged, or of another optimizer, model or seed.
+        """
+        self._driver.require_idle("load_state_dict")
+        self._find_parameters()
+        plain = {key: value for key, value in state_dict.items() if key != "ocomm"}
+        plain["state"] = self._check_plain(plain)
+        saved = state_dict.get("ocomm")
+        if saved is None:
+            self._load_plain(plain)
+            return
+        saved = to_numpy(saved)
+        self._driver.check_state(saved)
+        for tensor in self._driver.taken_over(saved):
+            if tensor not in plain["state"]:
+                raise CheckpointError(f"the state_dict is not whole: it has no moments of '{self._names[tensor]}'.")
+        self._adopt(plain)
+        self._driver.load_state(saved)
+
+    def _check_plain(self, plain: Mapping[str, Any]) -> dict[int, Any]:
+        """The entries of the wrapped optimizer's state by number. Raises CheckpointError if it cannot be loaded."""
+        return check_plain(plain, [len(group["params"]) for group in self.param_groups], "the state_dict")
+
+    def _load_plain(self, plain: dict[str, Any]) -> None:
+        """Goes on from the state of an optimizer that is not distributed."""
+        raise CheckpointError(
+            f"the state_dict has no entry 'ocomm', so it is not of {type(self).__name__}, which cannot go on from "
+            "another optimizer's state. Load the model's parameters alone."
+        )
+
+    def _adopt(self, plain: dict[str, Any]) -> None:
+        """The wrapped optimizer, and with it this one, has this state from now on."""
+        super().load_state_dict(plain)
+        # Its own fills in what states of other releases lack.
+        self._inner.__setstate__({"state": self.state, "param_groups": self.param_groups})
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """What only this rank knows: errors, local moments. Tensors and plain values, sealed with a checksum.
+
+        Each rank saves its own, at the same step as ``state_dict``.
+        """
+        self._find_parameters()
+        return to_torch(self._driver.rank_state())
+
+    def load_rank_state_dict(self, state: Any) -> dict[str, Any]:
+        """The inverse, after ``load_state_dict``. Collective: all ranks call it.
+
+        ``state`` is what this rank's ``rank_state_dict`` returned; or a list of those of all ranks, which may be those
+        of another number of ranks; or a path to what ``torch.save`` wrote of them, with ``{rank}`` in the place of the
+        rank; or None where it is lost.
+
+        On the same number of ranks the run goes on as if it had never stopped, in every bit. On another, owner errors
+        move with their blocks, and every rank gets the mean of the worker errors. If a state is missing on any rank,
+        the errors of all start at zero. Returns, and reports as ``compression_report()["resumed"]``, what was done:
+        ``rank_state`` is ``"loaded"``, ``"re-sharded"`` or ``"reset"``, ``why`` says why.
+
+        Raises CheckpointError on all ranks, before anything is changed, if a state is damaged or of another run on any
+        rank; MismatchError if the ranks have states of different runs.
+        """
+        self._find_parameters()
+        return self._driver.load_rank_state(rank_source(state, self._driver.core.layout.ranks))
+
     def compression_report(self) -> dict[str, Any]:
         """What was really sent, against dense: counts of steps and bytes of this rank, and where the run stands.
 
@@ -295,36 +383,6 @@ class CompressedOptimizer(StepsTogether):
         time that ``step()`` waited for the exchange.
         """
         return self._driver.report()
-
-    # State
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        """What this rank alone has: errors, and what else differs between ranks. Each rank saves its own."""
-        return to_torch(self._driver.core.rank_state())
-
-    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse, after ``load_state_dict``: the run then goes on bit for bit.
-
-        Raises InvalidRequestError if the state is of another rank, another number of ranks, or another model.
-        """
-        try:
-            self._driver.core.load_rank_state(to_numpy(state))
-        except ValueError as error:
-            raise InvalidRequestError(f"{self._driver.name}: {error}") from None
-
-
-def to_torch(state: Any) -> Any:
-    """The same with tensors for arrays, which share their memory."""
-    if isinstance(state, dict):
-        return {key: to_torch(value) for key, value in state.items()}
-    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
-
-
-def to_numpy(state: Any) -> Any:
-    """The inverse."""
-    if isinstance(state, dict):
-        return {key: to_numpy(value) for key, value in state.items()}
-    return state.numpy() if isinstance(state, torch.Tensor) else state
 
 
 def _guard(optimizer: CompressedOptimizer) -> Callable[..., None]:

@@ -8,18 +8,13 @@ from typing import Any, Literal
 import torch
 
 from ocomm.compression.layout import TensorSpec
-from ocomm.errors import InvalidRequestError
-from ocomm.kernels.base import Floats
 from ocomm.session import Session
-from ocomm.training.driver import Common, Group
+from ocomm.training.driver import Common
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
-from ocomm_torch.adam import MOMENTS, adam_group, is_decoupled, wrappable
-from ocomm_torch.compressed import CompressedOptimizer, to_numpy, to_torch
-
-_KIND = "ZeroOneAdam"
+from ocomm_torch.adam import AdamWrapper, is_decoupled, wrappable
 
 
-class ZeroOneAdam(CompressedOptimizer):
+class ZeroOneAdam(AdamWrapper):
     """Data-parallel 0/1 Adam (arXiv 2202.06009): 1 bit per parameter from the second step on, later not at every step.
 
     ``optimizer`` is a ``torch.optim.Adam`` or ``AdamW`` over float32 CPU parameters; its param groups stay live (lr,
@@ -82,82 +77,12 @@ class ZeroOneAdam(CompressedOptimizer):
         }
         inner = wrappable(optimizer, "DistributedZeroOneAdam")
         super().__init__(inner, named_parameters, process_set, backward_passes_per_step)
-        self._adopt()
+        if self.state:
+            self._driver.continue_plain()
 
     def _make_driver(self, session: Session, process_set: int, specs: list[TensorSpec]) -> ZeroOneAdamDriver:
         kind = "AdamW" if is_decoupled(self._inner, self.param_groups[0]) else "Adam"
         return ZeroOneAdamDriver(session, process_set, specs, self, self._common, optimizer=kind, **self._options)
-
-    def _group(self, number: int, group: dict[str, Any]) -> Group:
-        return adam_group(self._inner, self._group_tensors[number], group)
-
-    # State
-
-    def _adopt(self) -> None:
-        """Takes over what a plain Adam has, which is freed."""
-        for group in self.groups():
-            self._driver.adopt(group, self._moments)
-        self.state.clear()
-
-    def _moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
-        state = self.state.get(self._parameters[tensor])
-        if not state or "exp_avg" not in state:
-            return None
-        momentum, variance = (state[name].reshape(-1).contiguous().numpy() for name in MOMENTS)
-        return momentum, variance, int(state["step"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """What plain Adam would load (exp_avg = m of the last sync, exp_avg_sq from the variance), plus an entry
-        "ocomm" with what a continued run needs. The same on all ranks; ``rank_state_dict`` has the rest."""
-        full = dict(super().state_dict())
-        state = full["state"] = {}
-        core = self._driver.core
-        numbers = {id(p): n for n, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        for group in self.groups():
-            for tensor in group.tensors[core.steps[group.tensors] > 0].tolist():
-                parameter = self._parameters[tensor]
-                moments = core.average_momentum(tensor), core.variance(tensor, beta2=group.betas[1])
-                state[numbers[id(parameter)]] = {
-                    "step": torch.tensor(float(core.steps[tensor])),
-                    **{n: torch.from_numpy(m).view(parameter.shape) for n, m in zip(MOMENTS, moments, strict=True)},
-                }
-        full["ocomm"] = {"optimizer": _KIND, **to_torch(self._driver.state())}
-        return full
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse: the run is where it was after its last sync, parameters that had moved since are set back.
-
-        Also of another Adam's ``state_dict``: 0/1 Adam goes on from its moments, with schedules that begin anew. Errors
-        start at zero. Raises InvalidRequestError, before anything is changed, if the state is of other tensors.
-        """
-        saved = state_dict.get("ocomm") or {}
-        if saved.get("optimizer") == _KIND:
-            self._check(saved["tensors"])
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "ocomm"})
-        self._inner.state = self.state
-        self._inner.param_groups = self.param_groups
-        if saved.get("optimizer") == _KIND:
-            self._driver.load_state(to_numpy(saved), self._momentum)
-            self.state.clear()
-        else:
-            self._adopt()
-
-    def _momentum(self, tensor: int) -> Floats:
-        found = self._moments(tensor)
-        return found[0] if found else torch.zeros(self._parameters[tensor].numel()).numpy()
-
-    def _check(self, tensors: dict[str, Any]) -> None:
-        known = {name: parameter.numel() for name, parameter in zip(self._names, self._parameters, strict=True)}
-        for name in [*tensors, *known]:
-            saved = tensors[name]["numel"] if name in tensors else None
-            if saved != known.get(name):
-                raise InvalidRequestError(
-                    f"tensor '{name}': the state {_has(saved)}, this model {_has(known.get(name))}."
-                )
-
-
-def _has(numel: int | None) -> str:
-    return "has none of that name" if numel is None else f"has {numel} elements of it"
 
 
 DistributedZeroOneAdam = ZeroOneAdam

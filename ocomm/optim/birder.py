@@ -103,8 +103,12 @@ class Birder(SoftSignSGD):
         super().commit(present, averages)
         self._count()
 
-    def load_progress(self, progress: Mapping[str, Any]) -> None:
-        super().load_progress(progress)
+    def rank_buffers(self) -> dict[str, dict[str, Floats]]:
+        buffers = super().rank_buffers()
+        return {**buffers, "worker": {**buffers["worker"], **buffers["flat"]}, "flat": {}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
         self._count()
 
     def _count(self) -> None:

@@ -267,61 +267,77 @@ class Core(abc.ABC):
             return slice(0, 0)
         return slice(int(mine["owned"][0]), int(mine["owned"][-1]) + int(mine["length"][-1]))
 
-    # State of this rank
+    # State
+
+    def state(self) -> dict[str, Any]:
+        """What is the same on all ranks, besides parameters and moments: plain values and copies, by string keys."""
+        return {"steps": self.steps.tolist()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse, for the same tensors. The rank state is reset: load that afterwards."""
+        self.steps[:] = state["steps"]
+        self.reset_rank_state()
+
+    def rank_buffers(self) -> dict[str, dict[str, Floats]]:
+        """What only this rank knows: the buffers in use by kind and name, without elements before ``allocate``.
+
+        ``worker``: as the worker error, ``Layout.worker_numel``; ``owner``: as the owner error, ``owned_numel``;
+        ``flat``: one value per flat element. A core with further local state (local moments, say) adds it here, and it
+        is saved, loaded and shared out among another number of ranks with the rest (see ``optim.checkpoint``).
+        """
+        return {"worker": {"error": self.error}, "owner": {"error": self.owner_error}, "flat": {}}
 
     def rank_state(self) -> dict[str, Any]:
-        """This rank's errors: ``error`` (local) and ``owner_error`` (owned), copies, with ``rank`` and ``digest``."""
+        """What the next steps need and only this rank has: copies of ``rank_buffers``."""
         return {
-            "rank": self.rank,
-            "digest": self.layout.digest,
-            "error": self.error.copy(),
-            "owner_error": self.owner_error.copy(),
+            kind: {name: buffer.copy() for name, buffer in buffers.items()}
+            for kind, buffers in self.rank_buffers().items()
         }
 
+    def check_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError if ``load_rank_state`` could not load it: other buffers, of other sizes, or not finite."""
+        numels = {
+            "worker": self.layout.worker_numel(self.rank),
+            "owner": self.layout.owned_numel(self.rank),
+            "flat": self.layout.flat_numel,
+        }
+        for kind, own in self.rank_buffers().items():
+            saved = state.get(kind, {})
+            if saved.keys() != own.keys():
+                raise ValueError(f"need {kind} buffers {sorted(own)}, got {sorted(saved)}")
+            for name, buffer in saved.items():
+                if buffer.size:
+                    flat_floats(buffer, numels[kind], f"{kind} buffer {name!r}")
+                if not np.isfinite(buffer).all():
+                    raise ValueError(f"{kind} buffer {name!r} has NaN or Inf")
+
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """The inverse, for the same layout and rank. Raises ValueError if they differ."""
-        if (state["digest"], state["rank"]) != (self.layout.digest, self.rank):
-            raise ValueError(
-                f"errors of rank {state['rank']} of another layout cannot be loaded by rank {self.rank}; "
-                "use redistribute_errors"
-            )
-        self._load_errors(state["error"], state["owner_error"])
+        """The inverse of ``rank_state``, for the same layout and rank. Buffers without elements stand for zeros."""
+        self.check_rank_state(state)
+        self.reset_rank_state()
+        for kind, own in self.rank_buffers().items():
+            if any(buffer.size > own[name].size for name, buffer in state.get(kind, {}).items()):
+                self.allocate()
+        for kind, own in self.rank_buffers().items():
+            for name, buffer in state.get(kind, {}).items():
+                if buffer.size:
+                    own[name][:] = buffer
 
-    def _load_errors(self, error: Floats, owner_error: Floats) -> None:
-        if error.size:
-            self.allocate()
-            self.error[:] = error
-            self.owner_error[:] = owner_error
+    def reset_rank_state(self) -> None:
+        """As after ``allocate``: nothing was left behind by any step."""
+        own = [buffer for buffers in self.rank_buffers().values() for buffer in buffers.values()]
+        for buffer in (*own, self.error_out, self.owner_error_out):
+            if buffer.any():  # pages that were never written stay without memory
+                buffer[:] = 0.0
 
-    def redistribute_errors(self, states: Sequence[Mapping[str, Any]], layout: Layout) -> None:
-        """Loads the errors of a run with another number of ranks: the states of all its ranks, and its layout.
+    @property
+    def has_rank_state(self) -> bool:
+        """Is there anything that only this rank knows?"""
+        return any(buffer.size for buffers in self.rank_buffers().values() for buffer in buffers.values())
 
-        Owner errors move with their blocks. Worker errors are averaged over the old nodes, in the order of ranks, and
-        every new node gets the mean: an average over nodes then holds the same as before. Raises ValueError if a state
-        is missing or the tensors differ; the flat buffers of both layouts are alike then, whatever their blocks.
-        """
-        states = sorted(states, key=lambda state: int(state["rank"]))
-        if [state["rank"] for state in states] != list(range(layout.ranks)):
-            raise ValueError(f"need the errors of all {layout.ranks} ranks, got {[s['rank'] for s in states]}")
-        if layout.tensors != self.layout.tensors or any(state["digest"] != layout.digest for state in states):
-            raise ValueError("the errors belong to other tensors or another layout")
-        if not any(state["error"].size for state in states):
-            return  # saved before anything was compressed: no errors yet
-        mean = np.zeros(layout.flat_numel)
-        owner_error = np.zeros(layout.flat_numel, np.float32)
-        for rank, state in enumerate(states):
-            for tensor in range(len(layout.tensors)):
-                mean[layout.flat_span(tensor)] += layout.from_worker(tensor, rank, state["error"])
-            _move_owned(layout, rank, owner_error, state["owner_error"], gather=False)
-        mean /= len(layout.nodes.members)
-        error = np.zeros(self.layout.worker_numel(self.rank), np.float32)
-        for tensor in range(len(layout.tensors)):
-            whole = mean[layout.flat_span(tensor)].astype(np.float32)
-            error[self.local_span(tensor)] = self.layout.to_worker(tensor, self.rank, whole)
-        mine = np.zeros(self.layout.owned_numel(self.rank), np.float32)
-        _move_owned(self.layout, self.rank, owner_error, mine, gather=True)
-        self.allocate()
-        self._load_errors(error, mine)
+    def replica_digest(self) -> list[int]:
+        """Checksums of what must be equal on all ranks between steps: one per parameter."""
+        return self.kernels.checksums(self.tensors["param"], self.layout.numels * 4, True).tolist()
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by buffer."""
@@ -330,16 +346,6 @@ class Core(abc.ABC):
             "owner_error": self.owner_error.nbytes + self.owner_error_out.nbytes,
             "node_gradient": 4 * self.layout.worker_numel(self.rank) if self.node_gradient.size else 0,
         }
-
-
-def _move_owned(layout: Layout, rank: int, flat: Floats, owned: Floats, *, gather: bool) -> None:
-    """Copies between a flat buffer and an owner error buffer of ``rank``; the padding of blocks stays."""
-    mine = layout.blocks[layout.blocks["owner"] == rank]
-    for offset, start, length in mine[["offset", "owned", "length"]].tolist():
-        if gather:
-            owned[start : start + length] = flat[offset : offset + length]
-        else:
-            flat[offset : offset + length] = owned[start : start + length]
 
 
 def flat_floats(array: Floats, numel: int, what: str) -> Floats:

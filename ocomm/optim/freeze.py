@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
 
 from ocomm.errors import SettingsError
 
@@ -68,6 +70,26 @@ class FreezeSchedule:
             self.decided = step + 1
         return self.decided
 
+    def state(self) -> dict[str, Any]:
+        """What has been observed, as plain values and an array: a schedule that loads it goes on without a gap."""
+        return {
+            "freeze_step": self.freeze_step,
+            "decided": self.decided,
+            "norms": np.array(self._norms, np.float64),
+            "lrs": None if self._lrs is None else list(self._lrs),
+            "step": self._step,
+            "last_rise": self._last_rise,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse. What was decided counts only where both are ``"auto"``; a chosen number of steps is kept."""
+        if self.freeze_step == "auto":
+            self.decided = state["decided"] if state["freeze_step"] == "auto" else None
+        self._norms.clear()
+        self._norms.extend(state["norms"].tolist())
+        self._lrs = None if state["lrs"] is None else tuple(state["lrs"])
+        self._step, self._last_rise = state["step"], state["last_rise"]
+
 
 def is_stable(now: float, before: float) -> bool:
     """min(r, 1/r) >= 0.96 for r = now / before; False where a norm is zero or not finite."""
@@ -97,3 +119,11 @@ class LateTensors:
             return False
         del self._first[tensor]
         return True
+
+    def state(self) -> dict[str, int]:
+        """The first step with a variance of each tensor under way; keys are strings, as in every saved state."""
+        return {str(tensor): step for tensor, step in self._first.items()}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """The inverse."""
+        self._first = {int(tensor): step for tensor, step in state.items()}

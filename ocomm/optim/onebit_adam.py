@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,11 +99,8 @@ class OneBitAdam(Core):
         return True
 
     def _begin(self, tensor: int, step: int, momentum: Floats) -> None:
-        """Common to ``freeze`` and ``load_tensor_state``: the tensor is compressed from now on, with no errors yet."""
+        """Common to ``freeze`` and ``load_state``: the tensor is compressed from now on, with no errors yet."""
         self.allocate()
-        # Only a tensor that is loaded over a compressed one has errors; zeroing others would touch their pages early.
-        if self.stage[tensor] == Stage.COMPRESSED:
-            self.reset_errors(tensor)
         self.stage[tensor] = Stage.COMPRESSED
         self.steps[tensor] = step
         self._set_dense(tensor, momentum)
@@ -289,36 +286,47 @@ class OneBitAdam(Core):
         """Adam's exp_avg_sq for a checkpoint: v_hat * (1 - beta2^t), new float32 array, 0 where masked."""
         return self.preconditioner.variance(tensor, 1.0 - beta2 ** int(self.steps[tensor]))
 
-    def tensor_state(self, tensor: int) -> dict[str, Any]:
-        """The replicated state of a compressed tensor, besides its momentum; arrays are copies.
-
-        ``step``, ``eps``, ``denominator`` (float32, numel), ``mask`` (uint8 bits), ``block_root`` (float32, blocks).
-        """
-        return {"step": int(self.steps[tensor]), **self.preconditioner.tensor_state(tensor)}
-
-    def load_tensor_state(self, tensor: int, state: Mapping[str, Any], momentum: Floats) -> None:
-        """The inverse: the tensor is compressed from now on, with ``momentum`` borrowed as by ``freeze``.
-
-        Its errors are reset: load the rank's errors afterwards. Raises ValueError if the number of elements differs.
-        """
-        spec = self.layout.tensors[tensor]
-        momentum = flat_floats(momentum, spec.numel, f"momentum of {spec.name!r}")
-        self.preconditioner.load_tensor_state(tensor, state)
-        self._begin(tensor, int(state["step"]), momentum)
-
-    def progress(self) -> dict[str, int]:
-        """Counters that belong into a checkpoint."""
+    def state(self) -> dict[str, Any]:
+        """Counters, and per compressed tensor all but its momentum: ``denominator`` (float32, numel), ``mask`` (uint8
+        bits), ``block_root`` (float32, blocks), ``eps``."""
+        names = [spec.name for spec in self.layout.tensors]
+        compressed = np.flatnonzero(self.stage == Stage.COMPRESSED).tolist()
         return {
+            **super().state(),
             "compressed_steps": self.compressed_steps,
             "refreshed_at": self._refreshed_at,
             "woken": self.preconditioner.woken,
+            "tensors": {names[tensor]: self.preconditioner.tensor_state(tensor) for tensor in compressed},
         }
 
-    def load_progress(self, progress: Mapping[str, int]) -> None:
-        """The inverse."""
-        self.compressed_steps = int(progress["compressed_steps"])
-        self._refreshed_at = int(progress["refreshed_at"])
-        self.preconditioner.woken = int(progress["woken"])
+    def load_state(self, state: Mapping[str, Any], momentum: Callable[[int], Floats] | None = None) -> None:
+        """The inverse: a tensor in ``state["tensors"]`` is compressed from now on, any other is in warm-up.
+
+        ``momentum(tensor)``, float32, is borrowed as by ``freeze``. Raises ValueError, before anything is changed, if a
+        number of elements differs.
+        """
+        numbers = {spec.name: number for number, spec in enumerate(self.layout.tensors)}
+        tensors = {numbers[name]: tensor_state for name, tensor_state in state.get("tensors", {}).items()}
+        borrowed = {}
+        for tensor, tensor_state in tensors.items():
+            assert momentum is not None
+            spec = self.layout.tensors[tensor]
+            flat_floats(tensor_state["denominator"], spec.numel, f"denominator of {spec.name!r}")
+            borrowed[tensor] = flat_floats(momentum(tensor), spec.numel, f"momentum of {spec.name!r}")
+        for tensor in range(self.stage.size):
+            self._drop_dense(tensor)
+        for segment in self.segments:
+            assert isinstance(segment, MomentumSegment)
+            segment.previous = None
+        self.stage[:] = Stage.WARMUP
+        self.preconditioner.masked[:] = 0
+        super().load_state(state)
+        for tensor, tensor_state in tensors.items():
+            self.preconditioner.load_tensor_state(tensor, tensor_state)
+            self._begin(tensor, int(self.steps[tensor]), borrowed[tensor])
+        self.compressed_steps = int(state["compressed_steps"])
+        self._refreshed_at = int(state["refreshed_at"])
+        self.preconditioner.woken = int(state["woken"])
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by buffer."""

@@ -128,37 +128,18 @@ class SoftSignSGD(Core):
             update *= row["step_size"]
             param -= update
 
-    # State of this rank
+    # State
 
-    def rank_state(self) -> dict[str, Any]:
-        """As ``Core.rank_state``, with ``momentum`` and ``magnitude`` (flat)."""
-        return {**super().rank_state(), "momentum": self.momentum.copy(), "magnitude": self.magnitude.copy()}
+    def rank_buffers(self) -> dict[str, dict[str, Floats]]:
+        buffers = super().rank_buffers()
+        return {**buffers, "flat": {"momentum": self.momentum, "magnitude": self.magnitude}}
 
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """The inverse, for the same layout and rank. Raises ValueError if they differ, or if a number is not finite."""
-        for name in ("momentum", "magnitude", "error", "owner_error"):
-            if not np.isfinite(state[name]).all():
-                raise ValueError(f"the {name} of rank {self.rank} to be loaded has NaN or Inf")
-        super().load_rank_state(state)
-        self.momentum[:], self.magnitude[:] = state["momentum"], state["magnitude"]
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "committed": self.committed}
 
-    def redistribute_errors(self, states: Sequence[Mapping[str, Any]], layout: Layout) -> None:
-        """As ``Core.redistribute_errors``; momenta and magnitudes, too, are averaged over the old ranks."""
-        super().redistribute_errors(states, layout)
-        for name, own in (("momentum", self.momentum), ("magnitude", self.magnitude)):
-            total = np.zeros(own.size)
-            for state in sorted(states, key=lambda state: int(state["rank"])):
-                total += state[name]
-            own[:] = total / layout.ranks
-
-    def progress(self) -> dict[str, Any]:
-        """Counters that belong into a checkpoint: ``committed``, and ``steps`` per tensor (int64, a copy)."""
-        return {"committed": self.committed, "steps": self.steps.copy()}
-
-    def load_progress(self, progress: Mapping[str, Any]) -> None:
-        """The inverse."""
-        self.committed = int(progress["committed"])
-        self.steps[:] = progress["steps"]
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self.committed = int(state["committed"])
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by buffer."""

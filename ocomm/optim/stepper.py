@@ -542,6 +542,19 @@ class Stepper:
         first = int(self.layout.offsets[tensor])
         return self.averages[first : first + int(self.layout.numels[tensor])]
 
+    def resume(self, step: int, order: Sequence[int] | None) -> None:
+        """Goes on after ``step`` steps, with the order of a saved run or, if None, with the first step's as at a start.
+
+        Raises ValueError if a step is under way.
+        """
+        if self.begun:
+            raise ValueError("a step is under way")
+        self.step = step
+        self.overlapping = False
+        if order is not None:
+            self.adopt_order(order)
+            self.overlapping = self.overlap
+
     def adopt_order(self, order: Sequence[int]) -> None:
         """Takes over the order in which gradients arrive (rank 0's, the same on all ranks) for all later steps."""
         assert sorted(order) == sorted(self.order) and not self.begun

@@ -22,7 +22,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -414,16 +414,24 @@ class ZeroOneAdam(Core):
         self._is_average[tensor] = True
         self._waits[tensor] = False
 
-    def tensor_state(self, tensor: int) -> dict[str, Any]:
-        """The replicated state of a tensor, besides ``average_momentum``; arrays are copies.
+    def state(self) -> dict[str, Any]:
+        """Counters, and by name of each tensor: ``stage``, ``refreshes``, ``dense_refreshes``; what the preconditioner
+        has, once there was a refresh; ``variance`` while there are refreshes to come; between two syncs ``synced``, the
+        parameter at the last one."""
+        return {
+            **super().state(),
+            "step": self.step,
+            "sync_steps": self.sync_steps,
+            "local_steps": self.local_steps,
+            "woken_at": self._woken_at,
+            "woken": self.preconditioner.woken,
+            **self.syncs.progress(),
+            **self.refreshes.progress(),
+            "tensors": {spec.name: self._tensor_state(tensor) for tensor, spec in enumerate(self.layout.tensors)},
+        }
 
-        ``numel``, ``step``, ``stage``, ``refreshes``, ``dense_refreshes``; what the preconditioner has, once there was
-        a refresh; ``variance`` while there are refreshes to come; between two syncs ``synced``, the parameter at the
-        last one.
-        """
+    def _tensor_state(self, tensor: int) -> dict[str, Any]:
         state: dict[str, Any] = {
-            "numel": int(self.layout.numels[tensor]),
-            "step": int(self.steps[tensor]),
             "stage": int(self.stage[tensor]),
             "refreshes": int(self.refreshed[tensor]),
             "dense_refreshes": int(self._dense_refreshes[tensor]),
@@ -436,81 +444,114 @@ class ZeroOneAdam(Core):
             state["synced"] = self._synced[self.flat_span(tensor)].copy()
         return state
 
-    def load_tensor_state(self, tensor: int, state: Mapping[str, Any], momentum: Floats) -> None:
-        """The inverse, with ``average_momentum``: the tensor is where it was after the last sync, its parameter too.
+    def load_state(self, state: Mapping[str, Any], momentum: Callable[[int], Floats] | None = None) -> None:
+        """The inverse: each tensor is where it was after its last sync, its parameter too.
 
-        Its errors are zero: load the rank's state afterwards. Raises ValueError if the number of elements differs.
+        ``momentum(tensor)``, float32, is ``average_momentum`` of a tensor that has taken steps. Raises ValueError,
+        before anything is changed, if a number of elements differs.
         """
-        spec = self.layout.tensors[tensor]
-        momentum = flat_floats(momentum, spec.numel, f"momentum of {spec.name!r}")
+        tensors = [state["tensors"][spec.name] for spec in self.layout.tensors]
+        momenta: list[Floats] = []
+        for tensor, spec in enumerate(self.layout.tensors):
+            found = momentum(tensor) if momentum and state["steps"][tensor] else np.zeros(spec.numel, np.float32)
+            momenta.append(flat_floats(found, spec.numel, f"momentum of {spec.name!r}"))
+            for name in ("denominator", "variance", "synced"):
+                if name in tensors[tensor]:
+                    flat_floats(tensors[tensor][name], spec.numel, f"{name} of {spec.name!r}")
+        # The parameters are those of the state: what was local before is forgotten, not taken back.
+        self._start_interval()
+        self.preconditioner.masked[:] = 0
+        super().load_state(state)
         self.allocate()
-        if "denominator" in state:
-            self.preconditioner.load_tensor_state(tensor, state)
-        if "synced" in state:
-            self._param(tensor)[:] = flat_floats(state["synced"], spec.numel, f"parameter of {spec.name!r}")
-        self._forget(tensor)
-        self.momentum[self.flat_span(tensor)] = momentum
-        self._variance.pop(tensor, None)
-        if "variance" in state:
-            self._variance[tensor] = flat_floats(state["variance"], spec.numel, f"variance of {spec.name!r}").copy()
-        self.steps[tensor], self.stage[tensor] = int(state["step"]), int(state["stage"])
-        self.refreshed[tensor] = int(state["refreshes"])
-        self._dense_refreshes[tensor] = int(state["dense_refreshes"])
+        for tensor, tensor_state in enumerate(tensors):
+            if "denominator" in tensor_state:
+                self.preconditioner.load_tensor_state(tensor, tensor_state)
+            if "synced" in tensor_state:
+                self._param(tensor)[:] = tensor_state["synced"]
+            self._forget(tensor)
+            self.momentum[self.flat_span(tensor)] = momenta[tensor]
+            self._variance.pop(tensor, None)
+            if "variance" in tensor_state:
+                self._variance[tensor] = tensor_state["variance"].copy()
+            self.stage[tensor] = int(tensor_state["stage"])
+            self.refreshed[tensor] = int(tensor_state["refreshes"])
+            self._dense_refreshes[tensor] = int(tensor_state["dense_refreshes"])
+        self.step = int(state["step"])
+        self.sync_steps = int(state["sync_steps"])
+        self.local_steps = int(state["local_steps"])
+        self._woken_at = int(state["woken_at"])
+        self.preconditioner.woken = int(state["woken"])
+        self.syncs.load_progress(state)
+        self.refreshes.load_progress(state)
 
-    def progress(self) -> dict[str, int]:
-        """Counters that belong into a checkpoint."""
-        return {
-            "step": self.step,
-            "sync_steps": self.sync_steps,
-            "local_steps": self.local_steps,
-            "woken_at": self._woken_at,
-            "woken": self.preconditioner.woken,
-            **self.syncs.progress(),
-            **self.refreshes.progress(),
-        }
-
-    def load_progress(self, progress: Mapping[str, int]) -> None:
-        """The inverse; after ``load_tensor_state``."""
-        self.step = int(progress["step"])
-        self.sync_steps = int(progress["sync_steps"])
-        self.local_steps = int(progress["local_steps"])
-        self._woken_at = int(progress["woken_at"])
-        self.preconditioner.woken = int(progress["woken"])
-        self.syncs.load_progress(progress)
-        self.refreshes.load_progress(progress)
+    def _start_interval(self) -> None:
+        self._interval_lr[:], self._interval_decay[:] = 0.0, 1.0
+        self._is_average[:] = True
+        self._waits[:] = False
 
     def rank_state(self) -> dict[str, Any]:
-        """Also ``local``: between two syncs, what is this rank's own of each tensor, by number; arrays are copies."""
-        local = {}
-        for tensor in np.flatnonzero(~self._is_average).tolist():
-            span = self.flat_span(tensor)
-            own: dict[str, Any] = {
-                "interval_lr": float(self._interval_lr[tensor]),
-                "interval_decay": float(self._interval_decay[tensor]),
-                "momentum": self.momentum[span].copy(),
-            }
-            if self._interval_lr[tensor] > 0 and self._update is not None:
-                own |= {"update": self._update[span].copy(), "param": self._param(tensor).copy()}
-            local[tensor] = own
-        return {**super().rank_state(), "local": local, "waits": self._waits.copy()}
+        """Between two syncs also ``momentum``, ``update`` and ``parameter`` (flat), and since when they are local."""
+        flat: dict[str, Floats] = {}
+        if not self._is_average.all():
+            flat["momentum"] = self.momentum.copy()
+        if self._update is not None and not self.is_synced:
+            flat["update"] = self._update.copy()
+            flat["parameter"] = np.zeros_like(self._update)
+            for tensor in range(self.stage.size):
+                flat["parameter"][self.flat_span(tensor)] = self._param(tensor)
+        return {
+            **super().rank_state(),
+            "flat": flat,
+            "plain": {
+                "interval_lr": self._interval_lr.tolist(),
+                "interval_decay": self._interval_decay.tolist(),
+                "is_average": self._is_average.tolist(),
+                "waits": self._waits.tolist(),
+            },
+        }
+
+    def check_rank_state(self, state: Mapping[str, Any]) -> None:
+        super().check_rank_state({**state, "flat": {}})
+        for name, buffer in state.get("flat", {}).items():
+            if not np.isfinite(flat_floats(buffer, self.layout.flat_numel, f"flat buffer {name!r}")).all():
+                raise ValueError(f"flat buffer {name!r} has NaN or Inf")
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """The inverse, for the same layout and rank; after ``load_tensor_state`` and ``load_progress``.
-
-        Parameters become this rank's own again. Raises ValueError if layout or rank differ.
-        """
-        super().load_rank_state(state)
-        self._waits[:] = state["waits"]
-        for tensor, own in state["local"].items():
+        """The inverse, after ``load_state``. Parameters become this rank's own again."""
+        self.check_rank_state(state)
+        flat, plain = state.get("flat", {}), state["plain"]
+        super().load_rank_state({**state, "flat": {}})
+        local = ~np.array(plain["is_average"], np.bool_)
+        if local.any():
+            self._leave_sync(local, "update" in flat)
+        self._interval_lr[:], self._interval_decay[:] = plain["interval_lr"], plain["interval_decay"]
+        self._waits[:] = plain["waits"]
+        for tensor in np.flatnonzero(local).tolist():
             span = self.flat_span(tensor)
-            one = np.zeros(len(self.stage), np.bool_)
-            one[tensor] = True
-            self._leave_sync(one, "update" in own)
-            self.momentum[span] = own["momentum"]
-            self._interval_lr[tensor], self._interval_decay[tensor] = own["interval_lr"], own["interval_decay"]
-            if self._update is not None and "update" in own:
-                self._update[span] = own["update"]
-                self._param(tensor)[:] = own["param"]
+            self.momentum[span] = flat["momentum"][span]
+            if self._interval_lr[tensor] > 0 and self._update is not None:
+                self._update[span] = flat["update"][span]
+                self._param(tensor)[:] = flat["parameter"][span]
+
+    def reset_rank_state(self) -> None:
+        """As after the last sync: parameters that have moved since are set back."""
+        for tensor in np.flatnonzero(~self._is_average).tolist():
+            span = self.flat_span(tensor)
+            self.momentum[span] = self._average_momentum[span]
+            if self._interval_lr[tensor] > 0 and self._synced is not None:
+                self._param(tensor)[:] = self._synced[span]
+        if self._update is not None:
+            self._update[:] = 0.0
+        self._start_interval()
+        super().reset_rank_state()
+
+    def replica_digest(self) -> list[int]:
+        """Of the parameters at the last sync."""
+        addresses = self.tensors["param"].copy()
+        if self._synced is not None:
+            moved = self._interval_lr > 0
+            addresses[moved] = address(self._synced) + 4 * self.layout.offsets[moved].astype(np.uint64)
+        return self.kernels.checksums(addresses, self.layout.numels * 4, True).tolist()
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by buffer."""

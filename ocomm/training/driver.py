@@ -20,10 +20,13 @@ from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import InvalidRequestError, MismatchError
-from ocomm.kernels.base import Kernels
+from ocomm.kernels.base import Floats, Kernels
+from ocomm.optim import checkpoint
 from ocomm.optim.core import Core
 from ocomm.optim.stepper import Stepper, Verdict
 from ocomm.session import Session
+from ocomm.training import resume
+from ocomm.training.agreement import first_difference
 from ocomm.types import Flag, ReduceOp
 
 
@@ -57,6 +60,18 @@ class Host(Protocol):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiplies this rank's gradients in place."""
+        ...
+
+
+class MomentsHost(Host, Protocol):
+    """A frontend that wraps an Adam."""
+
+    def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
+        """The wrapped optimizer's m, v (flat float32, its own memory) and step count of a tensor, None without any."""
+        ...
+
+    def release(self, tensor: int) -> None:
+        """The tensor's m and v are no longer needed."""
         ...
 
 
@@ -101,6 +116,7 @@ class Driver:
         assert session.kernels is not None
         self.session = session
         self.number = number
+        self.kind = kind
         self.common = common
         self.core = make_core(layout, ranks.index(topology.rank), session.kernels)
         self.options = {
@@ -129,6 +145,10 @@ class Driver:
         #: Steps taken, not skipped.
         self.steps = 0
         self._announcement = 0
+        #: What ``load_state`` and ``load_rank_state`` have loaded, for the report.
+        self.resumed: dict[str, Any] | None = None
+        #: Says which replicas the loaded state belongs to; None once they have moved on.
+        self._loaded_replica: str | None = None
 
     @property
     def host(self) -> Any:
@@ -193,9 +213,10 @@ class Driver:
     def _take(self) -> None:
         self.set_hyper()
         self.steps += 1
+        self._loaded_replica = None
         order = list(self.stepper.arrivals)
         self.take()
-        if self.steps == 1 and self.stepper.overlap:
+        if self.stepper.overlap and not self.stepper.overlapping:
             self._adopt_order(order)
 
     def take(self) -> None:
@@ -220,11 +241,97 @@ class Driver:
 
     # State
 
+    #: Options that a saved state must share; with others the run would go on, and be another.
+    fixed_options: tuple[str, ...] = ()
+
+    def state(self) -> dict[str, Any]:
+        """What is the same on all ranks, besides parameters and the wrapped optimizer's state; arrays are copies."""
+        return checkpoint.seal({**resume.header(self), **self._state()}, self.kernels)
+
+    def _state(self) -> dict[str, Any]:
+        """A driver with further replicated state adds it here, and takes it back in ``_load``."""
+        return {
+            "stepper": {"order": [int(t) for t in self.stepper.order], "arrived": self.stepper.overlapping},
+            "core": self.core.state(),
+        }
+
+    def check_state(self, saved: Mapping[str, Any]) -> None:
+        """Raises CheckpointError, naming what differs, if ``load_state`` would not load it."""
+        resume.check(self, saved, "the state_dict")
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """The inverse of ``state``, after parameters and the wrapped optimizer's state are in place.
+
+        The rank state starts at zero: ``load_rank_state`` comes after it. Raises CheckpointError, before anything is
+        changed, for another model, optimizer or seed; InvalidRequestError between backward and ``step()``.
+        """
+        self.check_state(saved)
+        self.require_idle("load_state_dict")
+        order = saved["stepper"]
+        self.stepper.resume(saved["steps"], order["order"] if order["arrived"] else None)
+        self.steps = saved["steps"]
+        self._load(saved)
+        self._loaded_replica = saved["replica"]
+        self.resumed = {"step": self.steps, "ranks": saved["ranks"], "rank_state": "reset"}
+        resume.say_changes(self, saved)
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        """The inverse of ``_state``; ``steps`` is set already."""
+        self.core.load_state(saved["core"])
+
+    def saved_moments(self, tensor: int) -> dict[str, Any] | None:
+        """What the wrapped optimizer's state of a tensor is, where this driver has taken it over; else None.
+
+        ``step`` and flat float32 arrays, in the wrapped optimizer's own terms.
+        """
+        del tensor
+        return None
+
+    def taken_over(self, saved: Mapping[str, Any]) -> list[int]:
+        """The tensors whose moments a saved state needs from the wrapped optimizer's state."""
+        del saved
+        return []
+
+    def continue_plain(self) -> None:
+        """Goes on from the state that the wrapped optimizer has got without this one, where an algorithm can."""
+        raise NotImplementedError(f"{self.kind} does not go on from another optimizer's state")
+
+    def rank_state(self) -> dict[str, Any]:
+        """What only this rank knows, sealed with a checksum; arrays are copies. See ``Core.worker_buffers``."""
+        return checkpoint.seal({**resume.header(self), "rank": self.core.rank, **self.core.rank_state()}, self.kernels)
+
+    def load_rank_state(self, source: resume.Source) -> dict[str, Any]:
+        """The inverse. Collective: all ranks load, or none, or all start at zero if the state of any is missing.
+
+        Comes after ``load_state`` of the same checkpoint. Returns what was done, as in ``report()["resumed"]``. Raises
+        CheckpointError on all ranks, before anything is changed, if a state is damaged or foreign on any; MismatchError
+        if the ranks have states of different runs.
+        """
+        self.resumed = {"step": self.steps, **(self.resumed or {}), **resume.load_rank_states(self, source)}
+        return dict(self.resumed)
+
+    def require_idle(self, what: str) -> None:
+        """Raises InvalidRequestError between backward and ``step()``."""
+        if self.stepper.begun:
+            raise InvalidRequestError(
+                f"{self.name}: {what} was called between backward and step(); take the step or call zero_grad() first."
+            )
+
+    @property
+    def replica(self) -> str:
+        """Hash of what is equal on all ranks: says whether two saved states are of the same moment of the same run."""
+        return self._loaded_replica or f"{digest(self.core.replica_digest()):016x}"
+
+    @property
+    def kernels(self) -> Kernels:
+        return self.core.kernels
+
     def report(self) -> dict[str, Any]:
         """What was really sent, against dense: counts of steps and bytes of this rank.
 
         ``ratio`` is dense over sent bytes of the whole run, ``last_ratio`` of the last step; ``exposed_ms`` the mean
-        time that ``step()`` waited for the exchange.
+        time that ``step()`` waited for the exchange. ``resumed``: None, or what was loaded. Bytes, and steps by kind,
+        are counted from the start of this process.
         """
         traffic = self.stepper.traffic
         dense = self.core.layout.dense_bytes()
@@ -242,6 +349,7 @@ class Driver:
             "last_ratio": dense / traffic.last_bytes_sent if traffic.last_bytes_sent else None,
             "exposed_ms": 1e3 * traffic.exposed_s / max(traffic.steps, 1),
             "memory_bytes": self.stepper.memory(),
+            "resumed": self.resumed,
         }
 
 
@@ -270,28 +378,7 @@ def _open_channel(session: Session, number: int, name: str, layout: Layout, opti
     except MismatchError as error:
         specs = [f"tensor '{t.name}' {t.shape} {t.dtype} order {t.order}" for t in layout.tensors]
         lines = [*specs, *(f"{key}={value!r}" for key, value in sorted(options.items()))]
-        raise MismatchError(_first_difference(session, number, name, lines) or str(error)) from None
-
-
-def _first_difference(session: Session, number: int, name: str, lines: list[str]) -> str:
-    """Compares the ranks' descriptions line by line; collective. "" if all are equal."""
-    ranks = session.set_ranks[number]
-    mine = json.dumps(lines).encode()
-    nbytes = np.zeros(len(ranks), np.int64)
-    me = ranks.index(session.require_topology().rank)
-    nbytes[me] = len(mine)
-    session.reduce(number, f"{name}.lengths", nbytes, ReduceOp.SUM)
-    table = np.zeros(int(nbytes.sum()), np.uint8)
-    first = int(nbytes[:me].sum())
-    table[first : first + len(mine)] = np.frombuffer(mine, np.uint8)
-    session.reduce(number, f"{name}.descriptions", table, ReduceOp.BITWISE_OR)
-    ends = np.cumsum(nbytes).tolist()
-    all_lines = [json.loads(table[end - n : end].tobytes()) for end, n in zip(ends, nbytes.tolist(), strict=True)]
-    for position in range(max(len(said) for said in all_lines)):
-        values: dict[str, list[int]] = {}
-        for rank, said in zip(ranks, all_lines, strict=True):
-            values.setdefault(said[position] if position < len(said) else "nothing", []).append(rank)
-        if len(values) > 1:
-            each = "; ".join(f"rank(s) {who} registered {value}" for value, who in values.items())
-            return f"{name}: the ranks do not wrap the same optimizer: {each}."
-    return ""
+        difference = first_difference(session, number, f"{name}.descriptions", lines)
+        raise MismatchError(
+            f"{name}: the ranks do not wrap the same optimizer: {difference}." if difference else str(error)
+        ) from None

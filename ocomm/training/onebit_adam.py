@@ -13,28 +13,23 @@ from ocomm.optim.freeze import FreezeSchedule, LateTensors
 from ocomm.optim.onebit_adam import OneBitAdam as Core
 from ocomm.optim.onebit_adam import Stage
 from ocomm.session import Session
-from ocomm.training.driver import Common, Driver, Host
+from ocomm.training.driver import Common, Driver, MomentsHost
 from ocomm.types import ReduceOp
 
 
-class AdamHost(Host, Protocol):
-    """A frontend that wraps an Adam."""
+class AdamHost(MomentsHost, Protocol):
+    """A frontend whose Adam makes the warm-up's steps."""
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats]) -> None:
         """The wrapped optimizer's own step of ``tensors``, on their averaged gradients, and of no others."""
         ...
 
-    def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
-        """The wrapped optimizer's m, v (flat float32, its own memory) and step count of a tensor, None without any."""
-        ...
-
-    def release(self, tensor: int) -> None:
-        """The tensor's m and v are no longer needed."""
-        ...
-
 
 class OneBitAdamDriver(Driver):
-    """See ``Driver``. ``freeze_step`` is the number of dense steps T_w, or ``"auto"``."""
+    """See ``Driver``. ``freeze_step`` is the number of dense steps T_w, or ``"auto"``.
+
+    ``warm_start`` is the fingerprint of the moments with which the host will call ``start_warm``; the ranks compare it.
+    """
 
     core: Core
 
@@ -51,11 +46,16 @@ class OneBitAdamDriver(Driver):
         scale: str,
         variance_floor: float,
         mask_refresh: int,
+        warm_start: str | None = None,
     ) -> None:
         self.schedule = FreezeSchedule(freeze_step, host.groups()[0].betas[1])
         #: T_w, once it is known.
         self.freeze_at = self.schedule.decided
         self._late = LateTensors()
+        #: Dense steps of tensors that come later; None: T_w.
+        self.late_warmup: int | None = None
+        #: What came from a plain Adam's checkpoint, for the report.
+        self.warm_start: dict[str, Any] | None = None
         self._group_of = {int(t): number for number, group in enumerate(host.groups()) for t in group.tensors}
         core_options = {"variance_floor": variance_floor, "scale": scale, "mask_refresh": mask_refresh}
         super().__init__(
@@ -66,8 +66,9 @@ class OneBitAdamDriver(Driver):
             lambda layout, rank, kernels: Core(layout, rank, kernels, **core_options),  # type: ignore[arg-type]
             host,
             common,
-            {"optimizer": optimizer, "freeze_step": freeze_step, **core_options},
+            {"optimizer": optimizer, "freeze_step": freeze_step, "warm_start": warm_start, **core_options},
         )
+        self._fresh = self._state()
 
     def set_hyper(self) -> None:
         for group in self.host.groups():
@@ -103,11 +104,14 @@ class OneBitAdamDriver(Driver):
         if self.freeze_at is None:
             heard = self.stepper.heard_announcement
             if heard:
-                self.freeze_at = heard
-            elif self.core.rank == 0:
+                self.freeze_at = self.schedule.decided = heard
+                self._announcement = 0
+            else:
+                # All ranks observe, so that a checkpoint of any has the window; what rank 0 finds is announced.
                 norm = self.variance_norm(warming)
                 decided = self.schedule.observe(self.steps, norm, [group.lr for group in self.host.groups()])
-                self._announcement = decided or 0
+                if self.core.rank == 0:
+                    self._announcement = decided or 0
         if self.freeze_at is None or self.steps < self.freeze_at:
             return
         for tensor in warming:
@@ -117,13 +121,19 @@ class OneBitAdamDriver(Driver):
         moments = self.host.moments(tensor)
         if moments is None:
             return
-        momentum, variance, step = moments
+        _, variance, step = moments
         assert self.freeze_at is not None
-        due = self.steps == self.freeze_at or self._late.observe(tensor, step, bool(variance.any()), self.freeze_at)
-        if due:
-            group = self.host.groups()[self._group_of[tensor]]
-            if self.core.freeze(tensor, momentum, variance, step=step, beta2=group.betas[1], eps=group.eps):
-                self.host.release(tensor)
+        warmup = self.late_warmup or self.freeze_at
+        if self.steps == self.freeze_at or self._late.observe(tensor, step, bool(variance.any()), warmup):
+            self._freeze(tensor)
+
+    def _freeze(self, tensor: int, beta2: float | None = None) -> None:
+        """``beta2`` made the variance; None: the group's."""
+        momentum, variance, step = self.host.moments(tensor)
+        group = self.host.groups()[self._group_of[tensor]]
+        beta2 = group.betas[1] if beta2 is None else beta2
+        if self.core.freeze(tensor, momentum, variance, step=step, beta2=beta2, eps=group.eps):
+            self.host.release(tensor)
 
     def variance_norm(self, tensors: Sequence[int]) -> float:
         """|v_hat|_1 over ``tensors``, in float64."""
@@ -145,28 +155,89 @@ class OneBitAdamDriver(Driver):
         return {
             "stage": "warm-up" if stages == {0} else "compressed" if stages == {1} else "mixed",
             "freeze_step": self.freeze_at,
+            "warm_start": self.warm_start,
             **super().report(),
             "masked_elements": int(core.preconditioner.masked.sum()),
             "woken_elements": core.preconditioner.woken,
         }
 
-    def state(self) -> dict[str, Any]:
-        """The replicated state besides the moments, by names of tensors; arrays are copies."""
-        names = [spec.name for spec in self.core.layout.tensors]
-        compressed = np.flatnonzero(self.core.stage == Stage.COMPRESSED).tolist()
+    def _state(self) -> dict[str, Any]:
         return {
-            "version": 1,
-            "steps": self.steps,
+            **super()._state(),
             "freeze_at": self.freeze_at,
-            "tensors": {names[tensor]: self.core.tensor_state(tensor) for tensor in compressed},
-            "progress": self.core.progress(),
+            "late_warmup": self.late_warmup,
+            "schedule": self.schedule.state(),
+            "late": self._late.state(),
+            "warm_start": self.warm_start,
         }
 
-    def load_state(self, state: Mapping[str, Any], momentum: Callable[[int], Floats]) -> list[int]:
-        """The inverse; ``momentum(tensor)`` is borrowed. Returns the tensors that are compressed from now on."""
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        core = self.core
+        core.load_state(saved["core"], lambda tensor: self.host.moments(tensor)[0])
+        compressed = np.flatnonzero(core.stage == Stage.COMPRESSED).tolist()
+        for tensor in compressed:
+            self.host.release(tensor)
+        self.schedule.load_state(saved["schedule"])
+        self._late.load_state(saved.get("late", {}))
+        self.warm_start = saved.get("warm_start")
+        chosen = self.schedule.freeze_step
+        if compressed or (chosen == "auto" and saved["schedule"]["freeze_step"] == "auto"):
+            self.freeze_at = saved["freeze_at"]
+        else:  # until the warm-up is over its length may be chosen anew
+            self.freeze_at = self.schedule.decided
+            if self.freeze_at != saved["freeze_at"]:
+                self._freeze_what_is_over()
+        self._announcement = 0 if self.freeze_at is not None else self.schedule.decided or 0
+
+    def saved_moments(self, tensor: int) -> dict[str, Any] | None:
+        """Of a compressed tensor, as the wrapped Adam would hold them."""
+        if self.core.stage[tensor] == Stage.WARMUP:
+            return None
+        beta2 = self.host.groups()[self._group_of[tensor]].betas[1]
+        return {
+            "step": int(self.core.steps[tensor]),
+            "exp_avg": self.core.momentum(tensor),
+            "exp_avg_sq": self.core.variance(tensor, beta2=beta2),
+        }
+
+    def taken_over(self, saved: Mapping[str, Any]) -> list[int]:
         numbers = {spec.name: number for number, spec in enumerate(self.core.layout.tensors)}
-        self.steps, self.freeze_at = state["steps"], state["freeze_at"]
-        for name, tensor_state in state["tensors"].items():
-            self.core.load_tensor_state(numbers[name], tensor_state, momentum(numbers[name]))
-        self.core.load_progress(state["progress"])
-        return [numbers[name] for name in state["tensors"]]
+        return [numbers[name] for name in saved["core"].get("tensors", {})]
+
+    def continue_plain(self) -> None:
+        """The wrapped optimizer has loaded the state of a plain Adam: its warm-up goes on, or is over already."""
+        self._restart()
+        if self.freeze_at is not None and self.steps >= self.freeze_at:
+            self._freeze_what_is_over()
+        self.resumed = {"step": self.steps, "ranks": None, "rank_state": "none"}
+
+    def start_warm(self, betas2: Mapping[int, float]) -> None:
+        """The wrapped optimizer has got Adam's moments from a checkpoint: tensors that have any are frozen at once.
+
+        ``betas2`` are the beta2 with which they were made, by tensor. Tensors without get a dense warm-up of
+        ``freeze_step`` steps of their own, with ``"auto"`` of as many as its earliest end.
+        """
+        self._restart()
+        chosen = self.schedule.freeze_step
+        self.late_warmup = 2 * self.schedule.window + 1 if chosen == "auto" else int(chosen)
+        self.freeze_at = self.schedule.decided = self.steps
+        for tensor, beta2 in betas2.items():
+            self._freeze(tensor, beta2)
+        names = [spec.name for spec in self.core.layout.tensors]
+        dense = [names[tensor] for tensor in np.flatnonzero(self.core.stage == Stage.WARMUP).tolist()]
+        self.warm_start = {"step": self.steps, "tensors": len(names) - len(dense), "dense": dense}
+
+    def _restart(self) -> None:
+        """As at the start of a run, but after as many steps as the wrapped optimizer has taken."""
+        counts = [moments[2] for t in range(self.core.steps.size) if (moments := self.host.moments(t)) is not None]
+        self.steps = max(counts, default=0)
+        self.stepper.resume(self.steps, None)
+        self._load(self._fresh)
+
+    def _freeze_what_is_over(self) -> None:
+        """Freezes the tensors that have taken T_w steps."""
+        assert self.freeze_at is not None
+        for tensor in range(self.core.steps.size):
+            moments = self.host.moments(tensor)
+            if moments is not None and moments[2] >= self.freeze_at:
+                self._freeze(tensor)

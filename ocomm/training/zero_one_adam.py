@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ocomm.compression.layout import TensorSpec
-from ocomm.kernels.base import Floats
 from ocomm.optim.intervals import RefreshSchedule, SyncSchedule
 from ocomm.optim.zero_one_adam import ZeroOneAdam as Core
 from ocomm.session import Session
-from ocomm.training.driver import Common, Driver, Group, Host, digest
+from ocomm.training.driver import Common, Driver, MomentsHost, digest
 from ocomm.types import ReduceOp
 
 
@@ -24,7 +25,7 @@ class ZeroOneAdamDriver(Driver):
         session: Session,
         number: int,
         specs: Sequence[TensorSpec],
-        host: Host,
+        host: MomentsHost,
         common: Common,
         *,
         optimizer: str,
@@ -36,6 +37,7 @@ class ZeroOneAdamDriver(Driver):
     ) -> None:
         syncs = SyncSchedule(**intervals)
         schedules = {"syncs": syncs, "refreshes": RefreshSchedule(syncs, **refreshes)}  # type: ignore[arg-type]
+        self._group_of = {int(t): number for number, group in enumerate(host.groups()) for t in group.tensors}
         core_options = {"variance_floor": variance_floor, "scale": scale, "mask_refresh": mask_refresh}
         super().__init__(
             session,
@@ -47,6 +49,7 @@ class ZeroOneAdamDriver(Driver):
             common,
             {"optimizer": optimizer, **intervals, **refreshes, **core_options},
         )
+        self._fresh = self.core.state()
 
     def set_hyper(self) -> None:
         for group in self.host.groups():
@@ -92,27 +95,37 @@ class ZeroOneAdamDriver(Driver):
             "woken_elements": core.preconditioner.woken,
         }
 
-    def state(self) -> dict[str, Any]:
-        """The replicated state besides the moments, by names of tensors; arrays are copies."""
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        """The run is where it was at its last sync; parameters that had moved since are set back."""
+        self.core.load_state(saved["core"], lambda tensor: self.host.moments(tensor)[0])
+        for tensor in self.taken_over(saved):
+            self.host.release(tensor)
+
+    def saved_moments(self, tensor: int) -> dict[str, Any] | None:
+        """As the wrapped Adam would hold them: m of the last sync, and v."""
         core = self.core
-        tensors = {spec.name: core.tensor_state(tensor) for tensor, spec in enumerate(core.layout.tensors)}
-        return {"version": 1, "tensors": tensors, "progress": core.progress()}
+        if not core.steps[tensor]:
+            return None
+        beta2 = self.host.groups()[self._group_of[tensor]].betas[1]
+        return {
+            "step": int(core.steps[tensor]),
+            "exp_avg": core.average_momentum(tensor),
+            "exp_avg_sq": core.variance(tensor, beta2=beta2),
+        }
 
-    def load_state(self, state: Mapping[str, Any], momentum: Callable[[int], Floats]) -> None:
-        """The inverse, with ``momentum(tensor)`` that of the last sync: the run is where it was then.
+    def taken_over(self, saved: Mapping[str, Any]) -> list[int]:
+        return np.flatnonzero(saved["core"]["steps"]).tolist()
 
-        A parameter that has moved since is set back, so that all ranks have the same.
-        """
-        core = self.core
-        for tensor, spec in enumerate(core.layout.tensors):
-            core.load_tensor_state(tensor, state["tensors"][spec.name], momentum(tensor))
-        core.load_progress(state["progress"])
-        self.steps = core.step
-
-    def adopt(self, group: Group, moments: Callable[[int], tuple[Floats, Floats, int] | None]) -> None:
-        """Goes on from a plain Adam's m, v and step count of the tensors of ``group``, where it has any."""
-        for tensor in group.tensors.tolist():
-            found = moments(tensor)
-            if found is not None:
-                momentum, variance, step = found
-                self.core.adopt(tensor, momentum, variance, step=step, beta2=group.betas[1], eps=group.eps)
+    def continue_plain(self) -> None:
+        """Goes on from a plain Adam's m, v and step counts, where it has any; the schedules begin anew."""
+        self.stepper.resume(0, None)
+        self.steps = 0
+        self.core.load_state(self._fresh)
+        for tensor, group in self._group_of.items():
+            moments = self.host.moments(tensor)
+            if moments is not None:
+                momentum, variance, step = moments
+                now = self.host.groups()[group]
+                self.core.adopt(tensor, momentum, variance, step=step, beta2=now.betas[1], eps=now.eps)
+                self.host.release(tensor)
+        self.resumed = {"step": 0, "ranks": None, "rank_state": "none"}

@@ -12,6 +12,7 @@ from ocomm.collectives.plan import Average, Compress
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import NonFiniteError, SettingsError
 from ocomm.kernels.reference import ReferenceKernels
+from ocomm.optim.checkpoint import Resharding
 from ocomm.optim.freeze import LateTensors
 from ocomm.optim.onebit_adam import OneBitAdam, Stage
 from tests.oracle.onebit_adam import Simulation, simulate
@@ -375,8 +376,7 @@ def restore(world, source):
     for core, old, params, old_params in zip(world.cores, source.cores, world.params, source.params, strict=True):
         for index in range(len(SHAPES)):
             params[index][...] = old_params[index]
-            core.load_tensor_state(index, source.cores[0].tensor_state(index), source.cores[0].momentum(index))
-        core.load_progress(source.cores[0].progress())
+        core.load_state(source.cores[0].state(), source.cores[0].momentum)
         core.load_rank_state(old.rank_state())
     world.set_buckets(2, 50)
 
@@ -406,8 +406,7 @@ def test_a_running_world_goes_back_to_a_checkpoint():
         running.set_hyper(1e-3)
         running.step(now)
     for core in running.cores:
-        for index in range(len(SHAPES)):
-            core.load_tensor_state(index, world.cores[0].tensor_state(index), world.cores[0].momentum(index))
+        core.load_state(world.cores[0].state(), world.cores[0].momentum)
         assert not core.error.any() and not core.owner_error.any()
     restore(running, world)
     for now in gradients[9:]:
@@ -420,7 +419,7 @@ def test_a_running_world_goes_back_to_a_checkpoint():
 def test_a_state_of_another_block_size_wakes_elements_with_the_means_of_its_own_blocks():
     world, _ = started(1, variance_floor=0.0)
     (core,) = World(1, block_size=16).cores
-    core.load_tensor_state(EMBEDDING, world.cores[0].tensor_state(EMBEDDING), world.cores[0].momentum(EMBEDDING))
+    core.load_state(world.cores[0].state(), world.cores[0].momentum)
     roots = core.preconditioner.block_root[core.preconditioner._block_span(EMBEDDING)]
     denominator = core.preconditioner.denominator[core.flat_span(EMBEDDING)].reshape(12, 16)
     np.testing.assert_allclose(roots[:4], denominator[:4].mean(axis=1), rtol=1e-6)
@@ -449,20 +448,34 @@ def test_errors_of_another_number_of_ranks_keep_their_sum(ranks):
         world.set_hyper(1e-3)
         world.step(now)
     other = World(ranks, block_size=16)
-    states = [core.rank_state() for core in world.cores]
     for core in other.cores:
-        for index in range(len(SHAPES)):
-            core.load_tensor_state(index, world.cores[0].tensor_state(index), world.cores[0].momentum(index))
-        core.redistribute_errors(states[::-1], world.layout)
+        core.load_state(world.cores[0].state(), world.cores[0].momentum)
+        resharding = Resharding(world.layout, other.layout, core.rank)
+        for old in world.cores:
+            resharding.add({"rank": old.rank, **old.rank_state()})
+        core.load_rank_state(resharding.result())
     other.set_buckets()
-    mean = np.mean([core.error for core in world.cores], axis=0)
+    mean = np.mean([core.error.astype(np.float64) for core in world.cores], axis=0).astype(np.float32)
     for core in other.cores:
-        np.testing.assert_allclose(core.error, mean, rtol=1e-5, atol=1e-9)
+        np.testing.assert_array_equal(core.error, mean)
     np.testing.assert_array_equal(whole_owner_error(other), whole_owner_error(world))
-    with pytest.raises(ValueError, match="all 3 ranks"):
-        other.cores[0].redistribute_errors(states[:2], world.layout)
-    with pytest.raises(ValueError, match="redistribute"):
-        other.cores[0].load_rank_state(states[0])
+
+
+def test_a_rank_state_that_does_not_fit_changes_nothing():
+    world, gradients = started(2)
+    world.set_hyper(1e-3)
+    world.step(gradients[0])
+    before = world.state()
+    core = world.cores[0]
+    state = core.rank_state()
+    for wrong, message in [
+        ({**state, "worker": {}}, r"need worker buffers \['error'\], got \[\]"),
+        ({**state, "owner": {"error": state["owner"]["error"][:-16]}}, "owner buffer 'error': need"),
+        ({**state, "worker": {"error": state["worker"]["error"] * np.float32("nan")}}, "'error' has NaN or Inf"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            core.load_rank_state(wrong)
+        assert world.state() == before
 
 
 def test_the_variance_for_a_checkpoint_is_the_floored_one():

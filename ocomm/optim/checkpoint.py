@@ -1,0 +1,171 @@
+"""Saved states: are they whole, do they fit, and what becomes of errors when the number of ranks changes.
+
+A saved state is a dict with string keys of plain values, lists, dicts and NumPy arrays. What is the same on all ranks
+is saved once; each rank saves what it alone knows, its *rank state*:
+
+    worker   buffers of what this rank compresses (worker errors)
+    owner    buffers of what this rank keeps for all, by the blocks it owns (owner errors)
+    flat     buffers of all elements (local moments)
+    plain    plain values, the same on all ranks, that go with the others
+
+On another number of ranks owner buffers move with their blocks. Of the others every rank gets the mean over those who
+had the element: an average over the ranks then holds the same as before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.compression.layout import Layout
+from ocomm.errors import CheckpointError
+from ocomm.kernels.base import Kernels
+from ocomm.types import Nodes
+
+State = Mapping[str, Any]
+
+
+def fingerprint(state: Any, kernels: Kernels) -> str:
+    """Hash of a state's contents, 16 hexadecimal digits. An empty dict counts as absent: some formats drop it."""
+    hasher = hashlib.blake2b(digest_size=8)
+    hasher.update(json.dumps(_outline(state, kernels), sort_keys=True).encode())
+    return hasher.hexdigest()
+
+
+def _outline(value: Any, kernels: Kernels) -> Any:
+    """The value with checksums for its arrays."""
+    if isinstance(value, Mapping):
+        parts = {key: _outline(item, kernels) for key, item in value.items()}
+        return {key: part for key, part in parts.items() if part != {}}
+    if isinstance(value, (list, tuple)):
+        return [_outline(item, kernels) for item in value]
+    if isinstance(value, np.ndarray):
+        array = np.ascontiguousarray(value)
+        address = np.array([array.ctypes.data if array.size else 0], np.uint64)
+        checksum = kernels.checksums(address, np.array([array.nbytes], np.int64), True)[0]
+        return [str(array.dtype), list(array.shape), int(checksum)]
+    return value
+
+
+def seal(state: dict[str, Any], kernels: Kernels) -> dict[str, Any]:
+    """The state with a ``checksum`` of everything else in it."""
+    return {**state, "checksum": fingerprint(state, kernels)}
+
+
+def require_seal(state: State, kernels: Kernels, where: str) -> None:
+    """Raises CheckpointError that begins with ``where`` if the state is not what was sealed."""
+    if "checksum" not in state:
+        raise CheckpointError(f"{where} has no checksum, so it is not what rank_state_dict() returned, or not all.")
+    found = fingerprint({key: value for key, value in state.items() if key != "checksum"}, kernels)
+    if found != state["checksum"]:
+        raise CheckpointError(f"{where} is damaged: its checksum is {state['checksum']}, its contents have {found}.")
+
+
+# Layouts
+
+
+def describe(layout: Layout) -> list[list[Any]]:
+    """Tensors as plain values: name, shape, order and dtype of each."""
+    return [[spec.name, [int(n) for n in spec.shape], spec.order, spec.dtype] for spec in layout.tensors]
+
+
+def require_tensors(saved: Iterable[Any], layout: Layout, where: str) -> None:
+    """Raises CheckpointError that names the first tensor in which a ``describe``d layout is not this one."""
+    before = [(name, tuple(shape), order, dtype) for name, shape, order, dtype in saved]
+    now = [(name, tuple(shape), order, dtype) for name, shape, order, dtype in describe(layout)]
+    for number in range(max(len(before), len(now))):
+        old = _spell(before[number]) if number < len(before) else "nothing"
+        new = _spell(now[number]) if number < len(now) else "nothing"
+        if old != new:
+            raise CheckpointError(
+                f"{where} is of another model: as tensor number {number} it has {old}, the optimizer has {new}. "
+                "Wrap the same parameters, under the same names and in the same order."
+            )
+
+
+def _spell(tensor: tuple[str, tuple[int, ...], str, str]) -> str:
+    name, shape, order, dtype = tensor
+    return f"'{name}' {shape} {dtype} order {order}"
+
+
+def layout_of(state: State, layout: Layout, where: str) -> Layout:
+    """The layout of the run in which a rank state was saved; its tensors are those of ``layout``.
+
+    Raises CheckpointError if it cannot be made again, as from a state of another release.
+    """
+    nodes = Nodes(tuple(tuple(node) for node in state["nodes"]), state["groups"])
+    old = Layout(layout.tensors, state["ranks"], state["block_size"], nodes)
+    if f"{old.digest:016x}" != state["digest"]:
+        raise CheckpointError(
+            f"{where} has layout {state['digest']}, but its tensors on {state['ranks']} ranks have layout "
+            f"{old.digest:016x} here: it was written by another release of ocomm."
+        )
+    return old
+
+
+def _runs(layout: Layout, rank: int, kind: str) -> NDArray[np.int64]:
+    """Where the elements of a rank's buffer lie: rows (first in the flat buffers, first in the buffer, how many)."""
+    if kind == "flat":
+        return np.array([[0, 0, layout.flat_numel]])
+    blocks = layout.blocks
+    rows, place = {
+        "worker": (blocks["slice"] == layout.slice_of(rank), "local"),
+        "owner": (blocks["owner"] == rank, "owned"),
+    }[kind]
+    mine = blocks[rows]
+    return np.stack([mine["offset"], mine[place], mine["length"].astype(np.int64)], axis=1)
+
+
+class Resharding:
+    """Shares the rank states of ``old`` out to ``rank`` of ``new``: ``add`` them in rank order, then ``result``.
+
+    The tensors of both layouts are the same, so their flat buffers are, too, whatever the blocks.
+    """
+
+    def __init__(self, old: Layout, new: Layout, rank: int) -> None:
+        assert old.tensors == new.tensors
+        self.old = old
+        self.new = new
+        self.rank = rank
+        self._next = 0
+        self._plain: Any = {}
+        #: How many ranks of a run have each element in a buffer of this kind.
+        self._holders = {"worker": len(old.nodes.members), "owner": 1, "flat": old.ranks}
+        self._totals: dict[str, dict[str, NDArray[np.float64]]] = {kind: {} for kind in self._holders}
+
+    def add(self, state: State) -> None:
+        """The state of the next old rank. Buffers without elements stand for zeros: nothing was compressed yet."""
+        rank, self._next = self._next, self._next + 1
+        assert state["rank"] == rank
+        self._plain = state.get("plain", {})
+        for kind, totals in self._totals.items():
+            runs = _runs(self.old, rank, kind)
+            for name, buffer in state.get(kind, {}).items():
+                total = totals.setdefault(name, np.zeros(0))
+                if buffer.size and not total.size:
+                    total = totals[name] = np.zeros(self.old.flat_numel)
+                for flat, own, length in runs.tolist() if buffer.size else ():
+                    total[flat : flat + length] += buffer[own : own + length]
+
+    def result(self) -> dict[str, Any]:
+        """The buffers of the new rank: means over those who had each element, in float64, rounded once."""
+        assert self._next == self.old.ranks
+        numels = {
+            "worker": self.new.worker_numel(self.rank),
+            "owner": self.new.owned_numel(self.rank),
+            "flat": self.new.flat_numel,
+        }
+        state: dict[str, Any] = {"plain": self._plain}
+        for kind, totals in self._totals.items():
+            runs = _runs(self.new, self.rank, kind).tolist()
+            state[kind] = {}
+            for name, total in totals.items():
+                buffer = state[kind][name] = np.zeros(numels[kind] if total.size else 0, np.float32)
+                for flat, own, length in runs if total.size else ():
+                    buffer[own : own + length] = total[flat : flat + length] / self._holders[kind]
+        return state

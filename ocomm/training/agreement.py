@@ -1,0 +1,45 @@
+"""What the ranks of a process set tell each other once, in words: collective calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+
+from ocomm.session import Session
+from ocomm.types import ReduceOp
+
+
+def first_difference(session: Session, number: int, name: str, lines: list[str]) -> str:
+    """Compares the ranks' descriptions line by line: "rank(s) [0] ...; rank(s) [1] ...", or "" if all are equal."""
+    ranks = session.set_ranks[number]
+    all_lines = [json.loads(text) for text in gather(session, number, name, json.dumps(lines))]
+    for position in range(max(len(said) for said in all_lines)):
+        values: dict[str, list[int]] = {}
+        for rank, said in zip(ranks, all_lines, strict=True):
+            values.setdefault(said[position] if position < len(said) else "nothing", []).append(rank)
+        if len(values) > 1:
+            return by_rank(values, "registered")
+    return ""
+
+
+def by_rank(values: Mapping[str, list[int]], verb: str) -> str:
+    """Who says what: "rank(s) [0, 2] have x; rank(s) [1] have y" for ``verb`` "have"."""
+    return "; ".join(f"rank(s) {who} {verb} {value}" for value, who in values.items())
+
+
+def gather(session: Session, number: int, name: str, text: str) -> list[str]:
+    """What each rank of the set says, in rank order. Collective."""
+    ranks = session.set_ranks[number]
+    mine = text.encode()
+    nbytes = np.zeros(len(ranks), np.int64)
+    me = ranks.index(session.require_topology().rank)
+    nbytes[me] = len(mine)
+    session.reduce(number, f"{name}.lengths", nbytes, ReduceOp.SUM)
+    table = np.zeros(int(nbytes.sum()), np.uint8)
+    first = int(nbytes[:me].sum())
+    table[first : first + len(mine)] = np.frombuffer(mine, np.uint8)
+    session.reduce(number, name, table, ReduceOp.BITWISE_OR)
+    ends = np.cumsum(nbytes).tolist()
+    return [table[end - n : end].tobytes().decode() for end, n in zip(ends, nbytes.tolist(), strict=True)]

@@ -1,0 +1,264 @@
+"""Going on from a saved run: does a state fit, what do the ranks have of it, and what do they all do about it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ocomm.errors import CheckpointError, MismatchError, OcommError
+from ocomm.optim import checkpoint
+from ocomm.optim.checkpoint import Resharding, State
+from ocomm.training.agreement import by_rank, gather
+
+if TYPE_CHECKING:
+    from ocomm.training.driver import Driver
+
+_log = logging.getLogger("ocomm")
+
+#: Of the form of saved states.
+VERSION = 1
+
+
+def header(driver: Driver) -> dict[str, Any]:
+    """What every saved state says about its run, in plain values."""
+    layout = driver.core.layout
+    return {
+        "version": VERSION,
+        "optimizer": driver.kind,
+        "options": dict(driver.options),
+        "steps": driver.steps,
+        "ranks": layout.ranks,
+        "nodes": [list(node) for node in layout.nodes.members],
+        "groups": layout.nodes.groups,
+        "block_size": layout.block_size,
+        "digest": f"{layout.digest:016x}",
+        "tensors": checkpoint.describe(layout),
+        "replica": driver.replica,
+    }
+
+
+def check(driver: Driver, saved: State, where: str) -> None:
+    """Raises CheckpointError that begins with ``where`` if ``saved`` is not of such a run, or not whole."""
+    version = saved.get("version")
+    if version is None:
+        raise CheckpointError(f"{where} is no saved state of ocomm: it has {sorted(map(str, saved))}.")
+    if not isinstance(version, int) or version > VERSION:
+        raise CheckpointError(f"{where} has version {version!r}; this release of ocomm reads versions up to {VERSION}.")
+    if saved.get("optimizer") != driver.kind:
+        raise CheckpointError(
+            f"{where} is of {saved.get('optimizer')!r}, the optimizer is {driver.kind!r}. Resume with the same class; "
+            "to start from Adam's moments alone, pass them as warm_start."
+        )
+    checkpoint.require_seal(saved, driver.kernels, where)
+    checkpoint.require_tensors(saved["tensors"], driver.core.layout, where)
+    for name in driver.fixed_options:
+        now, before = driver.options.get(name), saved["options"].get(name)
+        if now != before:
+            raise CheckpointError(
+                f"{where} is of a run with {name}={before!r}, this one has {name}={now!r}. Pass {name}={before!r}."
+            )
+
+
+def say_changes(driver: Driver, saved: State) -> None:
+    """Warns of options that are not what they were: the new ones count."""
+    before, now = saved["options"], driver.options
+    names = [n for n in sorted({*before, *now} - {"warm_start"}) if before.get(n) != now.get(n)]
+    changed = [f"{name} {before.get(name)!r} -> {now.get(name)!r}" for name in names]
+    if changed and driver.core.rank == 0:
+        _log.warning("%s: resumed with other options: %s", driver.name, ", ".join(changed))
+
+
+# Rank states
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where rank states come from.
+
+    ``read(rank)`` returns that rank's state, None if there is none, and raises CheckpointError if it cannot be read;
+    ``ranks`` are worth asking for when one's own is missing; ``name(rank)`` names a state in messages. ``alone``: there
+    is one state, which must be this rank's own.
+    """
+
+    read: Callable[[int], State | None]
+    ranks: Iterable[int]
+    name: Callable[[int], str]
+    alone: bool = False
+
+
+def one_state(state: State) -> Source:
+    """This rank's own state."""
+    return Source(lambda rank: state, (), lambda rank: "the rank state", alone=True)
+
+
+def all_states(states: Iterable[State | None]) -> Source:
+    """The states of all ranks of a run, in any order; None for those that are lost."""
+    found: dict[int, State] = {}
+    twice = []
+    for state in states:
+        if state is not None:
+            rank = state.get("rank", -1)
+            twice += [rank] if rank in found else []
+            found[rank] = state
+
+    def read(rank: int) -> State | None:
+        if twice:
+            raise CheckpointError(f"the state of rank {twice[0]} was given twice.")
+        return found.get(rank)
+
+    return Source(read, sorted(found), lambda rank: f"the state of rank {rank}")
+
+
+@dataclass
+class _Finding:
+    """What one rank has: ``how`` is ``"loaded"`` or ``"re-sharded"``, or ``"reset"`` or ``"failed"`` and ``why``."""
+
+    how: str
+    run: str = ""
+    ranks: int = 0
+    why: str = ""
+    state: Mapping[str, Any] | None = None
+
+
+def load_rank_states(driver: Driver, source: Source) -> dict[str, Any]:
+    """See ``Driver.load_rank_state``."""
+    mine, error = _Finding("failed"), None
+    try:
+        mine = _examine(driver, source)
+    except OcommError as found:
+        error = found
+        mine.why = str(found)
+    said = [
+        _Finding(**json.loads(text))
+        for text in gather(
+            driver.session,
+            driver.number,
+            f"{driver.name}.rank_state",
+            json.dumps({"how": mine.how, "run": mine.run, "ranks": mine.ranks, "why": mine.why}),
+        )
+    ]
+    ranks = driver.session.set_ranks[driver.number]
+    failed = [(rank, finding.why) for rank, finding in zip(ranks, said, strict=True) if finding.how == "failed"]
+    if error is not None:
+        raise error
+    if failed:
+        each = "; ".join(f"rank {rank}: {why}" for rank, why in failed)
+        raise CheckpointError(f"{driver.name}: no rank state was loaded on any rank. {each}")
+    runs: dict[str, list[int]] = {}
+    for rank, finding in zip(ranks, said, strict=True):
+        if finding.run:
+            runs.setdefault(finding.run, []).append(rank)
+    if len(runs) > 1:
+        raise MismatchError(
+            f"{driver.name}: the ranks have rank states of different runs: {by_rank(runs, 'have those of')}."
+        )
+    missing = {rank: finding.why for rank, finding in zip(ranks, said, strict=True) if finding.how == "reset"}
+    if missing:
+        driver.core.reset_rank_state()
+        whys: dict[str, list[int]] = {}
+        for rank, why in missing.items():
+            whys.setdefault(why, []).append(rank)
+        detail = by_rank(whys, "say that")
+        if driver.core.rank == 0:
+            _log.warning("%s: errors start at zero on all ranks: %s", driver.name, detail)
+        return {"rank_state": "reset", "why": detail}
+    assert mine.state is not None
+    driver.core.load_rank_state(mine.state)
+    how = "re-sharded" if any(finding.how == "re-sharded" for finding in said) else "loaded"
+    detail = ""
+    if how == "re-sharded":
+        detail = (
+            f"{mine.ranks} -> {driver.core.layout.ranks} ranks: owner errors moved with their blocks, worker errors "
+            f"are the mean over the {mine.ranks} old ranks"
+        )
+        if driver.core.rank == 0:
+            _log.warning("%s: errors were shared out anew: %s", driver.name, detail)
+    return {"rank_state": how, "why": detail}
+
+
+def _examine(driver: Driver, source: Source) -> _Finding:
+    """What this rank has, ready to be loaded; nothing is changed."""
+    driver.require_idle("load_rank_state_dict")
+    core = driver.core
+    # Rank 0's says of how many ranks the checkpoint is: files of higher ranks may be left from an older one.
+    places = [core.rank] if source.alone else list(dict.fromkeys([0, core.rank, *source.ranks]))
+    first = next((rank for rank in places if source.read(rank) is not None), None)
+    if first is None:
+        return _Finding("reset", why=f"{source.name(core.rank)} is missing")
+    state = _read(driver, source, first)
+    assert state is not None
+    run = f"{state['ranks']} ranks at step {state['steps']} with parameters {state['replica']}"
+    found = _Finding("loaded", run, state["ranks"], state=state)
+    if source.alone and state["ranks"] == core.layout.ranks and state["rank"] != core.rank:
+        raise CheckpointError(
+            f"{source.name(first)} is of rank {state['rank']}, this is rank {core.rank}. Give each rank its own."
+        )
+    if state["digest"] == f"{core.layout.digest:016x}":
+        found.state = _read(driver, source, core.rank)
+        if found.state is None:
+            return _Finding("reset", run, found.ranks, f"{source.name(core.rank)} is missing")
+        _same_checkpoint(source, core.rank, found.state, first, state)
+        _check_buffers(driver, found.state, source.name(core.rank))
+        return found
+    if source.alone:
+        raise CheckpointError(
+            f"{source.name(first)} is of rank {state['rank']} of {state['ranks']} (nodes {state['nodes']}, block_size "
+            f"{state['block_size']!r}), this is rank {core.rank} of {core.layout.ranks} (block_size "
+            f"{core.layout.block_size!r}): the errors have to be shared out anew. Pass the states of all "
+            f"{state['ranks']} ranks on every rank."
+        )
+    old = checkpoint.layout_of(state, core.layout, source.name(first))
+    resharding = Resharding(old, core.layout, core.rank)
+    lost = []
+    for rank in range(old.ranks):
+        part = _read(driver, source, rank)
+        if part is None:
+            lost.append(rank)
+            continue
+        _same_checkpoint(source, rank, part, first, state)
+        if not lost:
+            resharding.add(part)
+    if lost:
+        return _Finding("reset", found.run, found.ranks, f"{', '.join(map(source.name, lost))} missing")
+    found.how, found.state = "re-sharded", resharding.result()
+    _check_buffers(driver, found.state, source.name(first))
+    return found
+
+
+def _read(driver: Driver, source: Source, rank: int) -> State | None:
+    """The state of a rank, checked against the run that goes on; None if there is none."""
+    state, where = source.read(rank), source.name(rank)
+    if state is None:
+        return None
+    check(driver, state, where)
+    if not source.alone and state["rank"] != rank:
+        raise CheckpointError(f"{where} is of rank {state['rank']}.")
+    if state["steps"] != driver.steps:
+        raise CheckpointError(
+            f"{where} was saved at step {state['steps']}, the optimizer is at step {driver.steps}. Load the state_dict "
+            "of the same checkpoint first."
+        )
+    if state["replica"] != driver.replica:
+        raise CheckpointError(
+            f"{where} was saved beside parameters {state['replica']}, the optimizer's are {driver.replica}: it is of "
+            "another run, or of another checkpoint."
+        )
+    return state
+
+
+def _same_checkpoint(source: Source, rank: int, state: State, first: int, beside: State) -> None:
+    if state["digest"] != beside["digest"]:
+        raise CheckpointError(
+            f"{source.name(rank)} is of {state['ranks']} ranks, {source.name(first)} of {beside['ranks']}: they are "
+            "not of one checkpoint."
+        )
+
+
+def _check_buffers(driver: Driver, state: State, where: str) -> None:
+    try:
+        driver.core.check_rank_state(state)
+    except ValueError as error:
+        raise CheckpointError(f"{where} does not fit: {error}.") from None

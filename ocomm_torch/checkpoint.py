@@ -1,0 +1,90 @@
+"""Saved states in Torch's terms: tensors for arrays, files of ``torch.save``, and whether a plain state fits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ocomm.errors import CheckpointError, InvalidRequestError
+from ocomm.training.resume import Source, all_states, one_state
+
+
+def to_torch(state: Any) -> Any:
+    """The same with tensors for arrays, which share their memory."""
+    if isinstance(state, dict):
+        return {key: to_torch(value) for key, value in state.items()}
+    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
+
+
+def to_numpy(state: Any) -> Any:
+    """The inverse."""
+    if isinstance(state, Mapping):
+        return {key: to_numpy(value) for key, value in state.items()}
+    return state.detach().cpu().contiguous().numpy() if isinstance(state, torch.Tensor) else state
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """What ``torch.save`` wrote, on the CPU: tensors and plain values only. CheckpointError if it cannot be read."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises what its readers do: RuntimeError, EOFError, UnpicklingError, OSError
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointError(f"{os.fspath(path)} cannot be read: {type(error).__name__}: {reason}") from error
+
+
+def rank_source(given: Any, ranks: int) -> Source:
+    """Where rank states come from, as ``load_rank_state_dict`` takes them. InvalidRequestError for other types."""
+    if given is None:
+        return Source(lambda rank: None, (), lambda rank: f"the state of rank {rank}")
+    if isinstance(given, Mapping):
+        return one_state(to_numpy(given))
+    if isinstance(given, (str, os.PathLike)):
+        return _files(os.fspath(given), ranks)
+    if isinstance(given, Iterable):
+        return all_states([None if state is None else to_numpy(state) for state in given])
+    raise InvalidRequestError(
+        "load_rank_state_dict takes a rank state, a list of all ranks' states, a path or None, got "
+        f"{type(given).__name__}."
+    )
+
+
+def _files(pattern: str, ranks: int) -> Source:
+    last: dict[str, Any] = {}
+
+    def name(rank: int) -> str:
+        return pattern.replace("{rank}", str(rank))
+
+    def read_rank(rank: int) -> Any:
+        path = name(rank)
+        if path not in last:
+            last.clear()  # of another number of ranks one after the other is read: not all at once
+            state = to_numpy(read(path)) if os.path.exists(path) else None
+            if not isinstance(state, dict | None):
+                raise CheckpointError(f"{path} holds a {type(state).__name__}, not a rank state.")
+            last[path] = state
+        return last[path]
+
+    return Source(read_rank, range(ranks), name, alone="{rank}" not in pattern)
+
+
+def check_plain(plain: Mapping[str, Any], counts: Sequence[int], where: str) -> dict[int, Any]:
+    """The entries of an optimizer's ``state_dict`` by number, if its groups have ``counts`` parameters.
+
+    Raises CheckpointError that begins with ``where`` if not.
+    """
+    try:
+        groups, state = plain["param_groups"], plain["state"]
+        found = [len(group["params"]) for group in groups]
+    except (KeyError, TypeError):
+        raise CheckpointError(f"{where} is no optimizer's state_dict: it has no 'param_groups' and 'state'.") from None
+    if found != list(counts):
+        raise CheckpointError(
+            f"{where} has groups of {found} parameters, the optimizer has {list(counts)}. Wrap the same parameters, in "
+            "the same order."
+        )
+    # torch.distributed.checkpoint makes strings of the numbers.
+    return {int(number): entry for number, entry in state.items()}
