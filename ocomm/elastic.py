@@ -50,19 +50,29 @@ class State:
             self._news.append(added)
 
     def commit(self) -> None:
-        """Saves, so that a failure costs at most what comes after; then looks for changed hosts. Collective."""
+        """Saves when all ranks have come this far, so that a failure costs at most what comes after. Collective.
+
+        Then HostsUpdatedInterrupt as in ``check_host_updates``.
+        """
+        changed, added = self._hear()
         self.save()
         self.commits += 1
-        self.check_host_updates()
+        if changed:
+            raise HostsUpdatedInterrupt(skip_sync=not added)
 
     def check_host_updates(self) -> None:
         """HostsUpdatedInterrupt on all ranks if the hosts have changed, as heard by any. Collective."""
+        changed, added = self._hear()
+        if changed:
+            raise HostsUpdatedInterrupt(skip_sync=not added)
+
+    def _hear(self) -> tuple[bool, bool]:
+        """Whether hosts have changed, and whether some were added, as heard by any rank."""
         with self._lock:
             news, self._news = self._news, []
         heard = np.array([bool(news), any(news)], np.uint8)
         changed, added = api.allreduce(heard, name="elastic.check_host_updates", op=api.Max)
-        if changed:
-            raise HostsUpdatedInterrupt(skip_sync=not added)
+        return bool(changed), bool(added)
 
     def save(self) -> None:
         """Keeps a copy in this process's memory."""

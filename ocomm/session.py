@@ -61,6 +61,7 @@ class Session:
         self.timeline: Timeline | None = None
         self.left_in_order = True  # whether the last shutdown was clean on all ranks
         self._pid = 0
+        self._starts = 0  # with a timeline from the settings
         self._scratch = Scratch(0)
         self._next_set = 1
         self._names: dict[tuple[int, str], int] = {}
@@ -124,7 +125,8 @@ class Session:
         self._next_set = len(sets) + 1
         self._pid = os.getpid()
         if settings.timeline:
-            self._write_timeline(settings.timeline, settings.timeline_mark_cycles)
+            self._starts += 1
+            self._write_timeline(settings.timeline, settings.timeline_mark_cycles, self._starts)
         runtime.start()
         self.runtime = runtime
 
@@ -226,11 +228,11 @@ class Session:
         self._require()
         self._end_timeline()
 
-    def _write_timeline(self, path: str, mark_cycles: bool) -> None:
+    def _write_timeline(self, path: str, mark_cycles: bool, start: int = 1) -> None:
         assert self.topology is not None
         rank = self.topology.rank
         label = f"rank {rank} on {self.topology.hosts[rank]}"
-        self._record_into(Timeline(path_of(path, rank), rank, label, mark_cycles))
+        self._record_into(Timeline(path_of(path, rank, start), rank, label, mark_cycles))
 
     def _end_timeline(self) -> None:
         timeline = self.timeline

@@ -31,10 +31,14 @@ _BATCH = 10_000
 _Event = tuple[str, str, str, int, int, Mapping[str, Any] | None]
 
 
-def path_of(path: str, rank: int) -> Path:
-    """Where a rank writes: rank 0 into ``path`` itself, rank 3 into ``trace.3.json`` for ``trace.json``."""
+def path_of(path: str, rank: int, start: int = 1) -> Path:
+    """Where a rank writes: rank 0 into ``path`` itself, rank 3 into ``trace.3.json`` for ``trace.json``.
+
+    A job that is joined again in the same process writes into ``trace.start2.json``, ``trace.start2.3.json``.
+    """
     whole = Path(path)
-    return whole if rank == 0 else whole.with_name(f"{whole.stem}.{rank}{whole.suffix}")
+    again = "" if start == 1 else f".start{start}"
+    return whole.with_name(f"{whole.stem}{again}{f'.{rank}' if rank else ''}{whole.suffix}")
 
 
 class Timeline:

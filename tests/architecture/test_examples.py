@@ -107,3 +107,23 @@ def test_a_horovod_script_learns_with_one_line_changed(flags):
     if "--one-bit" in flags:
         sent, dense = map(int, re.findall(r"Sent (\d+) bytes, dense: (\d+)", done.stdout)[0])
         assert sent < 0.3 * dense
+
+
+def test_an_elastic_script_of_horovods_goes_on_after_a_failure():
+    flags = ("--epochs", "2", "--batches-per-commit", "8", "--fail-at", "30")
+    done = run_example("torch_mnist_elastic.py", *flags)
+    assert done.returncode == 0, done.stderr
+    output = untagged(done.stdout)
+    for rank in range(2):  # back to the commit after step 24
+        assert f"rank {rank} of 2 goes on after step 24" in output
+    assert "HorovodInternalError: on purpose" in untagged(done.stderr)
+    first, last = (float(a) for a in re.findall(r"accuracy (\d+\.\d+)%", output))
+    assert last > first and last > 50
+
+
+@pytest.mark.parametrize("flags", [[], ["--use-adasum", "--fp16-allreduce"]], ids=["average", "adasum"])
+def test_horovods_synthetic_benchmark_runs(flags):
+    small = ("--width", "16", "--layers", "2", "--num-iters", "2", "--num-batches-per-iter", "2")
+    done = run_example("torch_synthetic_benchmark.py", *small, *flags)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^Samples/s on 2 rank\(s\): \d+", untagged(done.stdout), re.MULTILINE)

@@ -22,6 +22,8 @@ def test_every_rank_has_a_file_beside_rank_zeros() -> None:
     assert path_of("/t/trace.json", 0) == Path("/t/trace.json")
     assert path_of("/t/trace.json", 3) == Path("/t/trace.3.json")
     assert path_of("trace", 1) == Path("trace.1")
+    assert path_of("/t/trace.json", 0, 2) == Path("/t/trace.start2.json")
+    assert path_of("/t/trace.json", 3, 2) == Path("/t/trace.start2.3.json")
 
 
 def test_events_of_many_threads_are_in_the_file_and_it_is_json(tmp_path: Path) -> None:
