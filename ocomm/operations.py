@@ -208,6 +208,19 @@ class Operation:
         """True once ``wait`` will not block."""
         return all(handle.poll() for handle in self._handles)
 
+    def notify(self, listener: Callable[[], None]) -> None:
+        """Calls ``listener`` once ``wait`` will not block, on the background thread or here and now."""
+        handles = iter(self._handles)
+
+        def proceed() -> None:
+            for handle in handles:
+                if not handle.poll():
+                    handle.notify(proceed)
+                    return
+            listener()
+
+        proceed()
+
     def wait(self) -> Any:
         """Waits for the end and returns the result. Raises what went wrong, when no tensor is in use any more."""
         results, failure = [], None

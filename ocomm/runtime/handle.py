@@ -21,6 +21,7 @@ class Handle:
         self._expect = expect
         self._error: OcommError | None = None
         self._over = threading.Event()
+        self._listeners: list[Callable[[], None]] = []
 
     def poll(self) -> bool:
         """True once ``wait`` will not block."""
@@ -30,6 +31,21 @@ class Handle:
         self.result = result
         self._error = error
         self._over.set()
+        self._tell()
+
+    def notify(self, listener: Callable[[], None]) -> None:
+        """Calls ``listener`` once it is over: on the background thread, whose time is everybody's, or here and now."""
+        self._listeners.append(listener)
+        if self._over.is_set():
+            self._tell()
+
+    def _tell(self) -> None:
+        while self._listeners:
+            try:
+                listener = self._listeners.pop()  # a list.pop is atomic: nobody is told twice
+            except IndexError:
+                return
+            listener()
 
     def wait(self, seconds: float | None = None) -> Any:
         """Waits for the end and returns ``result``; raises what went wrong. TimeoutError after ``seconds``.

@@ -139,8 +139,8 @@ class ProcessSet:
                     "again when join() has returned."
                 )
             names = [s.request.name for s in submissions]
-            taken = next((n for n in names if n in self._entries or names.count(n) > 1), None)
-            if taken is not None:
+            if len(set(names)) < len(names) or any(n in self._entries for n in names):
+                taken = next(n for n in names if n in self._entries or names.count(n) > 1)
                 raise InvalidRequestError(
                     f"tensor '{taken}' is already being processed on rank {self.ranks[self.rank]}. Wait for its handle "
                     "first, or give this operation another name."

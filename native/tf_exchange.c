@@ -1,0 +1,337 @@
+/* See tf_exchange.h. A kernel computes by putting its work into a queue and returning; a thread of ours takes it out,
+ * and calls TensorFlow back when the collective is over. So no thread of TensorFlow waits, and none runs Python.
+ *
+ * The exchanges are stateful, for else TensorFlow would fold one whose input is constant, merge two that look alike and
+ * drop one whose result nobody uses, and this rank would be missing in the collective. tf.function chains stateful
+ * operations in program order, unless they name the resources which they touch: the token is a resource of its own for
+ * every exchange, so that all of them are under way together.
+ */
+#include "tf_exchange.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+typedef struct TF_Status TF_Status;
+typedef struct TF_Tensor TF_Tensor;
+typedef struct TF_KernelBuilder TF_KernelBuilder;
+typedef struct TF_OpKernelConstruction TF_OpKernelConstruction;
+typedef struct TF_OpKernelContext TF_OpKernelContext;
+typedef struct TF_OpDefinitionBuilder TF_OpDefinitionBuilder;
+typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
+typedef struct TF_ShapeHandle TF_ShapeHandle;
+typedef struct { const char *data; size_t len; } TF_StringView;
+
+enum { TF_INT64 = 9, TF_RESOURCE = 20 };
+
+/* std::function<void()> of libstdc++, which TensorFlow hands a kernel by reference: its ABI is frozen, and
+ * ocomm_tf_register makes sure that it is what TensorFlow was built with. */
+typedef struct {
+    void *functor[2];
+    int (*manager)(void *destination, const void *source, int operation);
+    void (*invoker)(const void *functor);
+} callback;
+enum { DESTROY = 3 };
+/* tensorflow::ThreadPoolDevice::ComputeAsync(AsyncOpKernel*, OpKernelContext*, std::function<void()>) */
+#define PROOF_OF_CALLBACK                                                                                              \
+    "_ZN10tensorflow16ThreadPoolDevice12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpKernelContextESt8functionIFvvEE"
+
+#define API(X)                                                                                                         \
+    X(TF_Status *, TF_NewStatus, (void))                                                                               \
+    X(void, TF_DeleteStatus, (TF_Status *))                                                                            \
+    X(void, TF_SetStatus, (TF_Status *, int, const char *))                                                            \
+    X(int, TF_GetCode, (const TF_Status *))                                                                            \
+    X(const char *, TF_Message, (const TF_Status *))                                                                   \
+    X(int, TF_TensorType, (const TF_Tensor *))                                                                         \
+    X(int, TF_NumDims, (const TF_Tensor *))                                                                            \
+    X(int64_t, TF_Dim, (const TF_Tensor *, int))                                                                       \
+    X(size_t, TF_TensorByteSize, (const TF_Tensor *))                                                                  \
+    X(void *, TF_TensorData, (const TF_Tensor *))                                                                      \
+    X(void, TF_DeleteTensor, (TF_Tensor *))                                                                            \
+    X(TF_OpDefinitionBuilder *, TF_NewOpDefinitionBuilder, (const char *))                                             \
+    X(void, TF_OpDefinitionBuilderAddAttr, (TF_OpDefinitionBuilder *, const char *))                                   \
+    X(void, TF_OpDefinitionBuilderAddInput, (TF_OpDefinitionBuilder *, const char *))                                  \
+    X(void, TF_OpDefinitionBuilderAddOutput, (TF_OpDefinitionBuilder *, const char *))                                 \
+    X(void, TF_OpDefinitionBuilderSetIsStateful, (TF_OpDefinitionBuilder *, _Bool))                                    \
+    X(void, TF_OpDefinitionBuilderSetShapeInferenceFunction,                                                           \
+      (TF_OpDefinitionBuilder *, void (*)(TF_ShapeInferenceContext *, TF_Status *)))                                   \
+    X(void, TF_RegisterOpDefinition, (TF_OpDefinitionBuilder *, TF_Status *))                                          \
+    X(TF_ShapeHandle *, TF_NewShapeHandle, (void))                                                                     \
+    X(void, TF_DeleteShapeHandle, (TF_ShapeHandle *))                                                                  \
+    X(int64_t, TF_ShapeInferenceContextNumInputs, (TF_ShapeInferenceContext *))                                        \
+    X(void, TF_ShapeInferenceContextGetInput, (TF_ShapeInferenceContext *, int, TF_ShapeHandle *, TF_Status *))        \
+    X(void, TF_ShapeInferenceContextSetOutput, (TF_ShapeInferenceContext *, int, TF_ShapeHandle *, TF_Status *))       \
+    X(void, TF_ShapeInferenceContextSetUnknownShape, (TF_ShapeInferenceContext *, TF_Status *))                        \
+    X(TF_KernelBuilder *, TF_NewKernelBuilder,                                                                         \
+      (const char *, const char *, void *(*)(TF_OpKernelConstruction *), void (*)(void *, TF_OpKernelContext *),       \
+       void (*)(void *)))                                                                                              \
+    X(TF_KernelBuilder *, TF_NewAsyncKernelBuilder,                                                                    \
+      (const char *, const char *, void *(*)(TF_OpKernelConstruction *),                                               \
+       void (*)(void *, TF_OpKernelContext *, callback *), void (*)(void *)))                                          \
+    X(void, TF_RegisterKernelBuilder, (const char *, TF_KernelBuilder *, TF_Status *))                                 \
+    X(TF_StringView, TF_OpKernelConstruction_GetName, (TF_OpKernelConstruction *))                                     \
+    X(void, TF_OpKernelConstruction_GetAttrInt64, (TF_OpKernelConstruction *, const char *, int64_t *, TF_Status *))   \
+    X(void, TF_OpKernelConstruction_Failure, (TF_OpKernelConstruction *, TF_Status *))                                 \
+    X(int, TF_NumInputs, (TF_OpKernelContext *))                                                                       \
+    X(void, TF_GetInput, (TF_OpKernelContext *, int, TF_Tensor **, TF_Status *))                                       \
+    X(TF_Tensor *, TF_AllocateOutput,                                                                                  \
+      (TF_OpKernelContext *, int, int, const int64_t *, int, size_t, TF_Status *))                                     \
+    X(TF_Tensor *, TF_ForwardInputOrAllocateOutput,                                                                    \
+      (TF_OpKernelContext *, const int *, int, int, const int64_t *, int, int *, TF_Status *))                         \
+    X(void, TF_OpKernelContext_Failure, (TF_OpKernelContext *, TF_Status *))
+
+#define DECLARE(result, name, arguments) static result(*name) arguments;
+API(DECLARE)
+
+/* Kernels */
+
+typedef struct {
+    int64_t call;
+    int gathers;
+    size_t name_length;
+    char name[];
+} kernel;
+
+typedef struct {
+    ocomm_tf_work work; /* first: the one is cast to the other */
+    callback done;
+    TF_OpKernelContext *context;
+    TF_Tensor *splits;
+} execution;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed;
+static ocomm_tf_work *first, **last = &first;
+static int woken, waiting;
+
+static void *create(TF_OpKernelConstruction *construction, int gathers) {
+    TF_StringView name = TF_OpKernelConstruction_GetName(construction);
+    TF_Status *status = TF_NewStatus();
+    kernel *self = malloc(sizeof *self + name.len);
+    self->gathers = gathers;
+    self->name_length = name.len;
+    memcpy(self->name, name.data, name.len);
+    TF_OpKernelConstruction_GetAttrInt64(construction, "call", &self->call, status);
+    if (TF_GetCode(status)) TF_OpKernelConstruction_Failure(construction, status);
+    TF_DeleteStatus(status);
+    return self;
+}
+
+static void *create_exchange(TF_OpKernelConstruction *construction) { return create(construction, 0); }
+static void *create_gather(TF_OpKernelConstruction *construction) { return create(construction, 1); }
+
+/* Fills in tensor `index`, whose shape is kept after those of the tensors before it. */
+static void locate(execution *e, int index, int gathers, int64_t **shapes, TF_Status *status) {
+    TF_Tensor *input, *output;
+    ocomm_tf_tensor *tensor = &e->work.tensors[index];
+    TF_GetInput(e->context, index, &input, status);
+    if (TF_GetCode(status)) return;
+    tensor->dtype = TF_TensorType(input);
+    tensor->rank = TF_NumDims(input);
+    tensor->shape = *shapes;
+    for (int i = 0; i < tensor->rank; i++) *(*shapes)++ = TF_Dim(input, i);
+    tensor->nbytes = (int64_t)TF_TensorByteSize(input);
+    tensor->input = TF_TensorData(input);
+    TF_DeleteTensor(input); /* the context keeps it; a second reference would keep it from becoming the output */
+    if (gathers) return;
+    int chosen;
+    output = TF_ForwardInputOrAllocateOutput(e->context, &index, 1, index, tensor->shape, tensor->rank, &chosen, status);
+    if (TF_GetCode(status)) return;
+    tensor->output = TF_TensorData(output);
+    TF_DeleteTensor(output);
+}
+
+static int total_rank(TF_OpKernelContext *context, int count, TF_Status *status) {
+    int total = 0;
+    for (int i = 0; i < count; i++) {
+        TF_Tensor *input;
+        TF_GetInput(context, i, &input, status);
+        if (TF_GetCode(status)) return 0;
+        total += TF_NumDims(input);
+        TF_DeleteTensor(input);
+    }
+    return total;
+}
+
+static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
+    const kernel *self = self_;
+    TF_Status *status = TF_NewStatus();
+    int count = TF_NumInputs(context) - 1 - self->gathers;
+    size_t dimensions = (size_t)total_rank(context, count, status);
+    execution *e = calloc(1, sizeof *e + (size_t)count * sizeof(ocomm_tf_tensor) + dimensions * sizeof(int64_t));
+    e->context = context;
+    e->work.call = self->call;
+    e->work.name = self->name;
+    e->work.name_length = (int64_t)self->name_length;
+    e->work.count = count;
+    e->work.tensors = (ocomm_tf_tensor *)(e + 1);
+    int64_t *shapes = (int64_t *)(e->work.tensors + count);
+    for (int i = 0; i < count && !TF_GetCode(status); i++) locate(e, i, self->gathers, &shapes, status);
+    if (self->gathers && !TF_GetCode(status)) {
+        TF_GetInput(context, count, &e->splits, status);
+        if (!TF_GetCode(status)) {
+            e->work.splits = TF_TensorData(e->splits);
+            e->work.split_count = (int64_t)(TF_TensorByteSize(e->splits) / sizeof(int64_t));
+        }
+    }
+    int failed = TF_GetCode(status);
+    if (failed) TF_OpKernelContext_Failure(context, status);
+    TF_DeleteStatus(status);
+    /* Moves the callback out of the caller's hands, as its move constructor would. */
+    e->done = *done;
+    done->manager = NULL;
+    if (failed) {
+        ocomm_tf_work *work = &e->work;
+        ocomm_tf_finish(&work, 1, 0, NULL);
+        return;
+    }
+    pthread_mutex_lock(&lock);
+    *last = &e->work;
+    last = &e->work.next;
+    int wake = waiting;
+    pthread_mutex_unlock(&lock);
+    if (wake) pthread_cond_signal(&changed);
+}
+
+static void make_token(void *self, TF_OpKernelContext *context) {
+    (void)self;
+    TF_Status *status = TF_NewStatus();
+    TF_Tensor *token = TF_AllocateOutput(context, 0, TF_RESOURCE, NULL, 0, 0, status);
+    if (TF_GetCode(status)) TF_OpKernelContext_Failure(context, status);
+    if (token) TF_DeleteTensor(token);
+    TF_DeleteStatus(status);
+}
+
+/* The queue */
+
+ocomm_tf_work *ocomm_tf_take(double seconds) {
+    struct timespec end;
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    int64_t nanoseconds = end.tv_nsec + (int64_t)(seconds * 1e9);
+    end.tv_sec += nanoseconds / 1000000000;
+    end.tv_nsec = nanoseconds % 1000000000;
+    pthread_mutex_lock(&lock);
+    waiting = 1;
+    while (!first && !woken && pthread_cond_timedwait(&changed, &lock, &end) != ETIMEDOUT) {}
+    waiting = woken = 0;
+    ocomm_tf_work *works = first;
+    first = NULL;
+    last = &first;
+    pthread_mutex_unlock(&lock);
+    return works;
+}
+
+void ocomm_tf_wake(void) {
+    pthread_mutex_lock(&lock);
+    woken = 1;
+    int wake = waiting;
+    pthread_mutex_unlock(&lock);
+    if (wake) pthread_cond_signal(&changed);
+}
+
+void *ocomm_tf_output(ocomm_tf_work *work, int index, int32_t dtype, const int64_t *shape, int rank, int64_t nbytes) {
+    TF_Status *status = TF_NewStatus();
+    TF_Tensor *output = TF_AllocateOutput(((execution *)work)->context, index, dtype, shape, rank, (size_t)nbytes, status);
+    void *data = NULL;
+    if (!TF_GetCode(status)) {
+        data = TF_TensorData(output);
+        TF_DeleteTensor(output);
+    }
+    TF_DeleteStatus(status);
+    return data;
+}
+
+void ocomm_tf_finish(ocomm_tf_work *const *works, int64_t count, int code, const char *message) {
+    for (int64_t i = 0; i < count; i++) {
+        execution *e = (execution *)works[i];
+        if (code) {
+            TF_Status *status = TF_NewStatus();
+            TF_SetStatus(status, code, message);
+            TF_OpKernelContext_Failure(e->context, status);
+            TF_DeleteStatus(status);
+        }
+        if (e->splits) TF_DeleteTensor(e->splits);
+        e->done.invoker(&e->done);
+        if (e->done.manager) e->done.manager(&e->done, &e->done, DESTROY);
+        free(e);
+    }
+}
+
+/* Registration */
+
+static void same_shapes(TF_ShapeInferenceContext *context, TF_Status *status) {
+    TF_ShapeHandle *shape = TF_NewShapeHandle();
+    int count = (int)TF_ShapeInferenceContextNumInputs(context) - 1;
+    for (int i = 0; i < count && !TF_GetCode(status); i++) {
+        TF_ShapeInferenceContextGetInput(context, i, shape, status);
+        if (!TF_GetCode(status)) TF_ShapeInferenceContextSetOutput(context, i, shape, status);
+    }
+    TF_DeleteShapeHandle(shape);
+}
+
+static void unknown_shape(TF_ShapeInferenceContext *context, TF_Status *status) {
+    TF_ShapeInferenceContextSetUnknownShape(context, status);
+}
+
+static void define(const char *name, const char *const *inputs, const char *const *outputs, TF_Status *status) {
+    TF_OpDefinitionBuilder *builder = TF_NewOpDefinitionBuilder(name);
+    int exchange = inputs[0] != NULL;
+    if (exchange) {
+        TF_OpDefinitionBuilderAddAttr(builder, "call: int");
+        TF_OpDefinitionBuilderAddAttr(
+            builder, "T: list({uint8, int8, int16, int32, int64, bool, half, bfloat16, float, double})");
+    }
+    for (; *inputs; inputs++) TF_OpDefinitionBuilderAddInput(builder, *inputs);
+    for (int i = 0; outputs[i]; i++) TF_OpDefinitionBuilderAddOutput(builder, outputs[i]);
+    TF_OpDefinitionBuilderSetIsStateful(builder, exchange);
+    TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, exchange && !outputs[1] ? same_shapes : unknown_shape);
+    TF_RegisterOpDefinition(builder, status);
+}
+
+#define LIST(...) ((const char *const[]){__VA_ARGS__, NULL})
+
+int ocomm_tf_register(const char *library, char *problem, int64_t room) {
+    void *handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+    if (!handle) {
+        snprintf(problem, (size_t)room, "%s is not loaded", library);
+        return -1;
+    }
+    if (!dlsym(handle, PROOF_OF_CALLBACK)) {
+        snprintf(problem, (size_t)room, "this TensorFlow calls asynchronous kernels in another way");
+        return -1;
+    }
+#define RESOLVE(result, name, arguments)                                                                               \
+    if (!(*(void **)&name = dlsym(handle, #name))) {                                                                   \
+        snprintf(problem, (size_t)room, "this TensorFlow has no %s", #name);                                           \
+        return -1;                                                                                                     \
+    }
+    API(RESOLVE)
+
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&changed, &attributes);
+    pthread_condattr_destroy(&attributes);
+
+    TF_Status *status = TF_NewStatus();
+    define("OcommToken", (const char *const[]){NULL}, LIST("token: resource"), status);
+    if (!TF_GetCode(status)) define("OcommExchange", LIST("x: T", "token: resource"), LIST("y: T"), status);
+    if (!TF_GetCode(status))
+        define("OcommGather", LIST("x: T", "splits: int64", "token: resource"), LIST("y: T", "rows: int64"), status);
+    if (!TF_GetCode(status))
+        TF_RegisterKernelBuilder("OcommToken", TF_NewKernelBuilder("OcommToken", "CPU", NULL, make_token, NULL), status);
+    if (!TF_GetCode(status))
+        TF_RegisterKernelBuilder(
+            "OcommExchange", TF_NewAsyncKernelBuilder("OcommExchange", "CPU", create_exchange, compute, free), status);
+    if (!TF_GetCode(status))
+        TF_RegisterKernelBuilder(
+            "OcommGather", TF_NewAsyncKernelBuilder("OcommGather", "CPU", create_gather, compute, free), status);
+    int failed = TF_GetCode(status);
+    if (failed) snprintf(problem, (size_t)room, "TensorFlow does not take the operations: %s", TF_Message(status));
+    TF_DeleteStatus(status);
+    return failed ? -1 : 0;
+}

@@ -1,0 +1,57 @@
+/* TensorFlow's side of a collective inside a graph: three operations, and the queue through which their work leaves
+ * TensorFlow's threads.
+ *
+ * No header and no library of TensorFlow is needed to build this: its stable C API is looked up at run time in the
+ * library that the process has loaded, so one binary serves every version. native/build_tf.py hands the marked part to
+ * cffi; ocomm_tf/engine.py is the caller.
+ *
+ *   OcommToken() -> resource                      a new handle; what makes the others' order free (see tf_exchange.c)
+ *   OcommExchange(x..., token) -> y...            y has the shape of x: allreduce, broadcast
+ *   OcommGather(x..., splits, token) -> y..., rows   the shape of y is known when all ranks have come: allgather,
+ *                                                 alltoall, reducescatter
+ *
+ * A group of tensors is one operation: TensorFlow starts it when all are there, and never a part of it.
+ */
+#ifndef OCOMM_TF_EXCHANGE_H
+#define OCOMM_TF_EXCHANGE_H
+#include <stddef.h>
+#include <stdint.h>
+
+/* cffi: begin tensorflow */
+
+typedef struct {
+    const int64_t *shape;
+    const void *input;
+    void *output;          /* OcommExchange: may be the input; OcommGather: NULL until ocomm_tf_output */
+    int64_t nbytes;        /* of the input */
+    int32_t dtype;         /* TF_DataType */
+    int32_t rank;          /* number of dimensions */
+} ocomm_tf_tensor;
+
+/* One execution of OcommExchange or OcommGather. What it points to lives until ocomm_tf_finish. */
+typedef struct ocomm_tf_work {
+    int64_t call;          /* the operation's attribute: which call of the Python program it belongs to */
+    const char *name;      /* the node's name in the graph, not terminated */
+    int64_t name_length;
+    int64_t count;
+    ocomm_tf_tensor *tensors;
+    const int64_t *splits; /* OcommGather */
+    int64_t split_count;
+    struct ocomm_tf_work *next;
+} ocomm_tf_work;
+
+/* Registers the operations with the TensorFlow in `library` (libtensorflow_framework). 0, or -1 with a sentence in
+ * `problem`. Once per process. */
+int ocomm_tf_register(const char *library, char *problem, int64_t room);
+/* Waits until there is work, a wake or the end of `seconds`; returns the work as a list in order of arrival, or NULL. */
+ocomm_tf_work *ocomm_tf_take(double seconds);
+/* Makes the waiting ocomm_tf_take return. */
+void ocomm_tf_wake(void);
+/* Memory for output `index` of an OcommGather (its rows are the last one); NULL if there is none. */
+void *ocomm_tf_output(ocomm_tf_work *work, int index, int32_t dtype, const int64_t *shape, int rank, int64_t nbytes);
+/* Ends works and frees them: with TensorFlow's status `code` and `message`, or well if `code` is 0. */
+void ocomm_tf_finish(ocomm_tf_work *const *works, int64_t count, int code, const char *message);
+
+/* cffi: end tensorflow */
+
+#endif

@@ -1,0 +1,289 @@
+"""Collectives inside a graph: one operation per tensor, all of them under way at once.
+
+Tracing creates a ``Call``, which says what is to be done, and an operation of ``native/tf_exchange.c`` that knows its
+number. When the graph runs, TensorFlow's threads put the operations' tensors into a queue in C and go on; the thread
+``ocomm-tensorflow`` takes them out, hands them to the runtime, and tells TensorFlow when they are over. Tensors are
+neither copied on their way in nor on their way out, and no thread of TensorFlow ever waits or runs Python.
+
+Where the extension cannot be loaded, ``problem()`` says why, and ``mpi_ops`` uses one ``tf.numpy_function`` instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ocomm.errors import InvalidRequestError, OcommError
+from ocomm.kernels.base import Bytes
+from ocomm.operations import Operation
+from ocomm.types import DType
+
+_INVALID_ARGUMENT, _FAILED_PRECONDITION, _UNKNOWN = 3, 9, 2  # TensorFlow's status codes
+_IDLE_S = 3600.0
+
+#: TensorFlow's numbers of the element types.
+DTYPES = {
+    tf.uint8: DType.UINT8,
+    tf.int8: DType.INT8,
+    tf.int16: DType.INT16,
+    tf.int32: DType.INT32,
+    tf.int64: DType.INT64,
+    tf.bool: DType.BOOL,
+    tf.float16: DType.FLOAT16,
+    tf.bfloat16: DType.BFLOAT16,
+    tf.float32: DType.FLOAT32,
+    tf.float64: DType.FLOAT64,
+}
+_DTYPE_OF_NUMBER = {tensorflow.as_datatype_enum: dtype for tensorflow, dtype in DTYPES.items()}
+
+
+@dataclass(slots=True)
+class Call:
+    """One collective in the program.
+
+    ``start(tensors, name)`` submits it with the adapter ``TENSORS``; ``name`` is None where the place in the graph is
+    the name. The operation's result is the rows of all ranks per tensor, or None where shapes do not change.
+    """
+
+    start: Callable[[list[Any], str], Operation]
+    name: str | None
+
+
+class _Tensor:
+    """An input of an operation under way, and room for the output."""
+
+    __slots__ = ("c", "position", "work")
+
+    def __init__(self, work: Any, position: int) -> None:
+        self.work = work
+        self.position = position
+        self.c = work.tensors[position]
+
+
+class _Output:
+    """Where the result for a tensor goes."""
+
+    __slots__ = ("shape", "tensor")
+
+    def __init__(self, tensor: _Tensor, shape: tuple[int, ...]) -> None:
+        self.tensor = tensor
+        self.shape = shape
+
+
+class TensorAdapter:
+    """See ``operations.Adapter``: for tensors of operations under way."""
+
+    def describe(self, tensor: Any) -> tuple[DType, tuple[int, ...]]:
+        c = tensor.c
+        return _DTYPE_OF_NUMBER[c.dtype], tuple(_ffi.unpack(c.shape, c.rank)) if c.rank else ()
+
+    def host(self, tensor: Any) -> tuple[Any, bool]:
+        return tensor, True
+
+    def view(self, host: Any) -> Bytes:
+        if type(host) is _Tensor:
+            return _bytes(host.c.input, host.c.nbytes)
+        c = host.tensor.c
+        if c.output != _ffi.NULL:
+            return _bytes(c.output, c.nbytes)
+        nbytes = _DTYPE_OF_NUMBER[c.dtype].itemsize * math.prod(host.shape)
+        return _bytes(_allocate(host.tensor.work, host.tensor.position, c.dtype, host.shape, nbytes), nbytes)
+
+    def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
+        return _Output(like, shape)
+
+    def deliver(self, host: Any, like: Any) -> Any:
+        return None  # it is there already
+
+    def store(self, host: Any, into: Any) -> None:
+        raise NotImplementedError("what an operation in a graph gets is not its own")
+
+
+TENSORS = TensorAdapter()
+_NOTHING = np.zeros(0, np.uint8)
+
+
+def _bytes(address: Any, nbytes: int) -> Bytes:
+    return np.frombuffer(_ffi.buffer(address, nbytes), np.uint8) if nbytes else _NOTHING
+
+
+def _allocate(work: Any, position: int, dtype: int, shape: Sequence[int], nbytes: int) -> Any:
+    address = _lib.ocomm_tf_output(work, position, dtype, shape, len(shape), nbytes)
+    if address == _ffi.NULL and nbytes:
+        raise MemoryError(f"TensorFlow has no {nbytes} bytes for the result of a collective")
+    return address
+
+
+# The extension
+
+_ffi: Any = None
+_lib: Any = None
+_problem: str | None = None
+_start_lock = threading.Lock()
+_calls: list[Call] = []
+_stopping = False
+_thread: threading.Thread | None = None
+
+
+def problem() -> str:
+    """Why graphs cannot have operations of ours here; "" if they can. The first call registers them."""
+    global _ffi, _lib, _problem, _thread
+    if _problem is not None:
+        return _problem
+    with _start_lock:
+        if _problem is not None:
+            return _problem
+        try:
+            from ocomm_tf._native import ffi, lib
+        except ImportError as error:
+            _problem = f"the extension ocomm_tf._native cannot be loaded ({error}); reinstall ocomm"
+            return _problem
+        _ffi, _lib = ffi, lib
+        message = ffi.new("char[256]")
+        library = os.path.join(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2")
+        if lib.ocomm_tf_register(library.encode(), message, 256):
+            _problem = f"{ffi.string(message).decode()} (TensorFlow {tf.version.VERSION})"
+            return _problem
+        _thread = threading.Thread(target=_Courier().run, name="ocomm-tensorflow", daemon=True)
+        _thread.start()
+        atexit.register(_stop)
+        _problem = ""
+    return _problem
+
+
+def _stop() -> None:
+    global _stopping
+    _stopping = True
+    _lib.ocomm_tf_wake()
+    assert _thread is not None
+    _thread.join(1.0)
+
+
+def exchange(call: Call, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Tensor]:
+    """Adds ``call``, whose results have the shapes of ``tensors``, to the graph that is being built.
+
+    ``label`` is what the operation is called there, made unique.
+    """
+    outputs = _create("OcommExchange", call, tensors, [], label)
+    for output, tensor in zip(outputs, tensors, strict=True):
+        output.set_shape(tensor.shape)
+    return outputs
+
+
+def gather(
+    call: Call, tensors: Sequence[tf.Tensor], splits: tf.Tensor | None, label: str
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Adds ``call``, whose results have a first dimension of their own, to the graph that is being built.
+
+    Returns the results, and the rows of all ranks, (number of tensors, ranks) int64.
+    """
+    extra = [tf.zeros([0], tf.int64) if splits is None else tf.cast(splits, tf.int64)]
+    *outputs, rows = _create("OcommGather", call, tensors, extra, label)
+    for output, tensor in zip(outputs, tensors, strict=True):
+        output.set_shape([None, *tensor.shape[1:]] if tensor.shape.rank else tensor.shape)
+    return outputs, tf.reshape(rows, [len(tensors), -1])
+
+
+def splits_of(tensors: Sequence[_Tensor]) -> np.ndarray:
+    """The splits which came with the tensors, int64."""
+    work = tensors[0].work
+    return _bytes(work.splits, 8 * work.split_count).view(np.int64)
+
+
+def _create(kind: str, call: Call, tensors: Sequence[tf.Tensor], extra: list[tf.Tensor], label: str) -> list[tf.Tensor]:
+    with _start_lock:
+        number = len(_calls)
+        _calls.append(call)
+    types = [tensor.dtype for tensor in tensors]
+    value = tf.compat.v1.AttrValue
+    attributes = {
+        "call": value(i=number),
+        "T": value(list=value.ListValue(type=[dtype.as_datatype_enum for dtype in types])),
+    }
+    graph = tf.compat.v1.get_default_graph()
+    with tf.device("CPU:0"):  # TensorFlow moves tensors of other devices
+        token = graph.create_op("OcommToken", [], [tf.resource], name="OcommToken").outputs[0]
+        operation = graph.create_op(
+            kind,
+            [*tensors, *extra, token],
+            types + [tf.int64] * len(extra),
+            name=label,
+            attrs=attributes,
+        )
+    return list(operation.outputs)
+
+
+class _Courier:
+    """The thread between TensorFlow's queue and the runtime."""
+
+    def __init__(self) -> None:
+        self._over: deque[tuple[Any, Operation]] = deque()  # the runtime's thread appends
+        self._told = False  # that there is something
+
+    def run(self) -> None:
+        while not _stopping:
+            work = _lib.ocomm_tf_take(_IDLE_S)
+            while work != _ffi.NULL:
+                following = work.next  # a work may be gone as soon as it is started
+                self._start(work)
+                work = following
+            self._told = False
+            self._finish()
+
+    def _start(self, work: Any) -> None:
+        if not 0 <= work.call < len(_calls):
+            text = "a graph with collectives runs in the process which traced it; trace it here again"
+            self._fail(work, InvalidRequestError(text))
+            return
+        call = _calls[work.call]
+        name = call.name
+        if name is None:
+            name = _ffi.unpack(work.name, work.name_length).decode()
+        try:
+            operation = call.start([_Tensor(work, position) for position in range(work.count)], name)
+        except Exception as error:  # TensorFlow must hear of it, whatever it is: it waits
+            self._fail(work, error)
+            return
+        operation.notify(lambda: self._hear(work, operation))
+
+    def _hear(self, work: Any, operation: Operation) -> None:
+        self._over.append((work, operation))
+        if not self._told:
+            self._told = True
+            _lib.ocomm_tf_wake()
+
+    def _finish(self) -> None:
+        good = []
+        while self._over:
+            work, operation = self._over.popleft()
+            try:
+                rows = operation.wait()
+                if rows is not None:
+                    _write_rows(work, rows)
+            except Exception as error:
+                self._fail(work, error)
+            else:
+                good.append(work)
+        if good:
+            _lib.ocomm_tf_finish(good, len(good), 0, _ffi.NULL)
+
+    def _fail(self, work: Any, error: Exception) -> None:
+        code = _UNKNOWN
+        if isinstance(error, OcommError):
+            code = _INVALID_ARGUMENT if isinstance(error, InvalidRequestError) else _FAILED_PRECONDITION
+        _lib.ocomm_tf_finish([work], 1, code, f"{type(error).__name__}: {error}".encode())
+
+
+def _write_rows(work: Any, rows: Sequence[Sequence[int]]) -> None:
+    table = np.array(rows, np.int64).reshape(-1)
+    address = _allocate(work, work.count, tf.int64.as_datatype_enum, [table.size], table.nbytes)
+    _bytes(address, table.nbytes).view(np.int64)[:] = table

@@ -1,0 +1,615 @@
+"""Horovod's collectives on TensorFlow tensors, eager and inside ``tf.function``.
+
+An eager call waits for its result. In a graph every call is an operation that waits for nothing but its inputs and
+never runs more or less often than its place in the program says: its input may be constant, its result unused, its twin
+beside it. All are differentiable. ``device_dense``, ``device_sparse`` and ``ignore_name_scope`` are accepted as in
+Horovod and not needed: tensors are taken from and returned to where they are, and a ``name`` counts as it is given.
+
+``name`` tells which calls of different ranks belong together. Eager calls without one are matched by their order, those
+in a graph by their place in it. ``op`` is ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``; an
+average of whole numbers is a floor division.
+
+Errors: InvalidRequestError (a ValueError) where this rank's arguments cannot be right, HorovodInternalError where the
+ranks do not agree or some do not come. Out of a graph they come as ``tf.errors.InvalidArgumentError`` and
+``tf.errors.FailedPreconditionError`` whose message starts with the class.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from ocomm import operations
+from ocomm import session as sessions
+from ocomm.api import Average, Sum
+from ocomm.collectives.scratch import ALIGNMENT, aligned
+from ocomm.errors import InvalidRequestError
+from ocomm.kernels.base import Bytes
+from ocomm.operations import NUMPY, Operation, ProcessSet, choose_op, global_process_set
+from ocomm.session import Session
+from ocomm.types import DType
+from ocomm_tf import engine
+from ocomm_tf.compression import Compression, Compressor
+
+_log = logging.getLogger("ocomm")
+
+
+class TensorFlowAdapter:
+    """See ``operations.Adapter``. A host tensor is a NumPy array; eager tensors in host memory share theirs with it."""
+
+    def describe(self, tensor: Any) -> tuple[DType, tuple[int, ...]]:
+        dtype = engine.DTYPES.get(tensor.dtype)
+        if dtype is None:
+            allowed = ", ".join(d.label for d in DType)
+            raise TypeError(f"dtype {tensor.dtype.name} is not supported; use one of {allowed}")
+        return dtype, tuple(tensor.shape)
+
+    def host(self, tensor: Any) -> tuple[Any, bool]:
+        if tensor.device.endswith("CPU:0"):
+            plain = tf.bitcast(tensor, tf.uint16) if tensor.dtype == tf.bfloat16 else tensor
+            return np.asarray(memoryview(plain)).view(tensor.dtype.as_numpy_dtype), True
+        return tensor.numpy(), False
+
+    def view(self, host: Any) -> Bytes:
+        return host.reshape(-1).view(np.uint8)
+
+    def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
+        dtype = np.dtype(like.dtype.as_numpy_dtype)
+        count = int(np.prod(shape, dtype=np.int64))
+        return aligned(count * dtype.itemsize).view(dtype).reshape(shape)
+
+    def deliver(self, host: Any, like: Any) -> Any:
+        address = host.__array_interface__["data"][0]
+        if like.dtype in (tf.bool, tf.bfloat16) or address % ALIGNMENT or not host.size:
+            result = tf.convert_to_tensor(host)
+        else:
+            result = tf.experimental.dlpack.from_dlpack(host.__dlpack__())
+        if like.device.endswith("CPU:0"):
+            return result
+        with tf.device(like.device):
+            return tf.identity(result)
+
+    def store(self, host: Any, into: Any) -> None:
+        raise NotImplementedError("eager tensors do not change")
+
+
+TENSORFLOW = TensorFlowAdapter()
+
+#: For what users call inside ``tf.function``: AutoGraph would translate this library as if it were the user's program.
+as_it_is = tf.autograph.experimental.do_not_convert
+
+#: Submits tensors: (session, adapter, tensors, name) -> Operation with a list of results.
+Start = Callable[[Session, Any, Sequence[Any], str | None], Operation]
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One collective whose results have the shapes of ``tensors``; ``kind`` is its word in names and errors."""
+
+    kind: str
+    tensors: Sequence[tf.Tensor]
+    name: str | None
+    start: Start
+
+
+def run(exchanges: Sequence[Exchange]) -> list[list[tf.Tensor]]:
+    """The results of several collectives, all of them under way at once. Not differentiable."""
+    session = sessions.current()
+    if tf.executing_eagerly():
+        started = [e.start(session, TENSORFLOW, e.tensors, e.name) for e in exchanges]
+        return [operation.wait() for operation in started]
+    if _without_engine():
+        return _run_in_python(session, exchanges)
+    return [
+        engine.exchange(_call(session, e.start, e.name, lambda results: None), e.tensors, _label(e.kind, e.tensors))
+        for e in exchanges
+    ]
+
+
+def _call(session: Session, start: Start, name: str | None, rows: Callable[[list[Any]], Any]) -> engine.Call:
+    def begin(tensors: list[Any], name: str) -> Operation:
+        return start(session, engine.TENSORS, tensors, name).then(rows)
+
+    return engine.Call(begin, name)
+
+
+def _label(kind: str, tensors: Sequence[tf.Tensor]) -> str:
+    """What an operation without a name is called in the graph, and on the wire."""
+    return f"{kind}_{tensors[0].op.name.replace('/', '_')}" if tensors else kind
+
+
+def _without_engine() -> bool:
+    """Whether the graph under construction must do with ``tf.numpy_function``; refuses what cannot be done at all."""
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise InvalidRequestError(
+            "a collective cannot be inside a function with jit_compile=True: XLA compiles TensorFlow's own operations "
+            "only. Use model.compile(..., jit_compile=False) in Keras; elsewhere leave jit_compile out, or compile a "
+            "function of your own for the arithmetic and call the collective outside of it."
+        )
+    problem = engine.problem()
+    if problem:
+        _warn_slow(problem)
+    return bool(problem)
+
+
+@functools.lru_cache
+def _warn_slow(problem: str) -> None:
+    _log.warning("collectives inside tf.function run one after the other, and none during backward: %s", problem)
+
+
+def _run_in_python(session: Session, exchanges: Sequence[Exchange]) -> list[list[tf.Tensor]]:
+    """All of them in one ``tf.numpy_function``: TensorFlow would run several of those one after the other."""
+    graph = tf.compat.v1.get_default_graph()
+    names = [e.name or graph.unique_name(_label(e.kind, e.tensors)) for e in exchanges]
+    tensors = [tensor for e in exchanges for tensor in e.tensors]
+    counts = [len(e.tensors) for e in exchanges]
+    ends = np.cumsum(counts).tolist()
+    starts = [e.start for e in exchanges]
+
+    def body(*arrays: np.ndarray) -> list[np.ndarray]:
+        started = [
+            start(session, NUMPY, arrays[end - count : end], name)
+            for start, name, count, end in zip(starts, names, counts, ends, strict=True)
+        ]
+        return [array for operation in started for array in operation.wait()]
+
+    outputs = tf.numpy_function(body, tensors, [tensor.dtype for tensor in tensors], stateful=True)
+    for output, tensor in zip(outputs, tensors, strict=True):
+        output.set_shape(tensor.shape)
+    return [outputs[end - count : end] for count, end in zip(counts, ends, strict=True)]
+
+
+def _gather(
+    kind: str, tensors: Sequence[tf.Tensor], name: str | None, start: Start, splits: Any = None
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """The results of a collective that may change the first dimension, and the rows of every rank for each of them.
+
+    The results of ``start`` are pairs (tensor, rows); with ``splits`` it takes one argument more.
+    """
+    session = sessions.current()
+    if tf.executing_eagerly():
+        given = start if splits is None else functools.partial(start, splits=np.asarray(splits))
+        pairs = given(session, TENSORFLOW, tensors, name).wait()
+        return [tensor for tensor, _ in pairs], [tf.constant(rows, tf.int64) for _, rows in pairs]
+    if not _without_engine():
+
+        def begin(works: list[Any], name: str) -> Operation:
+            given = start if splits is None else functools.partial(start, splits=engine.splits_of(works))
+            return given(session, engine.TENSORS, works, name).then(lambda pairs: [rows for _, rows in pairs])
+
+        outputs, table = engine.gather(engine.Call(begin, name), tensors, splits, _label(kind, tensors))
+        return outputs, tf.unstack(table, len(tensors))
+    wire_name = name or tf.compat.v1.get_default_graph().unique_name(_label(kind, tensors))
+
+    def body(*arrays: np.ndarray) -> list[np.ndarray]:
+        given = start
+        if splits is not None:
+            *arrays, parts = arrays
+            given = functools.partial(start, splits=parts)
+        pairs = given(session, NUMPY, arrays, wire_name).wait()
+        return [array for array, _ in pairs] + [np.array(rows, np.int64) for _, rows in pairs]
+
+    inputs = list(tensors) if splits is None else [*tensors, splits]
+    count = len(tensors)
+    results = tf.numpy_function(body, inputs, [t.dtype for t in tensors] + [tf.int64] * count, stateful=True)
+    for output, tensor in zip(results, tensors, strict=False):
+        output.set_shape([None, *tensor.shape[1:]] if tensor.shape.rank else tensor.shape)
+    for rows in results[count:]:
+        rows.set_shape([None])
+    return results[:count], results[count:]
+
+
+def _differentiable(
+    tensors: Sequence[tf.Tensor],
+    forward: Callable[[list[tf.Tensor]], tuple[list[tf.Tensor], Any]],
+    backward: Callable[[Sequence[tf.Tensor], Any], Sequence[tf.Tensor]],
+) -> list[tf.Tensor]:
+    """``forward(tensors)``'s first result; gradients are ``backward(gradients, forward's second result)``."""
+    if not any(tensor.dtype.is_floating for tensor in tensors):
+        return forward(list(tensors))[0]
+
+    @tf.custom_gradient
+    def function(*inputs: tf.Tensor) -> Any:
+        outputs, context = forward(list(inputs))
+        return tuple(outputs), lambda *grads: list(backward(grads, context))
+
+    return list(function(*tensors))
+
+
+def _tensors(values: Sequence[Any]) -> list[tf.Tensor]:
+    return [tf.convert_to_tensor(value) for value in values]
+
+
+# allreduce
+
+
+def start_allreduce(op: int, prescale: float, postscale: float, process_set: ProcessSet, grouped: bool) -> Start:
+    """Submits an allreduce; see ``operations.allreduce``."""
+
+    def start(session: Session, adapter: Any, tensors: Sequence[Any], name: str | None) -> Operation:
+        operation = operations.allreduce(
+            session, adapter, tensors, name, op, prescale, postscale, process_set, False, grouped
+        )
+        return operation if grouped else operation.then(lambda tensor: [tensor])
+
+    return start
+
+
+def _allreduce(
+    tensors: Sequence[tf.Tensor],
+    name: str | None,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    grouped: bool,
+) -> list[tf.Tensor]:
+    start = start_allreduce(op, prescale, postscale, process_set, grouped)
+    kind = "grouped_allreduce" if grouped else "allreduce"
+
+    def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], None]:
+        return run([Exchange(kind, inputs, name, start)])[0], None
+
+    def backward(grads: Sequence[tf.Tensor], _: None) -> list[tf.Tensor]:
+        return _allreduce(grads, None, op, prescale, postscale, process_set, grouped)
+
+    return _differentiable(tensors, forward, backward)
+
+
+@as_it_is
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """The reduction of ``tensor`` over the ranks, as a new tensor of the same shape and dtype.
+
+    ``prescale_factor`` is applied to every input, ``postscale_factor`` to the result. The gradient is the same
+    allreduce of the gradient. ``tf.IndexedSlices`` stay that: indices and values of all ranks side by side, values
+    divided by the number of ranks for Average; other reductions of them raise InvalidRequestError.
+    """
+    chosen = choose_op(op, average)
+    if isinstance(tensor, tf.IndexedSlices):
+        return _allreduce_slices(tensor, chosen, prescale_factor * postscale_factor, name, process_set)
+    compressed, context = compression.compress(tf.convert_to_tensor(tensor))
+    (reduced,) = _allreduce([compressed], name, chosen, prescale_factor, postscale_factor, process_set, False)
+    return compression.decompress(reduced, context)
+
+
+def _allreduce_slices(
+    slices: tf.IndexedSlices, op: int, factor: float, name: str | None, process_set: ProcessSet
+) -> tf.IndexedSlices:
+    if op not in (Average, Sum):
+        raise InvalidRequestError("an allreduce of tf.IndexedSlices has Average and Sum only.")
+    indices_name, values_name = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
+    indices = allgather(slices.indices, indices_name, process_set=process_set)
+    values = allgather(slices.values, values_name, process_set=process_set)
+    if op == Average:
+        factor /= process_set.size()
+    if factor != 1:
+        values = values * tf.cast(factor, values.dtype)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+@as_it_is
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """``allreduce`` of several tensors, which are reduced when all ranks have submitted all of them."""
+    chosen = choose_op(op, average)
+    if not tensors:
+        return []
+    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        return [
+            allreduce(
+                tensor, None, "", "", compression, chosen, prescale_factor, postscale_factor,
+                None if name is None else f"{name}.{position}", process_set,
+            )
+            for position, tensor in enumerate(tensors)
+        ]  # fmt: skip
+    pairs = [compression.compress(tensor) for tensor in _tensors(tensors)]
+    reduced = _allreduce(
+        [tensor for tensor, _ in pairs], name, chosen, prescale_factor, postscale_factor, process_set, True
+    )
+    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
+
+
+# allgather
+
+
+def _allgather(
+    tensors: Sequence[tf.Tensor], name: str | None, process_set: ProcessSet, grouped: bool
+) -> list[tf.Tensor]:
+    def start(session: Session, adapter: Any, tensors: Sequence[Any], name: str | None) -> Operation:
+        operation = operations.allgather(session, adapter, tensors, name, process_set, grouped)
+        return operation if grouped else operation.then(lambda pair: [pair])
+
+    def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        return _gather("grouped_allgather" if grouped else "allgather", inputs, name, start)
+
+    def backward(grads: Sequence[tf.Tensor], rows: list[tf.Tensor]) -> list[tf.Tensor]:
+        reduced = _allreduce(grads, None, Average, 1.0, 1.0, process_set, grouped)
+        me = process_set.rank()
+        return [
+            tf.split(grad, [tf.reduce_sum(counts[:me]), counts[me], tf.reduce_sum(counts[me + 1 :])])[1]
+            for grad, counts in zip(reduced, rows, strict=True)
+        ]
+
+    return _differentiable(tensors, forward, backward)
+
+
+@as_it_is
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """The tensors of all ranks along the first dimension, which may have another length on every rank.
+
+    The gradient is this rank's rows of the averaged gradient.
+    """
+    return _allgather(_tensors([tensor]), name, process_set, False)[0]
+
+
+@as_it_is
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """``allgather`` of several tensors, gathered when all ranks have submitted all of them."""
+    return _allgather(_tensors(tensors), name, process_set, True) if tensors else []
+
+
+# broadcast
+
+
+def start_broadcast(root_rank: int, process_set: ProcessSet) -> Start:
+    """Submits a broadcast of one tensor; see ``operations.broadcast``."""
+
+    def start(session: Session, adapter: Any, tensors: Sequence[Any], name: str | None) -> Operation:
+        operation = operations.broadcast(session, adapter, tensors[0], root_rank, name, process_set, False)
+        return operation.then(lambda tensor: [tensor])
+
+    return start
+
+
+@as_it_is
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """The tensor of ``root_rank`` (a world rank, also in a process set), as a new tensor.
+
+    The gradient is the averaged gradient on the root, zeros elsewhere.
+    """
+    start = start_broadcast(root_rank, process_set)
+
+    def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], None]:
+        return run([Exchange("broadcast", inputs, name, start)])[0], None
+
+    def backward(grads: Sequence[tf.Tensor], _: None) -> list[tf.Tensor]:
+        (reduced,) = _allreduce(grads, None, Average, 1.0, 1.0, process_set, False)
+        return [reduced if sessions.current().require_topology().rank == root_rank else tf.zeros_like(reduced)]
+
+    return _differentiable(_tensors([tensor]), forward, backward)[0]
+
+
+@as_it_is
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Sequence[Any]:
+    """Overwrites ``variables`` (``tf.Variable`` or Keras variables) with those of ``root_rank``; returns them.
+
+    In a graph the variables have their values when the function has run.
+    """
+    start = start_broadcast(root_rank, process_set)
+    results = run(
+        [
+            Exchange("broadcast", [tf.convert_to_tensor(v)], None if name is None else f"{name}.{position}", start)
+            for position, v in enumerate(variables)
+        ]
+    )
+    for variable, (value,) in zip(variables, results, strict=True):
+        variable.assign(value)
+    return variables
+
+
+# alltoall
+
+
+@as_it_is
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Deals the rows of ``tensor`` to the ranks, in order, and returns what came from them, in rank order.
+
+    ``splits`` (a tensor or sequence of whole numbers) are the rows for each rank, their sum at most the length of
+    ``tensor``; equal parts by default. With it the result is a pair: the tensor, and the rows received from each rank
+    (int32). The gradient goes back the same way.
+    """
+    counted: list[tf.Tensor] = []
+
+    def start(
+        session: Session, adapter: Any, tensors: Sequence[Any], name: str | None, splits: Any = None
+    ) -> Operation:
+        return operations.alltoall(session, adapter, tensors[0], splits, name, process_set).then(lambda pair: [pair])
+
+    def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], Any]:
+        parts = None if splits is None else tf.convert_to_tensor(splits)
+        outputs, rows = _gather("alltoall", inputs, name, start, parts)
+        counted.extend(rows)
+        return outputs, (rows[0], tf.shape(inputs[0])[0])
+
+    def backward(grads: Sequence[tf.Tensor], context: Any) -> list[tf.Tensor]:
+        rows, length = context
+        back, _ = alltoall(grads[0], rows, process_set=process_set)
+        missing = length - tf.shape(back)[0]  # rows which the splits had left at home
+        return [tf.concat([back, tf.zeros(tf.concat([[missing], tf.shape(back)[1:]], 0), back.dtype)], 0)]
+
+    (received,) = _differentiable(_tensors([tensor]), forward, backward)
+    return received if splits is None else (received, tf.cast(counted[0], tf.int32))
+
+
+# reducescatter
+
+
+def _reducescatter(
+    tensors: Sequence[tf.Tensor],
+    name: str | None,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    grouped: bool,
+) -> list[tf.Tensor]:
+    def start(session: Session, adapter: Any, tensors: Sequence[Any], name: str | None) -> Operation:
+        operation = operations.reducescatter(
+            session, adapter, tensors, name, op, prescale, postscale, process_set, grouped
+        )
+        return operation.then(lambda parts: [(part, ()) for part in (parts if grouped else [parts])])
+
+    def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], None]:
+        return _gather("grouped_reducescatter" if grouped else "reducescatter", inputs, name, start)[0], None
+
+    def backward(grads: Sequence[tf.Tensor], _: None) -> list[tf.Tensor]:
+        factor = prescale * postscale * (process_set.size() if op == Sum else 1)
+        return _allgather([grad * tf.cast(factor, grad.dtype) for grad in grads], None, process_set, grouped)
+
+    return _differentiable(tensors, forward, backward)
+
+
+@as_it_is
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
+    """This rank's part of the reduction (Average or Sum): a share of the rows, the first ranks get the remainder.
+
+    The gradient is the allgathered gradient, times the number of ranks for Sum (as in Horovod).
+    """
+    compressed, context = compression.compress(tf.convert_to_tensor(tensor))
+    (part,) = _reducescatter([compressed], name, op, prescale_factor, postscale_factor, process_set, False)
+    return compression.decompress(part, context)
+
+
+@as_it_is
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[tf.Tensor]:
+    """``reducescatter`` of several tensors, reduced when all ranks have submitted all of them."""
+    if not tensors:
+        return []
+    pairs = [compression.compress(tensor) for tensor in _tensors(tensors)]
+    parts = _reducescatter(
+        [tensor for tensor, _ in pairs], name, op, prescale_factor, postscale_factor, process_set, True
+    )
+    return [compression.decompress(part, context) for part, (_, context) in zip(parts, pairs, strict=True)]
+
+
+# Waiting, and where this process stands
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Returns when every rank of the set has called it. Not for graphs."""
+    operations.barrier(sessions.current(), process_set)
+
+
+def _topology(read: Callable[[Session], int], name: str | None) -> tf.Tensor:
+    """A number that is looked up at every run of the graph; int32, scalar."""
+    session = sessions.current()
+    session.require_topology()
+    if tf.executing_eagerly():
+        return tf.constant(read(session), tf.int32)
+    found = tf.numpy_function(lambda: np.int32(read(session)), [], tf.int32, name=name)
+    found.set_shape(())
+    return found
+
+
+def _set_ranks(session: Session, process_set_id: int) -> tuple[int, ...]:
+    session.require_topology()
+    if process_set_id not in session.set_ranks:
+        raise InvalidRequestError(f"process set {process_set_id} has not been registered with init().")
+    return session.set_ranks[process_set_id]
+
+
+@as_it_is
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """``size()`` of a process set, looked up whenever the graph runs; int32."""
+    return _topology(lambda session: len(_set_ranks(session, process_set_id)), name)
+
+
+@as_it_is
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """``rank()``, looked up whenever the graph runs; int32."""
+    return _topology(lambda session: session.require_topology().rank, name)
+
+
+@as_it_is
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """``local_size()``, looked up whenever the graph runs; int32."""
+    return _topology(lambda session: session.require_topology().local_size, name)
+
+
+@as_it_is
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """``local_rank()``, looked up whenever the graph runs; int32."""
+    return _topology(lambda session: session.require_topology().local_rank, name)
+
+
+@as_it_is
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """1 if this rank is in the process set, else 0, looked up whenever the graph runs; int32."""
+    return _topology(lambda session: int(session.require_topology().rank in _set_ranks(session, process_set_id)), name)
