@@ -46,6 +46,11 @@ DTYPES = {
 _DTYPE_OF_NUMBER = {tensorflow.as_datatype_enum: dtype for tensorflow, dtype in DTYPES.items()}
 
 
+def unsupported(dtype: tf.DType) -> str:
+    """Why a tensor of ``dtype`` cannot be sent."""
+    return f"dtype {dtype.name} is not supported; use one of {', '.join(d.label for d in DType)}"
+
+
 @dataclass(slots=True)
 class Call:
     """One collective in the program.
@@ -56,6 +61,7 @@ class Call:
 
     start: Callable[[list[Any], str], Operation]
     name: str | None
+    runs: int = 0
 
 
 class _Tensor:
@@ -160,6 +166,15 @@ def problem() -> str:
     return _problem
 
 
+def runs() -> dict[str, int]:
+    """How often each named collective of this process's graphs has run."""
+    counts: dict[str, int] = {}
+    for call in _calls:
+        if call.name is not None:
+            counts[call.name] = counts.get(call.name, 0) + call.runs
+    return counts
+
+
 def _stop() -> None:
     global _stopping
     _stopping = True
@@ -204,6 +219,9 @@ def _create(kind: str, call: Call, tensors: Sequence[tf.Tensor], extra: list[tf.
         number = len(_calls)
         _calls.append(call)
     types = [tensor.dtype for tensor in tensors]
+    for dtype in types:
+        if dtype not in DTYPES:
+            raise InvalidRequestError(f"tensor '{call.name or label}': {unsupported(dtype)}.")
     value = tf.compat.v1.AttrValue
     attributes = {
         "call": value(i=number),
@@ -245,6 +263,7 @@ class _Courier:
             self._fail(work, InvalidRequestError(text))
             return
         call = _calls[work.call]
+        call.runs += 1
         name = call.name
         if name is None:
             name = _ffi.unpack(work.name, work.name_length).decode()

@@ -47,8 +47,7 @@ class TensorFlowAdapter:
     def describe(self, tensor: Any) -> tuple[DType, tuple[int, ...]]:
         dtype = engine.DTYPES.get(tensor.dtype)
         if dtype is None:
-            allowed = ", ".join(d.label for d in DType)
-            raise TypeError(f"dtype {tensor.dtype.name} is not supported; use one of {allowed}")
+            raise TypeError(engine.unsupported(tensor.dtype))
         return dtype, tuple(tensor.shape)
 
     def host(self, tensor: Any) -> tuple[Any, bool]:
@@ -85,8 +84,8 @@ TENSORFLOW = TensorFlowAdapter()
 #: For what users call inside ``tf.function``: AutoGraph would translate this library as if it were the user's program.
 as_it_is = tf.autograph.experimental.do_not_convert
 
-#: Submits tensors: (session, adapter, tensors, name) -> Operation with a list of results.
-Start = Callable[[Session, Any, Sequence[Any], str | None], Operation]
+#: Submits tensors: (session, adapter, tensors, name) -> Operation with a list of results. For alltoall also the splits.
+Start = Callable[..., Operation]
 
 
 @dataclass(slots=True)
@@ -99,6 +98,7 @@ class Exchange:
     start: Start
 
 
+@as_it_is
 def run(exchanges: Sequence[Exchange]) -> list[list[tf.Tensor]]:
     """The results of several collectives, all of them under way at once. Not differentiable."""
     session = sessions.current()
@@ -123,6 +123,17 @@ def _call(session: Session, start: Start, name: str | None, rows: Callable[[list
 def _label(kind: str, tensors: Sequence[tf.Tensor]) -> str:
     """What an operation without a name is called in the graph, and on the wire."""
     return f"{kind}_{tensors[0].op.name.replace('/', '_')}" if tensors else kind
+
+
+def name_in_graph(name: str) -> str:
+    """``name``, and in a graph which has it already, another one: both may be under way at once."""
+    if tf.executing_eagerly():
+        return name
+    # Not the graph's own unique_name(): it would prepend scopes with names that Keras numbers by process.
+    used = tf.compat.v1.get_default_graph().get_collection_ref("ocomm_names")
+    used.append(name)
+    count = used.count(name)
+    return name if count == 1 else f"{name}_{count}"
 
 
 def _without_engine() -> bool:
@@ -191,8 +202,8 @@ def _gather(
     def body(*arrays: np.ndarray) -> list[np.ndarray]:
         given = start
         if splits is not None:
-            *arrays, parts = arrays
-            given = functools.partial(start, splits=parts)
+            given = functools.partial(start, splits=arrays[-1])
+            arrays = arrays[:-1]
         pairs = given(session, NUMPY, arrays, wire_name).wait()
         return [array for array, _ in pairs] + [np.array(rows, np.int64) for _, rows in pairs]
 

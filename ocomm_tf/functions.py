@@ -1,0 +1,146 @@
+"""Starting alike: variables and objects from one rank to all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ocomm import api
+from ocomm import session as sessions
+from ocomm.errors import MismatchError
+from ocomm.operations import ProcessSet, global_process_set
+from ocomm_tf.mpi_ops import as_it_is, broadcast_
+
+
+def name_of(variable: Any) -> str:
+    """A variable's name: its path in a Keras model, or TensorFlow's own."""
+    return str(getattr(variable, "path", None) or variable.name)
+
+
+def agree_on(what: str, variables: Sequence[Any], process_set: ProcessSet) -> list[str]:
+    """Compares variables between the ranks of the set, and returns the names which its first rank gives them.
+
+    Collective, at once also where a graph is being built. Names may differ, because Keras numbers layers by process;
+    MismatchError if number, shapes or dtypes do, or if the same names come in another order.
+    """
+    session = sessions.current()
+    mine = [(name_of(v), tuple(v.shape), tf.as_dtype(v.dtype).name) for v in variables]
+    number = process_set.number(session)
+    name = session.automatic_name(f"agree_on.{what}", number)
+    ranks = session.set_ranks[number]
+    everyone = dict(zip(ranks, api.allgather_object(mine, name, process_set), strict=True))
+    first = everyone[ranks[0]]
+    order = [name for name, _, _ in first]
+    for position in range(max(len(said) for said in everyone.values())):
+        values: dict[str, list[int]] = {}
+        for rank, said in everyone.items():
+            values.setdefault(_spell(said, position, order), []).append(rank)
+        if len(values) > 1:
+            each = "; ".join(f"rank(s) {who}: {value}" for value, who in values.items())
+            raise MismatchError(
+                f"{what}: variable {position} differs between ranks: {each}. Build the same model, with its layers in "
+                "the same order, on every rank."
+            )
+    return [f"{position}.{name}" for position, name in enumerate(order)]
+
+
+def _spell(said: Sequence[tuple[str, tuple[int, ...], str]], position: int, order: list[str]) -> str:
+    """One variable, as what is compared and shown; its name counts where all names are the first rank's."""
+    if position >= len(said):
+        return "none"
+    name, shape, dtype = said[position]
+    matters = sorted(name for name, _, _ in said) == sorted(order)
+    return f"'{name if matters else order[min(position, len(order) - 1)]}' {shape} {dtype}"
+
+
+@as_it_is
+def broadcast_variables(
+    variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
+) -> None:
+    """Overwrites ``variables`` (``tf.Variable`` or Keras variables) with those of ``root_rank`` (a world rank).
+
+    Collective. ``inplace`` is accepted as in Horovod: it is always in place. MismatchError, which names the variable
+    and the ranks, if they are not the same variables in the same order everywhere.
+    """
+    variables = list(variables)
+    agree_on("broadcast_variables", variables, process_set)
+    broadcast_(variables, root_rank, "broadcast_variables", process_set)
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Overwrites all variables of the graph (tf.compat.v1) with those of ``root_rank``; returns the operation."""
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "hvd.broadcast_global_variables() does not support eager execution. Please use "
+            "`hvd.broadcast_variables(<model/optimizer variables>)` instead."
+        )
+    return _assign_all(tf.compat.v1.global_variables(), root_rank)
+
+
+def _assign_all(variables: Sequence[Any], root_rank: int) -> Any:
+    from ocomm_tf.mpi_ops import broadcast
+
+    values = [
+        (v, broadcast(v, root_rank, f"broadcast_global_variables.{position}")) for position, v in enumerate(variables)
+    ]
+    return tf.group(*(tf.compat.v1.assign(variable, value) for variable, value in values))
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
+    """Overwrites all variables with those of ``root_rank`` when a ``tf.compat.v1`` session is made."""
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._operation: Any = None
+
+    def begin(self) -> None:
+        self._operation = _assign_all(tf.compat.v1.global_variables(), self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        session.run(self._operation)
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The object of ``root_rank`` (a world rank) on every rank; it must be picklable. ``session`` is not needed."""
+    return api.broadcast_object(obj, root_rank, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[Any], Any]:
+    """``broadcast_object`` as a function of the object."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """The objects of all ranks, in rank order; they must be picklable. ``session`` is not needed."""
+    return api.allgather_object(obj, name, process_set)
+
+
+def check_replicas(variables: Sequence[Any], process_set: ProcessSet = global_process_set) -> None:
+    """MismatchError if a variable is not the same on all ranks, bit for bit. Collective."""
+    sums = [hashlib.blake2b(np.ascontiguousarray(v.numpy()).tobytes(), digest_size=8).hexdigest() for v in variables]
+    everyone = api.allgather_object(sums, process_set=process_set)
+    for position, variable in enumerate(variables):
+        values: dict[str, list[int]] = {}
+        for rank, said in zip(process_set.ranks, everyone, strict=True):
+            values.setdefault(said[position], []).append(rank)
+        if len(values) > 1:
+            each = ", ".join(f"{checksum} on ranks {ranks}" for checksum, ranks in values.items())
+            raise MismatchError(
+                f"variable '{name_of(variable)}' is not the same on all ranks: {each}. Broadcast the variables before "
+                "training, and change them nowhere but in the distributed optimizer."
+            )

@@ -1,0 +1,10 @@
+"""Horovod's API for Keras 3: ``import ocomm_tf.keras as hvd``. Nothing but re-exports."""
+
+from ocomm_tf import *  # noqa: F403
+from ocomm_tf import __all__ as _everything
+from ocomm_tf.keras import callbacks
+from ocomm_tf.keras.optimizer import DistributedOptimizer as DistributedOptimizer  # type: ignore[assignment]
+from ocomm_tf.keras.optimizer import PartialDistributedOptimizer
+from ocomm_tf.keras.saving import load_model
+
+__all__ = [*_everything, "DistributedOptimizer", "PartialDistributedOptimizer", "callbacks", "load_model"]

@@ -1,0 +1,200 @@
+"""Horovod's callbacks, for Keras 3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from ocomm import api
+from ocomm.errors import InvalidRequestError
+from ocomm_tf.functions import broadcast_variables
+from ocomm_tf.keras.optimizer import Distributed
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Overwrites the model's and the optimizer's variables with those of ``root_rank`` after the first batch.
+
+    By then all of them exist; the first step is the same everywhere but for where it started. InvalidRequestError if
+    the ranks did not exchange anything in that batch: they would train apart. ``local_variables`` are left alone.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._local = {id(v) for v in local_variables or ()}
+        self._done = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuses an optimizer which is not distributed."""
+        optimizer = self.model.optimizer
+        if api.size() > 1 and not isinstance(optimizer, Distributed):
+            raise InvalidRequestError(
+                f"the model was compiled with {type(optimizer).__name__}, which is not distributed: every rank would "
+                "train alone. Compile it with hvd.DistributedOptimizer(optimizer)."
+            )
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcasts, once."""
+        if self._done:
+            return
+        optimizer = self.model.optimizer
+        if api.size() > 1 and not optimizer.ocomm_exchanges:
+            raise InvalidRequestError(
+                "the first batch was trained without any exchange between the ranks; they would train apart. Does the "
+                "model's train_step() use its optimizer?"
+            )
+        variables = [*self.model.weights, *optimizer.variables]
+        broadcast_variables([v for v in variables if id(v) not in self._local], self.root_rank)
+        self._done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Replaces the metrics in ``logs`` by their averages over the ranks at the end of every epoch.
+
+    Put it before callbacks that read them (ReduceLROnPlateau, TensorBoard, ModelCheckpoint).
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Averages, as one tensor, float64."""
+        if not logs:
+            return
+        names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
+        values = np.array([float(logs[name]) for name in names])
+        averaged = api.allreduce(values, name=f"metrics.{','.join(names)}")
+        logs.update(zip(names, averaged.tolist(), strict=True))
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Sets the learning rate to ``initial_lr`` times ``multiplier`` from ``start_epoch`` until ``end_epoch``.
+
+    ``multiplier`` is a function of the epoch, or a number: then its power of the epochs since ``start_epoch``. With
+    ``staircase`` once per epoch; else for every batch, at a fraction of an epoch, for which ``steps_per_epoch`` is
+    needed where Keras does not know it. ``momentum_correction`` scales ``optimizer.momentum`` by the ratio of the rates
+    for one batch, where the optimizer has a momentum that is a variable.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise InvalidRequestError("Parameter `initial_lr` is required")
+        self.initial_lr = initial_lr
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.staircase = staircase
+        self.multiplier: Callable[[float], float]
+        if callable(multiplier):
+            self.multiplier = multiplier
+        else:
+            self.staircase = True
+            self.multiplier = lambda epoch: multiplier ** (epoch - start_epoch)
+        self._epoch = 0
+        self._restore: float | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Finds the number of steps per epoch."""
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise InvalidRequestError(
+                    f"{type(self).__name__}: the number of steps per epoch is not known; pass steps_per_epoch."
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Remembers the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Sets the learning rate."""
+        if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
+            return
+        if self.staircase and batch == 0:
+            self._adjust(self._epoch)
+        elif not self.staircase:
+            assert self.steps_per_epoch is not None
+            self._adjust(self._epoch + batch / self.steps_per_epoch)
+
+    def _adjust(self, epoch: float) -> None:
+        optimizer = self.model.optimizer
+        before = _number(optimizer.learning_rate)
+        after = self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = after
+        momentum = getattr(optimizer, "momentum", None)
+        if self.momentum_correction and before and isinstance(momentum, keras.Variable):
+            self._restore = _number(momentum)
+            momentum.assign(self._restore * after / before)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Puts the momentum back."""
+        if self._restore is not None:
+            self.model.optimizer.momentum.assign(self._restore)
+            self._restore = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Shows the learning rate in the history."""
+        if logs is not None:
+            logs["lr"] = _number(self.model.optimizer.learning_rate)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` over ``warmup_epochs``."""
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        ranks = api.size()
+
+        def multiplier(epoch: float) -> float:
+            # The end of a batch, so that the last one of the warm-up has the whole rate.
+            epoch += 1.0 / (self.steps_per_epoch or 1)
+            return (epoch * (ranks - 1) / warmup_epochs + 1) / ranks
+
+        super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
+        self.verbose = verbose
+        self.warmup_epochs = warmup_epochs
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Says so on rank 0 when the warm-up is over."""
+        super().on_epoch_end(epoch, logs)
+        if epoch == self.warmup_epochs - 1 and self.verbose > 0 and api.rank() == 0:
+            rate = _number(self.model.optimizer.learning_rate)
+            print(f"Epoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+class ReplicaChecksumCallback(keras.callbacks.Callback):
+    """Compares the model's trainable variables between the ranks, bit for bit, at the end of every epoch.
+
+    MismatchError, which names the first variable that differs and the ranks, if the replicas have drifted apart.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Compares."""
+        from ocomm_tf.functions import check_replicas
+
+        check_replicas(self.model.trainable_variables)
+
+
+def _number(value: Any) -> float:
+    """A Keras variable, tensor or number as a number."""
+    return float(value.numpy() if hasattr(value, "numpy") else value)

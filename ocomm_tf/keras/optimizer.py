@@ -1,0 +1,211 @@
+"""DistributedOptimizer for Keras 3: the user's optimizer, on gradients averaged over the ranks.
+
+Every update of a variable goes through ``update_step``, whatever called it; it refuses gradients that have not been
+averaged. So a path through Keras that this module does not know cannot train the ranks apart without a word.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from ocomm import session as sessions
+from ocomm.api import Average
+from ocomm.errors import InvalidRequestError
+from ocomm.operations import ProcessSet, global_process_set
+from ocomm_tf.averaging import Averaging
+from ocomm_tf.compression import Compression, Compressor
+from ocomm_tf.optimizer import groups_of, variables_of
+
+LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
+
+
+class Distributed:
+    """What all optimizers of this package have: ``ocomm_exchanges``, steps that were exchanged with the others."""
+
+    ocomm_exchanges = 0
+
+
+class _Averaged(Distributed):
+    """Mixed in before the class of the user's optimizer; see ``DistributedOptimizer``."""
+
+    _averaging: Averaging
+    _is_averaged = False
+    _sum_passes = False
+
+    def register_local_var(self, var: Any) -> None:
+        """The gradient of ``var`` is not averaged."""
+        self._averaging.keep_local(var)
+
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        """As the wrapped optimizer's, on averages."""
+        _refuse_loss_scaling_outside()
+        grads = list(grads)
+        if self.gradient_accumulation_steps:
+            # Averaged in _clip_gradients, once they are summed.
+            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        self._is_averaged = True
+        try:
+            return super().apply(self._average(grads, variables), trainable_variables)  # type: ignore[misc]
+        finally:
+            self._is_averaged = False
+
+    def _average(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
+        self.ocomm_exchanges += 1
+        return self._averaging(grads, variables)
+
+    # Keras calls it on what it has accumulated, before it clips and takes the weight decay.
+    def _clip_gradients(self: Any, grads: list[Any]) -> list[Any]:
+        if self.gradient_accumulation_steps and not self._is_averaged:
+            if self._sum_passes:
+                grads = [gradient * self.gradient_accumulation_steps for gradient in grads]
+            grads = self._average(list(grads), self._trainable_variables)
+            self._is_averaged = True
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+    def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> Any:
+        if not self._is_averaged and not self._averaging.is_alone:
+            raise InvalidRequestError(
+                f"{type(self).__name__}: variables are about to be updated with gradients that were not averaged over "
+                f"the ranks. This version of Keras ({keras.__version__}) takes a way that ocomm does not know; average "
+                "them with hvd.DistributedGradientTape instead."
+            )
+        try:
+            return super()._backend_update_step(grads, trainable_variables, learning_rate)  # type: ignore[misc]
+        finally:
+            if self.gradient_accumulation_steps:
+                self._is_averaged = False
+
+    def stateless_apply(self, *arguments: Any, **options: Any) -> Any:
+        raise InvalidRequestError("ocomm_tf trains on Keras' TensorFlow and Torch backends; JAX has no support.")
+
+
+class _AveragedLossScale(Distributed):
+    """Mixed in before ``LossScaleOptimizer``: averages first, so that all ranks see the same infinities."""
+
+    _averaging: Averaging
+
+    def register_local_var(self, var: Any) -> None:
+        """The gradient of ``var`` is not averaged."""
+        self._averaging.keep_local(var)
+
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        """As the wrapped optimizer's, on averages: an inf on one rank is one on all, which skip the step together."""
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        self.ocomm_exchanges += 1
+        return super().apply(self._averaging(list(grads), variables), trainable_variables)  # type: ignore[misc]
+
+
+def _refuse_loss_scaling_outside() -> None:
+    """A LossScaleOptimizer around ours would ask this rank alone whether the gradients are finite."""
+    caller = sys._getframe(2).f_locals.get("self")
+    if isinstance(caller, LossScaleOptimizer) and sessions.current().require_topology().size > 1:
+        raise InvalidRequestError(
+            "a LossScaleOptimizer around a distributed optimizer lets every rank decide by itself whether to step. "
+            "Wrap it the other way: DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)); or set "
+            "keras.config.set_dtype_policy('mixed_float16') before you call DistributedOptimizer."
+        )
+
+
+def subclass_of(mixin: type, optimizer: Any) -> Any:
+    """``optimizer`` as an object of a subclass with the same name, which shares its state."""
+    base = type(optimizer)
+    # Saved under the name by which plain Keras finds the base class.
+    module = "keras.optimizers" if getattr(keras.optimizers, base.__name__, None) is base else base.__module__
+    wrapper = type(base.__name__, (mixin, base), {"__module__": module, "__doc__": base.__doc__})
+    wrapped: Any = object.__new__(wrapper)
+    wrapped.__dict__.update(vars(optimizer))
+    return wrapped
+
+
+def check_wrappable(optimizer: Any) -> None:
+    """InvalidRequestError if it is no Keras optimizer, or wrapped already."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise InvalidRequestError(f"expected an optimizer of Keras or of tf.compat.v1.train, got {optimizer!r}.")
+    if isinstance(optimizer, Distributed) or isinstance(getattr(optimizer, "inner_optimizer", None), Distributed):
+        raise InvalidRequestError(f"this {type(optimizer).__name__} is distributed already; wrap it once.")
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A Keras optimizer, stepping on gradients that are averaged over the ranks of ``process_set``.
+
+    The result is of a subclass with the same name and shares the optimizer's state; models saved with it load without
+    ocomm. Gradients are averaged before they are clipped, and after Keras has accumulated them where
+    ``gradient_accumulation_steps`` is set. With the dtype policy ``mixed_float16`` the result is a LossScaleOptimizer:
+    all ranks skip a step together.
+
+    The arguments are those of ``ocomm_tf.DistributedOptimizer``. Raises InvalidRequestError (a ValueError) for what
+    cannot be right; MismatchError at the first step if the ranks train different variables.
+    """
+    check_wrappable(optimizer)
+    if backward_passes_per_step <= 0:
+        raise InvalidRequestError("backward_passes_per_step must be > 0")
+    if backward_passes_per_step > 1:
+        if optimizer.gradient_accumulation_steps or optimizer.built:
+            raise InvalidRequestError(
+                "backward_passes_per_step needs an optimizer that is not built and has no gradient_accumulation_steps; "
+                "set one of the two, before the optimizer is used."
+            )
+        optimizer.gradient_accumulation_steps = backward_passes_per_step
+    if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScaleOptimizer):
+        optimizer = LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
+    averaging = Averaging(
+        name or "DistributedOptimizer",
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        groups_of(groups, num_groups),
+        process_set,
+        scale_local_gradients,
+    )
+    wrapped = subclass_of(_AveragedLossScale if isinstance(optimizer, LossScaleOptimizer) else _Averaged, optimizer)
+    wrapped.__dict__["_averaging"] = averaging
+    wrapped.__dict__["_sum_passes"] = backward_passes_per_step > 1 and not average_aggregated_gradients
+    return wrapped
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """``DistributedOptimizer``, except for the variables of ``local_layers`` (one Keras layer, or several)."""
+    wrapped = DistributedOptimizer(
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
+        backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set, scale_local_gradients,
+    )  # fmt: skip
+    for variable in variables_of(local_layers):
+        wrapped.register_local_var(variable)
+    return wrapped

@@ -1,0 +1,29 @@
+"""Models that were saved, with a distributed optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from ocomm_tf.compression import Compression, Compressor
+from ocomm_tf.keras.optimizer import DistributedOptimizer
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Any = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: type[Compressor] = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """The model saved at ``filepath``, its optimizer's state included, ready to be trained on all ranks.
+
+    ``custom_optimizers``: classes of your own that the model may have been trained with; ``custom_objects``: what else
+    Keras needs to know. ``legacy_opts`` is accepted as in Horovod and not needed.
+    """
+    known = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=known)
+    if model.optimizer is not None:
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    return model

@@ -1,0 +1,186 @@
+"""DistributedGradientTape and DistributedOptimizer: gradients averaged over the ranks while backward goes on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ocomm.api import Average
+from ocomm.errors import InvalidRequestError
+from ocomm.operations import ProcessSet, global_process_set
+from ocomm_tf.averaging import Averaging
+from ocomm_tf.compression import Compression, Compressor
+from ocomm_tf.mpi_ops import as_it_is
+
+
+def groups_of(groups: Any, num_groups: int) -> Any:
+    """``groups``, or Horovod's older name for a number of them."""
+    if num_groups != 0:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=3)
+        return num_groups if groups is None else groups
+    return groups
+
+
+class _DistributedGradientTape(tf.GradientTape):
+    """See ``DistributedGradientTape``."""
+
+    def __init__(self, tape: tf.GradientTape, averaging: Averaging) -> None:
+        self.__dict__.update(vars(tape))  # a tape that has recorded: its record is there
+        self._averaging = averaging
+
+    def register_local_source(self, source: Any) -> None:
+        """The gradient of ``source`` is not averaged."""
+        self._averaging.keep_local(source)
+
+    @as_it_is
+    def gradient(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **options: Any
+    ) -> Any:
+        """As ``tf.GradientTape.gradient``, averaged over the ranks; ``use_generic_names`` is not needed."""
+        gradients = super().gradient(target, sources, output_gradients, **options)
+        flat = tf.nest.flatten(gradients, expand_composites=False)
+        averaged = self._averaging(flat, tf.nest.flatten(sources))
+        return tf.nest.pack_sequence_as(gradients, averaged, expand_composites=False)
+
+
+@as_it_is
+def DistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """``gradtape``, whose ``gradient()`` is averaged over the ranks of ``process_set``.
+
+    Inside ``tf.function`` each exchange starts when its gradient is there. ``register_local_source(variable)`` keeps a
+    gradient on this rank, divided by the number of ranks if ``scale_local_gradients``. The other arguments are those of
+    ``DistributedOptimizer``. Raises InvalidRequestError for what cannot be right, MismatchError if the ranks take
+    gradients of different variables.
+    """
+    averaging = Averaging(
+        "DistributedGradientTape",
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        groups_of(groups, num_groups),
+        process_set,
+        scale_local_gradients,
+    )
+    return _DistributedGradientTape(gradtape, averaging)
+
+
+@as_it_is
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """``DistributedGradientTape``, except for the variables of ``local_layers`` (one Keras layer, or several)."""
+    tape = DistributedGradientTape(
+        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups,
+        groups, process_set, scale_local_gradients,
+    )  # fmt: skip
+    for variable in variables_of(local_layers):
+        tape.register_local_source(variable)
+    return tape
+
+
+def variables_of(layers: Any) -> list[Any]:
+    """The trainable variables of a layer, or of several."""
+    if layers is None:
+        return []
+    return [v for layer in (layers if isinstance(layers, (list, tuple)) else [layers]) for v in layer.trainable_weights]
+
+
+class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
+    """Mixed in before the class of a ``tf.compat.v1`` optimizer."""
+
+    _averaging: Averaging
+
+    def compute_gradients(self, *arguments: Any, **options: Any) -> list[tuple[Any, Any]]:
+        """As the wrapped optimizer's, averaged over the ranks."""
+        pairs = super().compute_gradients(*arguments, **options)
+        averaged = self._averaging([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
+        return [(gradient, variable) for gradient, (_, variable) in zip(averaged, pairs, strict=True)]
+
+    def register_local_var(self, var: Any) -> None:
+        """The gradient of ``var`` is not averaged."""
+        self._averaging.keep_local(var)
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """``optimizer``, stepping on gradients that are averaged over the ranks of ``process_set``.
+
+    ``optimizer`` is a Keras optimizer or one of ``tf.compat.v1.train``. The result is of a subclass with the same name
+    and shares its state.
+
+    ``backward_passes_per_step``: gradients are summed over so many passes (averaged if
+    ``average_aggregated_gradients``) before they are exchanged; Keras only. ``gradient_predivide_factor``: divides
+    before the sum, the rest of the average after it. ``groups``: a number of groups, or lists of variables, that are
+    exchanged only when complete. ``num_groups``: Horovod's older name for it. ``sparse_as_dense``: ``tf.IndexedSlices``
+    become dense instead of being gathered. ``name``, ``use_locking`` and devices are accepted as in Horovod.
+
+    Raises InvalidRequestError (a ValueError) for what cannot be right, MismatchError if the ranks train different
+    variables.
+    """
+    if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        from ocomm_tf.keras.optimizer import DistributedOptimizer as of_keras
+
+        return of_keras(
+            optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
+            backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set,
+            scale_local_gradients,
+        )  # fmt: skip
+    if backward_passes_per_step != 1:
+        raise InvalidRequestError("backward_passes_per_step is for Keras optimizers only.")
+    base = type(optimizer)
+    wrapper = type(base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__})
+    wrapped: Any = object.__new__(wrapper)
+    wrapped.__dict__.update(vars(optimizer))
+    wrapped._averaging = Averaging(
+        "DistributedOptimizer",
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        groups_of(groups, num_groups),
+        process_set,
+        scale_local_gradients,
+    )
+    return wrapped

@@ -1,0 +1,412 @@
+"""Keras 3 and GradientTape on two ranks: equal replicas, as good as one process, and never a lonely training."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+datasets = pytest.importorskip("sklearn.datasets")
+
+import numpy as np  # noqa: E402
+
+import ocomm_tf.keras as hvd  # noqa: E402
+from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
+from ocomm.session import Session  # noqa: E402
+from ocomm_tf import engine  # noqa: E402
+from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
+
+# Of Keras itself, with NumPy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+
+IMAGES, LABELS = datasets.load_digits(return_X_y=True)
+IMAGES = (IMAGES / 16).astype(np.float32)
+TRAIN, TEST = slice(0, 1408), slice(1408, None)
+BATCH = 64
+
+
+def make_model(seed: int = 1, hidden: int = 48) -> Any:
+    keras_seed = keras.initializers.GlorotUniform
+    return keras.Sequential(
+        [
+            keras.Input((64,)),
+            keras.layers.Dense(hidden, activation="relu", kernel_initializer=keras_seed(seed), name="hidden"),
+            keras.layers.Dense(10, kernel_initializer=keras_seed(seed + 1), name="output"),
+        ]
+    )
+
+
+def loss() -> Any:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def compiled(model: Any, optimizer: Any, **options: Any) -> Any:
+    model.compile(optimizer, loss=loss(), metrics=["accuracy"], **options)
+    return model
+
+
+def fit(model: Any, rank: int, size: int, epochs: int = 8, callbacks: Any = (), **options: Any) -> Any:
+    """Every step takes the same images as one process would."""
+    x, y = IMAGES[TRAIN][rank::size], LABELS[TRAIN][rank::size]
+    return model.fit(
+        x, y, batch_size=BATCH // size, epochs=epochs, verbose=0, shuffle=False, callbacks=list(callbacks), **options
+    )
+
+
+def weights_of(model: Any) -> list[np.ndarray]:
+    return [w.numpy() for w in model.trainable_weights]
+
+
+def assert_equal(results: list[list[np.ndarray]]) -> None:
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert np.array_equal(a, b)
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[list[np.ndarray], list[float]]:
+    """What a single process without ocomm learns: weights, and (loss, accuracy) on other images."""
+    model = compiled(make_model(), keras.optimizers.Adam(3e-3))
+    fit(model, 0, 1)
+    return weights_of(model), model.evaluate(IMAGES[TEST], LABELS[TEST], verbose=0)
+
+
+class TestFit:
+    @pytest.mark.parametrize("size", [2, 4])
+    def test_ranks_together_learn_what_one_process_learns(self, size: int, alone: Any) -> None:
+        def body(session: Session) -> Any:
+            # Ranks start apart; the first batch ends with everything broadcast. A rate of zero there, so that it does
+            # not matter what was learned in it.
+            model = compiled(make_model(), hvd.DistributedOptimizer(keras.optimizers.Adam(3e-3)))
+            callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+            history = fit(model, hvd.rank(), size, callbacks=[*callbacks, hvd.callbacks.ReplicaChecksumCallback()])
+            return weights_of(model), model.evaluate(IMAGES[TEST], LABELS[TEST], verbose=0), history.history["loss"]
+
+        before = sum(engine.runs().values())
+        results = run_ranks(size, body)
+        steps, variables = 8 * (1408 // BATCH), 4
+        here = 1 if MPI_SIZE else size
+        assert sum(engine.runs().values()) - before == here * steps * variables
+        assert_equal([weights for weights, _, _ in results])
+        assert results[0][2] == results[1][2]  # the averaged metrics
+        weights, (own_loss, own_accuracy), _ = results[0]
+        assert max(np.abs(a - b).max() for a, b in zip(weights, alone[0], strict=True)) < 2e-3
+        assert own_loss < 1.1 * alone[1][0] and own_accuracy > alone[1][1] - 0.005
+        assert own_accuracy > 0.85
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=1.0), groups=2),
+            lambda: hvd.DistributedOptimizer(
+                keras.optimizers.AdamW(3e-3, weight_decay=1e-2, global_clipnorm=1.0), compression=hvd.Compression.fp16
+            ),
+            lambda: hvd.DistributedOptimizer(
+                keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(3e-3, 20, 0.9)),
+                backward_passes_per_step=2,
+                gradient_predivide_factor=2.0,
+            ),
+            lambda: hvd.DistributedOptimizer(
+                keras.optimizers.Adam(3e-3, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.5)
+            ),
+        ],
+        ids=["momentum", "decay and fp16", "passes and schedule", "accumulation and averages"],
+    )
+    def test_options_of_keras_and_ours(self, make: Any) -> None:
+        def body(session: Session) -> Any:
+            model = compiled(make_model(seed=hvd.rank() + 3), make())
+            fit(model, hvd.rank(), 2, 2, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+            return weights_of(model), model.evaluate(IMAGES[TEST], LABELS[TEST], verbose=0)[1]
+
+        results = run_ranks(2, body)
+        assert_equal([weights for weights, _ in results])
+        assert results[0][1] > 0.3
+
+    def test_gradients_are_exchanged_once_per_accumulated_step(self) -> None:
+        def body(session: Session) -> None:
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), "once", backward_passes_per_step=4)
+            fit(compiled(make_model(), optimizer), hvd.rank(), 2, 1)
+
+        run_ranks(2, body)
+        here = 1 if MPI_SIZE else 2
+        ran = [n for name, n in engine.runs().items() if name.startswith("once")]
+        assert sum(ran) == here * 4 * (1408 // BATCH // 4)
+
+    def test_summed_passes_are_one_larger_batch(self) -> None:
+        def body(session: Session) -> Any:
+            summed, averaged, plain = (
+                hvd.DistributedOptimizer(keras.optimizers.SGD(rate), backward_passes_per_step=n,
+                                         average_aggregated_gradients=average)
+                for rate, n, average in ((0.05, 2, False), (0.1, 2, True), (0.1, 1, False))
+            )  # fmt: skip
+            models = []
+            for optimizer, batch in ((summed, 16), (averaged, 16), (plain, 32)):
+                model = compiled(make_model(), optimizer)
+                x, y = IMAGES[TRAIN][hvd.rank() :: 2], LABELS[TRAIN][hvd.rank() :: 2]
+                model.fit(x, y, batch_size=batch, epochs=1, verbose=0, shuffle=False)
+                models.append(weights_of(model))
+            return models
+
+        for models in run_ranks(2, body):
+            for weights in zip(*models, strict=True):
+                np.testing.assert_allclose(weights[0], weights[2], atol=1e-4)
+                np.testing.assert_allclose(weights[1], weights[2], atol=1e-4)
+
+    def test_an_inf_on_one_rank_skips_the_step_on_all(self) -> None:
+        def body(session: Session) -> Any:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+            optimizer.build(model.trainable_variables)
+            trained = []
+            for step in range(3):
+                bad = step == 1 and hvd.rank() == 1
+                value = np.inf if bad else 1024.0
+                optimizer.apply([tf.fill(v.shape, value) for v in model.trainable_variables])
+                trained.append(weights_of(model))
+            return trained, float(optimizer.dynamic_scale.numpy()), int(optimizer.iterations.numpy())
+
+        results = run_ranks(2, body)
+        for trained, scale, steps in results:
+            assert np.array_equal(trained[0][0], trained[1][0]) and not np.array_equal(trained[1][0], trained[2][0])
+            assert scale == 2.0**14 and steps == 2
+        assert_equal([trained[2] for trained, _, _ in results])
+
+    @pytest.mark.skipif(MPI_SIZE > 0, reason="the policy would stay for the tests after this one")
+    def test_mixed_precision_makes_the_optimizer_one_that_scales(self) -> None:
+        def body(session: Session) -> Any:
+            keras.config.set_dtype_policy("mixed_float16")  # of this thread
+            model = make_model()
+            inner = hvd.DistributedOptimizer(keras.optimizers.Adam(3e-3))
+            compiled(model, inner)
+            assert model.optimizer is inner and isinstance(inner, keras.optimizers.LossScaleOptimizer)
+            fit(model, hvd.rank(), 2, 2, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+            return weights_of(model)
+
+        assert_equal(run_ranks(2, body))
+
+    def test_an_embedding_sends_the_rows_it_has_used(self) -> None:
+        def body(session: Session) -> Any:
+            model = keras.Sequential([keras.layers.Embedding(50, 4), keras.layers.Flatten(), keras.layers.Dense(2)])
+            compiled(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+            x = np.arange(64).reshape(16, 4) % (20 + 10 * hvd.rank())
+            model.fit(
+                x, np.arange(16) % 2, epochs=2, verbose=0,
+                callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
+            )  # fmt: skip
+            return weights_of(model)
+
+        assert_equal(run_ranks(2, body))
+
+    def test_local_layers_stay_local(self) -> None:
+        def body(session: Session) -> Any:
+            model = make_model()
+            hidden, _ = model.layers
+            optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=hidden)
+            optimizer.apply(
+                [tf.fill(v.shape, 1.0 + hvd.rank()) for v in model.trainable_variables], model.trainable_variables
+            )
+            start = weights_of(make_model())
+            return [float((a - b).reshape(-1)[0]) for a, b in zip(start, weights_of(model), strict=True)]
+
+        for rank, moved in enumerate(run_ranks(2, body)):
+            np.testing.assert_allclose(moved, [0.05 * (1 + rank)] * 2 + [0.15] * 2, rtol=1e-4)
+
+    def test_batch_statistics_are_those_of_all_ranks(self) -> None:
+        def body(session: Session) -> Any:
+            layer, plain = hvd.SyncBatchNormalization(), keras.layers.BatchNormalization()
+            x = IMAGES[:32]
+            for use in (tf.function, lambda f: f):
+                out = use(lambda x: layer(x, training=True))(tf.constant(x[hvd.rank() :: 2]))
+                whole = plain(x, training=True).numpy()
+                np.testing.assert_allclose(out.numpy(), whole[hvd.rank() :: 2], atol=2e-4)
+            np.testing.assert_allclose(layer.moving_variance.numpy(), plain.moving_variance.numpy(), atol=1e-5)
+
+        run_ranks(2, body)
+
+
+class TestSaving:
+    @pytest.mark.skipif(MPI_SIZE > 0, reason="one process is enough")
+    def test_a_saved_model_goes_on_with_and_without_ocomm(self, tmp_path: Path) -> None:
+        def body(session: Session) -> None:
+            path = tmp_path / f"{hvd.rank()}.keras"
+            model = compiled(make_model(), hvd.DistributedOptimizer(keras.optimizers.Adam(3e-3)))
+            fit(model, hvd.rank(), 2, 1)
+            model.save(path)
+            again = hvd.load_model(path)
+            assert type(again.optimizer) is not keras.optimizers.Adam
+            for before, after in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
+                assert np.array_equal(before.numpy(), after.numpy())
+            fit(again, hvd.rank(), 2, 1)
+            assert again.optimizer.ocomm_exchanges and int(again.optimizer.iterations.numpy()) == 44
+
+        run_ranks(2, body)
+        script = (
+            "import keras, sys; model = keras.models.load_model(sys.argv[1]); "
+            "print(type(model.optimizer) is keras.optimizers.Adam, int(model.optimizer.iterations.numpy()), "
+            "any(name.startswith('ocomm') for name in sys.modules))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / "0.keras")], capture_output=True, text=True, timeout=100
+        )
+        assert done.stdout.split() == ["True", "22", "False"], done.stderr
+
+
+class TestTape:
+    def test_a_loop_in_a_graph_trains_equal_replicas(self, alone: Any) -> None:
+        def body(session: Session) -> Any:
+            model, optimizer, criterion = make_model(hvd.rank() + 1), keras.optimizers.Adam(3e-3), loss()
+
+            @tf.function
+            def step(x: Any, y: Any) -> None:
+                with tf.GradientTape() as tape:
+                    value = criterion(y, model(x, training=True))
+                tape = hvd.DistributedGradientTape(tape)
+                gradients = tape.gradient(value, model.trainable_variables)
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+            hvd.broadcast_variables(model.variables, 0)
+            x, y = IMAGES[TRAIN][hvd.rank() :: 2], LABELS[TRAIN][hvd.rank() :: 2]
+            for start in list(range(0, len(x), BATCH // 2)) * 8:
+                step(x[start : start + BATCH // 2], y[start : start + BATCH // 2])
+            return weights_of(model)
+
+        results = run_ranks(2, body)
+        assert_equal(results)
+        assert max(np.abs(a - b).max() for a, b in zip(results[0], alone[0], strict=True)) < 2e-3
+
+    def test_eager_tapes_persistent_and_local_sources(self) -> None:
+        def body(session: Session) -> None:
+            a, b = tf.Variable([2.0], name="a"), tf.Variable([3.0], name="b")
+            for use in (tf.function, lambda f: f):
+
+                @use
+                def gradients() -> Any:
+                    with tf.GradientTape(persistent=True) as tape:
+                        y = (1.0 + hvd.rank()) * a * b
+                    tape = hvd.DistributedGradientTape(tape, op=hvd.Sum)
+                    tape.register_local_source(b)
+                    return tape.gradient(y, {"a": a, "b": b}), tape.gradient(y, [a])
+
+                both, (again,) = gradients()
+                assert both["a"].numpy().tolist() == again.numpy().tolist() == [9.0]
+                assert both["b"].numpy().tolist() == [1.0 + hvd.rank()]
+
+        run_ranks(2, body)
+
+
+class TestNeverAlone:
+    def test_an_optimizer_that_is_not_distributed_is_refused(self) -> None:
+        def body(session: Session) -> None:
+            model = compiled(make_model(), keras.optimizers.Adam(1e-3))
+            with pytest.raises(InvalidRequestError, match=r"compiled with Adam, which is not distributed"):
+                fit(model, hvd.rank(), 2, 1, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+
+        run_ranks(2, body)
+
+    def test_a_batch_without_an_exchange_is_refused(self) -> None:
+        class Lonely(keras.Sequential):
+            def train_step(self, data: Any) -> dict[str, Any]:
+                return {"loss": tf.constant(0.0)}
+
+        def body(session: Session) -> None:
+            model = Lonely(make_model().layers)
+            compiled(model, hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3)))
+            with pytest.raises(InvalidRequestError, match=r"first batch was trained without any exchange"):
+                fit(model, hvd.rank(), 2, 1, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+
+        run_ranks(2, body)
+
+    def test_a_way_around_the_average_is_refused(self) -> None:
+        def body(session: Session) -> None:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3))
+            optimizer.build(model.trainable_variables)
+            gradients = [tf.ones(v.shape) for v in model.trainable_variables]
+            with pytest.raises(InvalidRequestError, match=r"gradients that were not averaged over the ranks"):
+                optimizer._backend_apply_gradients(gradients, model.trainable_variables)
+
+        run_ranks(2, body)
+
+    def test_loss_scaling_on_the_outside_is_refused(self) -> None:
+        def body(session: Session) -> None:
+            model = make_model()
+            optimizer = keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+            gradients = [tf.ones(v.shape) for v in model.trainable_variables]
+            with pytest.raises(InvalidRequestError, match=r"Wrap it the other way"):
+                optimizer.apply(gradients, model.trainable_variables)
+
+        run_ranks(2, body)
+
+    def test_models_that_differ_are_named(self) -> None:
+        def body(session: Session) -> None:
+            model = compiled(make_model(hidden=48 + hvd.rank()), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+            with pytest.raises(MismatchError) as error:
+                fit(model, hvd.rank(), 2, 1)
+            assert str(error.value).startswith(
+                "DistributedOptimizer: variable 0 differs between ranks: rank(s) [0]: 'sequential/hidden/kernel' "
+                "(64, 48) float32; rank(s) [1]: 'sequential/hidden/kernel' (64, 49) float32."
+            )
+
+        run_ranks(2, body)
+
+    def test_jit_compile_is_refused(self) -> None:
+        def body(session: Session) -> None:
+            model = compiled(make_model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
+            with pytest.raises(InvalidRequestError, match=r"model.compile\(..., jit_compile=False\)"):
+                fit(model, hvd.rank(), 2, 1)
+
+        run_ranks(2, body)
+
+    def test_replicas_that_drift_are_named(self) -> None:
+        def body(session: Session) -> None:
+            model = make_model()
+            model.trainable_variables[2].assign_add(tf.fill((48, 10), 1e-7 * hvd.rank()))
+            with pytest.raises(
+                MismatchError, match=r"variable 'sequential/output/kernel' is not the same on all ranks"
+            ):
+                hvd.check_replicas(model.trainable_variables)
+
+        run_ranks(2, body)
+
+    def test_what_cannot_be_wrapped_is_named(self) -> None:
+        def body(session: Session) -> None:
+            wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+            for wrong, text in (
+                (lambda: hvd.DistributedOptimizer(wrapped), "distributed already"),
+                (lambda: hvd.DistributedOptimizer("sgd"), "expected an optimizer of Keras"),
+                (
+                    lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=0),
+                    "must be > 0",
+                ),
+            ):
+                with pytest.raises(InvalidRequestError, match=text):
+                    wrong()
+
+        run_ranks(1, body)
+
+
+class TestCallbacks:
+    def test_the_learning_rate_warms_up_and_follows_the_schedule(self) -> None:
+        def body(session: Session) -> None:
+            model = compiled(make_model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.4, momentum=0.9)))
+            seen: list[float] = []
+            watch = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: seen.append(float(model.optimizer.learning_rate.numpy()))
+            )
+            fit(model, hvd.rank(), 2, 3, [
+                hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=1),
+                hvd.callbacks.LearningRateScheduleCallback(0.4, lambda epoch: [1, 1, 0.1][int(epoch)], start_epoch=1),
+                watch,
+            ])  # fmt: skip
+            steps = 1408 // BATCH
+            np.testing.assert_allclose(seen[:steps], [0.2 + 0.2 * (k + 1) / steps for k in range(steps)], rtol=1e-5)
+            np.testing.assert_allclose(seen[steps:], [0.4] * steps + [0.04] * steps, rtol=1e-5)
+
+        run_ranks(2, body)

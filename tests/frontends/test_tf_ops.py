@@ -1,0 +1,360 @@
+"""TensorFlow collectives, eager and in graphs: dtypes, gradients, order of execution, errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+tf = pytest.importorskip("tensorflow")
+
+import numpy as np  # noqa: E402
+
+import ocomm_tf as hvd  # noqa: E402
+from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
+from ocomm.operations import Operation  # noqa: E402
+from ocomm.session import Session  # noqa: E402
+from ocomm_tf import engine, mpi_ops  # noqa: E402
+from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
+
+DTYPES = [
+    tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.float16, tf.bfloat16, tf.float32, tf.float64,
+]  # fmt: skip
+
+
+def eager(function: Any) -> Any:
+    return function
+
+
+def in_python(function: Any) -> Any:
+    """A graph without the extension."""
+    return tf.function(function)
+
+
+WAYS = pytest.mark.parametrize("way", [eager, tf.function, in_python], ids=["eager", "graph", "numpy_function"])
+
+
+@pytest.fixture(autouse=True)
+def _without_extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("way") is in_python:
+        monkeypatch.setattr(engine, "_problem", "the test says so")
+
+
+@WAYS
+class TestCollectives:
+    def test_every_dtype(self, way: Any) -> None:
+        def body(session: Session) -> None:
+            me = hvd.rank()
+
+            @way
+            def everything(x: Any) -> Any:
+                return hvd.allreduce(x, op=hvd.Sum), hvd.allgather(x), hvd.broadcast(x, 1), hvd.allreduce(x, op=hvd.Max)
+
+            for dtype in DTYPES:
+                x = tf.cast(tf.reshape(tf.range(6), (2, 3)) + me, dtype)
+                total, gathered, sent, largest = (t.numpy().astype(float) for t in everything(x))
+                plain = np.arange(6.0).reshape(2, 3)
+                assert (total == 2 * plain + 1).all() and (sent == plain + 1).all() and (largest == plain + 1).all()
+                assert (gathered == np.concatenate([plain, plain + 1])).all()
+            truth = way(lambda x: hvd.allreduce(x, op=hvd.Min))(tf.constant([me == 0, True]))
+            assert truth.dtype == tf.bool and truth.numpy().tolist() == [False, True]
+
+        run_ranks(2, body)
+
+    def test_shapes_that_differ_between_ranks(self, way: Any) -> None:
+        def body(session: Session) -> None:
+            me = hvd.rank()
+
+            @way
+            def everything(x: Any) -> Any:
+                gathered = hvd.grouped_allgather([x, 2 * x])
+                received, rows = hvd.alltoall(tf.fill([3], float(me)), splits=[1, 2])
+                return gathered, received, rows, hvd.reducescatter(tf.range(3), op=hvd.Sum), hvd.alltoall(tf.range(2))
+
+            (a, b), received, rows, part, dealt = everything(tf.fill([me + 1, 2], me))
+            assert a.numpy().tolist() == [[0, 0], [1, 1], [1, 1]] and b.numpy().tolist() == [[0, 0], [2, 2], [2, 2]]
+            assert received.numpy().tolist() == [[0, 1], [0, 0, 1, 1]][me]
+            assert rows.dtype == tf.int32 and rows.numpy().tolist() == [1 + me] * 2
+            assert part.numpy().tolist() == [[0, 2], [4]][me] and dealt.numpy().tolist() == [me, me]
+
+        run_ranks(2, body)
+
+    def test_empty_and_scalar_tensors(self, way: Any) -> None:
+        def body(session: Session) -> None:
+            reduce = way(lambda x: hvd.allreduce(x, op=hvd.Sum))
+            assert reduce(tf.constant(3.0)).numpy() == 6.0
+            assert reduce(tf.zeros([0, 2])).shape == (0, 2)
+            assert way(hvd.allgather)(tf.zeros([0, 2])).shape == (0, 2)
+
+        run_ranks(2, body)
+
+    def test_groups_and_compression(self, way: Any) -> None:
+        def body(session: Session) -> None:
+            @way
+            def everything(x: Any, n: Any) -> Any:
+                group = hvd.grouped_allreduce([x, n], op=hvd.Sum, name="g", compression=hvd.Compression.fp16)
+                return *group, *hvd.grouped_reducescatter([x, x], op=hvd.Sum)
+
+            a, b, c, d = everything(tf.constant([1.0, 1e-3]), tf.constant([3]))
+            assert a.dtype == tf.float32 and b.numpy().tolist() == [6]
+            np.testing.assert_allclose(a.numpy(), [2.0, 2e-3], rtol=1e-3)
+            assert c.shape == d.shape == (1,)
+
+        run_ranks(2, body)
+
+    def test_gradients_follow_horovod(self, way: Any) -> None:
+        def body(session: Session) -> None:
+            me = hvd.rank()
+
+            def gradient_of(function: Any, x: Any) -> list[float]:
+                @way
+                def gradient(x: Any) -> Any:
+                    with tf.GradientTape() as tape:
+                        tape.watch(x)
+                        y = function(x)
+                        loss = tf.reduce_sum(y * tf.range(1.0, tf.cast(tf.shape(y)[0], tf.float32) + 1))
+                    return tape.gradient(loss, x)
+
+                return gradient(x).numpy().tolist()
+
+            x = tf.ones([2])
+            assert gradient_of(lambda x: hvd.allreduce(x, op=hvd.Sum), x) == [2, 4]
+            assert gradient_of(lambda x: hvd.allreduce(x), x) == [1, 2]
+            assert gradient_of(lambda x: hvd.broadcast(x, 1), x) == ([1, 2] if me == 1 else [0, 0])
+            assert gradient_of(hvd.allgather, x) == [[1, 2], [3, 4]][me]
+            assert gradient_of(lambda x: hvd.reducescatter(x, op=hvd.Sum), x) == [2, 2]
+            assert gradient_of(lambda x: hvd.alltoall(x, splits=[1, 1])[0], x) == [1 + me, 1 + me]
+
+        run_ranks(2, body)
+
+    def test_indexed_slices_lie_side_by_side(self, way: Any) -> None:
+        def body(session: Session) -> None:
+            me = hvd.rank()
+
+            @way
+            def dense(values: Any) -> Any:
+                slices = tf.IndexedSlices(values, tf.constant([me, 2]), tf.constant([4, 3]))
+                return tf.convert_to_tensor(hvd.allreduce(slices, op=hvd.Sum)), tf.convert_to_tensor(
+                    hvd.allreduce(slices, name="s")
+                )
+
+            total, mean = dense(tf.ones([2, 3]))
+            assert total.numpy()[:, 0].tolist() == [1, 1, 2, 0] and mean.numpy()[:, 0].tolist() == [0.5, 0.5, 1, 0]
+            slices = tf.IndexedSlices(tf.ones([1, 3]), tf.constant([0]))
+            with pytest.raises(InvalidRequestError, match=r"has Average and Sum only"):
+                hvd.allreduce(slices, op=hvd.Max)
+
+        run_ranks(2, body)
+
+    def test_variables_are_overwritten_in_place(self, way: Any) -> None:
+        def body(session: Session) -> None:
+            variables = [tf.Variable([1.0 + hvd.rank()], name="a"), tf.Variable(hvd.rank(), name="b")]
+            way(lambda: hvd.broadcast_variables(variables, root_rank=1))()
+            assert [v.numpy().tolist() for v in variables] == [[2.0], 1]
+
+        run_ranks(2, body)
+
+    def test_the_graph_knows_where_it_runs(self, way: Any) -> None:
+        def body(session: Session) -> None:
+            @way
+            def everything() -> Any:
+                return (
+                    hvd.size_op(),
+                    hvd.size_op(1),
+                    hvd.rank_op(),
+                    hvd.local_rank_op(),
+                    hvd.local_size_op(),
+                    hvd.process_set_included_op(1),
+                )
+
+            me = hvd.rank()
+            assert [int(n) for n in everything()] == [2, 1, me, me, 2, int(me == 1)]
+
+        run_ranks(2, body, process_sets=[[1]])
+
+    def test_process_sets_work_apart(self, way: Any) -> None:
+        if way is in_python and not MPI_SIZE:
+            pytest.skip("four ranks in one process would wait in TensorFlow's two threads")
+
+        def body(session: Session) -> None:
+            mine = hvd.ProcessSet([0, 2] if hvd.rank() % 2 == 0 else [1, 3])
+            total = way(lambda x: hvd.allreduce(x, op=hvd.Sum, process_set=mine, name="p"))(tf.constant([hvd.rank()]))
+            assert total.numpy().tolist() == [2 if hvd.rank() % 2 == 0 else 4]
+
+        run_ranks(4, body, process_sets=[[0, 2], [1, 3]])
+
+    def test_a_rank_without_data_joins(self, way: Any) -> None:
+        def body(session: Session) -> None:
+            reduce = way(lambda x: hvd.allreduce(x, op=hvd.Sum, name="j"))
+            for _ in range(1 + 2 * hvd.rank()):
+                total = reduce(tf.ones([2]))
+            assert total.numpy()[0] == [2, 1][hvd.rank()]
+            assert hvd.join() == 1
+
+        run_ranks(2, body)
+
+
+class TestErrors:
+    def test_a_mismatch_names_tensor_and_ranks(self) -> None:
+        def body(session: Session) -> None:
+            x = tf.ones([2 + hvd.rank()])
+            text = (
+                r"tensor 'allreduce.w': mismatched shape: rank 0 submitted shape \(2,\) float32, rank 1 submitted "
+                r"shape \(3,\) float32\."
+            )
+            with pytest.raises(MismatchError, match=text):
+                hvd.allreduce(x, name="w")
+            with pytest.raises(tf.errors.FailedPreconditionError, match="MismatchError: " + text):
+                tf.function(lambda x: hvd.allreduce(x, name="w"))(x)
+
+        run_ranks(2, body)
+
+    @pytest.mark.parametrize("way", [eager, tf.function])
+    def test_what_cannot_be_sent_is_named(self, way: Any) -> None:
+        def body(session: Session) -> None:
+            with pytest.raises(InvalidRequestError, match=r"x': dtype complex64 is not supported; use one of uint8, "):
+                way(mpi_ops.as_it_is(lambda x: hvd.allreduce(x, name="x")))(tf.ones([1], tf.complex64))
+
+        run_ranks(1, body)
+
+    def test_jit_compile_is_refused_with_what_to_do(self) -> None:
+        def body(session: Session) -> None:
+            with pytest.raises(InvalidRequestError, match=r"Use model.compile\(..., jit_compile=False\) in Keras"):
+                tf.function(hvd.allreduce, jit_compile=True)(tf.ones([1]))
+
+        run_ranks(1, body)
+
+    def test_variables_in_another_order_are_named(self) -> None:
+        def body(session: Session) -> None:
+            a, b = tf.Variable([1.0], name="a"), tf.Variable([2.0], name="b")
+            with pytest.raises(MismatchError) as error:
+                hvd.broadcast_variables([a, b] if hvd.rank() == 0 else [b, a], 0)
+            assert str(error.value) == (
+                "broadcast_variables: variable 0 differs between ranks: rank(s) [0]: 'a:0' (1,) float32; rank(s) [1]: "
+                "'b:0' (1,) float32. Build the same model, with its layers in the same order, on every rank."
+            )
+            with pytest.raises(MismatchError, match=r"variable 1 differs .*: 'b:0' \(1,\) float32; rank\(s\) \[1\]: n"):
+                hvd.broadcast_variables([a, b][: 2 - hvd.rank()], 0)
+
+        run_ranks(2, body)
+
+    def test_an_extension_that_cannot_be_loaded_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(engine, "_problem", None)
+        monkeypatch.setitem(sys.modules, "ocomm_tf._native", None)
+        assert "the extension ocomm_tf._native cannot be loaded" in engine.problem()
+
+    def test_a_tensorflow_with_other_kernels_is_not_touched(self) -> None:
+        from ocomm_tf._native import ffi, lib
+
+        message = ffi.new("char[256]")
+        library = sys.modules["ocomm._native"].__file__.encode()
+        assert lib.ocomm_tf_register(library, message, 256) == -1
+        assert ffi.string(message) == b"this TensorFlow calls asynchronous kernels in another way"
+        assert lib.ocomm_tf_register(b"libtensorflow_framework.so.1", message, 256) == -1
+        assert ffi.string(message) == b"libtensorflow_framework.so.1 is not loaded"
+
+
+class TestGraphs:
+    """What a graph does with operations of ours. The second rank is eager, so it decides what comes when."""
+
+    def test_all_collectives_are_under_way_at_once(self) -> None:
+        def body(session: Session) -> None:
+            if hvd.rank() == 0:
+                together = tf.function(lambda x: [hvd.allreduce(x * k, op=hvd.Sum, name=f"k{k}") for k in range(12)])
+                for k, total in enumerate(together(tf.ones([4]))):
+                    assert total.numpy().tolist() == [k] * 4
+            else:
+                for k in reversed(range(12)):  # each waits for the one before: a chain in the graph would never end
+                    hvd.allreduce(tf.zeros([4]), op=hvd.Sum, name=f"k{k}")
+
+        run_ranks(2, body)
+
+    def test_every_call_runs_once_per_step(self) -> None:
+        def body(session: Session) -> None:
+            if hvd.rank() == 0:
+
+                @tf.function
+                def step(x: Any) -> Any:
+                    hvd.allreduce(x, name="unused")
+                    twins = hvd.allreduce(x, name="first twin"), hvd.allreduce(x, name="second twin")
+                    return hvd.allreduce(tf.constant([1.0, 2.0]), name="constant"), *twins
+
+                before = engine.runs()
+                for _ in range(5):
+                    step(tf.ones([2]))
+                counts = {name: n - before.get(name, 0) for name, n in engine.runs().items()}
+                for name in ("unused", "first twin", "second twin", "constant"):
+                    assert counts[name] == 5
+            else:
+                for _ in range(5):
+                    for name in ("unused", "first twin", "second twin", "constant"):
+                        hvd.allreduce(tf.ones([2]), name=name)
+
+        run_ranks(2, body)
+
+    def test_the_first_gradient_leaves_before_half_of_backward_is_done(self) -> None:
+        depth = 8
+
+        def body(session: Session) -> None:
+            if hvd.rank() == 0:
+
+                @tf.custom_gradient
+                def gate(x: Any) -> Any:
+                    """Half of backward waits for the other rank, who waits for the first gradient."""
+                    return x, lambda dy: dy + 0.0 * hvd.allreduce(dy, op=hvd.Sum, name="gate")
+
+                weights = [tf.Variable(1.0) for _ in range(depth)]
+
+                @tf.function
+                def step() -> Any:
+                    with tf.GradientTape() as tape:
+                        y = tf.constant([1.0])
+                        for k, w in enumerate(weights):
+                            y = gate(y * w) if k == depth // 2 else y * w
+                    gradients = tape.gradient(y, weights)
+                    return [hvd.allreduce(g, op=hvd.Sum, name=f"w{k}") for k, g in enumerate(gradients)]
+
+                assert [float(g) for g in step()] == [1.0] * depth
+            else:
+                for k in reversed(range(depth)):
+                    hvd.allreduce(tf.constant(0.0), op=hvd.Sum, name=f"w{k}")
+                    if k == depth // 2 + 1:
+                        hvd.allreduce(tf.zeros([1]), op=hvd.Sum, name="gate")
+
+        run_ranks(2, body)
+
+    @pytest.mark.skipif(MPI_SIZE > 0, reason="one rank is enough")
+    def test_an_operation_costs_little_beside_its_collective(self) -> None:
+        """From TensorFlow to the thread that submits, and back: CPU time of all threads."""
+        count = 200
+
+        def nothing(session: Session, adapter: Any, tensors: Any, name: str | None) -> Operation:
+            return Operation([], lambda results: tensors)
+
+        def body(session: Session) -> None:
+            xs = [tf.ones([64]) for _ in range(count)]
+            plain = tf.function(lambda xs: [x * 2.0 for x in xs])
+
+            @tf.function
+            def handed(xs: Any) -> Any:
+                calls = [mpi_ops.Exchange("allreduce", [x * 2.0], f"cost{k}", nothing) for k, x in enumerate(xs)]
+                return [y for (y,) in mpi_ops.run(calls)]
+
+            def cpu_s(function: Any) -> float:
+                function(xs)
+                times = []
+                for _ in range(10):
+                    start = time.process_time()
+                    for _ in range(5):
+                        function(xs)
+                    times.append((time.process_time() - start) / 5)
+                return min(times)
+
+            overhead_us = (cpu_s(handed) - cpu_s(plain)) / count * 1e6
+            assert overhead_us < 20
+
+        run_ranks(1, body)
