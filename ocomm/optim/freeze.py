@@ -26,6 +26,9 @@ class FreezeSchedule:
     Delta = round(1 / (1 - beta2)), all of these must hold: min(r, 1/r) >= 0.96, t > 2 Delta, and no group's learning
     rate has risen during the last Delta steps. v_hat is bias-corrected: a raw v that grows from zero would pass a
     one-sided test at once. Raises SettingsError for anything else.
+
+    A norm is a pass over all of v, so they are looked at a hundred times per Delta at most, where ``needs_norm`` says
+    so, and not before step Delta.
     """
 
     def __init__(self, freeze_step: int | Literal["auto"], beta2: float) -> None:
@@ -35,19 +38,21 @@ class FreezeSchedule:
             raise SettingsError(f"beta2 must be in [0, 1), got {beta2}")
         self.freeze_step = freeze_step
         self.window = round(1.0 / (1.0 - beta2))
+        #: Steps from one look at the norm to the next; Delta is a multiple of it.
+        self.stride = max(s for s in range(1, max(self.window // 100, 1) + 1) if self.window % s == 0)
         self.decided: int | None = None if freeze_step == "auto" else int(freeze_step)
         self._norms: deque[float] = deque(maxlen=self.window + 1)
         self._lrs: tuple[float, ...] | None = None
         self._step = 0
         self._last_rise = 0
 
-    @property
-    def needs_norm(self) -> bool:
-        """True while ``observe`` reads the norm of v_hat; it need not be computed otherwise."""
-        return self.decided is None
+    def needs_norm(self, step: int) -> bool:
+        """Does ``observe`` read the norm of v_hat after this step? It need not be computed otherwise."""
+        return self.decided is None and step > self.window and step % self.stride == 0
 
-    def observe(self, step: int, variance_l1: float, lrs: Sequence[float]) -> int | None:
-        """What is known after dense step ``step``: |v_hat|_1 over all parameters (float64), every group's lr.
+    def observe(self, step: int, variance_l1: float | None, lrs: Sequence[float]) -> int | None:
+        """What is known after dense step ``step``: |v_hat|_1 over all parameters (float64; None: not needed), every
+        group's lr.
 
         Returns T_w once it is known, else None. With ``"auto"`` T_w is ``step + 1``: the ranks hear of it in the
         exchange of that step. Steps come one by one; a gap (a restart) starts the window again, as does a change in
@@ -63,10 +68,10 @@ class FreezeSchedule:
         elif any(new > old for new, old in zip(lrs, self._lrs, strict=True)):
             self._last_rise = step
         self._step, self._lrs = step, lrs
-        self._norms.append(variance_l1)
+        self._norms.append(math.nan if variance_l1 is None else variance_l1)
         if len(self._norms) <= self.window or step <= 2 * self.window or step - self._last_rise < self.window:
             return None
-        if is_stable(variance_l1, self._norms[0]):
+        if is_stable(self._norms[-1], self._norms[0]):
             self.decided = step + 1
         return self.decided
 

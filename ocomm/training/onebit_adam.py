@@ -108,7 +108,7 @@ class OneBitAdamDriver(Driver):
                 self._announcement = 0
             else:
                 # All ranks observe, so that a checkpoint of any has the window; what rank 0 finds is announced.
-                norm = self.variance_norm(warming)
+                norm = self.variance_norm(warming) if self.schedule.needs_norm(self.steps) else None
                 decided = self.schedule.observe(self.steps, norm, [group.lr for group in self.host.groups()])
                 if self.core.rank == 0:
                     self._announcement = decided or 0

@@ -15,7 +15,8 @@ BETA2 = 0.9  # a window of 10 steps
 def first_decision(schedule, norms, lrs=None, start=1):
     """(step of the decision, T_w), or None."""
     for step, norm in enumerate(norms, start):
-        decided = schedule.observe(step, norm, lrs[step - start] if lrs else [1e-3])
+        looked_at = norm if schedule.needs_norm(step) else None
+        decided = schedule.observe(step, looked_at, lrs[step - start] if lrs else [1e-3])
         if decided is not None:
             return step, decided
     return None
@@ -23,7 +24,7 @@ def first_decision(schedule, norms, lrs=None, start=1):
 
 def test_an_integer_is_known_from_the_start():
     schedule = FreezeSchedule(100, 0.999)
-    assert not schedule.needs_norm
+    assert not schedule.needs_norm(1)
     assert schedule.observe(1, 0.0, [1.0]) == 100
 
 
@@ -32,11 +33,21 @@ def test_a_constant_norm_freezes_just_after_two_windows_one_step_ahead():
     assert schedule.window == 10
     assert first_decision(schedule, [5.0] * 50) == (21, 22)
     assert schedule.observe(22, 1e9, [1.0]) == 22  # it does not change its mind
-    assert not schedule.needs_norm
+    assert not schedule.needs_norm(23)
 
 
-def test_the_usual_beta2_has_a_window_of_a_thousand_steps():
-    assert FreezeSchedule("auto", 0.999).window == 1000
+def test_the_usual_beta2_has_a_window_of_a_thousand_steps_and_looks_at_every_tenth():
+    schedule = FreezeSchedule("auto", 0.999)
+    assert schedule.window == 1000
+    assert [step for step in range(1, 1041) if schedule.needs_norm(step)] == [1010, 1020, 1030, 1040]
+    assert first_decision(schedule, [1.0] * 3000) == (2010, 2011)
+
+
+@pytest.mark.parametrize("beta2", [0.0, 0.5, 0.9, 0.99, 0.995, 0.998, 0.9985, 0.9999])
+def test_a_window_is_a_whole_number_of_looks(beta2):
+    schedule = FreezeSchedule("auto", beta2)
+    assert schedule.window % schedule.stride == 0
+    assert schedule.stride == 1 or schedule.window / schedule.stride >= 100
 
 
 @pytest.mark.parametrize("factor", [1.02, 1 / 1.02])
