@@ -99,6 +99,9 @@ int main(void) {
         finite = ocomm_soft_sign(blocks, BLOCKS, &tensor, momentum, momentum, denominator, denominator, 1e-12f, amsgrad,
                                  out);
         print("soft_sign", finite, out, sizeof out);
+        finite = ocomm_compress_signs(blocks, BLOCKS, &tensor, momentum, momentum, 0.99f, 0.01f, packed);
+        print("compress_signs", finite, momentum, sizeof momentum);
+        print("packed", finite, packed, sizeof packed);
         ocomm_apply_signs(blocks, BLOCKS, &tensor, packed);
         print("apply_signs", 1, param, sizeof param);
     }
@@ -109,6 +112,8 @@ int main(void) {
             ocomm_quantized_average(blocks, BLOCKS, received, 0, ranks, weights, error, out, &noise, packed);
         print("quantized_average", finite, out, sizeof out);
         print("packed", finite, packed, sizeof packed);
+        ocomm_quantized_average(blocks, BLOCKS, received, 0, ranks, weights, NULL, NULL, &noise, packed);
+        print("without error", finite, packed, sizeof packed);
     }
     const void *sources[] = {values, error, momentum};
     for (int dtype = 6; dtype <= 8; dtype++) {

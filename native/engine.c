@@ -406,6 +406,10 @@ static int run_op(const ocomm_op *op) {
         finite = ocomm_soft_sign(P(0), a[1], P(2), P(3), P(4), P(5), P(6), (float)op->f[0], (int)a[7], P(8));
         flags = P(9);
         break;
+    case OCOMM_COMPRESS_SIGNS:
+        finite = ocomm_compress_signs(P(0), a[1], P(2), P(3), P(4), (float)op->f[0], (float)op->f[1], P(5));
+        flags = P(6);
+        break;
     case OCOMM_UNPACK:
         ocomm_unpack(P(0), a[1], P(2), P(3), P(4));
         break;

@@ -63,14 +63,14 @@ typedef struct {
     float scale;
 } remainder;
 
-/* The arguments of one call of ocomm_quantize, ocomm_quantized_average or ocomm_soft_sign. */
+/* The arguments of one call of ocomm_quantize, ocomm_quantized_average, ocomm_soft_sign or ocomm_compress_signs. */
 typedef struct {
     const ocomm_block *blocks;
     int64_t count;
     const ocomm_tensor *tensors;
     const float *momentum, *magnitude;
     float *momentum_out, *magnitude_out;
-    float eps;
+    float eps, beta2, one_minus_beta2;
     int amsgrad;
     const uint8_t *const *received;
     int64_t origin;
@@ -88,7 +88,7 @@ typedef struct {
     const float *grad, *momentum, *magnitude;
     float *momentum_out, *magnitude_out;
     int64_t length;
-    float beta1, one_minus_beta1, eps;
+    float beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
     int amsgrad;
 } ratio_work;
 
@@ -129,6 +129,7 @@ typedef struct {
     int (*quantized_average)(const ratio_call *);
     void (*apply_signs)(const ocomm_block *, int64_t, const ocomm_tensor *, const uint8_t *);
     int (*soft_sign)(const ratio_call *);
+    int (*compress_signs)(const ratio_call *);
 } loops;
 
 /* Sums of the first ranks' scales with every combination of signs: bit i of the index is rank i's. A plane holds one
@@ -243,24 +244,30 @@ SHARED void fill_table(sums_table *table, const float *scales) {
     }
 }
 
-SHARED void prepare_ratio(const ratio_call *args, const ocomm_block *block, ratio_work *w) {
+SHARED void prepare_momentum(const ratio_call *args, const ocomm_block *block, ratio_work *w) {
     const ocomm_tensor *tensor = args->tensors + block->tensor;
     w->grad = tensor->grad ? tensor->grad + block->start : NULL;
     w->momentum = args->momentum + block->local;
-    w->magnitude = args->magnitude + block->local;
     w->momentum_out = args->momentum_out + block->local;
-    w->magnitude_out = args->magnitude_out + block->local;
     w->length = block->length;
     w->beta1 = tensor->beta1;
     w->one_minus_beta1 = tensor->one_minus_beta1;
+    w->beta2 = args->beta2;
+    w->one_minus_beta2 = args->one_minus_beta2;
+}
+
+SHARED void prepare_ratio(const ratio_call *args, const ocomm_block *block, ratio_work *w) {
+    prepare_momentum(args, block, w);
+    w->magnitude = args->magnitude + block->local;
+    w->magnitude_out = args->magnitude_out + block->local;
     w->eps = args->eps;
     w->amsgrad = args->amsgrad;
 }
 
-/* `at` is the block's first element in the error buffers. */
+/* `at` is the block's first element in the error buffers; NULL where there are none. */
 SHARED void prepare_draws(const ratio_call *args, const ocomm_block *block, int64_t at, draws *d) {
-    d->error = args->error + at;
-    d->error_out = args->error_out + at;
+    d->error = args->error ? args->error + at : NULL;
+    d->error_out = args->error_out ? args->error_out + at : NULL;
     d->bits = args->packed + block->bits;
     for (uint32_t r = 0; r < PHILOX_ROUNDS; r++) {
         d->generator.key0[r] = (uint32_t)args->noise->seed + r * 0x9E3779B9u;
@@ -615,6 +622,18 @@ int ocomm_soft_sign(const ocomm_block *blocks, int64_t count, const ocomm_tensor
                                            .eps = eps,
                                            .amsgrad = amsgrad,
                                            .out = out});
+}
+
+int ocomm_compress_signs(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
+                         float *momentum_out, float beta2, float one_minus_beta2, uint8_t *packed) {
+    return active->compress_signs(&(ratio_call){.blocks = blocks,
+                                                .count = count,
+                                                .tensors = tensors,
+                                                .momentum = momentum,
+                                                .momentum_out = momentum_out,
+                                                .beta2 = beta2,
+                                                .one_minus_beta2 = one_minus_beta2,
+                                                .packed = packed});
 }
 
 void ocomm_axpy(float *y, const float *x, float factor, int64_t numel) { active->axpy(y, x, factor, numel); }

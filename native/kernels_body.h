@@ -518,7 +518,7 @@ TARGET static void FN(axpy)(float *y, const float *x, float factor, int64_t nume
 static const loops FN(loops) = {
     FN(name),   FN(compress), FN(compress_momentum), FN(compress_update), FN(average), FN(unpack),
     FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(axpy),
-    FN(quantize), FN(quantized_average), FN(apply_signs), FN(soft_sign),
+    FN(quantize), FN(quantized_average), FN(apply_signs), FN(soft_sign), FN(compress_signs),
 };
 
 #undef INLINE

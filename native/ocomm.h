@@ -85,7 +85,7 @@ int ocomm_finite(const ocomm_block *blocks, int64_t count, const ocomm_tensor *t
 int ocomm_quantize(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
                    float *momentum_out, const float *magnitude, float *magnitude_out, const float *error,
                    float *error_out, float eps, int amsgrad, const ocomm_noise *noise, uint8_t *packed);
-/* The same of y = sum of weights[i] * sign_i in order + error, at `owned`. */
+/* The same of y = sum of weights[i] * sign_i in order + error, at `owned`; error and error_out NULL: no error. */
 int ocomm_quantized_average(const ocomm_block *blocks, int64_t count, const uint8_t *const *received, int64_t origin,
                             int ranks, const float *weights, const float *error, float *error_out,
                             const ocomm_noise *noise, uint8_t *packed);
@@ -95,6 +95,10 @@ void ocomm_apply_signs(const ocomm_block *blocks, int64_t count, const ocomm_ten
 int ocomm_soft_sign(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
                     float *momentum_out, const float *magnitude, float *magnitude_out, float eps, int amsgrad,
                     float *out);
+/* Lion: the signs of c = beta1 * momentum + one_minus_beta1 * grad, zero is positive; momentum_out = beta2 * momentum +
+ * one_minus_beta2 * grad, which may be momentum. 1 if all of them are finite. */
+int ocomm_compress_signs(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
+                         float *momentum_out, float beta2, float one_minus_beta2, uint8_t *packed);
 /* out = postscale * reduce(prescale * sources[0], ..., prescale * sources[ranks - 1]) in rank order; out may be one of
  * the sources. Returns -1 for an operation the dtype does not have. dtype and op are types.DType and types.ReduceOp. */
 int ocomm_reduce(int dtype, int op, int ranks, const void *const *sources, int64_t numel, double prescale,
@@ -123,7 +127,7 @@ typedef struct {
 
 enum { OCOMM_COPY, OCOMM_REDUCE, OCOMM_COMPRESS, OCOMM_COMPRESS_MOMENTUM, OCOMM_AVERAGE, OCOMM_UNPACK, OCOMM_SEAL,
        OCOMM_CHECK, OCOMM_PACK, OCOMM_COMPRESS_UPDATE, OCOMM_QUANTIZE, OCOMM_QUANTIZED_AVERAGE,
-       OCOMM_SOFT_SIGN, OCOMM_PLACE };
+       OCOMM_SOFT_SIGN, OCOMM_PLACE, OCOMM_COMPRESS_SIGNS };
 enum { OCOMM_QUEUED, OCOMM_ACTIVE, OCOMM_DONE, OCOMM_MISMATCH, OCOMM_MPI_ERROR, OCOMM_TIMED_OUT, OCOMM_ABORTED };
 enum { OCOMM_WOKEN = 1, OCOMM_COMPLETED = 2, OCOMM_CONTROL = 4, OCOMM_FAILED = 8 };
 

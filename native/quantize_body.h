@@ -1,4 +1,4 @@
-/* The loops of Birder and SoftSignSGD, written once. kernels_body.h includes this file once per path; a path defines
+/* The loops of Birder, SoftSignSGD and Lion, written once. kernels_body.h includes this file once per path; a path defines
  * beside what is named there
  *   drawn(row, g, quad)       numbers of 24 random bits for the elements of eight counters, from `quad` on
  *   shifted(row, now, next, by)  elements by ... by + 31 of the row `now` followed by the first vector of `next`
@@ -36,6 +36,12 @@ INLINE void FN(ratio)(const ratio_work *w, int64_t j, int n, V *row, V *bad) {
     FN(store)(w->magnitude_out + j, b, n);
 }
 
+INLINE void FN(add_row)(V *row, const float *from, int n) {
+    V x[VECTORS];
+    FN(load)(x, from, n);
+    UNROLL for (int v = 0; v < VECTORS; v++) row[v] += x[v];
+}
+
 /* A row of random signs whose mean is y where that is in [-1, 1]; what they leave of y is the new error. */
 INLINE void FN(send)(const draws *d, int64_t j, int n, V *y, const V *number, V *bad) {
     I yes[VECTORS];
@@ -46,7 +52,7 @@ INLINE void FN(send)(const draws *d, int64_t j, int n, V *y, const V *number, V 
         y[v] -= (V)((I)FN(splat)(1.0f) ^ (~yes[v] & INT32_MIN));
     }
     store_bits(d->bits + (j >> 3), FN(word_of)(yes), n);
-    FN(store)(d->error_out + j, y, n);
+    if (d->error_out) FN(store)(d->error_out + j, y, n);
 }
 
 /* The random numbers of the next row. `ahead` are those of the aligned row which starts at d->quad, where elements are
@@ -69,7 +75,7 @@ INLINE void FN(quantize_rows)(int aligned, const ratio_work *w, draws *d, V *bad
     if (!aligned) FN(drawn)(ahead, &d->generator, d->quad);
     for (int64_t j = 0; j < w->length; j += ROW) {
         const int n = (int)(w->length - j);
-        V y[VECTORS], error[VECTORS], number[VECTORS];
+        V y[VECTORS], number[VECTORS];
         FN(next_numbers)(aligned, d, number, ahead);
         if (j < whole) {
             prefetch_row(w->momentum, j);
@@ -77,13 +83,11 @@ INLINE void FN(quantize_rows)(int aligned, const ratio_work *w, draws *d, V *bad
             prefetch_row(d->error, j);
             if (w->grad) prefetch_row(w->grad, j);
             FN(ratio)(w, j, ROW, y, bad);
-            FN(load)(error, d->error + j, ROW);
-            UNROLL for (int v = 0; v < VECTORS; v++) y[v] += error[v];
+            FN(add_row)(y, d->error + j, ROW);
             FN(send)(d, j, ROW, y, number, bad);
         } else {
             FN(ratio)(w, j, n, y, bad);
-            FN(load)(error, d->error + j, n);
-            UNROLL for (int v = 0; v < VECTORS; v++) y[v] += error[v];
+            FN(add_row)(y, d->error + j, n);
             FN(send)(d, j, n, y, number, bad);
         }
     }
@@ -130,18 +134,18 @@ INLINE void FN(average_rows)(int aligned, int from_table, const ratio_call *args
     if (!aligned) FN(drawn)(ahead, &d->generator, d->quad);
     for (int64_t j = 0; j < length; j += ROW) {
         const int n = (int)(length - j);
-        V a[VECTORS], error[VECTORS], number[VECTORS];
+        V a[VECTORS], number[VECTORS];
         FN(next_numbers)(aligned, d, number, ahead);
         if (j < whole) {
-            prefetch_row(d->error, j);
-            FN(load)(error, d->error + j, ROW);
             FN(weighted_signs)(from_table, args, table, at, j, ROW, a);
-            UNROLL for (int v = 0; v < VECTORS; v++) a[v] += error[v];
+            if (d->error) {
+                prefetch_row(d->error, j);
+                FN(add_row)(a, d->error + j, ROW);
+            }
             FN(send)(d, j, ROW, a, number, bad);
         } else {
-            FN(load)(error, d->error + j, n);
             FN(weighted_signs)(from_table, args, table, at, j, n, a);
-            UNROLL for (int v = 0; v < VECTORS; v++) a[v] += error[v];
+            if (d->error) FN(add_row)(a, d->error + j, n);
             FN(send)(d, j, n, a, number, bad);
         }
     }
@@ -191,6 +195,46 @@ TARGET static int FN(soft_sign)(const ratio_call *args) {
             UNROLL for (int v = 0; v < VECTORS; v++) FN(note)(&bad, row[v]);
             FN(store)(out + j, row, (int)(w.length - j));
         }
+    }
+    return FN(all_finite)(&bad);
+}
+
+/* One row of Lion: the signs of c, and m beside the old one. */
+INLINE void FN(compress_signs_row)(const ratio_work *w, int64_t j, int n, uint8_t *bits, V *bad) {
+    V m[VECTORS], grad[VECTORS];
+    I yes[VECTORS];
+    FN(load)(m, w->momentum + j, n);
+    if (w->grad) {
+        FN(load)(grad, w->grad + j, n);
+    } else {
+        UNROLL for (int v = 0; v < VECTORS; v++) grad[v] = (V){0};
+    }
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        const V c = w->beta1 * m[v] + w->one_minus_beta1 * grad[v];
+        m[v] = w->beta2 * m[v] + w->one_minus_beta2 * grad[v];
+        yes[v] = c >= (V){0};
+        FN(note)(bad, c);
+        FN(note)(bad, m[v]);
+    }
+    store_bits(bits + (j >> 3), FN(word_of)(yes), n);
+    FN(store)(w->momentum_out + j, m, n);
+}
+
+TARGET static int FN(compress_signs)(const ratio_call *args) {
+    V bad = {0};
+    for (int64_t k = 0; k < args->count; k++) {
+        const ocomm_block *block = args->blocks + k;
+        uint8_t *bits = args->packed + block->bits;
+        ratio_work w;
+        prepare_momentum(args, block, &w);
+        const int64_t whole = w.length & -ROW;
+        int64_t j = 0;
+        for (; j < whole; j += ROW) {
+            prefetch_row(w.momentum, j);
+            if (w.grad) prefetch_row(w.grad, j);
+            FN(compress_signs_row)(&w, j, ROW, bits, &bad);
+        }
+        if (j < w.length) FN(compress_signs_row)(&w, j, (int)(w.length - j), bits, &bad);
     }
     return FN(all_finite)(&bad);
 }

@@ -99,6 +99,13 @@ class _Compiler:
                     *(a(c.blocks), len(c.blocks), self.pointers(c.received), c.origin, len(c.received)),
                     *(a(c.weights), a(c.error), a(c.error_out), a(c.noise), a(c.packed), a(c.flags)),
                 )
+            case plans.CompressSigns():
+                self.op(
+                    lib.OCOMM_COMPRESS_SIGNS,
+                    *(a(c.blocks), len(c.blocks), a(c.tensors), a(c.momentum), a(c.momentum_out)),
+                    *(a(c.packed), a(c.flags)),
+                    factors=(c.beta2, c.one_minus_beta2),
+                )
             case plans.SoftSign():
                 self.op(
                     lib.OCOMM_SOFT_SIGN,

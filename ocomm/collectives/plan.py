@@ -138,15 +138,32 @@ class CompressQuantized:
 
 @dataclass(slots=True, eq=False)
 class AverageQuantized:
-    """Owner side of Birder: mean of the signs with ``weights``, plus the owner's error, as random signs again."""
+    """Owner side of Birder: mean of the signs with ``weights``, plus the owner's error, as random signs again.
+
+    Without an error (both None), and with whole numbers for weights, Lion's majority vote.
+    """
 
     blocks: Table
     received: Sequence[Bytes]
     origin: int
     weights: Floats
-    error: Floats
-    error_out: Floats
+    error: Floats | None
+    error_out: Floats | None
     noise: np.ndarray
+    packed: Bytes
+    flags: np.ndarray
+
+
+@dataclass(slots=True, eq=False)
+class CompressSigns:
+    """Worker side of Lion: the signs of this step, and its momentum, flat; ``flags`` as for ``CompressQuantized``."""
+
+    blocks: Table
+    tensors: Table
+    momentum: Floats
+    momentum_out: Floats
+    beta2: float
+    one_minus_beta2: float
     packed: Bytes
     flags: np.ndarray
 
@@ -215,6 +232,7 @@ Computation = (
     | Compress
     | CompressUpdate
     | CompressQuantized
+    | CompressSigns
     | Average
     | AverageQuantized
     | SoftSign

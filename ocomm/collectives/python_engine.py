@@ -395,6 +395,10 @@ class PythonEngine:
                 finite = self.kernels.quantized_average(
                     c.blocks, c.received, c.origin, c.weights, c.error, c.error_out, c.noise, c.packed
                 )
+            case plans.CompressSigns():
+                finite = self.kernels.compress_signs(
+                    c.blocks, c.tensors, c.momentum, c.momentum_out, c.beta2, c.one_minus_beta2, c.packed
+                )
             case plans.SoftSign():
                 finite = self.kernels.soft_sign(
                     c.blocks, c.tensors, c.momentum, c.momentum_out, c.magnitude, c.magnitude_out, c.eps, c.amsgrad,

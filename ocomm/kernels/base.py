@@ -216,7 +216,7 @@ class Kernels(Protocol):
         """Whether every element of the blocks' gradients is finite."""
         ...
 
-    # Birder and SoftSignSGD. No scales, no mask. Workers' buffers are indexed by ``local``, owners' errors by
+    # Birder, SoftSignSGD and Lion. No scales, no mask. Workers' buffers are indexed by ``local``, owners' errors by
     # ``owned``, ``out`` by ``offset``; ``x_out`` is written beside ``x``, or is the same array. ``noise`` is one row
     # of NOISE.
 
@@ -249,14 +249,31 @@ class Kernels(Protocol):
         received: Sequence[Bytes],
         origin: int,
         weights: Floats,
-        error: Floats,
-        error_out: Floats,
+        error: Floats | None,
+        error_out: Floats | None,
         noise: NDArray[np.void],
         packed: Bytes,
     ) -> bool:
         """The owner's half: a = sum of weights[i] * u_i in order, plus error, sent as one random sign per element.
 
-        error_out = a - that sign. Returns whether all a are finite.
+        error_out = a - that sign. Returns whether all a are finite. Both None: no error is added, and none is kept. With
+        whole numbers as weights it is then a majority vote: Q of any but 0 is its sign, and of 0 either, by chance.
+        """
+        ...
+
+    def compress_signs(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        momentum_out: Floats,
+        beta2: float,
+        one_minus_beta2: float,
+        packed: Bytes,
+    ) -> bool:
+        """Lion's worker: the signs of c = beta1 * momentum + one_minus_beta1 * grad, that of zero is +1.
+
+        momentum_out = beta2 * momentum + one_minus_beta2 * grad. Returns whether all of both are finite.
         """
         ...
 

@@ -254,12 +254,12 @@ class CpuKernels:
         received: Sequence[Bytes],
         origin: int,
         weights: Floats,
-        error: Floats,
-        error_out: Floats,
+        error: Floats | None,
+        error_out: Floats | None,
         noise: NDArray[np.void],
         packed: Bytes,
     ) -> bool:
-        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``."""
+        """Writes ``packed`` and ``error_out``, which may be ``error``; both may be None."""
         messages = [_pointer("uint8_t[]", message) for message in received]
         return bool(
             lib.ocomm_quantized_average(
@@ -269,9 +269,33 @@ class CpuKernels:
                 origin,
                 len(messages),
                 _pointer("float[]", weights),
-                _pointer("float[]", error),
-                _pointer("float[]", error_out),
+                _optional_floats(error),
+                _optional_floats(error_out),
                 _pointer("ocomm_noise[]", noise),
+                _pointer("uint8_t[]", packed),
+            )
+        )
+
+    def compress_signs(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        momentum_out: Floats,
+        beta2: float,
+        one_minus_beta2: float,
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``momentum_out``; the latter may be ``momentum``."""
+        return bool(
+            lib.ocomm_compress_signs(
+                _pointer("ocomm_block[]", blocks),
+                len(blocks),
+                _pointer("ocomm_tensor[]", tensors),
+                _pointer("float[]", momentum),
+                _pointer("float[]", momentum_out),
+                beta2,
+                one_minus_beta2,
                 _pointer("uint8_t[]", packed),
             )
         )

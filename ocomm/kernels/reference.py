@@ -247,12 +247,12 @@ class ReferenceKernels:
         received: Sequence[Bytes],
         origin: int,
         weights: Floats,
-        error: Floats,
-        error_out: Floats,
+        error: Floats | None,
+        error_out: Floats | None,
         noise: NDArray[np.void],
         packed: Bytes,
     ) -> bool:
-        """Writes ``packed`` and ``error_out``, which may be ``error``."""
+        """Writes ``packed`` and ``error_out``, which may be ``error``; both may be None."""
         finite = True
         with np.errstate(all="ignore"):
             for block in blocks:
@@ -260,9 +260,35 @@ class ReferenceKernels:
                 for weight, message in zip(weights[1:], received[1:], strict=True):
                     total = total + weight * _signs(message, block, origin)
                 at = _span(block["owned"], block)
-                a = total + error[at]
-                error_out[at] = _quantize(block, a, noise, packed)
+                a = total if error is None else total + error[at]
+                left = _quantize(block, a, noise, packed)
+                if error_out is not None:
+                    error_out[at] = left
                 finite &= bool(np.isfinite(a).all())
+        return finite
+
+    def compress_signs(
+        self,
+        blocks: Table,
+        tensors: Table,
+        momentum: Floats,
+        momentum_out: Floats,
+        beta2: float,
+        one_minus_beta2: float,
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``momentum_out`` where the blocks are; the latter may be ``momentum``."""
+        finite = True
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                at, tensor = _span(block["local"], block), tensors[block["tensor"]]
+                gradient = _tensor_part(tensor["grad"], block)
+                c = tensor["beta1"] * momentum[at] + tensor["one_minus_beta1"] * gradient
+                m = np.float32(beta2) * momentum[at] + np.float32(one_minus_beta2) * gradient
+                momentum_out[at] = m
+                signs = np.packbits(c >= 0, bitorder="little")
+                packed[int(block["bits"]) : int(block["bits"]) + signs.size] = signs
+                finite &= bool(np.isfinite(c).all()) and bool(np.isfinite(m).all())
         return finite
 
     def apply_signs(self, blocks: Table, tensors: Table, packed: Bytes) -> None:
