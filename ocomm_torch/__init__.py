@@ -44,6 +44,7 @@ from ocomm_torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from ocomm_torch.lion import DistributedLion, Lion
 from ocomm_torch.mpi_ops import (
     allgather,
     allgather_async,
@@ -83,12 +84,14 @@ __all__ = [
     "Birder",
     "Compression",
     "DistributedBirder",
+    "DistributedLion",
     "DistributedOneBitAdam",
     "DistributedOptimizer",
     "DistributedSoftSignSGD",
     "DistributedZeroOneAdam",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
+    "Lion",
     "Max",
     "Min",
     "OneBitAdam",

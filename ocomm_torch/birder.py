@@ -75,7 +75,7 @@ class SoftSignSGD(CompressedOptimizer):
         **options: Any,
     ) -> None:
         self._common, self._options = common, options
-        _check_groups(self._kind, optimizer)
+        check_groups(self._kind, optimizer)
         CompressedOptimizer.__init__(self, optimizer, named_parameters, process_set, common.backward_passes_per_step)
 
     def _make_driver(self, session: Session, process_set: int, specs: list[TensorSpec]) -> BirderDriver:
@@ -114,7 +114,8 @@ class Birder(SoftSignSGD):
         self._wrap(optimizer, named_parameters, process_set, common, **options)
 
 
-def _check_groups(wrapper: str, optimizer: torch.optim.Optimizer) -> None:
+def check_groups(wrapper: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raises InvalidRequestError if a group has no lr, or an option that this step would ignore."""
     for group in optimizer.param_groups:
         if "lr" not in group:
             raise InvalidRequestError(

@@ -256,8 +256,8 @@ class Kernels(Protocol):
     ) -> bool:
         """The owner's half: a = sum of weights[i] * u_i in order, plus error, sent as one random sign per element.
 
-        error_out = a - that sign. Returns whether all a are finite. Both None: no error is added, and none is kept. With
-        whole numbers as weights it is then a majority vote: Q of any but 0 is its sign, and of 0 either, by chance.
+        error_out = a - that sign. Returns whether all a are finite. Both None: no error is added, and none is kept.
+        With whole numbers as weights it is then a majority vote: of any sum but 0 the sign is sent, of 0 either one.
         """
         ...
 

@@ -61,6 +61,8 @@ class Core(abc.ABC):
     compressor = "onebit"
     #: Does every block have a float32 scale on the wire?
     scales = True
+    #: Is what the exchange does not send kept, and added in the next step?
+    keeps_errors = True
     #: Are there steps in which a tensor with a gradient does not travel? Then the vote says who has one.
     steps_locally = False
     #: Will there be steps with dense tensors after one without? If not, the buffers for them are given up then.
@@ -220,9 +222,10 @@ class Core(abc.ABC):
         """Makes the buffers of the compressed stage, once."""
         if self._allocated:
             return
-        mine, owned = self.layout.worker_numel(self.rank), self.layout.owned_numel(self.rank)
-        self.error, self.error_out = (aligned_zeros(mine) for _ in range(2))
-        self.owner_error, self.owner_error_out = (aligned_zeros(owned) for _ in range(2))
+        if self.keeps_errors:
+            mine, owned = self.layout.worker_numel(self.rank), self.layout.owned_numel(self.rank)
+            self.error, self.error_out = (aligned_zeros(mine) for _ in range(2))
+            self.owner_error, self.owner_error_out = (aligned_zeros(owned) for _ in range(2))
         if not self.layout.nodes.is_flat:
             self._place_node_gradients()
         self._allocated = True

@@ -23,6 +23,7 @@ from ocomm.collectives.plan import (
     AverageQuantized,
     Compress,
     CompressQuantized,
+    CompressSigns,
     CompressUpdate,
     Copy,
     Message,
@@ -353,12 +354,58 @@ def test_both_engines_leave_the_same_bits_of_quantized_exchanges(size: int) -> N
     assert native != quantized_exchange("native", size, 4)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_both_engines_leave_the_same_bits_of_majority_votes(size: int) -> None:
+    native = voted_exchange("native", size)
+    assert native == voted_exchange("python", size)
+
+
+def voted_exchange(kind: str, size: int) -> list[bytes]:
+    """Three steps of Lion; everything that each rank holds at the end."""
+    layout = Layout([TensorSpec("a", (1000,)), TensorSpec("b", (33, 7))], size, block_size=128)
+    rng = np.random.default_rng(7)
+    held: list[tuple[np.ndarray, np.ndarray]] = []
+    noise, votes, plans = np.array([(77, 0, OWNERS)], NOISE), np.ones(size, np.float32), []
+    with world_of(kind, size) as world:
+        for rank in range(size):
+            (segment,) = layout.segments([0, 1], rank, 1 << 20, scales=False)
+            env = envelope(rank, len(segment.tensors), segment.signature("lion"))
+            env.begin(1, 0, 9, 0)
+            grads = rng.normal(size=layout.flat_numel).astype(np.float32)
+            tensors = np.zeros(2, TENSOR)
+            tensors["grad"] = [grads[offset:].ctypes.data for offset in layout.offsets]
+            tensors["beta1"], tensors["one_minus_beta1"] = 0.9, 0.1
+            m = grads[::-1].copy()
+            staging, result = Staging(segment), aligned(segment.packed_nbytes)
+            staging.send[:] = result[:] = 0
+            compress = CompressSigns(segment.blocks, tensors, m, m, 0.99, 0.01, staging.send, env.flags)
+
+            def average(rows: Any, s: Any = segment, r: Any = result, v: Any = env) -> AverageQuantized:
+                origin = s.message_start[s.rank]
+                return AverageQuantized(s.owned_blocks, rows, origin, votes, None, None, noise, r, v.flags)
+
+            stages = compressed_segment(staging, env, result, compress, average)
+            plans.append(Plan("votes", [stages], [grads]))
+            held.append((m, result))
+        channels = world.channels()
+        prepared = [channel.prepare(plan) for channel, plan in zip(channels, plans, strict=True)]
+        for step in range(3):
+            noise["step"] = step
+            pairs = zip(channels, prepared, strict=True)
+            assert states([channel.submit(plan, 0.0, False) for channel, plan in pairs]) == [State.DONE] * size
+        for _, result in held:
+            for start in segment.message_start:
+                result[start : start + segment.header_nbytes] = 0
+    assert len({result.tobytes() for _, result in held}) == 1, "all ranks hold the same result"
+    return [array.tobytes() for arrays in held for array in arrays]
+
+
 @pytest.mark.parametrize("kind", ENGINES)
-def test_what_birder_computes_and_is_not_finite_sets_the_flag(kind: str) -> None:
+def test_what_birder_and_lion_compute_and_is_not_finite_sets_the_flag(kind: str) -> None:
     fabric = Fabric(1)
     engine: Engine = NativeEngine() if kind == "native" else PythonEngine(CpuKernels(), fabric.arrivals[0])
     (segment,) = Layout([TensorSpec("a", (40,))], 1, block_size=16).segments([0], 0, 1 << 20, scales=False)
-    flags, noise, packed = np.zeros((3, 1), np.uint32), np.zeros(1, NOISE), aligned(segment.packed_nbytes)
+    flags, noise, packed = np.zeros((4, 1), np.uint32), np.zeros(1, NOISE), aligned(segment.packed_nbytes)
     tensors, grad = np.zeros(1, TENSOR), np.ones(40, np.float32)
     m, b, e, out, owner_error = (np.zeros(48, np.float32) for _ in range(5))
     tensors["grad"], tensors["one_minus_beta1"] = grad.ctypes.data, 0.1
@@ -367,8 +414,9 @@ def test_what_birder_computes_and_is_not_finite_sets_the_flag(kind: str) -> None
         segment.owned_blocks, [packed], 0, np.ones(1, np.float32), owner_error, owner_error, noise, packed, flags[1]
     )
     soft = SoftSign(segment.blocks, tensors, m, m, b, b, 1e-12, False, out, flags[2])
+    signs = CompressSigns(segment.blocks, tensors, e, out, 0.99, 0.01, packed, flags[3])
     channel = engine.open_channel(fabric.endpoint(0), 1)
-    prepared = channel.prepare(Plan("quantized", [[Stage([quantized, averaged, soft])]]))
+    prepared = channel.prepare(Plan("quantized", [[Stage([quantized, averaged, soft, signs])]]))
     for value, expected in ((1.0, 0), (np.nan, int(Flag.NON_FINITE))):
         grad[20] = owner_error[20] = value
         ticket = channel.submit(prepared, 0.0, True)

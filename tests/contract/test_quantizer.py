@@ -1,4 +1,4 @@
-"""The loops of Birder and SoftSignSGD: the reference obeys the laws, the C loops equal the reference bit for bit."""
+"""The loops of Birder, SoftSignSGD and Lion: the reference obeys the laws, the C loops equal it bit for bit."""
 
 from __future__ import annotations
 
@@ -119,7 +119,19 @@ def average_results(model: Model, kernels: Kernels) -> tuple:
     finite = kernels.quantized_average(
         model.blocks, received, origin, model.weights, model.owner_error, error_out, draw, packed
     )
-    return finite, error_out, packed
+    votes = model.packed()
+    kernels.quantized_average(model.blocks, received, origin, model.weights, None, None, draw, votes)
+    return finite, error_out, packed, votes
+
+
+def lion_results(model: Model, kernels: Kernels) -> tuple:
+    results: list[Any] = []
+    for columns in ({"grad": model.grads}, {"grad": 0}, {"grad": model.grads, "beta1": 0}):
+        (momentum_out,), packed = model.empty(model.numel), model.packed()
+        tensors = model.tensors(**columns)
+        finite = kernels.compress_signs(model.blocks, tensors, model.momentum, momentum_out, 0.99, 1 - 0.99, packed)
+        results += [finite, momentum_out, packed]
+    return tuple(results)
 
 
 def apply_results(model: Model, kernels: Kernels) -> tuple:
@@ -145,7 +157,7 @@ def soft_sign_results(model: Model, kernels: Kernels) -> tuple:
     return tuple(results)
 
 
-RESULTS = (quantize_results, average_results, apply_results, soft_sign_results)
+RESULTS = (quantize_results, average_results, apply_results, soft_sign_results, lion_results)
 
 models = st.builds(
     Model,
@@ -305,7 +317,7 @@ class TestQuantizedAverage:
     @pytest.mark.parametrize("ranks", [1, 2, 5])
     def test_the_owner_keeps_what_it_does_not_send(self, kernels: Kernels, ranks: int) -> None:
         model = Model((5000, 77), ranks=ranks)
-        finite, error_out, packed = average_results(model, kernels)
+        finite, error_out, packed, _ = average_results(model, kernels)
         assert finite
         for block in model.blocks:
             total = sum(w * signs_in(m, block) for w, m in zip(model.weights.tolist(), model.messages, strict=True))
@@ -317,7 +329,7 @@ class TestQuantizedAverage:
     def test_of_one_rank_without_error_it_returns_the_message(self, kernels: Kernels) -> None:
         model = Model((5000, 77), ranks=1)
         model.owner_error[:], model.weights[:] = 0, 1
-        _, error_out, packed = average_results(model, kernels)
+        _, error_out, packed, _ = average_results(model, kernels)
         for block in model.blocks:
             assert same_bits(bits_in(packed, block), bits_in(model.messages[0], block))
             assert (error_out[span(block, "owned")] == 0).all()
@@ -342,6 +354,69 @@ class TestQuantizedAverage:
         model = Model((4097,), block_size=8192)
         model.owner_error[:4097][min(where, 4096)] = np.nan
         assert not average_results(model, kernels)[0]
+
+
+class TestMajority:
+    @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 70])
+    def test_the_sign_that_most_sent_is_taken_whatever_is_drawn(self, kernels: Kernels, ranks: int) -> None:
+        model = Model((5000, 77), ranks=ranks, first=3)
+        model.weights[:] = 1
+        votes = average_results(model, kernels)[3]
+        for block in model.blocks:
+            total = sum(signs_in(message, block) for message in model.messages)
+            taken = signs_in(votes, block)
+            assert (taken[total != 0] == np.sign(total[total != 0])).all()
+            assert (total == 0).any() == (ranks % 2 == 0)
+
+    def test_ties_are_decided_by_the_owners_number_of_the_element(self, kernels: Kernels) -> None:
+        model = Model((100_000,), ranks=2, first=1)
+        model.weights[:] = 1
+        model.messages[1][:] = ~model.messages[0]
+        votes = average_results(model, kernels)[3]
+        ups = 0
+        for block in model.blocks:
+            low = uniform(noise(stream=OWNERS), int(block["index"]), int(block["length"])) < 0.5
+            assert same_bits(bits_in(votes, block), low)
+            ups += int(low.sum())
+        assert abs(ups - 50_000) <= 5 * np.sqrt(100_000 / 4)
+
+    def test_a_worker_of_more_ranks_has_more_votes(self, kernels: Kernels) -> None:
+        model = Model((300,), ranks=3)
+        model.weights[:] = 3, 1, 1
+        votes = average_results(model, kernels)[3]
+        for block in model.blocks:
+            assert same_bits(bits_in(votes, block), bits_in(model.messages[0], block))
+
+
+class TestCompressSigns:
+    def test_it_sends_the_sign_of_one_average_and_keeps_another(self, kernels: Kernels) -> None:
+        model = Model((5000, 77))
+        model.momentum[:40], model.grads[0][:20], model.grads[0][20:40] = -0.0, 0.0, -0.0
+        finite, momentum, packed = lion_results(model, kernels)[:3]
+        assert finite
+        for block in model.blocks:
+            m, grad = model.momentum[span(block, "local")], model.grads[block["tensor"]][span(block, "start")]
+            c = np.float32(0.95) * m + np.float32(0.05) * grad
+            assert same_bits(signs_in(packed, block), np.where(c >= 0, np.float32(1), np.float32(-1)))
+            assert same_bits(momentum[span(block, "local")], np.float32(0.99) * m + np.float32(1 - 0.99) * grad)
+
+    def test_the_momentum_may_be_updated_in_place(self, kernels: Kernels) -> None:
+        model = Model((9000, 100))
+        _, expected, expected_packed = lion_results(model, kernels)[:3]
+        m, packed = model.momentum, model.packed()
+        kernels.compress_signs(model.blocks, model.tensors(grad=model.grads), m, m, 0.99, 1 - 0.99, packed)
+        assert same_bits(packed, expected_packed)
+        for block in model.blocks:
+            assert same_bits(m[span(block, "local")], expected[span(block, "local")])
+
+    @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+    @pytest.mark.parametrize("where", [0, 31, 4095, 4999])
+    @pytest.mark.parametrize("source", ["grad", "momentum"])
+    def test_whatever_is_not_finite_is_told(self, kernels: Kernels, bad: float, where: int, source: str) -> None:
+        model = Model((5000,))
+        assert lion_results(model, kernels)[0]
+        (model.grads[0] if source == "grad" else model.momentum)[where] = bad
+        assert not lion_results(model, kernels)[0]
 
 
 class TestSoftSign:
@@ -373,17 +448,18 @@ class TestApplySigns:
 
 def test_nothing_but_the_blocks_is_written(kernels: Kernels) -> None:
     model = Model((31, 4097, 1))
-    sent, (_, owner_error, owner_packed) = quantize(model, kernels), average_results(model, kernels)
+    sent, (_, owner_error, owner_packed, votes) = quantize(model, kernels), average_results(model, kernels)
+    lion_momentum, lion_signs = lion_results(model, kernels)[1:3]
     local, owned, message = (np.zeros(n, bool) for n in (model.numel, model.owned_numel, model.nbytes))
     flat = np.zeros(model.numel + 16, bool)
     for block in model.blocks:
         local[span(block, "local")] = owned[span(block, "owned")] = flat[span(block)] = True
         message[block["bits"] : block["bits"] + (block["length"] + 7) // 8] = True
-        for packed in (sent.packed, owner_packed):
+        for packed in (sent.packed, owner_packed, votes, lion_signs):
             assert not bits_in(packed, block, count=-(-int(block["length"]) // 8) * 8)[block["length"] :].any()
     *moments, ratio = soft_sign_results(model, kernels)[1:4]
-    for out in (sent.momentum, sent.magnitude, sent.error, *moments):
+    for out in (sent.momentum, sent.magnitude, sent.error, lion_momentum, *moments):
         assert (out[~local] == 7).all()
     assert (ratio[~flat] == 7).all()
     assert (owner_error[~owned] == 7).all()
-    assert (sent.packed[~message] == 0x5A).all() and (owner_packed[~message] == 0x5A).all()
+    assert all((packed[~message] == 0x5A).all() for packed in (sent.packed, owner_packed, votes, lion_signs))

@@ -1,7 +1,7 @@
 """1-bit Lion on n ranks in plain NumPy: the law for the core, the kernels, the runtime and the frontends.
 
-Written from docs/algorithms.md and nothing else: no ocomm code, no packing, no owners, no blocks. Everything is float32,
-one operation at a time; votes are counted in integers.
+Written from docs/algorithms.md and nothing else: no ocomm code, no packing, no owners, no blocks. Everything is
+float32, one operation at a time; votes are counted in integers.
 """
 
 from __future__ import annotations

@@ -1,0 +1,153 @@
+"""1-bit Lion (Liu et al., *Communication Efficient Distributed Training with Distributed Lion*, majority vote) as a
+state machine over flat float32 buffers.
+
+    u = sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2) * g      every rank its own; sign(0) = +1
+    owner:  vote = the sign that most ranks sent; where there are as many of either, one by chance
+    p = p * (1 - lr * wd) - lr * vote
+
+Lion's step is a sign already, so nothing is lost on the way to the owner and there are no errors to keep. The owner's
+sum of signs is a whole number, of which Q (see ``optim.birder``) makes the sign, or for 0 a random one, the same
+wherever it is computed.
+
+Memory per parameter, besides the parameter and its gradient: m 2 * 4 B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.collectives.plan import AverageQuantized, CompressSigns
+from ocomm.compression.layout import Layout
+from ocomm.errors import SettingsError
+from ocomm.kernels.base import NOISE, OWNERS, Bytes, Floats, Kernels, aligned_zeros
+from ocomm.optim.core import Bools, Core, Exchange, Flags, address
+
+
+class Lion(Core):
+    """For the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``.
+
+    Both ``betas`` are in [0, 1); ``seed``, in [0, 2^64) and the same on all ranks, decides ties. Raises SettingsError
+    for other values.
+    """
+
+    compressor = "lion"
+    scales = False
+    keeps_errors = False
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        kernels: Kernels,
+        *,
+        betas: tuple[float, float] = (0.9, 0.99),
+        seed: int = 0,
+    ) -> None:
+        super().__init__(layout, rank, kernels)
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise SettingsError(f"betas must be two numbers in [0, 1), got {betas}")
+        if not 0 <= seed < 1 << 64:
+            raise SettingsError(f"seed must be in [0, 2^64), got {seed}")
+        self.betas = betas
+        #: Steps taken, whatever tensors had gradients in them.
+        self.committed = 0
+        self.tensors["beta1"], self.tensors["one_minus_beta1"] = betas[0], 1.0 - betas[0]
+        self.momentum, self.momentum_out = (aligned_zeros(layout.worker_numel(rank)) for _ in range(2))
+        # Read by plans when they run: a new step needs no new plan.
+        self._owner_noise = np.array([(seed, 0, OWNERS)], NOISE)
+        self._votes = np.array([len(node) for node in layout.nodes.members], np.float32)
+        self.allocate()
+
+    def set_hyper(
+        self, tensors: Sequence[int] | NDArray[np.integer], *, lr: float, decoupled_decay: float = 0.0
+    ) -> None:
+        """Sets the next step's hyperparameters of a parameter group, in float64, each rounded to float32 once."""
+        index = np.asarray(tensors, np.int64)
+        self.tensors["step_size"][index] = lr
+        self.tensors["decay"][index] = 1.0 - lr * decoupled_decay
+
+    # One step
+
+    def exchange(self) -> Exchange:
+        everything = np.ones(len(self.layout.tensors), np.bool_)
+        return Exchange(everything, ~everything)
+
+    def compress(self, segment: int, packed: Bytes, flags: Flags) -> CompressSigns:
+        """This step's signs into ``packed``. Reads gradients; writes the momentum."""
+        return CompressSigns(
+            blocks=self.segments[segment].layout.worker_blocks,
+            tensors=self.tensors,
+            momentum=self.momentum,
+            momentum_out=self.momentum_out,
+            beta2=self.betas[1],
+            one_minus_beta2=1.0 - self.betas[1],
+            packed=packed,
+            flags=flags,
+        )
+
+    def average(self, segment: int, received: Sequence[Bytes], flags: Flags) -> AverageQuantized:
+        """The majority: a worker has one vote for each rank of its node."""
+        layout = self.segments[segment].layout
+        return AverageQuantized(
+            blocks=layout.owned_blocks,
+            received=received,
+            origin=layout.message_start[self.rank],
+            weights=self._votes,
+            error=None,
+            error_out=None,
+            noise=self._owner_noise,
+            packed=self.result(segment),
+            flags=flags,
+        )
+
+    def key(self, segment: int) -> tuple[int, ...]:
+        return address(self.momentum), address(self.result(segment))
+
+    def is_finite(self, segment: int) -> bool:
+        """Signs always are; what a worker cannot compute is in the flags of its messages."""
+        return True
+
+    def commit(self, present: Bools, averages: Floats) -> None:
+        """Swaps the momentum with what the exchange has written; moves the parameters. Nothing is dense."""
+        if present.shape != self.steps.shape:
+            raise ValueError(f"presence of {present.size} tensors, the layout has {self.steps.size}")
+        # All copies go to the buffer that is not yet in use: up to the swap nothing has changed.
+        for tensor in np.flatnonzero(~present).tolist():
+            span = self.local_span(tensor)
+            self.momentum_out[span] = self.momentum[span]
+        self.momentum, self.momentum_out = self.momentum_out, self.momentum
+        self.tensors["skip"] = ~present
+        self.steps += present
+        self.committed += 1
+        self._count()
+        for number, segment in enumerate(self.segments):
+            self.kernels.apply_signs(segment.layout.blocks, self.tensors, self.result(number))
+
+    def _count(self) -> None:
+        self._owner_noise["step"] = self.committed & 0xFFFFFFFF
+
+    # State
+
+    def rank_buffers(self) -> dict[str, dict[str, Floats]]:
+        return {"worker": {"momentum": self.momentum}, "owner": {}, "flat": {}}
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "committed": self.committed}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self.committed = int(state["committed"])
+        self._count()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by buffer."""
+        results = [segment.result for segment in self.segments]
+        return {
+            **super().memory(),
+            "momentum": self.momentum.nbytes + self.momentum_out.nbytes,
+            "packed_result": sum(result.nbytes for result in results if result is not None),
+        }
