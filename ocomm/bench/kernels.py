@@ -357,7 +357,7 @@ class Bench:
         ]
 
     def _birder_cases(self, ranks: list[int]) -> list[Case]:
-        """The loops of Birder and SoftSignSGD, in place. The NumPy forms draw from NumPy's generator."""
+        """The loops of Birder, SoftSignSGD and Lion, in place. The NumPy forms draw from NumPy's generator."""
         table = self.tensors(dense=False)
         noise = np.array([(1, 2, 3)], NOISE)
         momentum, magnitude, error = self.y.copy(), self.denominator.copy(), self.error.copy()
@@ -372,12 +372,20 @@ class Bench:
                 lambda: self._numpy_quantize(self._numpy_ratio(momentum, magnitude), error),
             ),
             *(self._quantized_average_case(n, noise, error, packed) for n in ranks),
+            *(self._majority_case(n, noise, packed) for n in ranks),
             self._in_place_case(
                 "soft_sign",
                 24,
                 (momentum, magnitude, self.out),
                 lambda k, b, m, a, out: k.soft_sign(b, table, m, m, a, a, 1e-12, False, out),
                 lambda: np.copyto(self.out, self._numpy_ratio(momentum, magnitude)),
+            ),
+            self._in_place_case(
+                "compress_signs",
+                12 + bits,
+                (momentum, packed),
+                lambda k, b, m, out: k.compress_signs(b, table, m, m, 0.99, 0.01, out),
+                lambda: self._numpy_lion(momentum),
             ),
             self._in_place_case(
                 "apply_signs",
@@ -404,6 +412,25 @@ class Bench:
             8 + (ranks + 1) / 8,
             (error, packed),
             lambda k, b, e, out: k.quantized_average(b, received, 0, weights, e, e, noise, out),
+            numpy_form,
+        )
+
+    def _majority_case(self, ranks: int, noise: np.ndarray, packed: np.ndarray) -> Case:
+        received = [self.messages[i % len(self.messages)].copy() for i in range(ranks)]
+        votes = np.ones(ranks, np.float32)
+
+        def numpy_form() -> None:
+            total = signs(received[0])
+            for other in received[1:]:
+                total += signs(other)
+            positive = self._rng.random(total.size, np.float32) < (total + np.float32(1)) * np.float32(0.5)
+            np.packbits(positive, bitorder="little")
+
+        return self._in_place_case(
+            f"majority of {ranks} ranks",
+            (ranks + 1) / 8,
+            (packed,),
+            lambda k, b, out: k.quantized_average(b, received, 0, votes, None, None, noise, out),
             numpy_form,
         )
 
@@ -557,6 +584,11 @@ class Bench:
         magnitude *= np.float32(0.9)
         magnitude += np.float32(0.1) * np.abs(self.x)
         return momentum / (magnitude + np.float32(1e-12))
+
+    def _numpy_lion(self, momentum: np.ndarray) -> None:
+        np.packbits(np.float32(0.9) * momentum + np.float32(0.1) * self.x >= 0, bitorder="little")
+        momentum *= np.float32(0.99)
+        momentum += np.float32(0.01) * self.x
 
     def _numpy_quantize(self, y: np.ndarray, error: np.ndarray) -> None:
         y += error

@@ -159,9 +159,11 @@ def test_other_ties_are_decided_by_another_seed() -> None:
 
 def regression(rank: int, optimizer_of: Any, steps: int = 300) -> float:
     """Fits a small network to a function, each rank on data of its own; the loss on data of nobody's."""
-    torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-    generator = torch.Generator().manual_seed(100 + rank)
+    generator = torch.Generator().manual_seed(3)  # ranks may be threads, which share Torch's own
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    generator.manual_seed(100 + rank)
 
     def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randn(size, 4, generator=generator)
