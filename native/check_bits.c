@@ -99,7 +99,7 @@ int main(void) {
         finite = ocomm_soft_sign(blocks, BLOCKS, &tensor, momentum, momentum, denominator, denominator, 1e-12f, amsgrad,
                                  out);
         print("soft_sign", finite, out, sizeof out);
-        finite = ocomm_compress_signs(blocks, BLOCKS, &tensor, momentum, momentum, 0.99f, 0.01f, packed);
+        finite = ocomm_compress_signs(blocks, BLOCKS, &tensor, momentum, momentum, 0.99f, 0.01f, amsgrad, packed);
         print("compress_signs", finite, momentum, sizeof momentum);
         print("packed", finite, packed, sizeof packed);
         ocomm_apply_signs(blocks, BLOCKS, &tensor, packed);

@@ -407,8 +407,8 @@ static int run_op(const ocomm_op *op) {
         flags = P(9);
         break;
     case OCOMM_COMPRESS_SIGNS:
-        finite = ocomm_compress_signs(P(0), a[1], P(2), P(3), P(4), (float)op->f[0], (float)op->f[1], P(5));
-        flags = P(6);
+        finite = ocomm_compress_signs(P(0), a[1], P(2), P(3), P(4), (float)op->f[0], (float)op->f[1], (int)a[5], P(6));
+        flags = P(7);
         break;
     case OCOMM_UNPACK:
         ocomm_unpack(P(0), a[1], P(2), P(3), P(4));

@@ -71,7 +71,7 @@ typedef struct {
     const float *momentum, *magnitude;
     float *momentum_out, *magnitude_out;
     float eps, beta2, one_minus_beta2;
-    int amsgrad;
+    int amsgrad, zero_up;
     const uint8_t *const *received;
     int64_t origin;
     int ranks;
@@ -625,7 +625,7 @@ int ocomm_soft_sign(const ocomm_block *blocks, int64_t count, const ocomm_tensor
 }
 
 int ocomm_compress_signs(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
-                         float *momentum_out, float beta2, float one_minus_beta2, uint8_t *packed) {
+                         float *momentum_out, float beta2, float one_minus_beta2, int zero_up, uint8_t *packed) {
     return active->compress_signs(&(ratio_call){.blocks = blocks,
                                                 .count = count,
                                                 .tensors = tensors,
@@ -633,6 +633,7 @@ int ocomm_compress_signs(const ocomm_block *blocks, int64_t count, const ocomm_t
                                                 .momentum_out = momentum_out,
                                                 .beta2 = beta2,
                                                 .one_minus_beta2 = one_minus_beta2,
+                                                .zero_up = zero_up,
                                                 .packed = packed});
 }
 

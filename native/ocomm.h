@@ -95,10 +95,10 @@ void ocomm_apply_signs(const ocomm_block *blocks, int64_t count, const ocomm_ten
 int ocomm_soft_sign(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
                     float *momentum_out, const float *magnitude, float *magnitude_out, float eps, int amsgrad,
                     float *out);
-/* Lion: the signs of c = beta1 * momentum + one_minus_beta1 * grad, zero is positive; momentum_out = beta2 * momentum +
- * one_minus_beta2 * grad, which may be momentum. 1 if all of them are finite. */
+/* Lion: the signs of c = beta1 * momentum + one_minus_beta1 * grad, where c is 0 positive if zero_up, else negative;
+ * momentum_out = beta2 * momentum + one_minus_beta2 * grad, which may be momentum. 1 if all of them are finite. */
 int ocomm_compress_signs(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
-                         float *momentum_out, float beta2, float one_minus_beta2, uint8_t *packed);
+                         float *momentum_out, float beta2, float one_minus_beta2, int zero_up, uint8_t *packed);
 /* out = postscale * reduce(prescale * sources[0], ..., prescale * sources[ranks - 1]) in rank order; out may be one of
  * the sources. Returns -1 for an operation the dtype does not have. dtype and op are types.DType and types.ReduceOp. */
 int ocomm_reduce(int dtype, int op, int ranks, const void *const *sources, int64_t numel, double prescale,

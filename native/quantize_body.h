@@ -200,7 +200,7 @@ TARGET static int FN(soft_sign)(const ratio_call *args) {
 }
 
 /* One row of Lion: the signs of c, and m beside the old one. */
-INLINE void FN(compress_signs_row)(const ratio_work *w, int64_t j, int n, uint8_t *bits, V *bad) {
+INLINE void FN(compress_signs_row)(int zero_up, const ratio_work *w, int64_t j, int n, uint8_t *bits, V *bad) {
     V m[VECTORS], grad[VECTORS];
     I yes[VECTORS];
     FN(load)(m, w->momentum + j, n);
@@ -212,7 +212,7 @@ INLINE void FN(compress_signs_row)(const ratio_work *w, int64_t j, int n, uint8_
     UNROLL for (int v = 0; v < VECTORS; v++) {
         const V c = w->beta1 * m[v] + w->one_minus_beta1 * grad[v];
         m[v] = w->beta2 * m[v] + w->one_minus_beta2 * grad[v];
-        yes[v] = c >= (V){0};
+        yes[v] = zero_up ? c >= (V){0} : c > (V){0};
         FN(note)(bad, c);
         FN(note)(bad, m[v]);
     }
@@ -232,9 +232,9 @@ TARGET static int FN(compress_signs)(const ratio_call *args) {
         for (; j < whole; j += ROW) {
             prefetch_row(w.momentum, j);
             if (w.grad) prefetch_row(w.grad, j);
-            FN(compress_signs_row)(&w, j, ROW, bits, &bad);
+            FN(compress_signs_row)(args->zero_up, &w, j, ROW, bits, &bad);
         }
-        if (j < w.length) FN(compress_signs_row)(&w, j, (int)(w.length - j), bits, &bad);
+        if (j < w.length) FN(compress_signs_row)(args->zero_up, &w, j, (int)(w.length - j), bits, &bad);
     }
     return FN(all_finite)(&bad);
 }

@@ -384,7 +384,7 @@ class Bench:
                 "compress_signs",
                 12 + bits,
                 (momentum, packed),
-                lambda k, b, m, out: k.compress_signs(b, table, m, m, 0.99, 0.01, out),
+                lambda k, b, m, out: k.compress_signs(b, table, m, m, 0.99, 0.01, True, out),
                 lambda: self._numpy_lion(momentum),
             ),
             self._in_place_case(

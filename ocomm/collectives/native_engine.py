@@ -103,7 +103,7 @@ class _Compiler:
                 self.op(
                     lib.OCOMM_COMPRESS_SIGNS,
                     *(a(c.blocks), len(c.blocks), a(c.tensors), a(c.momentum), a(c.momentum_out)),
-                    *(a(c.packed), a(c.flags)),
+                    *(int(c.zero_up), a(c.packed), a(c.flags)),
                     factors=(c.beta2, c.one_minus_beta2),
                 )
             case plans.SoftSign():

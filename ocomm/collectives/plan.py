@@ -164,6 +164,7 @@ class CompressSigns:
     momentum_out: Floats
     beta2: float
     one_minus_beta2: float
+    zero_up: bool
     packed: Bytes
     flags: np.ndarray
 

@@ -397,7 +397,7 @@ class PythonEngine:
                 )
             case plans.CompressSigns():
                 finite = self.kernels.compress_signs(
-                    c.blocks, c.tensors, c.momentum, c.momentum_out, c.beta2, c.one_minus_beta2, c.packed
+                    c.blocks, c.tensors, c.momentum, c.momentum_out, c.beta2, c.one_minus_beta2, c.zero_up, c.packed
                 )
             case plans.SoftSign():
                 finite = self.kernels.soft_sign(

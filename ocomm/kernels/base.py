@@ -269,9 +269,10 @@ class Kernels(Protocol):
         momentum_out: Floats,
         beta2: float,
         one_minus_beta2: float,
+        zero_up: bool,
         packed: Bytes,
     ) -> bool:
-        """Lion's worker: the signs of c = beta1 * momentum + one_minus_beta1 * grad, that of zero is +1.
+        """Lion's worker: the signs of c = beta1 * momentum + one_minus_beta1 * grad, of 0 as ``zero_up`` says.
 
         momentum_out = beta2 * momentum + one_minus_beta2 * grad. Returns whether all of both are finite.
         """

@@ -284,6 +284,7 @@ class CpuKernels:
         momentum_out: Floats,
         beta2: float,
         one_minus_beta2: float,
+        zero_up: bool,
         packed: Bytes,
     ) -> bool:
         """Writes ``packed`` and ``momentum_out``; the latter may be ``momentum``."""
@@ -296,6 +297,7 @@ class CpuKernels:
                 _pointer("float[]", momentum_out),
                 beta2,
                 one_minus_beta2,
+                zero_up,
                 _pointer("uint8_t[]", packed),
             )
         )

@@ -275,6 +275,7 @@ class ReferenceKernels:
         momentum_out: Floats,
         beta2: float,
         one_minus_beta2: float,
+        zero_up: bool,
         packed: Bytes,
     ) -> bool:
         """Writes ``packed`` and ``momentum_out`` where the blocks are; the latter may be ``momentum``."""
@@ -286,7 +287,7 @@ class ReferenceKernels:
                 c = tensor["beta1"] * momentum[at] + tensor["one_minus_beta1"] * gradient
                 m = np.float32(beta2) * momentum[at] + np.float32(one_minus_beta2) * gradient
                 momentum_out[at] = m
-                signs = np.packbits(c >= 0, bitorder="little")
+                signs = np.packbits(c >= 0 if zero_up else c > 0, bitorder="little")
                 packed[int(block["bits"]) : int(block["bits"]) + signs.size] = signs
                 finite &= bool(np.isfinite(c).all()) and bool(np.isfinite(m).all())
         return finite

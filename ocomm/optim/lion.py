@@ -1,13 +1,16 @@
 """1-bit Lion (Liu et al., *Communication Efficient Distributed Training with Distributed Lion*, majority vote) as a
 state machine over flat float32 buffers.
 
-    u = sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2) * g      every rank its own; sign(0) = +1
+    u = sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2) * g      every rank its own
     owner:  vote = the sign that most ranks sent; where there are as many of either, one by chance
     p = p * (1 - lr * wd) - lr * vote
 
 Lion's step is a sign already, so nothing is lost on the way to the owner and there are no errors to keep. The owner's
 sum of signs is a whole number, of which Q (see ``optim.birder``) makes the sign, or for 0 a random one, the same
 wherever it is computed.
+
+1 bit has no zero. So where a worker has nothing to say its sign alternates from step to step and from worker to worker:
+such votes neither push anywhere in the long run nor, being as many up as down, outvote those who have something to say.
 
 Memory per parameter, besides the parameter and its gradient: m 2 * 4 B.
 """
@@ -57,10 +60,16 @@ class Lion(Core):
         self.committed = 0
         self.tensors["beta1"], self.tensors["one_minus_beta1"] = betas[0], 1.0 - betas[0]
         self.momentum, self.momentum_out = (aligned_zeros(layout.worker_numel(rank)) for _ in range(2))
+        self._worker = layout.nodes.members.index(layout.nodes.node_of(rank))
         # Read by plans when they run: a new step needs no new plan.
         self._owner_noise = np.array([(seed, 0, OWNERS)], NOISE)
         self._votes = np.array([len(node) for node in layout.nodes.members], np.float32)
         self.allocate()
+
+    @property
+    def zero_up(self) -> bool:
+        """Is the sign of zero +1 in this worker's next step?"""
+        return (self.committed + self._worker) % 2 == 0
 
     def set_hyper(
         self, tensors: Sequence[int] | NDArray[np.integer], *, lr: float, decoupled_decay: float = 0.0
@@ -85,6 +94,7 @@ class Lion(Core):
             momentum_out=self.momentum_out,
             beta2=self.betas[1],
             one_minus_beta2=1.0 - self.betas[1],
+            zero_up=self.zero_up,
             packed=packed,
             flags=flags,
         )
@@ -105,7 +115,7 @@ class Lion(Core):
         )
 
     def key(self, segment: int) -> tuple[int, ...]:
-        return address(self.momentum), address(self.result(segment))
+        return address(self.momentum), address(self.result(segment)), self.zero_up
 
     def is_finite(self, segment: int) -> bool:
         """Signs always are; what a worker cannot compute is in the flags of its messages."""

@@ -378,7 +378,7 @@ def voted_exchange(kind: str, size: int) -> list[bytes]:
             m = grads[::-1].copy()
             staging, result = Staging(segment), aligned(segment.packed_nbytes)
             staging.send[:] = result[:] = 0
-            compress = CompressSigns(segment.blocks, tensors, m, m, 0.99, 0.01, staging.send, env.flags)
+            compress = CompressSigns(segment.blocks, tensors, m, m, 0.99, 0.01, True, staging.send, env.flags)
 
             def average(rows: Any, s: Any = segment, r: Any = result, v: Any = env) -> AverageQuantized:
                 origin = s.message_start[s.rank]
@@ -414,7 +414,7 @@ def test_what_birder_and_lion_compute_and_is_not_finite_sets_the_flag(kind: str)
         segment.owned_blocks, [packed], 0, np.ones(1, np.float32), owner_error, owner_error, noise, packed, flags[1]
     )
     soft = SoftSign(segment.blocks, tensors, m, m, b, b, 1e-12, False, out, flags[2])
-    signs = CompressSigns(segment.blocks, tensors, e, out, 0.99, 0.01, packed, flags[3])
+    signs = CompressSigns(segment.blocks, tensors, e, out, 0.99, 0.01, False, packed, flags[3])
     channel = engine.open_channel(fabric.endpoint(0), 1)
     prepared = channel.prepare(Plan("quantized", [[Stage([quantized, averaged, soft, signs])]]))
     for value, expected in ((1.0, 0), (np.nan, int(Flag.NON_FINITE))):

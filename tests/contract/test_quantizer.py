@@ -124,12 +124,14 @@ def average_results(model: Model, kernels: Kernels) -> tuple:
     return finite, error_out, packed, votes
 
 
-def lion_results(model: Model, kernels: Kernels) -> tuple:
+def lion_results(model: Model, kernels: Kernels, zero_up: bool = True) -> tuple:
     results: list[Any] = []
     for columns in ({"grad": model.grads}, {"grad": 0}, {"grad": model.grads, "beta1": 0}):
         (momentum_out,), packed = model.empty(model.numel), model.packed()
-        tensors = model.tensors(**columns)
-        finite = kernels.compress_signs(model.blocks, tensors, model.momentum, momentum_out, 0.99, 1 - 0.99, packed)
+        finite = kernels.compress_signs(
+            model.blocks, model.tensors(**columns), model.momentum, momentum_out, 0.99, 1 - 0.99, zero_up, packed
+        )
+        zero_up = not zero_up
         results += [finite, momentum_out, packed]
     return tuple(results)
 
@@ -389,22 +391,24 @@ class TestMajority:
 
 
 class TestCompressSigns:
-    def test_it_sends_the_sign_of_one_average_and_keeps_another(self, kernels: Kernels) -> None:
+    @pytest.mark.parametrize("zero_up", [True, False])
+    def test_it_sends_the_sign_of_one_average_and_keeps_another(self, kernels: Kernels, zero_up: bool) -> None:
         model = Model((5000, 77))
         model.momentum[:40], model.grads[0][:20], model.grads[0][20:40] = -0.0, 0.0, -0.0
-        finite, momentum, packed = lion_results(model, kernels)[:3]
+        finite, momentum, packed = lion_results(model, kernels, zero_up)[:3]
         assert finite
         for block in model.blocks:
             m, grad = model.momentum[span(block, "local")], model.grads[block["tensor"]][span(block, "start")]
             c = np.float32(0.95) * m + np.float32(0.05) * grad
-            assert same_bits(signs_in(packed, block), np.where(c >= 0, np.float32(1), np.float32(-1)))
+            expected = np.where(c == 0, np.float32(1 if zero_up else -1), np.sign(c))
+            assert same_bits(signs_in(packed, block), expected)
             assert same_bits(momentum[span(block, "local")], np.float32(0.99) * m + np.float32(1 - 0.99) * grad)
 
     def test_the_momentum_may_be_updated_in_place(self, kernels: Kernels) -> None:
         model = Model((9000, 100))
         _, expected, expected_packed = lion_results(model, kernels)[:3]
         m, packed = model.momentum, model.packed()
-        kernels.compress_signs(model.blocks, model.tensors(grad=model.grads), m, m, 0.99, 1 - 0.99, packed)
+        kernels.compress_signs(model.blocks, model.tensors(grad=model.grads), m, m, 0.99, 1 - 0.99, True, packed)
         assert same_bits(packed, expected_packed)
         for block in model.blocks:
             assert same_bits(m[span(block, "local")], expected[span(block, "local")])

@@ -147,6 +147,29 @@ def test_it_sends_a_thirty_second_part_of_dense_and_keeps_no_errors() -> None:
         assert sum(memory.values()) < 8.5 * numel
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_what_has_no_gradient_stays_about_where_it_is_and_does_not_outvote_what_has(ranks: int) -> None:
+    steps, lr = 100, 2.0**-7
+
+    def body(session: Session) -> np.ndarray:
+        parameter = torch.nn.Parameter(torch.zeros(2000))
+        optimizer = DistributedLion(torch.optim.SGD([parameter], lr=lr))
+        history = []
+        for _ in range(steps):
+            parameter.grad = torch.zeros(2000)
+            if rank_of(session) == ranks - 1:
+                parameter.grad[:1000] = 1.0  # a row that only the last rank uses
+            optimizer.step()
+            history.append(parameter.detach().numpy() / lr)
+        return np.array(history)
+
+    for moves in run_ranks(ranks, body):
+        used, unused = moves[:, :1000], moves[:, 1000:]
+        assert (used[-1] == -steps).all() if ranks % 2 else abs(used[-1].mean() + steps / 2) < 2
+        assert np.abs(unused).max() <= (1 if ranks % 2 else 5 * np.sqrt(steps))
+        assert abs(unused[-1].mean()) < 2
+
+
 def test_other_ties_are_decided_by_another_seed() -> None:
     def opposite(step: int, rank: int) -> list[np.ndarray | None]:
         return [g if rank else -g for g in gradients(step, 0)]  # type: ignore[operator]

@@ -76,7 +76,8 @@ class Lion:
             for worker, g in enumerate(workers):
                 m = x.momenta[worker]
                 c = F(self.betas[0]) * m + F(1 - self.betas[0]) * g
-                votes += self.nodes[worker] * np.where(c >= 0, 1, -1)
+                of_zero = 1 if (self.committed + worker) % 2 == 0 else -1
+                votes += self.nodes[worker] * np.where(c == 0, of_zero, np.sign(c)).astype(np.int64)
                 x.momenta[worker] = F(self.betas[1]) * m + F(1 - self.betas[1]) * g
             self.ties += int(np.count_nonzero(votes == 0))
             coin = np.where(uniform(self.seed, x.index, self.committed, OWNERS) < F(0.5), 1, -1)
@@ -100,12 +101,12 @@ class Lion:
 
 
 def plain(params: Sequence[Array], gradients: Sequence[Sequence[Array]], lr: float, wd: float) -> list[Array]:
-    """Lion as published (Chen et al., algorithm 2), but for the sign of zero, on one worker; betas 0.9 and 0.99."""
+    """Lion as published (Chen et al., algorithm 2), on one worker, where no element is ever 0; betas 0.9 and 0.99."""
     result = [np.array(p, F) for p in params]
     momenta = [np.zeros_like(p) for p in result]
     for grads in gradients:
         for i, g in enumerate(grads):
-            update = np.where(F(0.9) * momenta[i] + F(1 - 0.9) * g >= 0, F(1), F(-1))
+            update = np.sign(F(0.9) * momenta[i] + F(1 - 0.9) * g)
             result[i] = result[i] * F(1 - lr * wd) - F(lr) * update
             momenta[i] = F(0.99) * momenta[i] + F(1 - 0.99) * g
     return result
