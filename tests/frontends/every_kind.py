@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
 from tests.frontends.onebit_jobs import digest
 
@@ -33,6 +34,7 @@ KINDS = {
     "1-bit Adam, compressed": Kind(DistributedOneBitAdam, options={"freeze_step": 3}),
     "Birder": Kind(DistributedBirder, torch.optim.SGD),
     "SoftSignSGD": Kind(DistributedSoftSignSGD, torch.optim.SGD),
+    "Lion": Kind(DistributedLion, torch.optim.SGD),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ocomm.session import Session
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.zero_one import DistributedZeroOneAdam
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial
@@ -39,6 +40,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     ),
     "Birder": functools.partial(DistributedBirder, beta=0.9, seed=3, amsgrad_after=10),
     "SoftSignSGD": functools.partial(DistributedSoftSignSGD, beta=0.9, amsgrad_after=10),
+    "Lion": functools.partial(DistributedLion, betas=(0.8, 0.9), seed=3),
 }
 
 

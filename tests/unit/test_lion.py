@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from ocomm.optim.checkpoint import Resharding
 
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.kernels.reference import ReferenceKernels
+from ocomm.optim.checkpoint import Resharding
 from ocomm.optim.lion import Lion
 
 SPECS = [TensorSpec("a", (70,)), TensorSpec("b", (33,))]
