@@ -22,6 +22,8 @@ demo: install
 
 test: install
 	$(PY) -m pytest tests
+	# The CUDA kernels in numba's simulator: a run of its own, because numba reads the variable when it is imported.
+	NUMBA_ENABLE_CUDASIM=1 $(PY) -m pytest -q --no-header tests/contract/test_cuda.py
 	TEST_MPI_SIZE=2 $(MPIRUN) -np 2 $(PY) -m pytest -q --capture=no --no-header tests/world tests/frontends </dev/null
 	TEST_MPI_SIZE=4 $(MPIRUN) -np 4 $(PY) -m pytest -q --capture=no --no-header tests/world tests/frontends </dev/null
 

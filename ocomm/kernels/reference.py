@@ -439,6 +439,15 @@ def _lane_sum(parts: Floats) -> np.float32:
     return np.float32(lanes[0])
 
 
+def _scale_to_send(c: Floats, masked: NDArray[np.bool_], scale: str) -> np.float32:
+    count = len(c) - int(np.count_nonzero(masked))
+    inverse = np.float32(1 / count) if count else _ZERO
+    # c - c is +0.0, or NaN where c is not finite.
+    if scale == "rms":
+        return np.float32(np.sqrt(_lane_sum(np.where(masked, c - c, c * c)) * inverse))
+    return np.float32(_lane_sum(np.where(masked, c - c, np.abs(c))) * inverse)
+
+
 def _send(
     block: np.void,
     c: Floats,
@@ -449,13 +458,7 @@ def _send(
     error_out: Floats,
 ) -> bool:
     """Signs and scale of c into ``packed``; what was not sent, ``kept`` where masked, into ``error_out``."""
-    count = len(c) - int(np.count_nonzero(masked))
-    inverse = np.float32(1 / count) if count else _ZERO
-    # c - c is +0.0, or NaN where c is not finite.
-    if scale == "rms":
-        s = np.sqrt(_lane_sum(np.where(masked, c - c, c * c)) * inverse)
-    else:
-        s = _lane_sum(np.where(masked, c - c, np.abs(c))) * inverse
+    s = _scale_to_send(c, masked, scale)
     positive = c >= 0
     signs = np.packbits(positive | masked, bitorder="little")
     packed[int(block["bits"]) : int(block["bits"]) + len(signs)] = signs

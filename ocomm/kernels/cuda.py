@@ -1,0 +1,1148 @@
+"""The loops as CUDA kernels, through numba-cuda: one launch per call, one thread block per scale block.
+
+Everything is passed by address, because a tensor of the table is an address too, and one that need not be aligned: a
+block whose elements start on 16 bytes is read and written four elements at a time, any other one by one.
+
+A thread block works on tiles of 4096 elements. Thread t holds the quads of elements 4 t, 4 t + 1024, 4 t + 2048 and
+4 t + 3072 of its tile, so that the 16-byte accesses of a warp lie side by side. Signs meet in shared memory, four bits
+per quad, and leave it as whole words. A block of one tile is read once and written once; in a longer one the earlier
+tiles wait in ``error_out`` until the scale is known.
+
+The same source runs in numba's simulator (``NUMBA_ENABLE_CUDASIM=1``), where addresses are those of host memory. That
+is why it uses neither warp votes nor shuffles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+from numba import cuda, types
+from numpy.typing import NDArray
+
+from ocomm.kernels.base import BLOCK, TENSOR
+
+if "numba_cuda" not in (cuda.__file__ or ""):
+    raise ImportError("numba's own CUDA target is deprecated and cannot run these kernels: pip install numba-cuda")
+
+SIMULATED: bool = bool(numba.config.ENABLE_CUDASIM)
+
+THREADS = 256
+QUAD = 4  # elements of one 16-byte access
+ROW = THREADS * QUAD
+ROUNDS = 4
+TILE = ROUNDS * ROW
+HELD = ROUNDS * QUAD  # elements per thread
+
+#: Bytes of shared memory: a tile's signs by quad, then a float and an int32 per thread. It is allocated by the launch,
+#: since the simulator may give two threads different arrays where a kernel allocates it.
+SHARED_NBYTES = TILE // QUAD + 8 * THREADS
+_PARTIAL = TILE // QUAD // 4
+_HIDDEN = _PARTIAL + THREADS
+_FOLD = 16  # two steps of 16 additions bring 256 threads together
+
+_BLOCK_NBYTES, _TENSOR_NBYTES = BLOCK.itemsize, TENSOR.itemsize
+_OFFSET, _START, _OWNED, _LOCAL, _BITS, _SCALE, _INDEX, _LENGTH, _ROW_OF_TENSOR = (
+    BLOCK.fields[name][1]  # type: ignore[index]
+    for name in ("offset", "start", "owned", "local", "bits", "scale", "index", "length", "tensor")
+)
+_GRAD, _PARAM, _MOMENTUM, _BETA1, _ONE_MINUS_BETA1, _WEIGHT_DECAY, _STEP_SIZE, _DECAY, _INTERVAL_LR = (
+    TENSOR.fields[name][1]  # type: ignore[index]
+    for name in (
+        "grad",
+        "param",
+        "momentum",
+        "beta1",
+        "one_minus_beta1",
+        "weight_decay",
+        "step_size",
+        "decay",
+        "interval_lr",
+    )
+)
+_INTERVAL_DECAY, _SKIP = (TENSOR.fields[name][1] for name in ("interval_decay", "skip"))  # type: ignore[index]
+
+_ZERO = np.float32(0)
+_MINUS_ZERO = np.float32(-0.0)  # what leaves the first addend exactly as it is, negative zero included
+_ONE = np.float32(1)
+_HALF = np.float32(0.5)
+_UNIT = np.float32(2.0**-24)
+
+if SIMULATED:
+
+    def inline(function: Callable) -> Callable:
+        return function
+
+    def kernel(function: Callable) -> Any:
+        return cuda.jit(function)
+
+    def _checked(address: int, alignment: int) -> int:
+        if address & (alignment - 1):
+            raise ValueError(f"address {address:#x} is not aligned to {alignment} bytes")
+        return int(address)
+
+    def load_quad(address: int) -> tuple:
+        return tuple(map(np.float32, (ctypes.c_float * 4).from_address(_checked(address, 16))))
+
+    def load_float(address: int) -> Any:
+        return np.float32(ctypes.c_float.from_address(_checked(address, 4)).value)
+
+    def load_byte(address: int) -> Any:
+        return ctypes.c_uint8.from_address(address).value
+
+    def load_int(address: int) -> Any:
+        return ctypes.c_int32.from_address(_checked(address, 4)).value
+
+    def load_long(address: int) -> Any:
+        return ctypes.c_int64.from_address(_checked(address, 8)).value
+
+    def store_quad(address: int, a: Any, b: Any, c: Any, d: Any) -> None:
+        (ctypes.c_float * 4).from_address(_checked(address, 16))[:] = [float(a), float(b), float(c), float(d)]
+
+    def store_float(address: int, value: Any) -> None:
+        ctypes.c_float.from_address(_checked(address, 4)).value = float(value)
+
+    def store_byte(address: int, value: int) -> None:
+        ctypes.c_uint8.from_address(address).value = value
+
+    def store_int(address: int, value: int) -> None:
+        ctypes.c_uint32.from_address(_checked(address, 4)).value = value
+
+    def float_of(word: int) -> Any:
+        return np.uint32(word).view(np.float32)
+
+    def times(a: Any, b: Any) -> Any:
+        return a * b
+
+else:
+    from llvmlite import ir
+    from numba.cuda.extending import intrinsic
+
+    inline = cuda.jit(device=True, forceinline=True)
+    # No more registers than let four thread blocks share a multiprocessor: enough loads under way to fill the memory.
+    kernel = cuda.jit(launch_bounds=(THREADS, 4))
+
+    _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+    _VECTOR = ir.VectorType(_FLOAT, QUAD)
+
+    def _global(builder: Any, address: Any, kind: Any) -> Any:
+        """A pointer into global memory, which spares the hardware the question which memory it is."""
+        return builder.inttoptr(address, ir.PointerType(kind, addrspace=1))
+
+    def _load(kind: Any, align: int, result: Any) -> Any:
+        def typed(typingctx: Any, address: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                value = builder.load(_global(builder, args[0], kind), align=align)
+                # Bytes are unsigned.
+                return builder.zext(value, _INT) if kind.__class__ is ir.IntType and kind.width == 8 else value
+
+            return result(types.int64), codegen
+
+        return intrinsic(typed)
+
+    def _store(kind: Any, align: int, given: Any) -> Any:
+        def typed(typingctx: Any, address: Any, value: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                value = args[1]
+                if isinstance(kind, ir.IntType):
+                    value = builder.trunc(value, kind)
+                builder.store(value, _global(builder, args[0], kind), align=align)
+                return context.get_dummy_value()
+
+            return types.void(types.int64, given), codegen
+
+        return intrinsic(typed)
+
+    load_float = _load(_FLOAT, 4, types.float32)
+    load_byte = _load(ir.IntType(8), 1, types.int32)
+    load_int = _load(_INT, 4, types.int32)
+    load_long = _load(_LONG, 8, types.int64)
+    store_float = _store(_FLOAT, 4, types.float32)
+    store_byte = _store(ir.IntType(8), 1, types.int64)
+    store_int = _store(_INT, 4, types.int64)
+
+    @intrinsic
+    def load_quad(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            vector = builder.load(_global(builder, args[0], _VECTOR), align=16)
+            parts = [builder.extract_element(vector, ir.Constant(_INT, i)) for i in range(QUAD)]
+            return context.make_tuple(builder, signature.return_type, parts)
+
+        return types.UniTuple(types.float32, QUAD)(types.int64), codegen
+
+    @intrinsic
+    def store_quad(typingctx: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            vector = ir.Constant(_VECTOR, ir.Undefined)
+            for i in range(QUAD):
+                vector = builder.insert_element(vector, args[1 + i], ir.Constant(_INT, i))
+            builder.store(vector, _global(builder, args[0], _VECTOR), align=16)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, *[types.float32] * QUAD), codegen
+
+    @intrinsic
+    def float_of(typingctx: Any, word: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(builder.trunc(args[0], _INT), _FLOAT)
+
+        return types.float32(types.int64), codegen
+
+    @intrinsic
+    def times(typingctx: Any, a: Any, b: Any) -> Any:
+        """a * b, rounded on its own: the compiler fuses a plain product with the sum it goes into."""
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            product = ir.FunctionType(_FLOAT, [_FLOAT, _FLOAT])
+            return builder.asm(product, "mul.rn.f32 $0, $1, $2;", "=f,f,f", args, False)
+
+        return types.float32(types.float32, types.float32), codegen
+
+
+# What a thread holds: ``rounds`` quads, a row apart. ``left`` is what the block has from the first of them on; it may
+# be less than nothing.
+
+
+@inline
+def _fetch(first: int, left: int, rounds: int, out: Any) -> None:
+    """Its elements of the floats, of which its first is at ``first``; 0 past the end."""
+    if first & 15 == 0 and left >= (rounds - 1) * ROW + QUAD:
+        for u in range(rounds):
+            a, b, c, d = load_quad(first + 4 * u * ROW)
+            out[QUAD * u] = a
+            out[QUAD * u + 1] = b
+            out[QUAD * u + 2] = c
+            out[QUAD * u + 3] = d
+    else:
+        for u in range(rounds):
+            for k in range(QUAD):
+                j = u * ROW + k
+                out[QUAD * u + k] = load_float(first + 4 * j) if j < left else _ZERO
+
+
+@inline
+def _put(first: int, left: int, rounds: int, values: Any) -> None:
+    if first & 15 == 0 and left >= (rounds - 1) * ROW + QUAD:
+        for u in range(rounds):
+            i = QUAD * u
+            store_quad(first + 4 * u * ROW, values[i], values[i + 1], values[i + 2], values[i + 3])
+    else:
+        for u in range(rounds):
+            for k in range(QUAD):
+                j = u * ROW + k
+                if j < left:
+                    store_float(first + 4 * j, values[QUAD * u + k])
+
+
+@inline
+def _bits_of(first: int, at: int, left: int, rounds: int) -> int:
+    """One bit per element it holds, the first one lowest: bit ``at`` and so on of the bytes at ``first``."""
+    found = 0
+    for u in range(rounds):
+        if u * ROW < left:
+            found |= ((load_byte(first + (at >> 3) + u * (ROW >> 3)) >> (at & 4)) & 15) << (QUAD * u)
+    return found
+
+
+@inline
+def _beyond(left: int, rounds: int) -> int:
+    """One bit per element it holds, 1 past the block's end."""
+    found = 0
+    if left < (rounds - 1) * ROW + QUAD:
+        for u in range(rounds):
+            for k in range(QUAD):
+                if u * ROW + k >= left:
+                    found |= 1 << (QUAD * u + k)
+    return found
+
+
+@inline
+def _read_scale(address: int) -> Any:
+    """A float of a message, which may lie at any byte."""
+    if address & 3 == 0:
+        return load_float(address)
+    word = 0
+    for k in range(4):
+        word |= int(load_byte(address + k)) << (8 * k)
+    return float_of(word)
+
+
+@inline
+def _write_signs(found: int, target: int, left: int) -> None:
+    """The signs of a tile, of which each thread brings its own: a byte at ``target`` for every 8 of the ``left``
+    elements from the tile's first on. Has a barrier."""
+    quads = cuda.shared.array(0, types.uint8)
+    t = cuda.threadIdx.x
+    for u in range(ROUNDS):
+        quads[u * THREADS + t] = (found >> (QUAD * u)) & 15
+    cuda.syncthreads()
+    nbytes = (min(left, TILE) + 7) >> 3
+    at = 4 * t
+    if at < nbytes:
+        word = 0
+        for k in range(8):
+            word |= int(quads[8 * t + k]) << (4 * k)
+        if target & 3 == 0 and at + 4 <= nbytes:
+            store_int(target + at, word)
+        else:
+            for k in range(4):
+                if at + k < nbytes:
+                    store_byte(target + at + k, (word >> (8 * k)) & 255)
+
+
+@inline
+def _first_pass(
+    c: Any, kept: Any, keeps: bool, masked: int, left: int, rms: int, total: Any, signs: int, last: bool, error_out: int
+) -> Any:
+    """Sends the signs of a tile's c, and puts into c what the error will be before the scale is taken off: ``kept``
+    where masked, if the caller ``keeps``. Returns ``total`` with the tile's magnitudes. Has barriers."""
+    beyond = _beyond(left, ROUNDS)
+    silent = masked | beyond
+    found = 0
+    for u in range(ROUNDS):
+        row = _ZERO
+        for k in range(QUAD):
+            i = QUAD * u + k
+            x = c[i]
+            if x >= _ZERO:
+                found |= 1 << i
+            if (silent >> i) & 1:
+                # +0.0, or NaN where c is not finite: a bad gradient is noticed although its element is masked.
+                x = x - x
+            row = row + (times(x, x) if rms else abs(x))
+            if keeps and (masked >> i) & 1:
+                c[i] = kept[i]
+        total = total + row
+    _write_signs((found | masked) & ~beyond, signs, left + QUAD * cuda.threadIdx.x)
+    if not last:
+        _put(error_out, left, ROUNDS, c)
+        cuda.syncthreads()
+    return total
+
+
+@inline
+def _scale_of(total: Any, hidden: int, mask: int, length: int, rms: int) -> Any:
+    """The scale of the block from what each thread has added up; the same in all threads. Has barriers."""
+    partial = cuda.shared.array(0, types.float32)
+    counts = cuda.shared.array(0, types.int32)
+    t = cuda.threadIdx.x
+    partial[_PARTIAL + t] = total
+    if mask != 0:
+        counts[_HIDDEN + t] = hidden
+    cuda.syncthreads()
+    if t < _FOLD:
+        total = _ZERO
+        for i in range(THREADS // _FOLD):
+            total = total + partial[_PARTIAL + t + _FOLD * i]
+        partial[_PARTIAL + t] = total
+        if mask != 0:
+            hidden = 0
+            for i in range(THREADS // _FOLD):
+                hidden += counts[_HIDDEN + t + _FOLD * i]
+            counts[_HIDDEN + t] = hidden
+    cuda.syncthreads()
+    total = _ZERO
+    elements = length
+    for i in range(_FOLD):
+        total = total + partial[_PARTIAL + i]
+    if mask != 0:
+        for i in range(_FOLD):
+            elements -= counts[_HIDDEN + i]
+    mean = times(total, _ONE / np.float32(elements) if elements > 0 else _ZERO)
+    return np.float32(math.sqrt(mean)) if rms else mean
+
+
+@inline
+def _keep_the_rest(c: Any, masked: int, scale: Any, left: int, error_out: int) -> None:
+    """What the receivers of a tile will not get becomes its error."""
+    for i in range(HELD):
+        if not (masked >> i) & 1:
+            c[i] = c[i] - (scale if c[i] >= _ZERO else -scale)
+    _put(error_out, left, ROUNDS, c)
+
+
+@inline
+def _finish(
+    c: Any, masked: int, hidden: int, total: Any, block: int, mask: int, rms: int, error_out: int, packed: int,
+    status: int,
+) -> None:  # fmt: skip
+    """The scale of a block whose tiles have all been read, and its error. The last tile is in ``c``."""
+    length = load_int(block + _LENGTH)
+    scale = _scale_of(total, hidden, mask, length, rms)
+    t = cuda.threadIdx.x
+    if t == 0:
+        store_float(packed + load_long(block + _SCALE), scale)
+        if scale - scale != _ZERO:
+            store_int(status, 1)
+    at = ((length - 1) & -TILE) + QUAD * t
+    _keep_the_rest(c, masked, scale, length - at, error_out + 4 * at)
+    while at >= TILE:
+        at -= TILE
+        _fetch(error_out + 4 * at, length - at, ROUNDS, c)
+        masked = _bits_of(mask + (load_long(block + _OFFSET) >> 3), at, length - at, ROUNDS) if mask != 0 else 0
+        _keep_the_rest(c, masked, scale, length - at, error_out + 4 * at)
+
+
+@kernel
+def compress(
+    blocks: int, values: int, error: int, error_out: int, mask: int, rms: int, packed: int, status: int
+) -> None:
+    c = cuda.local.array(HELD, types.float32)
+    e = cuda.local.array(HELD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    length = load_int(block + _LENGTH)
+    local = 4 * load_long(block + _LOCAL)
+    hidden_bits = mask + (load_long(block + _OFFSET) >> 3)
+    signs = packed + load_long(block + _BITS)
+    total, hidden, masked = _ZERO, 0, 0
+    for base in range(0, length, TILE):
+        at = base + QUAD * cuda.threadIdx.x
+        left = length - at
+        _fetch(values + local + 4 * at, left, ROUNDS, c)
+        _fetch(error + local + 4 * at, left, ROUNDS, e)
+        if mask != 0:
+            masked = _bits_of(hidden_bits, at, left, ROUNDS) & ~_beyond(left, ROUNDS)
+            hidden += cuda.popc(masked)
+        for i in range(HELD):
+            c[i] = c[i] + e[i]
+        total = _first_pass(
+            c, e, False, masked, left, rms, total, signs + (base >> 3), base + TILE >= length,
+            error_out + local + 4 * at,
+        )  # fmt: skip
+    _finish(c, masked, hidden, total, block, mask, rms, error_out + local, packed, status)
+
+
+@inline
+def _gradient(tensor: int, start: int, left: int, rounds: int, out: Any, scratch: Any) -> None:
+    """This thread's gradients with the coupled weight decay; ``start`` is its first element inside the tensor."""
+    grad = load_long(tensor + _GRAD)
+    if grad != 0:
+        _fetch(grad + 4 * start, left, rounds, out)
+    else:
+        for i in range(QUAD * rounds):
+            out[i] = _ZERO
+    decay = load_float(tensor + _WEIGHT_DECAY)
+    if decay != _ZERO:
+        _fetch(load_long(tensor + _PARAM) + 4 * start, left, rounds, scratch)
+        for i in range(QUAD * rounds):
+            out[i] = out[i] + times(decay, scratch[i])
+
+
+@kernel
+def compress_momentum(
+    blocks: int, tensors: int, previous: int, error: int, error_out: int, mask: int, rms: int, packed: int, status: int
+) -> None:
+    c = cuda.local.array(HELD, types.float32)
+    g = cuda.local.array(HELD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    tensor = tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR)
+    length = load_int(block + _LENGTH)
+    local = 4 * load_long(block + _LOCAL)
+    start = load_long(block + _START)
+    hidden_bits = mask + (load_long(block + _OFFSET) >> 3)
+    bits = load_long(block + _BITS)
+    momentum = load_long(tensor + _MOMENTUM)
+    beta, rest = load_float(tensor + _BETA1), load_float(tensor + _ONE_MINUS_BETA1)
+    total, hidden, masked = _ZERO, 0, 0
+    for base in range(0, length, TILE):
+        at = base + QUAD * cuda.threadIdx.x
+        left = length - at
+        if mask != 0:
+            masked = _bits_of(hidden_bits, at, left, ROUNDS) & ~_beyond(left, ROUNDS)
+            hidden += cuda.popc(masked)
+        _gradient(tensor, start + at, left, ROUNDS, g, c)
+        if momentum != 0:
+            _fetch(momentum + 4 * (start + at), left, ROUNDS, c)
+            for i in range(HELD):
+                c[i] = times(beta, c[i])
+        elif previous != 0:
+            decayed = times(beta, _read_scale(previous + load_long(block + _SCALE)))
+            positive = _bits_of(previous + bits, at, left, ROUNDS)
+            for i in range(HELD):
+                c[i] = _ZERO if (masked >> i) & 1 else (decayed if (positive >> i) & 1 else -decayed)
+        else:
+            for i in range(HELD):
+                c[i] = _ZERO
+        for i in range(HELD):
+            c[i] = c[i] + times(rest, g[i])
+        _fetch(error + local + 4 * at, left, ROUNDS, g)
+        for i in range(HELD):
+            c[i] = c[i] + g[i]
+        total = _first_pass(
+            c, g, False, masked, left, rms, total, packed + bits + (base >> 3), base + TILE >= length,
+            error_out + local + 4 * at,
+        )  # fmt: skip
+    _finish(c, masked, hidden, total, block, mask, rms, error_out + local, packed, status)
+
+
+@kernel
+def compress_update(
+    blocks: int, tensors: int, momentum: int, update: int, error: int, error_out: int, mask: int, rms: int,
+    packed: int, status: int,
+) -> None:  # fmt: skip
+    c = cuda.local.array(HELD, types.float32)
+    g = cuda.local.array(HELD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    tensor = tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR)
+    length = load_int(block + _LENGTH)
+    local = 4 * load_long(block + _LOCAL)
+    start = load_long(block + _START)
+    offset = load_long(block + _OFFSET)
+    signs = packed + load_long(block + _BITS)
+    beta, rest = load_float(tensor + _BETA1), load_float(tensor + _ONE_MINUS_BETA1)
+    step = load_float(tensor + _STEP_SIZE)
+    total, hidden, masked = _ZERO, 0, 0
+    for base in range(0, length, TILE):
+        at = base + QUAD * cuda.threadIdx.x
+        left = length - at
+        if mask != 0:
+            masked = _bits_of(mask + (offset >> 3), at, left, ROUNDS) & ~_beyond(left, ROUNDS)
+            hidden += cuda.popc(masked)
+        _gradient(tensor, start + at, left, ROUNDS, g, c)
+        _fetch(momentum + 4 * (offset + at), left, ROUNDS, c)
+        for i in range(HELD):
+            c[i] = times(step, times(beta, c[i]) + times(rest, g[i]))
+        if update != 0:
+            _fetch(update + 4 * (offset + at), left, ROUNDS, g)
+            for i in range(HELD):
+                c[i] = g[i] + c[i]
+        else:
+            for i in range(HELD):
+                c[i] = _ZERO + c[i]
+        _fetch(error + local + 4 * at, left, ROUNDS, g)
+        for i in range(HELD):
+            c[i] = c[i] + g[i]
+        total = _first_pass(
+            c, g, False, masked, left, rms, total, signs + (base >> 3), base + TILE >= length,
+            error_out + local + 4 * at,
+        )  # fmt: skip
+    _finish(c, masked, hidden, total, block, mask, rms, error_out + local, packed, status)
+
+
+@kernel
+def average(
+    blocks: int, received: int, ranks: int, origin: int, over_ranks: float, error: int, error_out: int, mask: int,
+    rms: int, packed: int, status: int,
+) -> None:  # fmt: skip
+    """``received`` is where the ``ranks`` addresses of the messages are."""
+    a = cuda.local.array(HELD, types.float32)
+    e = cuda.local.array(HELD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    length = load_int(block + _LENGTH)
+    owned = 4 * load_long(block + _OWNED)
+    hidden_bits = mask + (load_long(block + _OFFSET) >> 3)
+    bits, scale_at = load_long(block + _BITS), load_long(block + _SCALE) - origin
+    total, hidden, masked = _ZERO, 0, 0
+    for base in range(0, length, TILE):
+        at = base + QUAD * cuda.threadIdx.x
+        left = length - at
+        _fetch(error + owned + 4 * at, left, ROUNDS, e)
+        if mask != 0:
+            masked = _bits_of(hidden_bits, at, left, ROUNDS) & ~_beyond(left, ROUNDS)
+            hidden += cuda.popc(masked)
+        for i in range(HELD):
+            a[i] = _MINUS_ZERO
+        for rank in range(ranks):
+            message = load_long(received + 8 * rank)
+            scale = _read_scale(message + scale_at)
+            positive = _bits_of(message + bits - origin, at, left, ROUNDS)
+            for i in range(HELD):
+                a[i] = a[i] + (scale if (positive >> i) & 1 else -scale)
+        for i in range(HELD):
+            a[i] = times(a[i], over_ranks) + e[i]
+        total = _first_pass(
+            a, e, True, masked, left, rms, total, packed + bits + (base >> 3), base + TILE >= length,
+            error_out + owned + 4 * at,
+        )  # fmt: skip
+    _finish(a, masked, hidden, total, block, mask, rms, error_out + owned, packed, status)
+
+
+# Loops without a scale of their own go quad by quad.
+
+
+@kernel
+def unpack(blocks: int, packed: int, mask: int, out: int) -> None:
+    values = cuda.local.array(QUAD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    length = load_int(block + _LENGTH)
+    offset = load_long(block + _OFFSET)
+    scale = _read_scale(packed + load_long(block + _SCALE))
+    signs = packed + load_long(block + _BITS)
+    for at in range(QUAD * cuda.threadIdx.x, length, ROW):
+        positive = _bits_of(signs, at, length - at, 1)
+        masked = _bits_of(mask + (offset >> 3), at, length - at, 1) if mask != 0 else 0
+        for k in range(QUAD):
+            values[k] = _ZERO if (masked >> k) & 1 else (scale if (positive >> k) & 1 else -scale)
+        _put(out + 4 * (offset + at), length - at, 1, values)
+
+
+@kernel
+def apply(blocks: int, tensors: int, packed: int, denominator: int, mask: int) -> None:
+    p = cuda.local.array(QUAD, types.float32)
+    below = cuda.local.array(QUAD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    tensor = tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR)
+    if load_int(tensor + _SKIP) != 0:
+        return
+    length = load_int(block + _LENGTH)
+    offset = load_long(block + _OFFSET)
+    param = load_long(tensor + _PARAM) + 4 * load_long(block + _START)
+    decay = load_float(tensor + _DECAY)
+    step = times(load_float(tensor + _STEP_SIZE), _read_scale(packed + load_long(block + _SCALE)))
+    signs = packed + load_long(block + _BITS)
+    for at in range(QUAD * cuda.threadIdx.x, length, ROW):
+        left = length - at
+        _fetch(param + 4 * at, left, 1, p)
+        _fetch(denominator + 4 * (offset + at), left, 1, below)
+        positive = _bits_of(signs, at, left, 1)
+        masked = _bits_of(mask + (offset >> 3), at, left, 1) if mask != 0 else 0
+        for k in range(QUAD):
+            x = times(p[k], decay) if decay != _ONE else p[k]
+            moved = x - (step if (positive >> k) & 1 else -step) / below[k]
+            p[k] = x if (masked >> k) & 1 else moved
+        _put(param + 4 * at, left, 1, p)
+
+
+@kernel
+def local_step(blocks: int, tensors: int, momentum: int, update: int, denominator: int, mask: int) -> None:
+    p = cuda.local.array(QUAD, types.float32)
+    g = cuda.local.array(QUAD, types.float32)
+    m = cuda.local.array(QUAD, types.float32)
+    below = cuda.local.array(QUAD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    tensor = tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR)
+    if load_int(tensor + _SKIP) != 0:
+        return
+    length = load_int(block + _LENGTH)
+    offset = load_long(block + _OFFSET)
+    start = load_long(block + _START)
+    param = load_long(tensor + _PARAM) + 4 * start
+    beta, rest = load_float(tensor + _BETA1), load_float(tensor + _ONE_MINUS_BETA1)
+    step, decay = load_float(tensor + _STEP_SIZE), load_float(tensor + _DECAY)
+    for at in range(QUAD * cuda.threadIdx.x, length, ROW):
+        left = length - at
+        flat = 4 * (offset + at)
+        _fetch(momentum + flat, left, 1, m)
+        _fetch(denominator + flat, left, 1, below)
+        _gradient(tensor, start + at, left, 1, g, p)
+        _fetch(param + 4 * at, left, 1, p)
+        masked = _bits_of(mask + (offset >> 3), at, left, 1) if mask != 0 else 0
+        for k in range(QUAD):
+            moved = times(beta, m[k]) + times(rest, g[k])
+            x = times(p[k], decay) if decay != _ONE else p[k]
+            stepped = x - times(step, moved / below[k])
+            p[k] = x if (masked >> k) & 1 else stepped
+            m[k] = m[k] if (masked >> k) & 1 else moved
+            g[k] = moved
+        _put(param + 4 * at, left, 1, p)
+        _put(momentum + flat, left, 1, m)
+        if update != 0:
+            _fetch(update + flat, left, 1, p)
+            for k in range(QUAD):
+                p[k] = p[k] + times(step, g[k])
+            _put(update + flat, left, 1, p)
+
+
+@kernel
+def apply_update(
+    blocks: int, tensors: int, packed: int, denominator: int, mask: int, momentum: int, update: int, synced: int
+) -> None:
+    p = cuda.local.array(QUAD, types.float32)
+    m = cuda.local.array(QUAD, types.float32)
+    below = cuda.local.array(QUAD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    tensor = tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR)
+    if load_int(tensor + _SKIP) != 0:
+        return
+    length = load_int(block + _LENGTH)
+    offset = load_long(block + _OFFSET)
+    param = load_long(tensor + _PARAM) + 4 * load_long(block + _START)
+    decay = load_float(tensor + _INTERVAL_DECAY)
+    scale = _read_scale(packed + load_long(block + _SCALE))
+    mean = scale / load_float(tensor + _INTERVAL_LR)
+    signs = packed + load_long(block + _BITS)
+    for at in range(QUAD * cuda.threadIdx.x, length, ROW):
+        left = length - at
+        flat = 4 * (offset + at)
+        _fetch(synced + flat if synced != 0 else param + 4 * at, left, 1, p)
+        _fetch(denominator + flat, left, 1, below)
+        positive = _bits_of(signs, at, left, 1)
+        masked = _bits_of(mask + (offset >> 3), at, left, 1) if mask != 0 else 0
+        for k in range(QUAD):
+            x = times(p[k], decay) if decay != _ONE else p[k]
+            moved = x - (scale if (positive >> k) & 1 else -scale) / below[k]
+            p[k] = x if (masked >> k) & 1 else moved
+            m[k] = _ZERO if (masked >> k) & 1 else (mean if (positive >> k) & 1 else -mean)
+        _put(param + 4 * at, left, 1, p)
+        _put(momentum + flat, left, 1, m)
+        if synced != 0:
+            _put(synced + flat, left, 1, p)
+        if update != 0:
+            for k in range(QUAD):
+                p[k] = _ZERO
+            _put(update + flat, left, 1, p)
+
+
+@kernel
+def finite(blocks: int, tensors: int, status: int) -> None:
+    g = cuda.local.array(QUAD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    grad = load_long(tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR) + _GRAD)
+    if grad == 0:
+        return
+    length = load_int(block + _LENGTH)
+    first = grad + 4 * load_long(block + _START)
+    for at in range(QUAD * cuda.threadIdx.x, length, ROW):
+        _fetch(first + 4 * at, length - at, 1, g)
+        for k in range(QUAD):
+            if g[k] - g[k] != _ZERO:
+                store_int(status, 1)
+
+
+# Birder and SoftSignSGD.
+
+
+@inline
+def _philox(quad: int, low: int, high: int, step: int, stream: int) -> Any:
+    """Four random words for four elements: Philox-4x32-7, see ``reference.philox4x32``."""
+    a, b = np.uint64(quad) & _WORD, np.uint64(quad) >> _32
+    c, d = np.uint64(step), np.uint64(stream)
+    first, second = np.uint64(low), np.uint64(high)
+    for _ in range(7):
+        p, q = a * _FIRST_FACTOR, c * _SECOND_FACTOR
+        a, b, c, d = (q >> _32) ^ b ^ first, q & _WORD, (p >> _32) ^ d ^ second, p & _WORD
+        first = (first + _FIRST_KEY_STEP) & _WORD
+        second = (second + _SECOND_KEY_STEP) & _WORD
+    return a, b, c, d
+
+
+_WORD, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+_FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_FIRST_KEY_STEP, _SECOND_KEY_STEP = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+
+
+@inline
+def _unit(word: Any) -> Any:
+    """A random word as a multiple of 2^-24 in [0, 1)."""
+    return times(np.float32(np.int32(word >> np.uint64(8))), _UNIT)
+
+
+@inline
+def _uniform(index: int, low: int, high: int, step: int, stream: int, out: Any) -> None:
+    """The random numbers of four elements from ``index`` on, which come from two counters unless it is a multiple."""
+    a, b, c, d = _philox(index >> 2, low, high, step, stream)
+    shift = index & 3
+    if shift != 0:
+        w, x, y, _ = _philox((index >> 2) + 1, low, high, step, stream)
+        if shift == 1:
+            a, b, c, d = b, c, d, w
+        elif shift == 2:
+            a, b, c, d = c, d, w, x
+        else:
+            a, b, c, d = d, w, x, y
+    out[0] = _unit(a)
+    out[1] = _unit(b)
+    out[2] = _unit(c)
+    out[3] = _unit(d)
+
+
+@inline
+def _ratio(
+    tensor: int, start: int, left: int, momentum: int, momentum_out: int, magnitude: int, magnitude_out: int,
+    eps: float, amsgrad: int, status: int, out: Any,
+) -> None:  # fmt: skip
+    """A quad of this step's m and b, written where their addresses say, and of m / (b + eps), 0 past the end."""
+    m = cuda.local.array(QUAD, types.float32)
+    b = cuda.local.array(QUAD, types.float32)
+    grad = load_long(tensor + _GRAD)
+    beta, rest = load_float(tensor + _BETA1), load_float(tensor + _ONE_MINUS_BETA1)
+    _fetch(momentum, left, 1, m)
+    _fetch(magnitude, left, 1, b)
+    if grad != 0:
+        _fetch(grad + 4 * start, left, 1, out)
+    else:
+        for k in range(QUAD):
+            out[k] = _ZERO
+    for k in range(QUAD):
+        m[k] = times(beta, m[k]) + times(rest, out[k])
+        now = times(beta, b[k]) + times(rest, abs(out[k]))
+        b[k] = b[k] if amsgrad and b[k] > now else now
+        # Past the end it would be 0 / eps, and eps may be 0.
+        out[k] = m[k] / (b[k] + eps) if k < left else _ZERO
+        if (m[k] - m[k]) + (b[k] - b[k]) + (out[k] - out[k]) != _ZERO:
+            store_int(status, 1)
+    _put(momentum_out, left, 1, m)
+    _put(magnitude_out, left, 1, b)
+
+
+@inline
+def _random_signs(y: Any, number: Any, left: int, error_out: int, status: int) -> int:
+    """Four random signs whose mean is y where that is in [-1, 1]; what they leave of y is the new error."""
+    found = 0
+    for k in range(QUAD):
+        if y[k] - y[k] != _ZERO:
+            store_int(status, 1)
+        positive = number[k] < times(y[k] + _ONE, _HALF)
+        if positive and k < left:
+            found |= 1 << k
+        y[k] = y[k] - (_ONE if positive else -_ONE)
+    _put(error_out, left, 1, y)
+    return found
+
+
+@kernel
+def quantize(
+    blocks: int, tensors: int, momentum: int, momentum_out: int, magnitude: int, magnitude_out: int, error: int,
+    error_out: int, eps: float, amsgrad: int, low: int, high: int, step: int, stream: int, packed: int, status: int,
+) -> None:  # fmt: skip
+    """``low`` and ``high``: the halves of the seed."""
+    y = cuda.local.array(QUAD, types.float32)
+    other = cuda.local.array(QUAD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    tensor = tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR)
+    length = load_int(block + _LENGTH)
+    local, start, index = load_long(block + _LOCAL), load_long(block + _START), load_long(block + _INDEX)
+    signs = packed + load_long(block + _BITS)
+    for base in range(0, length, TILE):
+        found = 0
+        for u in range(ROUNDS):
+            at = base + u * ROW + QUAD * cuda.threadIdx.x
+            left = length - at
+            if left > 0:
+                flat = 4 * (local + at)
+                _ratio(
+                    tensor, start + at, left, momentum + flat, momentum_out + flat, magnitude + flat,
+                    magnitude_out + flat, eps, amsgrad, status, y,
+                )  # fmt: skip
+                _fetch(error + flat, left, 1, other)
+                for k in range(QUAD):
+                    y[k] = y[k] + other[k]
+                _uniform(index + at, low, high, step, stream, other)
+                found |= _random_signs(y, other, left, error_out + flat, status) << (QUAD * u)
+        _write_signs(found, signs + (base >> 3), length - base)
+        if base + TILE < length:
+            cuda.syncthreads()
+
+
+@kernel
+def quantized_average(
+    blocks: int, received: int, ranks: int, origin: int, weights: int, error: int, error_out: int, low: int, high: int,
+    step: int, stream: int, packed: int, status: int,
+) -> None:  # fmt: skip
+    """``received`` is where the ``ranks`` addresses of the messages are."""
+    a = cuda.local.array(QUAD, types.float32)
+    other = cuda.local.array(QUAD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    length = load_int(block + _LENGTH)
+    owned, index, bits = load_long(block + _OWNED), load_long(block + _INDEX), load_long(block + _BITS)
+    for base in range(0, length, TILE):
+        found = 0
+        for u in range(ROUNDS):
+            at = base + u * ROW + QUAD * cuda.threadIdx.x
+            left = length - at
+            if left > 0:
+                _fetch(error + 4 * (owned + at), left, 1, other)
+                for k in range(QUAD):
+                    a[k] = _MINUS_ZERO
+                for rank in range(ranks):
+                    weight = load_float(weights + 4 * rank)
+                    positive = _bits_of(load_long(received + 8 * rank) + bits - origin, at, left, 1)
+                    for k in range(QUAD):
+                        a[k] = a[k] + (weight if (positive >> k) & 1 else -weight)
+                for k in range(QUAD):
+                    a[k] = a[k] + other[k]
+                _uniform(index + at, low, high, step, stream, other)
+                found |= _random_signs(a, other, left, error_out + 4 * (owned + at), status) << (QUAD * u)
+        _write_signs(found, packed + bits + (base >> 3), length - base)
+        if base + TILE < length:
+            cuda.syncthreads()
+
+
+@kernel
+def apply_signs(blocks: int, tensors: int, packed: int) -> None:
+    p = cuda.local.array(QUAD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    tensor = tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR)
+    if load_int(tensor + _SKIP) != 0:
+        return
+    length = load_int(block + _LENGTH)
+    param = load_long(tensor + _PARAM) + 4 * load_long(block + _START)
+    step, decay = load_float(tensor + _STEP_SIZE), load_float(tensor + _DECAY)
+    signs = packed + load_long(block + _BITS)
+    for at in range(QUAD * cuda.threadIdx.x, length, ROW):
+        _fetch(param + 4 * at, length - at, 1, p)
+        positive = _bits_of(signs, at, length - at, 1)
+        for k in range(QUAD):
+            x = times(p[k], decay) if decay != _ONE else p[k]
+            p[k] = x - (step if (positive >> k) & 1 else -step)
+        _put(param + 4 * at, length - at, 1, p)
+
+
+@kernel
+def soft_sign(
+    blocks: int, tensors: int, momentum: int, momentum_out: int, magnitude: int, magnitude_out: int, eps: float,
+    amsgrad: int, out: int, status: int,
+) -> None:  # fmt: skip
+    ratio = cuda.local.array(QUAD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    tensor = tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR)
+    length = load_int(block + _LENGTH)
+    local, offset, start = load_long(block + _LOCAL), load_long(block + _OFFSET), load_long(block + _START)
+    for at in range(QUAD * cuda.threadIdx.x, length, ROW):
+        flat = 4 * (local + at)
+        _ratio(
+            tensor, start + at, length - at, momentum + flat, momentum_out + flat, magnitude + flat,
+            magnitude_out + flat, eps, amsgrad, status, ratio,
+        )  # fmt: skip
+        _put(out + 4 * (offset + at), length - at, 1, ratio)
+
+
+_REMEMBERED = 1024  # tables of messages
+
+
+def address_of(array: Any) -> int:
+    """Where the first element of an array on the device is; 0 for None, which is what kernels take for nothing."""
+    if array is None:
+        return 0
+    interface = getattr(array, "__array_interface__" if SIMULATED else "__cuda_array_interface__", None)
+    if interface is None:
+        raise TypeError(f"{type(array).__name__} is not an array in the memory of a CUDA device")
+    return int(interface["data"][0])
+
+
+class CudaKernels:
+    """See ``ocomm.kernels.base.Kernels`` for the arguments, ``ocomm.kernels.reference`` for what is computed.
+
+    All arrays, the tables too, are on the device: anything with ``__cuda_array_interface__``, contiguous, with ``len``
+    the number of rows. Addresses in the tensor table are device addresses. Signs equal the reference's exactly, given
+    the scale; a scale may differ in its last bits, because other partial sums are rounded. A call is one launch on
+    ``stream``; a message that is received may lie at any byte, ``packed`` and scales in it at multiples of 4.
+
+    A returned bool waits for the stream; whoever must not wait reads the scales, which say the same.
+
+    ``reduce``, ``checksum`` and ``checksums`` are missing.
+    """
+
+    name = "cuda"
+
+    def __init__(self, stream: Any = 0) -> None:
+        self._stream = stream
+        self._status = cuda.to_device(np.zeros(1, np.int32))
+        self._messages: dict[tuple[int, ...], Any] = {}
+
+    def compress(
+        self,
+        blocks: Any,
+        values: Any,
+        error: Any,
+        error_out: Any,
+        mask: Any,
+        scale: str,
+        packed: Any,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``."""
+        self._launch(compress, blocks, values, error, error_out, mask, scale == "rms", packed, self._status)
+        return self._all_finite()
+
+    def compress_momentum(
+        self,
+        blocks: Any,
+        tensors: Any,
+        previous: Any,
+        error: Any,
+        error_out: Any,
+        mask: Any,
+        scale: str,
+        packed: Any,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``, ``packed`` may not be ``previous``."""
+        rms = scale == "rms"
+        self._launch(
+            compress_momentum, blocks, tensors, previous, error, error_out, mask, rms, packed, self._status
+        )  # fmt: skip
+        return self._all_finite()
+
+    def average(
+        self,
+        blocks: Any,
+        received: Sequence[Any],
+        origin: int,
+        error: Any,
+        error_out: Any,
+        mask: Any,
+        scale: str,
+        packed: Any,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``."""
+        ranks = len(received)
+        messages, over_ranks = self._addresses(received), np.float32(1 / ranks)
+        self._launch(
+            average, blocks, messages, ranks, origin, over_ranks, error, error_out, mask, scale == "rms", packed,
+            self._status,
+        )  # fmt: skip
+        return self._all_finite()
+
+    def unpack(self, blocks: Any, packed: Any, mask: Any, out: Any) -> None:
+        """Writes ``out`` where the blocks are."""
+        self._launch(unpack, blocks, packed, mask, out)
+
+    def apply(self, blocks: Any, tensors: Any, packed: Any, denominator: Any, mask: Any) -> None:
+        """Updates the tensors behind the ``param`` addresses in place, except those with ``skip``."""
+        self._launch(apply, blocks, tensors, packed, denominator, mask)
+
+    def compress_update(
+        self,
+        blocks: Any,
+        tensors: Any,
+        momentum: Any,
+        update: Any,
+        error: Any,
+        error_out: Any,
+        mask: Any,
+        scale: str,
+        packed: Any,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``."""
+        self._launch(
+            compress_update, blocks, tensors, momentum, update, error, error_out, mask, scale == "rms", packed,
+            self._status,
+        )  # fmt: skip
+        return self._all_finite()
+
+    def local_step(
+        self,
+        blocks: Any,
+        tensors: Any,
+        momentum: Any,
+        update: Any,
+        denominator: Any,
+        mask: Any,
+    ) -> None:
+        """Updates ``momentum``, ``update`` and the tensors behind ``param`` in place, but where ``skip`` is set."""
+        self._launch(local_step, blocks, tensors, momentum, update, denominator, mask)
+
+    def apply_update(
+        self,
+        blocks: Any,
+        tensors: Any,
+        packed: Any,
+        denominator: Any,
+        mask: Any,
+        momentum: Any,
+        update: Any,
+        synced: Any,
+    ) -> None:
+        """Updates the tensors behind ``param`` and the flat buffers in place, but where ``skip`` is set."""
+        self._launch(apply_update, blocks, tensors, packed, denominator, mask, momentum, update, synced)
+
+    def finite(self, blocks: Any, tensors: Any) -> bool:
+        """Reads the gradients only; a gradient of 0 in the table is finite."""
+        self._launch(finite, blocks, tensors, self._status)
+        return self._all_finite()
+
+    def quantize(
+        self,
+        blocks: Any,
+        tensors: Any,
+        momentum: Any,
+        momentum_out: Any,
+        magnitude: Any,
+        magnitude_out: Any,
+        error: Any,
+        error_out: Any,
+        eps: float,
+        amsgrad: bool,
+        noise: NDArray[np.void],
+        packed: Any,
+    ) -> bool:
+        """Writes ``packed`` and the three ``_out``; each may be the array it follows. ``noise`` is on the host."""
+        self._launch(
+            quantize, blocks, tensors, momentum, momentum_out, magnitude, magnitude_out, error, error_out,
+            np.float32(eps), amsgrad, *_counted_by(noise), packed, self._status,
+        )  # fmt: skip
+        return self._all_finite()
+
+    def quantized_average(
+        self,
+        blocks: Any,
+        received: Sequence[Any],
+        origin: int,
+        weights: Any,
+        error: Any,
+        error_out: Any,
+        noise: NDArray[np.void],
+        packed: Any,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``. ``noise`` is on the host."""
+        self._launch(
+            quantized_average, blocks, self._addresses(received), len(received), origin, weights, error, error_out,
+            *_counted_by(noise), packed, self._status,
+        )  # fmt: skip
+        return self._all_finite()
+
+    def apply_signs(self, blocks: Any, tensors: Any, packed: Any) -> None:
+        """Updates the tensors behind the ``param`` addresses in place, except those with ``skip``."""
+        self._launch(apply_signs, blocks, tensors, packed)
+
+    def soft_sign(
+        self,
+        blocks: Any,
+        tensors: Any,
+        momentum: Any,
+        momentum_out: Any,
+        magnitude: Any,
+        magnitude_out: Any,
+        eps: float,
+        amsgrad: bool,
+        out: Any,
+    ) -> bool:
+        """Writes ``out`` and the two ``_out``; the latter may be the array they follow."""
+        self._launch(
+            soft_sign, blocks, tensors, momentum, momentum_out, magnitude, magnitude_out, np.float32(eps), amsgrad, out,
+            self._status,
+        )  # fmt: skip
+        return self._all_finite()
+
+    def _launch(self, loop: Any, blocks: Any, *arguments: Any) -> None:
+        """Arrays go as addresses, None as 0, numbers as they are."""
+        if len(blocks):
+            loop[len(blocks), THREADS, self._stream, SHARED_NBYTES](
+                address_of(blocks),
+                *(
+                    argument
+                    if isinstance(argument, np.float32)
+                    else int(argument)
+                    if isinstance(argument, int)
+                    else address_of(argument)
+                    for argument in arguments
+                ),
+            )
+
+    def _addresses(self, arrays: Sequence[Any]) -> Any:
+        """A device array of addresses; one that was made for the same arrays before, since plans do not change."""
+        key = tuple(map(address_of, arrays))
+        if key not in self._messages:
+            if len(self._messages) == _REMEMBERED:
+                self._messages.clear()
+            self._messages[key] = cuda.to_device(np.array(key, np.int64), stream=self._stream)
+        return self._messages[key]
+
+    def _all_finite(self) -> bool:
+        """Whether no kernel has raised the flag since the last time."""
+        if self._stream:
+            self._stream.synchronize()
+        found = bool(self._status.copy_to_host()[0])
+        if found:
+            self._status.copy_to_device(np.zeros(1, np.int32))
+        return not found
+
+
+def _counted_by(noise: NDArray[np.void]) -> tuple[int, int, int, int]:
+    """Seed in halves, step and stream of one row of NOISE."""
+    row = noise.reshape(-1)[0]
+    seed = int(row["seed"])
+    return seed & 0xFFFFFFFF, seed >> 32, int(row["step"]), int(row["stream"])
