@@ -15,8 +15,10 @@ is why it uses neither warp votes nor shuffles.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numba
@@ -37,6 +39,10 @@ ROW = THREADS * QUAD
 ROUNDS = 4
 TILE = ROUNDS * ROW
 HELD = ROUNDS * QUAD  # elements per thread
+
+#: Threads per thread block, and how many of those must fit on a multiprocessor together: that limits registers to 64
+#: and keeps enough loads under way.
+LAUNCH_BOUNDS = (THREADS, 4)
 
 #: Bytes of shared memory: a tile's signs by quad, then a float and an int32 per thread. It is allocated by the launch,
 #: since the simulator may give two threads different arrays where a kernel allocates it.
@@ -123,8 +129,7 @@ else:
     from numba.cuda.extending import intrinsic
 
     inline = cuda.jit(device=True, forceinline=True)
-    # No more registers than let four thread blocks share a multiprocessor: enough loads under way to fill the memory.
-    kernel = cuda.jit(launch_bounds=(THREADS, 4))
+    kernel = cuda.jit(launch_bounds=LAUNCH_BOUNDS)
 
     _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
     _VECTOR = ir.VectorType(_FLOAT, QUAD)
@@ -703,7 +708,7 @@ def finite(blocks: int, tensors: int, status: int) -> None:
                 store_int(status, 1)
 
 
-# Birder and SoftSignSGD.
+# Birder, SoftSignSGD and Lion.
 
 
 @inline
@@ -781,7 +786,8 @@ def _ratio(
 
 @inline
 def _random_signs(y: Any, number: Any, left: int, error_out: int, status: int) -> int:
-    """Four random signs whose mean is y where that is in [-1, 1]; what they leave of y is the new error."""
+    """Four random signs whose mean is y where that is in [-1, 1]; what they leave of y is the new error, if there is
+    an address for it."""
     found = 0
     for k in range(QUAD):
         if y[k] - y[k] != _ZERO:
@@ -790,7 +796,8 @@ def _random_signs(y: Any, number: Any, left: int, error_out: int, status: int) -
         if positive and k < left:
             found |= 1 << k
         y[k] = y[k] - (_ONE if positive else -_ONE)
-    _put(error_out, left, 1, y)
+    if error_out != 0:
+        _put(error_out, left, 1, y)
     return found
 
 
@@ -845,7 +852,6 @@ def quantized_average(
             at = base + u * ROW + QUAD * cuda.threadIdx.x
             left = length - at
             if left > 0:
-                _fetch(error + 4 * (owned + at), left, 1, other)
                 for k in range(QUAD):
                     a[k] = _MINUS_ZERO
                 for rank in range(ranks):
@@ -853,11 +859,55 @@ def quantized_average(
                     positive = _bits_of(load_long(received + 8 * rank) + bits - origin, at, left, 1)
                     for k in range(QUAD):
                         a[k] = a[k] + (weight if (positive >> k) & 1 else -weight)
-                for k in range(QUAD):
-                    a[k] = a[k] + other[k]
+                if error != 0:
+                    _fetch(error + 4 * (owned + at), left, 1, other)
+                    for k in range(QUAD):
+                        a[k] = a[k] + other[k]
                 _uniform(index + at, low, high, step, stream, other)
-                found |= _random_signs(a, other, left, error_out + 4 * (owned + at), status) << (QUAD * u)
+                rest = error_out + 4 * (owned + at) if error_out != 0 else 0
+                found |= _random_signs(a, other, left, rest, status) << (QUAD * u)
         _write_signs(found, packed + bits + (base >> 3), length - base)
+        if base + TILE < length:
+            cuda.syncthreads()
+
+
+@kernel
+def compress_signs(
+    blocks: int, tensors: int, momentum: int, momentum_out: int, beta2: float, rest2: float, zero_up: int, packed: int,
+    status: int,
+) -> None:  # fmt: skip
+    """``rest2``: the rounded 1 - beta2."""
+    m = cuda.local.array(QUAD, types.float32)
+    g = cuda.local.array(QUAD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    tensor = tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR)
+    length = load_int(block + _LENGTH)
+    local, start = load_long(block + _LOCAL), load_long(block + _START)
+    signs = packed + load_long(block + _BITS)
+    grad = load_long(tensor + _GRAD)
+    beta, rest = load_float(tensor + _BETA1), load_float(tensor + _ONE_MINUS_BETA1)
+    for base in range(0, length, TILE):
+        found = 0
+        for u in range(ROUNDS):
+            at = base + u * ROW + QUAD * cuda.threadIdx.x
+            left = length - at
+            if left > 0:
+                flat = 4 * (local + at)
+                _fetch(momentum + flat, left, 1, m)
+                if grad != 0:
+                    _fetch(grad + 4 * (start + at), left, 1, g)
+                else:
+                    for k in range(QUAD):
+                        g[k] = _ZERO
+                for k in range(QUAD):
+                    c = times(beta, m[k]) + times(rest, g[k])
+                    m[k] = times(beta2, m[k]) + times(rest2, g[k])
+                    if (c - c) + (m[k] - m[k]) != _ZERO:
+                        store_int(status, 1)
+                    if (c > _ZERO or (zero_up and c == _ZERO)) and k < left:
+                        found |= 1 << (QUAD * u + k)
+                _put(momentum_out + flat, left, 1, m)
+        _write_signs(found, signs + (base >> 3), length - base)
         if base + TILE < length:
             cuda.syncthreads()
 
@@ -899,6 +949,35 @@ def soft_sign(
             magnitude_out + flat, eps, amsgrad, status, ratio,
         )  # fmt: skip
         _put(out + 4 * (offset + at), length - at, 1, ratio)
+
+
+KERNELS: tuple[Any, ...] = (
+    compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite, quantize,
+    quantized_average, compress_signs, apply_signs, soft_sign,
+)  # fmt: skip
+
+
+def compiled(loop: Any, capability: tuple[int, int]) -> str:
+    """PTX of one of KERNELS for a compute capability; no device is needed, but NVVM and NVRTC are, else ImportError."""
+    from numba.cuda import dispatcher
+
+    signature = tuple(
+        types.float32 if parameter.annotation == "float" else types.int64
+        for parameter in inspect.signature(loop.py_func).parameters.values()
+    )
+    # numba-cuda compiles what a kernel calls for the device that it finds.
+    usual = dispatcher.get_current_device
+    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
+    try:
+        return str(cuda.compile_ptx(loop.py_func, signature, cc=capability, launch_bounds=LAUNCH_BOUNDS)[0])
+    except Exception as error:
+        # Several classes, by what is missing; their texts name the library.
+        if "libn" not in str(error).lower() and "nvvm" not in str(error).lower():
+            raise
+        reason = str(error).splitlines()[0]
+        raise ImportError(f"{reason}: pip install nvidia-nvvm nvidia-cuda-nvrtc nvidia-nvjitlink") from error
+    finally:
+        dispatcher.get_current_device = usual
 
 
 _REMEMBERED = 1024  # tables of messages
@@ -1077,10 +1156,28 @@ class CudaKernels:
         noise: NDArray[np.void],
         packed: Any,
     ) -> bool:
-        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``. ``noise`` is on the host."""
+        """Writes ``packed`` and ``error_out``, which may be ``error``; both may be None. ``noise`` is on the host."""
         self._launch(
             quantized_average, blocks, self._addresses(received), len(received), origin, weights, error, error_out,
             *_counted_by(noise), packed, self._status,
+        )  # fmt: skip
+        return self._all_finite()
+
+    def compress_signs(
+        self,
+        blocks: Any,
+        tensors: Any,
+        momentum: Any,
+        momentum_out: Any,
+        beta2: float,
+        one_minus_beta2: float,
+        zero_up: bool,
+        packed: Any,
+    ) -> bool:
+        """Writes ``packed`` and ``momentum_out``; the latter may be ``momentum``."""
+        self._launch(
+            compress_signs, blocks, tensors, momentum, momentum_out, np.float32(beta2), np.float32(one_minus_beta2),
+            zero_up, packed, self._status,
         )  # fmt: skip
         return self._all_finite()
 

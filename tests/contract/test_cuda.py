@@ -100,6 +100,7 @@ ADAM: dict[str, Results] = {
 BIRDER: dict[str, Results] = {
     "quantize": birder.quantize_results,
     "quantized_average": birder.average_results,
+    "compress_signs": birder.lion_results,
     "apply_signs": birder.apply_results,
     "soft_sign": birder.soft_sign_results,
 }
