@@ -1,0 +1,127 @@
+"""Validation loss and accuracy of every optimizer against tuned Adam, on real text and real images.
+
+    ocommrun -np 4 python -m benchmarks.convergence [--tune] [--tasks text images small]
+
+All optimizers start from the same parameters and see the same batches, for each of three seeds. lr and beta come from
+``benchmarks/results/convergence-tuning.json``, which ``--tune`` makes anew: one run with a seed of its own for each
+point of the grid. The tables go to ``benchmarks/results/convergence.md``, the runs to ``convergence.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import ocomm_torch as hvd
+from benchmarks import convergence_tables as tables
+from benchmarks.methods import ADAM, METHODS, Method, Settings, Wrap, one_bit_adam
+from benchmarks.tasks import Task, mnist, shakespeare
+from benchmarks.training import Run, train
+
+RESULTS = Path(__file__).resolve().parent / "results"
+TUNING = RESULTS / "convergence-tuning.json"
+SEEDS, TUNING_SEED = (0, 1, 2), 3
+STEPS = 300
+SCALES, BLOCKS, FLOORS = ("l1", "rms"), (1024, 4096, "tensor"), (0.05, 0.0)
+
+LOADERS: dict[str, Callable[[], Task]] = {
+    "text": shakespeare.load,
+    "images": mnist.load,
+    "small": lambda: shakespeare.load(shakespeare.SMALL),
+}
+
+
+def load(name: str) -> Task:
+    """The first rank of each host fills the cache, the others wait for it."""
+    if hvd.local_rank() == 0:
+        task = LOADERS[name]()
+    hvd.barrier()
+    return task if hvd.local_rank() == 0 else LOADERS[name]()
+
+
+def run_once(task: Task, name: str, wrap: Wrap, settings: Settings, seed: int) -> Run:
+    run = train(task, wrap, settings, seed=seed, steps=STEPS)
+    if hvd.rank() == 0:
+        told = "  ".join(f"{key} {value:g}" for key, value in settings.items())
+        found = f"loss {run.loss:.4f}" + (f"  {100 * run.accuracy:.2f} %" if task.has_accuracy else "")
+        mark = "  diverged" if run.diverged else "" if run.replicas_equal else "  REPLICAS DIFFER"
+        print(f"{task.name:10}  {name:24} {told:20}  seed {seed}  {found}  {run.seconds:5.1f} s{mark}", flush=True)
+    return run
+
+
+def tune(task: Task) -> dict[str, list[dict]]:
+    """One run per point of each method's grid: [{lr, beta, loss}, ...] by method."""
+    return {
+        method.name: [
+            {**settings, "loss": run_once(task, method.name, method.wrap, settings, TUNING_SEED).loss}
+            for settings in method.grid
+        ]
+        for method in METHODS
+        if method.grid
+    }
+
+
+def best(tuning: dict[str, list[dict]], method: Method) -> Settings:
+    """The point of the method's grid with the lowest loss; Adam's where the method has no grid."""
+    tried = tuning[method.name if method.grid else ADAM.name]
+    point = min((p for p in tried if p["loss"] == p["loss"]), key=lambda p: p["loss"])
+    return {key: value for key, value in point.items() if key != "loss"}
+
+
+def compare(task: Task, tuning: dict[str, list[dict]]) -> dict[str, list[Run]]:
+    return {
+        method.name: [run_once(task, method.name, method.wrap, best(tuning, method), seed) for seed in SEEDS]
+        for method in METHODS
+    }
+
+
+def stability(task: Task, settings: Settings) -> dict[str, list[Run]]:
+    """1-bit Adam with every scale and block size, floored and not; Adam beside it."""
+    runs = {ADAM.name: [run_once(task, ADAM.name, ADAM.wrap, settings, seed) for seed in SEEDS]}
+    for floor in FLOORS:
+        for scale in SCALES:
+            for block in BLOCKS:
+                wrap = one_bit_adam(scale=scale, block_size=block, variance_floor=floor)
+                name = tables.variant(scale, block, floor)
+                runs[name] = [run_once(task, name, wrap, settings, seed) for seed in SEEDS]
+    return runs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tasks", nargs="+", choices=LOADERS, default=list(LOADERS))
+    parser.add_argument("--tune", action="store_true", help="try every point of the grids first, and keep the results")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the tables and the runs")
+    options = parser.parse_args()
+    hvd.init()
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    tuning = json.loads(TUNING.read_text()) if TUNING.exists() else {}
+    results = {}
+    for name in options.tasks:
+        task = load(name)
+        if options.tune and name != "small":
+            tuning[name] = tune(task)
+        runs = stability(task, best(tuning["text"], ADAM)) if name == "small" else compare(task, tuning[name])
+        results[name] = tables.Result(task, runs)
+    if hvd.rank() == 0:
+        options.output.mkdir(parents=True, exist_ok=True)
+        if options.tune:
+            TUNING.write_text(json.dumps(tuning, indent=1) + "\n")
+        about = tables.About(hvd.size(), STEPS, SEEDS, TUNING_SEED, time.perf_counter() - started)
+        text = tables.document(results, tuning, about)
+        (options.output / "convergence.md").write_text(text)
+        (options.output / "convergence.json").write_text(tables.as_json(results, about))
+        print(f"\n{text}")
+    hvd.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The optimizers that ``benchmarks.convergence`` compares: how each wraps Adam, and which settings are tried for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+import ocomm_torch as hvd
+from benchmarks.naive import NaiveOneBitAdam
+
+#: Points of accuracy that an optimizer may be below Adam.
+ACCURACY_BOUND = 0.5
+
+BETAS = (0.9, 0.999)
+LRS = (3e-3, 5e-3, 8e-3, 1.2e-2)
+SIGN_LRS = (5e-4, 1e-3, 2e-3, 3e-3)
+SIGN_BETAS = (0.8, 0.9, 0.95)
+
+#: lr and, for SoftSignSGD and Birder, beta.
+Settings = Mapping[str, float]
+Wrap = Callable[[torch.optim.Optimizer, nn.Module, int, Settings], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Method:
+    """``wrap(adam, model, steps, settings)``; ``grid`` is empty for what runs at Adam's lr.
+
+    ``bounds``: by task, between what the loss should be, as fractions above Adam's. ``keeps_accuracy``: whether the
+    accuracy should be within ACCURACY_BOUND of Adam's.
+    """
+
+    name: str
+    wrap: Wrap
+    grid: tuple[Settings, ...] = ()
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    keeps_accuracy: bool = True
+
+
+def _adam(adam: torch.optim.Optimizer, model: nn.Module, steps: int, settings: Settings) -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(adam, named_parameters=model.named_parameters())
+
+
+def one_bit_adam(**options: object) -> Wrap:
+    """1-bit Adam whose first fifth is dense."""
+
+    def wrap(adam: torch.optim.Optimizer, model: nn.Module, steps: int, settings: Settings) -> torch.optim.Optimizer:
+        return hvd.DistributedOneBitAdam(adam, model.named_parameters(), freeze_step=steps // 5, **options)
+
+    return wrap
+
+
+def zero_one_adam(**options: object) -> Wrap:
+    """0/1 Adam at the setting for a short run: syncs at every step, later at every second and fourth."""
+
+    def wrap(adam: torch.optim.Optimizer, model: nn.Module, steps: int, settings: Settings) -> torch.optim.Optimizer:
+        return hvd.DistributedZeroOneAdam(
+            adam,
+            model.named_parameters(),
+            local_step_start=steps // 4,
+            local_step_doubling=steps // 4,
+            local_step_clip=4,
+            **options,
+        )
+
+    return wrap
+
+
+def _soft_sign(adam: torch.optim.Optimizer, model: nn.Module, steps: int, settings: Settings) -> torch.optim.Optimizer:
+    return hvd.DistributedSoftSignSGD(adam, model.named_parameters(), beta=settings["beta"])
+
+
+def _birder(adam: torch.optim.Optimizer, model: nn.Module, steps: int, settings: Settings) -> torch.optim.Optimizer:
+    return hvd.DistributedBirder(adam, model.named_parameters(), beta=settings["beta"])
+
+
+def _naive(adam: torch.optim.Optimizer, model: nn.Module, steps: int, settings: Settings) -> torch.optim.Optimizer:
+    return NaiveOneBitAdam(adam, model)
+
+
+_SIGN_GRID = tuple({"lr": lr, "beta": beta} for lr in SIGN_LRS for beta in SIGN_BETAS)
+
+ADAM = Method("Adam", _adam, grid=tuple({"lr": lr} for lr in LRS), keeps_accuracy=False)
+METHODS = (
+    ADAM,
+    Method("1-bit Adam", one_bit_adam(), bounds={"text": (-math.inf, 0.005)}),
+    Method("1-bit Adam, scale rms", one_bit_adam(scale="rms"), bounds={"text": (-math.inf, 0.005)}),
+    Method("0/1 Adam", zero_one_adam(), bounds={"text": (-math.inf, 0.01)}),
+    Method("0/1 Adam, scale rms", zero_one_adam(scale="rms"), bounds={"text": (-math.inf, 0.01)}),
+    Method("SoftSignSGD", _soft_sign, _SIGN_GRID, {"text": (-math.inf, 0.02)}),
+    Method("Birder", _birder, _SIGN_GRID, {"text": (-math.inf, 0.04)}),
+    Method("naive 1-bit Adam", _naive, bounds={"text": (0.05, math.inf)}, keeps_accuracy=False),
+)
