@@ -363,33 +363,6 @@ def test_the_automatic_freeze_is_decided_once_for_all_ranks_whatever_they_see() 
     assert results[0] == results[1] == results[2]
 
 
-def test_embedding_rows_first_seen_long_after_the_freeze_learn() -> None:
-    """Rows without a gradient before the freeze are masked; once touched they wake, and reach their targets."""
-
-    def body(session: Session) -> tuple[float, int, str]:
-        rank = rank_of(session)
-        table = torch.nn.Parameter(torch.zeros(40, 8))
-        target = torch.from_numpy(np.random.default_rng(3).normal(size=(40, 8)).astype(np.float32))
-        optimizer = DistributedOneBitAdam(
-            torch.optim.Adam([table], lr=0.02), [("table", table)], freeze_step=30, mask_refresh=10, block_size=64
-        )
-        for step in range(400):
-            optimizer.zero_grad()
-            rows = torch.arange(rank, 20 if step < 60 else 40, 2)
-            ((table[rows] - target[rows]) ** 2).sum().backward()
-            for group in optimizer.param_groups:
-                group["lr"] = 0.02 * (1 - step / 400)
-            optimizer.step()
-        late = (table[20:] - target[20:]).abs().mean().item()
-        return late, optimizer.compression_report()["woken_elements"], digest([table.detach().numpy()])
-
-    results = run_ranks(2, body)
-    assert results[0] == results[1]
-    late, woken, _ = results[0]
-    assert woken == 160
-    assert late < 0.15, "started at a mean distance of about 0.8"
-
-
 def test_a_never_touched_element_does_not_move() -> None:
     def grads(step: int, rank: int) -> list[np.ndarray | None]:
         result = gradients(step, rank)
