@@ -9,7 +9,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 MPIRUN := timeout 600 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo test test-mpich check bench clean install
+.PHONY: demo test test-mpich check bench convergence clean install
 
 install: $(STAMP)
 
@@ -48,6 +48,11 @@ bench: install
 	# 77: a machine that cannot have a lab of several hosts; the reason is printed
 	$(PY) -m ocomm.bench allreduce --hosts 4 --rate 1gbit || test $$? = 77
 	$(PY) -m ocomm.bench allreduce --hosts 4 --rate 100mbit --operations packed compressed || test $$? = 77
+
+# Every optimizer against tuned Adam on real text and images, three seeds; TUNE=--tune tries the grids anew.
+convergence: install
+	$(PY) -c 'import tokenizers' 2>/dev/null || $(PY) -m pip install -q $(PIP_ARGS) -e '.[convergence]'
+	PIP_ARGS='$(PIP_ARGS)' $(PY) -m ocomm.launch -np 4 $(PY) -m benchmarks.convergence $(TUNE)
 
 clean:
 	rm -rf $(VENV) build *.egg-info ocomm/_native*.so
