@@ -136,14 +136,19 @@ def name_in_graph(name: str) -> str:
     return name if count == 1 else f"{name}_{count}"
 
 
-def _without_engine() -> bool:
-    """Whether the graph under construction must do with ``tf.numpy_function``; refuses what cannot be done at all."""
+def refuse_xla() -> None:
+    """InvalidRequestError, with what to do, if the graph under construction is for XLA."""
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise InvalidRequestError(
             "a collective cannot be inside a function with jit_compile=True: XLA compiles TensorFlow's own operations "
             "only. Use model.compile(..., jit_compile=False) in Keras; elsewhere leave jit_compile out, or compile a "
             "function of your own for the arithmetic and call the collective outside of it."
         )
+
+
+def _without_engine() -> bool:
+    """Whether the graph under construction must do with ``tf.numpy_function``; refuses what cannot be done at all."""
+    refuse_xla()
     problem = engine.problem()
     if problem:
         _warn_slow(problem)

@@ -3,8 +3,24 @@
 from ocomm_tf import *  # noqa: F403
 from ocomm_tf import __all__ as _everything
 from ocomm_tf.keras import callbacks
+from ocomm_tf.keras.compressed import (
+    DistributedBirder,
+    DistributedOneBitAdam,
+    DistributedSoftSignSGD,
+    DistributedZeroOneAdam,
+)
 from ocomm_tf.keras.optimizer import DistributedOptimizer as DistributedOptimizer  # type: ignore[assignment]
 from ocomm_tf.keras.optimizer import PartialDistributedOptimizer
 from ocomm_tf.keras.saving import load_model
 
-__all__ = [*_everything, "DistributedOptimizer", "PartialDistributedOptimizer", "callbacks", "load_model"]
+__all__ = [
+    *_everything,
+    "DistributedBirder",
+    "DistributedOneBitAdam",
+    "DistributedOptimizer",
+    "DistributedSoftSignSGD",
+    "DistributedZeroOneAdam",
+    "PartialDistributedOptimizer",
+    "callbacks",
+    "load_model",
+]

@@ -42,7 +42,7 @@ class _Averaged(Distributed):
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """As the wrapped optimizer's, on averages."""
-        _refuse_loss_scaling_outside()
+        refuse_loss_scaling_outside()
         grads = list(grads)
         if self.gradient_accumulation_steps:
             # Averaged in _clip_gradients, once they are summed.
@@ -100,10 +100,14 @@ class _AveragedLossScale(Distributed):
         return super().apply(self._averaging(list(grads), variables), trainable_variables)  # type: ignore[misc]
 
 
-def _refuse_loss_scaling_outside() -> None:
-    """A LossScaleOptimizer around ours would ask this rank alone whether the gradients are finite."""
+def refuse_loss_scaling_outside(agreeing: Any = ()) -> None:
+    """A LossScaleOptimizer around ours, but for ``agreeing`` ones, asks this rank alone if the gradients are finite."""
     caller = sys._getframe(2).f_locals.get("self")
-    if isinstance(caller, LossScaleOptimizer) and sessions.current().require_topology().size > 1:
+    if (
+        isinstance(caller, LossScaleOptimizer)
+        and not isinstance(caller, agreeing)
+        and sessions.current().require_topology().size > 1
+    ):
         raise InvalidRequestError(
             "a LossScaleOptimizer around a distributed optimizer lets every rank decide by itself whether to step. "
             "Wrap it the other way: DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)); or set "

@@ -18,7 +18,7 @@ datasets = pytest.importorskip("sklearn.datasets")
 import numpy as np  # noqa: E402
 
 import ocomm_tf.keras as hvd  # noqa: E402
-from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
+from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm_tf import engine  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
@@ -230,6 +230,112 @@ class TestFit:
             np.testing.assert_allclose(layer.moving_variance.numpy(), plain.moving_variance.numpy(), atol=1e-5)
 
         run_ranks(2, body)
+
+
+def adam(rate: float = 3e-3, **options: Any) -> Any:
+    return keras.optimizers.Adam(rate, **options)
+
+
+class TestCompressed:
+    @pytest.mark.parametrize(
+        ("make", "ratio"),
+        [
+            (lambda: hvd.DistributedOneBitAdam(adam(clipnorm=1.0), freeze_step=60), 20),
+            (lambda: hvd.DistributedZeroOneAdam(keras.optimizers.AdamW(3e-3, weight_decay=1e-3)), 20),
+            (lambda: hvd.DistributedBirder(keras.optimizers.SGD(2e-3), beta=0.8), 20),
+            (lambda: hvd.DistributedSoftSignSGD(keras.optimizers.SGD(2e-3), beta=0.8), 0.9),
+        ],
+        ids=["1-bit Adam", "0/1 Adam", "Birder", "SoftSignSGD"],
+    )
+    def test_replicas_are_equal_and_learn(self, make: Any, ratio: float, alone: Any) -> None:
+        def body(session: Session) -> Any:
+            model = compiled(make_model(hvd.rank() + 1), make())
+            callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.ReplicaChecksumCallback()]
+            fit(model, hvd.rank(), 2, 8, callbacks)
+            report = model.optimizer.compression_report()
+            assert report["step"] == 8 * (1408 // BATCH) and report["last_ratio"] > ratio
+            return weights_of(model), model.evaluate(IMAGES[TEST], LABELS[TEST], verbose=0)[1]
+
+        results = run_ranks(2, body)
+        assert_equal([weights for weights, _ in results])
+        assert results[0][1] > alone[1][1] - 0.05
+
+    def test_schedules_accumulation_and_averages_of_keras(self) -> None:
+        def body(session: Session) -> Any:
+            rate = keras.optimizers.schedules.ExponentialDecay(3e-3, 10, 0.9)
+            inner = keras.optimizers.Adam(rate, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.5)
+            model = compiled(make_model(), hvd.DistributedOneBitAdam(inner, freeze_step=10))
+            fit(model, hvd.rank(), 2, 2)
+            assert model.optimizer.compression_report()["step"] == 22
+            return weights_of(model)
+
+        assert_equal(run_ranks(2, body))
+
+    def test_an_inf_on_one_rank_skips_the_step_on_all(self) -> None:
+        def body(session: Session) -> Any:
+            model = make_model()
+            optimizer = hvd.DistributedOneBitAdam(keras.optimizers.LossScaleOptimizer(adam()), model, freeze_step=2)
+            trained = []
+            for step in range(5):
+                value = np.inf if step == 3 and hvd.rank() == 1 else 1024.0
+                optimizer.apply([tf.fill(v.shape, value) for v in model.trainable_variables])
+                trained.append(weights_of(model))
+            assert float(optimizer.dynamic_scale.numpy()) == 2.0**14
+            assert optimizer.compression_report()["step"] == 4
+            return trained
+
+        for trained in run_ranks(2, body):
+            assert np.array_equal(trained[2][0], trained[3][0]) and not np.array_equal(trained[3][0], trained[4][0])
+
+    def test_a_nan_is_an_error_on_all_ranks_and_changes_nothing(self) -> None:
+        def body(session: Session) -> None:
+            model = make_model()
+            optimizer = hvd.DistributedBirder(keras.optimizers.SGD(0.1), model)
+            before = weights_of(model)
+            value = np.nan if hvd.rank() == 1 else 1.0
+            with pytest.raises((NonFiniteError, tf.errors.OpError), match="NaN"):
+                optimizer.apply([tf.fill(v.shape, value) for v in model.trainable_variables])
+            assert_equal([before, weights_of(model)])
+
+        run_ranks(2, body)
+
+    @pytest.mark.skipif(MPI_SIZE > 0, reason="one process is enough")
+    def test_plain_adam_goes_on_from_a_saved_model_and_so_do_we(self, tmp_path: Path) -> None:
+        def body(session: Session) -> None:
+            path = tmp_path / f"{hvd.rank()}.keras"
+            model = compiled(make_model(), hvd.DistributedOneBitAdam(adam(), freeze_step=10))
+            fit(model, hvd.rank(), 2, 1)
+            model.save(path)
+            plain = keras.models.load_model(path)
+            assert type(plain.optimizer) is keras.optimizers.Adam and int(plain.optimizer.iterations.numpy()) == 22
+            assert all(np.abs(v.numpy()).max() > 0 for v in plain.optimizer._velocities)
+            again = compiled(make_model(), hvd.DistributedOneBitAdam(adam(), freeze_step=10))
+            again.optimizer.build(again.trainable_variables)
+            again.load_weights(path)
+            for mine, saved in zip(again.optimizer.variables, plain.optimizer.variables, strict=True):
+                assert np.array_equal(mine.numpy(), saved.numpy())
+            fit(again, hvd.rank(), 2, 1)
+            assert int(again.optimizer.iterations.numpy()) == 44
+
+        run_ranks(2, body)
+
+    def test_what_cannot_be_wrapped_is_named(self) -> None:
+        def body(session: Session) -> None:
+            used = adam()
+            used.build(make_model().trainable_variables)
+            half = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, dtype="float16")])
+            for wrong, text in (
+                (lambda: hvd.DistributedOneBitAdam(keras.optimizers.SGD(0.1)), "not SGD; use DistributedOptimizer"),
+                (lambda: hvd.DistributedZeroOneAdam(adam(amsgrad=True)), "amsgrad=True is not supported"),
+                (lambda: hvd.DistributedOneBitAdam(used), "has been used already"),
+                (lambda: hvd.DistributedBirder(hvd.DistributedBirder(adam())), "distributed already"),
+                (lambda: hvd.DistributedBirder(adam(), half), "needs float32"),
+                (lambda: hvd.DistributedBirder(adam()).compression_report(), "before the optimizer is built"),
+            ):
+                with pytest.raises(InvalidRequestError, match=text):
+                    wrong()
+
+        run_ranks(1, body)
 
 
 class TestSaving:

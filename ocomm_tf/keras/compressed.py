@@ -1,0 +1,497 @@
+"""The 1-bit optimizers for Keras 3: Keras hands over what it has clipped and accumulated, ocomm makes the step.
+
+All variables are updated at once, in ``_backend_update_step``. Inside ``tf.function`` that is one ``tf.numpy_function``
+which takes gradients and variables and returns the variables' new values; on Keras' Torch backend it is a plain call.
+The algorithms are ``ocomm.optim``, and their formula is Torch's: Keras' Adam adds epsilon in another place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ocomm import session as sessions
+from ocomm.api import Min
+from ocomm.collectives.scratch import aligned
+from ocomm.errors import InvalidRequestError
+from ocomm.kernels.base import Floats
+from ocomm.operations import ProcessSet, global_process_set
+from ocomm.optim.adam import DenseAdam
+from ocomm.session import Session
+from ocomm.training.birder import BirderDriver
+from ocomm.training.driver import Common, Driver, Group
+from ocomm.training.onebit_adam import OneBitAdamDriver
+from ocomm.training.zero_one_adam import ZeroOneAdamDriver
+from ocomm_tf import mpi_ops
+from ocomm_tf.functions import agree_on, name_of
+from ocomm_tf.keras.optimizer import (
+    Distributed,
+    LossScaleOptimizer,
+    check_wrappable,
+    refuse_loss_scaling_outside,
+    subclass_of,
+)
+from ocomm_tf.keras.order import Place, places_of
+
+#: (session, process set, host) -> driver
+MakeDriver = Callable[[Session, int, "Host"], Driver]
+
+
+class Host:
+    """See ``training.driver.Host``: parameters and gradients in host memory, in wire order."""
+
+    def __init__(
+        self, optimizer: Any, places: Sequence[Place], session: Session, process_set: ProcessSet, make: MakeDriver
+    ) -> None:
+        self.places = places
+        self.parameters: list[Floats] = [aligned(4 * place.spec.numel).view(np.float32) for place in places]
+        #: Of Adam's warm-up; None once a tensor is compressed.
+        self.adam: list[DenseAdam | None] = [None] * len(places)
+        self._gradients: list[Floats | None] = [None] * len(places)
+        self._lr = 0.0
+        self._betas = (float(getattr(optimizer, "beta_1", 0.0)), float(getattr(optimizer, "beta_2", 0.0)))
+        self._eps = float(getattr(optimizer, "epsilon", 0.0))
+        self._decay = float(optimizer.weight_decay or 0.0)
+        decayed = [optimizer._use_weight_decay(optimizer._trainable_variables[place.index]) for place in places]
+        self._decayed = np.flatnonzero(decayed), np.flatnonzero(np.logical_not(decayed))
+        self.driver = make(session, process_set.number(session), self)
+        self.driver.core.tensors["param"] = [p.__array_interface__["data"][0] for p in self.parameters]
+
+    def step(self, lr: float, indices: Sequence[int], gradients: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """One step on all ranks. Gradients and values are those of the variables ``indices``; returns new values."""
+        # The shortest number that Keras' float32 stands for, so that 0.001 is 0.001 on Torch's ranks, too.
+        self._lr = float(str(np.float32(lr)))
+        where = {index: position for position, index in enumerate(indices)}
+        for number, place in enumerate(self.places):
+            position = where.get(place.index)
+            self._gradients[number] = None
+            if position is not None:
+                self.parameters[number][:] = place.to_wire(np.asarray(values[position]))
+                self._gradients[number] = place.to_wire(np.asarray(gradients[position]))
+        try:
+            self.driver.step(lambda: False)
+        finally:
+            self._gradients = [None] * len(self.places)
+        number_of = {place.index: number for number, place in enumerate(self.places)}
+        return [self.places[number_of[i]].from_wire(self.parameters[number_of[i]]) for i in indices]
+
+    # The driver's host
+
+    def groups(self) -> list[Group]:
+        """Variables with and without weight decay; an empty group is left out."""
+        decays = (self._decay, 0.0)
+        return [
+            Group(tensors, self._lr, self._betas, self._eps, decoupled_decay=decay)
+            for tensors, decay in zip(self._decayed, decays, strict=True)
+            if tensors.size
+        ]
+
+    def locate(self, tensors: list[int], final: bool) -> np.ndarray:
+        """Addresses of gradients; 0 for none."""
+        found = [self._gradients[tensor] for tensor in tensors]
+        return np.array([0 if g is None else g.__array_interface__["data"][0] for g in found], np.uint64)
+
+    def squared_norm(self) -> float:
+        """Sum of squares of all gradients, in float64."""
+        return float(sum(np.square(g, dtype=np.float64).sum() for g in self._gradients if g is not None))
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies all gradients."""
+        self._gradients = [None if g is None else g * np.float32(factor) for g in self._gradients]
+
+    def dense_step(self, tensors: list[int], average: Callable[[int], Floats]) -> None:
+        """Adam's step of tensors in warm-up."""
+        averages = {tensor: average(tensor) for tensor in tensors}
+        limit = self.driver.common.max_grad_norm
+        if limit is not None:
+            norm = float(np.sqrt(sum(np.square(a, dtype=np.float64).sum() for a in averages.values())))
+            averages = {tensor: a * np.float32(min(1.0, limit / (norm + 1e-6))) for tensor, a in averages.items()}
+        for group in self.groups():
+            for tensor in group.tensors.tolist():
+                if tensor in averages:
+                    state = self.adam[tensor] = self.adam[tensor] or DenseAdam(self.parameters[tensor].size)
+                    state.update(
+                        self.parameters[tensor],
+                        averages[tensor],
+                        lr=group.lr,
+                        betas=group.betas,
+                        eps=group.eps,
+                        decay=group.decoupled_decay,
+                    )
+
+    def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
+        """m, v and step count of a tensor in warm-up."""
+        state = self.adam[tensor]
+        return None if state is None else (state.momentum, state.variance, state.step)
+
+    def release(self, tensor: int) -> None:
+        """Frees a tensor's m and v."""
+        self.adam[tensor] = None
+
+
+class _Compressed(Distributed):
+    """Mixed in before the class of the user's optimizer."""
+
+    _host: Host | None = None
+    _setup: tuple[ProcessSet, Mapping[str, Any] | None, MakeDriver]
+
+    def build(self: Any, variables: Any) -> None:
+        """As the wrapped optimizer's; then the ranks agree on what they train. Collective."""
+        if self.built:
+            return
+        super().build(variables)  # type: ignore[misc]
+        for variable in self._trainable_variables:
+            if str(keras.backend.standardize_dtype(variable.dtype)) != "float32":
+                raise InvalidRequestError(
+                    f"variable '{name_of(variable)}' is {variable.dtype}; Distributed{self._kind} needs float32."
+                )
+        self._start()
+
+    def _start(self: Any) -> None:
+        process_set, names, make = self._setup
+        variables = self._trainable_variables
+        agreed = agree_on(f"Distributed{self._kind}", variables, process_set) if names is None else []
+        host = Host(self, places_of(variables, names, agreed), sessions.current(), process_set, make)
+        self.__dict__["_host"] = host  # past Keras, which would look into it for variables
+        with tf.init_scope():  # a graph may be under construction, in which variables have no values
+            self._adopt_moments()
+
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        """As the wrapped optimizer's; the step itself is made by all ranks together."""
+        refuse_loss_scaling_outside(_AgreedLossScale)
+        return super().apply(list(grads), trainable_variables)  # type: ignore[misc]
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        """It is part of the step."""
+
+    def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        self.ocomm_exchanges += 1
+        host: Host = self._host
+        indices = [self._get_variable_index(v) for v in trainable_variables]
+        if keras.backend.backend() != "tensorflow":
+            values = [v.value.detach() for v in trainable_variables]
+            results = host.step(float(learning_rate), indices, [g.detach() for g in grads], values)
+        else:
+            mpi_ops.refuse_xla()
+            count = len(indices)
+
+            def body(lr: Any, *arrays: Any) -> list[Any]:
+                return host.step(float(lr), indices, arrays[:count], arrays[count:])
+
+            dense = [tf.convert_to_tensor(g) for g in grads]
+            values = [tf.convert_to_tensor(v) for v in trainable_variables]
+            rate = tf.cast(learning_rate, tf.float32)
+            results = tf.numpy_function(body, [rate, *dense, *values], [tf.float32] * count, stateful=True)
+            for result, value in zip(results, values, strict=True):
+                result.set_shape(value.shape)
+        for variable, result in zip(trainable_variables, results, strict=True):
+            variable.assign(result)
+
+    def compression_report(self: Any) -> dict[str, Any]:
+        """What was really sent, against dense; see the driver's. InvalidRequestError before the first step."""
+        if self._host is None:
+            raise InvalidRequestError("there is nothing to report before the optimizer is built.")
+        return self._host.driver.report()
+
+    # State: plain Keras' variables, so that a saved model loads without ocomm
+
+    def _adopt_moments(self: Any) -> None:
+        """Goes on from the moments in the wrapped optimizer's variables, if it has made steps."""
+
+    def _export_moments(self: Any) -> None:
+        """Writes m and v into the wrapped optimizer's variables."""
+
+    def save_own_variables(self: Any, store: Any) -> None:
+        """As plain Keras': m and v are those that a plain Adam would go on with."""
+        if self._host is not None:
+            self._export_moments()
+        super().save_own_variables(store)  # type: ignore[misc]
+
+    def load_own_variables(self: Any, store: Any) -> None:
+        """The inverse; errors start at zero."""
+        super().load_own_variables(store)  # type: ignore[misc]
+        if self._host is not None:
+            self._start()
+
+
+class _CompressedAdam(_Compressed):
+    """With Adam's moments."""
+
+    def _moments(self: Any, host: Host, number: int) -> tuple[Floats, Floats] | None:
+        raise NotImplementedError
+
+    def _export_moments(self: Any) -> None:
+        host: Host = self._host
+        for number, place in enumerate(host.places):
+            found = self._moments(host, number)
+            if found is not None:
+                self._momentums[place.index].assign(place.from_wire(found[0]))
+                self._velocities[place.index].assign(place.from_wire(found[1]))
+
+    def _saved(self: Any, place: Place) -> tuple[Floats, Floats, int]:
+        arrays = (self._momentums[place.index].numpy(), self._velocities[place.index].numpy())
+        momentum, variance = (place.to_wire(array).copy() for array in arrays)
+        return momentum, variance, int(self.iterations.numpy())
+
+
+class _OneBitAdam(_CompressedAdam):
+    _kind = "OneBitAdam"
+
+    def _adopt_moments(self: Any) -> None:
+        if not int(self.iterations.numpy()):
+            return
+        host: Host = self._host
+        for number, place in enumerate(host.places):
+            state = host.adam[number] = DenseAdam(place.spec.numel)
+            state.momentum[:], state.variance[:], state.step = self._saved(place)
+
+    def _moments(self: Any, host: Host, number: int) -> tuple[Floats, Floats] | None:
+        state = host.adam[number]
+        if state is not None:
+            return state.momentum, state.variance
+        core: Any = host.driver.core
+        if not core.stage[number]:
+            return None
+        return core.momentum(number), core.variance(number, beta2=float(self.beta_2))
+
+
+class _ZeroOneAdam(_CompressedAdam):
+    _kind = "ZeroOneAdam"
+
+    def _adopt_moments(self: Any) -> None:
+        host: Host = self._host
+        if int(self.iterations.numpy()):
+            for group in host.groups():
+                host.driver.adopt(group, lambda number: self._saved(host.places[number]))  # type: ignore[attr-defined]
+
+    def _moments(self: Any, host: Host, number: int) -> tuple[Floats, Floats] | None:
+        core: Any = host.driver.core
+        if not core.steps[number]:
+            return None
+        return core.average_momentum(number), core.variance(number, beta2=float(self.beta_2))
+
+
+class _Birder(_Compressed):
+    _kind = "Birder"
+
+
+class _SoftSignSGD(_Compressed):
+    _kind = "SoftSignSGD"
+
+
+class _AgreedLossScale(Distributed):
+    """Mixed in before ``LossScaleOptimizer``: the ranks agree whether all gradients are finite."""
+
+    _process_set: ProcessSet
+
+    def check_finite(self: Any, grads: Sequence[Any]) -> Any:
+        """Are the gradients finite on every rank?"""
+        finite = tf.cast(super().check_finite(grads), tf.int32)  # type: ignore[misc]
+        name = mpi_ops.name_in_graph(f"{self._agreement}.finite")
+        return tf.cast(mpi_ops.allreduce(finite, op=Min, name=name, process_set=self._process_set), tf.bool)
+
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        """As the wrapped optimizer's."""
+        self.ocomm_exchanges += 1
+        return super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def compression_report(self: Any) -> dict[str, Any]:
+        """See the inner optimizer's."""
+        return self.inner_optimizer.compression_report()
+
+
+def _wrap(
+    mixin: type,
+    optimizer: Any,
+    variables: Any,
+    names: Mapping[str, Any] | None,
+    process_set: ProcessSet,
+    make: MakeDriver,
+) -> Any:
+    scaled = optimizer if isinstance(optimizer, LossScaleOptimizer) else None
+    inner = scaled.inner_optimizer if scaled is not None else optimizer
+    check_wrappable(inner)
+    if inner.built or (scaled is not None and scaled.built):
+        raise InvalidRequestError(f"this {type(inner).__name__} has been used already; wrap it before its first step.")
+    if getattr(inner, "amsgrad", False):
+        raise InvalidRequestError("amsgrad=True is not supported; leave it out.")
+    wrapped = subclass_of(mixin, inner)
+    wrapped.__dict__["_setup"] = (process_set, names, make)
+    if scaled is None and keras.config.dtype_policy().name == "mixed_float16":
+        scaled = LossScaleOptimizer(wrapped, name="loss_scale_optimizer")
+    if scaled is not None:
+        scaled.inner_optimizer = wrapped
+        wrapped = subclass_of(_AgreedLossScale, scaled)
+        wrapped.__dict__["_process_set"] = process_set
+        session = sessions.current()
+        wrapped.__dict__["_agreement"] = session.automatic_name("loss_scale", process_set.number(session))
+    if variables is not None:
+        wrapped.build(getattr(variables, "trainable_variables", variables))
+    return wrapped
+
+
+def _adam(optimizer: Any, wrapper: str) -> None:
+    inner = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+    if not isinstance(inner, keras.optimizers.Adam):
+        raise InvalidRequestError(
+            f"{wrapper} wraps keras.optimizers.Adam or AdamW, not {type(inner).__name__}; use DistributedOptimizer for "
+            "other optimizers."
+        )
+
+
+def _kind(host: Host) -> str:
+    return "AdamW" if any(group.decoupled_decay for group in host.groups()) else "Adam"
+
+
+def DistributedOneBitAdam(
+    optimizer: Any,
+    variables: Any = None,
+    *,
+    freeze_step: int | Literal["auto"] = "auto",
+    block_size: int | Literal["tensor"] = 4096,
+    scale: Literal["l1", "rms"] = "l1",
+    variance_floor: float = 0.05,
+    overlap: bool = True,
+    mask_refresh: int = 100,
+    max_grad_norm: float | None = None,
+    verify: Literal["sampled", "full", "version"] = "sampled",
+    names: Mapping[str, Any] | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per variable element and direction.
+
+    ``optimizer``: ``keras.optimizers.Adam`` or ``AdamW``, not used yet, or a LossScaleOptimizer around one; learning
+    rate (schedules too), betas, epsilon, weight decay, clipping, gradient accumulation and averages of variables are
+    its own. Steps follow Torch's formula, which adds epsilon to sqrt(v_hat). The result is of a subclass with the same
+    name; a model that is saved with it loads without ocomm, and a plain Adam goes on from there.
+
+    ``variables``: a model or its variables, to agree on them now; None: at the first step. ``freeze_step``,
+    ``block_size``, ``scale``, ``variance_floor``, ``mask_refresh``, ``max_grad_norm``: see
+    ``ocomm_torch.DistributedOneBitAdam``. Gradients come all at once, so ``overlap`` and ``verify`` change nothing
+    here; ranks compare them. ``names``: where ranks of Torch train the same model, the map of variables to its
+    parameters, see ``order.places_of``.
+
+    A NaN is an error on all ranks, whose variables are not changed. Raises InvalidRequestError for what cannot be
+    wrapped, MismatchError if the ranks wrap different things.
+    """
+    _adam(optimizer, "DistributedOneBitAdam")
+    common = Common(block_size, overlap, max_grad_norm, verify)
+
+    def make(session: Session, number: int, host: Host) -> Driver:
+        return OneBitAdamDriver(
+            session,
+            number,
+            [place.spec for place in host.places],
+            host,
+            common,
+            optimizer=_kind(host),
+            freeze_step=freeze_step,
+            scale=scale,
+            variance_floor=variance_floor,
+            mask_refresh=mask_refresh,
+        )
+
+    return _wrap(_OneBitAdam, optimizer, variables, names, process_set, make)
+
+
+def DistributedZeroOneAdam(
+    optimizer: Any,
+    variables: Any = None,
+    *,
+    var_update_scaler: int = 16,
+    var_freeze_step: int | None = None,
+    local_step_start: int = 0,
+    local_step_doubling: int = 32768,
+    local_step_clip: int = 16,
+    block_size: int | Literal["tensor"] = 4096,
+    scale: Literal["l1", "rms"] = "l1",
+    variance_floor: float = 0.05,
+    overlap: bool = True,
+    mask_refresh: int = 100,
+    max_grad_norm: float | None = None,
+    verify: Literal["sampled", "full", "version"] = "sampled",
+    names: Mapping[str, Any] | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Data-parallel 0/1 Adam (arXiv 2202.06009): 1 bit per element from the second step on, later not at every step.
+
+    Schedules and options are those of ``ocomm_torch.DistributedZeroOneAdam``, the rest is as in
+    ``DistributedOneBitAdam``. Between syncs variables differ between ranks: ``compression_report()["synced"]`` tells.
+    """
+    _adam(optimizer, "DistributedZeroOneAdam")
+    common = Common(block_size, overlap, max_grad_norm, verify)
+
+    def make(session: Session, number: int, host: Host) -> Driver:
+        return ZeroOneAdamDriver(
+            session,
+            number,
+            [place.spec for place in host.places],
+            host,
+            common,
+            optimizer=_kind(host),
+            intervals={
+                "local_step_start": local_step_start,
+                "local_step_doubling": local_step_doubling,
+                "local_step_clip": local_step_clip,
+            },
+            refreshes={"var_update_scaler": var_update_scaler, "var_freeze_step": var_freeze_step},
+            scale=scale,
+            variance_floor=variance_floor,
+            mask_refresh=mask_refresh,
+        )
+
+    return _wrap(_ZeroOneAdam, optimizer, variables, names, process_set, make)
+
+
+def DistributedBirder(
+    optimizer: Any,
+    variables: Any = None,
+    *,
+    beta: float = 0.95,
+    seed: int = 0,
+    amsgrad_after: int | None = None,
+    block_size: int | Literal["tensor"] = 4096,
+    overlap: bool = True,
+    max_grad_norm: float | None = None,
+    verify: Literal["sampled", "full", "version"] = "sampled",
+    names: Mapping[str, Any] | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Data-parallel Birder: exactly 1 bit per element and direction from the first step on.
+
+    Learning rate and weight decay are ``optimizer``'s (``keras.optimizers.SGD(lr)`` for instance), its own step is
+    never made. Options are those of ``ocomm_torch.DistributedBirder``, the rest is as in ``DistributedOneBitAdam``.
+    """
+    options = {"beta": beta, "seed": seed, "amsgrad_after": amsgrad_after}
+    common = Common(block_size, overlap, max_grad_norm, verify)
+    return _wrap(_Birder, optimizer, variables, names, process_set, _birder("Birder", common, options))
+
+
+def DistributedSoftSignSGD(
+    optimizer: Any,
+    variables: Any = None,
+    *,
+    beta: float = 0.95,
+    amsgrad_after: int | None = None,
+    block_size: int | Literal["tensor"] = 4096,
+    overlap: bool = True,
+    max_grad_norm: float | None = None,
+    verify: Literal["sampled", "full", "version"] = "sampled",
+    names: Mapping[str, Any] | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Birder's dense counterpart, exchanged without compression; otherwise as ``DistributedBirder``."""
+    options = {"beta": beta, "amsgrad_after": amsgrad_after}
+    common = Common(block_size, overlap, max_grad_norm, verify)
+    return _wrap(_SoftSignSGD, optimizer, variables, names, process_set, _birder("SoftSignSGD", common, options))
+
+
+def _birder(kind: str, common: Common, options: Mapping[str, Any]) -> MakeDriver:
+    def make(session: Session, number: int, host: Host) -> Driver:
+        return BirderDriver(session, number, kind, [place.spec for place in host.places], host, common, options)
+
+    return make

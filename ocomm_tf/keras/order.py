@@ -1,0 +1,74 @@
+"""The order in which a variable's elements travel: Keras' own, or Torch's where ranks of both train one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ocomm.compression.layout import TensorSpec
+from ocomm.errors import InvalidRequestError
+from ocomm_tf.functions import name_of
+
+#: A kernel in Keras has its inputs before its outputs, and the window first; in Torch it is the other way round.
+_KERNEL_AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 2, 0, 1), 5: (4, 3, 0, 1, 2)}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One variable on the wire: its index among the optimizer's variables, its name there, its axes in wire order."""
+
+    index: int
+    name: str
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+    order: str
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, tuple(self.shape[axis] for axis in self.axes), self.order)
+
+    def to_wire(self, array: np.ndarray) -> np.ndarray:
+        """A contiguous, flat array; it shares memory with ``array`` if the order is the same."""
+        return np.ascontiguousarray(array.transpose(self.axes)).reshape(-1)
+
+    def from_wire(self, flat: np.ndarray) -> np.ndarray:
+        """A new array as Keras has it."""
+        shape = tuple(self.shape[axis] for axis in self.axes)
+        return flat.reshape(shape).transpose(np.argsort(self.axes)).copy()
+
+
+def places_of(variables: Sequence[Any], names: Mapping[str, Any] | None, agreed: Sequence[str]) -> list[Place]:
+    """Where each variable travels: in Keras' order under the ``agreed`` names, or as ``names`` says.
+
+    ``names`` maps the variables' paths, or their ends from some "/" on, to the names in the other framework, in the
+    order of that framework's parameters. Kernels of Dense and Conv layers are transposed, everything else (biases,
+    embeddings, normalization) is alike in both; for other layers the value is a pair of name and axes.
+    """
+    if names is None:
+        return [
+            Place(index, name, tuple(range(len(v.shape))), tuple(v.shape), "keras")
+            for index, (v, name) in enumerate(zip(variables, agreed, strict=True))
+        ]
+    places = []
+    for path, value in names.items():
+        found = [i for i, v in enumerate(variables) if f"/{name_of(v)}".endswith(f"/{path}")]
+        if len(found) != 1:
+            raise InvalidRequestError(
+                f"names: '{path}' is the end of {len(found)} variables' paths, expected one; the paths are "
+                + ", ".join(f"'{name_of(v)}'" for v in variables)
+            )
+        shape = tuple(variables[found[0]].shape)
+        plain = tuple(range(len(shape)))
+        kernel = path.rsplit("/", 1)[-1] == "kernel"
+        name, axes = (
+            value if isinstance(value, tuple) else (value, _KERNEL_AXES.get(len(shape), plain) if kernel else plain)
+        )
+        order = "keras" if kernel and tuple(axes) == plain else "torch"
+        places.append(Place(found[0], name, tuple(axes), shape, order))
+    missing = sorted({*range(len(variables))} - {place.index for place in places})
+    if missing:
+        raise InvalidRequestError(f"names: there is none for variable '{name_of(variables[missing[0]])}'.")
+    return places
