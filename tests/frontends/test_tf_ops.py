@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
@@ -358,3 +359,39 @@ class TestGraphs:
             assert overhead_us < 20
 
         run_ranks(1, body)
+
+
+#: Horovod 0.28.1, tensorflow/__init__.py, mpi_ops.py and functions.py: parameters in order.
+SIGNATURES = {
+    "allreduce": "tensor average device_dense device_sparse compression op prescale_factor postscale_factor name "
+    "process_set ignore_name_scope",
+    "allgather": "tensor name ignore_name_scope process_set",
+    "grouped_allgather": "tensors name ignore_name_scope process_set",
+    "broadcast": "tensor root_rank name ignore_name_scope process_set",
+    "broadcast_": "variables root_rank name process_set",
+    "alltoall": "tensor splits name ignore_name_scope process_set",
+    "reducescatter": "tensor device_dense compression op name process_set ignore_name_scope prescale_factor "
+    "postscale_factor",
+    "grouped_reducescatter": "tensors device_dense compression op name process_set ignore_name_scope prescale_factor "
+    "postscale_factor",
+    "broadcast_variables": "variables root_rank process_set inplace",
+    "broadcast_object": "obj root_rank session name process_set",
+    "broadcast_object_fn": "root_rank session name process_set",
+    "allgather_object": "obj session name process_set",
+    "size_op": "process_set_id name",
+    "rank_op": "name",
+    "process_set_included_op": "process_set_id name",
+    "DistributedGradientTape": "gradtape device_dense device_sparse compression sparse_as_dense op "
+    "gradient_predivide_factor num_groups groups process_set scale_local_gradients",
+    "DistributedOptimizer": "optimizer name use_locking device_dense device_sparse compression sparse_as_dense "
+    "backward_passes_per_step op gradient_predivide_factor average_aggregated_gradients num_groups groups process_set "
+    "scale_local_gradients",
+}
+
+
+def test_calls_have_horovods_signatures_and_everything_public_is_documented() -> None:
+    for name, parameters in SIGNATURES.items():
+        assert list(inspect.signature(getattr(hvd, name)).parameters) == parameters.split(), name
+    for name in hvd.__all__:
+        thing = getattr(hvd, name)
+        assert not (inspect.isfunction(thing) or inspect.isclass(thing)) or thing.__doc__, name
