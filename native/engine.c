@@ -339,7 +339,7 @@ static int check(const ocomm_op *op) {
         if (header.announcement) /* only the coordinator makes any, and not in all of its messages */
             *(int64_t *)(intptr_t)op->a[6] = header.announcement;
     }
-    return culprit;
+    return op->a[8] ? culprit : -1;
 }
 
 static void pack(const ocomm_op *op) {

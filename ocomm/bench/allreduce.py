@@ -34,7 +34,7 @@ from ocomm import session as sessions
 from ocomm.bench import _lab
 from ocomm.bench._lab import Lab, LabError, bits_per_second
 from ocomm.bench.kernels import commit, processor, torch_or_none
-from ocomm.collectives.compressed import Staging, compressed_segment
+from ocomm.collectives.compressed import compressed_segment, compressed_staging
 from ocomm.collectives.engine import State
 from ocomm.collectives.envelope import Envelope
 from ocomm.collectives.pipeline import segment_nbytes
@@ -297,7 +297,7 @@ class Exchange:
         segments: list[list[Stage]] = []
         for segment in self.layout.segments([0], self.rank, nbytes):
             envelope = Envelope.new(self.rank, segment.signature("bench"), 1, self.flags, self.heard, announcement)
-            staging, result = Staging(segment), aligned(segment.packed_nbytes)
+            staging, result = compressed_staging(segment), aligned(segment.packed_nbytes)
             compress = Compress(
                 segment.blocks, self.values, None, None, self.error, self.error, None, "l1", staging.send, self.flags
             )

@@ -2,89 +2,54 @@
 
 Every message starts with a header (``compression.wire``) that says what it is; owners compare all of them before they
 average, so every rank sees every disagreement, or hears of it. The flags of all ranks are known to all ranks before
-anyone commits.
-
-On nodes of several ranks the exchange is hierarchical: it begins with a dense sum inside the node, whose slices the
-ranks of the node share out; the three phases run among the ranks of the same slice; at last every rank of a node gets
-what the others have.
+anyone commits. ``phases`` says who sends what to whom.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import numpy as np
 
 from ocomm.collectives.envelope import Envelope
-from ocomm.collectives.plan import Computation, Copy, Message, Pack, Place, Plan, Reduce, Stage, header_nbytes
-from ocomm.collectives.routes import Route, after, relay
-from ocomm.collectives.scratch import ALIGNMENT, aligned
-from ocomm.compression.layout import SegmentLayout
+from ocomm.collectives.phases import NodeStaging, Staging, collect, flat_stages, node_stages, share
+from ocomm.collectives.plan import Computation, Message, Pack, Place, Plan, Reduce, Stage, header_nbytes
+from ocomm.collectives.routes import after, relay
+from ocomm.collectives.scratch import aligned
+from ocomm.compression.layout import SegmentLayout, float_messages
 from ocomm.compression.wire import RUN
-from ocomm.kernels.base import Bytes, Floats, Table
-from ocomm.types import DType, ReduceOp
+from ocomm.kernels.base import Bytes, Table
+from ocomm.types import DType, Nodes, ReduceOp
 
 
-def peers(rank: int, size: int) -> list[int]:
-    """The other ranks, starting after this one."""
-    return after(range(size), rank)
+def compressed_staging(layout: SegmentLayout) -> Staging:
+    """The memory of a segment. Inside a node gradients travel, not what ``send`` is for."""
+    return Staging(layout, None if layout.nodes.is_flat else _slice_nbytes(layout))
 
 
-class Staging:
-    """Memory of one compressed segment on one rank besides its result: what goes out and what comes in.
-
-    All plans of the segment use the same. ``send`` has ``packed_nbytes``.
-    """
-
-    def __init__(self, layout: SegmentLayout) -> None:
-        self.layout = layout
-        self.send = aligned(layout.packed_nbytes)
-        self.route = Route(layout, self.send)
-        self.node = None if layout.nodes.is_flat else NodeStaging(layout)
-
-    def memory(self) -> dict[str, int]:
-        """Bytes held, by buffer."""
-        node = 0 if self.node is None else self.node.memory.nbytes
-        return {"send": self.send.nbytes, "receive": self.route.nbytes, "node_staging": node}
+def node_staging(layout: SegmentLayout) -> NodeStaging:
+    """The memory of a ``node_segment``."""
+    return NodeStaging(layout.nodes, layout.rank, [aligned(nbytes) for nbytes in _slice_nbytes(layout)])
 
 
-class NodeStaging:
-    """Float32 messages inside a node: this rank's part of each slice, and all ranks' parts of its own slice."""
-
-    def __init__(self, layout: SegmentLayout) -> None:
-        self.header_nbytes = layout.header_nbytes
-        self.ranks = layout.nodes.node_of(layout.rank)
-        self.place = self.ranks.index(layout.rank)
-        numels = [int(runs["length"].sum()) for runs in layout.slice_runs]
-        nbytes = [layout.header_nbytes + 4 * numel for numel in numels]
-        has_slice = self.place < len(nbytes)
-        counts = [len(self.ranks) if s == self.place else 1 for s in range(len(nbytes))]
-        rooms = [_round_up(n, ALIGNMENT) for n in nbytes]
-        starts = [0, *accumulate(room * count for room, count in zip(rooms, counts, strict=True))]
-        self.memory = aligned(starts[-1])
-        #: To the worker of each slice.
-        self.messages = [self.memory[start : start + n] for start, n in zip(starts, nbytes, strict=False)]
-        #: From each rank of the node; none if this rank has no slice.
-        self.rows: list[Bytes] = []
-        if has_slice:
-            first, room, n = starts[self.place], rooms[self.place], nbytes[self.place]
-            spare = [self.memory[first + k * room : first + k * room + n] for k in range(1, len(self.ranks))]
-            self.rows = [*spare[: self.place], self.messages[self.place], *spare[self.place :]]
+def _slice_nbytes(layout: SegmentLayout) -> list[int]:
+    return [layout.header_nbytes + 4 * int(runs["length"].sum()) for runs in layout.slice_runs]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSum:
     """The dense sum inside a node: gradients from the addresses in ``gradients``, summed in the order of ranks.
 
-    The sum times ``weight``, of this rank's slice, goes to the addresses in ``targets``, by ``runs``.
+    The sum times ``weight`` goes to the addresses in ``targets``, of each slice by the RUN table in ``runs``: of this
+    rank's own slice only, or, if it is ``shared``, of all slices on all ranks of the node.
     """
 
     gradients: Table
     targets: Table
-    runs: Table
+    runs: Sequence[Table]
     weight: float
+    shared: bool = False
 
 
 def compressed_segment(
@@ -104,136 +69,112 @@ def compressed_segment(
     Bytes sent to other nodes: each owner's message (header, scales, signs) to that owner, then our averages (no header)
     to everyone. Inside the node: our gradients of the other ranks' slices, then the averages of our slice to everyone.
     """
-    layout = staging.layout
-    route = staging.route
-    scatter, gather = route.scatter(), route.gather(result)
-    messages = [route.message(node) for node in range(len(layout.workers))]
     if node_sum is None:
-        # With two hops a rank that ended at once would leave others without what it is to pass on.
-        check = envelope.check if layout.nodes.groups == 1 else envelope.check_and_pass_on
-        envelope.received = route.rows
-        scatter[0].compute[:0] = [compress, envelope.seal(messages)]
-        gather[0].compute[:0] = [check(route.rows), average(route.rows)]
-        return [*scatter, *gather, Stage()]
-    assert staging.node is not None
-    node = staging.node
-    if layout.workers:
-        scatter[0].compute[:0] = [
-            *_summed(node, envelope, node_sum),
-            compress,
-            envelope.seal_for_node(messages),
-        ]
-        gather[0].compute[:0] = [envelope.check_and_pass_on(route.rows), average(route.rows)]
-    return [_collected(layout, node, envelope, node_sum), *scatter, *gather, *_spread(layout, node, envelope, result)]
+        return flat_stages(staging, envelope, result, [compress], lambda rows: [average(rows)])
+    assert isinstance(staging.layout, SegmentLayout) and staging.node is not None
+    header, node = staging.layout.header_nbytes, staging.node
+    packs = _packs(staging.layout, node, node_sum)
+    summed = _sums(node, header, node_sum.weight)
+    places = [
+        Place(node_sum.targets, runs, message[header:])
+        for number, (message, runs) in enumerate(zip(node.messages, node_sum.runs, strict=True))
+        if runs.size and (node_sum.shared or number == node.place)
+    ]
+    shared = places if node_sum.shared else None
+    work = [compress] if node_sum.shared else [*places, compress]
+    return node_stages(staging, envelope, result, packs, summed, work, lambda rows: [average(rows)], shared)
 
 
-def _collected(layout: SegmentLayout, node: NodeStaging, envelope: Envelope, node_sum: NodeSum) -> Stage:
-    """Everyone's gradients of a slice to its worker in the node."""
-    workers = node.ranks[: layout.nodes.slices]
+def node_segment(layout: SegmentLayout, node: NodeStaging, envelope: Envelope, node_sum: NodeSum) -> list[Stage]:
+    """The sum inside the node alone, for all its ranks.
+
+    A disagreement does not end it, but stands in ``envelope.passed_on`` afterwards, for the vote to tell everyone.
+    """
     header = layout.header_nbytes
-    stage = Stage()
-    for message, runs in zip(node.messages, layout.slice_runs, strict=True):
-        stage.compute.append(Pack(node_sum.gradients, runs, message[header:]))
-    stage.compute.append(envelope.seal(node.messages))
-    to = dict(zip(workers, node.messages, strict=True))
-    stage.sends = [Message(peer, to[peer]) for peer in after(node.ranks, node.place) if peer in to]
+    summed: list[Computation] = []
     if node.rows:
-        rows = dict(zip(node.ranks, node.rows, strict=True))
-        stage.receives = [Message(peer, rows[peer]) for peer in after(node.ranks, node.place)]
-    return stage
+        summed = [
+            envelope.check_and_pass_on(node.rows, of_node=True, ends=False),
+            *_sums(node, header, node_sum.weight),
+        ]
+    last: list[Computation] = [envelope.check_and_pass_on(node.messages, of_node=True, ends=False)]
+    last += [
+        Place(node_sum.targets, runs, message[header:])
+        for message, runs in zip(node.messages, node_sum.runs, strict=True)
+        if runs.size
+    ]
+    return [collect(node, envelope, _packs(layout, node, node_sum)), share(node, envelope, summed), Stage(last)]
 
 
-def _summed(node: NodeStaging, envelope: Envelope, node_sum: NodeSum) -> list[Computation]:
-    """The sum of what the ranks of the node have sent, to where the compressor reads it."""
-    computations: list[Computation] = [envelope.check_and_pass_on(node.rows, of_node=True)]
-    payload = [row[node.header_nbytes :] for row in node.rows]
-    own = payload[node.place]
-    if own.nbytes:
-        computations.append(Reduce(DType.FLOAT32, ReduceOp.SUM, payload, 1.0, node_sum.weight, own))
-        computations.append(Place(node_sum.targets, node_sum.runs, own))
-    return computations
+def _packs(layout: SegmentLayout, node: NodeStaging, node_sum: NodeSum) -> list[Computation]:
+    header = layout.header_nbytes
+    pairs = zip(node.messages, layout.slice_runs, strict=True)
+    return [Pack(node_sum.gradients, runs, message[header:]) for message, runs in pairs if runs.size]
 
 
-def _spread(layout: SegmentLayout, node: NodeStaging, envelope: Envelope, result: Bytes) -> list[Stage]:
-    """The averages of each slice from its worker to all ranks of the node, with what it has heard of everyone."""
-    slices = [result[low:high] for low, high in pairwise(layout.slice_bounds)]
-    stage = Stage()
-    others = after(node.ranks, node.place)
-    if node.rows:
-        stage.compute = [envelope.seal_for_all([slices[node.place]])]
-        stage.sends = [Message(peer, slices[node.place]) for peer in others]
-    of = dict(zip(node.ranks, slices, strict=False))
-    stage.receives = [Message(peer, of[peer]) for peer in others if peer in of]
-    return [stage, Stage([envelope.check_and_pass_on(slices)])]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Elements [start, start + result.size) of one tensor, and where their average goes."""
-
-    tensor: int
-    start: int
-    result: Floats
+def _sums(node: NodeStaging, header: int, weight: float) -> list[Computation]:
+    if not node.rows:
+        return []
+    own = node.messages[node.place][header:]
+    return [node.sum(header, own.nbytes, weight, own)] if own.nbytes else []
 
 
 def dense_segment(
-    rank: int, ranks: int, envelope: Envelope, tensors: Table, runs: Sequence[Run]
+    rank: int, nodes: Nodes, envelope: Envelope, gradients: Table, averages: Table, runs: Table
 ) -> tuple[list[Stage], list[Bytes]]:
     """Order-fixed float32 average of runs of gradients, with headers. Returns its stages and the memory they use.
 
-    Runs are packed from the addresses in ``tensors``, exchanged, and unpacked: the fixed layout's dense stage, whose
-    owners are equal slices.
+    ``runs`` is a RUN table; its elements are read from the addresses in ``gradients``, and their averages written to
+    those in ``averages``. Flat: the sum in the order of ranks, times float32(1/n). On nodes of several ranks: sums of
+    nodes in the order of their ranks, times float32(nodes/n); their sum in the order of nodes, times float32(1/nodes).
     """
     header = header_nbytes(int(envelope.header["tensors"][0]))
-    numel = sum(run.result.size for run in runs)
-    slice_numel = _round_up(_round_up(numel, ranks) // ranks, 16)
-    bounds = [min(slice_numel * r, numel) for r in range(ranks + 1)]
-    nbytes = [4 * (high - low) for low, high in pairwise(bounds)]
-    room = [_round_up(header + n, 64) for n in nbytes]
-    starts = [0, *accumulate(room)]
-    send = aligned(starts[-1])
-    messages = [send[starts[r] : starts[r] + header + nbytes[r]] for r in range(ranks)]
-    staging = aligned(room[rank] * ranks)
-    rows = [staging[r * room[rank] : r * room[rank] + header + nbytes[rank]] for r in range(ranks)]
-    rows[rank] = messages[rank]
-    envelope.received = rows
-    others = peers(rank, ranks)
-    parts: list[list[tuple[int, int, int, int]]] = [[] for _ in range(ranks)]
-    copies: list[Computation] = []
-    position = 0
-    for run in runs:
-        done = 0
-        while done < run.result.size:
-            owner = position // slice_numel
-            count = min(run.result.size - done, bounds[owner + 1] - position)
-            first = position - bounds[owner]
-            parts[owner].append((run.start + done, first, count, run.tensor))
-            packed = messages[owner][header + 4 * first : header + 4 * (first + count)]
-            copies.append(Copy(packed, run.result[done : done + count].view(np.uint8)))
-            done += count
-            position += count
-    packs = [Pack(tensors, np.array(parts[r], RUN), messages[r][header:]) for r in range(ranks) if parts[r]]
-    payload = [row[header:] for row in rows]
-    own = messages[rank][header:]
-    average = [Reduce(DType.FLOAT32, ReduceOp.AVERAGE, payload, 1.0, 1.0 / ranks, own)] if own.nbytes else []
-    stages = [
-        Stage(
-            [*packs, envelope.seal(messages)],
-            [Message(peer, messages[peer]) for peer in others],
-            [Message(peer, rows[peer]) for peer in others],
-        ),
-        Stage(
-            [envelope.check(rows), *average],
-            [Message(peer, own) for peer in others] if own.nbytes else [],
-            [Message(peer, messages[peer][header:]) for peer in others if nbytes[peer]],
-        ),
-        Stage(copies),
-    ]
-    return stages, [send, staging]
+    layout, parts = float_messages(rank, nodes, header, int(runs["length"].sum()))
+    staging = Staging(layout)
+    send = staging.send
+    begins = {owner: (layout.message_start[owner] + header) // 4 for owner in parts}
+    placed = _cut(runs, [(parts[owner].start, begins[owner]) for owner in nodes.owners])
+    pack, unpack = Pack(gradients, placed, send), Place(averages, placed, send)
+
+    def average(rows: Sequence[Bytes]) -> list[Computation]:
+        nbytes = 4 * len(parts[rank])
+        payload = [row[header : header + nbytes] for row in rows]
+        first = layout.message_start[rank] + header
+        own = send[first : first + nbytes]
+        return [Reduce(DType.FLOAT32, ReduceOp.AVERAGE, payload, 1.0, 1.0 / len(rows), own)] if nbytes else []
+
+    if nodes.is_flat:
+        stages = flat_stages(staging, envelope, send, [pack], average)
+    else:
+        assert staging.node is not None
+        sums: list[Computation] = []
+        for owner in layout.workers:
+            first = layout.message_start[owner] + header
+            nbytes = 4 * len(parts[owner])
+            inside = first - layout.slice_bounds[staging.node.place]
+            if nbytes:
+                sums.append(staging.node.sum(inside, nbytes, nodes.weight, send[first : first + nbytes]))
+        stages = node_stages(staging, envelope, send, [pack], sums, [], average)
+    stages[-1].compute.append(unpack)
+    return stages, staging.memory
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def _cut(runs: Table, parts: Sequence[tuple[int, int]]) -> Table:
+    """``runs``, one behind the other, cut where a part begins: (its first element, its position in the message)."""
+    lengths = runs["length"]
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    firsts = np.array([first for first, _ in parts], np.int64)
+    cuts = np.union1d(starts[lengths > 0], firsts[firsts < (ends[-1] if ends.size else 0)])
+    found = np.zeros(cuts.size, RUN)
+    if cuts.size:
+        of = np.searchsorted(starts, cuts, side="right") - 1
+        part = np.searchsorted(firsts, cuts, side="right") - 1
+        found["tensor"] = runs["tensor"][of]
+        found["start"] = runs["start"][of] + cuts - starts[of]
+        found["length"] = np.diff(cuts, append=ends[-1])
+        found["position"] = np.array([position for _, position in parts])[part] + cuts - firsts[part]
+    return found
 
 
 def vote(rank: int, groups: Sequence[Sequence[int]], envelope: Envelope) -> Plan:

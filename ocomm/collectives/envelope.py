@@ -80,10 +80,15 @@ class Envelope:
         """Of messages that everyone gets: each rank sees every difference for itself."""
         return Check(self.header, messages, self.heard_flags, self.heard, self.announcement)
 
-    def check_and_pass_on(self, messages: Sequence[Bytes], *, of_node: bool = False) -> Check:
-        """Of messages that others will hear of through this rank."""
+    def check_and_pass_on(self, messages: Sequence[Bytes], *, of_node: bool = False, ends: bool = True) -> Check:
+        """Of messages that others will hear of through this rank. ``ends``: a difference ends the plan, in time."""
         flags = self.node_flags if of_node else self.heard_flags
-        return Check(self.header, messages, flags, self.heard, self.announcement, self.passed_on)
+        return Check(self.header, messages, flags, self.heard, self.announcement, self.passed_on, ends)
+
+    @property
+    def has_disagreement(self) -> bool:
+        """Has this rank found that ranks disagree, or heard of it?"""
+        return bool(self.passed_on["magic"][0] == DISAGREEMENT)
 
     @property
     def nbytes(self) -> int:
@@ -103,11 +108,11 @@ class Envelope:
 
         Where the headers of all ranks are not here, one field and two ranks.
         """
-        said = self.passed_on[0]
-        if not self.received:
-            values = {int(said["rank"]): int(said["signature"]), int(said["reserved"]): int(said["hyper"])}
-            return [(COMPARED[int(said["tensors"])], values)] if said["magic"] == DISAGREEMENT else []
         rows = [read_header(message) for message in self.received]
+        for said in rows or [self.passed_on[0]]:
+            if said["magic"] == DISAGREEMENT:
+                values = {int(said["rank"]): int(said["signature"]), int(said["reserved"]): int(said["hyper"])}
+                return [(COMPARED[int(said["tensors"])], values)]
         found = []
         for name in COMPARED:
             values = {rank: int(row[name]) for rank, row in enumerate(rows)}

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from ocomm.collectives import pipeline
-from ocomm.collectives.compressed import NodeSum, Staging, compressed_segment, vote
+from ocomm.collectives.compressed import NodeSum, compressed_segment, compressed_staging, vote
 from ocomm.collectives.engine import Channel, State, Ticket
 from ocomm.collectives.envelope import Envelope
+from ocomm.collectives.phases import Staging
 from ocomm.collectives.plan import Average, Compress, Plan, Stage, Unpack
 from ocomm.collectives.routes import vote_groups
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import Layout, SegmentLayout, TensorSpec, payload_nbytes
-from ocomm.compression.wire import RUN
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.kernels.base import TENSOR, Bytes, Floats, aligned_zeros
 from ocomm.types import Flag, Nodes
@@ -71,7 +71,7 @@ class OneBitAllreduce:
         cut = pipeline.segment_nbytes(packed_nbytes, len(self.ranks), segment_nbytes)
         segments = layout.segments([0], rank, cut)
         self._envelopes = [self._envelope(segment) for segment in segments]
-        stagings = [Staging(segment) for segment in segments]
+        stagings = [compressed_staging(segment) for segment in segments]
         results = [aligned(segment.packed_nbytes) for segment in segments]
         # Errors are written beside the old ones; the roles of the two alternate.
         self._prepared = [channel.prepare(self._plan(stagings, results, turn)) for turn in (0, 1)]
@@ -86,6 +86,7 @@ class OneBitAllreduce:
         segments: list[list[Stage]] = []
         for staging, envelope, result in zip(stagings, self._envelopes, results, strict=True):
             layout = staging.layout
+            assert isinstance(layout, SegmentLayout)
             compress = Compress(
                 blocks=layout.worker_blocks, values=self._node_values, tensors=None, previous=None,
                 error=self._errors[turn], error_out=self._errors[1 - turn], mask=None, scale="l1", packed=staging.send,
@@ -108,11 +109,11 @@ class OneBitAllreduce:
         """The sum goes to where this rank's blocks have their values."""
         if layout.nodes.is_flat:
             return None
-        runs = np.zeros(0, RUN)
+        runs = [table.copy() for table in layout.slice_runs]
         if layout.workers:
-            runs = layout.slice_runs[self.layout.slice_of(self.rank)].copy()
-            first = np.searchsorted(layout.worker_blocks["start"], runs["start"])
-            runs["start"] = layout.worker_blocks["local"][first]
+            mine = runs[self.layout.slice_of(self.rank)]
+            first = np.searchsorted(layout.worker_blocks["start"], mine["start"])
+            mine["start"] = layout.worker_blocks["local"][first]
         return NodeSum(self._addresses, self._node_addresses, runs, layout.nodes.weight)
 
     def __call__(self, array: np.ndarray, timeout_s: float) -> np.ndarray:

@@ -125,7 +125,7 @@ class _Compiler:
                 self.op(
                     lib.OCOMM_CHECK,
                     *(a(c.header), self.pointers(c.messages), len(c.messages), a(c.flags)),
-                    *(a(c.presence), c.presence.nbytes, a(c.announcement), a(c.passed_on)),
+                    *(a(c.presence), c.presence.nbytes, a(c.announcement), a(c.passed_on), c.ends),
                 )
 
 

@@ -211,7 +211,7 @@ class Check:
 
     At once, where everyone sees all headers (``messages`` in rank order). With ``passed_on``, one HEADER row which goes
     out in later messages, the first difference is written there as a DISAGREEMENT, and the plan ends when its segment
-    and all before it are over: then everyone has heard of it.
+    and all before it are over: then everyone has heard of it. Without ``ends`` it goes on.
 
     ORs the flags of equal headers into ``flags``, their presence bits into ``presence``; copies an announcement other
     than 0.
@@ -223,6 +223,7 @@ class Check:
     presence: Bytes
     announcement: np.ndarray
     passed_on: np.ndarray | None = None
+    ends: bool = True
 
 
 Computation = (

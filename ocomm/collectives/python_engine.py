@@ -435,6 +435,8 @@ class PythonEngine:
                 elif said["magic"] != DISAGREEMENT:
                     said["magic"], said["reserved"], said["tensors"] = DISAGREEMENT, theirs["rank"], field
                     said["signature"], said["hyper"] = mine[COMPARED[field]], theirs[COMPARED[field]]
+                if not c.ends:
+                    continue
                 segment.culprit = int(said["rank"] if said["reserved"] == mine["rank"] else said["reserved"])
                 if ticket.culprit is None:
                     ticket.culprit, ticket.disagreed = segment.culprit, time.monotonic()

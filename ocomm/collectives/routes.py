@@ -14,7 +14,7 @@ from typing import Literal
 
 from ocomm.collectives.plan import Copy, Message, Stage
 from ocomm.collectives.scratch import ALIGNMENT, aligned
-from ocomm.compression.layout import SegmentLayout
+from ocomm.compression.layout import MessageLayout
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import Bytes
 from ocomm.types import Nodes
@@ -65,7 +65,7 @@ class Route:
     rank, valid when the stages of ``scatter`` are over.
     """
 
-    def __init__(self, layout: SegmentLayout, send: Bytes) -> None:
+    def __init__(self, layout: MessageLayout, send: Bytes) -> None:
         self.layout = layout
         self.nodes = layout.nodes
         self.send = send

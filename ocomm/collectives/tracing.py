@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.collectives.plan import Copy, Pack, Plan, Stage
+from ocomm.collectives.plan import Copy, Pack, Place, Plan, Stage
 from ocomm.telemetry.timeline import Timeline
 
 #: (stages of the plan in order, 3) int64, ns of the monotonic clock; zeros for what has not happened.
@@ -30,7 +30,7 @@ def _work(stage: Stage, is_last: bool) -> str:
     for kind, name in _NAMES:
         if any(type(computation).__name__.startswith(kind) for computation in stage.compute):
             return name
-    if any(isinstance(computation, (Copy, Pack)) for computation in stage.compute):
+    if any(isinstance(computation, (Copy, Pack, Place)) for computation in stage.compute):
         return "MEMCPY_OUT_FUSION_BUFFER" if is_last and not stage.sends else "MEMCPY_IN_FUSION_BUFFER"
     return ""
 

@@ -74,15 +74,42 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class SegmentLayout:
-    """Geometry of one segment's packed buffer: ``[owner 0's message][owner 1's message]...``, slice by slice.
+class MessageLayout:
+    """Where the messages to owners stand in one buffer: slice by slice, in each slice node by node.
 
-    A message is a header with one presence bit per tensor of the segment, the float32 scales of the owner's blocks, if
-    blocks have scales, and their signs (``ceil(length / 8)`` bytes per block, first element in the lowest bit), padded
-    to 8 bytes. The same geometry serves what a worker sends (alltoall) and what everybody gathers (allgather).
+    Each begins with a header. The same geometry serves what a worker sends (alltoall) and what everybody gathers
+    (allgather).
     """
 
     rank: int
+    nodes: Nodes
+    header_nbytes: int
+    #: Byte position and size of each owner's message, by rank; a rank that owns nothing gets none.
+    message_start: tuple[int, ...]
+    message_nbytes: tuple[int, ...]
+    #: Byte position of each slice's first message, and the end of the last.
+    slice_bounds: tuple[int, ...]
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return self.slice_bounds[-1]
+
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        """The ranks that exchange this rank's slice, itself among them; none if it has no slice."""
+        return self.nodes.workers(self.rank)
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentLayout(MessageLayout):
+    """Geometry of one segment's packed buffer.
+
+    A message is a header with one presence bit per tensor of the segment, the float32 scales of the owner's blocks, if
+    blocks have scales, and their signs (``ceil(length / 8)`` bytes per block, first element in the lowest bit), padded
+    to 8 bytes.
+    """
+
     #: BLOCK table of all blocks, in bucket order; ``owned`` is -1 where another rank owns the block, ``local`` where
     #: others compress it, ``scale`` where blocks have none.
     blocks: Table
@@ -90,16 +117,8 @@ class SegmentLayout:
     owned_blocks: Table
     #: The rows of ``blocks`` which this rank compresses.
     worker_blocks: Table
-    nodes: Nodes
-    #: Byte position of each slice's first message, and the end of the last.
-    slice_bounds: tuple[int, ...]
-    #: Byte position and size of each owner's message; a rank that owns nothing gets none.
-    message_start: tuple[int, ...]
-    message_nbytes: tuple[int, ...]
-    packed_nbytes: int
     #: Layout indices of the tensors; their order is that of the presence bits.
     tensors: tuple[int, ...]
-    header_nbytes: int
     #: Slice of each row of ``blocks``.
     block_slices: NDArray[np.int32]
     #: 64-bit hash of the layout and of the blocks covered; the same on all ranks.
@@ -108,11 +127,6 @@ class SegmentLayout:
     @property
     def ranks(self) -> int:
         return len(self.message_start)
-
-    @cached_property
-    def workers(self) -> tuple[int, ...]:
-        """The ranks that exchange this rank's slice, itself among them; none if it has no slice."""
-        return self.nodes.workers(self.rank)
 
     @property
     def bytes_sent(self) -> int:
@@ -347,10 +361,8 @@ class Layout:
         table["local"] = np.where(blocks["slice"] == self.slice_of(rank), blocks["local"], -1)
 
         sign_nbytes = (blocks["length"].astype(np.int64) + 7) // 8
-        start, bounds = 0, [0]
-        starts, nbytes = [0] * self.ranks, [0] * self.ranks
-        members = self.nodes.members
-        for owner in [members[node][number] for number in range(self.nodes.slices) for node in self.nodes.wire_order]:
+        start, starts, nbytes = 0, [0] * self.ranks, [0] * self.ranks
+        for owner in self.nodes.owners:
             rows = np.flatnonzero(blocks["owner"] == owner)
             signs = start + header
             table["scale"][rows] = -1
@@ -361,8 +373,6 @@ class Layout:
             end = _padded(signs + int(sign_nbytes[rows].sum()), 8)
             starts[owner], nbytes[owner] = start, end - start
             start = end
-        for number in range(self.nodes.slices):
-            bounds.append(max(starts[node[number]] + nbytes[node[number]] for node in members))
         owned = table[blocks["owner"] == rank]
         worker = table if self.nodes.is_flat else table[table["local"] >= 0]
         table.flags.writeable = owned.flags.writeable = worker.flags.writeable = False
@@ -373,11 +383,10 @@ class Layout:
             owned_blocks=owned,
             worker_blocks=worker,
             nodes=self.nodes,
-            slice_bounds=tuple(bounds),
+            slice_bounds=_slice_bounds(self.nodes, starts, start),
             block_slices=blocks["slice"].copy(),
             message_start=tuple(starts),
             message_nbytes=tuple(nbytes),
-            packed_nbytes=start,
             tensors=tuple(order.tolist()),
             header_nbytes=header,
             digest=_digest(self.digest.to_bytes(8, "little"), covered.tobytes(), b"" if scales else b"no scales"),
@@ -398,6 +407,25 @@ class Layout:
         """
         nodes = len(self.nodes.members)
         return 2 * (nodes - 1) / nodes * int(payload_nbytes(self.blocks["length"], scales=scales).sum())
+
+
+def float_messages(rank: int, nodes: Nodes, header: int, numel: int) -> tuple[MessageLayout, dict[int, range]]:
+    """Messages of float32 for ``numel`` elements, shared out in equal parts; and the elements in each owner's part."""
+    count = len(nodes.owners)
+    share = int(_padded(-(-numel // count), ALIGNMENT))
+    start, starts, nbytes = 0, [0] * nodes.ranks, [0] * nodes.ranks
+    parts = {}
+    for k, owner in enumerate(nodes.owners):
+        parts[owner] = range(min(share * k, numel), min(share * (k + 1), numel))
+        starts[owner], nbytes[owner] = start, int(_padded(header + 4 * len(parts[owner]), 8))
+        start += nbytes[owner]
+    bounds = _slice_bounds(nodes, starts, start)
+    return MessageLayout(rank, nodes, header, tuple(starts), tuple(nbytes), bounds), parts
+
+
+def _slice_bounds(nodes: Nodes, starts: Sequence[int], end: int) -> tuple[int, ...]:
+    first = nodes.owners[:: len(nodes.members)]
+    return (*(starts[owner] for owner in first), end)
 
 
 def payload_nbytes(lengths: NDArray[np.int32], *, scales: bool = True) -> NDArray[np.int64]:

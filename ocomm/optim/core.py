@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from ocomm.collectives.compressed import NodeSum
 from ocomm.collectives.plan import Average, Computation
 from ocomm.compression.layout import Layout, SegmentLayout
-from ocomm.compression.wire import RUN
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import PAGE_NUMEL, TENSOR, Bytes, Floats, Kernels, Table, aligned_zeros, sparse_zeros
 
@@ -92,6 +91,7 @@ class Core(abc.ABC):
         self.error, self.error_out = none, none
         self.owner_error, self.owner_error_out = none, none
         self.node_gradient = none
+        self._node_addresses = np.zeros(count, np.uint64)
 
     # What the stepper asks
 
@@ -151,19 +151,18 @@ class Core(abc.ABC):
         """What has to be computed before a dense segment is packed, and the table whose ``grad`` is packed then."""
         return [], self.gradients
 
-    def node_sum(self, segment: int) -> NodeSum | None:
-        """The hierarchical form's sum inside the node, for the worker's half of a segment."""
-        layout = self.segments[segment].layout
-        if layout.nodes.is_flat:
+    def node_sum(self, layout: SegmentLayout) -> NodeSum | None:
+        """The hierarchical form's sum inside the node: of this rank's slice, of all of it where ranks step alone."""
+        nodes = layout.nodes
+        if nodes.is_flat:
             return None
-        number = self.layout.slice_of(self.rank)
-        runs = layout.slice_runs[number] if number >= 0 else np.zeros(0, RUN)
-        return NodeSum(self.gradients, self.tensors, runs, self.node_weight)
+        return NodeSum(self.gradients, self.tensors, layout.slice_runs, nodes.weight, self.steps_locally)
 
-    @property
-    def node_weight(self) -> float:
-        """What a node's sum is multiplied by. With this one the owners' plain mean over nodes is that over ranks."""
-        return self.layout.nodes.weight
+    def clear_gradients(self) -> None:
+        """Before a step: this rank has no gradients yet."""
+        self.gradients["grad"] = 0
+        if self.gradients is not self.tensors:
+            self.tensors["grad"] = self._node_addresses
 
     def dense_key(self) -> tuple[int, ...]:
         """As ``key``, of all dense segments."""
@@ -234,7 +233,8 @@ class Core(abc.ABC):
         """Each tensor's whole length, of which only the pages with this rank's slice are ever written."""
         lengths = -(-self.layout.numels // PAGE_NUMEL) * PAGE_NUMEL
         self.node_gradient = sparse_zeros(int(lengths.sum()))
-        self.tensors["grad"] = address(self.node_gradient) + 4 * (np.cumsum(lengths) - lengths)
+        self._node_addresses = (address(self.node_gradient) + 4 * (np.cumsum(lengths) - lengths)).astype(np.uint64)
+        self.tensors["grad"] = self._node_addresses
 
     def swap_errors(self) -> None:
         """What the exchange has written is in use from now on."""
@@ -342,12 +342,16 @@ class Core(abc.ABC):
         """Checksums of what must be equal on all ranks between steps: one per parameter."""
         return self.kernels.checksums(self.tensors["param"], self.layout.numels * 4, True).tolist()
 
+    def _node_gradient_nbytes(self) -> int:
+        numel = self.layout.numel if self.steps_locally else self.layout.worker_numel(self.rank)
+        return 4 * numel if self.node_gradient.size else 0
+
     def memory(self) -> dict[str, int]:
         """Bytes held, by buffer."""
         return {
             "worker_error": self.error.nbytes + self.error_out.nbytes,
             "owner_error": self.owner_error.nbytes + self.owner_error_out.nbytes,
-            "node_gradient": 4 * self.layout.worker_numel(self.rank) if self.node_gradient.size else 0,
+            "node_gradient": self._node_gradient_nbytes(),
         }
 
 

@@ -45,8 +45,8 @@ class SoftSignSGD(Core):
         #: Steps taken, whatever tensors had gradients in them.
         self.committed = 0
         self.tensors["beta1"], self.tensors["one_minus_beta1"] = beta, 1.0 - beta
-        flat = layout.flat_numel
-        self.momentum, self.momentum_out, self.magnitude, self.magnitude_out = (aligned_zeros(flat) for _ in range(4))
+        mine = layout.worker_numel(rank)
+        self.momentum, self.momentum_out, self.magnitude, self.magnitude_out = (aligned_zeros(mine) for _ in range(4))
         self._allocate_exchanged()
 
     def _allocate_exchanged(self) -> None:
@@ -110,7 +110,7 @@ class SoftSignSGD(Core):
 
     def _keep(self, tensor: int) -> None:
         """Copies the state of a tensor that nobody has a gradient for over what the exchange has written."""
-        span = self.flat_span(tensor)
+        span = self.local_span(tensor)
         self.momentum_out[span] = self.momentum[span]
         self.magnitude_out[span] = self.magnitude[span]
 
@@ -132,7 +132,8 @@ class SoftSignSGD(Core):
 
     def rank_buffers(self) -> dict[str, dict[str, Floats]]:
         buffers = super().rank_buffers()
-        return {**buffers, "flat": {"momentum": self.momentum, "magnitude": self.magnitude}}
+        worker = {**buffers["worker"], "momentum": self.momentum, "magnitude": self.magnitude}
+        return {**buffers, "worker": worker}
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "committed": self.committed}

@@ -11,24 +11,33 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.collectives.compressed import Run, Staging, compressed_segment, dense_segment, vote
+from ocomm.collectives.compressed import (
+    compressed_segment,
+    compressed_staging,
+    dense_segment,
+    node_segment,
+    node_staging,
+    vote,
+)
 from ocomm.collectives.engine import Channel, State, Ticket
 from ocomm.collectives.envelope import Envelope
+from ocomm.collectives.phases import NodeStaging, Staging
 from ocomm.collectives.plan import Computation, Plan, Stage
 from ocomm.collectives.routes import vote_groups
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import SegmentLayout
+from ocomm.compression.wire import RUN
 from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError, OcommError, PeerError, StallError
-from ocomm.kernels.base import Bytes, Floats
-from ocomm.optim.core import Bools, Core
+from ocomm.kernels.base import TENSOR, Bytes, Floats, Table
+from ocomm.optim.core import Bools, Core, address
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
@@ -57,11 +66,12 @@ class _Bucket:
     """Tensors which travel together, and their exchange."""
 
     tensors: list[int]
-    compressed: bool
+    kind: Literal["compressed", "dense", "node"]
     segments: list[SegmentLayout]
     envelopes: list[Envelope]
     first_segment: int = 0  # of the core, where compressed
     staging: list[Staging] = field(default_factory=list)
+    node_staging: list[NodeStaging] = field(default_factory=list)
     #: Prepared plans with their bytes sent, by what is built into them: buffers alternate, so two are kept.
     plans: dict[tuple[int, ...], tuple[Any, _Sent]] = field(default_factory=dict)
     plan_memory: list[Bytes] = field(default_factory=list)
@@ -132,6 +142,7 @@ class Stepper:
         self.traffic = Traffic()
         self.step = 0  # committed or skipped by all
         self.averages = np.zeros(0, np.float32)
+        self._averages: Table = np.zeros(len(self.layout.tensors), TENSOR)  # their addresses
         self._watch = watch
         self._locate = locate
         count = len(self.layout.tensors)
@@ -155,6 +166,7 @@ class Stepper:
         self._buckets: list[_Bucket] = []
         self._compressed_buckets: list[_Bucket] = []
         self._dense_buckets: list[_Bucket] = []
+        self._node_buckets: list[_Bucket] = []
         self._buckets_of: list[tuple[_Bucket, ...]] = []
         self._arranged: tuple[bytes, bytes] | None = None
         self._cut_for: dict[str, bytes] = {}
@@ -195,18 +207,24 @@ class Stepper:
             self._cut_for["compressed"] = wanted[0]
         if self._cut_for.get("dense") != wanted[1] and (dense.any() or not self.core.dense_again):
             self.averages = aligned(4 * self.layout.flat_numel if dense.any() else 0).view(np.float32)
+            self._averages["grad"] = address(self.averages) + 4 * self.layout.offsets.astype(np.uint64)
             self._dense_buckets = [
                 self._dense_bucket(group) for group in self._cut([t for t in self.order if dense[t]])
             ]
             self._cut_for["dense"] = wanted[1]
         self._buckets = self._compressed_buckets if compressed.any() else []
         self._buckets = self._buckets + (self._dense_buckets if dense.any() else [])
+        local = ~(compressed | dense)
+        self._local = np.flatnonzero(local).tolist()
+        if self._adds_up_locally:
+            alone = local & (self.layout.numels > 0)
+            self._node_buckets = [self._node_bucket(group) for group in self._cut([t for t in self.order if alone[t]])]
+            self._buckets = self._buckets + self._node_buckets
         of: list[list[_Bucket]] = [[] for _ in self.layout.tensors]
         for bucket in self._buckets:
             for tensor in bucket.tensors:
                 of[tensor].append(bucket)
         self._buckets_of = [tuple(buckets) for buckets in of]
-        self._local = [tensor for tensor, buckets in enumerate(of) if not buckets]
         self._arranged = wanted
 
     def _cut(self, tensors: list[int]) -> list[list[int]]:
@@ -233,24 +251,38 @@ class Stepper:
         name = f"{self.core.compressor}-{self.core.scale}" if self.core.scales else self.core.compressor
         for_node = not self.layout.nodes.is_flat
         envelopes = [self._envelope(segment, name, for_node=for_node) for segment in segments]
-        return _Bucket(tensors, True, segments, envelopes, first, [Staging(segment) for segment in segments])
+        return _Bucket(tensors, "compressed", segments, envelopes, first, [compressed_staging(s) for s in segments])
 
     def _dense_bucket(self, tensors: list[int]) -> _Bucket:
         segments = self.layout.segments(tensors, self.rank, max(self.segment_nbytes // 32, 1))
-        return _Bucket(tensors, False, segments, [self._envelope(s, "dense") for s in segments])
+        for_node = not self.layout.nodes.is_flat
+        return _Bucket(tensors, "dense", segments, [self._envelope(s, "dense", for_node=for_node) for s in segments])
+
+    @property
+    def _adds_up_locally(self) -> bool:
+        """Do ranks take steps of their own, and nodes take them together?"""
+        return self.core.steps_locally and not self.layout.nodes.is_flat
+
+    def _node_bucket(self, tensors: list[int]) -> _Bucket:
+        segments = self.layout.segments(tensors, self.rank, self.segment_nbytes)
+        envelopes = [self._envelope(segment, "node", for_node=True) for segment in segments]
+        return _Bucket(tensors, "node", segments, envelopes, node_staging=[node_staging(s) for s in segments])
 
     def _prepared(self, bucket: _Bucket) -> Any:
         """The bucket's plan for the buffers that this step reads and writes."""
-        if bucket.compressed:
+        key: tuple[int, ...] = ()
+        if bucket.kind == "compressed":
             numbers = range(bucket.first_segment, bucket.first_segment + len(bucket.segments))
             key = tuple(part for k in numbers for part in self.core.key(k))
-        else:
+        elif bucket.kind == "dense":
             key = self.core.dense_key()
         if key not in bucket.plans:
             if len(bucket.plans) >= 4:
                 bucket.plans.clear()
                 bucket.plan_memory.clear()
-            plan = self._compressed_plan(bucket) if bucket.compressed else self._dense_plan(bucket)
+            plan = {"compressed": self._compressed_plan, "dense": self._dense_plan, "node": self._node_plan}[
+                bucket.kind
+            ](bucket)
             bucket.plans[key] = self.channel.prepare(plan), self._bytes(plan)
         prepared, bucket.sent = bucket.plans[key]
         return prepared
@@ -271,7 +303,7 @@ class Stepper:
                     core.result(k),
                     core.compress(k, staging.send, envelope.node_flags),
                     average,
-                    core.node_sum(k),
+                    core.node_sum(bucket.segments[number]),
                 )
             )
         return Plan(f"{self.name}: compressed bucket", stages or [[Stage()]])
@@ -280,14 +312,22 @@ class Stepper:
         stages: list[list[Stage]] = []
         memory: list[Bytes] = []
         for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
-            runs = _runs(segment, self.averages)
-            before, source = self.core.dense_source(segment, self._flags)
-            cut, used = dense_segment(self.rank, len(self.ranks), envelope, source, runs)
+            before, source = self.core.dense_source(segment, envelope.flags)
+            where = source, self._averages, _runs(segment)
+            cut, used = dense_segment(self.rank, self.layout.nodes, envelope, *where)
             cut[0].compute[:0] = before
             stages.append(cut)
             memory += used
         bucket.plan_memory += memory
         return Plan(f"{self.name}: dense bucket", stages or [[Stage()]], memory)
+
+    def _node_plan(self, bucket: _Bucket) -> Plan:
+        stages = []
+        for segment, envelope, staging in zip(bucket.segments, bucket.envelopes, bucket.node_staging, strict=True):
+            node_sum = self.core.node_sum(segment)
+            assert node_sum is not None
+            stages.append(node_segment(segment, staging, envelope, node_sum))
+        return Plan(f"{self.name}: node bucket", stages or [[Stage()]])
 
     # Handing over
 
@@ -299,7 +339,7 @@ class Stepper:
         self._hyper = hyper
         self._clear_flags()
         self._announcement[0] = 0
-        self.core.gradients["grad"] = 0
+        self.core.clear_gradients()
         self._present[:] = False
         self.arrivals.clear()
         self._arrange()
@@ -449,6 +489,9 @@ class Stepper:
         self._vote_envelope.begin(self.step + 1, attempt, hyper, announcement)
         self._vote_envelope.header["lr"] = lr
         self._vote_envelope.header["flags"] = self._objections
+        for envelope in (envelope for bucket in self._node_buckets for envelope in bucket.envelopes):
+            if envelope.has_disagreement:
+                self._vote_envelope.header[0] = envelope.passed_on[0]
         exchanges = [(bucket.ticket, bucket.envelopes) for bucket in self._buckets if bucket.ticket is not None]
         exchanges.append((self.channel.submit(self._vote, self.timeout_s, False), [self._vote_envelope]))
         for ticket, _ in exchanges:
@@ -461,13 +504,17 @@ class Stepper:
 
     def _read_local(self) -> None:
         """Looks at the gradients that do not travel, for the vote to tell the others."""
-        if self._local:
-            addresses = self._locate(self._local, True)
+        for bucket in self._node_buckets:
+            assert bucket.ticket is not None
+            wait(bucket.ticket, self.channel, self.ranks, self._watch, f"{self.name}: step {self.step + 1}")
+        unposted = [tensor for tensor in self._local if not self._buckets_of[tensor]]
+        if unposted:
+            addresses = self._locate(unposted, True)
             assert addresses is not None
-            self.core.tensors["grad"][self._local] = addresses
-            self._present[self._local] = addresses != 0
-            if not self.core.is_local_finite(self._local):
-                self.object(Flag.NON_FINITE)
+            self.core.gradients["grad"][unposted] = addresses
+            self._present[unposted] = addresses != 0
+        if self._local and not self.core.is_local_finite(self._local):
+            self.object(Flag.NON_FINITE)
         bits = np.packbits(self._present, bitorder="little")
         self._vote_envelope.presence[: bits.size] = bits
 
@@ -489,12 +536,17 @@ class Stepper:
         """The averages are finite; the same on all ranks, since all hold the same bytes."""
         for bucket in self._buckets:
             for number, segment in enumerate(bucket.segments):
-                if bucket.compressed:
+                if bucket.kind == "compressed":
                     if not self.core.is_finite(bucket.first_segment + number):
                         return False
-                elif not all(self.core.is_dense_finite(run.result) for run in _runs(segment, self.averages)):
+                elif bucket.kind == "dense" and not all(map(self.core.is_dense_finite, self._averages_of(segment))):
                     return False
         return True
+
+    def _averages_of(self, segment: SegmentLayout) -> Iterator[Floats]:
+        for run in _runs(segment):
+            first = int(self.layout.offsets[run["tensor"]] + run["start"])
+            yield self.averages[first : first + int(run["length"])]
 
     def _has_finite_gradients(self) -> bool:
         core = self.core
@@ -524,10 +576,10 @@ class Stepper:
         traffic = self.traffic
         traffic.steps += 1
         traffic.skipped_steps += skipped
-        is_compressed = any(bucket.compressed for bucket in self._buckets)
-        traffic.compressed_steps += is_compressed
-        traffic.dense_steps += bool(self._buckets) and not is_compressed
-        traffic.local_steps += not self._buckets
+        kinds = {bucket.kind for bucket in self._buckets}
+        traffic.compressed_steps += "compressed" in kinds
+        traffic.dense_steps += "dense" in kinds and "compressed" not in kinds
+        traffic.local_steps += kinds <= {"node"}
         traffic.last_bytes_sent = across
         traffic.bytes_sent += across
         traffic.bytes_sent_inside += sum(one.inside for one in sent)
@@ -609,28 +661,25 @@ class Stepper:
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by buffer: the core's state and the runtime's own."""
-        compressed = self._compressed_buckets
         own = {
             "averages": self.averages.nbytes,
             "dense_staging": sum(b.nbytes for bucket in self._dense_buckets for b in bucket.plan_memory),
+            **dict.fromkeys(("send", "receive", "node_staging"), 0),
         }
-        for held in (staging.memory() for bucket in compressed for staging in bucket.staging):
-            for name, nbytes in held.items():
-                own[name] = own.get(name, 0) + nbytes
+        for staging in (staging for bucket in self._compressed_buckets for staging in bucket.staging):
+            for name, nbytes in staging.held().items():
+                own[name] += nbytes
+        for node in (node for bucket in self._node_buckets for node in bucket.node_staging):
+            own["node_staging"] += node.memory.nbytes + sum(message.nbytes for message in node.messages)
         return {**self.core.memory(), **own}
 
 
-def _runs(segment: SegmentLayout, averages: Floats) -> list[Run]:
-    """A segment's blocks as runs of neighbouring elements."""
-    runs: list[Run] = []
+def _runs(segment: SegmentLayout) -> Table:
+    """A segment's blocks as runs of neighbouring elements: a RUN table, without positions."""
     blocks = segment.blocks
-    breaks = np.flatnonzero(
-        (np.diff(blocks["tensor"]) != 0) | (blocks["start"][1:] != blocks["start"][:-1] + blocks["length"][:-1])
-    )
-    firsts = [0, *(breaks + 1).tolist()]
-    lasts = [*breaks.tolist(), len(blocks) - 1]
-    for first, last in zip(firsts, lasts, strict=True):
-        low = int(blocks["offset"][first])
-        high = int(blocks["offset"][last] + blocks["length"][last])
-        runs.append(Run(int(blocks["tensor"][first]), int(blocks["start"][first]), averages[low:high]))
+    joined = (np.diff(blocks["tensor"]) == 0) & (blocks["start"][1:] == blocks["start"][:-1] + blocks["length"][:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~joined]))
+    runs = np.zeros(first.size, RUN)
+    runs["tensor"], runs["start"] = blocks["tensor"][first], blocks["start"][first]
+    runs["length"] = np.add.reduceat(blocks["length"].astype(np.int64), first)
     return runs

@@ -257,7 +257,11 @@ class ZeroOneAdam(Core):
         without = (dense | unseen) & present & ~with_variance
         if without.any():
             everything = np.full(self.layout.flat_numel // 8, 255, np.uint8)
-            self._step_locally(without, self.error, self.momentum, everything)
+            waiting = np.zeros(self.layout.flat_numel, np.float32)
+            self._step_locally(without, waiting, self.momentum, everything)
+            for tensor in np.flatnonzero(without).tolist():
+                part = self.layout.to_worker(tensor, self.rank, waiting[self.flat_span(tensor)])
+                self.error[self.local_span(tensor)] += part
         self._waits |= without
         self.stage[unseen & present] = Stage.DENSE
         ready = with_variance & (self.refreshed >= self._dense_refreshes)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ocomm.collectives import dense
-from ocomm.collectives.compressed import Staging, compressed_segment, vote
+from ocomm.collectives.compressed import compressed_segment, compressed_staging, vote
 from ocomm.collectives.engine import Channel, Engine, Reason, State, Ticket
 from ocomm.collectives.envelope import Envelope
 from ocomm.collectives.native_engine import NativeEngine
@@ -241,7 +241,7 @@ def compressed_exchange(kind: str, size: int, steps: int, source: str = "values"
             values, error, out = (np.zeros(flat, np.float32) for _ in range(3))
             values[:] = rng.normal(size=flat)
             owner_error = np.zeros(layout.owned_numel(rank), np.float32)
-            staging, result = Staging(segment), aligned(segment.packed_nbytes)
+            staging, result = compressed_staging(segment), aligned(segment.packed_nbytes)
             staging.send[:] = result[:] = 0
             compress: Compress | CompressUpdate
             if source == "values":
@@ -311,7 +311,7 @@ def quantized_exchange(kind: str, size: int, steps: int) -> list[bytes]:
             m, b, e, out = (np.zeros(layout.flat_numel, np.float32) for _ in range(4))
             m_out, b_out = np.zeros_like(m), np.zeros_like(b)
             owner_error = np.zeros(layout.owned_numel(rank), np.float32)
-            staging, result = Staging(segment), aligned(segment.packed_nbytes)
+            staging, result = compressed_staging(segment), aligned(segment.packed_nbytes)
             staging.send[:] = result[:] = 0
             noise = np.array([(77, 0, rank), (77, 0, OWNERS)], NOISE)
             compress = CompressQuantized(

@@ -1,0 +1,197 @@
+"""The phases of an exchange between owners: out to them, averaged, and back to everyone.
+
+Flat, each rank is a worker of its own:
+
+    workers scatter -> owners average -> owners gather
+
+On nodes of several ranks, the hierarchical form, the ranks of a node first add up what they have. Each node cuts its
+sum into slices, one per rank, and the workers of a slice in all nodes go through the three phases:
+
+    ranks of a node collect -> sum -> [share ->] scatter -> average -> gather -> spread
+
+``share`` gives the node's sum to all its ranks, ``spread`` the averages. Every message begins with a header: that of
+``collect`` has what a rank says for itself, of ``scatter`` what a worker says for its node, of ``spread`` what it has
+heard of everyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from ocomm.collectives.envelope import Envelope
+from ocomm.collectives.plan import Computation, Message, Reduce, Stage
+from ocomm.collectives.routes import Route, after
+from ocomm.collectives.scratch import ALIGNMENT, aligned
+from ocomm.compression.layout import MessageLayout
+from ocomm.kernels.base import Bytes
+from ocomm.types import DType, Nodes, ReduceOp
+
+
+class NodeStaging:
+    """Messages inside a node: this rank's part of each slice, and all ranks' parts of its own slice.
+
+    ``messages`` go to the workers of the node, one per slice.
+    """
+
+    def __init__(self, nodes: Nodes, rank: int, messages: Sequence[Bytes]) -> None:
+        self.ranks = nodes.node_of(rank)
+        self.place = self.ranks.index(rank)
+        self.messages = list(messages)
+        self.memory: Bytes = aligned(0)
+        #: From each rank of the node; none if this rank has no slice.
+        self.rows: list[Bytes] = []
+        if self.place < len(self.messages):
+            own = self.messages[self.place]
+            room = -(-own.nbytes // ALIGNMENT) * ALIGNMENT
+            self.memory = aligned(room * (len(self.ranks) - 1))
+            spare = [self.memory[k * room : k * room + own.nbytes] for k in range(len(self.ranks) - 1)]
+            self.rows = [*spare[: self.place], own, *spare[self.place :]]
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks of the node."""
+        return after(self.ranks, self.place)
+
+    @property
+    def workers(self) -> dict[int, Bytes]:
+        """The message to each worker of the node."""
+        return dict(zip(self.ranks, self.messages, strict=False))
+
+    def sum(self, first: int, nbytes: int, weight: float, out: Bytes) -> Reduce:
+        """Float32 sum of all ranks' bytes [first, first + nbytes) of this slice, in their order, times ``weight``."""
+        parts = [row[first : first + nbytes] for row in self.rows]
+        return Reduce(DType.FLOAT32, ReduceOp.SUM, parts, 1.0, weight, out)
+
+
+class Staging:
+    """Memory of one segment on one rank: what goes out and what comes in. All plans of the segment use the same.
+
+    ``send`` has ``packed_nbytes``. ``node`` is there on nodes of several ranks; its messages are the slices of ``send``
+    unless ``node_nbytes`` gives the sizes of others.
+    """
+
+    def __init__(self, layout: MessageLayout, node_nbytes: Sequence[int] | None = None) -> None:
+        self.layout = layout
+        self.send = aligned(layout.packed_nbytes)
+        self.route = Route(layout, self.send)
+        self.node: NodeStaging | None = None
+        self.node_memory: list[Bytes] = []
+        if not layout.nodes.is_flat:
+            messages = slices(layout, self.send)
+            if node_nbytes is not None:
+                messages = [aligned(nbytes) for nbytes in node_nbytes]
+                self.node_memory += messages
+            self.node = NodeStaging(layout.nodes, layout.rank, messages)
+            self.node_memory.append(self.node.memory)
+
+    @property
+    def messages(self) -> list[Bytes]:
+        """To the workers of this rank's slice, in the order of their nodes."""
+        return [self.route.message(node) for node in range(len(self.layout.workers))]
+
+    @property
+    def memory(self) -> list[Bytes]:
+        """All of it."""
+        return [self.send, *self.route.memory, *self.node_memory]
+
+    def held(self) -> dict[str, int]:
+        """Bytes held, by buffer."""
+        return {
+            "send": self.send.nbytes,
+            "receive": sum(buffer.nbytes for buffer in self.route.memory),
+            "node_staging": sum(buffer.nbytes for buffer in self.node_memory),
+        }
+
+
+def slices(layout: MessageLayout, packed: Bytes) -> list[Bytes]:
+    """The messages of each slice in a packed buffer."""
+    return [packed[low:high] for low, high in pairwise(layout.slice_bounds)]
+
+
+def flat_stages(
+    staging: Staging,
+    envelope: Envelope,
+    result: Bytes,
+    work: Sequence[Computation],
+    average: Callable[[list[Bytes]], Sequence[Computation]],
+) -> list[Stage]:
+    """``work`` fills the payload of the messages; ``average`` reads all workers' and fills ours in ``result``."""
+    route = staging.route
+    scatter, gather = route.scatter(), route.gather(result)
+    envelope.received = route.rows
+    # In two hops a rank that ended at once would leave others without what it is to pass on.
+    check = envelope.check if staging.layout.nodes.groups == 1 else envelope.check_and_pass_on
+    scatter[0].compute[:0] = [*work, envelope.seal(staging.messages)]
+    gather[0].compute[:0] = [check(route.rows), *average(route.rows)]
+    return [*scatter, *gather, Stage()]
+
+
+def node_stages(
+    staging: Staging,
+    envelope: Envelope,
+    result: Bytes,
+    collected: Sequence[Computation],
+    summed: Sequence[Computation],
+    work: Sequence[Computation],
+    average: Callable[[list[Bytes]], Sequence[Computation]],
+    shared: Sequence[Computation] | None = None,
+) -> list[Stage]:
+    """``collected`` fills the payload of the node's messages, ``summed`` adds up those of this slice.
+
+    ``work`` and ``average`` as in ``flat_stages``. With ``shared`` all ranks of the node get the sum, in the node's
+    messages, and it says what all of them do with it. Ranks without a slice do the collected and the shared only.
+    """
+    route, node = staging.route, staging.node
+    assert node is not None
+    scatter, gather = route.scatter(), route.gather(result)
+    stages = [collect(node, envelope, collected)]
+    if node.rows:
+        check = envelope.check_and_pass_on(node.rows, of_node=True)
+        summed = [check, *summed]
+        if shared is None:
+            work = [*summed, *work]
+        scatter[0].compute[:0] = [*work, envelope.seal_for_node(staging.messages)]
+        gather[0].compute[:0] = [envelope.check_and_pass_on(route.rows), *average(route.rows)]
+    if shared is not None:
+        stages.append(share(node, envelope, summed if node.rows else []))
+        scatter[0].compute[:0] = shared
+    return [*stages, *scatter, *gather, *spread(staging.layout, node, envelope, result)]
+
+
+def collect(node: NodeStaging, envelope: Envelope, collected: Sequence[Computation]) -> Stage:
+    """Everyone's part of a slice to its worker in the node."""
+    workers = node.workers
+    stage = Stage([*collected, envelope.seal(node.messages)])
+    stage.sends = [Message(peer, workers[peer]) for peer in node.others if peer in workers]
+    if node.rows:
+        rows = dict(zip(node.ranks, node.rows, strict=True))
+        stage.receives = [Message(peer, rows[peer]) for peer in node.others]
+    return stage
+
+
+def share(node: NodeStaging, envelope: Envelope, summed: Sequence[Computation]) -> Stage:
+    """The sum of each slice from its worker to all ranks of the node.
+
+    It comes in where this rank's part of the slice was: the worker has that before it sends anything.
+    """
+    stage = Stage([*summed])
+    if node.rows:
+        own = node.messages[node.place]
+        stage.compute.append(envelope.seal_for_node([own]))
+        stage.sends = [Message(peer, own) for peer in node.others]
+    workers = node.workers
+    stage.receives = [Message(peer, workers[peer]) for peer in node.others if peer in workers]
+    return stage
+
+
+def spread(layout: MessageLayout, node: NodeStaging, envelope: Envelope, result: Bytes) -> list[Stage]:
+    """The averages of each slice from its worker to all ranks of the node."""
+    parts = slices(layout, result)
+    stage = Stage()
+    if node.rows:
+        stage.compute = [envelope.seal_for_all([parts[node.place]])]
+        stage.sends = [Message(peer, parts[node.place]) for peer in node.others]
+    of = dict(zip(node.ranks, parts, strict=False))
+    stage.receives = [Message(peer, of[peer]) for peer in node.others if peer in of]
+    return [stage, Stage([envelope.check_and_pass_on(parts)])]
