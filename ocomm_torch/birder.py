@@ -63,7 +63,7 @@ class SoftSignSGD(CompressedOptimizer):
         backward_passes_per_step: int = 1,
         process_set: Any = None,
     ) -> None:
-        common = Common(block_size, overlap, max_grad_norm, verify, backward_passes_per_step)
+        common = Common(block_size, overlap, max_grad_norm, verify, backward_passes_per_step, False)
         self._wrap(optimizer, named_parameters, process_set, common, beta=beta, amsgrad_after=amsgrad_after)
 
     def _wrap(
@@ -89,7 +89,9 @@ class Birder(SoftSignSGD):
     what that leaves is kept and added in the next step. Every parameter moves by lr in every step, so it wants another
     lr (and beta) than Adam: about two thirds of Adam's, with a ``beta`` of 0.8, was best on a small language model.
 
-    ``seed``: of the random signs, the same on all ranks. The other arguments and errors are those of ``SoftSignSGD``.
+    ``seed``: of the random signs, the same on all ranks. ``hierarchical``: the ranks of a host add up their gradients,
+    and each compresses a slice of the sum; ``"auto"``: if there are several hosts, all with several ranks. The other
+    arguments and errors are those of ``SoftSignSGD``.
     """
 
     _kind = "Birder"
@@ -107,9 +109,10 @@ class Birder(SoftSignSGD):
         max_grad_norm: float | None = None,
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
+        hierarchical: bool | Literal["auto"] = "auto",
         process_set: Any = None,
     ) -> None:
-        common = Common(block_size, overlap, max_grad_norm, verify, backward_passes_per_step)
+        common = Common(block_size, overlap, max_grad_norm, verify, backward_passes_per_step, hierarchical)
         options = {"beta": beta, "seed": seed, "amsgrad_after": amsgrad_after}
         self._wrap(optimizer, named_parameters, process_set, common, **options)
 

@@ -34,7 +34,8 @@ class ZeroOneAdam(AdamWrapper):
     refresh and have one now. ``overlap``: exchange during backward. ``verify``: how a gradient that changed after
     backward is noticed (``"sampled"``, ``"full"``, ``"version"``). ``max_grad_norm``: clips by the agreed norm
     sqrt(mean over ranks of |g|^2), without overlap. ``backward_passes_per_step``: gradients are summed over that many
-    backward passes.
+    backward passes. ``hierarchical``: the ranks of a host add up their gradients and step together, and each compresses
+    a slice; ``"auto"``: if there are several hosts, all with several ranks.
 
     ``step`` changes parameters in place, identically on all ranks at a sync, or changes nothing on any: a NaN raises
     NonFiniteError everywhere. Raises InvalidRequestError for what cannot be wrapped, MismatchError if the ranks wrap
@@ -61,9 +62,10 @@ class ZeroOneAdam(AdamWrapper):
         max_grad_norm: float | None = None,
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
+        hierarchical: bool | Literal["auto"] = "auto",
         process_set: Any = None,
     ) -> None:
-        self._common = Common(block_size, overlap, max_grad_norm, verify, backward_passes_per_step)
+        self._common = Common(block_size, overlap, max_grad_norm, verify, backward_passes_per_step, hierarchical)
         self._options: dict[str, Any] = {
             "intervals": {
                 "local_step_start": local_step_start,

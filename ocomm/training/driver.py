@@ -84,6 +84,7 @@ class Common:
     max_grad_norm: float | None = None
     verify: Literal["sampled", "full", "version"] = "sampled"
     backward_passes_per_step: int = 1
+    hierarchical: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if self.backward_passes_per_step < 1:
@@ -112,7 +113,7 @@ class Driver:
     ) -> None:
         topology = session.require_topology()
         ranks = session.set_ranks[number]
-        layout = Layout(specs, len(ranks), common.block_size)
+        layout = Layout(specs, len(ranks), common.block_size, session.nodes(number, common.hierarchical))
         assert session.kernels is not None
         self.session = session
         self.number = number
@@ -124,6 +125,7 @@ class Driver:
             "overlap": common.overlap,
             "max_grad_norm": common.max_grad_norm,
             "backward_passes_per_step": common.backward_passes_per_step,
+            "hierarchical": common.hierarchical,
             **options,
         }
         name = session.automatic_name(kind, number)
@@ -332,10 +334,15 @@ class Driver:
         ``ratio`` is dense over sent bytes of the whole run, ``last_ratio`` of the last step; ``exposed_ms`` the mean
         time that ``step()`` waited for the exchange. ``resumed``: None, or what was loaded. Bytes, and steps by kind,
         are counted from the start of this process.
+
+        ``form`` is ``"flat"`` or ``"hierarchical"``. In the latter ``bytes_sent`` and ``bytes_dense`` count what goes
+        to other nodes, and ``bytes_sent_inside`` what this rank sends to others of its own.
         """
         traffic = self.stepper.traffic
         dense = self.core.layout.dense_bytes()
         return {
+            "form": "flat" if self.core.layout.nodes.is_flat else "hierarchical",
+            "bytes_sent_inside": traffic.bytes_sent_inside,
             "step": self.steps,
             "dense_steps": traffic.dense_steps,
             "compressed_steps": traffic.compressed_steps,

@@ -46,13 +46,18 @@ class Tensor:
 
 
 class Simulation:
-    """``lr`` is a number or a function of the step, counted from 1. ``step`` takes one step of all ranks."""
+    """``lr`` is a number or a function of the step, counted from 1. ``step`` takes one step of all ranks.
+
+    ``nodes``: the number of ranks of each node, ranks in order; None: every rank is a worker of its own. The gradients
+    of a node are added up, times float32(nodes / ranks), and it is one worker then, also in the dense steps.
+    """
 
     def __init__(
         self,
         params: Sequence[Array],
         ranks: int,
         *,
+        nodes: Sequence[int] | None = None,
         freeze_step: int,
         lr: float | Callable[[int], float] = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -65,6 +70,9 @@ class Simulation:
         mask_refresh: int = 100,
     ) -> None:
         self.ranks = ranks
+        self.nodes = [1] * ranks if nodes is None else list(nodes)
+        assert sum(self.nodes) == ranks
+        self.workers = len(self.nodes)
         self.freeze_step = freeze_step
         self.lr = lr if callable(lr) else lambda t: lr
         self.beta1, self.beta2 = betas
@@ -79,8 +87,8 @@ class Simulation:
         self.tensors = []
         for p in params:
             flat = np.array(p, F).reshape(-1)
-            zeros = [np.zeros(flat.size, F) for _ in range(ranks + 3)]
-            self.tensors.append(Tensor(flat, zeros[:ranks], *zeros[ranks:]))
+            zeros = [np.zeros(flat.size, F) for _ in range(self.workers + 3)]
+            self.tensors.append(Tensor(flat, zeros[: self.workers], *zeros[self.workers :]))
         self.t = 0
         self.compressed_steps = 0
         self.woken = 0
@@ -109,7 +117,7 @@ class Simulation:
             local = [None if g[index] is None else np.asarray(g[index], F).reshape(-1) for g in gradients]
             if all(g is None for g in local):
                 continue  # nobody touches its state
-            local = [np.zeros(x.param.size, F) if g is None else g for g in local]
+            local = self._of_workers([np.zeros(x.param.size, F) if g is None else g for g in local])
             x.step += 1
             if x.compressed:
                 self._compressed_step(x, local, lr)
@@ -121,13 +129,26 @@ class Simulation:
             if self.compressed_steps % self.mask_refresh == 0:
                 self._wake()
 
+    def _of_workers(self, local: list[Array]) -> list[Array]:
+        """Per worker: the sum over its ranks in their order, weighted."""
+        if self.workers == self.ranks:
+            return local
+        found, first = [], 0
+        for size in self.nodes:
+            total = local[first].copy()
+            for g in local[first + 1 : first + size]:
+                total += g
+            found.append(total * F(self.workers / self.ranks))
+            first += size
+        return found
+
     # Dense: torch/optim/adam.py, _single_tensor_adam
 
     def _dense_step(self, x: Tensor, local: list[Array], lr: float) -> None:
         total = local[0].copy()
         for g in local[1:]:
             total += g
-        grad = total * F(1 / self.ranks)
+        grad = total * F(1 / self.workers)
         if self.decoupled:
             x.param *= F(1 - lr * self.decoupled)
         if self.coupled:
@@ -200,10 +221,10 @@ class Simulation:
         for block in self._blocks(x):
             keep = ~x.mask[block]
             total = np.zeros(keep.size, F)
-            for rank in range(self.ranks):
-                sent, x.errors[rank][block] = self._compress(c[rank][block], keep)
-                total = sent if rank == 0 else total + sent
-            a = total * F(1 / self.ranks) + x.owner_error[block]
+            for worker in range(self.workers):
+                sent, x.errors[worker][block] = self._compress(c[worker][block], keep)
+                total = sent if worker == 0 else total + sent
+            a = total * F(1 / self.workers) + x.owner_error[block]
             mbar[block], x.owner_error[block] = self._compress(a, keep)
         x.momentum = mbar
         x.param = x.param * F(1 - lr * self.decoupled)
