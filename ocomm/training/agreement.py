@@ -11,8 +11,8 @@ from ocomm.session import Session
 from ocomm.types import ReduceOp
 
 
-def first_difference(session: Session, number: int, name: str, lines: list[str]) -> str:
-    """Compares the ranks' descriptions line by line: "rank(s) [0] ...; rank(s) [1] ...", or "" if all are equal."""
+def first_difference(session: Session, number: int, name: str, lines: list[str], verb: str) -> str:
+    """Compares the ranks' descriptions line by line: "rank(s) [0] ``verb`` ...; rank(s) ...", "" if all are equal."""
     ranks = session.set_ranks[number]
     all_lines = [json.loads(text) for text in gather(session, number, name, json.dumps(lines))]
     for position in range(max(len(said) for said in all_lines)):
@@ -20,7 +20,7 @@ def first_difference(session: Session, number: int, name: str, lines: list[str])
         for rank, said in zip(ranks, all_lines, strict=True):
             values.setdefault(said[position] if position < len(said) else "nothing", []).append(rank)
         if len(values) > 1:
-            return by_rank(values, "registered")
+            return by_rank(values, verb)
     return ""
 
 

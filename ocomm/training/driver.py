@@ -149,6 +149,8 @@ class Driver:
         self._announcement = 0
         #: What ``load_state`` and ``load_rank_state`` have loaded, for the report.
         self.resumed: dict[str, Any] | None = None
+        #: Has no step been taken yet, since this driver was made or a state loaded?
+        self._at_start = True
         #: Says which replicas the loaded state belongs to; None once they have moved on.
         self._loaded_replica: str | None = None
 
@@ -204,15 +206,43 @@ class Driver:
         return self._exchange()
 
     def _exchange(self) -> Verdict:
-        return self.stepper.exchange(
-            self.compress_hyper(),
-            self.full_hyper(),
-            self.host.groups()[0].lr,
-            self._announcement,
-            self.set_hyper,
-        )
+        if self._at_start:
+            self.stepper.start = digest(self._replicated())
+        try:
+            return self.stepper.exchange(
+                self.compress_hyper(),
+                self.full_hyper(),
+                self.host.groups()[0].lr,
+                self._announcement,
+                self.set_hyper,
+            )
+        except MismatchError as error:
+            if not self.stepper.unlike:
+                raise
+            name = f"{self.name}.start"
+            difference = first_difference(self.session, self.number, name, self._replicated(), "hold")
+            raise MismatchError(
+                f"{self.name}: the replicas are not alike before step {self.stepper.step + 1}: {difference}. Load the "
+                "same checkpoint on all ranks, or call broadcast_parameters and broadcast_optimizer_state."
+                if difference
+                else str(error)
+            ) from None
+
+    def _replicated(self) -> list[str]:
+        """In words, what must be equal on all ranks before the first step."""
+        core = self.core
+        names = [spec.name for spec in core.layout.tensors]
+        lines = [f"'{name}' with checksum {c:016x}" for name, c in zip(names, core.replica_digest(), strict=True)]
+        if self.steps:
+            lines += [f"{what} with checksum {checkpoint.fingerprint(v, self.kernels)}" for what, v in self._loaded()]
+        return lines
+
+    def _loaded(self) -> list[tuple[str, Any]]:
+        """What a saved state has brought besides parameters, with its name in messages."""
+        return [("the optimizer's state", self.core.state())]
 
     def _take(self) -> None:
+        self._at_start, self.stepper.start = False, 0
         self.set_hyper()
         self.steps += 1
         self._loaded_replica = None
@@ -269,6 +299,7 @@ class Driver:
         """
         self.check_state(saved)
         self.require_idle("load_state_dict")
+        self._at_start = True
         order = saved["stepper"]
         self.stepper.resume(saved["steps"], order["order"] if order["arrived"] else None)
         self.steps = saved["steps"]
@@ -360,6 +391,16 @@ class Driver:
         }
 
 
+def moments_of(driver: Driver) -> list[tuple[str, Any]]:
+    """Adam's m, v and steps by tensor, of the driver or of its host, with names for messages."""
+    found = []
+    for tensor, spec in enumerate(driver.core.layout.tensors):
+        moments = driver.saved_moments(tensor) or driver.host.moments(tensor)
+        if moments is not None:
+            found.append((f"moments of '{spec.name}'", moments))
+    return found
+
+
 def digest(values: Any) -> int:
     """64-bit hash of a value by its ``repr``."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
@@ -385,7 +426,7 @@ def _open_channel(session: Session, number: int, name: str, layout: Layout, opti
     except MismatchError as error:
         specs = [f"tensor '{t.name}' {t.shape} {t.dtype} order {t.order}" for t in layout.tensors]
         lines = [*specs, *(f"{key}={value!r}" for key, value in sorted(options.items()))]
-        difference = first_difference(session, number, f"{name}.descriptions", lines)
+        difference = first_difference(session, number, f"{name}.descriptions", lines, "registered")
         raise MismatchError(
             f"{name}: the ranks do not wrap the same optimizer: {difference}." if difference else str(error)
         ) from None

@@ -13,7 +13,7 @@ from ocomm.optim.freeze import FreezeSchedule, LateTensors
 from ocomm.optim.onebit_adam import OneBitAdam as Core
 from ocomm.optim.onebit_adam import Stage
 from ocomm.session import Session
-from ocomm.training.driver import Common, Driver, MomentsHost
+from ocomm.training.driver import Common, Driver, MomentsHost, moments_of
 from ocomm.types import ReduceOp
 
 
@@ -189,6 +189,9 @@ class OneBitAdamDriver(Driver):
                 self._freeze_what_is_over()
         self._announcement = 0 if self.freeze_at is not None else self.schedule.decided or 0
 
+    def _loaded(self) -> list[tuple[str, Any]]:
+        return [*super()._loaded(), *moments_of(self)]
+
     def saved_moments(self, tensor: int) -> dict[str, Any] | None:
         """Of a compressed tensor, as the wrapped Adam would hold them."""
         if self.core.stage[tensor] == Stage.WARMUP:
@@ -231,6 +234,7 @@ class OneBitAdamDriver(Driver):
         """As at the start of a run, but after as many steps as the wrapped optimizer has taken."""
         counts = [moments[2] for t in range(self.core.steps.size) if (moments := self.host.moments(t)) is not None]
         self.steps = max(counts, default=0)
+        self._at_start = True
         self.stepper.resume(self.steps, None)
         self._load(self._fresh)
 

@@ -11,7 +11,7 @@ from ocomm.compression.layout import TensorSpec
 from ocomm.optim.intervals import RefreshSchedule, SyncSchedule
 from ocomm.optim.zero_one_adam import ZeroOneAdam as Core
 from ocomm.session import Session
-from ocomm.training.driver import Common, Driver, MomentsHost, digest
+from ocomm.training.driver import Common, Driver, MomentsHost, digest, moments_of
 from ocomm.types import ReduceOp
 
 
@@ -101,6 +101,9 @@ class ZeroOneAdamDriver(Driver):
         for tensor in self.taken_over(saved):
             self.host.release(tensor)
 
+    def _loaded(self) -> list[tuple[str, Any]]:
+        return [*super()._loaded(), *moments_of(self)]
+
     def saved_moments(self, tensor: int) -> dict[str, Any] | None:
         """As the wrapped Adam would hold them: m of the last sync, and v."""
         core = self.core
@@ -118,6 +121,7 @@ class ZeroOneAdamDriver(Driver):
 
     def continue_plain(self) -> None:
         """Goes on from a plain Adam's m, v and step counts, where it has any; the schedules begin anew."""
+        self._at_start = True
         self.stepper.resume(0, None)
         self.steps = 0
         self.core.load_state(self._fresh)
