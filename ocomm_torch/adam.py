@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ocomm.errors import CheckpointError, InvalidRequestError
-from ocomm.kernels.base import Floats
+from ocomm.kernels.base import Floats, Kernels
+from ocomm.optim.checkpoint import fingerprint
+from ocomm.training.adam import AdamDriver
 from ocomm.training.driver import Group
-from ocomm_torch.checkpoint import check_plain
+from ocomm_torch.checkpoint import check_plain, read, to_numpy
 from ocomm_torch.compressed import CompressedOptimizer
 
 #: Names of m and v in the state of a parameter.
@@ -19,7 +22,66 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamWrapper(CompressedOptimizer):
-    """Over an Adam whose m and v a driver takes over, and gives back in ``state_dict``."""
+    """Over an Adam whose m and v a driver takes over, and gives back in ``state_dict``.
+
+    ``warm_start``: see ``OneBitAdam``.
+    """
+
+    _driver: AdamDriver
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+        process_set: Any,
+        backward_passes_per_step: int,
+        warm_start: Any,
+    ) -> None:
+        self._warm_start = warm_start
+        self._warm: dict[int, dict[str, Any]] = {}
+        inner = wrappable(optimizer, f"Distributed{type(self).__name__}")
+        super().__init__(inner, named_parameters, process_set, backward_passes_per_step)
+        if self._warm:
+            self._start_warm()
+        elif self.state:
+            self._driver.continue_plain()
+
+    def _read_warm_start(self, kernels: Kernels) -> str | None:
+        """Checks the warm start and keeps it in ``_warm``; its fingerprint."""
+        given, self._warm_start = self._warm_start, None
+        if given is None:
+            return None
+        where = "warm_start"
+        if isinstance(given, (str, os.PathLike)):
+            where = f"warm_start {os.fspath(given)}"
+            given = read(given)
+        if not isinstance(given, Mapping):
+            raise InvalidRequestError(
+                f"{where} must be Adam's state_dict or a path to one, not a {type(given).__name__}."
+            )
+        if self.state:
+            raise InvalidRequestError(
+                f"{where} was given, but the wrapped {type(self._inner).__name__} has a state already; leave one out."
+            )
+        self._warm = self._check_adam(given, where, optional={"exp_avg"})
+        if not self._warm:
+            raise CheckpointError(f"{where} has no moments of any tensor: it is of an Adam that has taken no step.")
+        numbers = iter(range(len(self._parameters)))
+        betas2 = {next(numbers): float(group["betas"][1]) for group in given["param_groups"] for _ in group["params"]}
+        for number, entry in self._warm.items():
+            entry["beta2"] = betas2[number]
+        return fingerprint({str(number): to_numpy(entry) for number, entry in self._warm.items()}, kernels)
+
+    def _start_warm(self) -> None:
+        for number, entry in self._warm.items():
+            variance = entry["exp_avg_sq"]
+            self.state[self._parameters[number]] = {
+                "step": torch.tensor(float(entry["step"])),
+                "exp_avg": entry.get("exp_avg", torch.zeros_like(variance)).detach().float().contiguous().clone(),
+                "exp_avg_sq": variance.detach().float().contiguous().clone(),
+            }
+        self._driver.start_warm({number: entry["beta2"] for number, entry in self._warm.items()})
+        self._warm = {}
 
     def _group(self, number: int, group: dict[str, Any]) -> Group:
         return adam_group(self._inner, self._group_tensors[number], group)
@@ -39,8 +101,10 @@ class AdamWrapper(CompressedOptimizer):
     def _check_plain(self, plain: Mapping[str, Any]) -> dict[int, Any]:
         return self._check_adam(plain, "the state_dict")
 
-    def _check_adam(self, plain: Mapping[str, Any], where: str) -> dict[int, dict[str, Any]]:
-        """The entries of an Adam's or AdamW's ``state_dict`` by number.
+    def _check_adam(
+        self, plain: Mapping[str, Any], where: str, optional: set[str] | None = None
+    ) -> dict[int, dict[str, Any]]:
+        """The entries of an Adam's or AdamW's ``state_dict`` by number, copies; ``optional`` keys may be missing.
 
         Raises CheckpointError that begins with ``where`` if it is of another optimizer or model.
         """
@@ -58,12 +122,12 @@ class AdamWrapper(CompressedOptimizer):
         wanted = {"step", *MOMENTS}
         for number, entry in states.items():
             name, parameter = self._names[number], self._parameters[number]
-            if set(entry) != wanted:
+            if not wanted - (optional or set()) <= set(entry) <= wanted:
                 raise CheckpointError(
                     f"{where} is not of Adam or AdamW: of tensor '{name}' it has {sorted(entry)}, expected "
                     f"{sorted(wanted)}."
                 )
-            for key in MOMENTS:
+            for key in entry.keys() & MOMENTS:
                 found = entry[key]
                 if found.shape != parameter.shape:
                     raise CheckpointError(
@@ -72,7 +136,7 @@ class AdamWrapper(CompressedOptimizer):
                     )
                 if not torch.isfinite(found).all():
                     raise CheckpointError(f"{where}: {key} of tensor '{name}' has NaN or Inf.")
-        return states
+        return {number: dict(entry) for number, entry in states.items()}
 
     def _load_plain(self, plain: dict[str, Any]) -> None:
         """Goes on from the state of a plain Adam or AdamW."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,7 @@ from ocomm.kernels.base import Floats
 from ocomm.session import Session
 from ocomm.training.driver import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
-from ocomm_torch.adam import AdamWrapper, is_decoupled, wrappable
+from ocomm_torch.adam import AdamWrapper, is_decoupled
 
 
 class OneBitAdam(AdamWrapper):
@@ -23,10 +24,13 @@ class OneBitAdam(AdamWrapper):
     it has a state already, the warm-up goes on from that.
 
     ``named_parameters``: an iterable of (name, parameter), or None for names by position. ``freeze_step``: the number
-    of dense steps T_w, or ``"auto"``: until the variance is stable (at least 2 / (1 - beta2) steps). ``block_size``:
-    elements per scale, or ``"tensor"``. ``scale``: ``"l1"`` or ``"rms"``. ``variance_floor``: fraction of a block's
-    mean sqrt(v) below which no element's falls. ``mask_refresh``: steps between looks for elements that had no gradient
-    before the freeze and have one now. ``overlap``: exchange during backward. ``verify``: how a gradient that changed
+    of dense steps T_w, or ``"auto"``: until the variance is stable (at least 2 / (1 - beta2) steps). ``warm_start``:
+    the ``state_dict`` of an Adam or AdamW over the same parameters, or a path to one that ``torch.save`` wrote. v and,
+    if it is there, m are taken from it, steps count on from its, and there are no dense steps at all, but of tensors
+    without moments in it; its param groups are not used. ``block_size``: elements per scale, or ``"tensor"``.
+    ``scale``: ``"l1"`` or ``"rms"``. ``variance_floor``: fraction of a block's mean sqrt(v) below which no element's
+    falls. ``mask_refresh``: steps between looks for elements that had no gradient before the freeze and have one now.
+    ``overlap``: exchange during backward. ``verify``: how a gradient that changed
     after backward is noticed (``"sampled"``, ``"full"``, ``"version"``). ``max_grad_norm``: clips by the agreed norm
     sqrt(mean over ranks of |g|^2), without overlap. ``backward_passes_per_step``: gradients are summed over that many
     backward passes. ``hierarchical``: the ranks of a host add up their gradients, and each compresses a slice of the
@@ -44,6 +48,7 @@ class OneBitAdam(AdamWrapper):
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         *,
         freeze_step: int | Literal["auto"] = "auto",
+        warm_start: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         block_size: int | Literal["tensor"] = 4096,
         scale: Literal["l1", "rms"] = "l1",
         variance_floor: float = 0.05,
@@ -62,15 +67,13 @@ class OneBitAdam(AdamWrapper):
             "variance_floor": variance_floor,
             "mask_refresh": mask_refresh,
         }
-        super().__init__(
-            wrappable(optimizer, "DistributedOneBitAdam"), named_parameters, process_set, backward_passes_per_step
-        )
-        if self.state:
-            self._driver.continue_plain()
+        super().__init__(optimizer, named_parameters, process_set, backward_passes_per_step, warm_start)
 
     def _make_driver(self, session: Session, process_set: int, specs: list[TensorSpec]) -> OneBitAdamDriver:
         kind = "AdamW" if is_decoupled(self._inner, self.param_groups[0]) else "Adam"
-        return OneBitAdamDriver(session, process_set, specs, self, self._common, optimizer=kind, **self._options)
+        assert session.kernels is not None
+        options = {**self._options, "warm_start": self._read_warm_start(session.kernels)}
+        return OneBitAdamDriver(session, process_set, specs, self, self._common, optimizer=kind, **options)
 
     # The driver's host
 

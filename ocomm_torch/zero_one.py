@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from ocomm.compression.layout import TensorSpec
 from ocomm.session import Session
 from ocomm.training.driver import Common
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
-from ocomm_torch.adam import AdamWrapper, is_decoupled, wrappable
+from ocomm_torch.adam import AdamWrapper, is_decoupled
 
 
 class ZeroOneAdam(AdamWrapper):
@@ -27,6 +28,9 @@ class ZeroOneAdam(AdamWrapper):
     refreshed, with a dense average, at step 1 and then after 2^floor(j / ``var_update_scaler``) steps, j counting, as
     long as every step is a sync, or up to step ``var_freeze_step``. For a run of T steps, T/4, T/4 and a clip of 4 did
     well.
+
+    ``warm_start``: as for ``OneBitAdam``; v counts as refreshed in each of the checkpoint's steps, and the schedules go
+    on from its step count.
 
     ``named_parameters``: an iterable of (name, parameter), or None for names by position. ``block_size``: elements per
     scale, or ``"tensor"``. ``scale``: ``"l1"`` or ``"rms"``. ``variance_floor``: fraction of a block's mean sqrt(v)
@@ -54,6 +58,7 @@ class ZeroOneAdam(AdamWrapper):
         local_step_start: int = 0,
         local_step_doubling: int = 32768,
         local_step_clip: int = 16,
+        warm_start: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         block_size: int | Literal["tensor"] = 4096,
         scale: Literal["l1", "rms"] = "l1",
         variance_floor: float = 0.05,
@@ -77,14 +82,13 @@ class ZeroOneAdam(AdamWrapper):
             "variance_floor": variance_floor,
             "mask_refresh": mask_refresh,
         }
-        inner = wrappable(optimizer, "DistributedZeroOneAdam")
-        super().__init__(inner, named_parameters, process_set, backward_passes_per_step)
-        if self.state:
-            self._driver.continue_plain()
+        super().__init__(optimizer, named_parameters, process_set, backward_passes_per_step, warm_start)
 
     def _make_driver(self, session: Session, process_set: int, specs: list[TensorSpec]) -> ZeroOneAdamDriver:
         kind = "AdamW" if is_decoupled(self._inner, self.param_groups[0]) else "Adam"
-        return ZeroOneAdamDriver(session, process_set, specs, self, self._common, optimizer=kind, **self._options)
+        assert session.kernels is not None
+        options = {**self._options, "warm_start": self._read_warm_start(session.kernels)}
+        return ZeroOneAdamDriver(session, process_set, specs, self, self._common, optimizer=kind, **options)
 
 
 DistributedZeroOneAdam = ZeroOneAdam

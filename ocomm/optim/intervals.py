@@ -80,6 +80,11 @@ class RefreshSchedule:
         self.next_step = step + (1 << self.count // self.scaler)
         self.count += 1
 
+    def start_at(self, step: int) -> None:
+        """As if steps 1 to ``step`` had been taken, with a refresh wherever one was due."""
+        while self.next_step <= step and not self.is_over(self.next_step):
+            self.refreshed(self.next_step)
+
     def progress(self) -> dict[str, int]:
         """What a checkpoint must hold."""
         return {"refreshes": self.count, "next_refresh": self.next_step}

@@ -161,10 +161,6 @@ class Stepper:
         self.present_anywhere: Bools = np.zeros(count, np.bool_)
         self._checksums = np.zeros(count, np.uint64)
         self.begun = False
-        #: Hash of what the ranks must hold alike before the first step; 0 in all later ones.
-        self.start = 0
-        #: Is that why the exchange failed?
-        self.unlike = False
         self._hyper = 0
         #: Those of the step under way, and of the last step that had compressed, or dense ones.
         self._buckets: list[_Bucket] = []
@@ -492,7 +488,6 @@ class Stepper:
             self._read_local()
         self._vote_envelope.begin(self.step + 1, attempt, hyper, announcement)
         self._vote_envelope.header["lr"] = lr
-        self._vote_envelope.header["signature"] = self.layout.digest ^ self.start
         self._vote_envelope.header["flags"] = self._objections
         for envelope in (envelope for bucket in self._node_buckets for envelope in bucket.envelopes):
             if envelope.has_disagreement:
@@ -643,14 +638,7 @@ class Stepper:
                 by_value.setdefault(value, []).append(self.ranks[rank])
             if what == "step":
                 said = "; ".join(f"rank(s) {who} are at step {value}" for value, who in by_value.items())
-                return (
-                    f"{self.name}: the ranks are not at the same step: {said}. Call step() equally often everywhere, "
-                    "and load a state on all ranks or on none."
-                )
-            if what == "signature" and envelope is self._vote_envelope:
-                self.unlike = True
-                said = "; ".join(f"rank(s) {who}" for who in by_value.values())
-                return f"{self.name}: these do not hold the same before step {self.step + 1}: {said}."
+                return f"{self.name}: the ranks are not at the same step: {said}. Call step() equally often everywhere."
             if what == "hyper":
                 lrs = {self.ranks[rank]: f" (lr {lr:g})" for rank, lr in envelope.learning_rates().items()}
                 said = "; ".join(f"rank(s) {who}{lrs.get(who[0], '')}" for who in by_value.values())

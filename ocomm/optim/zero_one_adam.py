@@ -407,6 +407,13 @@ class ZeroOneAdam(Core):
             self.refreshed[tensor] = step
             self.stage[tensor] = Stage.COMPRESSED
 
+    def start_at(self, step: int) -> None:
+        """The schedules go on as if ``step`` steps had been taken, the last of them a sync."""
+        self.step = step
+        self.syncs.synced(step)
+        self.refreshes.start_at(step)
+        self._free_variance()
+
     def _forget(self, tensor: int) -> None:
         """The tensor starts from its parameter as it is, as after a sync."""
         self.reset_errors(tensor)

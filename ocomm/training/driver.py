@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import InvalidRequestError, MismatchError
-from ocomm.kernels.base import Floats, Kernels
+from ocomm.kernels.base import Kernels
 from ocomm.optim import checkpoint
 from ocomm.optim.core import Core
 from ocomm.optim.stepper import Stepper, Verdict
@@ -28,6 +29,8 @@ from ocomm.session import Session
 from ocomm.training import resume
 from ocomm.training.agreement import first_difference
 from ocomm.types import Flag, ReduceOp
+
+_log = logging.getLogger("ocomm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +63,6 @@ class Host(Protocol):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiplies this rank's gradients in place."""
-        ...
-
-
-class MomentsHost(Host, Protocol):
-    """A frontend that wraps an Adam."""
-
-    def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
-        """The wrapped optimizer's m, v (flat float32, its own memory) and step count of a tensor, None without any."""
-        ...
-
-    def release(self, tensor: int) -> None:
-        """The tensor's m and v are no longer needed."""
         ...
 
 
@@ -149,8 +140,10 @@ class Driver:
         self._announcement = 0
         #: What ``load_state`` and ``load_rank_state`` have loaded, for the report.
         self.resumed: dict[str, Any] | None = None
-        #: Has no step been taken yet, since this driver was made or a state loaded?
+        #: Has no step begun yet, since this driver was made or a state loaded?
         self._at_start = True
+        #: Was a state loaded to which there are rank states that were not?
+        self._rank_state_due = False
         #: Says which replicas the loaded state belongs to; None once they have moved on.
         self._loaded_replica: str | None = None
 
@@ -184,6 +177,8 @@ class Driver:
     def begin(self) -> None:
         """Opens the next step, if it is not open: before the first gradient of a step is handed over."""
         if not self.stepper.begun:
+            if self._at_start:
+                self._agree_on_start()
             self.set_hyper()
             self.stepper.begin(self.compress_hyper())
 
@@ -206,33 +201,40 @@ class Driver:
         return self._exchange()
 
     def _exchange(self) -> Verdict:
-        if self._at_start:
-            self.stepper.start = digest(self._replicated())
+        return self.stepper.exchange(
+            self.compress_hyper(),
+            self.full_hyper(),
+            self.host.groups()[0].lr,
+            self._announcement,
+            self.set_hyper,
+        )
+
+    def _agree_on_start(self) -> None:
+        """Before the first step: do all ranks hold the same? MismatchError that names what they do not."""
+        said = self._replicated()
         try:
-            return self.stepper.exchange(
-                self.compress_hyper(),
-                self.full_hyper(),
-                self.host.groups()[0].lr,
-                self._announcement,
-                self.set_hyper,
-            )
+            self.session.agree(self.number, f"{self.name}.start", f"{digest(said):016x}")
         except MismatchError as error:
-            if not self.stepper.unlike:
-                raise
-            name = f"{self.name}.start"
-            difference = first_difference(self.session, self.number, name, self._replicated(), "hold")
+            difference = first_difference(self.session, self.number, f"{self.name}.replicas", said, "hold")
             raise MismatchError(
-                f"{self.name}: the replicas are not alike before step {self.stepper.step + 1}: {difference}. Load the "
-                "same checkpoint on all ranks, or call broadcast_parameters and broadcast_optimizer_state."
+                f"{self.name}: the replicas are not alike before their first step: {difference}. Load the same "
+                "checkpoint on all ranks, or call broadcast_parameters and broadcast_optimizer_state."
                 if difference
                 else str(error)
             ) from None
+        if self._rank_state_due and self.core.has_rank_state and self.core.rank == 0:
+            _log.warning(
+                "%s: load_rank_state_dict was not called after load_state_dict: errors start at zero on all ranks.",
+                self.name,
+            )
+        self._at_start = self._rank_state_due = False
 
     def _replicated(self) -> list[str]:
         """In words, what must be equal on all ranks before the first step."""
         core = self.core
         names = [spec.name for spec in core.layout.tensors]
-        lines = [f"'{name}' with checksum {c:016x}" for name, c in zip(names, core.replica_digest(), strict=True)]
+        lines = [f"a state of step {self.steps}"]
+        lines += [f"'{name}' with checksum {c:016x}" for name, c in zip(names, core.replica_digest(), strict=True)]
         if self.steps:
             lines += [f"{what} with checksum {checkpoint.fingerprint(v, self.kernels)}" for what, v in self._loaded()]
         return lines
@@ -241,8 +243,15 @@ class Driver:
         """What a saved state has brought besides parameters, with its name in messages."""
         return [("the optimizer's state", self.core.state())]
 
+    def _restart(self, steps: int) -> None:
+        """The next step is the first after ``steps`` others that were not this driver's."""
+        self.require_idle("a state")
+        self.steps = steps
+        self.stepper.resume(steps, None)
+        self._at_start = True
+        self._loaded_replica = None
+
     def _take(self) -> None:
-        self._at_start, self.stepper.start = False, 0
         self.set_hyper()
         self.steps += 1
         self._loaded_replica = None
@@ -299,7 +308,7 @@ class Driver:
         """
         self.check_state(saved)
         self.require_idle("load_state_dict")
-        self._at_start = True
+        self._at_start = self._rank_state_due = True
         order = saved["stepper"]
         self.stepper.resume(saved["steps"], order["order"] if order["arrived"] else None)
         self.steps = saved["steps"]
@@ -325,10 +334,6 @@ class Driver:
         del saved
         return []
 
-    def continue_plain(self) -> None:
-        """Goes on from the state that the wrapped optimizer has got without this one, where an algorithm can."""
-        raise NotImplementedError(f"{self.kind} does not go on from another optimizer's state")
-
     def rank_state(self) -> dict[str, Any]:
         """What only this rank knows, sealed with a checksum; arrays are copies. See ``Core.worker_buffers``."""
         return checkpoint.seal({**resume.header(self), "rank": self.core.rank, **self.core.rank_state()}, self.kernels)
@@ -340,6 +345,7 @@ class Driver:
         CheckpointError on all ranks, before anything is changed, if a state is damaged or foreign on any; MismatchError
         if the ranks have states of different runs.
         """
+        self._rank_state_due = False
         self.resumed = {"step": self.steps, **(self.resumed or {}), **resume.load_rank_states(self, source)}
         return dict(self.resumed)
 
@@ -389,16 +395,6 @@ class Driver:
             "memory_bytes": self.stepper.memory(),
             "resumed": self.resumed,
         }
-
-
-def moments_of(driver: Driver) -> list[tuple[str, Any]]:
-    """Adam's m, v and steps by tensor, of the driver or of its host, with names for messages."""
-    found = []
-    for tensor, spec in enumerate(driver.core.layout.tensors):
-        moments = driver.saved_moments(tensor) or driver.host.moments(tensor)
-        if moments is not None:
-            found.append((f"moments of '{spec.name}'", moments))
-    return found
 
 
 def digest(values: Any) -> int:

@@ -13,7 +13,8 @@ from ocomm.optim.freeze import FreezeSchedule, LateTensors
 from ocomm.optim.onebit_adam import OneBitAdam as Core
 from ocomm.optim.onebit_adam import Stage
 from ocomm.session import Session
-from ocomm.training.driver import Common, Driver, MomentsHost, moments_of
+from ocomm.training.adam import AdamDriver, MomentsHost
+from ocomm.training.driver import Common
 from ocomm.types import ReduceOp
 
 
@@ -25,11 +26,8 @@ class AdamHost(MomentsHost, Protocol):
         ...
 
 
-class OneBitAdamDriver(Driver):
-    """See ``Driver``. ``freeze_step`` is the number of dense steps T_w, or ``"auto"``.
-
-    ``warm_start`` is the fingerprint of the moments with which the host will call ``start_warm``; the ranks compare it.
-    """
+class OneBitAdamDriver(AdamDriver):
+    """See ``AdamDriver``. ``freeze_step`` is the number of dense steps T_w, or ``"auto"``."""
 
     core: Core
 
@@ -54,9 +52,6 @@ class OneBitAdamDriver(Driver):
         self._late = LateTensors()
         #: Dense steps of tensors that come later; None: T_w.
         self.late_warmup: int | None = None
-        #: What came from a plain Adam's checkpoint, for the report.
-        self.warm_start: dict[str, Any] | None = None
-        self._group_of = {int(t): number for number, group in enumerate(host.groups()) for t in group.tensors}
         core_options = {"variance_floor": variance_floor, "scale": scale, "mask_refresh": mask_refresh}
         super().__init__(
             session,
@@ -130,20 +125,18 @@ class OneBitAdamDriver(Driver):
     def _freeze(self, tensor: int, beta2: float | None = None) -> None:
         """``beta2`` made the variance; None: the group's."""
         momentum, variance, step = self.host.moments(tensor)
-        group = self.host.groups()[self._group_of[tensor]]
-        beta2 = group.betas[1] if beta2 is None else beta2
-        if self.core.freeze(tensor, momentum, variance, step=step, beta2=beta2, eps=group.eps):
+        beta2 = self._beta2(tensor) if beta2 is None else beta2
+        if self.core.freeze(tensor, momentum, variance, step=step, beta2=beta2, eps=self._eps(tensor)):
             self.host.release(tensor)
 
     def variance_norm(self, tensors: Sequence[int]) -> float:
         """|v_hat|_1 over ``tensors``, in float64."""
         total = 0.0
-        groups = self.host.groups()
+        betas2 = {int(t): group.betas[1] for group in self.host.groups() for t in group.tensors}
         for tensor in tensors:
             moments = self.host.moments(tensor)
             if moments is not None:
-                beta2 = groups[self._group_of[tensor]].betas[1]
-                total += float(moments[1].sum(dtype=np.float64)) / (1 - beta2 ** moments[2])
+                total += float(moments[1].sum(dtype=np.float64)) / (1 - betas2[tensor] ** moments[2])
         return total
 
     # State
@@ -155,7 +148,6 @@ class OneBitAdamDriver(Driver):
         return {
             "stage": "warm-up" if stages == {0} else "compressed" if stages == {1} else "mixed",
             "freeze_step": self.freeze_at,
-            "warm_start": self.warm_start,
             **super().report(),
             "masked_elements": int(core.preconditioner.masked.sum()),
             "woken_elements": core.preconditioner.woken,
@@ -168,20 +160,15 @@ class OneBitAdamDriver(Driver):
             "late_warmup": self.late_warmup,
             "schedule": self.schedule.state(),
             "late": self._late.state(),
-            "warm_start": self.warm_start,
         }
 
     def _load(self, saved: Mapping[str, Any]) -> None:
-        core = self.core
-        core.load_state(saved["core"], lambda tensor: self.host.moments(tensor)[0])
-        compressed = np.flatnonzero(core.stage == Stage.COMPRESSED).tolist()
-        for tensor in compressed:
-            self.host.release(tensor)
+        super()._load(saved)
         self.schedule.load_state(saved["schedule"])
         self._late.load_state(saved.get("late", {}))
-        self.warm_start = saved.get("warm_start")
+        self.late_warmup = saved["late_warmup"]
         chosen = self.schedule.freeze_step
-        if compressed or (chosen == "auto" and saved["schedule"]["freeze_step"] == "auto"):
+        if self.core.stage.any() or (chosen == "auto" and saved["schedule"]["freeze_step"] == "auto"):
             self.freeze_at = saved["freeze_at"]
         else:  # until the warm-up is over its length may be chosen anew
             self.freeze_at = self.schedule.decided
@@ -189,18 +176,14 @@ class OneBitAdamDriver(Driver):
                 self._freeze_what_is_over()
         self._announcement = 0 if self.freeze_at is not None else self.schedule.decided or 0
 
-    def _loaded(self) -> list[tuple[str, Any]]:
-        return [*super()._loaded(), *moments_of(self)]
-
     def saved_moments(self, tensor: int) -> dict[str, Any] | None:
         """Of a compressed tensor, as the wrapped Adam would hold them."""
         if self.core.stage[tensor] == Stage.WARMUP:
             return None
-        beta2 = self.host.groups()[self._group_of[tensor]].betas[1]
         return {
             "step": int(self.core.steps[tensor]),
             "exp_avg": self.core.momentum(tensor),
-            "exp_avg_sq": self.core.variance(tensor, beta2=beta2),
+            "exp_avg_sq": self.core.variance(tensor, beta2=self._beta2(tensor)),
         }
 
     def taken_over(self, saved: Mapping[str, Any]) -> list[int]:
@@ -208,40 +191,27 @@ class OneBitAdamDriver(Driver):
         return [numbers[name] for name in saved["core"].get("tensors", {})]
 
     def continue_plain(self) -> None:
-        """The wrapped optimizer has loaded the state of a plain Adam: its warm-up goes on, or is over already."""
-        self._restart()
-        if self.freeze_at is not None and self.steps >= self.freeze_at:
-            self._freeze_what_is_over()
+        """The warm-up of a plain Adam goes on where it was; or it is over already, after T_w steps."""
+        self._restart(self._host_steps())
+        self._load(self._fresh)
+        self._freeze_what_is_over()
         self.resumed = {"step": self.steps, "ranks": None, "rank_state": "none"}
 
     def start_warm(self, betas2: Mapping[int, float]) -> None:
-        """The wrapped optimizer has got Adam's moments from a checkpoint: tensors that have any are frozen at once.
-
-        ``betas2`` are the beta2 with which they were made, by tensor. Tensors without get a dense warm-up of
-        ``freeze_step`` steps of their own, with ``"auto"`` of as many as its earliest end.
-        """
-        self._restart()
+        """Freezes what has a variance at once. Any other tensor gets a dense warm-up of its own, of ``freeze_step``
+        steps, with ``"auto"`` of as many as its earliest end."""
+        self._restart(self._host_steps())
+        self._load(self._fresh)
         chosen = self.schedule.freeze_step
         self.late_warmup = 2 * self.schedule.window + 1 if chosen == "auto" else int(chosen)
         self.freeze_at = self.schedule.decided = self.steps
         for tensor, beta2 in betas2.items():
             self._freeze(tensor, beta2)
-        names = [spec.name for spec in self.core.layout.tensors]
-        dense = [names[tensor] for tensor in np.flatnonzero(self.core.stage == Stage.WARMUP).tolist()]
-        self.warm_start = {"step": self.steps, "tensors": len(names) - len(dense), "dense": dense}
-
-    def _restart(self) -> None:
-        """As at the start of a run, but after as many steps as the wrapped optimizer has taken."""
-        counts = [moments[2] for t in range(self.core.steps.size) if (moments := self.host.moments(t)) is not None]
-        self.steps = max(counts, default=0)
-        self._at_start = True
-        self.stepper.resume(self.steps, None)
-        self._load(self._fresh)
+        self._say_warm(np.flatnonzero(self.core.stage == Stage.WARMUP))
 
     def _freeze_what_is_over(self) -> None:
         """Freezes the tensors that have taken T_w steps."""
-        assert self.freeze_at is not None
         for tensor in range(self.core.steps.size):
             moments = self.host.moments(tensor)
-            if moments is not None and moments[2] >= self.freeze_at:
+            if moments is not None and self.freeze_at is not None and moments[2] >= self.freeze_at:
                 self._freeze(tensor)

@@ -11,12 +11,13 @@ from ocomm.compression.layout import TensorSpec
 from ocomm.optim.intervals import RefreshSchedule, SyncSchedule
 from ocomm.optim.zero_one_adam import ZeroOneAdam as Core
 from ocomm.session import Session
-from ocomm.training.driver import Common, Driver, MomentsHost, digest, moments_of
+from ocomm.training.adam import AdamDriver, MomentsHost
+from ocomm.training.driver import Common, digest
 from ocomm.types import ReduceOp
 
 
-class ZeroOneAdamDriver(Driver):
-    """See ``Driver``. ``intervals`` are the options of ``SyncSchedule``, ``refreshes`` those of ``RefreshSchedule``."""
+class ZeroOneAdamDriver(AdamDriver):
+    """See ``AdamDriver``. ``intervals`` are the options of ``SyncSchedule``, ``refreshes`` of ``RefreshSchedule``."""
 
     core: Core
 
@@ -34,10 +35,10 @@ class ZeroOneAdamDriver(Driver):
         scale: str,
         variance_floor: float,
         mask_refresh: int,
+        warm_start: str | None = None,
     ) -> None:
         syncs = SyncSchedule(**intervals)
         schedules = {"syncs": syncs, "refreshes": RefreshSchedule(syncs, **refreshes)}  # type: ignore[arg-type]
-        self._group_of = {int(t): number for number, group in enumerate(host.groups()) for t in group.tensors}
         core_options = {"variance_floor": variance_floor, "scale": scale, "mask_refresh": mask_refresh}
         super().__init__(
             session,
@@ -47,9 +48,9 @@ class ZeroOneAdamDriver(Driver):
             lambda layout, rank, kernels: Core(layout, rank, kernels, **schedules, **core_options),  # type: ignore[arg-type]
             host,
             common,
-            {"optimizer": optimizer, **intervals, **refreshes, **core_options},
+            {"optimizer": optimizer, "warm_start": warm_start, **intervals, **refreshes, **core_options},
         )
-        self._fresh = self.core.state()
+        self._fresh = self._state()
 
     def set_hyper(self) -> None:
         for group in self.host.groups():
@@ -95,25 +96,15 @@ class ZeroOneAdamDriver(Driver):
             "woken_elements": core.preconditioner.woken,
         }
 
-    def _load(self, saved: Mapping[str, Any]) -> None:
-        """The run is where it was at its last sync; parameters that had moved since are set back."""
-        self.core.load_state(saved["core"], lambda tensor: self.host.moments(tensor)[0])
-        for tensor in self.taken_over(saved):
-            self.host.release(tensor)
-
-    def _loaded(self) -> list[tuple[str, Any]]:
-        return [*super()._loaded(), *moments_of(self)]
-
     def saved_moments(self, tensor: int) -> dict[str, Any] | None:
         """As the wrapped Adam would hold them: m of the last sync, and v."""
         core = self.core
         if not core.steps[tensor]:
             return None
-        beta2 = self.host.groups()[self._group_of[tensor]].betas[1]
         return {
             "step": int(core.steps[tensor]),
             "exp_avg": core.average_momentum(tensor),
-            "exp_avg_sq": core.variance(tensor, beta2=beta2),
+            "exp_avg_sq": core.variance(tensor, beta2=self._beta2(tensor)),
         }
 
     def taken_over(self, saved: Mapping[str, Any]) -> list[int]:
@@ -121,15 +112,24 @@ class ZeroOneAdamDriver(Driver):
 
     def continue_plain(self) -> None:
         """Goes on from a plain Adam's m, v and step counts, where it has any; the schedules begin anew."""
-        self._at_start = True
-        self.stepper.resume(0, None)
-        self.steps = 0
-        self.core.load_state(self._fresh)
-        for tensor, group in self._group_of.items():
+        self._restart(0)
+        self._load(self._fresh)
+        self._adopt({})
+        self.resumed = {"step": 0, "ranks": None, "rank_state": "none"}
+
+    def start_warm(self, betas2: Mapping[int, float]) -> None:
+        """v counts as refreshed in each of the checkpoint's steps; the schedules are where they would be by then."""
+        self._restart(self._host_steps())
+        self._load(self._fresh)
+        self._adopt(betas2)
+        self.core.start_at(self.steps)
+        self._say_warm(np.flatnonzero(self.core.steps == 0))
+
+    def _adopt(self, betas2: Mapping[int, float]) -> None:
+        for tensor in range(self.core.steps.size):
             moments = self.host.moments(tensor)
             if moments is not None:
                 momentum, variance, step = moments
-                now = self.host.groups()[group]
-                self.core.adopt(tensor, momentum, variance, step=step, beta2=now.betas[1], eps=now.eps)
+                beta2 = betas2.get(tensor, self._beta2(tensor))
+                self.core.adopt(tensor, momentum, variance, step=step, beta2=beta2, eps=self._eps(tensor))
                 self.host.release(tensor)
-        self.resumed = {"step": 0, "ranks": None, "rank_state": "none"}

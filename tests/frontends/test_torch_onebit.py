@@ -548,7 +548,7 @@ def test_a_rank_one_step_ahead_is_caught() -> None:
         == [
             "OneBitAdam.noname.1: the ranks are not at the same step: rank(s) [0] are at step 6; "
             "rank(s) [1] are at step 7. "
-            "Call step() equally often everywhere, and load a state on all ranks or on none."
+            "Call step() equally often everywhere."
         ]
         * 2
     )

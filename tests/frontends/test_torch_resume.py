@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from ocomm.errors import MismatchError
 from ocomm.session import Session
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
 from ocomm_torch.lion import DistributedLion
@@ -66,6 +69,8 @@ class Run:
         names = [f"layer.{number}" for number in range(len(self.parameters))]
         self.optimizer = OPTIMIZERS[kind](adam(self.parameters), zip(names, self.parameters, strict=True), **options)
         self.digests: list[str] = []
+        #: Of the steps after which all ranks hold the same.
+        self.common: dict[int, str] = {}
 
     @property
     def values(self) -> list[np.ndarray]:
@@ -74,12 +79,14 @@ class Run:
     def train(self, first: int, last: int) -> list[str]:
         """Steps ``first`` to ``last``; their digests."""
         for step in range(first, last + 1):
-            self.optimizer.zero_grad()
-            backward(self.parameters, sparse(step, self.rank), [2, 0, 3, 1])
             for group in self.optimizer.param_groups:
                 group["lr"] = 1e-2 * (1 - step / 100)
+            self.optimizer.zero_grad()
+            backward(self.parameters, sparse(step, self.rank), [2, 0, 3, 1])
             self.optimizer.step()
             self.digests.append(digest(self.values))
+            if self.optimizer.compression_report().get("synced", True):
+                self.common[step] = self.digests[-1]
         return self.digests[first - last - 1 :]
 
     def save(self) -> dict[str, Any]:
@@ -121,3 +128,162 @@ def test_a_run_that_stops_and_goes_on_equals_one_that_never_stopped_in_every_bit
             assert found["resumed"]["step"] == stop
 
     run_ranks(ranks, body, timeout_s=100)
+
+
+def checkpoint(kind: str, ranks: int, steps: int) -> Callable[[], dict[str, Any]]:
+    """What ``ranks`` ranks have saved after ``steps`` steps: values and state_dict of rank 0, and all rank states.
+
+    As a function that reads them: Torch's optimizers go on in the tensors that they have loaded, and each rank here
+    must have its own.
+    """
+
+    def body(session: Session) -> dict[str, Any]:
+        run = Run(kind, rank_of(session))
+        run.train(1, steps)
+        return run.save()
+
+    saved = run_ranks(ranks, body)
+    whole = {**saved[0], "ranks": [state["rank"] for state in saved]}
+    return lambda: copy.deepcopy(whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 3), (3, 1)])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_on_another_number_of_ranks_the_errors_are_shared_out_and_the_replicas_are_equal(
+    kind: str, before: int, after: int
+) -> None:
+    read = checkpoint(kind, before, 14)
+
+    def body(session: Session) -> tuple[dict[int, str], dict[str, Any], dict[str, np.ndarray]]:
+        saved = read()
+        run = Run(kind, rank_of(session), saved["values"])
+        run.optimizer.load_state_dict(saved["optimizer"])
+        done = run.optimizer.load_rank_state_dict(saved["ranks"][::-1])
+        core = run.optimizer._driver.core
+        kept = {name: buffer.copy() for name, buffer in core.rank_buffers()["worker"].items()}
+        run.train(15, 24)
+        assert run.optimizer.compression_report()["resumed"] == done
+        return run.common, done, kept
+
+    results = run_ranks(after, body)
+    for common, done, kept in results:
+        assert common == results[0][0] and len(common) > 2
+        assert done["rank_state"] == "re-sharded"
+        assert done["step"] == 14
+        assert done["why"] == (
+            f"{before} -> {after} ranks: owner errors moved with their blocks, worker errors are the mean over the "
+            f"{before} old ranks"
+        )
+        for name, buffer in kept.items():
+            parts = [state["worker"][name].double() for state in read()["ranks"]]
+            mean = sum(parts) / before
+            np.testing.assert_array_equal(buffer, mean.float().numpy(), err_msg=name)
+
+
+@pytest.mark.parametrize("lost", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_if_a_rank_has_lost_its_state_all_start_without_and_say_so(
+    kind: str, lost: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    read = checkpoint(kind, 2, 14)
+
+    def body(session: Session) -> tuple[dict[int, str], dict[str, Any]]:
+        rank = rank_of(session)
+        saved = read()
+        run = Run(kind, rank, saved["values"])
+        run.optimizer.load_state_dict(saved["optimizer"])
+        done = run.optimizer.load_rank_state_dict(None if rank in lost else saved["ranks"][rank])
+        run.train(15, 24)
+        return run.common, done
+
+    with caplog.at_level(logging.WARNING, "ocomm"):
+        (first, done), (second, done_there) = run_ranks(2, body)
+    assert first == second and len(first) > 2
+    why = "; ".join(f"rank(s) [{rank}] say that the state of rank {rank} is missing" for rank in lost)
+    assert done == done_there == {"step": 14, "ranks": 2, "rank_state": "reset", "why": why}
+    assert any(f"errors start at zero on all ranks: {why}" in record.getMessage() for record in caplog.records)
+
+
+def test_without_rank_states_the_first_step_warns_that_errors_start_at_zero(caplog: pytest.LogCaptureFixture) -> None:
+    read = checkpoint("1-bit Adam", 2, 14)
+
+    def body(session: Session) -> list[str]:
+        saved = read()
+        run = Run("1-bit Adam", rank_of(session), saved["values"])
+        run.optimizer.load_state_dict(saved["optimizer"])
+        run.train(15, 17)
+        assert run.optimizer.compression_report()["resumed"] == {"step": 14, "ranks": 2, "rank_state": "reset"}
+        return run.digests
+
+    with caplog.at_level(logging.WARNING, "ocomm"):
+        first, second = run_ranks(2, body)
+    assert first == second
+    warned = [record.getMessage() for record in caplog.records if "load_rank_state_dict" in record.getMessage()]
+    assert warned == [
+        "OneBitAdam.noname.1: load_rank_state_dict was not called after load_state_dict: errors start at zero on all "
+        "ranks."
+    ]
+
+
+# Replicas that are not alike
+
+
+def test_parameters_that_differ_before_the_first_step_are_an_error_that_names_the_tensor() -> None:
+    def body(session: Session) -> str:
+        rank = rank_of(session)
+        values = initial()
+        values[2][7] += rank
+        with pytest.raises(MismatchError) as raised:
+            Run("1-bit Adam", rank, values).train(1, 1)
+        return str(raised.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert first.startswith(
+        "OneBitAdam.noname.1: the replicas are not alike before their first step: rank(s) [0] hold 'layer.2' with "
+        "checksum "
+    )
+    assert first.endswith(
+        "Load the same checkpoint on all ranks, or call broadcast_parameters and broadcast_optimizer_state."
+    )
+
+
+@pytest.mark.parametrize("kind", ["1-bit Adam", "0/1 Adam"])
+def test_ranks_that_load_different_states_are_caught_in_the_first_step(kind: str) -> None:
+    read = checkpoint(kind, 2, 4)
+
+    def body(session: Session) -> str:
+        rank = rank_of(session)
+        saved = read()
+        run = Run(kind, rank, saved["values"])
+        if rank == 1:
+            saved["optimizer"]["state"][1]["exp_avg"][5] += 1.0
+        run.optimizer.load_state_dict(saved["optimizer"])
+        run.optimizer.load_rank_state_dict(saved["ranks"][rank])
+        with pytest.raises(MismatchError) as raised:
+            run.train(5, 5)
+        return str(raised.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert "not alike before their first step: rank(s) [0] hold moments of 'layer.1' with checksum " in first
+
+
+def test_a_state_that_only_one_rank_loads_is_caught_in_the_first_step() -> None:
+    read = checkpoint("1-bit Adam", 2, 8)
+
+    def body(session: Session) -> str:
+        rank = rank_of(session)
+        saved = read()
+        run = Run("1-bit Adam", rank, saved["values"])
+        if rank == 0:
+            run.optimizer.load_state_dict(saved["optimizer"])
+        with pytest.raises(MismatchError) as raised:
+            run.train(9, 9)
+        return str(raised.value)
+
+    assert run_ranks(2, body) == 2 * [
+        "OneBitAdam.noname.1: the replicas are not alike before their first step: rank(s) [0] hold a state of step 8; "
+        "rank(s) [1] hold a state of step 0. Load the same checkpoint on all ranks, or call broadcast_parameters and "
+        "broadcast_optimizer_state."
+    ]

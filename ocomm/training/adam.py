@@ -1,0 +1,85 @@
+"""What the drivers that take over Adam's m and v have in common: a host that has them, and a warm start from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ocomm.kernels.base import Floats
+from ocomm.optim.onebit_adam import OneBitAdam
+from ocomm.optim.zero_one_adam import ZeroOneAdam
+from ocomm.training.driver import Driver, Host
+
+
+class MomentsHost(Host, Protocol):
+    """A frontend that wraps an Adam."""
+
+    def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
+        """The wrapped optimizer's m, v (flat float32, its own memory) and step count of a tensor, None without any."""
+        ...
+
+    def release(self, tensor: int) -> None:
+        """The tensor's m and v are no longer needed."""
+        ...
+
+
+class AdamDriver(Driver):
+    """See ``Driver``. The option ``warm_start`` is the fingerprint of the moments with which the host will call
+    ``start_warm``, None without; the ranks compare it."""
+
+    core: OneBitAdam | ZeroOneAdam
+
+    #: What came from an Adam's checkpoint, for the report.
+    warm_start: dict[str, Any] | None = None
+
+    def report(self) -> dict[str, Any]:
+        """Also ``warm_start``: None, or ``step`` of the checkpoint, how many ``tensors`` had moments in it, and the
+        names of those that are ``dense`` since they had none."""
+        return {**super().report(), "warm_start": self.warm_start}
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "warm_start": self.warm_start}
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        self.core.load_state(saved["core"], lambda tensor: self.host.moments(tensor)[0])
+        for tensor in self.taken_over(saved):
+            self.host.release(tensor)
+        self.warm_start = saved.get("warm_start")
+
+    def _loaded(self) -> list[tuple[str, Any]]:
+        found = super()._loaded()
+        for tensor, spec in enumerate(self.core.layout.tensors):
+            moments = self.saved_moments(tensor) or self.host.moments(tensor)
+            if moments is not None:
+                found.append((f"moments of '{spec.name}'", moments))
+        return found
+
+    def _beta2(self, tensor: int) -> float:
+        """Of the tensor's group, as it is now."""
+        return next(group.betas[1] for group in self.host.groups() if tensor in group.tensors)
+
+    def _eps(self, tensor: int) -> float:
+        return next(group.eps for group in self.host.groups() if tensor in group.tensors)
+
+    def continue_plain(self) -> None:
+        """The wrapped optimizer has the state of an Adam that was not distributed: goes on from that."""
+        raise NotImplementedError
+
+    def start_warm(self, betas2: Mapping[int, float]) -> None:
+        """The wrapped optimizer has got Adam's moments from a checkpoint: goes on without dense steps from those.
+
+        ``betas2`` are the beta2 with which they were made, by tensor; tensors without have none.
+        """
+        raise NotImplementedError
+
+    def _host_steps(self) -> int:
+        """How many steps the wrapped optimizer has taken."""
+        counts = [moments[2] for t in range(self.core.steps.size) if (moments := self.host.moments(t)) is not None]
+        return max(counts, default=0)
+
+    def _say_warm(self, cold: Sequence[int] | np.ndarray) -> None:
+        names = [spec.name for spec in self.core.layout.tensors]
+        dense = [names[int(tensor)] for tensor in cold]
+        self.warm_start = {"step": self.steps, "tensors": len(names) - len(dense), "dense": dense}
