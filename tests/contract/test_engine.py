@@ -376,7 +376,7 @@ def voted_exchange(kind: str, size: int) -> list[bytes]:
             tensors["grad"] = [grads[offset:].ctypes.data for offset in layout.offsets]
             tensors["beta1"], tensors["one_minus_beta1"] = 0.9, 0.1
             m = grads[::-1].copy()
-            staging, result = Staging(segment), aligned(segment.packed_nbytes)
+            staging, result = compressed_staging(segment), aligned(segment.packed_nbytes)
             staging.send[:] = result[:] = 0
             compress = CompressSigns(segment.blocks, tensors, m, m, 0.99, 0.01, True, staging.send, env.flags)
 
