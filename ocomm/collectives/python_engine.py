@@ -149,8 +149,9 @@ class PythonChannel:
             self.fail(self.queue[0] if self.queue else None, State.MPI_ERROR, 1)
             return True
         now = time.monotonic()
-        late = next((ticket for ticket in list(self.queue) if now > ticket.deadline), None)
-        disputed = next((t for t in self.queue if t.culprit is not None and now > t.disagreed + _PASSING_ON_S), None)
+        queue = list(self.queue)  # others submit meanwhile
+        late = next((t for t in queue if now > t.deadline), None)
+        disputed = next((t for t in queue if t.culprit is not None and now > t.disagreed + _PASSING_ON_S), None)
         if disputed is not None and disputed.culprit is not None:
             self.fail(disputed, State.MISMATCH, disputed.culprit)
         elif late:

@@ -32,7 +32,7 @@ from ocomm.collectives.plan import (
     Stage,
     Unpack,
 )
-from ocomm.collectives.python_engine import PythonEngine
+from ocomm.collectives.python_engine import PythonEngine, PythonTicket
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.kernels.base import NOISE, OWNERS, TENSOR
@@ -653,3 +653,28 @@ def test_many_threads_may_submit_to_one_native_channel() -> None:
             thread.join(LIMIT_S)
         assert states(tickets) == [State.DONE] * 1600
         assert target.all()
+
+
+def test_a_plan_may_be_submitted_while_the_python_engine_looks_through_its_queue() -> None:
+    engine = PythonEngine(CpuKernels(), (fabric := Fabric(2)).arrivals[0])
+    channel = engine.open_channel(fabric.endpoint(0), 1)
+
+    class Watched(PythonTicket):
+        """Another thread submits a plan at the moment in which this one is looked at."""
+
+        @property
+        def culprit(self) -> int | None:
+            thread = threading.Thread(target=lambda: submit([channel], [message_plan(0, aligned(1), [], [])]))
+            thread.start()
+            thread.join(LIMIT_S)
+            return None
+
+        @culprit.setter
+        def culprit(self, rank: int | None) -> None:
+            assert rank is None
+
+    for peer in (1, 1):
+        channel.queue.append(Watched(message_plan(0, aligned(1), [], [peer]), 0.0, False))
+    engine.run(0.0)
+    assert not channel.failed and len(channel.queue) > 2
+    engine.close()
