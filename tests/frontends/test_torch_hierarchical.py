@@ -16,9 +16,9 @@ import torch
 from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.session import Session
 from ocomm.types import Nodes, Settings
-from ocomm_torch import DistributedBirder, DistributedOneBitAdam, DistributedZeroOneAdam
+from ocomm_torch import DistributedBirder, DistributedLion, DistributedOneBitAdam, DistributedZeroOneAdam
 from tests.frontends.onebit_jobs import digest, gradients, initial, train
-from tests.oracle import birder, onebit_adam, zero_one_adam
+from tests.oracle import birder, lion, onebit_adam, zero_one_adam
 from tests.oracle.hierarchical import node_sums
 from tests.worlds import run_ranks
 
@@ -127,6 +127,21 @@ def test_birder_equals_the_simulation_on_all_ranks_after_every_step(hosts: str, 
         assert result["digests"] == expected
 
 
+@pytest.mark.parametrize(("hosts", "steps"), [("aabb", 60), ("aaab", 40), ("abcc", 40)])
+def test_lion_equals_the_simulation_on_all_ranks_after_every_step(hosts: str, steps: int) -> None:
+    simulation, order = in_nodes(hosts, lion.Lion, lr=1e-2, weight_decay=0.1, seed=7)
+    expected = []
+    for step in range(1, steps + 1):
+        simulation.step([grads(step, rank) for rank in order])
+        expected.append(digest(simulation.params))
+
+    def sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1e-2, weight_decay=0.1)
+
+    for result in on(hosts, steps, DistributedLion, make=sgd, seed=7):
+        assert result["digests"] == expected
+
+
 @pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.1}])
 @pytest.mark.parametrize(("hosts", "steps"), [("aabb", 60), ("aaab", 40), ("abcc", 40)])
 def test_zero_one_adam_equals_the_simulation_on_every_rank_after_every_step(
@@ -156,6 +171,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
     "1-bit Adam": (DistributedOneBitAdam, torch.optim.Adam, {"freeze_step": 4}),
     "0/1 Adam": (DistributedZeroOneAdam, torch.optim.Adam, SCHEDULE),
     "Birder": (DistributedBirder, torch.optim.SGD, {}),
+    "Lion": (DistributedLion, torch.optim.SGD, {}),
 }
 
 
@@ -180,7 +196,7 @@ def test_the_result_does_not_depend_on_segments_window_overlap_engine_or_arrival
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "Lion"])
 def test_each_rank_holds_the_errors_of_its_slice_alone(kind: str) -> None:
     wrap, inner, options = KINDS[kind]
     results = on("aabb", 8, wrap, make=lambda p: inner(p, lr=1e-2, foreach=False), **options)
