@@ -156,6 +156,7 @@ class Lab:
             "plm_ssh_agent": "/run/agent",
             "plm_ssh_no_tree_spawn": "1",
             "prte_if_include": str(_NETWORK),
+            "prte_tmpdir_base": "/run",  # the lab's own: process numbers, which name what it puts there, come again
         }
         library = {"pml": "ob1", "btl": "tcp,self,sm", "btl_tcp_if_include": str(_NETWORK), **OPEN_MPI_TCP}
         words = [word for name, value in runtime.items() for word in ("--prtemca", name, value)]

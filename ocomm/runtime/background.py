@@ -52,6 +52,9 @@ class Runtime:
         self._failed_s: float | None = None
         self._silent_since: dict[int, float] = {}
         self._heartbeat_s = min(_HEARTBEAT_S, settings.peer_timeout_s / 3 or _HEARTBEAT_S)
+        self._silence_s = settings.peer_timeout_s
+        if settings.stall_shutdown_s > 0:  # nothing may be waited for longer than that, an answer of rank 0 neither
+            self._silence_s = min(self._silence_s, max(settings.stall_shutdown_s, 3 * self._heartbeat_s))
         self._beat_s = self._inspected_s = self._waited_s = clock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ocomm", daemon=True)
@@ -163,6 +166,9 @@ class Runtime:
 
     def _beat(self, now: float) -> None:
         """Signs of life between rank 0 and the others; silence beyond the timeout is death."""
+        missed = now - self._beat_s - self._heartbeat_s
+        if missed > self._heartbeat_s:  # this process stood still itself, and says nothing about others' silence
+            self._silent_since = {rank: min(now, since + missed) for rank, since in self._silent_since.items()}
         self._beat_s = now
         # A rank that has left sends nothing more, nor rank 0 once all have: a message which nobody receives would stay
         # with MPI, and turn up in the next job on a communicator of the same number.
@@ -170,7 +176,7 @@ class Runtime:
             self.world.link.send_all(Word.ALIVE)
         elif self.world.rank != 0 and not self._left:
             self.world.link.send(0, Word.ALIVE)
-        limit = self.settings.peer_timeout_s
+        limit = self._silence_s
         for rank, since in list(self._silent_since.items()):
             if rank not in self._gone and 0 < limit < now - since:
                 self._announce_departure(rank, True, f"has not answered for {now - since:.0f} s")

@@ -7,6 +7,7 @@ down and started again. Every communicator here is a duplicate of the user's.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from ocomm.errors import LaunchError
 from ocomm.types import Bytes
 
 _mpi: ModuleType | None = None
+#: Where a rank dies, its sockets close, and Open MPI aborts the ranks at their other ends. The first of them to tell
+#: the launcher is blamed for the end of the job, unless it waits until the launcher has seen the dead one.
+_ABORT_DELAY_S = 5
 
 
 def _load() -> ModuleType:
@@ -48,6 +52,7 @@ def _load() -> ModuleType:
 
 def _initialize(mpi: ModuleType) -> None:
     """MPI_Init_thread without the GIL, unlike mpi4py's: it waits for all ranks, and somebody must watch the time."""
+    os.environ.setdefault("OMPI_MCA_opal_abort_delay", str(_ABORT_DELAY_S))
     provided = ctypes.c_int()
     code = _loaded_library(mpi).MPI_Init_thread(None, None, int(mpi.THREAD_MULTIPLE), ctypes.byref(provided))
     if code != mpi.SUCCESS:

@@ -242,9 +242,13 @@ class Mute(LocalTransport):
 
 
 @threads_only
-@pytest.mark.parametrize("silent", [0, 1])
-def test_a_rank_that_shows_no_sign_of_life_is_named(silent: int) -> None:
-    ranks = Ranks(3, Settings(peer_timeout_s=0.6), Mute)
+@pytest.mark.parametrize(
+    "silent, settings",
+    [(0, Settings(peer_timeout_s=0.6)), (1, Settings(peer_timeout_s=0.6)), (0, Settings(stall_shutdown_s=1.0))],
+    ids=["rank 0", "rank 1", "rank 0, by the deadline of stalls"],
+)
+def test_a_rank_that_shows_no_sign_of_life_is_named(silent: int, settings: Settings) -> None:
+    ranks = Ranks(3, settings, Mute)
     others = [rank for rank in range(3) if rank != silent]
     handles = [start(ranks.sessions[rank], np.ones(4, np.float32), "x") for rank in others]
     try:
@@ -252,10 +256,36 @@ def test_a_rank_that_shows_no_sign_of_life_is_named(silent: int) -> None:
         for handle in handles:
             with pytest.raises(PeerError) as caught:
                 handle.wait(LIMIT_S)
-            assert re.fullmatch(rf"rank {silent} has not answered for [1-5] s\.", str(caught.value))
+            assert re.fullmatch(rf"rank {silent} has not answered for [1-9] s\.", str(caught.value))
         ranks.together(lambda _, session: session.shutdown(failed=True, why="raised PeerError"))
     finally:
         Mute.silent.clear()
+
+
+class Suspended(LocalTransport):
+    """A rank of a machine that can be suspended: nothing goes on while it is not awake."""
+
+    awake = threading.Event()
+
+    def __init__(self, whole: LocalTransport) -> None:
+        super().__init__(whole.fabric, whole.identity, whole.members, whole.rank)
+
+    def probe(self, tag: int) -> tuple[int, int] | None:
+        Suspended.awake.wait(LIMIT_S)
+        return super().probe(tag)
+
+
+@threads_only
+def test_ranks_that_were_suspended_together_do_not_blame_each_other() -> None:
+    Suspended.awake.set()
+    ranks = Ranks(3, Settings(engine="python", peer_timeout_s=1.2), Suspended)
+    Suspended.awake.clear()
+    threading.Event().wait(2.5)  # the time itself is what is tested
+    Suspended.awake.set()
+    handles = [start(session, np.ones(4, np.float32), "x") for session in ranks.sessions]
+    for handle in handles:
+        handle.wait(LIMIT_S)
+    assert ranks.together(lambda _, session: session.shutdown()) == [True, True, True]
 
 
 @threads_only
