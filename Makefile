@@ -9,7 +9,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 MPIRUN := timeout 600 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo test test-mpich check bench convergence clean install
+.PHONY: demo test test-gpu test-mpich check bench convergence clean install
 
 install: $(STAMP)
 
@@ -26,6 +26,12 @@ test: install
 	NUMBA_ENABLE_CUDASIM=1 $(PY) -m pytest -q --no-header tests/contract/test_cuda.py
 	TEST_MPI_SIZE=2 $(MPIRUN) -np 2 $(PY) -m pytest -q --capture=no --no-header tests/world tests/frontends </dev/null
 	TEST_MPI_SIZE=4 $(MPIRUN) -np 4 $(PY) -m pytest -q --capture=no --no-header tests/world tests/frontends </dev/null
+
+# The CUDA kernels on a device: equal to the reference, and the laws of all kernels. Without a device all is skipped.
+test-gpu: install
+	TEST_CUDA=1 NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS=0 $(PY) -m pytest -q --no-header -k cuda tests/contract/test_cuda.py \
+	    tests/contract/test_kernels.py tests/contract/test_quantizer.py || test $$? = 5
+	$(PY) -m ocomm.bench kernels --device cuda --nbytes 268435456 || test $$? = 77
 
 # The same extension and mpi4py under another MPI, which has an environment of its own: two MPIs in one get in each
 # other's way.

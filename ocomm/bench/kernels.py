@@ -1,9 +1,9 @@
-"""Speed of the CPU kernels on one thread, against an axpy that moves the same bytes and against NumPy and Torch.
+"""Speed of the kernels: on one CPU thread against an axpy that moves the same bytes, NumPy and Torch; or on a GPU.
 
 Each round times the yardstick and the kernel one after the other, so that a busy machine slows both; the fraction is
 the median over rounds of (bytes the kernel moves / bandwidth of the yardstick) / time of the kernel. The yardstick is
 an in-place axpy over arrays of the same size, or a plain fill where the kernel mostly writes. Every kernel is compared
-with the NumPy reference on its first blocks before it is timed.
+with the NumPy reference on its first blocks before it is timed. For ``--device cuda`` see ``_cuda.py``.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Case:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: cpu")
     parser.add_argument("--nbytes", type=int, default=64 << 20, help="size of each float32 array (default 64 MiB)")
     parser.add_argument("--rounds", type=int, default=21, help="timed rounds of each C loop (default 21)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="ranks of the owner's average")
@@ -68,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; returns 1 if the requested path is not available."""
+    """Prints the table; returns 1 if the requested path is not available, 77 if there is no GPU."""
+    if args.device == "cuda":
+        return run_on_cuda(args)
     if args.path and lib.ocomm_select_path(args.path.encode()) < 0:
         print(f"this processor cannot run the {args.path} path", file=sys.stderr)
         return 1
@@ -85,6 +88,29 @@ def run(args: argparse.Namespace) -> int:
             print(formatted(row), flush=True)
     if args.json:
         args.json.write_text(json.dumps({**surroundings(args), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    return 0
+
+
+def run_on_cuda(args: argparse.Namespace) -> int:
+    from ocomm.bench import _cuda  # it needs numba-cuda, which most machines lack
+
+    if reason := _cuda.reason_against():
+        print(f"nothing to measure: {reason}", file=sys.stderr)
+        return 77
+    numel = max(args.nbytes // 4 // BLOCK_SIZE, CHECKED_BLOCKS) * BLOCK_SIZE
+    device = _cuda.device_name()
+    print(f"{device}, {4 * numel} bytes per array, blocks of {BLOCK_SIZE}, median of {args.rounds} paired rounds")
+    print(f"{'kernel':<30} {'B/element':>9} {'ms':>9} {'GB/s':>8} {'of copy':>8}")
+    found = []
+    for row in _cuda.rows(numel, args.rounds, args.ranks):
+        found.append(asdict(row))
+        print(
+            f"{row.kernel:<30} {row.bytes_per_element:>9.3f} {row.milliseconds:>9.3f} "
+            f"{row.gigabytes_per_second:>8.1f} {row.fraction:>8.3f}",
+            flush=True,
+        )
+    if args.json:
+        args.json.write_text(json.dumps({**surroundings(args), "device": device, "rows": found}, indent=1) + "\n")
     return 0
 
 
@@ -114,7 +140,7 @@ def torch_or_none() -> Any:
 def surroundings(args: argparse.Namespace) -> dict[str, object]:
     """What a published number must say: machine, versions, command, commit."""
     versions = {"python": platform.python_version()}
-    for package in ("numpy", "cffi", "torch"):
+    for package in ("numpy", "cffi", "torch", "numba-cuda"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -960,7 +960,13 @@ KERNELS: tuple[Any, ...] = (
 def compiled(loop: Any, capability: tuple[int, int]) -> str:
     """PTX of one of KERNELS for a compute capability; no device is needed, but NVVM and NVRTC are, else ImportError."""
     from numba.cuda import dispatcher
+    from numba.cuda.cudadrv import nvrtc, nvvm
 
+    try:
+        nvrtc.get_supported_ccs()
+        nvvm.NVVM()
+    except (RuntimeError, ImportError) as error:
+        raise ImportError("no NVVM or NVRTC: pip install nvidia-nvvm nvidia-cuda-nvrtc nvidia-nvjitlink") from error
     signature = tuple(
         types.float32 if parameter.annotation == "float" else types.int64
         for parameter in inspect.signature(loop.py_func).parameters.values()
@@ -970,12 +976,6 @@ def compiled(loop: Any, capability: tuple[int, int]) -> str:
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
     try:
         return str(cuda.compile_ptx(loop.py_func, signature, cc=capability, launch_bounds=LAUNCH_BOUNDS)[0])
-    except Exception as error:
-        # Several classes, by what is missing; their texts name the library.
-        if "libn" not in str(error).lower() and "nvvm" not in str(error).lower():
-            raise
-        reason = str(error).splitlines()[0]
-        raise ImportError(f"{reason}: pip install nvidia-nvvm nvidia-cuda-nvrtc nvidia-nvjitlink") from error
     finally:
         dispatcher.get_current_device = usual
 
@@ -1001,7 +1001,7 @@ class CudaKernels:
     the scale; a scale may differ in its last bits, because other partial sums are rounded. A call is one launch on
     ``stream``; a message that is received may lie at any byte, ``packed`` and scales in it at multiples of 4.
 
-    A returned bool waits for the stream; whoever must not wait reads the scales, which say the same.
+    A returned bool waits for the stream. Where there are scales they say the same, and reading them can wait.
 
     ``reduce``, ``checksum`` and ``checksums`` are missing.
     """

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from ocomm.kernels import Kernels, cpu_kernels, reference
+
+
+def _cuda_kernels(suite: type | None) -> Any:
+    device = pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
+    if not device.is_available():
+        pytest.skip("no CUDA device")
+    if suite and suite.__name__ in ("TestReduce", "TestChecksum"):
+        pytest.skip("CudaKernels has neither reductions nor checksums")
+    from tests.contract.on_device import OnDevice
+
+    return OnDevice()
 
 
 def _c_loops(path: str) -> Iterator[Kernels]:
@@ -24,10 +37,16 @@ def cpu(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     yield from _c_loops(request.param)
 
 
-@pytest.fixture(params=["reference", "portable", "avx2"])
+#: The CUDA kernels obey the laws, too, where there is a device to run them (``make test-gpu``).
+EVERY_SET = ["reference", "portable", "avx2", *(["cuda"] if os.environ.get("TEST_CUDA") else [])]
+
+
+@pytest.fixture(params=EVERY_SET)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     """Every implementation."""
     if request.param == "reference":
         yield reference
+    elif request.param == "cuda":
+        yield _cuda_kernels(request.cls)
     else:
         yield from _c_loops(request.param)

@@ -302,3 +302,12 @@ class TestArguments:
 def test_seeds_travel_in_halves() -> None:
     noise = np.array([(0xAABBCCDD11223344, 9, 0xFFFFFFFF)], NOISE)
     assert loops._counted_by(noise) == (0x11223344, 0xAABBCCDD, 9, 0xFFFFFFFF)
+
+
+def test_the_benchmark_checks_every_loop_before_it_times_it() -> None:
+    from ocomm.bench import _cuda
+
+    names = {row.kernel.partition(",")[0].partition(" of ")[0] for row in _cuda.rows(4096, 1, [2])}
+    assert names == {loop.__name__ for loop in loops.KERNELS} - {"finite"}
+    with pytest.raises(RuntimeError, match="unpack: the result differs"):
+        _cuda.check("unpack", lambda k, a: k.unpack(a.blocks, a.messages[k is reference], None, a.out), 1, 2)

@@ -1,0 +1,217 @@
+"""``python -m ocomm.bench kernels --device cuda``: the CUDA kernels against a copy inside the device's memory.
+
+Each round times a copy of one array and then the kernel, by events on one stream; the fraction is the median over
+rounds of (bytes the kernel moves / bandwidth of the copy) / time of the kernel. Every kernel is compared with the NumPy
+reference on its first blocks before it is timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from ocomm.kernels import BLOCK, NOISE, TENSOR, reference
+from ocomm.kernels.cuda import SIMULATED, CudaKernels, address_of
+
+BLOCK_SIZE = 4096
+CHECKED_BLOCKS = 64
+STRIDE = 4 + BLOCK_SIZE // 8  # scale and signs of a block lie together, as in a message
+EPS = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    kernel: str
+    bytes_per_element: float  # what the kernel must move
+    milliseconds: float  # median
+    gigabytes_per_second: float
+    fraction: float  # of the copy's speed
+
+
+def reason_against() -> str | None:
+    """Why nothing can be measured here."""
+    if SIMULATED:
+        return "the simulator's times mean nothing"
+    return None if cuda.is_available() else "no CUDA device"
+
+
+def device_name() -> str:
+    name = cuda.get_current_device().name
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+class WithoutAnswers(CudaKernels):
+    """Whether everything was finite is not asked, so that nothing but the launch is timed."""
+
+    def _all_finite(self) -> bool:
+        return True
+
+
+class Arrays:
+    """The inputs of all loops, on the host or on the device: one tensor, whole blocks, nothing masked."""
+
+    def __init__(self, numel: int, ranks: int, to_device: bool) -> None:
+        rng = np.random.default_rng(0)
+        count = numel // BLOCK_SIZE
+        blocks = np.zeros(count, BLOCK)
+        for column in ("offset", "start", "owned", "local", "index"):
+            blocks[column] = np.arange(count) * BLOCK_SIZE
+        blocks["scale"] = np.arange(count) * STRIDE
+        blocks["bits"] = blocks["scale"] + 4
+        blocks["length"] = BLOCK_SIZE
+        self._to_device = to_device
+        self.blocks = self._table(blocks)
+        self.grad, self.param, self.error, self.momentum, self.update, self.synced = (
+            self._place(rng.standard_normal(numel, np.float32)) for _ in range(6)
+        )
+        self.magnitude, self.denominator = (
+            self._place(rng.random(numel, np.float32) + np.float32(0.1)) for _ in range(2)
+        )
+        self.out, self.out2, self.out3 = (self._place(np.zeros(numel, np.float32)) for _ in range(3))
+        self.packed = self._place(np.zeros(count * STRIDE, np.uint8))
+        self.messages = []
+        for _ in range(ranks):
+            message = rng.integers(0, 256, (count, STRIDE), np.uint8)
+            message[:, :4] = rng.random((count, 1), np.float32).view(np.uint8)
+            self.messages.append(self._place(message.reshape(-1)))
+        self.weights = self._place(np.full(ranks, 1 / ranks, np.float32))
+        self.noise = np.array([(1, 2, 3)], NOISE)
+        self.dense, self.bare = (self._tensors(momentum) for momentum in (self.momentum, None))
+
+    def _place(self, array: np.ndarray) -> Any:
+        return cuda.to_device(array) if self._to_device else array
+
+    def _table(self, rows: np.ndarray) -> Any:
+        return cuda.to_device(rows.view(np.uint8).reshape(len(rows), -1)) if self._to_device else rows
+
+    def _address(self, array: Any) -> int:
+        return address_of(array) if self._to_device else int(array.__array_interface__["data"][0])
+
+    def _tensors(self, momentum: Any) -> Any:
+        table = np.zeros(1, TENSOR)
+        table["grad"], table["param"] = self._address(self.grad), self._address(self.param)
+        table["momentum"] = 0 if momentum is None else self._address(momentum)
+        table["beta1"], table["one_minus_beta1"], table["step_size"], table["decay"] = 0.9, 0.1, 1e-6, 1
+        table["interval_lr"], table["interval_decay"] = 1, 1
+        return self._table(table)
+
+    def written(self) -> list[np.ndarray]:
+        """What any loop may write, on the host."""
+        arrays = (self.packed, self.out, self.out2, self.out3, self.param, self.momentum, self.update, self.synced)
+        return [array.copy_to_host() if self._to_device else array for array in arrays]
+
+
+Loop = Callable[[Any, Arrays], object]
+
+
+def cases(ranks: list[int]) -> Iterator[tuple[str, float, Loop]]:
+    """Name, bytes per element, and the call."""
+    sent = 1 / 8 + 4 / BLOCK_SIZE
+    yield "compress", 12 + sent, lambda k, a: k.compress(a.blocks, a.grad, a.error, a.out, None, "l1", a.packed)
+    yield (
+        "compress_momentum, dense",
+        16 + sent,
+        lambda k, a: k.compress_momentum(a.blocks, a.dense, None, a.error, a.out, None, "l1", a.packed),
+    )
+    yield (
+        "compress_momentum, from 1 bit",
+        12 + 2 * sent,
+        lambda k, a: k.compress_momentum(a.blocks, a.bare, a.messages[0], a.error, a.out, None, "l1", a.packed),
+    )
+    for n in ranks:
+        yield f"average of {n}", 8 + (n + 1) * sent, averaged(n)
+    yield "unpack", 4 + sent, lambda k, a: k.unpack(a.blocks, a.messages[0], None, a.out)
+    yield "apply", 12 + sent, lambda k, a: k.apply(a.blocks, a.bare, a.messages[0], a.denominator, None)
+    yield (
+        "compress_update",
+        20 + sent,
+        lambda k, a: k.compress_update(a.blocks, a.bare, a.momentum, a.update, a.error, a.out, None, "l1", a.packed),
+    )
+    yield "local_step", 32, lambda k, a: k.local_step(a.blocks, a.bare, a.momentum, a.update, a.denominator, None)
+    yield (
+        "apply_update, interval > 1",
+        24 + sent,
+        lambda k, a: k.apply_update(
+            a.blocks, a.bare, a.messages[0], a.denominator, None, a.momentum, a.update, a.synced
+        ),
+    )
+    yield (
+        "quantize",
+        28 + 1 / 8,
+        lambda k, a: k.quantize(
+            a.blocks, a.bare, a.momentum, a.out, a.magnitude, a.out2, a.error, a.out3, EPS, False, a.noise, a.packed
+        ),
+    )
+    for n in ranks:
+        yield f"quantized_average of {n}", 8 + (n + 1) / 8, quantized_average(n)
+    yield (
+        "compress_signs",
+        12 + 1 / 8,
+        lambda k, a: k.compress_signs(a.blocks, a.bare, a.momentum, a.out, 0.99, 0.01, True, a.packed),
+    )
+    yield "apply_signs", 8 + 1 / 8, lambda k, a: k.apply_signs(a.blocks, a.bare, a.messages[0])
+    yield (
+        "soft_sign",
+        24,
+        lambda k, a: k.soft_sign(a.blocks, a.bare, a.momentum, a.out, a.magnitude, a.out2, EPS, False, a.out3),
+    )
+
+
+def averaged(ranks: int) -> Loop:
+    return lambda k, a: k.average(a.blocks, a.messages[:ranks], 0, a.error, a.out, None, "l1", a.packed)
+
+
+def quantized_average(ranks: int) -> Loop:
+    return lambda k, a: k.quantized_average(
+        a.blocks, a.messages[:ranks], 0, a.weights, a.error, a.out, a.noise, a.packed
+    )
+
+
+def check(kernel: str, loop: Loop, checked: int, ranks: int) -> None:
+    """RuntimeError if what the loop does to the first blocks is not what the reference does, but for rounding."""
+    got, expected = (
+        run_once(kernels, Arrays(checked * BLOCK_SIZE, ranks, to_device), loop)
+        for kernels, to_device in ((WithoutAnswers(), True), (reference, False))
+    )
+    rounded = [np.ascontiguousarray(side[0].reshape(-1, STRIDE)[:, :4]).view(np.float32) for side in (got, expected)]
+    pairs = [(rounded[0], rounded[1]), *zip(got[1:], expected[1:], strict=True)]
+    signs_differ = (got[0] != expected[0]).reshape(-1, STRIDE)[:, 4:].any()
+    if signs_differ or not all(np.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in pairs):
+        raise RuntimeError(f"{kernel}: the result differs from the reference; its speed would mean nothing")
+
+
+def run_once(kernels: Any, arrays: Arrays, loop: Loop) -> list[np.ndarray]:
+    loop(kernels, arrays)
+    return arrays.written()
+
+
+def rows(numel: int, rounds: int, ranks: list[int]) -> Iterator[Row]:
+    """Checks and times one loop after the other; ``numel`` is a multiple of the block size."""
+    kernels, arrays = WithoutAnswers(), Arrays(numel, max(ranks), True)
+    source, target = (cuda.to_device(np.zeros(numel, np.float32)) for _ in range(2))
+    for kernel, nbytes, loop in cases(ranks):
+        check(kernel, loop, min(CHECKED_BLOCKS, numel // BLOCK_SIZE), max(ranks))
+        loop(kernels, arrays)
+        times, fractions = [], []
+        for _ in range(rounds):
+            copied = elapsed_ms(target.copy_to_device, source)
+            times.append(elapsed_ms(loop, kernels, arrays))
+            fractions.append(nbytes * copied / (8 * times[-1]))
+        milliseconds = statistics.median(times)
+        yield Row(kernel, nbytes, milliseconds, nbytes * numel / milliseconds / 1e6, statistics.median(fractions))
+
+
+def elapsed_ms(work: Callable[..., object], *arguments: object) -> float:
+    before, after = cuda.event(), cuda.event()
+    before.record()
+    work(*arguments)
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after))

@@ -1,0 +1,48 @@
+"""What the compiler makes of the CUDA kernels, where NVVM is installed: no device is needed."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+
+import pytest
+
+from ocomm.bench import ptx
+
+pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
+loops = importlib.import_module("ocomm.kernels.cuda")
+if loops.SIMULATED:
+    pytest.skip("the simulator does not compile", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", params=["sm_80", "sm_90"])
+def rows(request: pytest.FixtureRequest) -> list[ptx.Row]:
+    try:
+        return list(ptx.rows([request.param]))
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+#: Kernels that read or write no floats but one way.
+ONLY_WRITE, ONLY_READ = {"unpack"}, {"finite"}
+
+
+def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(rows: list[ptx.Row]) -> None:
+    assert {row.kernel for row in rows} == {loop.py_func.__name__ for loop in loops.KERNELS}
+    assert {row.kernel for row in rows if not row.vector_loads} == ONLY_WRITE
+    assert {row.kernel for row in rows if not row.vector_stores} == ONLY_READ
+
+
+def test_nothing_lives_in_local_memory(rows: list[ptx.Row]) -> None:
+    assert not [row for row in rows if row.local]
+
+
+def test_no_product_may_be_fused_with_a_sum(rows: list[ptx.Row]) -> None:
+    assert not [row for row in rows if row.fused]
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="ptxas is not on the PATH")
+def test_four_thread_blocks_share_a_multiprocessor_without_spills(rows: list[ptx.Row]) -> None:
+    for row in rows:
+        assert (row.stack_nbytes, row.spill_stores_nbytes, row.spill_loads_nbytes) == (0, 0, 0), row
+        assert row.registers is not None and row.registers * loops.THREADS * 4 <= 65536, row
