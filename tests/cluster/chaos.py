@@ -192,9 +192,9 @@ def _signal(lab: Lab, folder: Path, rank: int, number: int) -> None:
 
 
 def _any_alive(lab: Lab, folder: Path) -> bool:
-    pids = [path.read_text() for path in folder.glob("pid-?")]
-    looked = lab.run(lab.on(None, ["sh", "-c", " || ".join(f"kill -0 {pid}" for pid in pids)]), 10)
-    return looked.returncode == 0
+    """Whether any rank still runs. One that has ended but not been buried does not."""
+    states = [f"/proc/{path.read_text()}/status" for path in folder.glob("pid-?")]
+    return lab.run(lab.on(None, ["grep", "-qs", "^State:.[^ZX]", *states]), 10).returncode == 0
 
 
 def _stacks(lab: Lab, folder: Path) -> dict[int, str]:
