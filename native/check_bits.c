@@ -115,6 +115,11 @@ int main(void) {
         ocomm_quantized_average(blocks, BLOCKS, received, 0, ranks, weights, NULL, NULL, &noise, packed);
         print("without error", finite, packed, sizeof packed);
     }
+    const uint64_t addresses[] = {(uint64_t)(uintptr_t)values, 0, (uint64_t)(uintptr_t)(error + 1)};
+    const int64_t numels[] = {sizeof values / 4, 9, sizeof error / 4 - 1};
+    double sums[3];
+    ocomm_squares(addresses, numels, 3, sums);
+    print("squares", 1, sums, sizeof sums);
     const void *sources[] = {values, error, momentum};
     for (int dtype = 6; dtype <= 8; dtype++) {
         const int64_t numel = (int64_t)sizeof out / (dtype == 8 ? 4 : 2);

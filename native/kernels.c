@@ -124,6 +124,7 @@ typedef struct {
     void (*apply_update)(const ocomm_block *, int64_t, const ocomm_tensor *, const uint8_t *, const float *,
                          const uint8_t *, float *, float *, float *);
     int (*finite)(const ocomm_block *, int64_t, const ocomm_tensor *);
+    double (*squares)(const float *, int64_t);
     void (*axpy)(float *, const float *, float, int64_t);
     int (*quantize)(const ratio_call *);
     int (*quantized_average)(const ratio_call *);
@@ -635,6 +636,12 @@ int ocomm_compress_signs(const ocomm_block *blocks, int64_t count, const ocomm_t
                                                 .one_minus_beta2 = one_minus_beta2,
                                                 .zero_up = zero_up,
                                                 .packed = packed});
+}
+
+void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t count, double *sums) {
+    for (int64_t k = 0; k < count; k++) {
+        sums[k] = addresses[k] ? active->squares((const float *)(uintptr_t)addresses[k], numels[k]) : 0;
+    }
 }
 
 void ocomm_axpy(float *y, const float *x, float factor, int64_t numel) { active->axpy(y, x, factor, numel); }

@@ -503,6 +503,30 @@ TARGET static int FN(finite)(const ocomm_block *blocks, int64_t count, const oco
     return !any;
 }
 
+/* Sum of squares in double: a vector of floats becomes two of doubles. */
+TARGET static double FN(squares)(const float *x, int64_t numel) {
+    typedef float half __attribute__((vector_size(WIDTH / 2 * sizeof(float)), aligned(4), may_alias));
+    typedef double D __attribute__((vector_size(sizeof(V))));
+    D lanes[2 * VECTORS];
+    UNROLL for (int v = 0; v < 2 * VECTORS; v++) lanes[v] = (D){0};
+    float padded[ROW] = {0};
+    for (int64_t j = 0; j < numel; j += ROW) {
+        const float *row = x + j;
+        prefetch_row(x, j);
+        if (j + ROW > numel) row = memcpy(padded, row, (size_t)(numel - j) * sizeof(float));
+        UNROLL for (int v = 0; v < 2 * VECTORS; v++) {
+            const D wide = __builtin_convertvector(*(const half *)(row + v * (WIDTH / 2)), D);
+            lanes[v] += wide * wide;
+        }
+    }
+    double sums[ROW];
+    memcpy(sums, lanes, sizeof sums);
+    for (int width = ROW / 2; width; width /= 2) {
+        for (int k = 0; k < width; k++) sums[k] += sums[k + width];
+    }
+    return sums[0];
+}
+
 /* y += factor * x: the benchmarks' measure of what the memory gives. */
 TARGET static void FN(axpy)(float *y, const float *x, float factor, int64_t numel) {
     int64_t j = 0;
@@ -517,7 +541,7 @@ TARGET static void FN(axpy)(float *y, const float *x, float factor, int64_t nume
 
 static const loops FN(loops) = {
     FN(name),   FN(compress), FN(compress_momentum), FN(compress_update), FN(average), FN(unpack),
-    FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(axpy),
+    FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(squares), FN(axpy),
     FN(quantize), FN(quantized_average), FN(apply_signs), FN(soft_sign), FN(compress_signs),
 };
 

@@ -108,6 +108,9 @@ int ocomm_reduce(int dtype, int op, int ranks, const void *const *sources, int64
 uint64_t ocomm_checksum(const void *data, int64_t nbytes, int full);
 /* The same of many buffers; an address of 0 has checksum 0. */
 void ocomm_checksums(const uint64_t *addresses, const int64_t *nbytes, int64_t count, int full, uint64_t *sums);
+/* Sums of squares of float buffers, in double: lane k of 32 adds elements k, k + 32, ..., lanes fold by halves. An
+ * address of 0 has sum 0. */
+void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t count, double *sums);
 /* y += factor * x: what the benchmarks compare every loop with. */
 void ocomm_axpy(float *y, const float *x, float factor, int64_t numel);
 

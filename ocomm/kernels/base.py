@@ -316,3 +316,10 @@ class Kernels(Protocol):
     def checksums(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], full: bool) -> NDArray[np.uint64]:
         """``checksum`` of the buffers at ``addresses``, as a new array; 0 where an address is 0."""
         ...
+
+    def squares(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Sums of squares of the float32 buffers at ``addresses``, as a new float64 array; 0 where an address is 0.
+
+        In float64: lane k of 32 adds elements k, k + 32, ...; lanes fold by halves.
+        """
+        ...

@@ -371,3 +371,12 @@ class CpuKernels:
             _pointer("uint64_t[]", sums),
         )
         return sums
+
+    def squares(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns a new array, one sum per address."""
+        addresses, numels = np.ascontiguousarray(addresses), np.ascontiguousarray(numels)
+        sums = np.empty(addresses.size)
+        lib.ocomm_squares(
+            _pointer("uint64_t[]", addresses), _pointer("int64_t[]", numels), addresses.size, _pointer("double[]", sums)
+        )
+        return sums

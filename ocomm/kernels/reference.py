@@ -380,6 +380,22 @@ class ReferenceKernels:
                 sums[i] = self.checksum(data, full)
         return sums
 
+    def squares(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64]) -> NDArray[np.float64]:
+        """One by one."""
+        sums = np.zeros(addresses.size)
+        for i, (address, count) in enumerate(zip(addresses.tolist(), numels.tolist(), strict=True)):
+            if address and count:
+                values = np.frombuffer((ctypes.c_float * count).from_address(address), np.float32).astype(np.float64)
+                lanes = np.zeros((-(-count // 32), 32))
+                lanes.reshape(-1)[:count] = values * values
+                total = lanes[0]
+                for row in lanes[1:]:
+                    total = total + row
+                for half in (16, 8, 4, 2, 1):
+                    total = total[:half] + total[half : 2 * half]
+                sums[i] = total[0]
+        return sums
+
 
 def _span(first: int, block: np.void) -> slice:
     return slice(int(first), int(first) + int(block["length"]))

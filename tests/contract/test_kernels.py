@@ -812,6 +812,29 @@ class TestChecksum:
         assert all(a != b for a, b in pairwise(seen)) and seen[0] != seen[2]
 
 
+#: Elements per array.
+SQUARED = (0, 1, 31, 32, 33, 64, 100, 4096, 4097, 70001)
+
+
+class TestSquares:
+    def test_it_equals_the_reference_and_the_sum_of_squares(self, cpu: Kernels) -> None:
+        rng = np.random.default_rng(1)
+        arrays = [rng.normal(size=n).astype(np.float32) * np.float32(10.0**k) for k, n in enumerate(SQUARED, -15)]
+        addresses = np.array([array.ctypes.data for array in arrays], np.uint64)
+        addresses[3] = 0
+        numels = np.array(SQUARED)
+        found = cpu.squares(addresses, numels)
+        assert np.array_equal(found, reference.squares(addresses, numels))
+        exact = [0.0 if k == 3 else float((a.astype(np.float64) ** 2).sum()) for k, a in enumerate(arrays)]
+        assert np.allclose(found, exact, rtol=1e-13, atol=0)
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_what_is_not_finite_shows(self, kernels: Kernels, bad: float) -> None:
+        array = np.ones(100, np.float32)
+        array[99] = bad
+        assert not np.isfinite(kernels.squares(np.array([array.ctypes.data], np.uint64), np.array([100]))[0])
+
+
 def test_an_unknown_path_is_refused_and_changes_nothing() -> None:
     usual = native.ffi.string(native.lib.ocomm_path())
     assert native.lib.ocomm_select_path(b"avx1024") == -1
