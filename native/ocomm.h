@@ -141,7 +141,7 @@ typedef struct {
     uint32_t flags, attempt;
     int64_t announcement;
     uint32_t tensors, reserved;
-    double lr;
+    double lr, squares;
 } ocomm_header;
 
 /* Elements [start, start + length) of a tensor stand at element `position` of a message's float32 payload. */

@@ -38,8 +38,9 @@ class SoftSignSGD(CompressedOptimizer):
 
     ``named_parameters``: an iterable of (name, parameter), or None for names by position. ``amsgrad_after``: the number
     of steps after which b never falls; None: it may always. ``block_size``: elements per block, or ``"tensor"``.
-    ``overlap``: exchange during backward. ``max_grad_norm``: clips by the agreed norm sqrt(mean over ranks of |g|^2),
-    without overlap. ``verify``: how a gradient that changed after backward is noticed (``"sampled"``, ``"full"``,
+    ``overlap``: exchange during backward. ``max_grad_norm``: clips gradients by one norm for all ranks,
+    N = sqrt(mean over ranks of |g|^2). ``clip``: ``"exact"`` takes this step's N, without overlap; ``"previous"`` the
+    last step's, with it. ``verify``: how a gradient that changed after backward is noticed (``"sampled"``, ``"full"``,
     ``"version"``). ``backward_passes_per_step``: gradients are summed over that many backward passes.
 
     ``step`` changes parameters in place, identically on all ranks, or on none: a NaN raises NonFiniteError everywhere.
@@ -59,11 +60,12 @@ class SoftSignSGD(CompressedOptimizer):
         block_size: int | Literal["tensor"] = 4096,
         overlap: bool = True,
         max_grad_norm: float | None = None,
+        clip: Literal["exact", "previous"] = "exact",
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
         process_set: Any = None,
     ) -> None:
-        common = Common(block_size, overlap, max_grad_norm, verify, backward_passes_per_step, False)
+        common = Common(block_size, overlap, max_grad_norm, clip, verify, backward_passes_per_step, False)
         self._wrap(optimizer, named_parameters, process_set, common, beta=beta, amsgrad_after=amsgrad_after)
 
     def _wrap(
@@ -107,12 +109,13 @@ class Birder(SoftSignSGD):
         block_size: int | Literal["tensor"] = 4096,
         overlap: bool = True,
         max_grad_norm: float | None = None,
+        clip: Literal["exact", "previous"] = "exact",
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
         hierarchical: bool | Literal["auto"] = "auto",
         process_set: Any = None,
     ) -> None:
-        common = Common(block_size, overlap, max_grad_norm, verify, backward_passes_per_step, hierarchical)
+        common = Common(block_size, overlap, max_grad_norm, clip, verify, backward_passes_per_step, hierarchical)
         options = {"beta": beta, "seed": seed, "amsgrad_after": amsgrad_after}
         self._wrap(optimizer, named_parameters, process_set, common, **options)
 

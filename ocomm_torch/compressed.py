@@ -176,16 +176,6 @@ class CompressedOptimizer(StepsTogether):
             addresses.append(grad.data_ptr())
         return np.array(addresses, np.uint64)
 
-    def squared_norm(self) -> float:
-        """Sum of squares of all gradients, in float64."""
-        return sum(p.grad.double().pow(2).sum().item() for p in self._parameters if p.grad is not None)
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiplies all gradients in place."""
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
     # Gradients
 
     def _hook_parameters(self) -> None:

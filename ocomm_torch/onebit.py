@@ -30,10 +30,11 @@ class OneBitAdam(AdamWrapper):
     without moments in it; its param groups are not used. ``block_size``: elements per scale, or ``"tensor"``.
     ``scale``: ``"l1"`` or ``"rms"``. ``variance_floor``: fraction of a block's mean sqrt(v) below which no element's
     falls. ``mask_refresh``: steps between looks for elements that had no gradient before the freeze and have one now.
-    ``overlap``: exchange during backward. ``verify``: how a gradient that changed
-    after backward is noticed (``"sampled"``, ``"full"``, ``"version"``). ``max_grad_norm``: clips by the agreed norm
-    sqrt(mean over ranks of |g|^2), without overlap. ``backward_passes_per_step``: gradients are summed over that many
-    backward passes. ``hierarchical``: the ranks of a host add up their gradients, and each compresses a slice of the
+    ``overlap``: exchange during backward. ``verify``: how a gradient that changed after backward is noticed
+    (``"sampled"``, ``"full"``, ``"version"``). ``max_grad_norm``: after the warm-up gradients are clipped by one norm
+    for all ranks, N = sqrt(mean over ranks of |g|^2); in it, their average by its own. ``clip``: ``"exact"`` takes this
+    step's N, without overlap; ``"previous"`` the last step's, with it. ``backward_passes_per_step``: gradients are
+    summed over that many backward passes. ``hierarchical``: the ranks of a host add up their gradients, and each compresses a slice of the
     sum; ``"auto"``: if there are several hosts, all with several ranks.
 
     ``step`` changes parameters in place, identically on all ranks, or on none: a NaN raises NonFiniteError everywhere.
@@ -55,12 +56,13 @@ class OneBitAdam(AdamWrapper):
         overlap: bool = True,
         mask_refresh: int = 100,
         max_grad_norm: float | None = None,
+        clip: Literal["exact", "previous"] = "exact",
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
         hierarchical: bool | Literal["auto"] = "auto",
         process_set: Any = None,
     ) -> None:
-        self._common = Common(block_size, overlap, max_grad_norm, verify, backward_passes_per_step, hierarchical)
+        self._common = Common(block_size, overlap, max_grad_norm, clip, verify, backward_passes_per_step, hierarchical)
         self._options: dict[str, Any] = {
             "freeze_step": freeze_step,
             "scale": scale,
@@ -77,17 +79,16 @@ class OneBitAdam(AdamWrapper):
 
     # The driver's host
 
-    def dense_step(self, tensors: list[int], average: Callable[[int], Floats]) -> None:
-        """The wrapped optimizer's own step on the averaged gradients of tensors in warm-up."""
+    def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
+        """The wrapped optimizer's own step on the averaged gradients of tensors in warm-up, clipped to ``max_norm``."""
         chosen = set(tensors)
         local = [parameter.grad for parameter in self._parameters]
         try:
             for index, parameter in enumerate(self._parameters):
                 averaged = torch.from_numpy(average(index)).view(parameter.shape) if index in chosen else None
                 parameter.grad = averaged
-            if self._common.max_grad_norm is not None:
-                clipped = [self._parameters[t] for t in tensors]
-                torch.nn.utils.clip_grad_norm_(clipped, self._common.max_grad_norm, foreach=False)
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_([self._parameters[t] for t in tensors], max_norm, foreach=False)
             with self._inner_may_step():
                 self._inner.step()
         finally:

@@ -36,9 +36,10 @@ class ZeroOneAdam(AdamWrapper):
     scale, or ``"tensor"``. ``scale``: ``"l1"`` or ``"rms"``. ``variance_floor``: fraction of a block's mean sqrt(v)
     below which no element's falls. ``mask_refresh``: syncs between looks for elements that had no gradient at any
     refresh and have one now. ``overlap``: exchange during backward. ``verify``: how a gradient that changed after
-    backward is noticed (``"sampled"``, ``"full"``, ``"version"``). ``max_grad_norm``: clips by the agreed norm
-    sqrt(mean over ranks of |g|^2), without overlap. ``backward_passes_per_step``: gradients are summed over that many
-    backward passes. ``hierarchical``: the ranks of a host add up their gradients and step together, and each compresses
+    backward is noticed (``"sampled"``, ``"full"``, ``"version"``). ``max_grad_norm``: clips gradients by one norm for
+    all ranks, N = sqrt(mean over ranks of |g|^2). ``clip``: ``"exact"`` takes this step's N, without overlap;
+    ``"previous"`` the last step's, with it. ``backward_passes_per_step``: gradients are summed over that many backward
+    passes. ``hierarchical``: the ranks of a host add up their gradients and step together, and each compresses
     a slice; ``"auto"``: if there are several hosts, all with several ranks.
 
     ``step`` changes parameters in place, identically on all ranks at a sync, or changes nothing on any: a NaN raises
@@ -65,12 +66,13 @@ class ZeroOneAdam(AdamWrapper):
         overlap: bool = True,
         mask_refresh: int = 100,
         max_grad_norm: float | None = None,
+        clip: Literal["exact", "previous"] = "exact",
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
         hierarchical: bool | Literal["auto"] = "auto",
         process_set: Any = None,
     ) -> None:
-        self._common = Common(block_size, overlap, max_grad_norm, verify, backward_passes_per_step, hierarchical)
+        self._common = Common(block_size, overlap, max_grad_norm, clip, verify, backward_passes_per_step, hierarchical)
         self._options: dict[str, Any] = {
             "intervals": {
                 "local_step_start": local_step_start,

@@ -103,6 +103,10 @@ class Envelope:
         """The lr that each rank wrote into its vote."""
         return {rank: float(read_header(message)["lr"]) for rank, message in enumerate(self.received)}
 
+    def squares(self) -> list[float]:
+        """The sum of squares that each rank wrote into its ballot, in rank order."""
+        return [float(read_header(message)["squares"]) for message in self.received]
+
     def differences(self) -> list[tuple[str, dict[int, int]]]:
         """After a mismatch: (field, value by rank) for every field that is not the same everywhere.
 

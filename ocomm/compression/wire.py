@@ -18,12 +18,14 @@ HEADER = np.dtype(
         ("announcement", np.int64),  # the coordinator's decision for the next step; 0 for none
         ("tensors", np.uint32),  # presence bits that follow, one per tensor: "has a gradient on this rank"
         ("reserved", np.uint32),
+        # In a ballot: the step's learning rate, and the sum of squares of this rank's gradients.
         ("lr", np.float64),
+        ("squares", np.float64),
     ],
     align=True,
 )
 MAGIC = 0x4F434F4D
-assert HEADER.itemsize == 64
+assert HEADER.itemsize == 72
 #: What the ranks must say alike.
 COMPARED = ("magic", "step", "signature", "hyper", "attempt", "tensors")
 #: Instead of MAGIC: ranks ``rank`` and ``reserved`` differ in COMPARED[``tensors``], where the one says ``signature``

@@ -79,6 +79,9 @@ class Core(abc.ABC):
         self.tensors["decay"] = 1.0
         self.tensors["skip"] = 1
         self.gradients = self.tensors if layout.nodes.is_flat else np.zeros(count, TENSOR)
+        #: By what the next step multiplies every gradient, for clipping; ``set_hyper`` builds it into the table. It has
+        #: the same sign and size on all ranks, so a factor of the local gradient is one of the average, too.
+        self.gradient_scale = 1.0
         #: Steps taken by each tensor, as torch's ``state["step"]``.
         self.steps = np.zeros(count, np.int64)
         self.segments: list[Segment] = []

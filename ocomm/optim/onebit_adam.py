@@ -135,13 +135,14 @@ class OneBitAdam(Core):
     ) -> None:
         """Sets the next step's hyperparameters of a parameter group, in float64, each rounded to float32 once.
 
-        step_size = lr / (1 - beta1^t) with the t that the step will have; decay = 1 - lr * decoupled_decay.
+        step_size = lr / (1 - beta1^t) with the t that the step will have; decay = 1 - lr * decoupled_decay. With a
+        ``gradient_scale`` f, (1 - beta1) * f * (g + (wd / f) * p) is what (1 - beta1) * (f * g + wd * p) would be.
         """
         index = np.asarray(tensors, np.int64)
         rows = self.tensors
         rows["beta1"][index] = beta1
-        rows["one_minus_beta1"][index] = 1.0 - beta1
-        rows["weight_decay"][index] = coupled_decay
+        rows["one_minus_beta1"][index] = (1.0 - beta1) * self.gradient_scale
+        rows["weight_decay"][index] = coupled_decay / self.gradient_scale
         rows["decay"][index] = 1.0 - lr * decoupled_decay
         steps = self.steps[index] + 1
         for step in np.unique(steps).tolist():

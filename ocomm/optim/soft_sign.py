@@ -44,6 +44,7 @@ class SoftSignSGD(Core):
         self.amsgrad_after = amsgrad_after
         #: Steps taken, whatever tensors had gradients in them.
         self.committed = 0
+        self.beta = beta
         self.tensors["beta1"], self.tensors["one_minus_beta1"] = beta, 1.0 - beta
         mine = layout.worker_numel(rank)
         self.momentum, self.momentum_out, self.magnitude, self.magnitude_out = (aligned_zeros(mine) for _ in range(4))
@@ -65,6 +66,7 @@ class SoftSignSGD(Core):
     ) -> None:
         """Sets the next step's hyperparameters of a parameter group, in float64, each rounded to float32 once."""
         index = np.asarray(tensors, np.int64)
+        self.tensors["one_minus_beta1"][index] = (1.0 - self.beta) * self.gradient_scale
         self.tensors["step_size"][index] = lr
         self.tensors["decay"][index] = 1.0 - lr * decoupled_decay
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,15 @@ class Traffic:
     last_exposed_s: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
+class _Ballot:
+    """A round in which every rank says something to all, by headers alone."""
+
+    envelope: Envelope
+    prepared: Any
+    sent: _Sent
+
+
 class Stepper:
     """Exchanges the gradients of ``core``'s layout over ``channel``, step by step, on one rank.
 
@@ -175,17 +185,15 @@ class Stepper:
         #: Tensors that do not travel in the step under way.
         self._local: list[int] = []
         self._outside = set(range(len(self.ranks))).difference(self.layout.nodes.node_of(self.rank))
-        self._vote_envelope = Envelope.new(
-            self.rank,
-            self.layout.digest,
-            count if core.steps_locally else 0,
-            self._flags,
-            self._heard_flags,
-            self._announcement,
-        )
-        plan = vote(self.rank, vote_groups(self.layout.nodes), self._vote_envelope)
-        self._vote_sent = self._bytes(plan)
-        self._vote = channel.prepare(plan)
+        #: Where this rank's gradients lie, 0 for none; those of all tensors, if they were looked for all at once.
+        self._grads = np.zeros(count, np.uint64)
+        self._located = False
+        #: sqrt(mean over ranks of |g|^2), as the ranks have said in the last round that asked for it.
+        self.norm = 0.0
+        self._early = False
+        self._vote = self._ballot(self.layout.digest, count if core.steps_locally else 0)
+        self._survey: _Ballot | None = None
+        self._surveyed = False
 
     # Buckets
 
@@ -246,6 +254,11 @@ class Stepper:
     def _bytes(self, plan: Plan) -> _Sent:
         across = plan.bytes_sent_to(self._outside)
         return _Sent(across, plan.bytes_sent - across)
+
+    def _ballot(self, signature: int, tensors: int) -> _Ballot:
+        envelope = Envelope.new(self.rank, signature, tensors, self._flags, self._heard_flags, self._announcement)
+        plan = vote(self.rank, vote_groups(self.layout.nodes), envelope)
+        return _Ballot(envelope, self.channel.prepare(plan), self._bytes(plan))
 
     def _compressed_bucket(self, tensors: list[int], first: int, segments: list[SegmentLayout]) -> _Bucket:
         name = f"{self.core.compressor}-{self.core.scale}" if self.core.scales else self.core.compressor
@@ -331,8 +344,11 @@ class Stepper:
 
     # Handing over
 
-    def begin(self, hyper: int) -> None:
-        """Opens the next step. ``hyper`` digests what gradients are compressed with: betas and coupled decay."""
+    def begin(self, hyper: int, early: bool = True) -> None:
+        """Opens the next step. ``hyper`` digests what gradients are compressed with: betas and coupled decay.
+
+        ``early``: buckets may be posted before ``step()``, if that is done at all.
+        """
         if self._dead is not None:
             raise type(self._dead)(*self._dead.args)
         self.begun = True
@@ -341,6 +357,9 @@ class Stepper:
         self._announcement[0] = 0
         self.core.clear_gradients()
         self._present[:] = False
+        self._grads[:] = 0
+        self._located = self._surveyed = False
+        self._early = early and self.overlapping
         self.arrivals.clear()
         self._arrange()
         self._reset_buckets()
@@ -367,7 +386,7 @@ class Stepper:
             return
         for bucket in self._buckets_of[tensor]:
             bucket.left -= 1
-            if bucket.left == 0 and self.overlapping:
+            if bucket.left == 0 and self._early:
                 self._post_full()
 
     def _post_full(self) -> None:
@@ -391,16 +410,17 @@ class Stepper:
 
     def _post(self, bucket: _Bucket, attempt: int, final: bool) -> bool:
         """Sends a bucket on its way; False, and nothing done, if a gradient cannot be read before ``step()``."""
-        addresses = self._locate(bucket.tensors, final)
+        addresses = self._grads[bucket.tensors] if self._located else self._locate(bucket.tensors, final)
         if addresses is None:
             return False
+        self._grads[bucket.tensors] = addresses
         self.core.gradients["grad"][bucket.tensors] = addresses
         self._present[bucket.tensors] = addresses != 0
         for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
             envelope.begin(self.step + 1, attempt, self._hyper, 0)
             envelope.presence[:] = segment.presence_bits(self._present)
         prepared = self._prepared(bucket)
-        if self.overlapping and attempt == 0 and self.verify != "version":
+        if self._early and attempt == 0 and self.verify != "version":
             self._checksums[bucket.tensors] = self._read_checksums(bucket.tensors)
         bucket.ticket = self.channel.submit(prepared, self.timeout_s, False)
         return True
@@ -422,12 +442,47 @@ class Stepper:
 
     # The exchange
 
-    def exchange(self, hyper: int, hyper_now: int, lr: float, announcement: int, again: Callable[[], None]) -> Verdict:
+    def survey(self, lr: float) -> Verdict | None:
+        """Before the exchange of gradients that are to be clipped: all ranks tell their norms, and ``norm`` is set.
+
+        For a step of which nothing is on its way. Returns None, or what all ranks do with the step if one of them skips
+        it: then it is over. ``lr`` is shown in messages. Raises MismatchError, StallError, PeerError.
+        """
+        assert self.begun and not self.posted_tensors
+        self._survey = self._survey or self._ballot(self.layout.digest ^ 1, 0)
+        self._surveyed = True
+        try:
+            everything = list(range(len(self._grads)))
+            addresses = self._locate(everything, True)
+            assert addresses is not None
+            self._grads[:] = addresses
+            self._located = True
+            self._cast(self._survey, 0, self._hyper, lr, 0, with_norm=True)
+        except OcommError as error:
+            self._dead = error
+            self.begun = False
+            raise
+        heard = Flag(int(self._heard_flags[0]))
+        if not heard & (Flag.SKIP | Flag.RAISED):
+            return None
+        self.begun = False
+        return self._skipped(heard, sent=[self._survey.sent])
+
+    def exchange(
+        self,
+        hyper: int,
+        hyper_now: int,
+        lr: float,
+        announcement: int,
+        again: Callable[[], None],
+        *,
+        with_norm: bool = False,
+    ) -> Verdict:
         """Ends the step's exchange on all ranks: posts what is left, votes, waits; commits nothing.
 
         ``hyper`` digests what gradients are compressed with, ``hyper_now`` everything that must agree (lr too), ``lr``
         is shown in messages. ``announcement`` is the coordinator's news for all. ``again`` is called before a second
-        attempt, to set the hyperparameters as they are now.
+        attempt, to set the hyperparameters as they are now. ``with_norm``: the vote also sets ``norm``.
 
         Raises NonFiniteError (all ranks, nothing changed), MismatchError, StallError, PeerError.
         """
@@ -439,7 +494,7 @@ class Stepper:
         attempt = 0
         try:
             while True:
-                self._finish(attempt, hyper_now, lr, announcement)
+                self._finish(attempt, hyper_now, lr, announcement, with_norm)
                 heard = Flag(int(self._heard_flags[0]))
                 if not heard & (Flag.CHANGED | Flag.UNHANDED) or heard & (Flag.SKIP | Flag.RAISED):
                     break
@@ -449,6 +504,7 @@ class Stepper:
                 self.traffic.redone_steps += 1
                 self._clear_flags()
                 self._hyper = hyper
+                self._located = False
                 again()
                 self._reset_buckets()
             self._hear()
@@ -460,16 +516,19 @@ class Stepper:
         self.traffic.last_exposed_s = time.perf_counter() - started
         self.traffic.exposed_s += self.traffic.last_exposed_s
         if heard & (Flag.SKIP | Flag.RAISED):
-            self._account(skipped=True)
-            return Verdict.OVERFLOW if heard & Flag.NON_FINITE else Verdict.SKIP
+            return self._skipped(heard, self._exchanged)
         if heard & Flag.NON_FINITE or not self._is_finite():
-            self._account(skipped=True)
+            self._account(self._exchanged, skipped=True)
             raise NonFiniteError(
                 f"{self.name}: a gradient is NaN or Inf in step {self.step}, on rank(s) {self._non_finite_ranks()}; "
                 "the step was discarded on all ranks. Use a GradScaler, clip, or lower the learning rate."
             )
-        self._account(skipped=False)
+        self._account(self._exchanged, skipped=False)
         return Verdict.TAKE
+
+    def _skipped(self, heard: Flag, sent: Sequence[_Sent]) -> Verdict:
+        self._account(sent, skipped=True)
+        return Verdict.OVERFLOW if heard & Flag.NON_FINITE else Verdict.SKIP
 
     def _withdraw_overlap(self) -> None:
         if self.overlap:
@@ -478,22 +537,30 @@ class Stepper:
                 "exchanged again, and from now on without overlap. Pass overlap=False to say so from the start.",
                 self.name,
             )
-        self.overlap = self.overlapping = False
+        self.overlap = self.overlapping = self._early = False
 
-    def _finish(self, attempt: int, hyper: int, lr: float, announcement: int) -> None:
+    def _finish(self, attempt: int, hyper: int, lr: float, announcement: int, with_norm: bool) -> None:
         for bucket in self._buckets[self._next :]:
             self._post(bucket, attempt, final=True)
         self._next = len(self._buckets)
         if self.core.steps_locally:
             self._read_local()
-        self._vote_envelope.begin(self.step + 1, attempt, hyper, announcement)
-        self._vote_envelope.header["lr"] = lr
-        self._vote_envelope.header["flags"] = self._objections
-        for envelope in (envelope for bucket in self._node_buckets for envelope in bucket.envelopes):
-            if envelope.has_disagreement:
-                self._vote_envelope.header[0] = envelope.passed_on[0]
+        self._cast(self._vote, attempt, hyper, lr, announcement, with_norm)
+
+    def _cast(self, ballot: _Ballot, attempt: int, hyper: int, lr: float, announcement: int, with_norm: bool) -> None:
+        """Says to all what this rank has to say, and waits for it and for all that is on its way."""
+        envelope = ballot.envelope
+        envelope.begin(self.step + 1, attempt, hyper, announcement)
+        envelope.header["lr"] = lr
+        envelope.header["flags"] = self._objections
+        if ballot is self._vote:
+            for heard in (heard for bucket in self._node_buckets for heard in bucket.envelopes):
+                if heard.has_disagreement:
+                    envelope.header[0] = heard.passed_on[0]
+        # Read while what has been posted travels.
+        envelope.header["squares"] = self._squares() if with_norm else 0.0
         exchanges = [(bucket.ticket, bucket.envelopes) for bucket in self._buckets if bucket.ticket is not None]
-        exchanges.append((self.channel.submit(self._vote, self.timeout_s, False), [self._vote_envelope]))
+        exchanges.append((self.channel.submit(ballot.prepared, self.timeout_s, False), [envelope]))
         for ticket, _ in exchanges:
             wait(ticket, self.channel, self.ranks, self._watch, f"{self.name}: step {self.step + 1}")
         # One that fails takes the others of its channel with it, whichever comes first here: report the cause.
@@ -501,6 +568,13 @@ class Stepper:
             for ticket, envelopes in exchanges:
                 if ticket.state == state:
                     self._fail(ticket, envelopes)
+        if with_norm:
+            squares = envelope.squares()
+            self.norm = math.sqrt(sum(squares) / len(squares))
+
+    def _squares(self) -> float:
+        """Sum of squares of this rank's gradients, in float64: tensor by tensor, in registration order."""
+        return sum(self.core.kernels.squares(self._grads, self.layout.numels).tolist())
 
     def _read_local(self) -> None:
         """Looks at the gradients that do not travel, for the vote to tell the others."""
@@ -509,20 +583,21 @@ class Stepper:
             wait(bucket.ticket, self.channel, self.ranks, self._watch, f"{self.name}: step {self.step + 1}")
         unposted = [tensor for tensor in self._local if not self._buckets_of[tensor]]
         if unposted:
-            addresses = self._locate(unposted, True)
+            addresses = self._grads[unposted] if self._located else self._locate(unposted, True)
             assert addresses is not None
+            self._grads[unposted] = addresses
             self.core.gradients["grad"][unposted] = addresses
             self._present[unposted] = addresses != 0
         if self._local and not self.core.is_local_finite(self._local):
             self.object(Flag.NON_FINITE)
         bits = np.packbits(self._present, bitorder="little")
-        self._vote_envelope.presence[: bits.size] = bits
+        self._vote.envelope.presence[: bits.size] = bits
 
     def _hear(self) -> None:
         self.present_anywhere[:] = False
         if self.core.steps_locally:
             count = self.present_anywhere.size
-            self.present_anywhere[:] = np.unpackbits(self._vote_envelope.heard, count=count, bitorder="little")
+            self.present_anywhere[:] = np.unpackbits(self._vote.envelope.heard, count=count, bitorder="little")
         for bucket in self._buckets:
             for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
                 segment.read_presence(envelope.heard, self.present_anywhere)
@@ -557,21 +632,25 @@ class Stepper:
 
         In the hierarchical form a header speaks for a node: there the ranks tell each other once more.
         """
-        envelopes = [self._vote_envelope]
+        envelopes = [self._vote.envelope]
         if self.layout.nodes.is_flat:
             envelopes += [e for bucket in self._buckets for e in bucket.envelopes]
         elif not self._has_finite_gradients():
-            self._vote_envelope.header["flags"] = Flag.NON_FINITE
+            self._vote.envelope.header["flags"] = Flag.NON_FINITE
         if not self.layout.nodes.is_flat:
-            self._vote_envelope.header["attempt"] = _INQUEST
-            ticket = self.channel.submit(self._vote, self.timeout_s, False)
+            self._vote.envelope.header["attempt"] = _INQUEST
+            ticket = self.channel.submit(self._vote.prepared, self.timeout_s, False)
             wait(ticket, self.channel, self.ranks, self._watch, f"{self.name}: step {self.step}")
         found = {rank for e in envelopes for rank in e.ranks_with(Flag.NON_FINITE)}
         return [self.ranks[rank] for rank in sorted(found)]
 
-    def _account(self, skipped: bool) -> None:
+    @property
+    def _exchanged(self) -> list[_Sent]:
+        ballots = [self._vote, self._survey] if self._surveyed else [self._vote]
+        return [*(bucket.sent for bucket in self._buckets), *(ballot.sent for ballot in ballots if ballot is not None)]
+
+    def _account(self, sent: Sequence[_Sent], skipped: bool) -> None:
         self.step += 1
-        sent = [*(bucket.sent for bucket in self._buckets), self._vote_sent]
         across = sum(one.across for one in sent)
         traffic = self.traffic
         traffic.steps += 1

@@ -131,15 +131,15 @@ class ZeroOneAdam(Core):
     ) -> None:
         """Sets the next step's hyperparameters of a parameter group, in float64, each rounded to float32 once.
 
-        ``beta2`` and ``eps`` are read at refreshes.
+        ``beta2`` and ``eps`` are read at refreshes. A ``gradient_scale`` is built in as in 1-bit Adam.
         """
         index = np.asarray(tensors, np.int64)
         rows = self.tensors
         decay = 1.0 - lr * decoupled_decay
         self._lr[index], self._decay[index], self._beta2[index], self._eps[index] = lr, decay, beta2, eps
         rows["beta1"][index] = beta1
-        rows["one_minus_beta1"][index] = 1.0 - beta1
-        rows["weight_decay"][index] = coupled_decay
+        rows["one_minus_beta1"][index] = (1.0 - beta1) * self.gradient_scale
+        rows["weight_decay"][index] = coupled_decay / self.gradient_scale
         rows["step_size"][index] = lr
         rows["decay"][index] = decay
         rows["interval_lr"][index] = self._interval_lr[index] + lr
@@ -332,6 +332,8 @@ class ZeroOneAdam(Core):
         if v is None:
             v = self._variance[tensor] = np.zeros(int(self.layout.numels[tensor]), np.float32)
         beta2 = self._beta2[tensor]
+        if self.gradient_scale != 1.0:
+            gradient = gradient * np.float32(self.gradient_scale)
         v *= np.float32(beta2)
         v += np.float32(1.0 - beta2) * (gradient * gradient)
         count = int(self.refreshed[tensor]) + 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,14 +58,6 @@ class Host(Protocol):
         """All parameter groups."""
         ...
 
-    def squared_norm(self) -> float:
-        """Sum of squares of this rank's gradients, in float64."""
-        ...
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiplies this rank's gradients in place."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Common:
@@ -73,6 +66,7 @@ class Common:
     block_size: int | Literal["tensor"] = 4096
     overlap: bool = True
     max_grad_norm: float | None = None
+    clip: Literal["exact", "previous"] = "exact"
     verify: Literal["sampled", "full", "version"] = "sampled"
     backward_passes_per_step: int = 1
     hierarchical: bool | Literal["auto"] = "auto"
@@ -80,6 +74,10 @@ class Common:
     def __post_init__(self) -> None:
         if self.backward_passes_per_step < 1:
             raise InvalidRequestError("backward_passes_per_step must be > 0")
+        if self.clip not in ("exact", "previous"):
+            raise InvalidRequestError(f"clip must be 'exact' or 'previous', got {self.clip!r}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise InvalidRequestError(f"max_grad_norm must be > 0 or None, got {self.max_grad_norm}")
         if self.verify not in ("sampled", "full", "version"):
             raise InvalidRequestError(f"verify must be 'sampled', 'full' or 'version', got {self.verify!r}")
 
@@ -115,6 +113,7 @@ class Driver:
             "block_size": common.block_size,
             "overlap": common.overlap,
             "max_grad_norm": common.max_grad_norm,
+            "clip": common.clip,
             "backward_passes_per_step": common.backward_passes_per_step,
             "hierarchical": common.hierarchical,
             **options,
@@ -131,12 +130,14 @@ class Driver:
             session.watch(),
             _weakly(host.locate),
             segment_nbytes=segment_nbytes(layout.numel // 8, len(ranks), session.settings.segment_nbytes),
-            overlap=common.overlap and common.max_grad_norm is None,
+            overlap=common.overlap,
             verify=common.verify,
             timeout_s=session.settings.stall_shutdown_s,
         )
         #: Steps taken, not skipped.
         self.steps = 0
+        #: N of the last step taken whose gradients were clipped: sqrt(mean over ranks of |g|^2).
+        self.norm: float | None = None
         self._announcement = 0
         #: What ``load_state`` and ``load_rank_state`` have loaded, for the report.
         self.resumed: dict[str, Any] | None = None
@@ -170,7 +171,28 @@ class Driver:
     def full_hyper(self) -> int:
         """All that must be the same on all ranks."""
         groups = self.host.groups()
-        return digest([(g.lr, *g.betas, g.eps, g.coupled_decay, g.decoupled_decay) for g in groups])
+        values = [(g.lr, *g.betas, g.eps, g.coupled_decay, g.decoupled_decay) for g in groups]
+        return digest([*values, self.core.gradient_scale])
+
+    # Clipping
+
+    @property
+    def clips(self) -> bool:
+        """Are the gradients of the next step to be clipped by N? Not where only their average is: that is clipped."""
+        return self.common.max_grad_norm is not None
+
+    @property
+    def _needs_survey(self) -> bool:
+        """Must N be agreed before anything is sent?"""
+        return self.clips and (self.common.clip == "exact" or self.norm is None)
+
+    def _clip_by(self, norm: float | None) -> None:
+        """Gradients count by min(1, max_grad_norm / (N + 1e-6)), as in ``torch.nn.utils.clip_grad_norm_``."""
+        limit, scale = self.common.max_grad_norm, 1.0
+        # Whose gradient is not finite is found in the exchange, which says so.
+        if limit is not None and norm is not None and math.isfinite(norm):
+            scale = min(1.0, limit / (norm + 1e-6))
+        self.core.gradient_scale = scale
 
     # One step
 
@@ -179,35 +201,44 @@ class Driver:
         if not self.stepper.begun:
             if self._at_start:
                 self._agree_on_start()
+            self._clip_by(self.norm if self.clips and not self._needs_survey else None)
             self.set_hyper()
-            self.stepper.begin(self.compress_hyper())
+            self.stepper.begin(self.compress_hyper(), early=not self._needs_survey)
 
     def step(self, changed: Callable[[], bool]) -> Verdict:
         """Exchanges, and takes the step if all ranks do. ``changed()``: is a gradient not what was handed over?"""
         self.begin()
-        if self.common.max_grad_norm is not None:
-            self.clip(self.common.max_grad_norm)
         if changed() or self.stepper.changed_tensors():
             self.stepper.object(Flag.CHANGED)
-        verdict = self._exchange()
-        if verdict is Verdict.TAKE:
-            self._take()
-        return verdict
+        return self._end()
 
     def skip(self, overflow: bool = False) -> Verdict:
         """This rank does not take the step under way; then nobody does. ``overflow``: its gradients are not finite."""
         self.begin()
         self.stepper.object(Flag.SKIP | Flag.NON_FINITE if overflow else Flag.SKIP)
-        return self._exchange()
+        return self._end()
 
-    def _exchange(self) -> Verdict:
-        return self.stepper.exchange(
+    def _end(self) -> Verdict:
+        lr = self.host.groups()[0].lr
+        if self._needs_survey:
+            verdict = self.stepper.survey(lr)
+            if verdict is not None:
+                return verdict
+            self._clip_by(self.stepper.norm)
+            self.set_hyper()
+        verdict = self.stepper.exchange(
             self.compress_hyper(),
             self.full_hyper(),
-            self.host.groups()[0].lr,
+            lr,
             self._announcement,
             self.set_hyper,
+            with_norm=self.clips and self.common.clip == "previous",
         )
+        if verdict is Verdict.TAKE:
+            if self.clips:
+                self.norm = self.stepper.norm
+            self._take()
+        return verdict
 
     def _agree_on_start(self) -> None:
         """Before the first step: do all ranks hold the same? MismatchError that names what they do not."""
@@ -272,14 +303,6 @@ class Driver:
         self.stepper.adopt_order(order.tolist())
         self.stepper.overlapping = True
 
-    def clip(self, max_norm: float) -> None:
-        """Scales this rank's gradients by max_norm / N, N = sqrt(mean over ranks of |g|^2), if N is larger."""
-        total = np.array([self.host.squared_norm()])
-        self.session.reduce(self.number, f"{self.name}.norm", total, ReduceOp.AVERAGE)
-        norm = float(np.sqrt(total[0]))
-        if norm > max_norm:
-            self.host.scale_gradients(max_norm / (norm + 1e-6))
-
     # State
 
     #: Options that a saved state must share; with others the run would go on, and be another.
@@ -293,6 +316,7 @@ class Driver:
         """A driver with further replicated state adds it here, and takes it back in ``_load``."""
         return {
             "stepper": {"order": [int(t) for t in self.stepper.order], "arrived": self.stepper.overlapping},
+            "norm": self.norm,
             "core": self.core.state(),
         }
 
@@ -319,6 +343,7 @@ class Driver:
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         """The inverse of ``_state``; ``steps`` is set already."""
+        self.norm = saved["norm"]
         self.core.load_state(saved["core"])
 
     def saved_moments(self, tensor: int) -> dict[str, Any] | None:
@@ -369,8 +394,9 @@ class Driver:
         """What was really sent, against dense: counts of steps and bytes of this rank.
 
         ``ratio`` is dense over sent bytes of the whole run, ``last_ratio`` of the last step; ``exposed_ms`` the mean
-        time that ``step()`` waited for the exchange. ``resumed``: None, or what was loaded. Bytes, and steps by kind,
-        are counted from the start of this process.
+        time that ``step()`` waited for the exchange; ``grad_norm`` what the last step was clipped by, sqrt(mean over
+        ranks of |g|^2), None if none was. ``resumed``: None, or what was loaded. Bytes, and steps by kind, are counted
+        from the start of this process.
 
         ``form`` is ``"flat"`` or ``"hierarchical"``. In the latter ``bytes_sent`` and ``bytes_dense`` count what goes
         to other nodes, and ``bytes_sent_inside`` what this rank sends to others of its own.
@@ -386,6 +412,7 @@ class Driver:
             "skipped_steps": traffic.skipped_steps,
             "redone_steps": traffic.redone_steps,
             "overlap": self.stepper.overlap,
+            "grad_norm": self.norm,
             "bytes_sent": traffic.bytes_sent,
             "bytes_dense": traffic.bytes_dense,
             "ratio": traffic.bytes_dense / traffic.bytes_sent if traffic.bytes_sent else None,

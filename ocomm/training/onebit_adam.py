@@ -21,8 +21,11 @@ from ocomm.types import ReduceOp
 class AdamHost(MomentsHost, Protocol):
     """A frontend whose Adam makes the warm-up's steps."""
 
-    def dense_step(self, tensors: list[int], average: Callable[[int], Floats]) -> None:
-        """The wrapped optimizer's own step of ``tensors``, on their averaged gradients, and of no others."""
+    def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
+        """The wrapped optimizer's own step of ``tensors``, on their averaged gradients, and of no others.
+
+        The averages, which may be changed, are first clipped to a norm of ``max_norm``, unless that is None.
+        """
         ...
 
 
@@ -75,17 +78,21 @@ class OneBitAdamDriver(AdamDriver):
                 decoupled_decay=group.decoupled_decay,
             )
 
-    def clip(self, max_norm: float) -> None:
-        if (self.core.stage == Stage.COMPRESSED).any():
-            super().clip(max_norm)  # in warm-up the averaged gradient is clipped, by the host
+    @property
+    def clips(self) -> bool:
+        return super().clips and bool((self.core.stage == Stage.COMPRESSED).any())
 
     def take(self) -> None:
         core = self.core
         warming = [int(t) for t in np.flatnonzero(core.stage == Stage.WARMUP)]
         present = self.stepper.present_anywhere
+        limit = None if self.clips else self.common.max_grad_norm
         self.stepper.commit()
         if warming:
-            self.host.dense_step([t for t in warming if present[t]], self.stepper.average)
+            moving = [t for t in warming if present[t]]
+            for tensor in moving if core.gradient_scale != 1.0 else []:
+                self.stepper.average(tensor)[:] *= np.float32(core.gradient_scale)
+            self.host.dense_step(moving, self.stepper.average, limit)
             self._end_warmup(warming)
         if core.refresh_due:
             touched = core.touched()

@@ -12,6 +12,7 @@ import torch
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
 from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.zero_one import DistributedZeroOneAdam
 from tests.frontends.onebit_jobs import digest
 
 
@@ -32,6 +33,11 @@ class Kind:
 KINDS = {
     "1-bit Adam, dense": Kind(DistributedOneBitAdam, options={"freeze_step": 100}),
     "1-bit Adam, compressed": Kind(DistributedOneBitAdam, options={"freeze_step": 3}),
+    "0/1 Adam": Kind(DistributedZeroOneAdam),
+    "0/1 Adam, local steps": Kind(
+        DistributedZeroOneAdam,
+        options={"local_step_start": 2, "local_step_doubling": 2, "local_step_clip": 2},
+    ),
     "Birder": Kind(DistributedBirder, torch.optim.SGD),
     "SoftSignSGD": Kind(DistributedSoftSignSGD, torch.optim.SGD),
     "Lion": Kind(DistributedLion, torch.optim.SGD),

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tests.oracle.clipping import Clipping
+
 F = np.float32
 Array = np.ndarray
 #: gradients[rank][tensor]; None: no gradient there.
@@ -68,7 +70,9 @@ class SoftSign:
         eps: float = 1e-12,
         amsgrad_after: int | None = None,
         nodes: Sequence[int] | None = None,
+        clipping: Clipping | None = None,
     ) -> None:
+        self.clipping = clipping
         self.nodes = [1] * ranks if nodes is None else list(nodes)
         assert sum(self.nodes) == ranks
         self.ranks = ranks
@@ -96,6 +100,7 @@ class SoftSign:
     def step(self, gradients: Gradients) -> None:
         t = self.committed + 1
         lr = self.lr(t)
+        over = F((1 - self.beta) * (self.clipping.factor(gradients) if self.clipping else 1.0))
         for number, x in enumerate(self.tensors):
             local = [None if g[number] is None else np.asarray(g[number], F).reshape(-1) for g in gradients]
             if all(g is None for g in local):
@@ -103,8 +108,8 @@ class SoftSign:
             ratios = []
             for worker, g in enumerate(self._inside_nodes([np.zeros(x.param.size, F) if g is None else g
                                                            for g in local])):  # fmt: skip
-                m = F(self.beta) * x.momenta[worker] + F(1 - self.beta) * g
-                b = F(self.beta) * x.magnitudes[worker] + F(1 - self.beta) * np.abs(g)
+                m = F(self.beta) * x.momenta[worker] + over * g
+                b = F(self.beta) * x.magnitudes[worker] + over * np.abs(g)
                 if self.amsgrad_after is not None and t > self.amsgrad_after:
                     b = np.maximum(x.magnitudes[worker], b)
                 x.momenta[worker], x.magnitudes[worker] = m, b

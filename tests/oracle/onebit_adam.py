@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.oracle.clipping import Clipping
+
 F = np.float32
 Array = np.ndarray
 #: gradients[rank][tensor]; None: no gradient there.
@@ -68,7 +70,9 @@ class Simulation:
         variance_floor: float = 0.05,
         scale: str = "l1",
         mask_refresh: int = 100,
+        clipping: Clipping | None = None,
     ) -> None:
+        self.clipping = clipping
         self.ranks = ranks
         self.nodes = [1] * ranks if nodes is None else list(nodes)
         assert sum(self.nodes) == ranks
@@ -113,6 +117,8 @@ class Simulation:
         self.t += 1
         lr = self.lr(self.t)
         compressed = [x.compressed for x in self.tensors]
+        # A warm-up of all tensors has an average to clip: that is the framework's.
+        self.factor = self.clipping.factor(gradients) if self.clipping and any(compressed) else 1.0
         for index, x in enumerate(self.tensors):
             local = [None if g[index] is None else np.asarray(g[index], F).reshape(-1) for g in gradients]
             if all(g is None for g in local):
@@ -148,7 +154,7 @@ class Simulation:
         total = local[0].copy()
         for g in local[1:]:
             total += g
-        grad = total * F(1 / self.workers)
+        grad = total * F(1 / self.workers) * F(self.factor)
         if self.decoupled:
             x.param *= F(1 - lr * self.decoupled)
         if self.coupled:
@@ -212,10 +218,10 @@ class Simulation:
 
     def _compressed_step(self, x: Tensor, local: list[Array], lr: float) -> None:
         step_size = F(lr / (1 - self.beta1**x.step))
-        beta1, one_minus_beta1 = F(self.beta1), F(1 - self.beta1)
+        beta1, one_minus_beta1 = F(self.beta1), F((1 - self.beta1) * self.factor)
         c = []
         for g, error in zip(local, x.errors, strict=True):
-            m = beta1 * x.momentum + one_minus_beta1 * (g + F(self.coupled) * x.param)
+            m = beta1 * x.momentum + one_minus_beta1 * (g + F(self.coupled / self.factor) * x.param)
             c.append(m + error)
         mbar = np.zeros(x.param.size, F)
         for block in self._blocks(x):

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.oracle.clipping import Clipping
 from tests.oracle.onebit_adam import _fold, _lane_sum
 
 F = np.float32
@@ -86,7 +87,9 @@ class Simulation:
         local_step_start: int = 0,
         local_step_doubling: int = 32768,
         local_step_clip: int = 16,
+        clipping: Clipping | None = None,
     ) -> None:
+        self.clipping = clipping
         self.nodes = list(nodes) if nodes is not None else [1] * ranks
         assert sum(self.nodes) == ranks
         self.ranks = ranks
@@ -132,6 +135,8 @@ class Simulation:
     def step(self, gradients: Gradients) -> None:
         self.t += 1
         lr = self.lr(self.t)
+        self.factor = self.clipping.factor(gradients) if self.clipping else 1.0
+        self.one_minus_beta1 = F((1 - self.beta1) * self.factor)
         due = self.t - self.last_sync >= self.interval(self.t)
         if self.freeze_step is None:
             refresh = self.t == self.next_refresh and (self.t == 1 or self.interval(self.t) == 1)
@@ -201,14 +206,14 @@ class Simulation:
         return total * F(1 / len(local))
 
     def _decayed(self, gradient: Array, param: Array) -> Array:
-        return gradient + F(self.coupled) * param if self.coupled else gradient
+        return gradient + F(self.coupled / self.factor) * param if self.coupled else gradient
 
     # Steps
 
     def _wait(self, x: Tensor, local: list[Array], lr: float) -> None:
         """A gradient of a tensor without a variance: all of it is masked."""
         for worker, g in enumerate(local):
-            m = F(self.beta1) * x.momenta[worker] + F(1 - self.beta1) * self._decayed(g, x.params[worker])
+            m = F(self.beta1) * x.momenta[worker] + self.one_minus_beta1 * self._decayed(g, x.params[worker])
             x.errors[worker] = x.errors[worker] + F(lr) * m
             x.params[worker] = x.params[worker] * F(1 - lr * self.decoupled)
         x.synced = x.params[0].copy()
@@ -224,7 +229,7 @@ class Simulation:
         if first:
             x.dense_refreshes = max(1, refreshes_before)
         for worker, p in enumerate(x.params):
-            m = F(self.beta1) * x.momenta[worker] + F(1 - self.beta1) * self._decayed(average, p)
+            m = F(self.beta1) * x.momenta[worker] + self.one_minus_beta1 * self._decayed(average, p)
             p = p * F(1 - lr * self.decoupled)
             x.params[worker] = np.where(x.mask, p, p - F(lr) * (m / x.denominator))
             x.momenta[worker] = np.where(x.mask, x.momenta[worker], m)
@@ -235,7 +240,7 @@ class Simulation:
     def _local_step(self, x: Tensor, local: list[Array], lr: float) -> None:
         for worker, g in enumerate(local):
             p = x.params[worker]
-            m = F(self.beta1) * x.momenta[worker] + F(1 - self.beta1) * self._decayed(g, p)
+            m = F(self.beta1) * x.momenta[worker] + self.one_minus_beta1 * self._decayed(g, p)
             p = p * F(1 - lr * self.decoupled)
             x.params[worker] = np.where(x.mask, p, p - F(lr) * (m / x.denominator))
             x.updates[worker] = x.updates[worker] + F(lr) * m
@@ -244,7 +249,7 @@ class Simulation:
     def _sync_step(self, x: Tensor, local: list[Array], lr: float) -> None:
         c = []
         for worker, g in enumerate(local):
-            m = F(self.beta1) * x.momenta[worker] + F(1 - self.beta1) * self._decayed(g, x.params[worker])
+            m = F(self.beta1) * x.momenta[worker] + self.one_minus_beta1 * self._decayed(g, x.params[worker])
             c.append((x.updates[worker] + F(lr) * m) + x.errors[worker])
         ubar, momentum = np.zeros(x.synced.size, F), np.zeros(x.synced.size, F)
         for block in self._blocks(x):
@@ -281,7 +286,7 @@ class Simulation:
     # The variance
 
     def _refresh(self, x: Tensor, average: Array, param: Array) -> None:
-        g = self._decayed(average, param)
+        g = self._decayed(average, param) * F(self.factor)
         x.variance = F(self.beta2) * x.variance + F(1 - self.beta2) * (g * g)
         if x.refreshes == 0 and not x.variance.any():
             return
