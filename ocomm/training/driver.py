@@ -29,7 +29,7 @@ from ocomm.optim.stepper import Stepper, Verdict
 from ocomm.session import Session
 from ocomm.training import resume
 from ocomm.training.agreement import first_difference
-from ocomm.types import Flag, ReduceOp
+from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
 

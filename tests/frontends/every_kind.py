@@ -50,10 +50,15 @@ def whole_state(parameters: Sequence[torch.Tensor], optimizer: Any) -> str:
     return digest([*_arrays(state), *(p.detach().float().numpy() for p in parameters)])
 
 
+#: In a state, but not of the algorithm: the order of buckets and whether they overlap with backward, and their hash.
+_INCIDENTAL = ("stepper", "checksum")
+
+
 def _arrays(state: Any) -> Iterator[np.ndarray]:
     if isinstance(state, Mapping):
-        for value in state.values():
-            yield from _arrays(value)
+        for key, value in state.items():
+            if key not in _INCIDENTAL:
+                yield from _arrays(value)
     elif isinstance(state, (list, tuple)):
         for value in state:
             yield from _arrays(value)
