@@ -28,11 +28,12 @@ class Lion(CompressedOptimizer):
 
     ``named_parameters``: an iterable of (name, parameter), or None for names by position. ``seed``: of the coin that
     decides where half of the ranks voted either way, the same on all ranks. ``block_size``: elements per block, or
-    ``"tensor"``. ``overlap``: exchange during backward. ``max_grad_norm``: clips by the agreed norm
-    sqrt(mean over ranks of |g|^2), without overlap. ``verify``: how a gradient that changed after backward is noticed
-    (``"sampled"``, ``"full"``, ``"version"``). ``backward_passes_per_step``: gradients are summed over that many
-    backward passes. ``hierarchical``: the ranks of a host add up their gradients, and each votes for a slice of them,
-    with as many votes as the host has ranks; ``"auto"``: if there are several hosts, all with several ranks.
+    ``"tensor"``. ``overlap``: exchange during backward. ``max_grad_norm``: clips gradients by one norm for all ranks,
+    N = sqrt(mean over ranks of |g|^2). ``clip``: ``"exact"`` takes this step's N, without overlap; ``"previous"`` the
+    last step's, with it. ``verify``: how a gradient that changed after backward is noticed (``"sampled"``, ``"full"``,
+    ``"version"``). ``backward_passes_per_step``: gradients are summed over that many backward passes. ``hierarchical``:
+    the ranks of a host add up their gradients, and each votes for a slice of them, with as many votes as the host has
+    ranks; ``"auto"``: if there are several hosts, all with several ranks.
 
     ``step`` changes parameters in place, identically on all ranks, or on none: a NaN raises NonFiniteError everywhere.
     Raises InvalidRequestError for what cannot be wrapped, MismatchError if the ranks wrap different things,
@@ -51,12 +52,13 @@ class Lion(CompressedOptimizer):
         block_size: int | Literal["tensor"] = 4096,
         overlap: bool = True,
         max_grad_norm: float | None = None,
+        clip: Literal["exact", "previous"] = "exact",
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
         hierarchical: bool | Literal["auto"] = "auto",
         process_set: Any = None,
     ) -> None:
-        self._common = Common(block_size, overlap, max_grad_norm, verify, backward_passes_per_step, hierarchical)
+        self._common = Common(block_size, overlap, max_grad_norm, clip, verify, backward_passes_per_step, hierarchical)
         self._options = {"betas": [float(beta) for beta in betas], "seed": seed}
         check_groups("Lion", optimizer)
         super().__init__(optimizer, named_parameters, process_set, backward_passes_per_step)

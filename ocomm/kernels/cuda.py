@@ -1003,7 +1003,7 @@ class CudaKernels:
 
     A returned bool waits for the stream. Where there are scales they say the same, and reading them can wait.
 
-    ``reduce``, ``checksum`` and ``checksums`` are missing.
+    ``reduce``, ``checksum``, ``checksums`` and ``squares`` are missing.
     """
 
     name = "cuda"

@@ -76,6 +76,7 @@ class Lion(Core):
     ) -> None:
         """Sets the next step's hyperparameters of a parameter group, in float64, each rounded to float32 once."""
         index = np.asarray(tensors, np.int64)
+        self.tensors["one_minus_beta1"][index] = (1.0 - self.betas[0]) * self.gradient_scale
         self.tensors["step_size"][index] = lr
         self.tensors["decay"][index] = 1.0 - lr * decoupled_decay
 
@@ -93,7 +94,7 @@ class Lion(Core):
             momentum=self.momentum,
             momentum_out=self.momentum_out,
             beta2=self.betas[1],
-            one_minus_beta2=1.0 - self.betas[1],
+            one_minus_beta2=(1.0 - self.betas[1]) * self.gradient_scale,
             zero_up=self.zero_up,
             packed=packed,
             flags=flags,
@@ -115,7 +116,8 @@ class Lion(Core):
         )
 
     def key(self, segment: int) -> tuple[int, ...]:
-        return address(self.momentum), address(self.result(segment)), self.zero_up
+        scale = int(np.float64(self.gradient_scale).view(np.int64))
+        return address(self.momentum), address(self.result(segment)), self.zero_up, scale
 
     def is_finite(self, segment: int) -> bool:
         """Signs always are; what a worker cannot compute is in the flags of its messages."""

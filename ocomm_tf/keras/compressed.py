@@ -95,21 +95,12 @@ class Host:
         found = [self._gradients[tensor] for tensor in tensors]
         return np.array([0 if g is None else g.__array_interface__["data"][0] for g in found], np.uint64)
 
-    def squared_norm(self) -> float:
-        """Sum of squares of all gradients, in float64."""
-        return float(sum(np.square(g, dtype=np.float64).sum() for g in self._gradients if g is not None))
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiplies all gradients."""
-        self._gradients = [None if g is None else g * np.float32(factor) for g in self._gradients]
-
-    def dense_step(self, tensors: list[int], average: Callable[[int], Floats]) -> None:
-        """Adam's step of tensors in warm-up."""
+    def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
+        """Adam's step of tensors in warm-up, on averages clipped to ``max_norm``."""
         averages = {tensor: average(tensor) for tensor in tensors}
-        limit = self.driver.common.max_grad_norm
-        if limit is not None:
+        if max_norm is not None:
             norm = float(np.sqrt(sum(np.square(a, dtype=np.float64).sum() for a in averages.values())))
-            averages = {tensor: a * np.float32(min(1.0, limit / (norm + 1e-6))) for tensor, a in averages.items()}
+            averages = {tensor: a * np.float32(min(1.0, max_norm / (norm + 1e-6))) for tensor, a in averages.items()}
         for group in self.groups():
             for tensor in group.tensors.tolist():
                 if tensor in averages:
@@ -358,6 +349,7 @@ def DistributedOneBitAdam(
     overlap: bool = True,
     mask_refresh: int = 100,
     max_grad_norm: float | None = None,
+    clip: Literal["exact", "previous"] = "exact",
     verify: Literal["sampled", "full", "version"] = "sampled",
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
@@ -370,7 +362,7 @@ def DistributedOneBitAdam(
     name; a model that is saved with it loads without ocomm, and a plain Adam goes on from there.
 
     ``variables``: a model or its variables, to agree on them now; None: at the first step. ``freeze_step``,
-    ``block_size``, ``scale``, ``variance_floor``, ``mask_refresh``, ``max_grad_norm``: see
+    ``block_size``, ``scale``, ``variance_floor``, ``mask_refresh``, ``max_grad_norm``, ``clip``: see
     ``ocomm_torch.DistributedOneBitAdam``. Gradients come all at once, so ``overlap`` and ``verify`` change nothing
     here; ranks compare them. ``names``: where ranks of Torch train the same model, the map of variables to its
     parameters, see ``order.places_of``.
@@ -379,7 +371,7 @@ def DistributedOneBitAdam(
     wrapped, MismatchError if the ranks wrap different things.
     """
     _adam(optimizer, "DistributedOneBitAdam")
-    common = Common(block_size, overlap, max_grad_norm, verify)
+    common = Common(block_size, overlap, max_grad_norm, clip, verify)
 
     def make(session: Session, number: int, host: Host) -> Driver:
         return OneBitAdamDriver(
@@ -413,6 +405,7 @@ def DistributedZeroOneAdam(
     overlap: bool = True,
     mask_refresh: int = 100,
     max_grad_norm: float | None = None,
+    clip: Literal["exact", "previous"] = "exact",
     verify: Literal["sampled", "full", "version"] = "sampled",
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
@@ -423,7 +416,7 @@ def DistributedZeroOneAdam(
     ``DistributedOneBitAdam``. Between syncs variables differ between ranks: ``compression_report()["synced"]`` tells.
     """
     _adam(optimizer, "DistributedZeroOneAdam")
-    common = Common(block_size, overlap, max_grad_norm, verify)
+    common = Common(block_size, overlap, max_grad_norm, clip, verify)
 
     def make(session: Session, number: int, host: Host) -> Driver:
         return ZeroOneAdamDriver(
@@ -457,6 +450,7 @@ def DistributedBirder(
     block_size: int | Literal["tensor"] = 4096,
     overlap: bool = True,
     max_grad_norm: float | None = None,
+    clip: Literal["exact", "previous"] = "exact",
     verify: Literal["sampled", "full", "version"] = "sampled",
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
@@ -467,7 +461,7 @@ def DistributedBirder(
     never made. Options are those of ``ocomm_torch.DistributedBirder``, the rest is as in ``DistributedOneBitAdam``.
     """
     options = {"beta": beta, "seed": seed, "amsgrad_after": amsgrad_after}
-    common = Common(block_size, overlap, max_grad_norm, verify)
+    common = Common(block_size, overlap, max_grad_norm, clip, verify)
     return _wrap(_Birder, optimizer, variables, names, process_set, _birder("Birder", common, options))
 
 
@@ -480,13 +474,14 @@ def DistributedSoftSignSGD(
     block_size: int | Literal["tensor"] = 4096,
     overlap: bool = True,
     max_grad_norm: float | None = None,
+    clip: Literal["exact", "previous"] = "exact",
     verify: Literal["sampled", "full", "version"] = "sampled",
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Birder's dense counterpart, exchanged without compression; otherwise as ``DistributedBirder``."""
     options = {"beta": beta, "amsgrad_after": amsgrad_after}
-    common = Common(block_size, overlap, max_grad_norm, verify)
+    common = Common(block_size, overlap, max_grad_norm, clip, verify)
     return _wrap(_SoftSignSGD, optimizer, variables, names, process_set, _birder("SoftSignSGD", common, options))
 
 

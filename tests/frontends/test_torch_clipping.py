@@ -14,11 +14,12 @@ from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.session import Session
 from ocomm.types import Settings
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.zero_one import DistributedZeroOneAdam
 from tests.frontends.every_kind import KINDS, whole_state
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial, train
-from tests.oracle import birder, onebit_adam, zero_one_adam
+from tests.oracle import birder, lion, onebit_adam, zero_one_adam
 from tests.oracle.clipping import Clipping
 from tests.worlds import run_ranks
 
@@ -120,12 +121,17 @@ def simulate_ratios(kind: Any) -> Callable[[int, Clipping], list[str]]:
     )
 
 
+def simulate_lion(ranks: int, clipping: Clipping) -> list[str]:
+    return steps_of(lion.Lion(initial(), ranks, lr=1e-2, weight_decay=0.1, clipping=clipping), ranks)
+
+
 #: Optimizer, what it wraps, options, and the law.
 LAWS: dict[str, tuple[Any, Any, dict[str, Any], Callable[[int, Clipping], list[str]]]] = {
     "1-bit Adam": (DistributedOneBitAdam, adam, {"freeze_step": WARMUP}, simulate_onebit),
     "0/1 Adam": (DistributedZeroOneAdam, adam, INTERVALS, simulate_zero_one),
     "Birder": (DistributedBirder, sgd, {"beta": 0.9}, simulate_ratios(birder.Birder)),
     "SoftSignSGD": (DistributedSoftSignSGD, sgd, {"beta": 0.9}, simulate_ratios(birder.SoftSign)),
+    "Lion": (DistributedLion, sgd, {}, simulate_lion),
 }
 
 

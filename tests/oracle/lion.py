@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.oracle.birder import OWNERS, Array, F, Gradients, uniform
+from tests.oracle.clipping import Clipping
 
 
 @dataclass
@@ -40,7 +41,9 @@ class Lion:
         weight_decay: float = 0.0,
         seed: int = 0,
         nodes: Sequence[int] | None = None,
+        clipping: Clipping | None = None,
     ) -> None:
+        self.clipping = clipping
         self.nodes = [1] * ranks if nodes is None else list(nodes)
         assert sum(self.nodes) == ranks
         self.ranks = ranks
@@ -67,6 +70,7 @@ class Lion:
 
     def step(self, gradients: Gradients) -> None:
         lr = self.lr(self.committed + 1)
+        factor = self.clipping.factor(gradients) if self.clipping else 1.0
         for number, x in enumerate(self.tensors):
             local = [None if g[number] is None else np.asarray(g[number], F).reshape(-1) for g in gradients]
             if all(g is None for g in local):
@@ -75,10 +79,10 @@ class Lion:
             workers = self._inside_nodes([np.zeros(x.param.size, F) if g is None else g for g in local])
             for worker, g in enumerate(workers):
                 m = x.momenta[worker]
-                c = F(self.betas[0]) * m + F(1 - self.betas[0]) * g
+                c = F(self.betas[0]) * m + F((1 - self.betas[0]) * factor) * g
                 of_zero = 1 if (self.committed + worker) % 2 == 0 else -1
                 votes += self.nodes[worker] * np.where(c == 0, of_zero, np.sign(c)).astype(np.int64)
-                x.momenta[worker] = F(self.betas[1]) * m + F(1 - self.betas[1]) * g
+                x.momenta[worker] = F(self.betas[1]) * m + F((1 - self.betas[1]) * factor) * g
             self.ties += int(np.count_nonzero(votes == 0))
             coin = np.where(uniform(self.seed, x.index, self.committed, OWNERS) < F(0.5), 1, -1)
             update = np.where(votes == 0, coin, np.sign(votes)).astype(F)
