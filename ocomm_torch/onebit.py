@@ -34,8 +34,8 @@ class OneBitAdam(AdamWrapper):
     (``"sampled"``, ``"full"``, ``"version"``). ``max_grad_norm``: after the warm-up gradients are clipped by one norm
     for all ranks, N = sqrt(mean over ranks of |g|^2); in it, their average by its own. ``clip``: ``"exact"`` takes this
     step's N, without overlap; ``"previous"`` the last step's, with it. ``backward_passes_per_step``: gradients are
-    summed over that many backward passes. ``hierarchical``: the ranks of a host add up their gradients, and each compresses a slice of the
-    sum; ``"auto"``: if there are several hosts, all with several ranks.
+    summed over that many backward passes. ``hierarchical``: the ranks of a host add up their gradients, and each
+    compresses a slice of the sum; ``"auto"``: if there are several hosts, all with several ranks.
 
     ``step`` changes parameters in place, identically on all ranks, or on none: a NaN raises NonFiniteError everywhere.
     Raises InvalidRequestError for what cannot be wrapped, MismatchError if the ranks wrap different things.
