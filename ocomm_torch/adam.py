@@ -127,7 +127,7 @@ class AdamWrapper(CompressedOptimizer):
                     f"{where} is not of Adam or AdamW: of tensor '{name}' it has {sorted(entry)}, expected "
                     f"{sorted(wanted)}."
                 )
-            for key in entry.keys() & MOMENTS:
+            for key in [key for key in MOMENTS if key in entry]:
                 found = entry[key]
                 if found.shape != parameter.shape:
                     raise CheckpointError(

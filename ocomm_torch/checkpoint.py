@@ -77,14 +77,13 @@ def check_plain(plain: Mapping[str, Any], counts: Sequence[int], where: str) -> 
     Raises CheckpointError that begins with ``where`` if not.
     """
     try:
-        groups, state = plain["param_groups"], plain["state"]
-        found = [len(group["params"]) for group in groups]
+        found = [len(group["params"]) for group in plain["param_groups"]]
     except (KeyError, TypeError):
-        raise CheckpointError(f"{where} is no optimizer's state_dict: it has no 'param_groups' and 'state'.") from None
+        raise CheckpointError(f"{where} is no optimizer's state_dict: it has no 'param_groups'.") from None
     if found != list(counts):
         raise CheckpointError(
             f"{where} has groups of {found} parameters, the optimizer has {list(counts)}. Wrap the same parameters, in "
             "the same order."
         )
-    # torch.distributed.checkpoint makes strings of the numbers.
-    return {int(number): entry for number, entry in state.items()}
+    # torch.distributed.checkpoint makes strings of numbers, and leaves out what is empty.
+    return {int(number): entry for number, entry in plain.get("state", {}).items()}

@@ -282,14 +282,14 @@ class CompressedOptimizer(StepsTogether):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """What the wrapped optimizer would load, plus an entry "ocomm" of tensors and plain values.
+        """What the wrapped optimizer would load, plus an entry "ocomm" of tensors and plain values. Copies.
 
         The same on all ranks (for optimizers that step locally: as at the last synchronisation), so one rank saves it.
         What each rank alone knows is in ``rank_state_dict``.
         """
         self._find_parameters()
         full = dict(super().state_dict())
-        state = full["state"] = {number: dict(entry) for number, entry in full["state"].items()}
+        state = full["state"] = {number: _copied(entry) for number, entry in full["state"].items()}
         # Parameters are numbered as here: group by group, each once.
         for tensor, parameter in enumerate(self._parameters):
             moments = self._driver.saved_moments(tensor)
@@ -310,7 +310,7 @@ class CompressedOptimizer(StepsTogether):
         self._driver.require_idle("load_state_dict")
         self._find_parameters()
         plain = {key: value for key, value in state_dict.items() if key != "ocomm"}
-        plain["state"] = self._check_plain(plain)
+        plain["state"] = {number: _copied(entry) for number, entry in self._check_plain(plain).items()}
         saved = state_dict.get("ocomm")
         if saved is None:
             self._load_plain(plain)
@@ -373,6 +373,11 @@ class CompressedOptimizer(StepsTogether):
         time that ``step()`` waited for the exchange.
         """
         return self._driver.report()
+
+
+def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state of one parameter, which later steps do not change."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
 
 
 def _guard(optimizer: CompressedOptimizer) -> Callable[..., None]:

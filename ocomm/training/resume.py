@@ -222,7 +222,8 @@ def _examine(driver: Driver, source: Source) -> _Finding:
         if not lost:
             resharding.add(part)
     if lost:
-        return _Finding("reset", found.run, found.ranks, f"{', '.join(map(source.name, lost))} missing")
+        names = ", ".join(map(source.name, lost))
+        return _Finding("reset", found.run, found.ranks, f"{names} {'is' if len(lost) == 1 else 'are'} missing")
     found.how, found.state = "re-sharded", resharding.result()
     _check_buffers(driver, found.state, source.name(first))
     return found

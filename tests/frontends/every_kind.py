@@ -46,7 +46,8 @@ KINDS = {
 
 def whole_state(parameters: Sequence[torch.Tensor], optimizer: Any) -> str:
     """Hash of everything that a step may change on this rank: parameters, replicated state, this rank's own."""
-    state = [optimizer.state_dict(), optimizer._driver.core.rank_state()]
+    saved = optimizer.state_dict()
+    state = [saved["state"], saved["ocomm"]["core"], optimizer._driver.core.rank_state()]
     return digest([*_arrays(state), *(p.detach().float().numpy() for p in parameters)])
 
 

@@ -130,12 +130,8 @@ def test_a_run_that_stops_and_goes_on_equals_one_that_never_stopped_in_every_bit
     run_ranks(ranks, body, timeout_s=100)
 
 
-def checkpoint(kind: str, ranks: int, steps: int) -> Callable[[], dict[str, Any]]:
-    """What ``ranks`` ranks have saved after ``steps`` steps: values and state_dict of rank 0, and all rank states.
-
-    As a function that reads them: Torch's optimizers go on in the tensors that they have loaded, and each rank here
-    must have its own.
-    """
+def checkpoint(kind: str, ranks: int, steps: int) -> dict[str, Any]:
+    """What ``ranks`` ranks have saved after ``steps`` steps: values and state_dict of rank 0, and all rank states."""
 
     def body(session: Session) -> dict[str, Any]:
         run = Run(kind, rank_of(session))
@@ -143,8 +139,7 @@ def checkpoint(kind: str, ranks: int, steps: int) -> Callable[[], dict[str, Any]
         return run.save()
 
     saved = run_ranks(ranks, body)
-    whole = {**saved[0], "ranks": [state["rank"] for state in saved]}
-    return lambda: copy.deepcopy(whole)
+    return {**saved[0], "ranks": [state["rank"] for state in saved]}
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 3), (3, 1)])
@@ -152,10 +147,9 @@ def checkpoint(kind: str, ranks: int, steps: int) -> Callable[[], dict[str, Any]
 def test_on_another_number_of_ranks_the_errors_are_shared_out_and_the_replicas_are_equal(
     kind: str, before: int, after: int
 ) -> None:
-    read = checkpoint(kind, before, 14)
+    saved = checkpoint(kind, before, 14)
 
     def body(session: Session) -> tuple[dict[int, str], dict[str, Any], dict[str, np.ndarray]]:
-        saved = read()
         run = Run(kind, rank_of(session), saved["values"])
         run.optimizer.load_state_dict(saved["optimizer"])
         done = run.optimizer.load_rank_state_dict(saved["ranks"][::-1])
@@ -175,7 +169,7 @@ def test_on_another_number_of_ranks_the_errors_are_shared_out_and_the_replicas_a
             f"{before} old ranks"
         )
         for name, buffer in kept.items():
-            parts = [state["worker"][name].double() for state in read()["ranks"]]
+            parts = [state["worker"][name].double() for state in saved["ranks"]]
             mean = sum(parts) / before
             np.testing.assert_array_equal(buffer, mean.float().numpy(), err_msg=name)
 
@@ -185,11 +179,10 @@ def test_on_another_number_of_ranks_the_errors_are_shared_out_and_the_replicas_a
 def test_if_a_rank_has_lost_its_state_all_start_without_and_say_so(
     kind: str, lost: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    read = checkpoint(kind, 2, 14)
+    saved = checkpoint(kind, 2, 14)
 
     def body(session: Session) -> tuple[dict[int, str], dict[str, Any]]:
         rank = rank_of(session)
-        saved = read()
         run = Run(kind, rank, saved["values"])
         run.optimizer.load_state_dict(saved["optimizer"])
         done = run.optimizer.load_rank_state_dict(None if rank in lost else saved["ranks"][rank])
@@ -205,10 +198,9 @@ def test_if_a_rank_has_lost_its_state_all_start_without_and_say_so(
 
 
 def test_without_rank_states_the_first_step_warns_that_errors_start_at_zero(caplog: pytest.LogCaptureFixture) -> None:
-    read = checkpoint("1-bit Adam", 2, 14)
+    saved = checkpoint("1-bit Adam", 2, 14)
 
     def body(session: Session) -> list[str]:
-        saved = read()
         run = Run("1-bit Adam", rank_of(session), saved["values"])
         run.optimizer.load_state_dict(saved["optimizer"])
         run.train(15, 17)
@@ -250,15 +242,14 @@ def test_parameters_that_differ_before_the_first_step_are_an_error_that_names_th
 
 @pytest.mark.parametrize("kind", ["1-bit Adam", "0/1 Adam"])
 def test_ranks_that_load_different_states_are_caught_in_the_first_step(kind: str) -> None:
-    read = checkpoint(kind, 2, 4)
+    saved = checkpoint(kind, 2, 4)
 
     def body(session: Session) -> str:
         rank = rank_of(session)
-        saved = read()
         run = Run(kind, rank, saved["values"])
-        if rank == 1:
-            saved["optimizer"]["state"][1]["exp_avg"][5] += 1.0
-        run.optimizer.load_state_dict(saved["optimizer"])
+        state = copy.deepcopy(saved["optimizer"])
+        state["state"][1]["exp_avg"][5] += rank
+        run.optimizer.load_state_dict(state)
         run.optimizer.load_rank_state_dict(saved["ranks"][rank])
         with pytest.raises(MismatchError) as raised:
             run.train(5, 5)
@@ -270,11 +261,10 @@ def test_ranks_that_load_different_states_are_caught_in_the_first_step(kind: str
 
 
 def test_a_state_that_only_one_rank_loads_is_caught_in_the_first_step() -> None:
-    read = checkpoint("1-bit Adam", 2, 8)
+    saved = checkpoint("1-bit Adam", 2, 8)
 
     def body(session: Session) -> str:
         rank = rank_of(session)
-        saved = read()
         run = Run("1-bit Adam", rank, saved["values"])
         if rank == 0:
             run.optimizer.load_state_dict(saved["optimizer"])
