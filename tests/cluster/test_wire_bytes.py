@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,15 +21,32 @@ pytestmark = [
 PROGRAM = Path(__file__).with_name("train_counting_bytes.py")
 
 
-def test_a_compressed_step_sends_at_most_3_percent_more_than_the_formula(tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
-    with Lab(4, "1gbit") as lab:
-        done = lab.run(lab.mpirun(4, [sys.executable, str(PROGRAM), str(result)]), 100)
+def count(result: Path, hosts: int, slots: int) -> dict[str, Any]:
+    """What the ranks have counted, ``slots`` of them on each host."""
+    with Lab(hosts, "1gbit") as lab:
+        done = lab.run(lab.mpirun(hosts * slots, [sys.executable, str(PROGRAM), str(result)], slots=slots), 100)
     assert result.exists(), done.stdout + done.stderr
     counted = json.loads(result.read_text())
     print(json.dumps(counted, indent=1))
     assert counted["parameters"] >= 10_000_000
     assert counted["stage"] == "compressed"
+    return counted
+
+
+def test_two_hosts_of_two_ranks_send_at_most_3_percent_more_than_the_formula(tmp_path: Path) -> None:
+    counted = count(tmp_path / "result.json", 2, 2)
+    bytes_by_formula = counted["formula"]
+    assert counted["form"] == "hierarchical"
+    for host in (slice(0, 2), slice(2, 4)):
+        assert bytes_by_formula <= sum(counted["across"][host]) <= 1.03 * bytes_by_formula
+    assert max(counted["interface"]) <= 1.03 * bytes_by_formula
+    assert max(counted["frames"]) <= 1.03 * 1514 / 1448 * bytes_by_formula
+
+
+def test_a_compressed_step_sends_at_most_3_percent_more_than_the_formula(tmp_path: Path) -> None:
+    counted = count(tmp_path / "result.json", 4, 1)
+    assert counted["form"] == "flat"
+    assert counted["across"] == counted["engine"]
     bytes_by_formula = counted["formula"]
     # Owners get whole blocks, so ranks differ a little; headers, presence bits and votes come on top.
     assert statistics.mean(counted["engine"]) >= bytes_by_formula

@@ -1,7 +1,8 @@
 """A rank that trains a model of more than 10 M parameters with 1-bit Adam and counts what its steps send.
 
 Started by ``test_wire_bytes.py`` on the hosts of a lab: python train_counting_bytes.py FILE. Rank 0 writes to FILE, as
-JSON, lists over ranks of mean bytes per compressed step: of the engine, of the interface, of frames on the cable.
+JSON, lists over ranks of mean bytes per compressed step: of the engine, of what the optimizer says has gone to other
+nodes, of the interface, of frames on the cable.
 """
 
 from __future__ import annotations
@@ -23,23 +24,25 @@ WARMUP, COUNTED = 2, 5
 BLOCK_SIZE = 4096
 
 
-def formula(model: torch.nn.Module, ranks: int) -> float:
-    """2 (n-1)/n times the sum over blocks of ceil(length / 8) + 4, from the shapes alone."""
+def formula(model: torch.nn.Module, nodes: int) -> float:
+    """2 (N-1)/N times the sum over blocks of ceil(length / 8) + 4, from the shapes alone: what leaves a node."""
     total = 0
     for parameter in model.parameters():
         full, rest = divmod(parameter.numel(), BLOCK_SIZE)
         total += full * (BLOCK_SIZE // 8 + 4) + (-(-rest // 8) + 4 if rest else 0)
-    return 2 * (ranks - 1) / ranks * total
+    return 2 * (nodes - 1) / nodes * total
 
 
-def counts() -> np.ndarray:
-    """Bytes sent so far: by the engine, by the interface, and as frames of at most 1514 bytes (the shaper's count)."""
+def counts(optimizer: DistributedOneBitAdam) -> np.ndarray:
+    """Bytes sent so far: by the engine, by the optimizer to other nodes, by the interface, and as frames of at most
+    1514 bytes (the shaper's count)."""
     engine = sessions.current().engine
     assert engine is not None
     asked = ["tc", "-s", "-j", "qdisc", "show", "dev", "eth0"]
     shaper = json.loads(subprocess.run(asked, capture_output=True, check=True, timeout=10).stdout)[0]
     interface = interface_sent_bytes(Path("/proc/self/net/dev").read_text())
-    return np.array([engine.counters()["bytes_sent"], interface, shaper["bytes"]], np.float64)
+    across = optimizer.compression_report()["bytes_sent"]
+    return np.array([engine.counters()["bytes_sent"], across, interface, shaper["bytes"]], np.float64)
 
 
 def main() -> None:
@@ -73,20 +76,23 @@ def main() -> None:
     for _ in range(WARMUP + 1):  # and the first compressed step, after which buffers and plans are in place
         step()
     barrier()
-    before = counts()
+    before = counts(optimizer)
     for _ in range(COUNTED):
         step()
     barrier()
-    table = np.zeros((topology.size, 3))
-    table[topology.rank] = (counts() - before) / COUNTED
+    table = np.zeros((topology.size, 4))
+    table[topology.rank] = (counts(optimizer) - before) / COUNTED
     session.reduce(0, "table", table, ReduceOp.SUM)
     if topology.rank == 0:
-        engine, interface, frames = table.T.tolist()
+        engine, across, interface, frames = table.T.tolist()
+        report = optimizer.compression_report()
         result = {
             "parameters": sum(p.numel() for p in model.parameters()),
-            "stage": optimizer.compression_report()["stage"],
-            "formula": formula(model, topology.size),
+            "stage": report["stage"],
+            "form": report["form"],
+            "formula": formula(model, len(set(topology.hosts))),
             "engine": engine,
+            "across": across,
             "interface": interface,
             "frames": frames,
         }
