@@ -238,7 +238,7 @@ def message_end(world: Any) -> int:
 class TestNothingOutsideIsTouched:
     """The process ends where a loop reads or writes past the end of a buffer."""
 
-    @pytest.mark.parametrize("length", [1, 31, 1030])
+    @pytest.mark.parametrize("length", [31, 1030])
     def test_by_the_loops_of_adam(self, length: int) -> None:
         world: Any = World((length,), masked=0.1)
         end = message_end(world)
@@ -257,7 +257,7 @@ class TestNothingOutsideIsTouched:
         for results in ADAM.values():
             check(results, world, kernels)
 
-    @pytest.mark.parametrize("length", [1, 31, 1030])
+    @pytest.mark.parametrize("length", [31, 1030])
     def test_by_the_loops_of_birder(self, length: int) -> None:
         model: Any = Model((length,), first=1)
         end = message_end(model)

@@ -287,8 +287,9 @@ def test_ranks_that_load_different_checkpoints_are_told_who_has_what(saved: Path
     first, second = run_ranks(2, body)
     assert first == second
     assert re.fullmatch(
-        r"OneBitAdam\.noname\.1: the ranks have rank states of different runs: rank\(s\) \[0\] have those of 2 ranks at "
-        r"step 5 with parameters \w{16}; rank\(s\) \[1\] have those of 2 ranks at step 5 with parameters \w{16}\.",
+        r"OneBitAdam\.noname\.1: the ranks have rank states of different runs: rank\(s\) \[0\] have those of 2 ranks "
+        r"at step 5 with parameters \w{16}; rank\(s\) \[1\] have those of 2 ranks at step 5 with parameters "
+        r"\w{16}\.",
         first,
     )
 
