@@ -55,7 +55,8 @@ bench: install
 	$(PY) -m ocomm.bench allreduce --hosts 4 --rate 1gbit || test $$? = 77
 	$(PY) -m ocomm.bench allreduce --hosts 4 --rate 100mbit --operations packed compressed || test $$? = 77
 
-# Every optimizer against tuned Adam on real text and images, three seeds; TUNE=--tune tries the grids anew.
+# Every optimizer against tuned Adam on real text and images, three seeds; tries the grids first where that has not been
+# done, or with TUNE=--tune.
 convergence: install
 	$(PY) -c 'import tokenizers' 2>/dev/null || $(PY) -m pip install -q $(PIP_ARGS) -e '.[convergence]'
 	PIP_ARGS='$(PIP_ARGS)' $(PY) -m ocomm.launch -np 4 $(PY) -m benchmarks.convergence $(TUNE)

@@ -3,8 +3,9 @@
     ocommrun -np 4 python -m benchmarks.convergence [--tune] [--tasks text images small]
 
 All optimizers start from the same parameters and see the same batches, for each of three seeds. lr and beta come from
-``benchmarks/results/convergence-tuning.json``, which ``--tune`` makes anew: one run with a seed of its own for each
-point of the grid. The tables go to ``benchmarks/results/convergence.md``, the runs to ``convergence.json``.
+``benchmarks/results/convergence-tuning.json``; where it is missing, or with ``--tune``, it is made first: one run with
+a seed of its own for each point of the grid. The tables go to ``benchmarks/results/convergence.md``, the runs to
+``convergence.json``.
 """
 
 from __future__ import annotations
@@ -106,13 +107,15 @@ def main() -> int:
     results = {}
     for name in options.tasks:
         task = load(name)
-        if options.tune and name != "small":
+        if name != "small" and (options.tune or name not in tuning):
             tuning[name] = tune(task)
+        if name == "small" and "text" not in tuning:
+            tuning["text"] = tune(load("text"))
         runs = stability(task, best(tuning["text"], ADAM)) if name == "small" else compare(task, tuning[name])
         results[name] = tables.Result(task, runs)
     if hvd.rank() == 0:
         options.output.mkdir(parents=True, exist_ok=True)
-        if options.tune:
+        if tuning:
             TUNING.write_text(json.dumps(tuning, indent=1) + "\n")
         about = tables.About(hvd.size(), STEPS, SEEDS, TUNING_SEED, time.perf_counter() - started)
         text = tables.document(results, tuning, about)
