@@ -3,7 +3,7 @@
 Directly, each of N workers has N - 1 messages per phase. In two hops it has about 2 sqrt(N): a message goes to the
 member of the sender's own group that has the receiver's place, the relay, which sends on what its whole group has for
 that receiver. Relays pass messages on as they are, so owners average the same bits in the same order either way. The
-price is that half of the exchange, the alltoall, crosses the network twice (docs/decisions/0006-two-hops.md).
+price: half of the exchange, the alltoall, crosses the network twice (docs/decisions/0006-hierarchical-exchange.md).
 """
 
 from __future__ import annotations

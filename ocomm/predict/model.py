@@ -13,7 +13,7 @@ of a dense gradient:
     dense         per cable and direction 2 w d (N-1)/N: a ring that crosses each cable once
     flat          M ranks that each send 2 d/8 (1 + 32/B) (n-M)/n beyond their node, in 2 (n-1) messages
     hierarchical  d/4 (1 + 32/B) (N-1)/N, in 2 (N-1) messages, after a dense reduce-scatter inside the node
-    two-hop       twice the bytes of hierarchical, in about 4 (sqrt(N)-1) messages
+    two-hop       1.5 times the bytes of hierarchical, in about 4 (sqrt(N)-1) messages: what is scattered goes twice
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ def predict(
         messages = 2.0 * (n - 1) * training.segments
         added = codec.compress * d + codec.average * d
     else:
-        hops = 2 if method == "two-hop" else 1
-        nbytes = hops * 2 * packed * (nodes - 1) / nodes
+        crossings = 3 if method == "two-hop" else 2
+        nbytes = crossings * packed * (nodes - 1) / nodes
         inside = 4 * d * (m - 1) / m + packed * (m - 1) / m
-        peers = nodes - 1 if hops == 1 else 2 * (math.sqrt(nodes) - 1)
+        peers = nodes - 1 if crossings == 2 else 2 * (math.sqrt(nodes) - 1)
         messages = (2 * peers + 2 * (m - 1)) * training.segments
         added = codec.compress * d / m + codec.average * d / m
     wire = nbytes / network.cable + inside / network.node_rate
