@@ -33,9 +33,6 @@ class CompressedOptimizer(StepsTogether):
     InvalidRequestError for what cannot be wrapped, MismatchError if the ranks wrap different things.
     """
 
-    #: For the driver: replicas are alike before the first step.
-    starts_after = 0
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -50,9 +50,6 @@ class Group:
 class Host(Protocol):
     """A framework's side of a distributed optimizer."""
 
-    #: Steps after which the replicas must be alike: 0, or 1 where they are made alike after the first one.
-    starts_after: int
-
     def locate(self, tensors: list[int], final: bool) -> NDArray[np.uint64] | None:
         """Addresses of gradients, contiguous float32, 0 for none; None: not to be read before ``step()``."""
         ...
@@ -202,7 +199,7 @@ class Driver:
     def begin(self) -> None:
         """Opens the next step, if it is not open: before the first gradient of a step is handed over."""
         if not self.stepper.begun:
-            if self._at_start and self.stepper.step >= self.host.starts_after:
+            if self._at_start:
                 self._agree_on_start()
             self._clip_by(self.norm if self.clips and not self._needs_survey else None)
             self.set_hyper()

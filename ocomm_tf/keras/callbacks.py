@@ -15,10 +15,11 @@ from ocomm_tf.keras.optimizer import Distributed
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Overwrites the model's and the optimizer's variables with those of ``root_rank`` after the first batch.
+    """Overwrites the model's and the optimizer's variables with those of ``root_rank``.
 
-    By then all of them exist; the first step is the same everywhere but for where it started. InvalidRequestError if
-    the ranks did not exchange anything in that batch: they would train apart. ``local_variables`` are left alone.
+    The model's before the first batch, since 1-bit optimizers begin with replicas that are alike; all of them after it,
+    when all exist. InvalidRequestError if the ranks did not exchange anything in that batch: they would train apart.
+    ``local_variables`` are left alone.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -36,6 +37,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 "train alone. Compile it with hvd.DistributedOptimizer(optimizer)."
             )
 
+        if not self._done:
+            self._broadcast(self.model.weights)
+
+    def _broadcast(self, variables: list[Any]) -> None:
+        broadcast_variables([v for v in variables if id(v) not in self._local], self.root_rank)
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcasts, once."""
         if self._done:
@@ -46,8 +53,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 "the first batch was trained without any exchange between the ranks; they would train apart. Does the "
                 "model's train_step() use its optimizer?"
             )
-        variables = [*self.model.weights, *optimizer.variables]
-        broadcast_variables([v for v in variables if id(v) not in self._local], self.root_rank)
+        self._broadcast([*self.model.weights, *optimizer.variables])
         self._done = True
 
 

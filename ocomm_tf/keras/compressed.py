@@ -44,9 +44,6 @@ MakeDriver = Callable[[Session, int, "Host"], Driver]
 class Host:
     """See ``training.driver.Host``: parameters and gradients in host memory, in wire order."""
 
-    #: Keras makes an optimizer's variables in the first step, so parameters and they are broadcast after it.
-    starts_after = 1
-
     def __init__(
         self, optimizer: Any, places: Sequence[Place], session: Session, process_set: ProcessSet, make: MakeDriver
     ) -> None:
