@@ -20,7 +20,11 @@ from ocomm_torch.birder import DistributedBirder
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.zero_one import DistributedZeroOneAdam
 from tests.frontends.onebit_jobs import backward, digest, gradients
-from tests.worlds import run_ranks
+from tests.worlds import MPI_SIZE, run_ranks
+
+pytestmark = pytest.mark.skipif(
+    bool(MPI_SIZE), reason="ranks of an MPI job have a temporary folder each; tests/cluster/test_resume.py has that job"
+)
 
 SHAPES = ((40, 30), (33,))
 KINDS: dict[str, Callable[..., Any]] = {
