@@ -19,6 +19,7 @@ from ocomm.types import Nodes, Settings
 from ocomm_torch import DistributedBirder, DistributedLion, DistributedOneBitAdam, DistributedZeroOneAdam
 from tests.frontends.onebit_jobs import digest, gradients, initial, train
 from tests.oracle import birder, lion, onebit_adam, zero_one_adam
+from tests.oracle.clipping import Clipping
 from tests.oracle.hierarchical import node_sums
 from tests.worlds import run_ranks
 
@@ -63,13 +64,21 @@ def in_nodes(hosts: str, simulation: type, **settings: Any) -> tuple[Any, list[i
     return simulation(initial(SHAPES), len(hosts), nodes=[len(node) for node in members], **settings), order
 
 
-def onebit_digests(hosts: str, steps: int, warmup: int, weight_decay: float = 0.0) -> list[str]:
-    """torch's AdamW on the average of nodes' sums up to ``warmup``, then the simulation."""
+def onebit_digests(
+    hosts: str,
+    steps: int,
+    warmup: int,
+    weight_decay: float = 0.0,
+    *,
+    grads: Callable[[int, int], Sequence[np.ndarray | None]] = grads,
+    clipping: Clipping | None = None,
+) -> list[str]:
+    """torch's AdamW on the average of nodes' sums up to ``warmup``, clipped by torch, then the simulation."""
     members = Nodes.of_hosts(hosts).members
     parameters = [torch.nn.Parameter(torch.from_numpy(p)) for p in initial(SHAPES)]
     adam = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=weight_decay, foreach=False)
     settings = {"freeze_step": warmup, "lr": 1e-2, "weight_decay": weight_decay, "decoupled": True, **BLOCKS, **MASKS}
-    simulation, order = in_nodes(hosts, onebit_adam.Simulation, **settings)
+    simulation, order = in_nodes(hosts, onebit_adam.Simulation, clipping=clipping, **settings)
     digests = []
     for step in range(1, warmup + 1):
         each = [grads(step, rank) for rank in range(len(hosts))]
@@ -82,6 +91,8 @@ def onebit_digests(hosts: str, steps: int, warmup: int, weight_decay: float = 0.
                 for part in sums[1:]:
                     total += part
                 parameter.grad = torch.from_numpy(total * np.float32(1 / len(sums)))
+        if clipping is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, clipping.max_grad_norm, foreach=False)
         adam.step()
         digests.append(digest([p.detach().numpy() for p in parameters]))
     for index, parameter in enumerate(parameters):
@@ -165,6 +176,53 @@ def test_zero_one_adam_equals_the_simulation_on_every_rank_after_every_step(
     assert (report["syncs"], report["local_steps"]) == (simulation.syncs, simulation.local_steps)
     assert report["local_steps"] > 10 and report["woken_elements"] == simulation.woken
     assert (simulation.woken > 0) == (not decay), "with a coupled decay every element has a gradient"
+
+
+def waves(step: int, rank: int) -> Sequence[np.ndarray | None]:
+    """``grads`` with a norm that is above ``MAX_NORM`` in some steps and below it in others."""
+    size = np.float32([0.1, 0.3, 1.0, 4.0, 0.5][step % 5])
+    return [None if g is None else g * size for g in grads(step, rank)]
+
+
+def clipped_onebit(hosts: str, steps: int, clipping: Clipping) -> list[str]:
+    return onebit_digests(hosts, steps, 6, 0.1, grads=waves, clipping=clipping)
+
+
+def clipped(kind: type, **settings: Any) -> Callable[[str, int, Clipping], list[str]]:
+    def law(hosts: str, steps: int, clipping: Clipping) -> list[str]:
+        simulation, order = in_nodes(hosts, kind, lr=1e-2, weight_decay=0.1, clipping=clipping, **settings)
+        digests = []
+        for step in range(1, steps + 1):
+            simulation.step([waves(step, rank) for rank in order])
+            digests.append(digest(simulation.params))
+        return digests
+
+    return law
+
+
+MAX_NORM = 10.0
+#: Optimizer, what it wraps, options, and the law.
+CLIPPED: dict[str, tuple[Any, Any, dict[str, Any], Callable[[str, int, Clipping], list[str]]]] = {
+    "1-bit Adam": (DistributedOneBitAdam, torch.optim.AdamW, {"freeze_step": 6, **MASKS}, clipped_onebit),
+    "Birder": (DistributedBirder, torch.optim.SGD, {"seed": 7, "beta": 0.9}, clipped(birder.Birder, seed=7, beta=0.9)),
+    "Lion": (DistributedLion, torch.optim.SGD, {"seed": 7}, clipped(lion.Lion, seed=7)),
+}
+
+
+@pytest.mark.parametrize("clip", ["exact", "previous"])
+@pytest.mark.parametrize("hosts", ["aabb", "aaab"])
+@pytest.mark.parametrize("kind", CLIPPED)
+def test_clipped_by_one_norm_of_all_ranks_it_equals_the_simulation(kind: str, hosts: str, clip: str) -> None:
+    wrap, inner, options, law = CLIPPED[kind]
+    clipping = Clipping(MAX_NORM, previous=clip == "previous")
+    expected = law(hosts, 40, clipping)
+    assert {f == 1.0 for f in clipping.factors} == {True, False}, "some steps must be clipped, others not"
+    clips = {"max_grad_norm": MAX_NORM, "clip": clip, "grads": waves, **options}
+    results = on(hosts, 40, wrap, make=lambda p: inner(p, lr=1e-2, weight_decay=0.1, foreach=False), **clips)
+    for result in results:
+        assert result["digests"] == expected
+        assert result["report"]["grad_norm"] == pytest.approx(clipping.norm, rel=1e-12)
+        assert (result["report"]["form"], result["report"]["redone_steps"]) == ("hierarchical", 0)
 
 
 KINDS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
