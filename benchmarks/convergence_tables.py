@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from benchmarks.methods import ACCURACY_BOUND, ADAM, BETAS, LRS, METHODS, SIGN_BETAS, SIGN_LRS
+from benchmarks.methods import ACCURACY_BOUND, ADAM, BETAS, METHODS, NORM
 from benchmarks.tasks import Task
 from benchmarks.training import Run
 from ocomm.version import __version__
@@ -158,9 +158,9 @@ def notes(tuning: dict[str, dict[str, list[dict]]], about: About) -> str:
 - All optimizers start from the same parameters and see the same batches, per seed. lr rises linearly over the first
   tenth of the steps and falls linearly to zero; betas {BETAS[0]:g} and {BETAS[1]:g}. "Against Adam, paired": mean and
   standard deviation over the seeds of loss / Adam's loss - 1.
-- Adam's lr is the best of {listed(LRS)}; 1-bit Adam, 0/1 Adam and naive 1-bit Adam take the same.
-  SoftSignSGD and Birder have their own, the best of lr {listed(SIGN_LRS)} and beta {listed(SIGN_BETAS)}. Each point
-  was tried once, with seed {about.tuning_seed}, on the same validation split.
+- Adam's lr is the best of its grid below; 1-bit Adam, 0/1 Adam and naive 1-bit Adam take the same. SoftSignSGD, Birder
+  and Lion have their own. Each point was tried once, with seed {about.tuning_seed}, on the same validation split.
+- Clipped: max_grad_norm {NORM:g}, by this step's norm or by the previous one's.
 - 1-bit Adam: freeze_step {about.steps // 5}. 0/1 Adam: local_step_start {about.steps // 4}, local_step_doubling
   {about.steps // 4}, local_step_clip 4; where the last step is no sync, the ranks' parameters are averaged. All else is
   default. Naive: the gradient goes through the compressed allreduce from step 1 on, the variance lives.
@@ -175,10 +175,6 @@ def notes(tuning: dict[str, dict[str, list[dict]]], about: About) -> str:
 - versions: Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, ocomm {__version__}
 - commit: {commit()}, {date.today()}
 """
-
-
-def listed(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:g}" for value in values)
 
 
 def as_json(results: dict[str, Result], about: About) -> str:

@@ -16,9 +16,13 @@ from benchmarks.naive import NaiveOneBitAdam
 ACCURACY_BOUND = 0.5
 
 BETAS = (0.9, 0.999)
-LRS = (3e-3, 5e-3, 8e-3, 1.2e-2)
-SIGN_LRS = (5e-4, 1e-3, 2e-3, 3e-3)
-SIGN_BETAS = (0.8, 0.9, 0.95)
+LRS = (3e-3, 5e-3, 8e-3, 1.2e-2, 1.6e-2)
+SOFT_LRS = (4e-3, 8e-3, 1.2e-2, 1.6e-2)
+BIRDER_LRS = (1e-3, 2e-3, 4e-3, 8e-3)
+SIGN_BETAS = (0.8, 0.9)
+LION_LRS = (5e-4, 1e-3, 2e-3, 4e-3)
+#: Where gradients are clipped.
+NORM = 0.5
 
 #: lr and, for SoftSignSGD and Birder, beta.
 Settings = Mapping[str, float]
@@ -77,20 +81,29 @@ def _birder(adam: torch.optim.Optimizer, model: nn.Module, steps: int, settings:
     return hvd.DistributedBirder(adam, model.named_parameters(), beta=settings["beta"])
 
 
+def _lion(adam: torch.optim.Optimizer, model: nn.Module, steps: int, settings: Settings) -> torch.optim.Optimizer:
+    return hvd.DistributedLion(adam, model.named_parameters())
+
+
 def _naive(adam: torch.optim.Optimizer, model: nn.Module, steps: int, settings: Settings) -> torch.optim.Optimizer:
     return NaiveOneBitAdam(adam, model)
 
 
-_SIGN_GRID = tuple({"lr": lr, "beta": beta} for lr in SIGN_LRS for beta in SIGN_BETAS)
+def _grid(lrs: tuple[float, ...], betas: tuple[float, ...] = ()) -> tuple[Settings, ...]:
+    return tuple({"lr": lr, "beta": beta} for lr in lrs for beta in betas) or tuple({"lr": lr} for lr in lrs)
 
-ADAM = Method("Adam", _adam, grid=tuple({"lr": lr} for lr in LRS), keeps_accuracy=False)
+
+ADAM = Method("Adam", _adam, _grid(LRS), keeps_accuracy=False)
 METHODS = (
     ADAM,
     Method("1-bit Adam", one_bit_adam(), bounds={"text": (-math.inf, 0.005)}),
     Method("1-bit Adam, scale rms", one_bit_adam(scale="rms"), bounds={"text": (-math.inf, 0.005)}),
     Method("0/1 Adam", zero_one_adam(), bounds={"text": (-math.inf, 0.01)}),
     Method("0/1 Adam, scale rms", zero_one_adam(scale="rms"), bounds={"text": (-math.inf, 0.01)}),
-    Method("SoftSignSGD", _soft_sign, _SIGN_GRID, {"text": (-math.inf, 0.02)}),
-    Method("Birder", _birder, _SIGN_GRID, {"text": (-math.inf, 0.04)}),
+    Method("1-bit Adam, clipped", one_bit_adam(max_grad_norm=NORM)),
+    Method("1-bit Adam, clipped by the previous norm", one_bit_adam(max_grad_norm=NORM, clip="previous")),
+    Method("SoftSignSGD", _soft_sign, _grid(SOFT_LRS, SIGN_BETAS), {"text": (-math.inf, 0.02)}),
+    Method("Birder", _birder, _grid(BIRDER_LRS, SIGN_BETAS), {"text": (-math.inf, 0.04)}),
+    Method("Lion", _lion, _grid(LION_LRS), keeps_accuracy=False),
     Method("naive 1-bit Adam", _naive, bounds={"text": (0.05, math.inf)}, keeps_accuracy=False),
 )
