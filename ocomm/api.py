@@ -320,7 +320,8 @@ def compressed_allreduce(
     if compressor != "onebit":
         raise InvalidRequestError(f"compressor {compressor!r} is not known; use 'onebit'.")
     values = np.ascontiguousarray(array)
-    return sessions.current().compressed_allreduce(process_set.process_set_id or 0, name, values, hierarchical)
+    session = sessions.current()
+    return session.compressed_allreduce(process_set.number(session), name, values, hierarchical)
 
 
 def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> NDArray[Any]:

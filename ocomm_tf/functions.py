@@ -71,21 +71,22 @@ def broadcast_variables(
     broadcast_(variables, root_rank, "broadcast_variables", process_set)
 
 
-def broadcast_global_variables(root_rank: int) -> Any:
+def broadcast_global_variables(root_rank: int, process_set: ProcessSet = global_process_set) -> Any:
     """Overwrites all variables of the graph (tf.compat.v1) with those of ``root_rank``; returns the operation."""
     if tf.executing_eagerly():
         raise RuntimeError(
             "hvd.broadcast_global_variables() does not support eager execution. Please use "
             "`hvd.broadcast_variables(<model/optimizer variables>)` instead."
         )
-    return _assign_all(tf.compat.v1.global_variables(), root_rank)
+    return _assign_all(tf.compat.v1.global_variables(), root_rank, process_set)
 
 
-def _assign_all(variables: Sequence[Any], root_rank: int) -> Any:
+def _assign_all(variables: Sequence[Any], root_rank: int, process_set: ProcessSet) -> Any:
     from ocomm_tf.mpi_ops import broadcast
 
     values = [
-        (v, broadcast(v, root_rank, f"broadcast_global_variables.{position}")) for position, v in enumerate(variables)
+        (v, broadcast(v, root_rank, f"broadcast_global_variables.{position}", process_set))
+        for position, v in enumerate(variables)
     ]
     return tf.group(*(tf.compat.v1.assign(variable, value) for variable, value in values))
 
@@ -93,13 +94,14 @@ def _assign_all(variables: Sequence[Any], root_rank: int) -> Any:
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
     """Overwrites all variables with those of ``root_rank`` when a ``tf.compat.v1`` session is made."""
 
-    def __init__(self, root_rank: int, device: str = "") -> None:
+    def __init__(self, root_rank: int, device: str = "", process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
         self.root_rank = root_rank
+        self.process_set = process_set
         self._operation: Any = None
 
     def begin(self) -> None:
-        self._operation = _assign_all(tf.compat.v1.global_variables(), self.root_rank)
+        self._operation = _assign_all(tf.compat.v1.global_variables(), self.root_rank, self.process_set)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         session.run(self._operation)

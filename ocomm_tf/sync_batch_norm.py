@@ -37,6 +37,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return total, squares - total * total
 
     def build(self, input_shape: Any) -> None:
-        """Numbers the layer, in the order of building: Keras' own names may differ between ranks."""
-        self._number = sessions.current().automatic_name("SyncBatchNormalization")
+        """Numbers the layer in its set, in the order of building: Keras' own names may differ between ranks."""
+        session = sessions.current()
+        self._number = session.automatic_name("SyncBatchNormalization", self._process_set.number(session))
         super().build(input_shape)

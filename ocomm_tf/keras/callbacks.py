@@ -1,4 +1,7 @@
-"""Horovod's callbacks, for Keras 3."""
+"""Horovod's callbacks, for Keras 3.
+
+``process_set`` are the ranks that a callback speaks to; None: those of the model's distributed optimizer, else all.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,38 @@ import numpy as np
 
 from ocomm import api
 from ocomm.errors import InvalidRequestError
-from ocomm_tf.functions import broadcast_variables
+from ocomm.operations import ProcessSet, global_process_set
+from ocomm_tf.functions import broadcast_variables, check_replicas
 from ocomm_tf.keras.optimizer import Distributed
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Overwrites the model's and the optimizer's variables with those of ``root_rank``.
+class _Callback(keras.callbacks.Callback):
+    """Knows with whom the model is trained."""
+
+    def __init__(self, process_set: ProcessSet | None) -> None:
+        super().__init__()
+        self._process_set = process_set
+
+    @property
+    def process_set(self) -> ProcessSet:
+        if self._process_set is not None:
+            return self._process_set
+        optimizer = self.model.optimizer
+        return optimizer.ocomm_process_set if isinstance(optimizer, Distributed) else global_process_set
+
+
+class BroadcastGlobalVariablesCallback(_Callback):
+    """Overwrites the model's and the optimizer's variables with those of ``root_rank``, a world rank.
 
     The model's before the first batch, since 1-bit optimizers begin with replicas that are alike; all of them after it,
     when all exist. InvalidRequestError if the ranks did not exchange anything in that batch: they would train apart.
     ``local_variables`` are left alone.
     """
 
-    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-        super().__init__()
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Any = None, process_set: ProcessSet | None = None
+    ) -> None:
+        super().__init__(process_set)
         self.root_rank = root_rank
         self._local = {id(v) for v in local_variables or ()}
         self._done = False
@@ -31,7 +52,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuses an optimizer which is not distributed."""
         optimizer = self.model.optimizer
-        if api.size() > 1 and not isinstance(optimizer, Distributed):
+        if self.process_set.size() > 1 and not isinstance(optimizer, Distributed):
             raise InvalidRequestError(
                 f"the model was compiled with {type(optimizer).__name__}, which is not distributed: every rank would "
                 "train alone. Compile it with hvd.DistributedOptimizer(optimizer)."
@@ -41,14 +62,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast(self.model.weights)
 
     def _broadcast(self, variables: list[Any]) -> None:
-        broadcast_variables([v for v in variables if id(v) not in self._local], self.root_rank)
+        shared = [v for v in variables if id(v) not in self._local]
+        broadcast_variables(shared, self.root_rank, self.process_set)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcasts, once."""
         if self._done:
             return
         optimizer = self.model.optimizer
-        if api.size() > 1 and not optimizer.ocomm_exchanges:
+        if self.process_set.size() > 1 and not optimizer.ocomm_exchanges:
             raise InvalidRequestError(
                 "the first batch was trained without any exchange between the ranks; they would train apart. Does the "
                 "model's train_step() use its optimizer?"
@@ -57,14 +79,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._done = True
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
+class MetricAverageCallback(_Callback):
     """Replaces the metrics in ``logs`` by their averages over the ranks at the end of every epoch.
 
     Put it before callbacks that read them (ReduceLROnPlateau, TensorBoard, ModelCheckpoint).
     """
 
-    def __init__(self, device: str = "") -> None:
-        super().__init__()
+    def __init__(self, device: str = "", process_set: ProcessSet | None = None) -> None:
+        super().__init__(process_set)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Averages, as one tensor, float64."""
@@ -72,11 +94,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return
         names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
         values = np.array([float(logs[name]) for name in names])
-        averaged = api.allreduce(values, name=f"metrics.{','.join(names)}")
+        averaged = api.allreduce(values, name=f"metrics.{','.join(names)}", process_set=self.process_set)
         logs.update(zip(names, averaged.tolist(), strict=True))
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):
+class LearningRateScheduleCallback(_Callback):
     """Sets the learning rate to ``initial_lr`` times ``multiplier`` from ``start_epoch`` until ``end_epoch``.
 
     ``multiplier`` is a function of the epoch, or a number: then its power of the epochs since ``start_epoch``. With
@@ -95,7 +117,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(None)
         if initial_lr is None:
             raise InvalidRequestError("Parameter `initial_lr` is required")
         self.initial_lr = initial_lr
@@ -159,7 +181,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` over ``warmup_epochs``."""
+    """Raises the learning rate from ``initial_lr`` over the number of ranks to ``initial_lr``, in ``warmup_epochs``."""
 
     def __init__(
         self,
@@ -168,37 +190,39 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
         verbose: int = 0,
+        process_set: ProcessSet | None = None,
     ) -> None:
-        ranks = api.size()
-
         def multiplier(epoch: float) -> float:
+            ranks = self.process_set.size()
             # The end of a batch, so that the last one of the warm-up has the whole rate.
             epoch += 1.0 / (self.steps_per_epoch or 1)
             return (epoch * (ranks - 1) / warmup_epochs + 1) / ranks
 
         super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
+        self._process_set = process_set
         self.verbose = verbose
         self.warmup_epochs = warmup_epochs
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Says so on rank 0 when the warm-up is over."""
+        """Says so on the first rank when the warm-up is over."""
         super().on_epoch_end(epoch, logs)
-        if epoch == self.warmup_epochs - 1 and self.verbose > 0 and api.rank() == 0:
+        if epoch == self.warmup_epochs - 1 and self.verbose > 0 and self.process_set.rank() == 0:
             rate = _number(self.model.optimizer.learning_rate)
             print(f"Epoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 
 
-class ReplicaChecksumCallback(keras.callbacks.Callback):
+class ReplicaChecksumCallback(_Callback):
     """Compares the model's trainable variables between the ranks, bit for bit, at the end of every epoch.
 
     MismatchError, which names the first variable that differs and the ranks, if the replicas have drifted apart.
     """
 
+    def __init__(self, process_set: ProcessSet | None = None) -> None:
+        super().__init__(process_set)
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compares."""
-        from ocomm_tf.functions import check_replicas
-
-        check_replicas(self.model.trainable_variables)
+        check_replicas(self.model.trainable_variables, self.process_set)
 
 
 def _number(value: Any) -> float:

@@ -130,6 +130,10 @@ class _Compressed(Distributed):
     _host: Host | None = None
     _setup: tuple[ProcessSet, Mapping[str, Any] | None, MakeDriver]
 
+    @property
+    def ocomm_process_set(self) -> ProcessSet:
+        return self._setup[0]
+
     def build(self: Any, variables: Any) -> None:
         """As the wrapped optimizer's; then the ranks agree on what they train. Collective."""
         if self.built:
@@ -277,13 +281,15 @@ class _SoftSignSGD(_Compressed):
 class _AgreedLossScale(Distributed):
     """Mixed in before ``LossScaleOptimizer``: the ranks agree whether all gradients are finite."""
 
-    _process_set: ProcessSet
+    @property
+    def ocomm_process_set(self: Any) -> ProcessSet:
+        return self.inner_optimizer.ocomm_process_set
 
     def check_finite(self: Any, grads: Sequence[Any]) -> Any:
         """Are the gradients finite on every rank?"""
         finite = tf.cast(super().check_finite(grads), tf.int32)  # type: ignore[misc]
         name = mpi_ops.name_in_graph(f"{self._agreement}.finite")
-        return tf.cast(mpi_ops.allreduce(finite, op=Min, name=name, process_set=self._process_set), tf.bool)
+        return tf.cast(mpi_ops.allreduce(finite, op=Min, name=name, process_set=self.ocomm_process_set), tf.bool)
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """As the wrapped optimizer's."""
@@ -317,7 +323,6 @@ def _wrap(
     if scaled is not None:
         scaled.inner_optimizer = wrapped
         wrapped = subclass_of(_AgreedLossScale, scaled)
-        wrapped.__dict__["_process_set"] = process_set
         session = sessions.current()
         wrapped.__dict__["_agreement"] = session.automatic_name("loss_scale", process_set.number(session))
     if variables is not None:

@@ -28,17 +28,31 @@ class Distributed:
 
     ocomm_exchanges = 0
 
+    @property
+    def ocomm_process_set(self) -> ProcessSet:
+        """The ranks that train together."""
+        raise NotImplementedError
 
-class _Averaged(Distributed):
-    """Mixed in before the class of the user's optimizer; see ``DistributedOptimizer``."""
+
+class _AveragesGradients(Distributed):
+    """Mixed in before the class of the user's optimizer."""
 
     _averaging: Averaging
-    _is_averaged = False
-    _sum_passes = False
+
+    @property
+    def ocomm_process_set(self) -> ProcessSet:
+        return self._averaging.process_set
 
     def register_local_var(self, var: Any) -> None:
         """The gradient of ``var`` is not averaged."""
         self._averaging.keep_local(var)
+
+
+class _Averaged(_AveragesGradients):
+    """See ``DistributedOptimizer``."""
+
+    _is_averaged = False
+    _sum_passes = False
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """As the wrapped optimizer's, on averages."""
@@ -84,14 +98,8 @@ class _Averaged(Distributed):
         raise InvalidRequestError("ocomm_tf trains on Keras' TensorFlow and Torch backends; JAX has no support.")
 
 
-class _AveragedLossScale(Distributed):
-    """Mixed in before ``LossScaleOptimizer``: averages first, so that all ranks see the same infinities."""
-
-    _averaging: Averaging
-
-    def register_local_var(self, var: Any) -> None:
-        """The gradient of ``var`` is not averaged."""
-        self._averaging.keep_local(var)
+class _AveragedLossScale(_AveragesGradients):
+    """Before ``LossScaleOptimizer``: averages first, so that all ranks see the same infinities."""
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """As the wrapped optimizer's, on averages: an inf on one rank is one on all, which skip the step together."""

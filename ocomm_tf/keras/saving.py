@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from ocomm.operations import ProcessSet, global_process_set
 from ocomm_tf.compression import Compression, Compressor
 from ocomm_tf.keras.optimizer import DistributedOptimizer
 
@@ -16,8 +17,9 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compression: type[Compressor] = Compression.none,
     legacy_opts: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The model saved at ``filepath``, its optimizer's state included, ready to be trained on all ranks.
+    """The model saved at ``filepath``, its optimizer's state included, to be trained by the ranks of ``process_set``.
 
     ``custom_optimizers``: classes of your own that the model may have been trained with; ``custom_objects``: what else
     Keras needs to know. ``legacy_opts`` is accepted as in Horovod and not needed.
@@ -25,5 +27,5 @@ def load_model(
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known)
     if model.optimizer is not None:
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, process_set=process_set)
     return model

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ocomm
-from ocomm.errors import MismatchError, NonFiniteError
+from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.session import Session
 from ocomm.types import Settings
 from tests.worlds import run_ranks
@@ -83,3 +83,11 @@ def test_shapes_that_differ_between_ranks_are_an_error() -> None:
         ]
         * 2
     )
+
+
+def test_a_set_that_was_not_registered_is_an_error_and_not_the_world() -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(InvalidRequestError, match=r"process set with ranks \[0\] has not been registered"):
+            ocomm.compressed_allreduce(np.ones(8, np.float32), "x", process_set=ocomm.ProcessSet([0]))
+
+    run_ranks(2, body)
