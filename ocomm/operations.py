@@ -431,8 +431,9 @@ def broadcast(
     name: str | None,
     process_set: ProcessSet,
     in_place: bool,
+    order: str = "torch",
 ) -> Operation:
-    """The root's tensor on every rank of the set; ``root_rank`` is a world rank."""
+    """The root's tensor on every rank of the set; ``root_rank`` is a world rank, ``order`` that of the elements."""
     number = process_set.number(session)
     session.member_set(number)
     (full_name,) = _names(session, number, "broadcast", name, None)
@@ -443,7 +444,7 @@ def broadcast(
     if shared and not in_place:
         host = adapter.empty(tensor, shape)
         target = adapter.view(host)
-    request = Request(Kind.BROADCAST, full_name, dtype, shape, root=root)
+    request = Request(Kind.BROADCAST, full_name, dtype, shape, root=root, order=order)
 
     def finish(_: list[Any]) -> Any:
         if not in_place:

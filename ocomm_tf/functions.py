@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from ocomm import api
+from ocomm import api, operations
 from ocomm import session as sessions
 from ocomm.errors import MismatchError
-from ocomm.operations import ProcessSet, global_process_set
+from ocomm.operations import NUMPY, ProcessSet, global_process_set
 from ocomm_tf.mpi_ops import as_it_is, broadcast_
 
 
@@ -59,16 +59,43 @@ def _spell(said: Sequence[tuple[str, tuple[int, ...], str]], position: int, orde
 
 @as_it_is
 def broadcast_variables(
-    variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+    *,
+    names: Mapping[str, Any] | None = None,
 ) -> None:
     """Overwrites ``variables`` (``tf.Variable`` or Keras variables) with those of ``root_rank`` (a world rank).
 
-    Collective. ``inplace`` is accepted as in Horovod: it is always in place. MismatchError, which names the variable
-    and the ranks, if they are not the same variables in the same order everywhere.
+    Collective. ``inplace`` is accepted as in Horovod: it is always in place. ``names``: where ranks of Torch train the
+    same model, the map of variables to its parameters, as for the optimizers; those ranks call
+    ``broadcast_parameters(model.named_parameters(), root_rank)``. MismatchError, which names the variable and the
+    ranks, if they are not the same variables in the same order everywhere.
     """
     variables = list(variables)
+    if names is not None:
+        _broadcast_in_wire_order(variables, root_rank, process_set, names)
+        return
     agree_on("broadcast_variables", variables, process_set)
     broadcast_(variables, root_rank, "broadcast_variables", process_set)
+
+
+def _broadcast_in_wire_order(
+    variables: list[Any], root_rank: int, process_set: ProcessSet, names: Mapping[str, Any]
+) -> None:
+    from ocomm_tf.keras.order import places_of
+
+    session = sessions.current()
+    started = []
+    for place in places_of(variables, names, []):
+        array = place.to_wire(variables[place.index].numpy()).reshape(place.spec.shape).copy()
+        operation = operations.broadcast(
+            session, NUMPY, array, root_rank, place.name, process_set, True, place.spec.order
+        )
+        started.append((place, operation))
+    for place, operation in started:
+        variables[place.index].assign(place.from_wire(operation.wait()))
 
 
 def broadcast_global_variables(root_rank: int, process_set: ProcessSet = global_process_set) -> Any:

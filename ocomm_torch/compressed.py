@@ -33,6 +33,8 @@ class CompressedOptimizer(StepsTogether):
     InvalidRequestError for what cannot be wrapped, MismatchError if the ranks wrap different things.
     """
 
+    framework = "torch"
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

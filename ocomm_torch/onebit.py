@@ -10,10 +10,12 @@ import torch
 
 from ocomm.compression.layout import TensorSpec
 from ocomm.kernels.base import Floats
+from ocomm.optim.adam import DenseAdam
 from ocomm.session import Session
+from ocomm.training.adam import dense_step
 from ocomm.training.driver import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
-from ocomm_torch.adam import AdamWrapper, is_decoupled
+from ocomm_torch.adam import MOMENTS, AdamWrapper, is_decoupled
 
 
 class OneBitAdam(AdamWrapper):
@@ -80,7 +82,17 @@ class OneBitAdam(AdamWrapper):
     # The driver's host
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
-        """The wrapped optimizer's own step on the averaged gradients of tensors in warm-up, clipped to ``max_norm``."""
+        """The wrapped optimizer's own step on the averaged gradients of tensors in warm-up, clipped to ``max_norm``.
+
+        Where ranks are of several frameworks its formula, with the bits that the others get.
+        """
+        if self._driver.is_mixed:
+            adams = {tensor: self._adam(tensor) for tensor in tensors}
+            averages = {tensor: average(tensor) for tensor in tensors}
+            dense_step(self._driver.groups(), averages, max_norm, self._flat, adams.__getitem__)
+            for tensor, adam in adams.items():
+                self.state[self._parameters[tensor]]["step"] = torch.tensor(float(adam.step))
+            return
         chosen = set(tensors)
         local = [parameter.grad for parameter in self._parameters]
         try:
@@ -94,6 +106,19 @@ class OneBitAdam(AdamWrapper):
         finally:
             for parameter, grad in zip(self._parameters, local, strict=True):
                 parameter.grad = grad
+
+    def _adam(self, tensor: int) -> DenseAdam:
+        """The wrapped optimizer's state of a tensor, which is made if there is none."""
+        parameter = self._parameters[tensor]
+        if not self.state[parameter]:
+            zeros = {name: torch.zeros_like(parameter) for name in MOMENTS}
+            self.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+        moments = self.moments(tensor)
+        assert moments is not None
+        return DenseAdam(*moments)
+
+    def _flat(self, tensor: int) -> Floats:
+        return self._parameters[tensor].detach().view(-1).numpy()
 
 
 DistributedOneBitAdam = OneBitAdam

@@ -1,4 +1,7 @@
-"""Adam on flat float32 arrays: the dense steps of frontends whose own Adam is another formula than Torch's.
+"""Adam on flat float32 arrays, with the same bits in every framework.
+
+For the dense steps of frontends whose own Adam is another formula than Torch's, and of all ranks where they are of
+several frameworks: Torch's own kernels round differently.
 
     m = m + (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g^2
@@ -10,19 +13,25 @@ Every operation is rounded to float32, in the order of ``torch.optim.Adam``; ``g
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from ocomm.kernels.base import Floats, aligned_zeros
 
 
+@dataclass(slots=True)
 class DenseAdam:
-    """m, v and the step count of one tensor of ``numel`` elements."""
+    """m and v of one tensor, which are changed in place, and its step count."""
 
-    def __init__(self, numel: int) -> None:
-        self.momentum = aligned_zeros(numel)
-        self.variance = aligned_zeros(numel)
-        self.step = 0
+    momentum: Floats
+    variance: Floats
+    step: int = 0
+
+    @classmethod
+    def fresh(cls, numel: int) -> DenseAdam:
+        """Before the first step of a tensor of ``numel`` elements."""
+        return cls(aligned_zeros(numel), aligned_zeros(numel))
 
     def update(
         self, param: Floats, grad: Floats, *, lr: float, betas: tuple[float, float], eps: float, decay: float

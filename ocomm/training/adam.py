@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from ocomm.kernels.base import Floats
+from ocomm.optim.adam import DenseAdam
 from ocomm.optim.onebit_adam import OneBitAdam
 from ocomm.optim.zero_one_adam import ZeroOneAdam
-from ocomm.training.driver import Driver, Host
+from ocomm.training.driver import Driver, Group, Host
 
 
 class MomentsHost(Host, Protocol):
@@ -23,6 +25,34 @@ class MomentsHost(Host, Protocol):
     def release(self, tensor: int) -> None:
         """The tensor's m and v are no longer needed."""
         ...
+
+
+def dense_step(
+    groups: Sequence[Group],
+    averages: Mapping[int, Floats],
+    max_norm: float | None,
+    parameter: Callable[[int], Floats],
+    state: Callable[[int], DenseAdam],
+) -> None:
+    """Adam's step of the tensors in ``averages``, in place, with the same bits in every framework.
+
+    Averages are clipped to ``max_norm``, as in ``torch.nn.utils.clip_grad_norm_``, unless that is None. ``parameter``
+    and ``state`` give a tensor's elements, flat, and its moments. No coupled decay.
+    """
+    if max_norm is not None:
+        norm = math.sqrt(sum(float(np.square(a, dtype=np.float64).sum()) for a in averages.values()))
+        averages = {tensor: a * np.float32(min(1.0, max_norm / (norm + 1e-6))) for tensor, a in averages.items()}
+    for group in groups:
+        for tensor in group.tensors.tolist():
+            if tensor in averages:
+                state(tensor).update(
+                    parameter(tensor),
+                    averages[tensor],
+                    lr=group.lr,
+                    betas=group.betas,
+                    eps=group.eps,
+                    decay=group.decoupled_decay,
+                )
 
 
 class AdamDriver(Driver):
@@ -58,10 +88,10 @@ class AdamDriver(Driver):
 
     def _beta2(self, tensor: int) -> float:
         """Of the tensor's group, as it is now."""
-        return next(group.betas[1] for group in self.host.groups() if tensor in group.tensors)
+        return next(group.betas[1] for group in self.groups() if tensor in group.tensors)
 
     def _eps(self, tensor: int) -> float:
-        return next(group.eps for group in self.host.groups() if tensor in group.tensors)
+        return next(group.eps for group in self.groups() if tensor in group.tensors)
 
     def continue_plain(self) -> None:
         """The wrapped optimizer has the state of an Adam that was not distributed: goes on from that."""

@@ -12,7 +12,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -28,7 +28,7 @@ from ocomm.optim.core import Core
 from ocomm.optim.stepper import Stepper, Verdict
 from ocomm.session import Session
 from ocomm.training import resume
-from ocomm.training.agreement import first_difference
+from ocomm.training.agreement import first_difference, gather
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
@@ -49,6 +49,9 @@ class Group:
 
 class Host(Protocol):
     """A framework's side of a distributed optimizer."""
+
+    #: Its name; ranks of several may train one model.
+    framework: str
 
     def locate(self, tensors: list[int], final: bool) -> NDArray[np.uint64] | None:
         """Addresses of gradients, contiguous float32, 0 for none; None: not to be read before ``step()``."""
@@ -120,6 +123,8 @@ class Driver:
         }
         name = session.automatic_name(kind, number)
         channel = _open_channel(session, number, name, layout, self.options)
+        #: Are the ranks of several frameworks?
+        self.is_mixed = len(set(gather(session, number, f"{name}.frameworks", host.framework))) > 1
         # The driver belongs to its host: a reference back would keep both alive, and their buffers.
         self._host = weakref.ref(host)
         self.stepper = Stepper(
@@ -160,17 +165,26 @@ class Driver:
 
     # Hyperparameters
 
+    def groups(self) -> list[Group]:
+        """The host's parameter groups as they are now.
+
+        Where ranks are of several frameworks, rates are those that float32 holds, since Keras has no others: the
+        shortest number that stands for one.
+        """
+        groups = self.host.groups()
+        return [replace(g, lr=float(str(np.float32(g.lr)))) for g in groups] if self.is_mixed else groups
+
     def set_hyper(self) -> None:
         """Hands the core the hyperparameters as they are now."""
         raise NotImplementedError
 
     def compress_hyper(self) -> int:
         """What gradients are compressed with: a change after hand-over means that the exchange must be done again."""
-        return digest([(group.betas[0], group.coupled_decay) for group in self.host.groups()])
+        return digest([(group.betas[0], group.coupled_decay) for group in self.groups()])
 
     def full_hyper(self) -> int:
         """All that must be the same on all ranks."""
-        groups = self.host.groups()
+        groups = self.groups()
         values = [(g.lr, *g.betas, g.eps, g.coupled_decay, g.decoupled_decay) for g in groups]
         return digest([*values, self.core.gradient_scale])
 
@@ -219,7 +233,7 @@ class Driver:
         return self._end()
 
     def _end(self) -> Verdict:
-        lr = self.host.groups()[0].lr
+        lr = self.groups()[0].lr
         if self._needs_survey:
             verdict = self.stepper.survey(lr)
             if verdict is not None:

@@ -38,7 +38,7 @@ class LionDriver(Driver):
         )
 
     def set_hyper(self) -> None:
-        for group in self.host.groups():
+        for group in self.groups():
             self.core.set_hyper(group.tensors, lr=group.lr, decoupled_decay=group.decoupled_decay)
 
     # State

@@ -69,7 +69,7 @@ class OneBitAdamDriver(AdamDriver):
         self._fresh = self._state()
 
     def set_hyper(self) -> None:
-        for group in self.host.groups():
+        for group in self.groups():
             self.core.set_hyper(
                 group.tensors,
                 lr=group.lr,
@@ -111,7 +111,7 @@ class OneBitAdamDriver(AdamDriver):
             else:
                 # All ranks observe, so that a checkpoint of any has the window; what rank 0 finds is announced.
                 norm = self.variance_norm(warming) if self.schedule.needs_norm(self.steps) else None
-                decided = self.schedule.observe(self.steps, norm, [group.lr for group in self.host.groups()])
+                decided = self.schedule.observe(self.steps, norm, [group.lr for group in self.groups()])
                 if self.core.rank == 0:
                     self._announcement = decided or 0
         if self.freeze_at is None or self.steps < self.freeze_at:
@@ -139,7 +139,7 @@ class OneBitAdamDriver(AdamDriver):
     def variance_norm(self, tensors: Sequence[int]) -> float:
         """|v_hat|_1 over ``tensors``, in float64."""
         total = 0.0
-        betas2 = {int(t): group.betas[1] for group in self.host.groups() for t in group.tensors}
+        betas2 = {int(t): group.betas[1] for group in self.groups() for t in group.tensors}
         for tensor in tensors:
             moments = self.host.moments(tensor)
             if moments is not None:

@@ -53,7 +53,7 @@ class ZeroOneAdamDriver(AdamDriver):
         self._fresh = self._state()
 
     def set_hyper(self) -> None:
-        for group in self.host.groups():
+        for group in self.groups():
             self.core.set_hyper(
                 group.tensors,
                 lr=group.lr,
@@ -66,7 +66,7 @@ class ZeroOneAdamDriver(AdamDriver):
 
     def compress_hyper(self) -> int:
         """The learning rate is in what a sync sends."""
-        return digest([(group.lr, group.betas[0], group.coupled_decay) for group in self.host.groups()])
+        return digest([(group.lr, group.betas[0], group.coupled_decay) for group in self.groups()])
 
     def take(self) -> None:
         core = self.core

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -38,7 +38,9 @@ class BroadcastGlobalVariablesCallback(_Callback):
 
     The model's before the first batch, since 1-bit optimizers begin with replicas that are alike; all of them after it,
     when all exist. InvalidRequestError if the ranks did not exchange anything in that batch: they would train apart.
-    ``local_variables`` are left alone.
+    ``local_variables`` are left alone. Where ranks of Torch train the same model, which the optimizer's ``names`` say,
+    only trainable variables are broadcast, and those ranks call ``broadcast_parameters(model.named_parameters(),
+    root_rank)`` before they wrap their optimizer.
     """
 
     def __init__(
@@ -58,8 +60,17 @@ class BroadcastGlobalVariablesCallback(_Callback):
                 "train alone. Compile it with hvd.DistributedOptimizer(optimizer)."
             )
 
-        if not self._done:
+        if self._done:
+            return
+        if self._names is None:
             self._broadcast(self.model.weights)
+        else:
+            broadcast_variables(self.model.trainable_variables, self.root_rank, self.process_set, names=self._names)
+
+    @property
+    def _names(self) -> Mapping[str, Any] | None:
+        optimizer = self.model.optimizer
+        return optimizer.ocomm_names if isinstance(optimizer, Distributed) else None
 
     def _broadcast(self, variables: list[Any]) -> None:
         shared = [v for v in variables if id(v) not in self._local]
@@ -75,8 +86,9 @@ class BroadcastGlobalVariablesCallback(_Callback):
                 "the first batch was trained without any exchange between the ranks; they would train apart. Does the "
                 "model's train_step() use its optimizer?"
             )
-        self._broadcast([*self.model.weights, *optimizer.variables])
         self._done = True
+        if self._names is None:
+            self._broadcast([*self.model.weights, *optimizer.variables])
 
 
 class MetricAverageCallback(_Callback):

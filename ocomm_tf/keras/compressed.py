@@ -22,6 +22,7 @@ from ocomm.kernels.base import Floats
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.adam import DenseAdam
 from ocomm.session import Session
+from ocomm.training.adam import dense_step
 from ocomm.training.birder import BirderDriver
 from ocomm.training.driver import Common, Driver, Group
 from ocomm.training.onebit_adam import OneBitAdamDriver
@@ -43,6 +44,8 @@ MakeDriver = Callable[[Session, int, "Host"], Driver]
 
 class Host:
     """See ``training.driver.Host``: parameters and gradients in host memory, in wire order."""
+
+    framework = "keras"
 
     def __init__(
         self, optimizer: Any, places: Sequence[Place], session: Session, process_set: ProcessSet, make: MakeDriver
@@ -98,21 +101,11 @@ class Host:
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
         """Adam's step of tensors in warm-up, on averages clipped to ``max_norm``."""
         averages = {tensor: average(tensor) for tensor in tensors}
-        if max_norm is not None:
-            norm = float(np.sqrt(sum(np.square(a, dtype=np.float64).sum() for a in averages.values())))
-            averages = {tensor: a * np.float32(min(1.0, max_norm / (norm + 1e-6))) for tensor, a in averages.items()}
-        for group in self.groups():
-            for tensor in group.tensors.tolist():
-                if tensor in averages:
-                    state = self.adam[tensor] = self.adam[tensor] or DenseAdam(self.parameters[tensor].size)
-                    state.update(
-                        self.parameters[tensor],
-                        averages[tensor],
-                        lr=group.lr,
-                        betas=group.betas,
-                        eps=group.eps,
-                        decay=group.decoupled_decay,
-                    )
+        dense_step(self.groups(), averages, max_norm, self.parameters.__getitem__, self._adam)
+
+    def _adam(self, tensor: int) -> DenseAdam:
+        state = self.adam[tensor] = self.adam[tensor] or DenseAdam.fresh(self.parameters[tensor].size)
+        return state
 
     def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
         """m, v and step count of a tensor in warm-up."""
@@ -133,6 +126,10 @@ class _Compressed(Distributed):
     @property
     def ocomm_process_set(self) -> ProcessSet:
         return self._setup[0]
+
+    @property
+    def ocomm_names(self) -> Mapping[str, Any] | None:
+        return self._setup[1]
 
     def build(self: Any, variables: Any) -> None:
         """As the wrapped optimizer's; then the ranks agree on what they train. Collective."""
@@ -241,7 +238,7 @@ class _OneBitAdam(_CompressedAdam):
             return
         host: Host = self._host
         for number, place in enumerate(host.places):
-            state = host.adam[number] = DenseAdam(place.spec.numel)
+            state = host.adam[number] = DenseAdam.fresh(place.spec.numel)
             state.momentum[:], state.variance[:], state.step = self._saved(place)
 
     def _moments(self: Any, host: Host, number: int) -> tuple[Floats, Floats] | None:
@@ -284,6 +281,10 @@ class _AgreedLossScale(Distributed):
     @property
     def ocomm_process_set(self: Any) -> ProcessSet:
         return self.inner_optimizer.ocomm_process_set
+
+    @property
+    def ocomm_names(self: Any) -> Mapping[str, Any] | None:
+        return self.inner_optimizer.ocomm_names
 
     def check_finite(self: Any, grads: Sequence[Any]) -> Any:
         """Are the gradients finite on every rank?"""
@@ -486,7 +487,7 @@ def DistributedSoftSignSGD(
 ) -> Any:
     """Birder's dense counterpart, exchanged without compression; otherwise as ``DistributedBirder``."""
     options = {"beta": beta, "amsgrad_after": amsgrad_after}
-    common = Common(block_size, overlap, max_grad_norm, clip, verify)
+    common = Common(block_size, overlap, max_grad_norm, clip, verify, hierarchical=False)
     return _wrap(_SoftSignSGD, optimizer, variables, names, process_set, _birder("SoftSignSGD", common, options))
 
 

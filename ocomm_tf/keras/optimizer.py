@@ -7,7 +7,7 @@ averaged. So a path through Keras that this module does not know cannot train th
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -32,6 +32,11 @@ class Distributed:
     def ocomm_process_set(self) -> ProcessSet:
         """The ranks that train together."""
         raise NotImplementedError
+
+    @property
+    def ocomm_names(self) -> Mapping[str, Any] | None:
+        """The map of variables to Torch's parameters, where ranks of both frameworks train one model."""
+        return None
 
 
 class _AveragesGradients(Distributed):

@@ -44,8 +44,8 @@ def places_of(variables: Sequence[Any], names: Mapping[str, Any] | None, agreed:
     """Where each variable travels: in Keras' order under the ``agreed`` names, or as ``names`` says.
 
     ``names`` maps the variables' paths, or their ends from some "/" on, to the names in the other framework, in the
-    order of that framework's parameters. Kernels of Dense and Conv layers are transposed, everything else (biases,
-    embeddings, normalization) is alike in both; for other layers the value is a pair of name and axes.
+    order of that framework's parameters. Kernels, those of Dense, Conv and recurrent layers, are transposed, everything
+    else (biases, embeddings, normalization) is alike in both; for other layers the value is a pair of name and axes.
     """
     if names is None:
         return [
@@ -62,7 +62,7 @@ def places_of(variables: Sequence[Any], names: Mapping[str, Any] | None, agreed:
             )
         shape = tuple(variables[found[0]].shape)
         plain = tuple(range(len(shape)))
-        kernel = path.rsplit("/", 1)[-1] == "kernel"
+        kernel = path.endswith("kernel")  # also a recurrent_kernel
         name, axes = (
             value if isinstance(value, tuple) else (value, _KERNEL_AXES.get(len(shape), plain) if kernel else plain)
         )
