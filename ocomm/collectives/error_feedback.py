@@ -6,8 +6,8 @@ received + residuals, over any number of calls.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -46,6 +46,7 @@ class OneBitAllreduce:
         nodes: Nodes,
         segment_nbytes: int,
         watch: Watch,
+        block_size: int = 4096,
     ) -> None:
         self.channel = channel
         self.name = name
@@ -54,7 +55,7 @@ class OneBitAllreduce:
         self.ranks = tuple(ranks)
         self.calls = 0
         self._watch = watch
-        layout = Layout([TensorSpec(name, shape)], len(self.ranks), nodes=nodes)
+        layout = Layout([TensorSpec(name, shape)], len(self.ranks), block_size, nodes=nodes)
         self.layout = layout
         mine = layout.worker_numel(rank)
         self._values, self._result = (aligned_zeros(layout.flat_numel) for _ in range(2))
@@ -122,6 +123,12 @@ class OneBitAllreduce:
         Raises InvalidRequestError for another shape or dtype than the first call's, MismatchError if the ranks call
         different names, NonFiniteError (all ranks, errors unchanged) if a value is NaN or Inf.
         """
+        ticket = self.begin(array, timeout_s)
+        wait(ticket, self.channel, self.ranks, self._watch, f"compressed_allreduce of '{self.name}'")
+        return self.finish(ticket, timeout_s)
+
+    def begin(self, array: np.ndarray, timeout_s: float) -> Ticket:
+        """The first half of a call: hands a copy of ``array`` to the engine."""
         if array.shape != self.shape or array.dtype != np.float32:
             raise InvalidRequestError(
                 f"'{self.name}' was float32 of shape {self.shape} in its first call, now it is {array.dtype} of shape "
@@ -131,21 +138,23 @@ class OneBitAllreduce:
         self._flags[0] = self._owner_flags[0] = self._heard[0] = 0
         for envelope in self._envelopes:
             envelope.begin(self.calls + 1, 0, 0, 0)
-        ticket: Any = self.channel.submit(self._prepared[self._turn], timeout_s, False)
-        state = wait(ticket, self.channel, self.ranks, self._watch, f"compressed_allreduce of '{self.name}'")
-        if state == State.MISMATCH:
+        return self.channel.submit(self._prepared[self._turn], timeout_s, False)
+
+    def finish(self, ticket: Ticket, timeout_s: float) -> np.ndarray:
+        """The other half, once the ticket is over."""
+        if ticket.state == State.MISMATCH:
             raise MismatchError(
                 f"'{self.name}': the ranks do not make the same compressed_allreduce calls in the same order; "
                 f"{self._who_differs(ticket)} sent another name, shape or call number."
             )
-        if state != State.DONE:
-            raise HorovodInternalError(f"compressed_allreduce of '{self.name}' failed: {state.name.lower()}.")
+        if ticket.state != State.DONE:
+            raise HorovodInternalError(f"compressed_allreduce of '{self.name}' failed: {ticket.state.name.lower()}.")
         self.calls += 1
         if self._heard[0] or not np.isfinite(self._result).all():
             who = [self.ranks[rank] for rank in self._non_finite_ranks(timeout_s)]
             raise NonFiniteError(f"'{self.name}' has NaN or Inf on rank(s) {who}; no error was changed.")
         self._turn = 1 - self._turn
-        return self._result[: array.size].reshape(self.shape).copy()
+        return self._result[: math.prod(self.shape)].reshape(self.shape).copy()
 
     def _who_differs(self, ticket: Ticket) -> str:
         envelope = self._envelopes[ticket.error_segment]

@@ -17,7 +17,7 @@ import numpy as np
 
 from ocomm.collectives import plan as plans
 from ocomm.collectives.engine import Reason, State
-from ocomm.collectives.plan import HEADER, Plan, read_header
+from ocomm.collectives.plan import HEADER, Plan
 from ocomm.collectives.tracing import Trace, new_trace, record
 from ocomm.compression.wire import COMPARED, DISAGREEMENT
 from ocomm.errors import HorovodInternalError
@@ -422,28 +422,31 @@ class PythonEngine:
     def _check(c: plans.Check, segment: _Segment) -> None:
         mine = c.header.reshape(1)[0]
         ticket = segment.ticket
-        for rank, message in enumerate(c.messages):
-            theirs = read_header(message)
-            field = next((i for i, name in enumerate(COMPARED) if theirs[name] != mine[name]), None)
-            if field is not None and c.passed_on is None:
+        if not c.messages:
+            return
+        heads = np.stack([message[: HEADER.itemsize + c.presence.nbytes] for message in c.messages])
+        rows = np.ascontiguousarray(heads[:, : HEADER.itemsize]).view(HEADER)[:, 0]
+        differs = np.stack([rows[name] != mine[name] for name in COMPARED])
+        alike = ~differs.any(0)
+        for rank in np.flatnonzero(~alike).tolist():
+            if c.passed_on is None:
                 ticket.error_segment = _number(segment)
                 raise _Mismatch(ticket, rank)
-            if field is not None:
-                assert c.passed_on is not None
-                said = c.passed_on[0]
-                if said["magic"] != DISAGREEMENT and theirs["magic"] == DISAGREEMENT:
-                    c.passed_on[0] = theirs
-                elif said["magic"] != DISAGREEMENT:
-                    said["magic"], said["reserved"], said["tensors"] = DISAGREEMENT, theirs["rank"], field
-                    said["signature"], said["hyper"] = mine[COMPARED[field]], theirs[COMPARED[field]]
-                if not c.ends:
-                    continue
-                segment.culprit = int(said["rank"] if said["reserved"] == mine["rank"] else said["reserved"])
-                if ticket.culprit is None:
-                    ticket.culprit, ticket.disagreed = segment.culprit, time.monotonic()
-                    ticket.error_segment = _number(segment)
+            theirs, said = rows[rank], c.passed_on[0]
+            if said["magic"] != DISAGREEMENT and theirs["magic"] == DISAGREEMENT:
+                c.passed_on[0] = theirs
+            elif said["magic"] != DISAGREEMENT:
+                field = int(differs[:, rank].argmax())
+                said["magic"], said["reserved"], said["tensors"] = DISAGREEMENT, theirs["rank"], field
+                said["signature"], said["hyper"] = mine[COMPARED[field]], theirs[COMPARED[field]]
+            if not c.ends:
                 continue
-            c.flags[0] |= theirs["flags"]
-            c.presence |= message[HEADER.itemsize : HEADER.itemsize + c.presence.nbytes]
-            if theirs["announcement"]:
-                c.announcement[0] = theirs["announcement"]
+            segment.culprit = int(said["rank"] if said["reserved"] == mine["rank"] else said["reserved"])
+            if ticket.culprit is None:
+                ticket.culprit, ticket.disagreed = segment.culprit, time.monotonic()
+                ticket.error_segment = _number(segment)
+        c.flags[0] |= np.bitwise_or.reduce(rows["flags"][alike])
+        c.presence |= np.bitwise_or.reduce(heads[alike, HEADER.itemsize :])
+        announced = rows["announcement"][alike & (rows["announcement"] != 0)]
+        if announced.size:
+            c.announcement[0] = announced[-1]

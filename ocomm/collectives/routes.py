@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Literal
 
 from ocomm.collectives.plan import Copy, Message, Stage
@@ -104,16 +105,20 @@ class Route:
 
     # Two hops. Nodes are numbered; `group` and `place` are this rank's.
 
-    def _behind(self, place: int) -> list[int]:
-        """The nodes that the member of this group at ``place`` stands for, itself included, in the order of wires."""
+    @cached_property
+    def _relayed(self) -> list[list[int]]:
+        """By place in this group: the nodes that its member stands for, itself included, in the order of wires."""
         size = len(self.group)
-        of = {node: p for group in self.nodes.node_groups for p, node in enumerate(group)}
-        return [node for node in self.nodes.wire_order if of[node] % size == place]
+        place = {node: p for group in self.nodes.node_groups for p, node in enumerate(group)}
+        behind: list[list[int]] = [[] for _ in self.group]
+        for node in self.nodes.wire_order:
+            behind[place[node] % size].append(node)
+        return behind
 
     def _ranges(self, place: int, packed: Bytes) -> list[Bytes]:
         """Their messages in a packed buffer, neighbours as one."""
         bounds: list[list[int]] = []
-        for node in self._behind(place):
+        for node in self._relayed[place]:
             rank = self.layout.workers[node]
             start = self.layout.message_start[rank]
             end = start + self.layout.message_nbytes[rank]
@@ -125,7 +130,7 @@ class Route:
 
     def _arrange_two_hops(self, own: int) -> None:
         layout = self.layout
-        behind = self._behind(self.place)
+        behind = self._relayed[self.place]
         sizes = [layout.message_nbytes[layout.workers[node]] for node in behind]
         # From each member of the group: its messages for the nodes behind this rank, in that order.
         self.gathered = {node: self._new_rows(sum(sizes), 1)[0] for node in self.group if node != self.me}

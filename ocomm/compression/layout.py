@@ -54,6 +54,15 @@ def _starts(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.cumsum(sizes) - sizes
 
 
+def _shared_out(sizes: NDArray[np.int64], to: NDArray[Any], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What each of ``count`` gets in all, and for each size the sum of those before it that go to the same one."""
+    order = np.argsort(to, kind="stable")
+    totals = np.bincount(to, sizes, count).astype(np.int64)
+    before = np.empty_like(sizes)
+    before[order] = _starts(sizes[order]) - _starts(totals)[to[order]]
+    return totals, before
+
+
 def _digest(*parts: bytes) -> int:
     """64-bit unsigned hash."""
     return int.from_bytes(hashlib.blake2b(b"".join(parts), digest_size=8).digest(), "little")
@@ -232,18 +241,9 @@ class Layout:
         turn = _least_loaded(blocks["length"], owners.size)
         blocks["owner"], blocks["slice"] = owners[turn], turn % slices
         room = _padded(blocks["length"].astype(np.int64), ALIGNMENT)
-        owned_numel = [0] * ranks
-        for rank in owners.tolist():
-            mine = blocks["owner"] == rank
-            blocks["owned"][mine] = _starts(room[mine])
-            owned_numel[rank] = int(room[mine].sum())
-        self._owned_numel = tuple(owned_numel)
-        slice_numel = []
-        for number in range(slices):
-            mine = blocks["slice"] == number
-            blocks["local"][mine] = _starts(room[mine])
-            slice_numel.append(int(room[mine].sum()))
-        self._slice_numel = tuple(slice_numel)
+        owned_numel, blocks["owned"] = _shared_out(room, blocks["owner"], ranks)
+        slice_numel, blocks["local"] = _shared_out(room, blocks["slice"], slices)
+        self._owned_numel, self._slice_numel = tuple(owned_numel.tolist()), tuple(slice_numel.tolist())
         #: LAYOUT_BLOCK table of all blocks, in registration order.
         self.blocks: Table = blocks
         for array in (self.blocks, self.numels, self.offsets, self.first_block):
@@ -361,18 +361,18 @@ class Layout:
         table["local"] = np.where(blocks["slice"] == self.slice_of(rank), blocks["local"], -1)
 
         sign_nbytes = (blocks["length"].astype(np.int64) + 7) // 8
-        start, starts, nbytes = 0, [0] * self.ranks, [0] * self.ranks
-        for owner in self.nodes.owners:
-            rows = np.flatnonzero(blocks["owner"] == owner)
-            signs = start + header
-            table["scale"][rows] = -1
-            if scales:
-                table["scale"][rows] = signs + 4 * np.arange(rows.size)
-                signs += 4 * rows.size
-            table["bits"][rows] = signs + _starts(sign_nbytes[rows])
-            end = _padded(signs + int(sign_nbytes[rows].sum()), 8)
-            starts[owner], nbytes[owner] = start, end - start
-            start = end
+        owners = np.array(self.nodes.owners)
+        message = np.empty(self.ranks, np.int64)
+        message[owners] = np.arange(owners.size)
+        of = message[blocks["owner"]]  # in which message each block stands, in the order of the buffer
+        scale_nbytes, scale = _shared_out(np.full(of.size, 4 if scales else 0), of, owners.size)
+        signs_nbytes, signs = _shared_out(sign_nbytes, of, owners.size)
+        sizes = _padded(header + scale_nbytes + signs_nbytes, 8)
+        begins = _starts(sizes)
+        table["scale"] = begins[of] + header + scale if scales else -1
+        table["bits"] = begins[of] + header + scale_nbytes[of] + signs
+        starts, nbytes = np.zeros(self.ranks, np.int64), np.zeros(self.ranks, np.int64)
+        starts[owners], nbytes[owners] = begins, sizes
         owned = table[blocks["owner"] == rank]
         worker = table if self.nodes.is_flat else table[table["local"] >= 0]
         table.flags.writeable = owned.flags.writeable = worker.flags.writeable = False
@@ -383,10 +383,10 @@ class Layout:
             owned_blocks=owned,
             worker_blocks=worker,
             nodes=self.nodes,
-            slice_bounds=_slice_bounds(self.nodes, starts, start),
+            slice_bounds=_slice_bounds(self.nodes, starts.tolist(), int(sizes.sum())),
             block_slices=blocks["slice"].copy(),
-            message_start=tuple(starts),
-            message_nbytes=tuple(nbytes),
+            message_start=tuple(starts.tolist()),
+            message_nbytes=tuple(nbytes.tolist()),
             tensors=tuple(order.tolist()),
             header_nbytes=header,
             digest=_digest(self.digest.to_bytes(8, "little"), covered.tobytes(), b"" if scales else b"no scales"),
