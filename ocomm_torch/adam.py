@@ -44,6 +44,10 @@ class AdamWrapper(CompressedOptimizer):
         if self._warm:
             self._start_warm()
         elif self.state:
+            for parameter in self._parameters:
+                if parameter in self.state:
+                    entry = self.state[parameter]
+                    entry.update({name: entry[name].float() for name in MOMENTS if name in entry})
             self._driver.continue_plain()
 
     def _read_warm_start(self, kernels: Kernels) -> str | None:

@@ -16,21 +16,24 @@ import torch
 from ocomm import session as sessions
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError
+from ocomm.optim.stepper import Verdict
 from ocomm.training.driver import Driver, Group
 from ocomm.types import Flag
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
 from ocomm_torch.loss_scaling import StepsTogether
+from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.optimizer import _DistributedOptimizer
 
 
 class CompressedOptimizer(StepsTogether):
     """Wraps ``optimizer``, whose param groups stay live, for a ``Driver`` that ``_make_driver`` returns.
 
-    Parameters are float32 CPU tensors. ``step`` changes them in place, identically on all ranks, or on none: a NaN
-    raises NonFiniteError everywhere. A parameter may be frozen (``requires_grad_(False)``) and thawed at any time, and
-    its ``data`` may be replaced by a tensor of the same kind; the set of parameters is fixed. Raises
-    InvalidRequestError for what cannot be wrapped, MismatchError if the ranks wrap different things.
+    Parameters are CPU tensors, float32, or bfloat16 or float16 with a float32 master (see ``Masters``). ``step``
+    changes them in place, identically on all ranks, or on none: a NaN raises NonFiniteError everywhere. A parameter may
+    be frozen (``requires_grad_(False)``) and thawed, written, and its ``data`` replaced by a tensor of the same kind,
+    at any time; the set of parameters is fixed. Raises InvalidRequestError for what cannot be wrapped, MismatchError if
+    the ranks wrap different things.
     """
 
     framework = "torch"
@@ -64,12 +67,19 @@ class CompressedOptimizer(StepsTogether):
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         groups = np.array([group_of[id(p)] for p in self._parameters], np.int64)
         self._group_tensors = [np.flatnonzero(groups == number) for number in range(len(self.param_groups))]
-        specs = [TensorSpec(name, tuple(p.shape)) for name, p in zip(self._names, self._parameters, strict=True)]
+        specs = [
+            TensorSpec(name, tuple(p.shape), dtype=_dtype(p))
+            for name, p in zip(self._names, self._parameters, strict=True)
+        ]
+        assert session.kernels is not None
+        self._masters = Masters(self._parameters, session.kernels)
         self.backward_passes_per_step = backward_passes_per_step
         self._passes_left = [backward_passes_per_step] * len(self._parameters)
         self._recorded: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._versions = [0] * len(self._parameters)
         self._copies: list[torch.Tensor] = []
+        #: Of gradients that were widened before ``step()``: as they were when they were read.
+        self._checksums = np.zeros(len(self._parameters), np.uint64)
         self._inner_steps = False
         self._driver = self._make_driver(session, process_set.number(session) if process_set is not None else 0, specs)
         self._stepper = self._driver.stepper
@@ -107,13 +117,18 @@ class CompressedOptimizer(StepsTogether):
                     f"parameter '{name}' has shape {tuple(parameter.shape)} now, and had {spec.shape} when it was "
                     "wrapped. " + self._fixed
                 )
+            if _dtype(parameter) != spec.dtype:
+                raise InvalidRequestError(
+                    f"parameter '{name}' is {_dtype(parameter)} now, and was {spec.dtype} when it was wrapped. "
+                    + self._fixed
+                )
         if self._stepper.begun:
             self._stepper.object(Flag.CHANGED)  # what is on its way may have read the old ones
         else:
             self._held.clear()
         self._held += [p.detach() for p in self._parameters]
         self._addresses = addresses
-        self._driver.core.tensors["param"] = addresses
+        self._driver.core.tensors["param"] = [tensor.data_ptr() for tensor in self._masters.stepped]
 
     @property
     def _fixed(self) -> str:
@@ -155,8 +170,10 @@ class CompressedOptimizer(StepsTogether):
         """Addresses of gradients as dense, contiguous float32; 0 for none. What is read is kept until the step is over.
 
         Before ``step()`` a gradient that would have to be copied is not ready: a copy would not show a later change.
+        One that has to be widened is, because its checksum is kept.
         """
         addresses = []
+        widened: dict[int, torch.Tensor] = {}
         float32, strided = torch.float32, torch.strided
         recorded, versions, parameters = self._recorded, self._versions, self._parameters
         for index in tensors:
@@ -166,17 +183,27 @@ class CompressedOptimizer(StepsTogether):
                 addresses.append(0)
                 continue
             versions[index] = grad._version
-            if grad.dtype is not float32:
+            is_wide = grad.dtype is float32
+            if not is_wide and grad.dtype is not parameters[index].dtype:
                 raise InvalidRequestError(
-                    f"gradient of '{self._names[index]}' is {grad.dtype}, expected torch.float32."
+                    f"gradient of '{self._names[index]}' is {grad.dtype}, expected {parameters[index].dtype} or "
+                    "torch.float32."
                 )
             if grad.layout is not strided or not grad.is_contiguous():
                 if not final:
                     return None
                 grad = grad.to_dense().contiguous()
                 self._copies.append(grad)
+            if not is_wide:
+                widened[index] = grad
+                grad = self._masters.widened(index, grad)
             addresses.append(grad.data_ptr())
+        if widened and not final and self._stepper.verify != "version":
+            self._checksums[list(widened)] = self._widened_checksums(widened)
         return np.array(addresses, np.uint64)
+
+    def _widened_checksums(self, gradients: dict[int, torch.Tensor]) -> np.ndarray:
+        return self._masters.checksums(gradients, full=self._stepper.verify == "full")
 
     # Gradients
 
@@ -212,6 +239,7 @@ class CompressedOptimizer(StepsTogether):
 
     def _begin(self) -> None:
         self._find_parameters()
+        self._masters.begin()
         self._hook_parameters()
         self._stepper.expected[:] = [p.requires_grad for p in self._parameters]
         self._driver.begin()
@@ -225,13 +253,21 @@ class CompressedOptimizer(StepsTogether):
             self._stepper.object(Flag.UNHANDED)
 
     def _has_changed(self) -> bool:
-        """Is a gradient that is on its way another object, or another version, than when it was read?"""
+        """Is a gradient that is on its way another object, or another version, than when it was read?
+
+        The stepper sees the bytes that it reads; those of gradients that were widened are looked at here.
+        """
         versions = self._versions
+        widened: dict[int, torch.Tensor] = {}
         for index in self._stepper.posted_tensors:
             grad = self._parameters[index].grad
             if grad is not self._recorded[index] or (grad is not None and grad._version != versions[index]):
                 return True
-        return False
+            if grad is not None and grad.dtype is not torch.float32:
+                widened[index] = grad
+        if not widened or self._stepper.verify == "version":
+            return False
+        return bool((self._widened_checksums(widened) != self._checksums[list(widened)]).any())
 
     # The step
 
@@ -244,13 +280,21 @@ class CompressedOptimizer(StepsTogether):
                 loss = closure()
         if self._stepper.begun:
             self._find_parameters()
+            self._follow()
         else:
             self._begin()
         try:
             self.verdict = self._driver.step(self._has_changed)
+            if self.verdict is Verdict.TAKE:
+                self._masters.write()
         finally:
             self._forget()
         return loss
+
+    def _follow(self) -> None:
+        """Masters take over what was written to their parameters."""
+        if self._masters.follow() and self._stepper.begun and self._stepper.posted_tensors:
+            self._stepper.object(Flag.CHANGED)  # a coupled decay has read the masters
 
     @contextlib.contextmanager
     def _inner_may_step(self) -> Iterator[None]:
@@ -275,6 +319,10 @@ class CompressedOptimizer(StepsTogether):
         finally:
             self._forget()
 
+    def widen_gradients(self) -> None:
+        """float16 gradients become float32, and arrive so from the next step on."""
+        self._masters.widen_float16()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. Between backward and ``step()`` it means that this step is skipped, on all ranks."""
         if self._stepper.begun:
@@ -287,9 +335,10 @@ class CompressedOptimizer(StepsTogether):
         """What the wrapped optimizer would load, plus an entry "ocomm" of tensors and plain values. Copies.
 
         The same on all ranks (for optimizers that step locally: as at the last synchronisation), so one rank saves it.
-        What each rank alone knows is in ``rank_state_dict``.
+        What each rank alone knows is in ``rank_state_dict``. The masters are ``["ocomm"]["masters"]``, by name.
         """
         self._find_parameters()
+        self._follow()
         full = dict(super().state_dict())
         state = full["state"] = {number: _copied(entry) for number, entry in full["state"].items()}
         # Parameters are numbered as here: group by group, each once.
@@ -300,14 +349,15 @@ class CompressedOptimizer(StepsTogether):
                 for name, value in entry.items():
                     is_step = not isinstance(value, torch.Tensor)
                     entry[name] = torch.tensor(float(value)) if is_step else value.view(parameter.shape)
-        full["ocomm"] = to_torch(self._driver.state())
+        full["ocomm"] = to_torch(self._driver.state(self._masters.indices))
         return full
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse. The parameters are loaded before it, ``load_rank_state_dict`` is called after it.
 
-        Until then errors are zero. All ranks load the same. Raises CheckpointError, before anything is changed, if the
-        state is damaged, or of another optimizer, model or seed.
+        Until then errors are zero. A state without masters starts them from the parameters; where a parameter is not
+        what a saved master rounds to, the parameter counts. All ranks load the same. Raises CheckpointError, before
+        anything is changed, if the state is damaged, or of another optimizer, model or seed.
         """
         self._driver.require_idle("load_state_dict")
         self._find_parameters()
@@ -316,6 +366,7 @@ class CompressedOptimizer(StepsTogether):
         saved = state_dict.get("ocomm")
         if saved is None:
             self._load_plain(plain)
+            self._masters.restart()
             return
         saved = to_numpy(saved)
         self._driver.check_state(saved)
@@ -323,7 +374,10 @@ class CompressedOptimizer(StepsTogether):
             if tensor not in plain["state"]:
                 raise CheckpointError(f"the state_dict is not whole: it has no moments of '{self._names[tensor]}'.")
         self._adopt(plain)
+        masters = to_torch(saved.get("masters", {}))
+        self._masters.load({index: masters[self._names[index]] for index in self._masters.indices})
         self._driver.load_state(saved)
+        self._masters.write()
 
     def _check_plain(self, plain: Mapping[str, Any]) -> dict[int, Any]:
         """The entries of the wrapped optimizer's state by number. Raises CheckpointError if it cannot be loaded."""
@@ -338,7 +392,8 @@ class CompressedOptimizer(StepsTogether):
 
     def _adopt(self, plain: dict[str, Any]) -> None:
         """The wrapped optimizer, and with it this one, has this state from now on."""
-        super().load_state_dict(plain)
+        with self._masters.standing_in(self):  # Torch makes moments what their parameters are
+            super().load_state_dict(plain)
         # Its own fills in what states of other releases lack.
         self._inner.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
@@ -348,6 +403,7 @@ class CompressedOptimizer(StepsTogether):
         Each rank saves its own, at the same step as ``state_dict``.
         """
         self._find_parameters()
+        self._follow()
         return to_torch(self._driver.rank_state())
 
     def load_rank_state_dict(self, state: Any) -> dict[str, Any]:
@@ -366,7 +422,10 @@ class CompressedOptimizer(StepsTogether):
         rank; MismatchError if the ranks have states of different runs.
         """
         self._find_parameters()
-        return self._driver.load_rank_state(rank_source(state, self._driver.core.layout.ranks))
+        self._masters.follow()
+        done = self._driver.load_rank_state(rank_source(state, self._driver.core.layout.ranks))
+        self._masters.write()
+        return done
 
     def compression_report(self) -> dict[str, Any]:
         """What was really sent, against dense: counts of steps and bytes of this rank, and where the run stands.
@@ -374,7 +433,8 @@ class CompressedOptimizer(StepsTogether):
         ``ratio`` is dense over sent bytes of the whole run, ``last_ratio`` of the last step; ``exposed_ms`` the mean
         time that ``step()`` waited for the exchange.
         """
-        return self._driver.report()
+        report = self._driver.report()
+        return {**report, "memory_bytes": {**report["memory_bytes"], **self._masters.memory()}}
 
 
 def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -428,13 +488,19 @@ def _named(
     return parameters, result
 
 
+def _dtype(parameter: torch.Tensor) -> str:
+    return str(parameter.dtype).removeprefix("torch.")
+
+
 def _check_parameter(wrapper: str, name: str, parameter: torch.Tensor) -> None:
     if parameter.device.type != "cpu":
         raise InvalidRequestError(
             f"parameter '{name}' is on {parameter.device}; this build exchanges CPU tensors only."
         )
-    if parameter.dtype is not torch.float32:
-        raise InvalidRequestError(f"parameter '{name}' is {parameter.dtype}; Distributed{wrapper} needs torch.float32.")
+    if parameter.dtype not in (torch.float32, *LOW_PRECISION):
+        raise InvalidRequestError(
+            f"parameter '{name}' is {parameter.dtype}; Distributed{wrapper} needs torch.float32, bfloat16 or float16."
+        )
     if not parameter.is_contiguous():
         raise InvalidRequestError(
             f"parameter '{name}' is not contiguous (strides {parameter.stride()}); call "

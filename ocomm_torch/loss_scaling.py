@@ -19,10 +19,15 @@ class StepsTogether(torch.optim.Optimizer):
         """This rank does not take the step under way, ``overflow``: because its gradients are not finite."""
         raise NotImplementedError
 
+    def widen_gradients(self) -> None:
+        """A loss scale is about to be divided out of the gradients: those in float16 become float32."""
+        raise NotImplementedError
+
 
 # Before 2.3 there was one for CUDA only, of which the one for CPUs was a subclass.
 _GradScaler: Any = torch.amp.GradScaler if hasattr(torch.amp, "GradScaler") else torch.cuda.amp.GradScaler
 _torch_step = _GradScaler.step
+_torch_unscale = _GradScaler.unscale_
 
 
 def install() -> None:
@@ -32,8 +37,12 @@ def install() -> None:
     for which the other ranks wait; where it finds none it does not hear that the step was skipped, and keeps its scale.
     No hook of Torch gives the optimizer a word in either case (``_step_supports_amp_scaling`` would leave unscaling to
     it). To be removed once Torch asks the optimizer whether a step was skipped.
+
+    ``GradScaler.unscale_`` refuses float16 gradients, because what the scale has saved is lost in them when it is
+    divided out. Those of an optimizer with float32 masters are widened before.
     """
     _GradScaler.step = _step
+    _GradScaler.unscale_ = _unscale
 
 
 def _step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -49,4 +58,11 @@ def _step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     return result
 
 
+def _unscale(self: Any, optimizer: torch.optim.Optimizer) -> None:
+    if self.is_enabled() and isinstance(optimizer, StepsTogether):
+        optimizer.widen_gradients()
+    _torch_unscale(self, optimizer)
+
+
 _step.__doc__ = _torch_step.__doc__
+_unscale.__doc__ = _torch_unscale.__doc__

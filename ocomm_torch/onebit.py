@@ -94,18 +94,18 @@ class OneBitAdam(AdamWrapper):
                 self.state[self._parameters[tensor]]["step"] = torch.tensor(float(adam.step))
             return
         chosen = set(tensors)
-        local = [parameter.grad for parameter in self._parameters]
+        stepped = self._masters.stepped
+        local = [tensor.grad for tensor in stepped]
         try:
-            for index, parameter in enumerate(self._parameters):
-                averaged = torch.from_numpy(average(index)).view(parameter.shape) if index in chosen else None
-                parameter.grad = averaged
+            for index, tensor in enumerate(stepped):
+                tensor.grad = torch.from_numpy(average(index)).view(tensor.shape) if index in chosen else None
             if max_norm is not None:
-                torch.nn.utils.clip_grad_norm_([self._parameters[t] for t in tensors], max_norm, foreach=False)
-            with self._inner_may_step():
+                torch.nn.utils.clip_grad_norm_([stepped[t] for t in tensors], max_norm, foreach=False)
+            with self._inner_may_step(), self._masters.standing_in(self._inner):
                 self._inner.step()
         finally:
-            for parameter, grad in zip(self._parameters, local, strict=True):
-                parameter.grad = grad
+            for tensor, grad in zip(stepped, local, strict=True):
+                tensor.grad = grad
 
     def _adam(self, tensor: int) -> DenseAdam:
         """The wrapped optimizer's state of a tensor, which is made if there is none."""

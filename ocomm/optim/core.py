@@ -14,6 +14,7 @@ one-element arrays.
 from __future__ import annotations
 
 import abc
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -341,9 +342,17 @@ class Core(abc.ABC):
         """Is there anything that only this rank knows?"""
         return any(buffer.size for buffers in self.rank_buffers().values() for buffer in buffers.values())
 
+    def replica_addresses(self) -> NDArray[np.uint64]:
+        """Where that lies which must be equal on all ranks between steps: one per parameter."""
+        return self.tensors["param"]
+
+    def replica(self, tensor: int) -> Floats:
+        """A copy of what must be equal on all ranks of one parameter: float32, ``numel`` elements."""
+        return floats_at(int(self.replica_addresses()[tensor]), int(self.layout.numels[tensor])).copy()
+
     def replica_digest(self) -> list[int]:
         """Checksums of what must be equal on all ranks between steps: one per parameter."""
-        return self.kernels.checksums(self.tensors["param"], self.layout.numels * 4, True).tolist()
+        return self.kernels.checksums(self.replica_addresses(), self.layout.numels * 4, True).tolist()
 
     def _node_gradient_nbytes(self) -> int:
         numel = self.layout.numel if self.steps_locally else self.layout.worker_numel(self.rank)
@@ -368,3 +377,8 @@ def flat_floats(array: Floats, numel: int, what: str) -> Floats:
 def address(array: np.ndarray | None) -> int:
     """Where an array's elements begin; 0 for None."""
     return 0 if array is None else int(array.__array_interface__["data"][0])
+
+
+def floats_at(where: int, numel: int) -> Floats:
+    """A flat view of float32 in memory that somebody else keeps."""
+    return np.ctypeslib.as_array((ctypes.c_float * numel).from_address(where)) if numel else np.zeros(0, np.float32)

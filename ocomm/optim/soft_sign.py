@@ -10,7 +10,6 @@ Memory per parameter, besides the parameter and its gradient: m and b 2 * 8 B, t
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from ocomm.collectives.plan import Computation, SoftSign
 from ocomm.compression.layout import Layout, SegmentLayout
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import Bytes, Floats, Kernels, Table, aligned_zeros
-from ocomm.optim.core import Bools, Core, Exchange, Flags, address
+from ocomm.optim.core import Bools, Core, Exchange, Flags, address, floats_at
 
 EPS = 1e-12
 
@@ -124,7 +123,7 @@ class SoftSignSGD(Core):
         """Updates the parameters of tensors without ``skip``, through their addresses."""
         for tensor in np.flatnonzero((self.tensors["skip"] == 0) & (self.layout.numels > 0)).tolist():
             row, update = self.tensors[tensor], averages[self.flat_span(tensor)]
-            param = np.ctypeslib.as_array((ctypes.c_float * update.size).from_address(int(row["param"])))
+            param = floats_at(int(row["param"]), update.size)
             if row["decay"] != 1:
                 param *= row["decay"]
             update *= row["step_size"]

@@ -19,7 +19,6 @@ Memory per parameter, besides the parameter and its gradient, for n ranks (``mem
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from ocomm.collectives.plan import CompressUpdate
 from ocomm.compression.layout import Layout, SegmentLayout
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import BLOCK, Bytes, Floats, Kernels, Table, aligned_zeros
-from ocomm.optim.core import Bools, Core, Exchange, Flags, address, flat_floats
+from ocomm.optim.core import Bools, Core, Exchange, Flags, address, flat_floats, floats_at
 from ocomm.optim.intervals import RefreshSchedule, SyncSchedule
 from ocomm.optim.preconditioner import Preconditioner
 
@@ -558,13 +557,13 @@ class ZeroOneAdam(Core):
         self._start_interval()
         super().reset_rank_state()
 
-    def replica_digest(self) -> list[int]:
+    def replica_addresses(self) -> NDArray[np.uint64]:
         """Of the parameters at the last sync."""
         addresses = self.tensors["param"].copy()
         if self._synced is not None:
             moved = self._interval_lr > 0
             addresses[moved] = address(self._synced) + 4 * self.layout.offsets[moved].astype(np.uint64)
-        return self.kernels.checksums(addresses, self.layout.numels * 4, True).tolist()
+        return addresses
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by buffer."""
@@ -581,10 +580,7 @@ class ZeroOneAdam(Core):
 
     def _param(self, tensor: int) -> Floats:
         """The parameter behind its address: a flat view."""
-        count = int(self.layout.numels[tensor])
-        if not count:
-            return np.zeros(0, np.float32)
-        return np.ctypeslib.as_array((ctypes.c_float * count).from_address(int(self.tensors["param"][tensor])))
+        return floats_at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
 
     def _blocks_of(self, tensors: Sequence[int]) -> Table:
         if len(tensors) == len(self.stage):

@@ -322,9 +322,14 @@ class Driver:
     #: Options that a saved state must share; with others the run would go on, and be another.
     fixed_options: tuple[str, ...] = ()
 
-    def state(self) -> dict[str, Any]:
-        """What is the same on all ranks, besides parameters and the wrapped optimizer's state; arrays are copies."""
-        return checkpoint.seal({**resume.header(self), **self._state()}, self.kernels)
+    def state(self, masters: Sequence[int] = ()) -> dict[str, Any]:
+        """What is the same on all ranks, besides parameters and the wrapped optimizer's state; arrays are copies.
+
+        ``masters``: tensors whose parameters have more digits here than in the framework. They are in it by name.
+        """
+        specs = self.core.layout.tensors
+        kept = {specs[t].name: self.core.replica(t).reshape(specs[t].shape) for t in masters}
+        return checkpoint.seal({**resume.header(self), **self._state(), "masters": kept}, self.kernels)
 
     def _state(self) -> dict[str, Any]:
         """A driver with further replicated state adds it here, and takes it back in ``_load``."""

@@ -1,0 +1,164 @@
+"""float32 masters of parameters that are bfloat16 or float16: what is stepped in their place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ocomm.errors import InvalidRequestError
+from ocomm.kernels.base import Kernels
+
+#: Parameters of these types have a master; those of float32 are stepped themselves.
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class Masters:
+    """Owns a float32 master of each parameter in ``LOW_PRECISION``, and a float32 place for its gradient.
+
+    After a step ``write`` rounds the masters to their parameters, to nearest even. Otherwise a parameter is the user's:
+    ``follow`` finds the elements that are not their rounded master, however they were written, and takes the masters
+    of these, and of no others, from them. So an element that was not written keeps the digits that only its master has.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], kernels: Kernels) -> None:
+        low = [index for index, parameter in enumerate(parameters) if parameter.dtype in LOW_PRECISION]
+        self._parameters = {index: parameters[index] for index in low}
+        self._masters = {index: parameters[index].detach().float() for index in low}
+        #: What is stepped for each parameter: its master, or itself.
+        self.stepped = [self._masters.get(index, parameter) for index, parameter in enumerate(parameters)]
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._kernels = kernels
+        # Checksums of the parameters when they were last equal to their rounded masters; None: it is not known.
+        self._known: NDArray[np.uint64] | None = None
+        #: Masters of a saved state, until a step begins: parameters may be loaded after them.
+        self._saved: dict[int, torch.Tensor] = {}
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._masters
+
+    @property
+    def indices(self) -> list[int]:
+        """The parameters that have a master."""
+        return list(self._masters)
+
+    # Parameters
+
+    def follow(self) -> bool:
+        """Takes over what was written to parameters. Was anything?"""
+        now = self.checksums(self._parameters)
+        known, written = self._known, False
+        for place, (index, parameter) in enumerate(self._parameters.items()):
+            if known is None or now[place] != known[place]:
+                written |= self._take_written(index, parameter.detach())
+        self._known = now
+        return written
+
+    def _take_written(self, index: int, parameter: torch.Tensor) -> bool:
+        master = self._masters[index]
+        written = ~_rounds_to(master, parameter)
+        if not written.any():
+            return False
+        value = parameter.float()
+        if index in self._saved:
+            saved = self._saved[index]
+            value = torch.where(_rounds_to(saved, parameter), saved, value)
+        master.copy_(torch.where(written, value, master))
+        return True
+
+    def begin(self) -> None:
+        """As ``follow``, before a step: what is loaded later belongs to another state."""
+        self.follow()
+        self._saved.clear()
+
+    def write(self) -> None:
+        """Makes every parameter its rounded master."""
+        for index, parameter in self._parameters.items():
+            parameter.detach().copy_(self._masters[index])
+        self._known = self.checksums(self._parameters)
+
+    def restart(self) -> None:
+        """Makes every master its parameter."""
+        for index, parameter in self._parameters.items():
+            self._masters[index].copy_(parameter.detach())
+        self._known = None
+        self._saved.clear()
+
+    def load(self, saved: Mapping[int, torch.Tensor]) -> None:
+        """Takes over saved masters, but where a parameter is not what they round to."""
+        self._saved = dict(saved)
+        for index, master in saved.items():
+            self._masters[index].copy_(master)
+        self._known = None
+        self.follow()
+
+    # Gradients
+
+    def widened(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient in float32, in a place of its own which the next call for the same parameter overwrites."""
+        place = self._gradients.get(index)
+        if place is None:
+            place = self._gradients[index] = torch.empty_like(self._masters[index])
+        return place.copy_(gradient)
+
+    def widen_float16(self) -> None:
+        """From now on float16 parameters have float32 gradients, also those that they have already.
+
+        Raises InvalidRequestError if this release of Torch cannot do that.
+        """
+        for parameter in self._parameters.values():
+            gradient = parameter.grad
+            if gradient is None or gradient.dtype is not torch.float16:
+                continue
+            if not hasattr(parameter, "grad_dtype"):
+                raise InvalidRequestError(
+                    "a GradScaler would divide gradients in float16, which loses the small ones, and torch "
+                    f"{torch.__version__} has no Tensor.grad_dtype to keep them in float32. Use torch 2.10 or later, or "
+                    "bfloat16 parameters without a GradScaler."
+                )
+            parameter.grad = None
+            parameter.grad_dtype = torch.float32
+            parameter.grad = gradient.float()
+
+    def checksums(self, tensors: Mapping[int, torch.Tensor], *, full: bool = True) -> NDArray[np.uint64]:
+        """Of the bytes of contiguous tensors, in their order."""
+        addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64)
+        nbytes = np.array([tensor.nbytes for tensor in tensors.values()], np.int64)
+        return self._kernels.checksums(addresses, nbytes, full)
+
+    # The wrapped optimizer
+
+    @contextlib.contextmanager
+    def standing_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """In here the groups and the state of ``optimizer`` have masters in the place of their parameters."""
+        pairs = [(parameter, self._masters[index]) for index, parameter in self._parameters.items()]
+        _replace(optimizer, pairs)
+        try:
+            yield
+        finally:
+            _replace(optimizer, [(master, parameter) for parameter, master in pairs])
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by buffer."""
+        return {
+            "masters": sum(master.nbytes for master in self._masters.values()),
+            "widened_gradients": sum(place.nbytes for place in self._gradients.values()),
+        }
+
+
+def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Per element: is it, bit for bit, the rounded master?"""
+    return master.to(parameter.dtype).view(torch.int16) == parameter.view(torch.int16)
+
+
+def _replace(optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Puts the second of each pair in the place of the first."""
+    new = {id(old): new for old, new in pairs}
+    for group in optimizer.param_groups:
+        group["params"][:] = [new.get(id(parameter), parameter) for parameter in group["params"]]
+    for before, after in pairs:
+        if before in optimizer.state:
+            optimizer.state[after] = optimizer.state.pop(before)
