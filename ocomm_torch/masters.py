@@ -102,7 +102,7 @@ class Masters:
         place = self._gradients.get(index)
         if place is None:
             place = self._gradients[index] = torch.empty_like(self._masters[index])
-        return place.copy_(gradient)
+        return place.copy_(gradient.detach())
 
     def widen_float16(self) -> None:
         """From now on float16 parameters have float32 gradients, also those that they have already.
@@ -116,8 +116,8 @@ class Masters:
             if not hasattr(parameter, "grad_dtype"):
                 raise InvalidRequestError(
                     "a GradScaler would divide gradients in float16, which loses the small ones, and torch "
-                    f"{torch.__version__} has no Tensor.grad_dtype to keep them in float32. Use torch 2.10 or later, or "
-                    "bfloat16 parameters without a GradScaler."
+                    f"{torch.__version__} has no Tensor.grad_dtype to keep them in float32. Use torch 2.10 or later, "
+                    "or bfloat16 parameters without a GradScaler."
                 )
             parameter.grad = None
             parameter.grad_dtype = torch.float32

@@ -466,7 +466,8 @@ def one_parameter(**options: Any) -> torch.nn.Parameter:
         ),
         (
             lambda: torch.optim.Adam([one_parameter(dtype=torch.float64)]),
-            "parameter 'parameter.0.0' is torch.float64; DistributedOneBitAdam needs torch.float32.",
+            "parameter 'parameter.0.0' is torch.float64; DistributedOneBitAdam needs torch.float32, bfloat16 or "
+            "float16.",
         ),
         (
             lambda: torch.optim.Adam([one_parameter(device="meta")]),
