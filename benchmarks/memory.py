@@ -1,6 +1,6 @@
 """Memory of DistributedOneBitAdam by mode: what its buffers should take, what they take, what the process takes.
 
-    ocommrun -np 2 python benchmarks/memory.py [--parameters 41943040]
+    ocommrun -np 2 python benchmarks/memory.py [--parameters 41943040] [--dtype bfloat16]
 
 First a model of a few large tensors, so that its state stands out from that of Python and Torch; then the demo's model
 as the demo trains it. Figures are of rank 0, in bytes per parameter where not said otherwise. docs/memory.md explains
@@ -30,13 +30,15 @@ BLOCK = 4096
 TENSORS = 4
 
 
-def expected(mode: str) -> dict[str, float]:
+def expected(mode: str, dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """Bytes per parameter and rank, by buffer, as docs/memory.md has them."""
     ranks, packed = hvd.size(), 1 / 8 + 4 / BLOCK
     adam = {"wrapped Adam's m and v": 8.0}
+    masters = {} if dtype is torch.float32 else {"masters": 4.0, "widened_gradients": 4.0}
     if mode == "warm-up":
-        return {**adam, "averages": 4.0, "dense_staging": 8.0}
+        return {**adam, "averages": 4.0, "dense_staging": 8.0, **masters}
     return {
+        **masters,
         "denominator": 4.0,
         "worker_error": 2 * 4.0,
         "owner_error": 2 * 4.0 / ranks,
@@ -75,12 +77,12 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def show(mode: str, optimizer: torch.optim.Optimizer, numel: int, before: int) -> None:
+def show(mode: str, optimizer: torch.optim.Optimizer, numel: int, before: int, dtype: torch.dtype) -> None:
     """One mode's table: formula, buffers, and by how much the process has grown over ``before``."""
     held = resident() - before
     trim()
     used = resident() - before
-    formula, found = expected(mode), measured(optimizer, numel)
+    formula, found = expected(mode, dtype), measured(optimizer, numel)
     names = [name for name in {**formula, **found} if formula.get(name) or found.get(name)]
     rows = [[name, f"{formula.get(name, 0):.3f}", f"{found.get(name, 0):.3f}"] for name in names]
     rows.append(["all", f"{sum(formula.values()):.3f}", f"{sum(found.values()):.3f}"])
@@ -90,13 +92,13 @@ def show(mode: str, optimizer: torch.optim.Optimizer, numel: int, before: int) -
     print(tabulate(rows, ["", "formula", "measured"], tablefmt="github", disable_numparse=True), flush=True)
 
 
-def large(numel: int, mask: bool) -> None:
-    """Six steps, three of them dense. With ``mask`` some elements have no gradient in them, and are masked."""
+def large(numel: int, mask: bool, dtype: torch.dtype) -> None:
+    """Six steps, three of them dense, of parameters and gradients of type ``dtype``. With ``mask`` some elements have no gradient in them, and are masked."""
     shape = (TENSORS * 64, numel // (TENSORS * TENSORS * 64))
-    parameters = [nn.Parameter(torch.randn(shape)) for _ in range(TENSORS)]
+    parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for _ in range(TENSORS)]
     numel = sum(p.numel() for p in parameters)
     for p in parameters:
-        p.grad = torch.randn(shape) * 1e-3
+        p.grad = (torch.randn(shape) * 1e-3).to(dtype)
         if mask:
             p.grad[:6] = 0.0
     trim()
@@ -105,12 +107,14 @@ def large(numel: int, mask: bool) -> None:
     for step in range(1, 7):
         optimizer.step()
         if hvd.rank() == 0 and step == 2 and not mask:
-            print(f"\n{numel} parameters in {TENSORS} tensors, {hvd.size()} ranks, bytes per parameter on rank 0")
-            show("warm-up", optimizer, numel, before)
+            print(
+                f"\n{numel} {dtype} parameters in {TENSORS} tensors, {hvd.size()} ranks, bytes per parameter on rank 0"
+            )
+            show("warm-up", optimizer, numel, before, dtype)
     if hvd.rank() == 0:
         share = optimizer.compression_report()["masked_elements"] / numel
         name = f"compressed, {100 * share:.1f} % of the elements masked" if mask else "compressed"
-        show(name, optimizer, numel, before)
+        show(name, optimizer, numel, before, dtype)
 
 
 def demo() -> None:
@@ -138,12 +142,13 @@ def demo() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Memory of 1-bit Adam by mode.")
     parser.add_argument("--parameters", type=int, default=5 << 23)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     options = parser.parse_args()
     hvd.init()
     torch.set_num_threads(1)
     demo()
     for mask in (False, True):
-        large(options.parameters, mask)
+        large(options.parameters, mask, getattr(torch, options.dtype))
         gc.collect()
     hvd.shutdown()
     return 0
