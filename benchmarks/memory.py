@@ -93,7 +93,10 @@ def show(mode: str, optimizer: torch.optim.Optimizer, numel: int, before: int, d
 
 
 def large(numel: int, mask: bool, dtype: torch.dtype) -> None:
-    """Six steps, three of them dense, of parameters and gradients of type ``dtype``. With ``mask`` some elements have no gradient in them, and are masked."""
+    """Six steps, three of them dense. With ``mask`` some elements have no gradient in them, and are masked.
+
+    Parameters and gradients are of type ``dtype``.
+    """
     shape = (TENSORS * 64, numel // (TENSORS * TENSORS * 64))
     parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for _ in range(TENSORS)]
     numel = sum(p.numel() for p in parameters)

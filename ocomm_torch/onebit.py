@@ -112,14 +112,14 @@ class OneBitAdam(AdamWrapper):
         """The wrapped optimizer's state of a tensor, which is made if there is none."""
         parameter = self._parameters[tensor]
         if not self.state[parameter]:
-            zeros = {name: torch.zeros_like(parameter) for name in MOMENTS}
+            zeros = {name: torch.zeros_like(self._masters.stepped[tensor]) for name in MOMENTS}
             self.state[parameter] = {"step": torch.tensor(0.0), **zeros}
         moments = self.moments(tensor)
         assert moments is not None
         return DenseAdam(*moments)
 
     def _flat(self, tensor: int) -> Floats:
-        return self._parameters[tensor].detach().view(-1).numpy()
+        return self._masters.stepped[tensor].detach().view(-1).numpy()
 
 
 DistributedOneBitAdam = OneBitAdam
