@@ -97,6 +97,7 @@ def large(numel: int, mask: bool, dtype: torch.dtype) -> None:
 
     Parameters and gradients are of type ``dtype``.
     """
+    torch.manual_seed(0)
     shape = (TENSORS * 64, numel // (TENSORS * TENSORS * 64))
     parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for _ in range(TENSORS)]
     numel = sum(p.numel() for p in parameters)

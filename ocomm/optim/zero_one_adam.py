@@ -214,6 +214,7 @@ class ZeroOneAdam(Core):
             moved |= compressed & (self._interval_lr.astype(np.float32) > 0)
         met = compressed & moved & is_sync & (self.tensors["interval_lr"] > 0)
         local = compressed & moved & ~met
+        self._start_intervals(met | local)
         refreshed = np.flatnonzero(compressed & present) if is_refresh else np.zeros(0, np.int64)
         for tensor in refreshed.tolist():
             self._decay_average(tensor, averages)
@@ -297,6 +298,12 @@ class ZeroOneAdam(Core):
         self._step_locally(local, self._update, self.preconditioner.denominator, self.preconditioner.mask)
         self._interval_lr[local] += self._lr[local]
         self._interval_decay[local] *= self._decay[local]
+
+    def _start_intervals(self, moving: Bools) -> None:
+        """Tensors that have not moved since the last sync start from their parameters as they are now."""
+        if self._synced is not None:
+            for tensor in np.flatnonzero(moving & (self._interval_lr == 0)).tolist():
+                self._synced[self.flat_span(tensor)] = self._param(tensor)
 
     def _leave_sync(self, tensors: Bools, moves: bool) -> None:
         """Keeps what a sync has left of ``tensors``: their momentum, and if the parameters will move those, too."""

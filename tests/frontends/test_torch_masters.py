@@ -328,6 +328,24 @@ class TestWhatTheUserWrites:
 
         run_ranks(2, body)
 
+    def test_what_is_written_after_a_sync_of_local_steps_is_where_the_next_interval_starts(self) -> None:
+        def body(session: Session) -> None:
+            pair = Pair("0/1 Adam, local steps")
+            syncs = 0
+            for step in range(1, 13):
+                pair.backward(step, rank_of(session))
+                pair.step()
+                pair.must_be_equal()
+                report = pair.optimizer.compression_report()
+                assert not syncs or all(parameters[0][0, 0] > 900 for parameters in (pair.low, pair.law))
+                if step >= 6 and not syncs and report["synced"]:
+                    syncs = report["syncs"]
+                    for parameters in (pair.low, pair.law):
+                        parameters[0].data[0, 0] = 1000.0
+            assert report["syncs"] > syncs > 0
+
+        run_ranks(2, body)
+
     @pytest.mark.parametrize("how", ["in place", "through data", "numpy", "another tensor"])
     def test_written_elements_count_and_the_others_keep_what_only_masters_have(self, how: str) -> None:
         def write(tensor: torch.Tensor) -> None:
