@@ -3,8 +3,8 @@
     ocommrun -np 4 python -m benchmarks.convergence [--tune] [--tasks text images small]
 
 All optimizers start from the same parameters and see the same batches, for each of three seeds. lr and beta come from
-``benchmarks/results/convergence-tuning.json``; where it is missing, or with ``--tune``, it is made first: one run with
-a seed of its own for each point of the grid. The tables go to ``benchmarks/results/convergence.md``, the runs to
+``benchmarks/results/convergence-tuning.json``; points of the grids that are not in it, or all with ``--tune``, are
+tried first: one run each, with a seed of its own. The tables go to ``benchmarks/results/convergence.md``, the runs to
 ``convergence.json``.
 """
 
@@ -56,23 +56,31 @@ def run_once(task: Task, name: str, wrap: Wrap, settings: Settings, seed: int) -
     return run
 
 
-def tune(task: Task) -> dict[str, list[dict]]:
-    """One run per point of each method's grid: [{lr, beta, loss}, ...] by method."""
+def tune(task: Task, tried: dict[str, list[dict]]) -> dict[str, list[dict]]:
+    """One run per point of each method's grid that is not in ``tried``: [{lr, beta, loss}, ...] by method."""
+    known = {(name, *settings_of(point).items()): point["loss"] for name, points in tried.items() for point in points}
+
+    def loss(method: Method, settings: Settings) -> float:
+        found = known.get((method.name, *settings.items()))
+        return run_once(task, method.name, method.wrap, settings, TUNING_SEED).loss if found is None else found
+
     return {
-        method.name: [
-            {**settings, "loss": run_once(task, method.name, method.wrap, settings, TUNING_SEED).loss}
-            for settings in method.grid
-        ]
+        method.name: [{**settings, "loss": loss(method, settings)} for settings in method.grid]
         for method in METHODS
         if method.grid
     }
+
+
+def settings_of(point: dict) -> Settings:
+    """What was tried at a point of a grid."""
+    return {key: value for key, value in point.items() if key != "loss"}
 
 
 def best(tuning: dict[str, list[dict]], method: Method) -> Settings:
     """The point of the method's grid with the lowest loss; Adam's where the method has no grid."""
     tried = tuning[method.name if method.grid else ADAM.name]
     point = min((p for p in tried if p["loss"] == p["loss"]), key=lambda p: p["loss"])
-    return {key: value for key, value in point.items() if key != "loss"}
+    return settings_of(point)
 
 
 def compare(task: Task, tuning: dict[str, list[dict]]) -> dict[str, list[Run]]:
@@ -97,7 +105,7 @@ def stability(task: Task, settings: Settings) -> dict[str, list[Run]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=LOADERS, default=list(LOADERS))
-    parser.add_argument("--tune", action="store_true", help="try every point of the grids first, and keep the results")
+    parser.add_argument("--tune", action="store_true", help="try every point of the grids again")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the tables and the runs")
     options = parser.parse_args()
     hvd.init()
@@ -107,10 +115,10 @@ def main() -> int:
     results = {}
     for name in options.tasks:
         task = load(name)
-        if name != "small" and (options.tune or name not in tuning):
-            tuning[name] = tune(task)
-        if name == "small" and "text" not in tuning:
-            tuning["text"] = tune(load("text"))
+        if name != "small":
+            tuning[name] = tune(task, {} if options.tune else tuning.get(name, {}))
+        elif "text" not in tuning:
+            tuning["text"] = tune(load("text"), {})
         runs = stability(task, best(tuning["text"], ADAM)) if name == "small" else compare(task, tuning[name])
         results[name] = tables.Result(task, runs)
     if hvd.rank() == 0:

@@ -18,8 +18,9 @@ ACCURACY_BOUND = 0.5
 BETAS = (0.9, 0.999)
 LRS = (3e-3, 5e-3, 8e-3, 1.2e-2, 1.6e-2)
 SOFT_LRS = (4e-3, 8e-3, 1.2e-2, 1.6e-2)
-BIRDER_LRS = (1e-3, 2e-3, 4e-3, 8e-3)
-SIGN_BETAS = (0.8, 0.9)
+SOFT_BETAS = (0.8, 0.9)
+BIRDER_LRS = (1e-3, 2e-3, 4e-3, 6e-3, 8e-3)
+BIRDER_BETAS = (0.7, 0.8, 0.9)
 LION_LRS = (5e-4, 1e-3, 2e-3, 4e-3)
 #: Where gradients are clipped.
 NORM = 0.5
@@ -97,13 +98,13 @@ ADAM = Method("Adam", _adam, _grid(LRS), keeps_accuracy=False)
 METHODS = (
     ADAM,
     Method("1-bit Adam", one_bit_adam(), bounds={"text": (-math.inf, 0.005)}),
-    Method("1-bit Adam, scale rms", one_bit_adam(scale="rms"), bounds={"text": (-math.inf, 0.005)}),
+    Method("1-bit Adam, scale l1", one_bit_adam(scale="l1")),
     Method("0/1 Adam", zero_one_adam(), bounds={"text": (-math.inf, 0.01)}),
-    Method("0/1 Adam, scale rms", zero_one_adam(scale="rms"), bounds={"text": (-math.inf, 0.01)}),
+    Method("0/1 Adam, scale rms", zero_one_adam(scale="rms")),
     Method("1-bit Adam, clipped", one_bit_adam(max_grad_norm=NORM)),
     Method("1-bit Adam, clipped by the previous norm", one_bit_adam(max_grad_norm=NORM, clip="previous")),
-    Method("SoftSignSGD", _soft_sign, _grid(SOFT_LRS, SIGN_BETAS), {"text": (-math.inf, 0.02)}),
-    Method("Birder", _birder, _grid(BIRDER_LRS, SIGN_BETAS), {"text": (-math.inf, 0.04)}),
+    Method("SoftSignSGD", _soft_sign, _grid(SOFT_LRS, SOFT_BETAS), {"text": (-math.inf, 0.02)}),
+    Method("Birder", _birder, _grid(BIRDER_LRS, BIRDER_BETAS), {"text": (-math.inf, 0.04)}),
     Method("Lion", _lion, _grid(LION_LRS), keeps_accuracy=False),
     Method("naive 1-bit Adam", _naive, bounds={"text": (0.05, math.inf)}, keeps_accuracy=False),
 )

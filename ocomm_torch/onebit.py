@@ -54,7 +54,7 @@ class OneBitAdam(AdamWrapper):
         freeze_step: int | Literal["auto"] = "auto",
         warm_start: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         block_size: int | Literal["tensor"] = 4096,
-        scale: Literal["l1", "rms"] = "l1",
+        scale: Literal["l1", "rms"] = "rms",
         variance_floor: float = 0.05,
         overlap: bool = True,
         mask_refresh: int = 100,

@@ -66,7 +66,7 @@ class OneBitAdam(Core):
         kernels: Kernels,
         *,
         variance_floor: float = 0.05,
-        scale: str = "l1",
+        scale: str = "rms",
         mask_refresh: int = 100,
     ) -> None:
         super().__init__(layout, rank, kernels, scale=scale)

@@ -350,7 +350,7 @@ def DistributedOneBitAdam(
     *,
     freeze_step: int | Literal["auto"] = "auto",
     block_size: int | Literal["tensor"] = 4096,
-    scale: Literal["l1", "rms"] = "l1",
+    scale: Literal["l1", "rms"] = "rms",
     variance_floor: float = 0.05,
     overlap: bool = True,
     mask_refresh: int = 100,

@@ -68,7 +68,7 @@ class Simulation:
         decoupled: bool = False,
         block_size: int | str = 4096,
         variance_floor: float = 0.05,
-        scale: str = "l1",
+        scale: str = "rms",
         mask_refresh: int = 100,
         clipping: Clipping | None = None,
     ) -> None:
