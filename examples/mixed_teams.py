@@ -174,12 +174,12 @@ def summary(name: str, mine: Result | None) -> list[Any] | None:
     everyone = {rank: s for rank, s in enumerate(ocomm.allgather_object(said)) if s is not None}
     if ocomm.rank() != 0:
         return None
-    loss, accuracy, report, _, frameworks = next(iter(everyone.values()))
-    equal = len({held for *_, held, _ in everyone.values()}) == 1
+    loss, accuracy, report, _, _ = next(iter(everyone.values()))
+    equal = len({held for _, _, _, held, _ in everyone.values()}) == 1
     return [
         name,
         ", ".join(map(str, everyone)),
-        frameworks,
+        ", ".join(dict.fromkeys(frameworks for *_, frameworks in everyone.values())),
         f"{loss:.4f}",
         f"{100 * accuracy:.2f} %",
         f"{report['bytes_sent'] / 1e6:.2f} MB, dense {report['bytes_dense'] / 1e6:.2f} MB",

@@ -7,14 +7,16 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 
 from tests.cluster.jobs import MPIRUN, ROOT, run_job
 
-for _module in ("torch", "tensorflow", "sklearn", "tabulate"):
-    pytest.importorskip(_module)
+# Not imported here: TensorFlow takes seconds, and every rank imports its own.
+NEEDED = ("torch", "tensorflow", "sklearn", "tabulate")
 pytestmark = [
+    pytest.mark.skipif(not all(map(find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}"),
     pytest.mark.skipif("TEST_MPI_SIZE" in os.environ, reason="starts mpirun itself"),
     pytest.mark.skipif(not MPIRUN.exists(), reason="there is no mpirun"),
 ]
