@@ -575,6 +575,12 @@ def _start_mpi(
     with _Arrival(launch, settings.start_timeout_s):
         world = mpi.open_world(communicator)
     if communicator is None and launch is not None and launch.size != world.size:
+        if launch.variable == "SLURM_NTASKS":
+            raise LaunchError(
+                f"SLURM_NTASKS={launch.size}, but MPI sees a world of {world.size}: srun has not connected its tasks "
+                f"to mpi4py's '{mpi.library_version()}'. Start with srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, "
+                "Intel MPI), of those that srun --mpi=list shows, or, inside the allocation, with ocommrun -np N."
+            )
         raise LaunchError(
             f"{launch.variable}={launch.size}, but MPI sees a world of {world.size}: mpi4py uses "
             f"'{mpi.library_version()}', which is not the MPI of the launcher. Start with ocommrun or with the mpirun "

@@ -197,6 +197,17 @@ def test_a_launcher_of_another_mpi_is_named() -> None:
     )
 
 
+def test_srun_that_does_not_speak_pmix_is_told_apart() -> None:
+    ended = one_rank("session.initialize()", SLURM_NTASKS="2", SLURM_PROCID="0", SLURM_JOB_ID="7")
+    assert ended.code == 1
+    assert re.fullmatch(
+        r"ocomm\.errors\.LaunchError: SLURM_NTASKS=2, but MPI sees a world of 1: srun has not connected its tasks "
+        r"to mpi4py's '.*'\. Start with srun --mpi=pmix \(Open MPI\) or --mpi=pmi2 \(MPICH, Intel MPI\), of those that "
+        r"srun --mpi=list shows, or, inside the allocation, with ocommrun -np N\.",
+        ended.stderr.splitlines()[-1],
+    )
+
+
 def test_a_spawned_child_is_refused_and_a_forked_pool_works(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(
