@@ -44,6 +44,7 @@ from ocomm_torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from ocomm_torch.lamb import DistributedOneBitLamb, OneBitLamb
 from ocomm_torch.lion import DistributedLion, Lion
 from ocomm_torch.mpi_ops import (
     allgather,
@@ -86,6 +87,7 @@ __all__ = [
     "DistributedBirder",
     "DistributedLion",
     "DistributedOneBitAdam",
+    "DistributedOneBitLamb",
     "DistributedOptimizer",
     "DistributedSoftSignSGD",
     "DistributedZeroOneAdam",
@@ -95,6 +97,7 @@ __all__ = [
     "Max",
     "Min",
     "OneBitAdam",
+    "OneBitLamb",
     "ProcessSet",
     "Product",
     "SoftSignSGD",

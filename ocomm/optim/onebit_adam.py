@@ -213,11 +213,19 @@ class OneBitAdam(Core):
             segment.previous, segment.result = _result_of(segment), segment.previous
         self.swap_errors()
         moved = compressed & present
-        for tensor in [t for t in self._dense if moved[t]]:
-            self._drop_dense(tensor)
         self.tensors["skip"] = ~moved
         self.steps += moved
         self.compressed_steps += 1
+        self._move(np.flatnonzero(moved).tolist())
+        for tensor in [t for t in self._dense if moved[t]]:
+            self._drop_dense(tensor)
+
+    def _move(self, tensors: Sequence[int]) -> None:
+        """Moves the parameters of ``tensors``, which are those without ``skip``.
+
+        A segment's ``previous`` is what has just been committed, ``result`` what was there before, None at first; where
+        the momentum was dense before, it still is.
+        """
         for segment in self.segments:
             assert isinstance(segment, MomentumSegment) and segment.previous is not None
             mask = self.segment_mask(segment.layout)
@@ -274,14 +282,18 @@ class OneBitAdam(Core):
         if dense is not None:
             return dense.copy()
         out = np.zeros(int(self.layout.numels[tensor]), np.float32)
-        offset = int(self.layout.offsets[tensor])
-        mask = self.preconditioner.mask[offset // 8 :] if self.preconditioner.masked[tensor] else None
         for segment in self.segments_of(tensor):
             assert segment.previous is not None, "a tensor without momentum"
-            rows = segment.layout.blocks[segment.layout.blocks["tensor"] == tensor]
-            rows["offset"] -= offset
-            self.kernels.unpack(rows, segment.previous, mask, out)
+            self.unpack(tensor, segment.layout, segment.previous, out)
         return out
+
+    def unpack(self, tensor: int, layout: SegmentLayout, packed: Bytes, out: Floats) -> None:
+        """Writes the part of a tensor that is in ``packed``, of a segment, into ``out``: ``numel`` float32."""
+        offset = int(self.layout.offsets[tensor])
+        mask = self.preconditioner.mask[offset // 8 :] if self.preconditioner.masked[tensor] else None
+        rows = layout.blocks[layout.blocks["tensor"] == tensor]
+        rows["offset"] -= offset
+        self.kernels.unpack(rows, packed, mask, out)
 
     def variance(self, tensor: int, *, beta2: float) -> Floats:
         """Adam's exp_avg_sq for a checkpoint: v_hat * (1 - beta2^t), new float32 array, 0 where masked."""

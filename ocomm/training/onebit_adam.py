@@ -30,24 +30,26 @@ class AdamHost(MomentsHost, Protocol):
 
 
 class OneBitAdamDriver(AdamDriver):
-    """See ``AdamDriver``. ``freeze_step`` is the number of dense steps T_w, or ``"auto"``."""
+    """See ``AdamDriver``. ``freeze_step`` is the number of dense steps T_w, or ``"auto"``; ``core_options`` are the
+    core's. ``host`` is an ``AdamHost``, unless a subclass makes the dense steps itself."""
 
     core: Core
+    #: In names and saved states.
+    label = "OneBitAdam"
+    core_class: type[Core] = Core
 
     def __init__(
         self,
         session: Session,
         number: int,
         specs: Sequence[TensorSpec],
-        host: AdamHost,
+        host: MomentsHost,
         common: Common,
         *,
         optimizer: str,
         freeze_step: int | Literal["auto"],
-        scale: str,
-        variance_floor: float,
-        mask_refresh: int,
         warm_start: str | None = None,
+        **core_options: Any,
     ) -> None:
         self.schedule = FreezeSchedule(freeze_step, host.groups()[0].betas[1])
         #: T_w, once it is known.
@@ -55,13 +57,12 @@ class OneBitAdamDriver(AdamDriver):
         self._late = LateTensors()
         #: Dense steps of tensors that come later; None: T_w.
         self.late_warmup: int | None = None
-        core_options = {"variance_floor": variance_floor, "scale": scale, "mask_refresh": mask_refresh}
         super().__init__(
             session,
             number,
-            "OneBitAdam",
+            self.label,
             specs,
-            lambda layout, rank, kernels: Core(layout, rank, kernels, **core_options),  # type: ignore[arg-type]
+            lambda layout, rank, kernels: self.core_class(layout, rank, kernels, **core_options),
             host,
             common,
             {"optimizer": optimizer, "freeze_step": freeze_step, "warm_start": warm_start, **core_options},
@@ -92,12 +93,16 @@ class OneBitAdamDriver(AdamDriver):
             moving = [t for t in warming if present[t]]
             for tensor in moving if core.gradient_scale != 1.0 else []:
                 self.stepper.average(tensor)[:] *= np.float32(core.gradient_scale)
-            self.host.dense_step(moving, self.stepper.average, limit)
+            self._dense_step(moving, limit)
             self._end_warmup(warming)
         if core.refresh_due:
             touched = core.touched()
             self.session.reduce(self.number, f"{self.name}.touched", touched, ReduceOp.BITWISE_OR)
             core.wake(touched)
+
+    def _dense_step(self, tensors: list[int], max_norm: float | None) -> None:
+        """A step of tensors in warm-up, on their averages; see ``AdamHost.dense_step``."""
+        self.host.dense_step(tensors, self.stepper.average, max_norm)
 
     # The end of the warm-up
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.zero_one import DistributedZeroOneAdam
@@ -33,6 +34,8 @@ class Kind:
 KINDS = {
     "1-bit Adam, dense": Kind(DistributedOneBitAdam, options={"freeze_step": 100}),
     "1-bit Adam, compressed": Kind(DistributedOneBitAdam, options={"freeze_step": 3}),
+    "1-bit LAMB, dense": Kind(DistributedOneBitLamb, options={"freeze_step": 100}),
+    "1-bit LAMB, compressed": Kind(DistributedOneBitLamb, options={"freeze_step": 3}),
     "0/1 Adam": Kind(DistributedZeroOneAdam),
     "0/1 Adam, local steps": Kind(
         DistributedZeroOneAdam,

@@ -14,18 +14,19 @@ from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.session import Session
 from ocomm.types import Settings
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.zero_one import DistributedZeroOneAdam
 from tests.frontends.every_kind import KINDS, whole_state
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial, train
-from tests.oracle import birder, lion, onebit_adam, zero_one_adam
+from tests.oracle import birder, lion, onebit_adam, onebit_lamb, zero_one_adam
 from tests.oracle.clipping import Clipping
 from tests.worlds import run_ranks
 
 STEPS = 30
 MAX_NORM = 60.0
-#: Dense steps of 1-bit Adam.
+#: Dense steps of 1-bit Adam and LAMB.
 WARMUP = 4
 INTERVALS = {"local_step_start": 6, "local_step_doubling": 8, "local_step_clip": 4, "var_update_scaler": 4}
 
@@ -125,9 +126,15 @@ def simulate_lion(ranks: int, clipping: Clipping) -> list[str]:
     return steps_of(lion.Lion(initial(), ranks, lr=1e-2, weight_decay=0.1, clipping=clipping), ranks)
 
 
+def simulate_lamb(ranks: int, clipping: Clipping) -> list[str]:
+    settings: dict[str, Any] = {"freeze_step": WARMUP, "lr": 1e-2, "weight_decay": 0.1, "clipping": clipping}
+    return steps_of(onebit_lamb.Simulation(initial(), ranks, **settings), ranks)
+
+
 #: Optimizer, what it wraps, options, and the law.
 LAWS: dict[str, tuple[Any, Any, dict[str, Any], Callable[[int, Clipping], list[str]]]] = {
     "1-bit Adam": (DistributedOneBitAdam, adam, {"freeze_step": WARMUP}, simulate_onebit),
+    "1-bit LAMB": (DistributedOneBitLamb, adam, {"freeze_step": WARMUP}, simulate_lamb),
     "0/1 Adam": (DistributedZeroOneAdam, adam, INTERVALS, simulate_zero_one),
     "Birder": (DistributedBirder, sgd, {"beta": 0.9}, simulate_ratios(birder.Birder)),
     "SoftSignSGD": (DistributedSoftSignSGD, sgd, {"beta": 0.9}, simulate_ratios(birder.SoftSign)),
@@ -295,7 +302,7 @@ def test_a_gradient_that_is_not_finite_is_reported_with_its_rank_and_changes_not
         return str(raised.value)
 
     for message in run_ranks(2, body):
-        if kind != "1-bit Adam, dense":
+        if not kind.endswith(", dense"):
             assert "on rank(s) [1]" in message
 
 

@@ -16,9 +16,15 @@ import torch
 from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.session import Session
 from ocomm.types import Nodes, Settings
-from ocomm_torch import DistributedBirder, DistributedLion, DistributedOneBitAdam, DistributedZeroOneAdam
+from ocomm_torch import (
+    DistributedBirder,
+    DistributedLion,
+    DistributedOneBitAdam,
+    DistributedOneBitLamb,
+    DistributedZeroOneAdam,
+)
 from tests.frontends.onebit_jobs import digest, gradients, initial, train
-from tests.oracle import birder, lion, onebit_adam, zero_one_adam
+from tests.oracle import birder, lion, onebit_adam, onebit_lamb, zero_one_adam
 from tests.oracle.clipping import Clipping
 from tests.oracle.hierarchical import node_sums
 from tests.worlds import run_ranks
@@ -204,6 +210,12 @@ MAX_NORM = 10.0
 #: Optimizer, what it wraps, options, and the law.
 CLIPPED: dict[str, tuple[Any, Any, dict[str, Any], Callable[[str, int, Clipping], list[str]]]] = {
     "1-bit Adam": (DistributedOneBitAdam, torch.optim.AdamW, {"freeze_step": 6, **MASKS}, clipped_onebit),
+    "1-bit LAMB": (
+        DistributedOneBitLamb,
+        torch.optim.AdamW,
+        {"freeze_step": 6, **MASKS},
+        clipped(onebit_lamb.Simulation, freeze_step=6, **BLOCKS, **MASKS),
+    ),
     "Birder": (DistributedBirder, torch.optim.SGD, {"seed": 7, "beta": 0.9}, clipped(birder.Birder, seed=7, beta=0.9)),
     "Lion": (DistributedLion, torch.optim.SGD, {"seed": 7}, clipped(lion.Lion, seed=7)),
 }
@@ -227,6 +239,7 @@ def test_clipped_by_one_norm_of_all_ranks_it_equals_the_simulation(kind: str, ho
 
 KINDS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
     "1-bit Adam": (DistributedOneBitAdam, torch.optim.Adam, {"freeze_step": 4}),
+    "1-bit LAMB": (DistributedOneBitLamb, torch.optim.AdamW, {"freeze_step": 4}),
     "0/1 Adam": (DistributedZeroOneAdam, torch.optim.Adam, SCHEDULE),
     "Birder": (DistributedBirder, torch.optim.SGD, {}),
     "Lion": (DistributedLion, torch.optim.SGD, {}),

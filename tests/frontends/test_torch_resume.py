@@ -16,6 +16,7 @@ import torch
 from ocomm.errors import MismatchError
 from ocomm.session import Session
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.zero_one import DistributedZeroOneAdam
@@ -33,6 +34,7 @@ def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "1-bit Adam": functools.partial(DistributedOneBitAdam, freeze_step=6, mask_refresh=3),
     "1-bit Adam, auto": functools.partial(DistributedOneBitAdam, freeze_step="auto", mask_refresh=3),
+    "1-bit LAMB": functools.partial(DistributedOneBitLamb, freeze_step=6, mask_refresh=3),
     "0/1 Adam": functools.partial(
         DistributedZeroOneAdam,
         var_update_scaler=2,

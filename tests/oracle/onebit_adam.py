@@ -150,11 +150,14 @@ class Simulation:
 
     # Dense: torch/optim/adam.py, _single_tensor_adam
 
-    def _dense_step(self, x: Tensor, local: list[Array], lr: float) -> None:
+    def _dense_average(self, local: list[Array]) -> Array:
         total = local[0].copy()
         for g in local[1:]:
             total += g
-        grad = total * F(1 / self.workers) * F(self.factor)
+        return total * F(1 / self.workers) * F(self.factor)
+
+    def _dense_step(self, x: Tensor, local: list[Array], lr: float) -> None:
+        grad = self._dense_average(local)
         if self.decoupled:
             x.param *= F(1 - lr * self.decoupled)
         if self.coupled:
@@ -218,6 +221,13 @@ class Simulation:
 
     def _compressed_step(self, x: Tensor, local: list[Array], lr: float) -> None:
         step_size = F(lr / (1 - self.beta1**x.step))
+        x.momentum = self._exchange(x, local)
+        x.param = x.param * F(1 - lr * self.decoupled)
+        moved = x.param - (step_size * x.momentum) / x.denominator
+        x.param = np.where(x.mask, x.param, moved)
+
+    def _exchange(self, x: Tensor, local: list[Array]) -> Array:
+        """The average of all workers' momenta, 0 where masked."""
         beta1, one_minus_beta1 = F(self.beta1), F((1 - self.beta1) * self.factor)
         c = []
         for g, error in zip(local, x.errors, strict=True):
@@ -232,10 +242,7 @@ class Simulation:
                 total = sent if worker == 0 else total + sent
             a = total * F(1 / self.workers) + x.owner_error[block]
             mbar[block], x.owner_error[block] = self._compress(a, keep)
-        x.momentum = mbar
-        x.param = x.param * F(1 - lr * self.decoupled)
-        moved = x.param - (step_size * mbar) / x.denominator
-        x.param = np.where(x.mask, x.param, moved)
+        return mbar
 
     def _compress(self, c: Array, keep: Array) -> tuple[Array, Array]:
         """What is sent of one block (0 where masked), and what stays behind."""
