@@ -17,6 +17,7 @@ from ocomm_torch import DistributedOneBitAdam, DistributedOneBitLamb, OneBitLamb
 from tests.frontends.every_kind import whole_state
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial, train
 from tests.frontends.test_torch_birder import follow_schedule, lr_at
+from tests.frontends.test_torch_lion import regression
 from tests.frontends.test_torch_onebit import rank_of
 from tests.oracle.onebit_lamb import Simulation
 from tests.worlds import run_ranks
@@ -175,6 +176,24 @@ def test_a_tensor_of_zeros_takes_plain_steps_until_it_has_a_norm(start: str) -> 
         return digests
 
     assert run_ranks(2, body) == [expected, expected]
+
+
+def test_it_trains_about_as_well_as_lamb_on_the_averaged_gradient() -> None:
+    def body(session: Session) -> list[float]:
+        return [
+            regression(
+                rank_of(session),
+                lambda m, n=freeze_step: DistributedOneBitLamb(
+                    torch.optim.Adam(m.parameters(), lr=3e-2), freeze_step=n
+                ),
+            )
+            for freeze_step in (60, 1000)
+        ]
+
+    losses = run_ranks(3, body)
+    assert losses[0] == losses[1] == losses[2]
+    onebit, dense = losses[0]
+    assert onebit < 1.2 * dense < 0.1, (onebit, dense)
 
 
 def test_it_holds_a_fresh_variance_besides_what_one_bit_adam_holds() -> None:
