@@ -98,6 +98,16 @@ class AdamWrapper(CompressedOptimizer):
         momentum, variance = (state[name].reshape(-1).numpy() for name in MOMENTS)
         return momentum, variance, int(state["step"])
 
+    def started(self, tensor: int) -> tuple[Floats, Floats, int]:
+        """As ``moments``, which begin as zeros if there are none."""
+        parameter = self._parameters[tensor]
+        if not self.state[parameter]:
+            zeros = {name: torch.zeros_like(self._masters.stepped[tensor]) for name in MOMENTS}
+            self.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+        moments = self.moments(tensor)
+        assert moments is not None
+        return moments
+
     def release(self, tensor: int) -> None:
         """Frees a tensor's m and v."""
         del self.state[self._parameters[tensor]]

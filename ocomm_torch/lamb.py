@@ -14,7 +14,7 @@ from ocomm.kernels.base import Floats
 from ocomm.session import Session
 from ocomm.training.driver import Common, Group
 from ocomm.training.lamb import LambDriver
-from ocomm_torch.adam import MOMENTS, AdamWrapper
+from ocomm_torch.adam import AdamWrapper
 
 
 class OneBitLamb(AdamWrapper):
@@ -23,9 +23,10 @@ class OneBitLamb(AdamWrapper):
     LAMB multiplies the learning rate of each tensor by its trust ratio, |p| / |update|, for large batches: a step is as
     long as lr times the parameter, whatever the gradient. So it wants an lr of its own.
 
-    ``optimizer`` is a ``torch.optim.Adam`` or ``AdamW`` over float32 CPU parameters: lr, betas, eps (up to the freeze)
-    and weight_decay, which is part of the update whichever it is, are read from its groups at every step, so LR
-    schedulers on either object work. Its own step is never made; if it has a state, the warm-up goes on from that.
+    ``optimizer`` is a ``torch.optim.Adam`` or ``AdamW`` over CPU parameters: float32, or bfloat16 or float16, of which
+    float32 masters are trained. lr, betas, eps (up to the freeze) and weight_decay, which is part of the update
+    whichever it is, are read from its groups at every step, so LR schedulers on either object work. Its own step is
+    never made; if it has a state, the warm-up goes on from that.
 
     ``min_coeff`` and ``max_coeff`` bound the trust ratio; ``coeff_beta`` is of its moving average, whose value at the
     freeze the 1-bit steps take: the warm-up should have more than 1 / (1 - coeff_beta) steps. They multiply it by a
@@ -96,16 +97,9 @@ class OneBitLamb(AdamWrapper):
 
     def advance(self, tensor: int) -> tuple[Floats, Floats, int]:
         """Counts a step of a tensor; its m, v, which begin as zeros, and the number of that step."""
-        parameter = self._parameters[tensor]
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            for name in MOMENTS:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        state["step"] += 1
-        moments = self.moments(tensor)
-        assert moments is not None
-        return moments
+        momentum, variance, step = self.started(tensor)
+        self.state[self._parameters[tensor]]["step"] += 1
+        return momentum, variance, step + 1
 
 
 DistributedOneBitLamb = OneBitLamb

@@ -15,7 +15,7 @@ from ocomm.session import Session
 from ocomm.training.adam import dense_step
 from ocomm.training.driver import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
-from ocomm_torch.adam import MOMENTS, AdamWrapper, is_decoupled
+from ocomm_torch.adam import AdamWrapper, is_decoupled
 
 
 class OneBitAdam(AdamWrapper):
@@ -88,7 +88,7 @@ class OneBitAdam(AdamWrapper):
         Where ranks are of several frameworks its formula, with the bits that the others get.
         """
         if self._driver.is_mixed:
-            adams = {tensor: self._adam(tensor) for tensor in tensors}
+            adams = {tensor: DenseAdam(*self.started(tensor)) for tensor in tensors}
             averages = {tensor: average(tensor) for tensor in tensors}
             dense_step(self._driver.groups(), averages, max_norm, self._flat, adams.__getitem__)
             for tensor, adam in adams.items():
@@ -107,16 +107,6 @@ class OneBitAdam(AdamWrapper):
         finally:
             for tensor, grad in zip(stepped, local, strict=True):
                 tensor.grad = grad
-
-    def _adam(self, tensor: int) -> DenseAdam:
-        """The wrapped optimizer's state of a tensor, which is made if there is none."""
-        parameter = self._parameters[tensor]
-        if not self.state[parameter]:
-            zeros = {name: torch.zeros_like(self._masters.stepped[tensor]) for name in MOMENTS}
-            self.state[parameter] = {"step": torch.tensor(0.0), **zeros}
-        moments = self.moments(tensor)
-        assert moments is not None
-        return DenseAdam(*moments)
 
     def _flat(self, tensor: int) -> Floats:
         return self._masters.stepped[tensor].detach().view(-1).numpy()

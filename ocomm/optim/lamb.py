@@ -18,7 +18,6 @@ Memory per parameter, besides that of 1-bit Adam: ``fresh`` 4 B; and 8 B per ele
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 from ocomm.compression.layout import Layout
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import Bytes, Floats, Kernels, aligned_zeros
-from ocomm.optim.core import address, flat_floats
+from ocomm.optim.core import address, flat_floats, floats_at
 from ocomm.optim.onebit_adam import MomentumSegment, OneBitAdam
 
 #: Elements that are worked on at a time: few enough to stay in a core's cache from one operation to the next.
@@ -315,10 +314,7 @@ class Lamb(OneBitAdam):
 
     def _param(self, tensor: int) -> Floats:
         """The parameter behind its address: a flat view."""
-        count = int(self.layout.numels[tensor])
-        if not count:
-            return np.zeros(0, np.float32)
-        return np.ctypeslib.as_array((ctypes.c_float * count).from_address(int(self.tensors["param"][tensor])))
+        return floats_at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
 
 
 def _chunks(numel: int) -> Iterator[slice]:

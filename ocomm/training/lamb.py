@@ -30,7 +30,7 @@ class LambDriver(OneBitAdamDriver):
     core_class = Lamb
 
     def set_hyper(self) -> None:
-        for group in self.host.groups():
+        for group in self.groups():
             self.core.set_hyper(
                 group.tensors,
                 lr=group.lr,
