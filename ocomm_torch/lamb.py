@@ -59,7 +59,7 @@ class OneBitLamb(AdamWrapper):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         block_size: int | Literal["tensor"] = 4096,
-        scale: Literal["l1", "rms"] = "l1",
+        scale: Literal["l1", "rms"] = "rms",
         variance_floor: float = 0.05,
         overlap: bool = True,
         mask_refresh: int = 100,
