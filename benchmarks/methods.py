@@ -78,8 +78,11 @@ def _soft_sign(adam: torch.optim.Optimizer, model: nn.Module, steps: int, settin
     return hvd.DistributedSoftSignSGD(adam, model.named_parameters(), beta=settings["beta"])
 
 
-def _birder(adam: torch.optim.Optimizer, model: nn.Module, steps: int, settings: Settings) -> torch.optim.Optimizer:
-    return hvd.DistributedBirder(adam, model.named_parameters(), beta=settings["beta"])
+def _birder(**options: object) -> Wrap:
+    def wrap(adam: torch.optim.Optimizer, model: nn.Module, steps: int, settings: Settings) -> torch.optim.Optimizer:
+        return hvd.DistributedBirder(adam, model.named_parameters(), beta=settings["beta"], **options)
+
+    return wrap
 
 
 def _lion(adam: torch.optim.Optimizer, model: nn.Module, steps: int, settings: Settings) -> torch.optim.Optimizer:
@@ -104,7 +107,13 @@ METHODS = (
     Method("1-bit Adam, clipped", one_bit_adam(max_grad_norm=NORM)),
     Method("1-bit Adam, clipped by the previous norm", one_bit_adam(max_grad_norm=NORM, clip="previous")),
     Method("SoftSignSGD", _soft_sign, _grid(SOFT_LRS, SOFT_BETAS), {"text": (-math.inf, 0.02)}),
-    Method("Birder", _birder, _grid(BIRDER_LRS, BIRDER_BETAS), {"text": (-math.inf, 0.04)}),
+    Method("Birder", _birder(), _grid(BIRDER_LRS, BIRDER_BETAS), {"text": (-math.inf, 0.04)}),
+    Method(
+        "Birder, signs not random",
+        _birder(stochastic=False),
+        _grid(SOFT_LRS, SOFT_BETAS),
+        {"text": (-math.inf, 0.04)},
+    ),
     Method("Lion", _lion, _grid(LION_LRS), keeps_accuracy=False),
     Method("naive 1-bit Adam", _naive, bounds={"text": (0.05, math.inf)}, keeps_accuracy=False),
 )

@@ -324,7 +324,7 @@ def main() -> int:
         if args.json:
             versions = {name: metadata.version(name) for name in ("torch", "numpy", "mpi4py")}
             about = {"processor": processor(), "python": platform.python_version(), **versions, "commit": commit()}
-            arguments = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+            arguments = {k: v for k, v in vars(args).items() if k != "json"}
             args.json.write_text(json.dumps({"about": about, "arguments": arguments, "results": results}, indent=1))
     return 0
 

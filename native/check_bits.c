@@ -86,7 +86,7 @@ int main(void) {
         ocomm_unpack(blocks, BLOCKS, packed, hidden, out);
         print("unpack", 1, out, sizeof out);
     }
-    const ocomm_noise noise = {0x0123456789ABCDEF, 7, 3};
+    const ocomm_noise noise = {0x0123456789ABCDEF, 7, 3, 0};
     const float weights[RANKS] = {0.3f, 0.1f, 0.2f, 0.3f, 0.1f};
     for (int amsgrad = 0; amsgrad < 2; amsgrad++) {
         ocomm_tensor tensor = {values, param, NULL, 0.95f, 0.05f, 0.0f, 1e-3f, 0.99f, 0, 0, 0};

@@ -100,6 +100,9 @@ typedef struct {
     uint32_t key0[PHILOX_ROUNDS], key1[PHILOX_ROUNDS], step, stream;
 } generator;
 
+/* Where a row's numbers come from: counters that begin with it, counters that do not, or U = 1/2 throughout. */
+enum { ALIGNED, SHIFTED, STEADY };
+
 /* One block of such a call: its random numbers, and where what they make of it goes. Element j takes word
  * (shift + j) % 4 of counter quad + (shift + j) / 4. */
 typedef struct {
@@ -108,7 +111,7 @@ typedef struct {
     uint8_t *bits;
     generator generator;
     uint64_t quad;
-    int shift;
+    int shift, source;
 } draws;
 
 typedef struct {
@@ -278,6 +281,7 @@ SHARED void prepare_draws(const ratio_call *args, const ocomm_block *block, int6
     d->generator.stream = args->noise->stream;
     d->quad = (uint64_t)block->index >> 2;
     d->shift = (int)(block->index & 3);
+    d->source = args->noise->steady ? STEADY : d->shift ? SHIFTED : ALIGNED;
 }
 
 /* The portable path: 16-byte vectors, which every x86-64 and every aarch64 has. */

@@ -44,6 +44,7 @@ typedef struct {
     uint64_t seed;
     uint32_t step;     /* committed steps */
     uint32_t stream;   /* rank of the worker; 0xFFFFFFFF for owners */
+    uint32_t steady;   /* 1: U = 1/2 for every element, and nothing above counts */
 } ocomm_noise;
 
 /* Which build of the loops runs: "avx2" or "portable". Selecting an unknown or unsupported one returns -1. */

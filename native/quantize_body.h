@@ -57,9 +57,11 @@ INLINE void FN(send)(const draws *d, int64_t j, int n, V *y, const V *number, V 
 
 /* The random numbers of the next row. `ahead` are those of the aligned row which starts at d->quad, where elements are
  * not aligned to counters: every row then takes a few from the row after it. */
-INLINE void FN(next_numbers)(int aligned, draws *d, V *row, V *ahead) {
+INLINE void FN(next_numbers)(int source, draws *d, V *row, V *ahead) {
     d->quad += ROW / 4;
-    if (aligned) {
+    if (source == STEADY) {
+        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(splat)(0x1p23f);
+    } else if (source == ALIGNED) {
         FN(drawn)(row, &d->generator, d->quad - ROW / 4);
     } else {
         V next[VECTORS];
@@ -69,14 +71,14 @@ INLINE void FN(next_numbers)(int aligned, draws *d, V *row, V *ahead) {
     }
 }
 
-INLINE void FN(quantize_rows)(int aligned, const ratio_work *w, draws *d, V *bad) {
+INLINE void FN(quantize_rows)(int source, const ratio_work *w, draws *d, V *bad) {
     const int64_t whole = w->length & -ROW;
     V ahead[VECTORS];
-    if (!aligned) FN(drawn)(ahead, &d->generator, d->quad);
+    if (source == SHIFTED) FN(drawn)(ahead, &d->generator, d->quad);
     for (int64_t j = 0; j < w->length; j += ROW) {
         const int n = (int)(w->length - j);
         V y[VECTORS], number[VECTORS];
-        FN(next_numbers)(aligned, d, number, ahead);
+        FN(next_numbers)(source, d, number, ahead);
         if (j < whole) {
             prefetch_row(w->momentum, j);
             prefetch_row(w->magnitude, j);
@@ -101,10 +103,11 @@ TARGET static int FN(quantize)(const ratio_call *args) {
         draws d;
         prepare_ratio(args, block, &w);
         prepare_draws(args, block, block->local, &d);
-        if (d.shift == 0)
-            FN(quantize_rows)(1, &w, &d, &bad);
-        else
-            FN(quantize_rows)(0, &w, &d, &bad);
+        switch (d.source) {
+        case ALIGNED: FN(quantize_rows)(ALIGNED, &w, &d, &bad); break;
+        case SHIFTED: FN(quantize_rows)(SHIFTED, &w, &d, &bad); break;
+        case STEADY: FN(quantize_rows)(STEADY, &w, &d, &bad); break;
+        }
     }
     return FN(all_finite)(&bad);
 }
@@ -127,15 +130,15 @@ INLINE void FN(weighted_signs)(int from_table, const ratio_call *args, const sum
     }
 }
 
-INLINE void FN(average_rows)(int aligned, int from_table, const ratio_call *args, const sums_table *table,
+INLINE void FN(average_rows)(int source, int from_table, const ratio_call *args, const sums_table *table,
                              const ocomm_block *block, draws *d, V *bad) {
     const int64_t length = block->length, whole = length & -ROW, at = block->bits - args->origin;
     V ahead[VECTORS];
-    if (!aligned) FN(drawn)(ahead, &d->generator, d->quad);
+    if (source == SHIFTED) FN(drawn)(ahead, &d->generator, d->quad);
     for (int64_t j = 0; j < length; j += ROW) {
         const int n = (int)(length - j);
         V a[VECTORS], number[VECTORS];
-        FN(next_numbers)(aligned, d, number, ahead);
+        FN(next_numbers)(source, d, number, ahead);
         if (j < whole) {
             FN(weighted_signs)(from_table, args, table, at, j, ROW, a);
             if (d->error) {
@@ -160,14 +163,14 @@ TARGET static int FN(quantized_average)(const ratio_call *args) {
         const ocomm_block *block = args->blocks + k;
         draws d;
         prepare_draws(args, block, block->owned, &d);
-        if (from_table && d.shift == 0)
-            FN(average_rows)(1, 1, args, &table, block, &d, &bad);
-        else if (from_table)
-            FN(average_rows)(0, 1, args, &table, block, &d, &bad);
-        else if (d.shift == 0)
-            FN(average_rows)(1, 0, args, &table, block, &d, &bad);
-        else
-            FN(average_rows)(0, 0, args, &table, block, &d, &bad);
+        switch (2 * d.source + from_table) {
+        case 2 * ALIGNED: FN(average_rows)(ALIGNED, 0, args, &table, block, &d, &bad); break;
+        case 2 * ALIGNED + 1: FN(average_rows)(ALIGNED, 1, args, &table, block, &d, &bad); break;
+        case 2 * SHIFTED: FN(average_rows)(SHIFTED, 0, args, &table, block, &d, &bad); break;
+        case 2 * SHIFTED + 1: FN(average_rows)(SHIFTED, 1, args, &table, block, &d, &bad); break;
+        case 2 * STEADY: FN(average_rows)(STEADY, 0, args, &table, block, &d, &bad); break;
+        case 2 * STEADY + 1: FN(average_rows)(STEADY, 1, args, &table, block, &d, &bad); break;
+        }
     }
     return FN(all_finite)(&bad);
 }

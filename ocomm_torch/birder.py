@@ -92,7 +92,9 @@ class Birder(SoftSignSGD):
     what that leaves is kept and added in the next step. Every parameter moves by lr in every step, so it wants another
     lr (and beta) than Adam: about two thirds of Adam's, with a ``beta`` of 0.8, was best on a small language model.
 
-    ``seed``: of the random signs, the same on all ranks. ``hierarchical``: the ranks of a host add up their gradients,
+    ``stochastic``: the paper's random signs. False takes the sign itself, which is right on average over steps, not in
+    each: what is kept stays in [-1, 1], and losses end nearer to Adam's (docs/decisions/0008). ``seed``: of the random
+    signs, the same on all ranks. ``hierarchical``: the ranks of a host add up their gradients,
     and each compresses a slice of the sum; ``"auto"``: if there are several hosts, all with several ranks. The other
     arguments and errors are those of ``SoftSignSGD``.
     """
@@ -105,6 +107,7 @@ class Birder(SoftSignSGD):
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         *,
         beta: float = 0.95,
+        stochastic: bool = True,
         seed: int = 0,
         amsgrad_after: int | None = None,
         block_size: int | Literal["tensor"] = 4096,
@@ -117,7 +120,7 @@ class Birder(SoftSignSGD):
         process_set: Any = None,
     ) -> None:
         common = Common(block_size, overlap, max_grad_norm, clip, verify, backward_passes_per_step, hierarchical)
-        options = {"beta": beta, "seed": seed, "amsgrad_after": amsgrad_after}
+        options = {"beta": beta, "stochastic": stochastic, "seed": seed, "amsgrad_after": amsgrad_after}
         self._wrap(optimizer, named_parameters, process_set, common, **options)
 
 

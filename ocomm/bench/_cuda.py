@@ -82,7 +82,7 @@ class Arrays:
             message[:, :4] = rng.random((count, 1), np.float32).view(np.uint8)
             self.messages.append(self._place(message.reshape(-1)))
         self.weights = self._place(np.full(ranks, 1 / ranks, np.float32))
-        self.noise = np.array([(1, 2, 3)], NOISE)
+        self.noise = np.array([(1, 2, 3, 0)], NOISE)
         self.dense, self.bare = (self._tensors(momentum) for momentum in (self.momentum, None))
 
     def _place(self, array: np.ndarray) -> Any:

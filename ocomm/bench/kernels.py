@@ -385,7 +385,7 @@ class Bench:
     def _birder_cases(self, ranks: list[int]) -> list[Case]:
         """The loops of Birder, SoftSignSGD and Lion, in place. The NumPy forms draw from NumPy's generator."""
         table = self.tensors(dense=False)
-        noise = np.array([(1, 2, 3)], NOISE)
+        noise = np.array([(1, 2, 3, 0)], NOISE)
         momentum, magnitude, error = self.y.copy(), self.denominator.copy(), self.error.copy()
         packed, message = self.packed.copy(), self.messages[0]
         bits = 1 / 8

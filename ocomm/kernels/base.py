@@ -53,8 +53,9 @@ TENSOR = np.dtype(
 )
 
 #: What a step's random numbers depend on, besides an element's index; fields as in ``ocomm_noise``.
-#: ``step``: committed steps; ``stream``: the rank, ``OWNERS`` for the owners' half.
-NOISE = np.dtype([("seed", np.uint64), ("step", np.uint32), ("stream", np.uint32)], align=True)
+#: ``step``: committed steps; ``stream``: the rank, ``OWNERS`` for the owners' half; ``steady`` 1: no random numbers but
+#: 1/2 for every element.
+NOISE = np.dtype([("seed", np.uint64), ("step", np.uint32), ("stream", np.uint32), ("steady", np.uint32)], align=True)
 OWNERS = 0xFFFFFFFF
 
 Floats = NDArray[np.float32]

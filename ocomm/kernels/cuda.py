@@ -737,8 +737,12 @@ def _unit(word: Any) -> Any:
 
 
 @inline
-def _uniform(index: int, low: int, high: int, step: int, stream: int, out: Any) -> None:
+def _uniform(index: int, low: int, high: int, step: int, stream: int, steady: int, out: Any) -> None:
     """The random numbers of four elements from ``index`` on, which come from two counters unless it is a multiple."""
+    if steady != 0:
+        for k in range(QUAD):
+            out[k] = _HALF
+        return
     a, b, c, d = _philox(index >> 2, low, high, step, stream)
     shift = index & 3
     if shift != 0:
@@ -804,7 +808,8 @@ def _random_signs(y: Any, number: Any, left: int, error_out: int, status: int) -
 @kernel
 def quantize(
     blocks: int, tensors: int, momentum: int, momentum_out: int, magnitude: int, magnitude_out: int, error: int,
-    error_out: int, eps: float, amsgrad: int, low: int, high: int, step: int, stream: int, packed: int, status: int,
+    error_out: int, eps: float, amsgrad: int, low: int, high: int, step: int, stream: int, steady: int, packed: int,
+    status: int,
 ) -> None:  # fmt: skip
     """``low`` and ``high``: the halves of the seed."""
     y = cuda.local.array(QUAD, types.float32)
@@ -828,7 +833,7 @@ def quantize(
                 _fetch(error + flat, left, 1, other)
                 for k in range(QUAD):
                     y[k] = y[k] + other[k]
-                _uniform(index + at, low, high, step, stream, other)
+                _uniform(index + at, low, high, step, stream, steady, other)
                 found |= _random_signs(y, other, left, error_out + flat, status) << (QUAD * u)
         _write_signs(found, signs + (base >> 3), length - base)
         if base + TILE < length:
@@ -838,7 +843,7 @@ def quantize(
 @kernel
 def quantized_average(
     blocks: int, received: int, ranks: int, origin: int, weights: int, error: int, error_out: int, low: int, high: int,
-    step: int, stream: int, packed: int, status: int,
+    step: int, stream: int, steady: int, packed: int, status: int,
 ) -> None:  # fmt: skip
     """``received`` is where the ``ranks`` addresses of the messages are."""
     a = cuda.local.array(QUAD, types.float32)
@@ -863,7 +868,7 @@ def quantized_average(
                     _fetch(error + 4 * (owned + at), left, 1, other)
                     for k in range(QUAD):
                         a[k] = a[k] + other[k]
-                _uniform(index + at, low, high, step, stream, other)
+                _uniform(index + at, low, high, step, stream, steady, other)
                 rest = error_out + 4 * (owned + at) if error_out != 0 else 0
                 found |= _random_signs(a, other, left, rest, status) << (QUAD * u)
         _write_signs(found, packed + bits + (base >> 3), length - base)
@@ -1238,8 +1243,8 @@ class CudaKernels:
         return not found
 
 
-def _counted_by(noise: NDArray[np.void]) -> tuple[int, int, int, int]:
-    """Seed in halves, step and stream of one row of NOISE."""
+def _counted_by(noise: NDArray[np.void]) -> tuple[int, int, int, int, int]:
+    """Seed in halves, step, stream and whether it is steady, of one row of NOISE."""
     row = noise.reshape(-1)[0]
     seed = int(row["seed"])
-    return seed & 0xFFFFFFFF, seed >> 32, int(row["step"]), int(row["stream"])
+    return seed & 0xFFFFFFFF, seed >> 32, int(row["step"]), int(row["stream"]), int(row["steady"])

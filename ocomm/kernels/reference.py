@@ -496,8 +496,10 @@ def philox4x32(counters: NDArray[np.uint32], key: tuple[int, int], rounds: int =
 
 
 def uniform(noise: NDArray[np.void], index: int, count: int) -> Floats:
-    """The random numbers of elements index ... index + count - 1: multiples of 2^-24 in [0, 1)."""
+    """The random numbers of elements index ... index + count - 1: multiples of 2^-24 in [0, 1); 1/2 if steady."""
     row = noise.reshape(-1)[0]
+    if row["steady"]:
+        return np.full(count, 0.5, np.float32)
     quads = np.arange(index // 4, (index + count + 3) // 4, dtype=np.uint64)
     counters = np.empty((quads.size, 4), np.uint32)
     counters[:, 0], counters[:, 1] = quads & np.uint64(0xFFFFFFFF), quads >> np.uint64(32)

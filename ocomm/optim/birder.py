@@ -5,7 +5,8 @@
     p = p * (1 - lr * wd) - lr * ubar
 
 Q is +1 with probability (y + 1) / 2, else -1: right on average inside [-1, 1], saturated outside, so that abs(e) <= 2.
-Its random numbers depend on seed, element, step and rank alone: cuts, threads and arrival change no bit.
+Its random numbers depend on seed, element, step and rank alone: cuts, threads and arrival change no bit. If it is not
+stochastic, Q is +1 where y > 0 (more exactly: where y + 1 > 1), else -1, and abs(e) <= 1.
 
 Memory per parameter, besides the parameter and its gradient, for n ranks: m, b and worker error 2 * 12 B, owner error
 2 * 4/n B.
@@ -27,7 +28,10 @@ from ocomm.optim.soft_sign import EPS, SoftSignSGD
 
 
 class Birder(SoftSignSGD):
-    """See ``SoftSignSGD``. ``seed`` is in [0, 2^64), the same on all ranks. Raises SettingsError for other values."""
+    """See ``SoftSignSGD``. ``seed`` is in [0, 2^64), the same on all ranks, as is ``stochastic``.
+
+    Raises SettingsError for other values.
+    """
 
     compressor = "birder"
     scales = False
@@ -40,6 +44,7 @@ class Birder(SoftSignSGD):
         *,
         beta: float = 0.95,
         seed: int = 0,
+        stochastic: bool = True,
         amsgrad_after: int | None = None,
     ) -> None:
         if not 0 <= seed < 1 << 64:
@@ -47,8 +52,8 @@ class Birder(SoftSignSGD):
         super().__init__(layout, rank, kernels, beta=beta, amsgrad_after=amsgrad_after)
         # Read by plans when they run: a new step needs no new plan.
         members = layout.nodes.members
-        self._noise = np.array([(seed, 0, members.index(layout.nodes.node_of(rank)))], NOISE)
-        self._owner_noise = np.array([(seed, 0, OWNERS)], NOISE)
+        self._noise = np.array([(seed, 0, members.index(layout.nodes.node_of(rank)), not stochastic)], NOISE)
+        self._owner_noise = np.array([(seed, 0, OWNERS, not stochastic)], NOISE)
         self._weights = np.array([len(node) / layout.ranks for node in members], np.float32)
 
     def _allocate_exchanged(self) -> None:
@@ -61,7 +66,7 @@ class Birder(SoftSignSGD):
         return Exchange(everything, ~everything)
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> CompressQuantized:
-        """This step's random signs into ``packed``. Reads gradients; writes momentum, magnitude and error."""
+        """This step's signs into ``packed``. Reads gradients; writes momentum, magnitude and error."""
         return CompressQuantized(
             blocks=self.segments[segment].layout.worker_blocks,
             tensors=self.tensors,

@@ -62,7 +62,7 @@ class Lion(Core):
         self.momentum, self.momentum_out = (aligned_zeros(layout.worker_numel(rank)) for _ in range(2))
         self._worker = layout.nodes.members.index(layout.nodes.node_of(rank))
         # Read by plans when they run: a new step needs no new plan.
-        self._owner_noise = np.array([(seed, 0, OWNERS)], NOISE)
+        self._owner_noise = np.array([(seed, 0, OWNERS, 0)], NOISE)
         self._votes = np.array([len(node) for node in layout.nodes.members], np.float32)
         self.allocate()
 

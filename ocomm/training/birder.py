@@ -19,7 +19,7 @@ class BirderDriver(Driver):
     """See ``Driver``. ``kind`` is ``"Birder"`` or ``"SoftSignSGD"``, ``options`` are those of its core."""
 
     core: SoftSignSGD
-    fixed_options = ("beta", "seed", "amsgrad_after")
+    fixed_options = ("beta", "seed", "stochastic", "amsgrad_after")
 
     def __init__(
         self,

@@ -451,6 +451,7 @@ def DistributedBirder(
     variables: Any = None,
     *,
     beta: float = 0.95,
+    stochastic: bool = True,
     seed: int = 0,
     amsgrad_after: int | None = None,
     block_size: int | Literal["tensor"] = 4096,
@@ -466,7 +467,7 @@ def DistributedBirder(
     Learning rate and weight decay are ``optimizer``'s (``keras.optimizers.SGD(lr)`` for instance), its own step is
     never made. Options are those of ``ocomm_torch.DistributedBirder``, the rest is as in ``DistributedOneBitAdam``.
     """
-    options = {"beta": beta, "seed": seed, "amsgrad_after": amsgrad_after}
+    options = {"beta": beta, "stochastic": stochastic, "seed": seed, "amsgrad_after": amsgrad_after}
     common = Common(block_size, overlap, max_grad_norm, clip, verify)
     return _wrap(_Birder, optimizer, variables, names, process_set, _birder("Birder", common, options))
 

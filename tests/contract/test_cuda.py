@@ -300,8 +300,8 @@ class TestArguments:
 
 
 def test_seeds_travel_in_halves() -> None:
-    noise = np.array([(0xAABBCCDD11223344, 9, 0xFFFFFFFF)], NOISE)
-    assert loops._counted_by(noise) == (0x11223344, 0xAABBCCDD, 9, 0xFFFFFFFF)
+    noise = np.array([(0xAABBCCDD11223344, 9, 0xFFFFFFFF, 1)], NOISE)
+    assert loops._counted_by(noise) == (0x11223344, 0xAABBCCDD, 9, 0xFFFFFFFF, 1)
 
 
 def test_the_benchmark_checks_every_loop_before_it_times_it() -> None:

@@ -313,7 +313,7 @@ def quantized_exchange(kind: str, size: int, steps: int) -> list[bytes]:
             owner_error = np.zeros(layout.owned_numel(rank), np.float32)
             staging, result = compressed_staging(segment), aligned(segment.packed_nbytes)
             staging.send[:] = result[:] = 0
-            noise = np.array([(77, 0, rank), (77, 0, OWNERS)], NOISE)
+            noise = np.array([(77, 0, rank, 0), (77, 0, OWNERS, 0)], NOISE)
             compress = CompressQuantized(
                 segment.blocks, tensors, m, m, b, b, e, e, 1e-12, rank == 0, noise[:1], staging.send, env.flags
             )
@@ -365,7 +365,7 @@ def voted_exchange(kind: str, size: int) -> list[bytes]:
     layout = Layout([TensorSpec("a", (1000,)), TensorSpec("b", (33, 7))], size, block_size=128)
     rng = np.random.default_rng(7)
     held: list[tuple[np.ndarray, np.ndarray]] = []
-    noise, votes, plans = np.array([(77, 0, OWNERS)], NOISE), np.ones(size, np.float32), []
+    noise, votes, plans = np.array([(77, 0, OWNERS, 0)], NOISE), np.ones(size, np.float32), []
     with world_of(kind, size) as world:
         for rank in range(size):
             (segment,) = layout.segments([0, 1], rank, 1 << 20, scales=False)

@@ -139,11 +139,14 @@ class SoftSign:
 
 
 class Birder(SoftSign):
-    """As ``SoftSign``, with every ratio and every average replaced by random signs."""
+    """As ``SoftSign``, with every ratio and every average replaced by signs, random ones if it is ``stochastic``."""
 
-    def __init__(self, params: Sequence[Array], ranks: int, *, seed: int = 0, **settings: object) -> None:
+    def __init__(
+        self, params: Sequence[Array], ranks: int, *, seed: int = 0, stochastic: bool = True, **settings: object
+    ) -> None:
         super().__init__(params, ranks, **settings)  # type: ignore[arg-type]
         self.seed = seed
+        self.stochastic = stochastic
 
     def _average(self, x: Tensor, ratios: list[Array]) -> Array:
         total = np.zeros(0, F)
@@ -155,7 +158,8 @@ class Birder(SoftSign):
         return update
 
     def _quantize(self, y: Array, index: Array, stream: int) -> tuple[Array, Array]:
-        """Random signs of y, and what they leave of it."""
-        positive = uniform(self.seed, index, self.committed, stream) < (y + F(1)) * F(0.5)
+        """Signs of y, and what they leave of it."""
+        drawn = uniform(self.seed, index, self.committed, stream) if self.stochastic else F(0.5)
+        positive = drawn < (y + F(1)) * F(0.5)
         u = np.where(positive, F(1), F(-1))
         return u, y - u
