@@ -391,7 +391,8 @@ SIGNATURES = {
 
 def test_calls_have_horovods_signatures_and_everything_public_is_documented() -> None:
     for name, parameters in SIGNATURES.items():
-        assert list(inspect.signature(getattr(hvd, name)).parameters) == parameters.split(), name
+        ours = inspect.signature(getattr(hvd, name)).parameters.values()
+        assert [p.name for p in ours if p.kind is not p.KEYWORD_ONLY] == parameters.split(), name
     for name in hvd.__all__:
         thing = getattr(hvd, name)
         assert not (inspect.isfunction(thing) or inspect.isclass(thing)) or thing.__doc__, name
