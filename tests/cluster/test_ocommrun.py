@@ -27,9 +27,7 @@ def has_mpi() -> bool:
 
 
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="there is no mpirun")
-needs_venv = pytest.mark.skipif(
-    sys.prefix == sys.base_prefix, reason="only a virtual environment can be copied by links"
-)
+needs_venv = pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="only a virtual environment is copied by links")
 
 
 def ocommrun(*args: str, python: str = sys.executable, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -14,9 +14,9 @@ from ocomm.kernels import Kernels, cpu_kernels, reference
 def _cuda_kernels(suite: type | None) -> Any:
     device = pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
     if not device.is_available():
-        pytest.skip("no CUDA device")
+        pytest.skip(reason="no CUDA device")
     if suite and suite.__name__ in ("TestReduce", "TestChecksum"):
-        pytest.skip("CudaKernels has neither reductions nor checksums")
+        pytest.skip(reason="CudaKernels has neither reductions nor checksums")
     from tests.contract.on_device import OnDevice
 
     return OnDevice()
@@ -26,7 +26,7 @@ def _c_loops(path: str) -> Iterator[Kernels]:
     native = pytest.importorskip("ocomm._native", reason="the extension ocomm._native is not built")
     usual = native.ffi.string(native.lib.ocomm_path())
     if native.lib.ocomm_select_path(path.encode()) < 0:
-        pytest.skip(f"this processor cannot run the {path} path")
+        pytest.skip(reason=f"this processor cannot run the {path} path")
     yield cpu_kernels()
     native.lib.ocomm_select_path(usual)
 

@@ -29,7 +29,7 @@ numba_cuda = pytest.importorskip("numba.cuda", reason="numba-cuda is not install
 loops = importlib.import_module("ocomm.kernels.cuda")
 SIMULATED = loops.SIMULATED
 if not (SIMULATED or numba_cuda.is_available()):
-    pytest.skip("no CUDA device, and NUMBA_ENABLE_CUDASIM is not 1", allow_module_level=True)
+    pytest.skip(reason="no CUDA device, and NUMBA_ENABLE_CUDASIM is not 1", allow_module_level=True)
 
 from tests.contract.on_device import OnDevice  # noqa: E402  (needs numba-cuda)
 
