@@ -21,6 +21,7 @@ from ocomm.kernels.base import Bytes
 from ocomm.negotiation.coordinator import JOIN_NAME
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.handle import Handle, Submission
+from ocomm.runtime.process_set import ProcessSet as ProcessSetAtRunTime
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
 
@@ -389,6 +390,118 @@ def allreduce(
         return outputs if grouped else outputs[0]
 
     return Operation(session.submit(number, submissions), finish)
+
+
+class RepeatedAllreduce:
+    """Allreduces of one name, again and again: what does not change from run to run is made once.
+
+    ``count``: of the tensors of a group, None for a single tensor. The other arguments and errors are those of
+    ``allreduce``; not for Adasum. ``Together`` submits it.
+    """
+
+    __slots__ = ("_described", "_factors", "_group", "_names", "_op", "member", "requests")
+
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        op: int,
+        prescale: float,
+        postscale: float,
+        process_set: ProcessSet,
+        count: int | None,
+    ) -> None:
+        number = process_set.number(session)
+        #: Where the requests go.
+        self.member = session.member_set(number)
+        self._names = _names(session, number, "allreduce", name, count)
+        self._group = (self._names[0], count) if count else ("", 0)
+        self._op = op
+        self._factors = prescale, postscale
+        self._described: Sequence[tuple[DType, tuple[int, ...]]] = []
+        #: One for each tensor, of the last ``describe``.
+        self.requests: list[Request] = []
+
+    def describe(self, tensors: Sequence[tuple[DType, tuple[int, ...]]]) -> None:
+        """Makes ``requests`` those of tensors with these element types and shapes."""
+        if tensors is self._described or tensors == self._described:
+            return
+        self.requests = [
+            Request(
+                Kind.ALLREDUCE, name, dtype, shape, _check_reduction(name, dtype, self._op, *self._factors), 0,
+                *self._factors, (), "torch", *self._group,
+            )
+            for name, (dtype, shape) in zip(self._names, tensors, strict=True)
+        ]  # fmt: skip
+        self._described = tensors
+
+
+class UnderWay:
+    """One of the operations that a ``Together`` has submitted; the handles of its tensors are a part of all handles."""
+
+    __slots__ = ("_end", "_handles", "_listener", "_position", "_start", "owner")
+
+    def __init__(self, owner: Any, start: int, end: int) -> None:
+        #: Whatever the caller knows it by.
+        self.owner = owner
+        self._start = self._position = start
+        self._end = end
+
+    def begin(self, handles: Sequence[Handle], listener: Callable[[UnderWay], None]) -> None:
+        """``listener`` is called once ``wait`` will not block, on the background thread or here and now."""
+        self._handles = handles
+        self._listener = listener
+        self()
+
+    def __call__(self) -> None:
+        while self._position < self._end:
+            handle = self._handles[self._position]
+            if not handle.poll():
+                handle.notify(self)
+                return
+            self._position += 1
+        self._listener(self)
+
+    def wait(self) -> None:
+        """Waits for the end. Raises what went wrong."""
+        for position in range(self._start, self._end):
+            self._handles[position].wait()
+
+
+class Together:
+    """Repeated allreduces that are submitted at once: each is matched by itself, as if it had been submitted alone."""
+
+    def __init__(self) -> None:
+        self._submissions: dict[ProcessSetAtRunTime, list[Submission]] = {}
+        self._operations: dict[ProcessSetAtRunTime, list[UnderWay]] = {}
+
+    def add(self, repeated: RepeatedAllreduce, owner: Any, buffers: Sequence[tuple[Bytes, Bytes]]) -> None:
+        """Another operation; ``buffers`` are the bytes of its tensors and of their results."""
+        member = repeated.member
+        submissions = self._submissions.get(member)
+        if submissions is None:
+            submissions = self._submissions[member] = []
+            self._operations[member] = []
+        start = len(submissions)
+        for request, (source, target) in zip(repeated.requests, buffers, strict=True):
+            submissions.append(Submission(request, source, target))
+        self._operations[member].append(UnderWay(owner, start, len(submissions)))
+
+    def submit(self, listener: Callable[[UnderWay], None]) -> list[Any]:
+        """Submits all. Returns the owners of those that could not be, because one of them cannot or the set is closed.
+
+        ``listener`` hears of each of the others when it is over.
+        """
+        refused: list[Any] = []
+        for member, operations in self._operations.items():
+            try:
+                handles = member.submit(self._submissions[member])
+            except OcommError:
+                refused += [operation.owner for operation in operations]
+                continue
+            for operation in operations:
+                operation.begin(handles, listener)
+        return refused
 
 
 def allgather(

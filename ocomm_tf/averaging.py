@@ -117,7 +117,7 @@ class Averaging:
                 "allreduce",
                 [dense[position][0] for position in group],
                 f"{prefix}.{names[group[0]]}",
-                mpi_ops.start_allreduce(self._op, *self._scales, self.process_set, len(group) > 1),
+                mpi_ops.StartAllreduce(self._op, *self._scales, self.process_set, len(group) > 1),
             )
             for group in groups
         ]

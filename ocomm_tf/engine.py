@@ -16,7 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.kernels.base import Bytes
-from ocomm.operations import Operation
+from ocomm.operations import Operation, RepeatedAllreduce, Together, UnderWay
 from ocomm.types import DType
 
 _INVALID_ARGUMENT, _FAILED_PRECONDITION, _UNKNOWN = 3, 9, 2  # TensorFlow's status codes
@@ -57,10 +57,16 @@ class Call:
 
     ``start(tensors, name)`` submits it with the adapter ``TENSORS``; ``name`` is None where the place in the graph is
     the name. The operation's result is the rows of all ranks per tensor, or None where shapes do not change.
+    ``repeat(name)``, where there is one, makes what is quicker at that from the second run on; ``static`` are element
+    types and shapes of the tensors, where the graph knows them.
     """
 
     start: Callable[[list[Any], str], Operation]
     name: str | None
+    repeat: Callable[[str], RepeatedAllreduce] | None = None
+    repeated: dict[str, RepeatedAllreduce] = field(default_factory=dict)  # by name
+    static: list[tuple[DType, tuple[int, ...]]] = field(default_factory=list)
+    static_nbytes: list[int] = field(default_factory=list)
     runs: int = 0
 
 
@@ -89,8 +95,7 @@ class TensorAdapter:
     """See ``operations.Adapter``: for tensors of operations under way."""
 
     def describe(self, tensor: Any) -> tuple[DType, tuple[int, ...]]:
-        c = tensor.c
-        return _DTYPE_OF_NUMBER[c.dtype], tuple(_ffi.unpack(c.shape, c.rank)) if c.rank else ()
+        return _described(tensor.c)
 
     def host(self, tensor: Any) -> tuple[Any, bool]:
         return tensor, True
@@ -188,6 +193,9 @@ def exchange(call: Call, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Te
 
     ``label`` is what the operation is called there, made unique.
     """
+    if all(tensor.shape.is_fully_defined() and tensor.dtype in DTYPES for tensor in tensors):
+        call.static = [(DTYPES[tensor.dtype], tuple(tensor.shape)) for tensor in tensors]
+        call.static_nbytes = [dtype.itemsize * math.prod(shape) for dtype, shape in call.static]
     outputs = _create("OcommExchange", call, tensors, [], label)
     for output, tensor in zip(outputs, tensors, strict=True):
         output.set_shape(tensor.shape)
@@ -240,42 +248,90 @@ def _create(kind: str, call: Call, tensors: Sequence[tf.Tensor], extra: list[tf.
     return list(operation.outputs)
 
 
+class _Single:
+    """A work under way that was submitted by itself; see ``UnderWay``."""
+
+    __slots__ = ("operation", "owner")
+
+    def __init__(self, work: Any, operation: Operation) -> None:
+        self.owner = work
+        self.operation = operation
+
+    def wait(self) -> None:
+        """Raises what went wrong."""
+        rows = self.operation.wait()
+        if rows is not None:
+            _write_rows(self.owner, rows)
+
+
 class _Courier:
-    """The thread between TensorFlow's queue and the runtime."""
+    """The thread between TensorFlow's queue and the runtime. A second's work of it is hundreds of thousands of tensors:
+    what it makes for each is little, and few objects, for the garbage collector of a process with TensorFlow is slow.
+    """
 
     def __init__(self) -> None:
-        self._over: deque[tuple[Any, Operation]] = deque()  # the runtime's thread appends
+        self._over: deque[UnderWay | _Single] = deque()  # the runtime's thread appends
         self._told = False  # that there is something
 
     def run(self) -> None:
         while not _stopping:
             work = _lib.ocomm_tf_take(_IDLE_S)
+            works = []
             while work != _ffi.NULL:
-                following = work.next  # a work may be gone as soon as it is started
-                self._start(work)
-                work = following
+                works.append(work)
+                work = work.next
+            self._start_all(works)
             self._told = False
             self._finish()
 
-    def _start(self, work: Any) -> None:
-        if not 0 <= work.call < len(_calls):
-            text = "a graph with collectives runs in the process which traced it; trace it here again"
-            self._fail(work, InvalidRequestError(text))
-            return
-        call = _calls[work.call]
-        call.runs += 1
-        name = call.name
-        if name is None:
-            name = _ffi.unpack(work.name, work.name_length).decode()
+    def _start_all(self, works: list[Any]) -> None:
+        together = Together()
+        for work in works:
+            if not 0 <= work.call < len(_calls):
+                text = "a graph with collectives runs in the process which traced it; trace it here again"
+                self._fail(work, InvalidRequestError(text))
+                continue
+            call = _calls[work.call]
+            call.runs += 1
+            if call.repeat is None or not self._add(together, work, call):
+                self._start(work, call)
+        for work in together.submit(self.hear):  # each by itself, and by another one, as its set may have been
+            call = _calls[work.call]
+            call.repeated.clear()
+            self._start(work, call)
+
+    def _add(self, together: Together, work: Any, call: Call) -> bool:
+        """False: to be started by itself, which will say why."""
+        name = call.name or _name_of(work)
+        repeated = call.repeated.get(name)
+        tensors = [work.tensors[position] for position in range(work.count)]
+        sizes = [c.nbytes for c in tensors]
+        # A program may have told the graph a shape that is none.
+        known = call.static if sizes == call.static_nbytes else [_described(c) for c in tensors]
         try:
-            operation = call.start([_Tensor(work, position) for position in range(work.count)], name)
+            if repeated is None:
+                assert call.repeat is not None
+                repeated = call.repeated[name] = call.repeat(name)
+            repeated.describe(known)
+        except OcommError:
+            return False
+        buffers = [(_bytes(c.input, n), _bytes(c.output, n)) for c, n in zip(tensors, sizes, strict=True)]
+        together.add(repeated, work, buffers)
+        return True
+
+    def _start(self, work: Any, call: Call) -> None:
+        try:
+            tensors = [_Tensor(work, position) for position in range(work.count)]
+            operation = call.start(tensors, call.name or _name_of(work))
         except Exception as error:  # TensorFlow must hear of it, whatever it is: it waits
             self._fail(work, error)
             return
-        operation.notify(lambda: self._hear(work, operation))
+        single = _Single(work, operation)
+        operation.notify(lambda: self.hear(single))
 
-    def _hear(self, work: Any, operation: Operation) -> None:
-        self._over.append((work, operation))
+    def hear(self, over: UnderWay | _Single) -> None:
+        """A work is over. From any thread."""
+        self._over.append(over)
         if not self._told:
             self._told = True
             _lib.ocomm_tf_wake()
@@ -283,15 +339,13 @@ class _Courier:
     def _finish(self) -> None:
         good = []
         while self._over:
-            work, operation = self._over.popleft()
+            over = self._over.popleft()
             try:
-                rows = operation.wait()
-                if rows is not None:
-                    _write_rows(work, rows)
+                over.wait()
             except Exception as error:
-                self._fail(work, error)
+                self._fail(over.owner, error)
             else:
-                good.append(work)
+                good.append(over.owner)
         if good:
             _lib.ocomm_tf_finish(good, len(good), 0, _ffi.NULL)
 
@@ -300,6 +354,14 @@ class _Courier:
         if isinstance(error, OcommError):
             code = _INVALID_ARGUMENT if isinstance(error, InvalidRequestError) else _FAILED_PRECONDITION
         _lib.ocomm_tf_finish([work], 1, code, f"{type(error).__name__}: {error}".encode())
+
+
+def _described(c: Any) -> tuple[DType, tuple[int, ...]]:
+    return _DTYPE_OF_NUMBER[c.dtype], tuple(_ffi.unpack(c.shape, c.rank)) if c.rank else ()
+
+
+def _name_of(work: Any) -> str:
+    return _ffi.unpack(work.name, work.name_length).decode()
 
 
 def _write_rows(work: Any, rows: Sequence[Sequence[int]]) -> None:

@@ -28,11 +28,11 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ocomm import operations
 from ocomm import session as sessions
-from ocomm.api import Average, Sum
+from ocomm.api import Adasum, Average, Sum
 from ocomm.collectives.scratch import ALIGNMENT, aligned
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import Bytes
-from ocomm.operations import NUMPY, Operation, ProcessSet, choose_op, global_process_set
+from ocomm.operations import NUMPY, Operation, ProcessSet, RepeatedAllreduce, choose_op, global_process_set
 from ocomm.session import Session
 from ocomm.types import DType
 from ocomm_tf import engine
@@ -107,17 +107,19 @@ def run(exchanges: Sequence[Exchange]) -> list[list[tf.Tensor]]:
         return [operation.wait() for operation in started]
     if _without_engine():
         return _run_in_python(session, exchanges)
-    return [
-        engine.exchange(_call(session, e.start, e.name, lambda results: None), e.tensors, _label(e.kind, e.tensors))
-        for e in exchanges
-    ]
+    return [engine.exchange(_call(session, e), e.tensors, _label(e.kind, e.tensors)) for e in exchanges]
 
 
-def _call(session: Session, start: Start, name: str | None, rows: Callable[[list[Any]], Any]) -> engine.Call:
+def _call(session: Session, exchange: Exchange) -> engine.Call:
+    start = exchange.start
+
     def begin(tensors: list[Any], name: str) -> Operation:
-        return start(session, engine.TENSORS, tensors, name).then(rows)
+        return start(session, engine.TENSORS, tensors, name).then(lambda results: None)
 
-    return engine.Call(begin, name)
+    repeat = None
+    if isinstance(start, StartAllreduce) and start.op != Adasum:
+        repeat = functools.partial(start.repeated, session, len(exchange.tensors))
+    return engine.Call(begin, exchange.name, repeat)
 
 
 def _label(kind: str, tensors: Sequence[tf.Tensor]) -> str:
@@ -246,16 +248,29 @@ def _tensors(values: Sequence[Any]) -> list[tf.Tensor]:
 # allreduce
 
 
-def start_allreduce(op: int, prescale: float, postscale: float, process_set: ProcessSet, grouped: bool) -> Start:
+@dataclass(frozen=True, slots=True)
+class StartAllreduce:
     """Submits an allreduce; see ``operations.allreduce``."""
 
-    def start(session: Session, adapter: Any, tensors: Sequence[Any], name: str | None) -> Operation:
-        operation = operations.allreduce(
-            session, adapter, tensors, name, op, prescale, postscale, process_set, False, grouped
-        )
-        return operation if grouped else operation.then(lambda tensor: [tensor])
+    op: int
+    prescale: float
+    postscale: float
+    process_set: ProcessSet
+    grouped: bool
 
-    return start
+    def __call__(self, session: Session, adapter: Any, tensors: Sequence[Any], name: str | None) -> Operation:
+        operation = operations.allreduce(
+            *(session, adapter, tensors, name, self.op, self.prescale, self.postscale, self.process_set),
+            in_place=False,
+            grouped=self.grouped,
+        )
+        return operation if self.grouped else operation.then(lambda tensor: [tensor])
+
+    def repeated(self, session: Session, count: int, name: str) -> RepeatedAllreduce:
+        """The same for a graph, which makes it in every run."""
+        return RepeatedAllreduce(
+            *(session, name, self.op, self.prescale, self.postscale, self.process_set), count if self.grouped else None
+        )
 
 
 def _allreduce(
@@ -267,7 +282,7 @@ def _allreduce(
     process_set: ProcessSet,
     grouped: bool,
 ) -> list[tf.Tensor]:
-    start = start_allreduce(op, prescale, postscale, process_set, grouped)
+    start = StartAllreduce(op, prescale, postscale, process_set, grouped)
     kind = "grouped_allreduce" if grouped else "allreduce"
 
     def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ocomm.negotiation.request import Reader, Request, Writer, read_request, write_request
 
@@ -41,7 +41,7 @@ class RankCache:
         full: list[Request] = []
         for request in requests:
             number = self._ids.get(request.name, -1)
-            if number >= 0 and self._known[number] == request:
+            if number >= 0 and ((known := self._known[number]) is request or known == request):
                 byte = number >> 3
                 if byte >= len(bits):
                     bits.extend(bytes(byte + 1 - len(bits)))
@@ -62,6 +62,7 @@ class RankCache:
 class _Epoch:
     ids: dict[str, int]
     requests: list[dict[int, Request]]  # by rank
+    answered: dict[str, list[Request]] = field(default_factory=dict)  # in rank order, as they were when they agreed
 
 
 class CoordinatorCache:
@@ -121,6 +122,12 @@ class CoordinatorCache:
                 self.epoch += 1
                 current = self._epochs[self.epoch] = _Epoch({}, [{} for _ in range(self._ranks)])
             number = current.ids[name] = len(current.ids)
-        for rank, request in enumerate(requests):
-            current.requests[rank][number] = request
+        if current.answered.get(name) != requests:
+            current.answered[name] = list(requests)
+            for rank, request in enumerate(requests):
+                current.requests[rank][number] = request
         return number
+
+    def has_answered(self, name: str, requests: Sequence[Request | None]) -> bool:
+        """Whether these requests, in rank order, are those with which the name got its id: then they agree."""
+        return self._epochs[self.epoch].answered.get(name) == requests

@@ -25,6 +25,10 @@ class _Pending:
     requests: dict[int, Request] = field(default_factory=dict)  # by rank, in order of arrival
     is_settled: bool = False  # all ranks have asked or joined
 
+    def ordered(self, ranks: int) -> list[Request | None]:
+        """The requests in rank order; None of a rank that has joined."""
+        return list(map(self.requests.get, range(ranks)))
+
 
 @dataclass(frozen=True, slots=True)
 class Stall:
@@ -59,13 +63,17 @@ class Coordinator:
     def receive(self, rank: int, message: bytes, now_s: float) -> list[Request]:
         """Takes in one rank's announcement; returns what it asks for."""
         requests = self.cache.read(rank, message)
+        everyone = len(self.ranks)
         for request in requests:
-            if request.kind == Kind.JOIN:
+            if request.kind is Kind.JOIN:
                 self._join(rank)
                 continue
-            pending = self._pending.setdefault(request.name, _Pending(now_s))
+            pending = self._pending.get(request.name)
+            if pending is None:
+                pending = self._pending[request.name] = _Pending(now_s)
             pending.requests[rank] = request
-            self._settle(request.name, pending)
+            if self._joined or len(pending.requests) == everyone:
+                self._settle(request.name, pending)
         return requests
 
     def _join(self, rank: int) -> None:
@@ -80,9 +88,10 @@ class Coordinator:
         if pending.is_settled or len(pending.requests) + len(self._without(pending)) < len(self.ranks):
             return
         pending.is_settled = True
-        groups = {(request.group, request.group_size) for request in pending.requests.values()}
-        group, size = groups.pop()
-        if not group or groups:  # ranks that do not agree on the group will hear of it in ``decide``
+        first = next(iter(pending.requests.values()))
+        group, size = first.group, first.group_size
+        # Ranks that do not agree on the group will hear of it in ``decide``.
+        if not group or any(r.group != group or r.group_size != size for r in pending.requests.values()):
             self._ready.append(name)
             return
         members = self._groups.setdefault(group, [])
@@ -101,10 +110,16 @@ class Coordinator:
     def decide(self) -> list[Response]:
         """What all ranks are to do now, in this order."""
         responses, self._news = self._news, []
+        ordered_of: dict[str, list[Request | None]] = {}
         for name in self._ready:
-            if name in self._pending and (error := find_mismatch(self._ordered(name), self.ranks)):
+            if name not in self._pending:
+                continue
+            ordered = ordered_of[name] = self._pending[name].ordered(len(self.ranks))
+            if self.cache.has_answered(name, ordered):  # and checked
+                continue
+            if error := find_mismatch(ordered, self.ranks):
                 responses += self._fail(name, error, Fault.MISMATCH)
-            elif name in self._pending and (error := find_missing(self._ordered(name), self.ranks)):
+            elif error := find_missing(ordered, self.ranks):
                 responses += self._fail(name, error, Fault.LEFT)
         healthy: list[Request] = []
         incomplete: dict[str, Request] = {}
@@ -112,7 +127,7 @@ class Coordinator:
         number_of: dict[str, tuple[int, int]] = {}  # (epoch, id)
         for name in self._ready:
             if name in self._pending:
-                ordered = self._ordered(name)
+                ordered = ordered_of[name]
                 del self._pending[name]
                 sizes_of[name] = _sizes(ordered)
                 asked = [request for request in ordered if request is not None]
@@ -137,11 +152,6 @@ class Coordinator:
         if self._absent:
             responses += self._fail_orphans()
         return responses
-
-    def _ordered(self, name: str) -> list[Request | None]:
-        """The requests in rank order; None of a rank that has joined."""
-        requests = self._pending[name].requests
-        return [requests.get(rank) for rank in range(len(self.ranks))]
 
     def _fail(self, name: str, error: str, fault: Fault) -> list[Response]:
         """Gives up on a name, and on its group, which is all or nothing."""
@@ -326,9 +336,11 @@ def find_missing(requests: Sequence[Request | None], ranks: Sequence[int]) -> st
 def _sizes(requests: Sequence[Request | None]) -> tuple[int, ...]:
     """What differs between ranks and all must know: first dimensions (allgather) or the table of splits (alltoall)."""
     kind = next(request for request in requests if request is not None).kind
-    if kind == Kind.ALLGATHER:
+    if kind is Kind.ALLREDUCE:
+        return ()
+    if kind is Kind.ALLGATHER:
         return tuple(request.shape[0] if request is not None else 0 for request in requests)
-    if kind == Kind.ALLTOALL:
+    if kind is Kind.ALLTOALL:
         return tuple(
             rows for request in requests for rows in (request.splits if request is not None else (0,) * len(requests))
         )

@@ -7,6 +7,7 @@ word, travels as one bit (``cache``).
 from __future__ import annotations
 
 import enum
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -164,10 +165,10 @@ def write_responses(responses: Sequence[Response]) -> bytes:
     writer = Writer()
     writer.pack("I", len(responses))
     for response in responses:
-        writer.pack("BBI", response.kind, response.fault, len(response.names))
+        writer.pack("BB", response.kind, response.fault)
         writer.text(response.error)
-        for name in response.names:
-            writer.text(name)
+        writer.numbers([len(name) for name in response.names])
+        writer.text("".join(response.names))
         writer.numbers(response.cache_ids)
         writer.pack("I", len(response.sizes))
         for sizes in response.sizes:
@@ -183,9 +184,11 @@ def read_responses(data: bytes) -> list[Response]:
     (count,) = reader.unpack("I")
     responses = []
     for _ in range(count):
-        kind, fault, names = reader.unpack("BBI")
+        kind, fault = reader.unpack("BB")
         error = reader.text()
-        texts = tuple(reader.text() for _ in range(names))
+        ends = list(itertools.accumulate(reader.numbers()))
+        joined = reader.text()
+        texts = tuple(joined[start:end] for start, end in zip([0, *ends], ends, strict=False))
         cache_ids = reader.numbers()
         (tables,) = reader.unpack("I")
         sizes = tuple(reader.numbers() for _ in range(tables))

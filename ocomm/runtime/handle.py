@@ -11,32 +11,45 @@ from ocomm.errors import OcommError
 from ocomm.kernels.base import Bytes
 from ocomm.negotiation.request import Request
 
+_events = threading.Lock()  # held while a handle gets its event, or its list of listeners
+
 
 class Handle:
-    """Completed once, by the background thread. ``result`` is whatever the operation made: sizes, a channel."""
+    """Completed once, by the background thread. ``result`` is whatever the operation made: sizes, a channel.
+
+    There is one for every tensor of every step, and most are never waited for: an event is made for who waits.
+    """
+
+    __slots__ = ("_error", "_event", "_expect", "_listeners", "_over", "name", "result")
 
     def __init__(self, name: str, expect: Callable[[int, str], None]) -> None:
         self.name = name
         self.result: Any = None
         self._expect = expect
         self._error: OcommError | None = None
-        self._over = threading.Event()
-        self._listeners: list[Callable[[], None]] = []
+        self._over = False
+        self._event: threading.Event | None = None
+        self._listeners: list[Callable[[], None]] | None = None
 
     def poll(self) -> bool:
         """True once ``wait`` will not block."""
-        return self._over.is_set()
+        return self._over
 
     def complete(self, result: Any = None, error: OcommError | None = None) -> None:
         self.result = result
         self._error = error
-        self._over.set()
+        self._over = True  # before looking who is there: whoever comes later looks at this first
+        if self._event is not None:
+            self._event.set()
         self._tell()
 
     def notify(self, listener: Callable[[], None]) -> None:
         """Calls ``listener`` once it is over: on the background thread, whose time is everybody's, or here and now."""
+        with _events:
+            if self._listeners is None:
+                self._listeners = []
         self._listeners.append(listener)
-        if self._over.is_set():
+        if self._over:
             self._tell()
 
     def _tell(self) -> None:
@@ -47,15 +60,25 @@ class Handle:
                 return
             listener()
 
+    def _awaited(self) -> threading.Event:
+        """The event that is set when it is over."""
+        with _events:
+            if self._event is None:
+                self._event = threading.Event()
+        if self._over:
+            self._event.set()
+        return self._event
+
     def wait(self, seconds: float | None = None) -> Any:
         """Waits for the end and returns ``result``; raises what went wrong. TimeoutError after ``seconds``.
 
         The runtime bounds every operation by its own deadlines, so waiting without a limit ends too.
         """
-        if not self._over.is_set():
+        if not self._over:
+            event = self._awaited()
             self._expect(1, self.name)
             try:
-                if not self._over.wait(seconds):
+                if not event.wait(seconds):
                     raise TimeoutError(f"'{self.name}' is not over after {seconds} s")
             finally:
                 self._expect(-1, self.name)
