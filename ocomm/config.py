@@ -73,6 +73,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "CACHE_CAPACITY": ("cache_capacity", _count, True),
     "SEGMENT_BYTES": ("segment_nbytes", _positive, False),
     "WINDOW": ("window", _positive, False),
+    "HIERARCHICAL_ALLREDUCE": ("hierarchical_allreduce", _flag, True),
     "DIRECT_PEERS": ("direct_peers", _positive, False),
     "SCRATCH_BYTES": ("scratch_nbytes", _count, False),
     "IDLE_MS": ("idle_ms", _duration, False),

@@ -107,8 +107,8 @@ class Session:
         self.engine = engine
         self.settings = settings
         self._scratch = Scratch(settings.scratch_nbytes)
-        world = self._open_set(0, range(control.size), control)
         self.topology = _topology(control.rank, hosts)
+        world = self._open_set(0, range(control.size), control)
         core = _core(settings.thread_affinity, self.topology)
         runtime = Runtime(
             world, engine, settings, on_start=lambda: None if core is None else os.sched_setaffinity(0, {core})
@@ -156,10 +156,12 @@ class Session:
 
     def _open_set(self, number: int, ranks: Sequence[int], transport: Transport) -> ProcessSet:
         """A member's side of a set; ``transport`` becomes its own."""
-        assert self.engine is not None
+        assert self.engine is not None and self.topology is not None
         self.engine.watch(transport)
         data = _duplicate(transport, self.settings.start_timeout_s)
-        return ProcessSet(ranks, transport, data, self.engine, self._scratch, self.settings, number=number)
+        hosts = [self.topology.hosts[rank] for rank in ranks]
+        nodes = arrange(hosts, "auto" if self.settings.hierarchical_allreduce else False, len(hosts))
+        return ProcessSet(ranks, transport, data, self.engine, self._scratch, self.settings, nodes, number=number)
 
     # Process sets
 

@@ -216,6 +216,7 @@ class Settings:
     cache_capacity: int = 1024  # names; 0: no response cache
     segment_nbytes: int = 4 * 1024 * 1024  # largest piece of an exchange
     window: int = 4  # segments in flight per channel
+    hierarchical_allreduce: bool = True  # dense sums inside hosts first, where several have several ranks each
     direct_peers: int = 63  # with more than these a compressed exchange takes two hops
     scratch_nbytes: int = 512 * 1024 * 1024  # idle fusion and staging buffers kept
     idle_ms: float = 5.0  # longest sleep of the background thread while nothing is queued
@@ -234,4 +235,10 @@ class Settings:
     timeline_mark_cycles: bool = False
 
     #: Must be equal on all ranks: they change what is sent when.
-    AGREED: ClassVar[tuple[str, ...]] = ("fusion_threshold", "cache_capacity", "segment_nbytes", "direct_peers")
+    AGREED: ClassVar[tuple[str, ...]] = (
+        "fusion_threshold",
+        "cache_capacity",
+        "segment_nbytes",
+        "hierarchical_allreduce",
+        "direct_peers",
+    )

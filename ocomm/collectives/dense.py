@@ -12,37 +12,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from ocomm.collectives.pipeline import message_nbytes, segment_nbytes
 from ocomm.collectives.plan import Copy, Message, Plan, Reduce, Stage
+from ocomm.collectives.routes import after
 from ocomm.kernels.base import Bytes
-from ocomm.types import DType, ReduceOp
+from ocomm.types import DType, Nodes, ReduceOp
 
 ALIGNMENT = 64
 #: Below this many bytes everybody sends everything to everybody and sums alone: one message time instead of two.
 SMALL_NBYTES = 8192
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
-    """Where a plan is built: this rank of ``size``, the largest segment in bytes, and a source of staging memory."""
+    """Where a plan is built: this rank of ``size``, the largest segment in bytes, and a source of staging memory.
+
+    ``nodes`` say how an allreduce goes: flat, or with a sum inside each node first.
+    """
 
     rank: int
     size: int
     segment_nbytes: int
     scratch: Callable[[int], Bytes]
+    nodes: Nodes
 
     @property
     def message_nbytes(self) -> int:
         """The largest message of a collective whose segments have no owners' shares."""
         return message_nbytes(self.segment_nbytes)
 
-    @property
+    @cached_property
     def peers(self) -> list[int]:
         """The other ranks, starting after this one, so that not everybody sends to rank 0 first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        return self.nodes.node_of(self.rank)
+
+    @cached_property
+    def mates(self) -> list[int]:
+        """The others of them."""
+        return after(self.members, self.members.index(self.rank))
+
+    @cached_property
+    def workers(self) -> tuple[int, ...]:
+        """The ranks that reduce this rank's slice with it, one per node; none if it has no slice."""
+        return self.nodes.workers(self.rank)
 
 
 def _segments(nbytes: int, place: Place, shares: int) -> Iterator[tuple[int, int]]:
@@ -74,9 +95,10 @@ def allreduce(
 ) -> Plan:
     """Reduces each (input, output) pair of equal length, fused as if they were one tensor. In place where both are one.
 
-    Bytes sent per rank: 2 (n-1)/n of the total; (n-1) times a total below ``SMALL_NBYTES``.
+    Bytes sent per rank: 2 (n-1)/n of the total; (n-1) times a total below ``SMALL_NBYTES``. On N nodes of M ranks
+    2 (N-1)/(N M) of the total to other nodes, and twice (M-1)/M inside: not for averages of integers, whose one
+    division has to be that of the whole sum.
     """
-    factor = average_factor(dtype, op, postscale, place.size)
     fused = len(tensors) > 1
     staging: list[Bytes] = []
     total = sum(source.nbytes for source, _ in tensors)
@@ -95,47 +117,119 @@ def allreduce(
             position += given.nbytes
     else:
         source, result = tensors[0]
-
-    def reduction(sources: list[Bytes], out: Bytes) -> Reduce:
-        return Reduce(dtype, op, sources, prescale, factor, out)
+    exchange = _Reduction(place, source, result, stage_memory, dtype, op, prescale, postscale)
 
     if total <= SMALL_NBYTES:
-        received = stage_memory(total * place.size)
-        rows = [received[r * total : (r + 1) * total] for r in range(place.size)]
-        rows[place.rank] = source
-        first = Stage(
-            [Copy(given, source[at : at + given.nbytes]) for given, _, at in parts],
-            [Message(peer, source) for peer in place.peers],
-            [Message(peer, rows[peer]) for peer in place.peers],
-        )
-        # The sends are over when the stage is, so the fused sum may overwrite what was sent.
-        last = Stage([reduction(rows, result)])
+        first, last = exchange.at_once()
+        first.compute = [Copy(given, source[at : at + given.nbytes]) for given, _, at in parts]
         last.compute += [Copy(result[at : at + wanted.nbytes], wanted) for _, wanted, at in parts]
         return Plan("allreduce", [[first, last]], staging)
 
     segments = []
-    for low, high in _segments(total, place, place.size):
-        slices = _slices(low, high, place.size)
-        mine = slices[place.rank]
-        length = mine.stop - mine.start
-        received = stage_memory(length * place.size) if length else source[:0]
-        rows = [received[r * length : (r + 1) * length] for r in range(place.size)]
-        rows[place.rank] = source[mine]
-        others = [peer for peer in place.peers if slices[peer].stop > slices[peer].start]
-        here = [_clip(part, low, high) for part in parts if part[2] < high and part[2] + part[0].nbytes > low]
-        scatter = Stage(
-            [Copy(given, source[at : at + given.nbytes]) for given, _, at in here],
-            [Message(peer, source[slices[peer]]) for peer in others],
-            [Message(peer, rows[peer]) for peer in place.peers] if length else [],
-        )
-        gather = Stage(
-            [reduction(rows, result[mine])] if length else [],
-            [Message(peer, result[mine]) for peer in place.peers] if length else [],
-            [Message(peer, result[slices[peer]]) for peer in others],
-        )
-        unpack = Stage([Copy(result[at : at + wanted.nbytes], wanted) for _, wanted, at in here])
-        segments.append([scatter, gather, unpack] if fused else [scatter, gather])
+    for low, high in _segments(total, place, len(place.nodes.owners) if exchange.in_nodes else place.size):
+        stages = exchange.through_nodes(low, high) if exchange.in_nodes else exchange.flat(low, high)
+        if fused:
+            here = [_clip(part, low, high) for part in parts if part[2] < high and part[2] + part[0].nbytes > low]
+            stages[0].compute[:0] = [Copy(given, source[at : at + given.nbytes]) for given, _, at in here]
+            stages.append(Stage([Copy(result[at : at + wanted.nbytes], wanted) for _, wanted, at in here]))
+        segments.append(stages)
     return Plan("allreduce", segments, staging)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """The stages of an allreduce of ``source`` into ``result``, which may be the same."""
+
+    place: Place
+    source: Bytes
+    result: Bytes
+    memory: Callable[[int], Bytes]
+    dtype: DType
+    op: ReduceOp
+    prescale: float
+    postscale: float
+
+    @property
+    def in_nodes(self) -> bool:
+        """Whether nodes reduce first: then they do for every number of bytes, so that fusion changes no bit."""
+        return not self.place.nodes.is_flat and (self.dtype.is_floating or self.op != ReduceOp.AVERAGE)
+
+    def at_once(self) -> list[Stage]:
+        """Everybody sends everything to everybody, and reduces alone."""
+        place = self.place
+        rows = self._rows(range(place.size), self.source)
+        received = dict(rows) | {place.rank: self.source}
+        send = Stage(
+            [],
+            [Message(peer, self.source) for peer in place.peers],
+            [Message(peer, received[peer]) for peer in place.peers],
+        )
+        if not self.in_nodes:
+            # The sends are over when the stage is, so a sum in place may overwrite what was sent.
+            return [send, Stage([self._reduce(list(received.values()), self.result, place.size, self.prescale)])]
+        inner = [self._inner([received[r] for r in node], rows[node[0]]) for node in place.nodes.members]
+        outer = self._reduce([rows[node[0]] for node in place.nodes.members], self.result, len(inner))
+        return [send, Stage([*inner, outer])]
+
+    def flat(self, low: int, high: int) -> list[Stage]:
+        """The bytes [low, high): each rank sums its slice in the order of ranks, and gives it to everyone."""
+        ranks = range(self.place.size)
+        return self._between(_shares(low, high, ranks), ranks, self.source, self.prescale)
+
+    def through_nodes(self, low: int, high: int) -> list[Stage]:
+        """The bytes [low, high), cut into slices: each node reduces them in the order of its ranks, the ranks that have
+        a slice reduce that in the order of nodes, and give it to their node."""
+        place = self.place
+        slices = _shares(low, high, place.members[: place.nodes.slices])
+        collect = Stage([], [Message(peer, self.source[slices[peer]]) for peer in place.mates if peer in slices])
+        spread = Stage([], [], [Message(peer, self.result[slices[peer]]) for peer in place.mates if peer in slices])
+        if place.rank not in slices:
+            return [collect, Stage(), Stage(), spread]
+        mine = slices[place.rank]
+        rows = self._rows(place.members, self.source[mine]) | {place.rank: self.source[mine]}
+        collect.receives = [Message(peer, rows[peer]) for peer in place.mates]
+        across = self._between(_shares(mine.start, mine.stop, place.workers), place.workers, self.result)
+        across[0].compute.append(self._inner(list(rows.values()), self.result[mine]))
+        spread.sends = [Message(peer, self.result[mine]) for peer in place.mates]
+        return [collect, *across, spread]
+
+    def _between(
+        self, owners: dict[int, slice], ranks: Sequence[int], source: Bytes, prescale: float = 1.0
+    ) -> list[Stage]:
+        """Each of ``ranks`` sends its ``source`` to the owners, who reduce it into ``result`` and send that back."""
+        rank, result = self.place.rank, self.result
+        others = after(ranks, ranks.index(rank))
+        scatter = Stage([], [Message(peer, source[owners[peer]]) for peer in others if peer in owners])
+        gather = Stage([], [], [Message(peer, result[owners[peer]]) for peer in others if peer in owners])
+        if rank in owners:
+            mine = owners[rank]
+            rows = self._rows(ranks, source[mine]) | {rank: source[mine]}
+            scatter.receives = [Message(peer, rows[peer]) for peer in others]
+            gather.compute = [self._reduce(list(rows.values()), result[mine], len(ranks), prescale)]
+            gather.sends = [Message(peer, result[mine]) for peer in others]
+        return [scatter, gather]
+
+    def _reduce(self, sources: list[Bytes], out: Bytes, size: int, prescale: float = 1.0) -> Reduce:
+        """What is left of the reduction of all ranks, as the last of ``size`` to be averaged."""
+        factor = average_factor(self.dtype, self.op, self.postscale, size)
+        return Reduce(self.dtype, self.op, sources, prescale, factor, out)
+
+    def _inner(self, sources: list[Bytes], out: Bytes) -> Reduce:
+        """The ranks of a node. For an average times nodes/n, so that it overflows no sooner than the values do."""
+        weight = self.place.nodes.weight if self.op == ReduceOp.AVERAGE else 1.0
+        return Reduce(self.dtype, self.op, sources, self.prescale, weight, out)
+
+    def _rows(self, ranks: Sequence[int], like: Bytes) -> dict[int, Bytes]:
+        """Memory for as many bytes as ``like`` has from each of ``ranks``, in their order."""
+        nbytes = like.nbytes
+        memory = self.memory(nbytes * len(ranks))
+        return {peer: memory[k * nbytes : (k + 1) * nbytes] for k, peer in enumerate(ranks)}
+
+
+def _shares(low: int, high: int, ranks: Sequence[int]) -> dict[int, slice]:
+    """Cuts [low, high) among ``ranks``; those for whom nothing is left are not in it."""
+    cut = zip(ranks, _slices(low, high, len(ranks)), strict=True)
+    return {rank: part for rank, part in cut if part.stop > part.start}
 
 
 def _clip(part: tuple[Bytes, Bytes, int], low: int, high: int) -> tuple[Bytes, Bytes, int]:

@@ -24,7 +24,6 @@ from ocomm.version import __version__
 _REACH_DEADLINE_S = 15.0
 #: Flags of horovodrun for machinery that ocomm does not have, and where their values go.
 _WITHOUT_MEANING = {
-    "--[no-]hierarchical-allreduce": "hierarchical_allreduce",
     "--[no-]hierarchical-allgather": "hierarchical_allgather",
     "--[no-]torus-allreduce": "torus_allreduce",
     "--[no-]mpi-threads-disable": "mpi_threads_disable",
@@ -172,6 +171,8 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
         settings["OCOMM_STALL_CHECK_TIME_SECONDS"] = str(options.stall_check_warning_time_seconds)
     if options.stall_check_shutdown_time_seconds is not None:
         settings["OCOMM_STALL_SHUTDOWN_TIME_SECONDS"] = str(options.stall_check_shutdown_time_seconds)
+    if options.hierarchical_allreduce is not None:
+        settings["OCOMM_HIERARCHICAL_ALLREDUCE"] = "1" if options.hierarchical_allreduce else "0"
     if options.thread_affinity is not None:
         settings["OCOMM_THREAD_AFFINITY"] = options.thread_affinity
     if options.timeline_filename is not None:
@@ -266,8 +267,15 @@ def make_parser() -> argparse.ArgumentParser:
         "--timeline-mark-cycles", action="store_true", default=None, help="mark announcements in the timeline"
     )
     cycles.add_argument("--no-timeline-mark-cycles", dest="timeline_mark_cycles", action="store_false")
+    nodes = tune.add_mutually_exclusive_group()
+    nodes.add_argument(
+        "--hierarchical-allreduce",
+        action="store_true",
+        default=None,
+        help="dense sums inside hosts first (the default where several hosts have several ranks)",
+    )
+    nodes.add_argument("--no-hierarchical-allreduce", dest="hierarchical_allreduce", action="store_false")
     for first, second in (
-        ("--hierarchical-allreduce", "--no-hierarchical-allreduce"),
         ("--hierarchical-allgather", "--no-hierarchical-allgather"),
         ("--torus-allreduce", "--no-torus-allreduce"),
         ("--mpi-threads-disable", "--no-mpi-threads-disable"),

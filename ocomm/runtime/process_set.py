@@ -37,7 +37,7 @@ from ocomm.runtime.whereabouts import whereabouts
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request as TransportRequest
 from ocomm.transport.base import Transport
-from ocomm.types import Bytes, DType, ReduceOp, Settings
+from ocomm.types import Bytes, DType, Nodes, ReduceOp, Settings
 
 _log = logging.getLogger("ocomm")
 _ANSWER_S = 2.0  # how long a rank that is late may take to say where it is
@@ -81,6 +81,7 @@ class ProcessSet:
         engine: Engine,
         scratch: Scratch,
         settings: Settings,
+        nodes: Nodes,
         clock: Callable[[], float] = time.monotonic,
         number: int = 0,
     ) -> None:
@@ -94,7 +95,7 @@ class ProcessSet:
         self.engine = engine
         self.clock = clock
         self._channel = engine.open_channel(data, settings.window)
-        self._place = dense.Place(self.rank, self.size, settings.segment_nbytes, scratch.take)
+        self._place = dense.Place(self.rank, self.size, settings.segment_nbytes, scratch.take, nodes)
         self._scratch = scratch
         self._cache = RankCache()
         self.coordinator = (

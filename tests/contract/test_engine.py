@@ -39,7 +39,7 @@ from ocomm.kernels.base import NOISE, OWNERS, TENSOR
 from ocomm.kernels.cpu import CpuKernels
 from ocomm.kernels.reference import ReferenceKernels
 from ocomm.transport.local import Fabric, LocalTransport
-from ocomm.types import DType, Flag, ReduceOp
+from ocomm.types import DType, Flag, Nodes, ReduceOp
 
 LIMIT_S = 20.0
 ENGINES = ["python", "native"]
@@ -197,7 +197,7 @@ def dense_exchange(kind: str, size: int, dtype: DType, numels: Sequence[int]) ->
     with world_of(kind, size) as world:
         plans = []
         for rank in range(size):
-            place = dense.Place(rank, size, 64 * 1024, aligned)
+            place = dense.Place(rank, size, 64 * 1024, aligned, Nodes.flat(size))
             pairs = []
             for numel in numels:
                 values = (rng.normal(size=numel) * 100).astype(np.dtype(dtype.label))

@@ -12,7 +12,7 @@ from ocomm.collectives.plan import Copy, Plan, Reduce
 from ocomm.collectives.scratch import aligned
 from ocomm.kernels.base import Bytes
 from ocomm.kernels.reference import ReferenceKernels
-from ocomm.types import DType, ReduceOp
+from ocomm.types import DType, Nodes, ReduceOp
 
 SEGMENT = 256 * 1024
 SIZES = [1, 2, 3, 4, 5]
@@ -42,8 +42,10 @@ def execute(plans: Sequence[Plan]) -> None:
             assert not any(mail.values()), "a message that nobody received"
 
 
-def places(size: int) -> list[dense.Place]:
-    return [dense.Place(rank, size, SEGMENT, aligned) for rank in range(size)]
+def places(size: int, hosts: str = "") -> list[dense.Place]:
+    """``hosts``: a letter per rank; ranks with the same one share a node."""
+    nodes = Nodes.of_hosts(hosts) if hosts else Nodes.flat(size)
+    return [dense.Place(rank, size, SEGMENT, aligned, nodes) for rank in range(size)]
 
 
 def raw(array: np.ndarray) -> Bytes:
@@ -87,8 +89,66 @@ def test_allreduce_is_the_sum_in_rank_order(size: int, numel: int, in_place: boo
         assert max(sent) <= 2 * (size - 1) / size * nbytes + 2 * padding
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_fusion_does_not_change_a_bit(size: int) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab", "aabcc", "aaabbb", "aabbcc"])
+def test_nodes_add_up_before_they_speak_to_each_other(hosts: str, numel: int, in_place: bool) -> None:
+    """The average: sums in the order of ranks times nodes/n, their sum in the order of nodes times 1/nodes."""
+    size, nodes = len(hosts), Nodes.of_hosts(hosts)
+    count = len(nodes.members)
+    given = inputs(size, numel)
+    weight = np.float32(count / size)
+    sums = [rank_order_sum([given[rank] for rank in node]) * weight for node in nodes.members]
+    expected = rank_order_sum(sums) * np.float32(1 / count)
+    sources = [array.copy() for array in given]
+    results = sources if in_place else [np.full_like(array, np.nan) for array in given]
+    plans = [
+        dense.allreduce(place, [(raw(source), raw(result))], DType.FLOAT32, ReduceOp.AVERAGE)
+        for place, source, result in zip(places(size, hosts), sources, results, strict=True)
+    ]
+    execute(plans)
+    for source, array, result in zip(sources, given, results, strict=True):
+        assert result.tobytes() == expected.tobytes()
+        assert in_place or source.tobytes() == array.tobytes()
+    if 4 * numel > dense.SMALL_NBYTES:
+        padding = len(plans[0].segments) * dense.ALIGNMENT * size
+        for node in nodes.members:
+            leaving = sum(plans[rank].bytes_sent_to(set(range(size)) - set(node)) for rank in node)
+            assert leaving <= 2 * (count - 1) / count * 4 * numel + 2 * padding, "a ring's bytes, for the whole node"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int32"])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+@pytest.mark.parametrize("hosts", ["aabb", "aaab"])
+def test_every_operation_gives_on_nodes_what_it_gives_flat(hosts: str, op: ReduceOp, dtype: str) -> None:
+    size, rng = len(hosts), np.random.default_rng(0)
+    given = [rng.integers(-6, 7, 10_001).astype(dtype) for _ in range(size)]
+    outcomes = []
+    for way in ("", hosts):
+        results = [np.zeros_like(array) for array in given]
+        plans = [
+            dense.allreduce(place, [(raw(array), raw(result))], DType[dtype.upper()], op, 0.5 if dtype[0] == "f" else 1)
+            for place, array, result in zip(places(size, way), given, results, strict=True)
+        ]
+        execute(plans)
+        assert len({result.tobytes() for result in results}) == 1
+        outcomes.append(results[0])
+    # Halves and quarters of small integers are exact in every order, products and thirds of them are not in float16.
+    np.testing.assert_allclose(outcomes[1], outcomes[0], rtol=0 if dtype != "float16" else 2e-3, atol=0)
+
+
+def test_the_average_of_large_values_overflows_in_no_node() -> None:
+    given = [np.full(10_001, 60_000, np.float16) for _ in range(4)]
+    plans = [
+        dense.allreduce(place, [(raw(array), raw(array))], DType.FLOAT16, ReduceOp.AVERAGE)
+        for place, array in zip(places(4, "aabb"), given, strict=True)
+    ]
+    execute(plans)
+    assert all((array == 60_000).all() for array in given)
+
+
+@pytest.mark.parametrize(("size", "hosts"), [*((size, "") for size in SIZES), (4, "aabb"), (5, "aaabb")])
+def test_fusion_does_not_change_a_bit(size: int, hosts: str) -> None:
     numels = [1, 30_001, 0, 77, 50_000, 2]
     given = [inputs(size, numel) for numel in numels]
     results = [[np.full_like(array, np.nan) for array in arrays] for arrays in given]
@@ -100,10 +160,18 @@ def test_fusion_does_not_change_a_bit(size: int) -> None:
             ReduceOp.AVERAGE,
             prescale=0.5,
         )
-        for place in places(size)
+        for place in places(size, hosts)
     ]
     execute(plans)
     for arrays, outcome in zip(given, results, strict=True):
+        alone = [np.full_like(array, np.nan) for array in arrays]
+        execute(
+            [
+                dense.allreduce(p, [(raw(arrays[p.rank]), raw(alone[p.rank]))], DType.FLOAT32, ReduceOp.AVERAGE, 0.5)
+                for p in places(size, hosts)
+            ]
+        )
+        assert alone[0].tobytes() == outcome[0].tobytes()
         scaled = [array * np.float32(0.5) for array in arrays]
         for result in outcome:
             expected = np.sum(scaled, axis=0) / size if arrays[0].size else arrays[0]
@@ -177,6 +245,6 @@ def test_reducescatter_gives_each_rank_its_part_of_the_sum(size: int, rows: int)
 
 @pytest.mark.parametrize("build", [lambda place: dense.allgather(place, []), lambda place: Plan("nothing", [])])
 def test_a_plan_without_work_has_an_end_to_reach(build: Callable[[dense.Place], Plan]) -> None:
-    plan = build(dense.Place(0, 1, SEGMENT, aligned))
+    plan = build(dense.Place(0, 1, SEGMENT, aligned, Nodes.flat(1)))
     assert [len(stages) for stages in plan.segments] == [1]
     assert (plan.bytes_sent, plan.messages_sent) == (0, 0)

@@ -49,6 +49,7 @@ def test_tunables_travel_as_variables_in_the_units_of_the_variables():
         "OCOMM_CACHE_CAPACITY": "0",
         "OCOMM_STALL_CHECK_DISABLE": "0",
     }
+    assert settings("--no-hierarchical-allreduce") == {"OCOMM_HIERARCHICAL_ALLREDUCE": "0"}
     assert settings("--thread-affinity", "0,4") == {"OCOMM_THREAD_AFFINITY": "0,4"}
     assert settings("--timeline-filename", "t.json", "--timeline-mark-cycles") == {
         "OCOMM_TIMELINE": os.path.abspath("t.json"),
@@ -172,9 +173,9 @@ def test_a_config_file_with_unknown_words_is_an_error_that_names_them(content, m
 
 
 def test_flags_for_what_ocomm_does_not_have_are_named_and_ignored():
-    flags = ["-np", "2", "--no-hierarchical-allreduce", "--num-nccl-streams", "2", "python", "train.py"]
+    flags = ["-np", "2", "--no-hierarchical-allgather", "--num-nccl-streams", "2", "python", "train.py"]
     options = make_parser().parse_args(flags)
-    assert without_meaning(options) == ["--[no-]hierarchical-allreduce", "--num-nccl-streams"]
+    assert without_meaning(options) == ["--[no-]hierarchical-allgather", "--num-nccl-streams"]
     assert without_meaning(make_parser().parse_args(["-np", "2", "python"])) == []
 
 

@@ -227,3 +227,45 @@ def test_two_hops_across_nodes_equal_the_simulation_bit_for_bit(hosts: str) -> N
     for call in range(4):
         expected = law.step([values(call, rank) for rank in range(len(hosts))]).tobytes()
         assert {result[call] == expected for result in results} == {True}, f"call {call}"
+
+
+@pytest.mark.parametrize("engine", ["native", "python"])
+@pytest.mark.parametrize("hosts", ["aabb", "aaab"])
+def test_dense_sums_are_made_inside_nodes_first_in_one_order(hosts: str, engine: str) -> None:
+    """Whether small or large, alone or fused, in place or not; and of a process set by its own nodes."""
+    numels = [5, 3_000, 150_001]
+    members = [0, 2, 3]
+
+    def law(arrays: list[np.ndarray], letters: str) -> bytes:
+        nodes = Nodes.of_hosts(letters)
+        sums = [sum((arrays[rank] for rank in node[1:]), arrays[node[0]]) for node in nodes.members]
+        sums = [part * np.float32(nodes.weight) for part in sums] if nodes.slices > 1 else arrays
+        return (sum(sums[1:], sums[0]) * np.float32(1 / len(sums))).tobytes()
+
+    def body(session: Session) -> list[tuple[bytes, ...]]:
+        mine = [values(0, ocomm.rank(), numel) for numel in numels]
+        alone = [ocomm.allreduce(array).tobytes() for array in mine]
+        fused = [array.tobytes() for array in ocomm.grouped_allreduce(mine)]
+        pair = ocomm.add_process_set(members)
+        of_set = [ocomm.allreduce(array, process_set=pair).tobytes() if pair.included() else b"" for array in mine]
+        in_place = [array.copy() for array in mine]
+        for array in in_place:
+            ocomm.allreduce_(array)
+        return [*zip(alone, fused, (array.tobytes() for array in in_place), of_set, strict=True)]
+
+    results = on(hosts, body, engine=engine)
+    for number, numel in enumerate(numels):
+        given = [values(0, rank, numel) for rank in range(4)]
+        expected = law(given, hosts if hosts == "aabb" else "abcd")
+        chosen = law([given[rank] for rank in members], "abc")
+        for rank, result in enumerate(results):
+            assert result[number] == (expected, expected, expected, chosen if rank in members else b"")
+
+
+def test_dense_sums_can_be_made_by_all_ranks_alike() -> None:
+    def body(session: Session) -> bytes:
+        return ocomm.allreduce(values(0, ocomm.rank())).tobytes()
+
+    flat = on("abcd", body)
+    assert on("aabb", body, hierarchical_allreduce=False) == flat
+    assert on("aabb", body) != flat
