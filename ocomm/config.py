@@ -61,6 +61,10 @@ def _cores(text: str) -> tuple[int, ...]:
     return tuple(_count(core) for core in text.split(",")) if text else ()
 
 
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
 def _timeline(text: str) -> str:
     return "" if text == "DYNAMIC" else text  # Horovod's word for: not yet, but start_timeline() may be called
 
@@ -90,6 +94,9 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "THREAD_AFFINITY": ("thread_affinity", _cores, True),
     "TIMELINE": ("timeline", _timeline, True),
     "TIMELINE_MARK_CYCLES": ("timeline_mark_cycles", _flag, True),
+    "ELASTIC_FOLDER": ("elastic_folder", str, False),
+    "ELASTIC_GENERATION": ("elastic_generation", _count, False),
+    "ELASTIC_SUPERVISOR": ("elastic_supervisor", _list, False),
 }
 
 

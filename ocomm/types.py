@@ -233,6 +233,9 @@ class Settings:
     thread_affinity: tuple[int, ...] = ()  # core of the background thread, by local rank; empty: any
     timeline: str = ""  # file of rank 0's timeline; "": none
     timeline_mark_cycles: bool = False
+    elastic_folder: str = ""  # where commits of elastic states are kept on each host; "": in memory only
+    elastic_generation: int = 0  # how often an elastic job has been started before
+    elastic_supervisor: tuple[str, ...] = ()  # HOST:PORT, tried in turn, of the ocommrun that starts it again
 
     #: Must be equal on all ranks: they change what is sent when.
     AGREED: ClassVar[tuple[str, ...]] = (

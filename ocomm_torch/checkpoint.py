@@ -38,6 +38,8 @@ def read(path: str | os.PathLike[str]) -> Any:
 
 def rank_source(given: Any, ranks: int) -> Source:
     """Where rank states come from, as ``load_rank_state_dict`` takes them. InvalidRequestError for other types."""
+    if isinstance(given, Source):
+        return given
     if given is None:
         return Source(lambda rank: None, (), lambda rank: f"the state of rank {rank}")
     if isinstance(given, Mapping):

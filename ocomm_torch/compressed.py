@@ -16,6 +16,7 @@ import torch
 from ocomm import session as sessions
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError
+from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.stepper import Verdict
 from ocomm.training.driver import Driver, Group
 from ocomm.types import Flag
@@ -67,10 +68,6 @@ class CompressedOptimizer(StepsTogether):
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         groups = np.array([group_of[id(p)] for p in self._parameters], np.int64)
         self._group_tensors = [np.flatnonzero(groups == number) for number in range(len(self.param_groups))]
-        specs = [
-            TensorSpec(name, tuple(p.shape), dtype=_dtype(p))
-            for name, p in zip(self._names, self._parameters, strict=True)
-        ]
         assert session.kernels is not None
         self._masters = Masters(self._parameters, session.kernels)
         self.backward_passes_per_step = backward_passes_per_step
@@ -81,17 +78,43 @@ class CompressedOptimizer(StepsTogether):
         #: Of gradients that were widened before ``step()``: as they were when they were read.
         self._checksums = np.zeros(len(self._parameters), np.uint64)
         self._inner_steps = False
-        self._driver = self._make_driver(session, process_set.number(session) if process_set is not None else 0, specs)
-        self._stepper = self._driver.stepper
+        self.process_set: ProcessSet = global_process_set if process_set is None else process_set
         #: Where the parameters lie, and what keeps that memory while an exchange may read it.
         self._addresses: list[int] = []
         self._held: list[torch.Tensor] = []
-        self._find_parameters()
+        self._connect(session)
         #: Parameters without a hook: one that is frozen cannot have any.
         self._unhooked = list(range(len(self._parameters)))
         self._handles: list[Any] = [optimizer.register_step_pre_hook(_guard(self))]
         weakref.finalize(self, _remove, self._handles)
         self._hook_parameters()
+
+    def _connect(self, session: sessions.Session) -> None:
+        """A new driver, which has taken no step, in the job as it is now."""
+        specs = [
+            TensorSpec(name, tuple(p.shape), dtype=_dtype(p))
+            for name, p in zip(self._names, self._parameters, strict=True)
+        ]
+        self._driver = self._make_driver(session, self.process_set.number(session), specs)
+        self._stepper = self._driver.stepper
+        self._runtime = session.runtime
+        self._addresses = []
+        self._find_parameters()
+
+    def reconnect(self, keep: bool = True) -> None:
+        """After ``shutdown`` and ``init``: exchanges with the ranks that there are now. Collective; else a no-op.
+
+        ``keep``: goes on where it was. If not, a state must be loaded.
+        """
+        session = sessions.current()
+        if session.runtime is self._runtime:
+            return
+        kept = (self.state_dict(), self.rank_state_dict()) if keep else None
+        self._forget()
+        self._connect(session)
+        if kept is not None:
+            self.load_state_dict(kept[0])
+            self.load_rank_state_dict(kept[1])
 
     def _make_driver(self, session: sessions.Session, process_set: int, specs: list[TensorSpec]) -> Driver:
         raise NotImplementedError
@@ -411,7 +434,7 @@ class CompressedOptimizer(StepsTogether):
 
         ``state`` is what this rank's ``rank_state_dict`` returned; or a list of those of all ranks, which may be those
         of another number of ranks; or a path to what ``torch.save`` wrote of them, with ``{rank}`` in the place of the
-        rank; or None where it is lost.
+        rank; or None where it is lost; or, of an elastic state, a ``resume.Source``.
 
         On the same number of ranks the run goes on as if it had never stopped, in every bit. On another, owner errors
         move with their blocks, and every rank gets the mean of the worker errors. If a state is missing on any rank,

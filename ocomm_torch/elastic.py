@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
 from ocomm import api
-from ocomm.elastic import ObjectState, State, run
-from ocomm.errors import InvalidRequestError
+from ocomm.elastic import ObjectState, Part, State, run
+from ocomm.operations import ProcessSet, global_process_set
+from ocomm.training.resume import Source, one_state
+from ocomm_torch.checkpoint import to_numpy
 from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.functions import broadcast_optimizer_state, broadcast_parameters
 
@@ -23,8 +26,12 @@ class ElasticSampler(Sampler[int]):
     """Deals a dataset to the ranks, without what has been processed in this epoch.
 
     Call ``set_epoch`` before an epoch and ``record_batch`` after a step; after a failure the rest of the epoch is dealt
-    out anew. The last indices are repeated so that all ranks get equally many. ``dataset`` has a length.
+    out anew, on as many ranks as before in the same order. The first indices of the epoch are repeated so that all
+    ranks get equally many. ``dataset`` has a length.
     """
+
+    #: Whose ranks share the dataset: in a ``TorchState`` the state's.
+    process_set: ProcessSet = global_process_set
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset = dataset
@@ -32,6 +39,7 @@ class ElasticSampler(Sampler[int]):
         self.seed = seed
         self.epoch = 0
         self.processed_indices: set[int] = set()
+        self._news: list[int] = []  # of these, what the other ranks do not know
         self.indices: list[int] = []
         self.reset()
 
@@ -39,6 +47,7 @@ class ElasticSampler(Sampler[int]):
         """Begins an epoch: nothing is processed yet, and the order is another."""
         self.epoch = epoch
         self.processed_indices = set()
+        self._news = []
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -47,16 +56,30 @@ class ElasticSampler(Sampler[int]):
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """These samples are done."""
-        self.processed_indices.update(indices)
+        done = list(indices)
+        self.processed_indices.update(done)
+        self._news += done
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """The samples of this rank's batch of this number, in the order of the last iteration."""
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
+    def share(self) -> None:
+        """Tells all ranks what this one has processed, and hears of the others. Collective."""
+        news = np.array(self._news, np.int64)
+        self._news = []
+        self.processed_indices.update(api.allgather(news, process_set=self.process_set).tolist())
+
+    def sync(self) -> None:
+        """Takes over the first rank's epoch and what any rank has processed in it; deals out the rest. Collective."""
+        states = api.allgather_object(self.state_dict(), process_set=self.process_set)
+        done = [state["processed_indices"] for state in states if state["epoch"] == states[0]["epoch"]]
+        self.load_state_dict({"epoch": states[0]["epoch"], "processed_indices": set().union(*done)})
+
     def reset(self) -> None:
         """Deals out what is left, to the ranks that there are now."""
-        self.num_replicas = api.size()
-        self.rank = api.rank()
+        self.num_replicas = self.process_set.size()
+        self.rank = self.process_set.rank()
         self.remaining_indices = [i for i in range(len(self.dataset)) if i not in self.processed_indices]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
 
@@ -68,14 +91,16 @@ class ElasticSampler(Sampler[int]):
         """Takes over an epoch and what is processed in it, and deals out the rest."""
         self.epoch = state_dict["epoch"]
         self.processed_indices = set(state_dict["processed_indices"])
+        self._news = []
         self.reset()
 
     def __iter__(self) -> Iterator[int]:
-        order = list(self.remaining_indices)
+        everything = list(range(len(self.dataset)))
         if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(order)
+            random.Random(self.seed + self.epoch).shuffle(everything)
+        order = [i for i in everything if i not in self.processed_indices]
         total = self.num_samples * self.num_replicas
-        order = [order[i % len(order)] for i in range(total)]
+        order += [everything[i % len(everything)] for i in range(total - len(order))]
         self.indices = order[self.rank :: self.num_replicas]
         return iter(self.indices)
 
@@ -86,62 +111,138 @@ class ElasticSampler(Sampler[int]):
 class TorchState(ObjectState):
     """``TorchState(model, optimizer, epoch=0, batch=0, sampler=sampler)``: everything that training goes on from.
 
-    Modules, optimizers (plain or ``DistributedOptimizer``) and ElasticSamplers keep their identity and are restored
-    from their ``state_dict()``; other values are attributes that are copied. InvalidRequestError for a 1-bit optimizer,
-    whose exchange belongs to the job in which it was made.
+    Modules, optimizers (plain, ``DistributedOptimizer`` or 1-bit), ElasticSamplers and whatever else has ``state_dict``
+    and ``load_state_dict`` (LR schedulers, a GradScaler) keep their identity and are restored from that; other values
+    are attributes that are copied. Torch's random numbers of the CPU go on where they were, too.
+
+    ``process_set``: the ranks that train together; by default those of the optimizer.
     """
 
-    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any = None, optimizer: Any = None, *, process_set: ProcessSet | None = None, **kwargs: Any
+    ) -> None:
         values = {"model": model, "optimizer": optimizer, **kwargs}
-        for name, value in values.items():
-            if isinstance(value, CompressedOptimizer):
-                raise InvalidRequestError(
-                    f"TorchState: {name} is a {type(value).__name__}, which cannot go on in another job; train with "
-                    "DistributedOptimizer, or save its state_dict() yourself and start again."
-                )
-        super().__init__(**{name: value for name, value in values.items() if value is not None})
+        values = {name: value for name, value in values.items() if value is not None}
+        if process_set is None:
+            process_set = next(filter(None, map(_set_of, values.values())), global_process_set)
+        for value in values.values():
+            if isinstance(value, ElasticSampler) and value.process_set is not process_set:
+                value.process_set = process_set
+                value.reset()
+        super().__init__(process_set, **values)
 
     def save(self) -> None:
         """Keeps copies of all values in this process's memory."""
-        self._saved = {}
-        for name in self._names:
-            value = getattr(self, name)
-            self._saved[name] = copy.deepcopy(value.state_dict() if _has_state(value) else value)
+        onebit = set(self._onebit)  # what these return is a copy already
+        values = self.replicated().items()
+        self.saved = {n: v if n in onebit else copy.deepcopy(v) for n, v in values}, self.own()
 
-    def restore(self) -> None:
-        """Goes back to the copies; modules, optimizers and samplers are changed in place."""
-        for name, saved in self._saved.items():
-            value = getattr(self, name)
-            if _has_state(value):
-                value.load_state_dict(copy.deepcopy(saved))
+    def replicated(self) -> dict[str, Any]:
+        """States of what has one, and the other values."""
+        values = {name: getattr(self, name) for name in self._names}
+        return {name: value.state_dict() if _has_state(value) else value for name, value in values.items()}
+
+    def load_replicated(self, value: dict[str, Any]) -> None:
+        """The inverse; modules, optimizers and samplers are changed in place."""
+        # 1-bit optimizers hold their state against the parameters, which come first.
+        for name in sorted(value, key=lambda name: isinstance(getattr(self, name), torch.optim.Optimizer)):
+            target = getattr(self, name)
+            if isinstance(target, CompressedOptimizer):
+                target.reconnect(keep=False)
+            if _has_state(target):
+                target.load_state_dict(value[name])
             else:
-                setattr(self, name, copy.deepcopy(saved))
+                setattr(self, name, value[name])
+
+    def own(self) -> dict[str, Any]:
+        """What the 1-bit optimizers have of this rank alone, and random numbers."""
+        states = {name: getattr(self, name).rank_state_dict() for name in self._onebit}
+        return {"optimizers": states, "random": torch.get_rng_state()}
+
+    def load_own(self, part: Part) -> None:
+        """The inverse. Errors of ranks that are lost start at zero; ``resumed`` has what was done, by optimizer."""
+        for name in self._onebit:
+
+            def read(rank: int, name: str = name) -> Any:
+                found = part.read(rank)
+                return None if found is None else to_numpy(found["optimizers"][name])
+
+            if part.alone:
+                source = one_state(read(part.rank))
+            else:
+                source = Source(read, part.ranks, lambda rank: f"the part of rank {rank} of the commit", partial=True)
+            part.reports[name] = getattr(self, name).load_rank_state_dict(source)
+        if part.own is not None:
+            torch.set_rng_state(part.own["random"])
+
+    def dump(self, value: Any, file: IO[bytes]) -> None:
+        """As ``torch.save``."""
+        torch.save(value, file)
+
+    def load(self, file: IO[bytes]) -> Any:
+        """The inverse, on the CPU."""
+        return torch.load(file, map_location="cpu", weights_only=False)
+
+    def share(self) -> None:
+        """Every rank's samplers know what all ranks have processed. Collective."""
+        for value in self._samplers:
+            value.share()
 
     def sync(self) -> None:
-        """Takes over rank 0's values, for samplers what any rank has processed, and saves. Collective."""
+        """Takes over the first rank's values, for samplers what any rank has processed, and saves. Collective."""
+        first = self.process_set.ranks[0]
         plain: dict[str, Any] = {}
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, torch.nn.Module):
-                broadcast_parameters(value.state_dict(), 0)
-            elif isinstance(value, torch.optim.Optimizer):
-                broadcast_optimizer_state(value, 0)
+                broadcast_parameters(value.state_dict(), first, self.process_set)
             elif isinstance(value, ElasticSampler):
-                states = api.allgather_object(value.state_dict())
-                done = [state["processed_indices"] for state in states if state["epoch"] == states[0]["epoch"]]
-                value.load_state_dict({"epoch": states[0]["epoch"], "processed_indices": set().union(*done)})
+                value.sync()
+            elif not isinstance(value, torch.optim.Optimizer):
+                plain[name] = value.state_dict() if _has_state(value) else value
+        for value in (getattr(self, name) for name in self._names):
+            if isinstance(value, CompressedOptimizer):
+                self._sync_onebit(value)
+            elif isinstance(value, torch.optim.Optimizer):
+                broadcast_optimizer_state(value, first, process_set=self.process_set)
+        for name, value in self.from_first(plain).items():
+            target = getattr(self, name)
+            if _has_state(target):
+                target.load_state_dict(value)
             else:
-                plain[name] = value
-        for name, value in api.broadcast_object(plain, 0, "elastic.sync").items():
-            setattr(self, name, value)
+                setattr(self, name, value)
         self.save()
 
+    def _sync_onebit(self, optimizer: CompressedOptimizer) -> None:
+        state = optimizer.state_dict()
+        mine = state["ocomm"]["checksum"], repr(state["param_groups"])
+        if len(set(api.allgather_object(mine, process_set=self.process_set))) > 1:
+            optimizer.load_state_dict(self.from_first(state))
+            optimizer.load_rank_state_dict(None)
+
     def reset(self) -> None:
-        """Deals the samplers' rest to the ranks that there are now."""
-        for name in self._names:
-            if isinstance(getattr(self, name), ElasticSampler):
-                getattr(self, name).reset()
+        """Deals the samplers' rest to the ranks that there are now, with whom 1-bit optimizers exchange."""
+        for value in self._samplers:
+            value.reset()
+        for name in self._onebit:
+            getattr(self, name).reconnect()
+
+    @property
+    def _onebit(self) -> list[str]:
+        return [name for name in self._names if isinstance(getattr(self, name), CompressedOptimizer)]
+
+    @property
+    def _samplers(self) -> list[ElasticSampler]:
+        values = [getattr(self, name) for name in self._names]
+        return [value for value in values if isinstance(value, ElasticSampler)]
 
 
 def _has_state(value: Any) -> bool:
-    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer, ElasticSampler))
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _set_of(value: Any) -> ProcessSet | None:
+    """The process set that a distributed optimizer averages over."""
+    if isinstance(value, CompressedOptimizer):
+        return value.process_set
+    return getattr(value, "_process_set", None) if isinstance(value, torch.optim.Optimizer) else None

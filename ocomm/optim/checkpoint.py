@@ -9,7 +9,8 @@ is saved once; each rank saves what it alone knows, its *rank state*:
     plain    plain values, the same on all ranks, that go with the others
 
 On another number of ranks owner buffers move with their blocks. Of the others every rank gets the mean over those who
-had the element: an average over the ranks then holds the same as before.
+had the element: an average over the ranks then holds the same as before. What a rank takes with it that is lost counts
+as zero where it is an error; where it is a value of its own (flat), the mean is that of the others.
 """
 
 from __future__ import annotations
@@ -152,6 +153,11 @@ class Resharding:
                 for flat, own, length in runs.tolist() if buffer.size else ():
                     total[flat : flat + length] += buffer[own : own + length]
 
+    def skip(self) -> None:
+        """In the place of ``add``: the state of the next old rank is lost."""
+        self._next += 1
+        self._holders["flat"] -= 1
+
     def result(self) -> dict[str, Any]:
         """The buffers of the new rank: means over those who had each element, in float64, rounded once."""
         assert self._next == self.old.ranks
@@ -169,3 +175,21 @@ class Resharding:
                 for flat, own, length in runs if total.size else ():
                     buffer[own : own + length] = total[flat : flat + length] / self._holders[kind]
         return state
+
+
+def stand_in(states: Iterable[State]) -> dict[str, Any]:
+    """A rank state for a rank that has lost its own, from those of others of the same layout: see this module."""
+    plain: Any = {}
+    empty: dict[str, dict[str, NDArray[np.float32]]] = {"worker": {}, "owner": {}}
+    totals: dict[str, NDArray[np.float64]] = {}
+    count = 0
+    for state in states:
+        count += 1
+        plain = state.get("plain", {})
+        for kind, buffers in empty.items():
+            buffers.update({name: np.zeros(0, np.float32) for name in state.get(kind, {})})
+        for name, buffer in state.get("flat", {}).items():
+            if buffer.size:
+                totals[name] = totals.get(name, 0.0) + buffer.astype(np.float64)
+    flat = {name: (total / count).astype(np.float32) for name, total in totals.items()}
+    return {**empty, "flat": flat, "plain": plain}

@@ -35,6 +35,7 @@ class Runtime:
         settings: Settings,
         clock: Callable[[], float] = time.monotonic,
         on_start: Callable[[], None] = lambda: None,
+        on_loss: Callable[[dict[int, str]], None] = lambda lost: None,
     ) -> None:
         self.world = world
         self.engine = engine
@@ -42,6 +43,7 @@ class Runtime:
         self.clock = clock
         self.failure: OcommError | None = None
         self._on_start = on_start
+        self._on_loss = on_loss
         self._sets = [world]
         self._retiring: list[ProcessSet] = []
         self._deadlock = Deadlock(world, lambda: self._sets)
@@ -249,6 +251,7 @@ class Runtime:
             process_set.rank_left(rank, f"has {why}" if why == "shut down" else why)
         if failed and rank != self.world.rank:
             self._fail(PeerError(f"rank {rank} {why}."))
+            self._on_loss({rank: why})
 
     def _fail(self, error: OcommError) -> None:
         """Everything under way and everything to come fails with ``error``."""

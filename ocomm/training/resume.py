@@ -80,13 +80,15 @@ class Source:
 
     ``read(rank)`` returns that rank's state, None if there is none, and raises CheckpointError if it cannot be read;
     ``ranks`` are worth asking for when one's own is missing; ``name(rank)`` names a state in messages. ``alone``: there
-    is one state, which must be this rank's own.
+    is one state, which must be this rank's own. ``partial``: what is missing is lost, and the others' is loaded; then
+    ``ranks`` are all of which there is a state, the same on all ranks.
     """
 
     read: Callable[[int], State | None]
     ranks: Iterable[int]
     name: Callable[[int], str]
     alone: bool = False
+    partial: bool = False
 
 
 def one_state(state: State) -> Source:
@@ -121,6 +123,9 @@ class _Finding:
     ranks: int = 0
     why: str = ""
     state: Mapping[str, Any] | None = None
+    #: Of a partial source: the old ranks whose states are lost, and the fraction of all elements that they owned.
+    lost: tuple[int, ...] = ()
+    lost_share: float = 0.0
 
 
 def load_rank_states(driver: Driver, source: Source) -> dict[str, Any]:
@@ -176,7 +181,16 @@ def load_rank_states(driver: Driver, source: Source) -> dict[str, Any]:
         )
         if driver.core.rank == 0:
             _log.warning("%s: errors were shared out anew: %s", driver.name, detail)
-    return {"rank_state": how, "why": detail}
+    if not mine.lost:
+        return {"rank_state": how, "why": detail}
+    if driver.core.rank == 0:
+        _log.warning(
+            "%s: the errors of rank(s) %s start at zero, which owned %.1f %% of all elements",
+            driver.name,
+            list(mine.lost),
+            100 * mine.lost_share,
+        )
+    return {"rank_state": how, "why": detail, "lost_ranks": list(mine.lost), "lost_owner_share": mine.lost_share}
 
 
 def _examine(driver: Driver, source: Source) -> _Finding:
@@ -196,11 +210,22 @@ def _examine(driver: Driver, source: Source) -> _Finding:
         raise CheckpointError(
             f"{source.name(first)} is of rank {state['rank']}, this is rank {core.rank}. Give each rank its own."
         )
-    if state["digest"] == f"{core.layout.digest:016x}":
+    is_same = state["digest"] == f"{core.layout.digest:016x}"
+    if source.partial:
+        survivors = set(source.ranks)
+        found.lost = tuple(rank for rank in range(state["ranks"]) if rank not in survivors)
+        layout = core.layout if is_same else checkpoint.layout_of(state, core.layout, source.name(first))
+        owned = [layout.owned_numel(rank) for rank in range(layout.ranks)]
+        found.lost_share = sum(owned[rank] for rank in found.lost) / max(sum(owned), 1)
+    if is_same:
         found.state = _read(driver, source, core.rank)
-        if found.state is None:
+        if found.state is None and source.partial:
+            others = (_read(driver, source, rank) for rank in source.ranks)
+            found.state = checkpoint.stand_in(other for other in others if other is not None)
+        elif found.state is None:
             return _Finding("reset", run, found.ranks, f"{source.name(core.rank)} is missing")
-        _same_checkpoint(source, core.rank, found.state, first, state)
+        else:
+            _same_checkpoint(source, core.rank, found.state, first, state)
         _check_buffers(driver, found.state, source.name(core.rank))
         return found
     if source.alone:
@@ -217,11 +242,12 @@ def _examine(driver: Driver, source: Source) -> _Finding:
         part = _read(driver, source, rank)
         if part is None:
             lost.append(rank)
+            resharding.skip()
             continue
         _same_checkpoint(source, rank, part, first, state)
-        if not lost:
+        if not lost or source.partial:
             resharding.add(part)
-    if lost:
+    if lost and not source.partial:
         names = ", ".join(map(source.name, lost))
         return _Finding("reset", found.run, found.ranks, f"{names} {'is' if len(lost) == 1 else 'are'} missing")
     found.how, found.state = "re-sharded", resharding.result()

@@ -27,7 +27,10 @@ _DEFAULTS = {
 
 def check(function: object, spelled: str) -> None:
     """Takes every call that Horovod's takes: its parameters in its order, what is added has a default."""
-    parameters = list(inspect.signature(function).parameters.values())  # type: ignore[arg-type]
+    ours = list(inspect.signature(function).parameters.values())  # type: ignore[arg-type]
+    # What we have added by keyword is out of the way of Horovod's calls, also before **kwargs.
+    added = [p for p in ours if p.kind is p.KEYWORD_ONLY and p.name not in spelled]
+    parameters = [p for p in ours if p not in added]
     for text in filter(None, spelled.split(", ")):
         name, _, default = ("process_set=global" if text == "ps" else text).partition("=")
         parameter = parameters.pop(0)
@@ -42,6 +45,7 @@ def check(function: object, spelled: str) -> None:
             assert parameter.default is getattr(ocomm_torch.Compression, default.split(".")[1])
         elif default:
             assert parameter.default == _DEFAULTS[default], text
+    parameters += added
     assert all(parameter.default is not parameter.empty for parameter in parameters), parameters
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import ocomm_torch as hvd  # noqa: E402
-from ocomm.errors import HostsUpdatedInterrupt, InvalidRequestError  # noqa: E402
+from ocomm.errors import HostsUpdatedInterrupt  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from tests.cluster.jobs import run_job  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
@@ -20,12 +23,14 @@ import json, sys
 import torch
 import ocomm_torch as hvd
 
-def run(mode):
+def run(kind, mode):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.Adam(model.parameters(), lr=0.05), named_parameters=model.named_parameters()
-    )
+    adam = torch.optim.Adam(model.parameters(), lr=0.05)
+    if kind == "dense":
+        optimizer = hvd.DistributedOptimizer(adam, model.named_parameters())
+    else:
+        optimizer = hvd.DistributedOneBitAdam(adam, model.named_parameters(), freeze_step=3)
     calls, resets, failed = [], [], []
 
     @hvd.elastic.run
@@ -61,7 +66,8 @@ def run(mode):
     return {"parameters": [p.tolist() for p in model.parameters()], "calls": calls, "resets": resets, "error": error}
 
 hvd.init(process_sets=[[0]])
-results = {mode: run(mode) for mode in ("nothing", "mismatch", "one rank", "hosts", "always")}
+modes = {"dense": ("nothing", "mismatch", "one rank", "hosts", "always"), "1-bit": ("nothing", "one rank", "hosts")}
+results = {kind: {mode: run(kind, mode) for mode in modes[kind]} for kind in modes}
 open(f"{sys.argv[1]}.{hvd.rank()}", "w").write(json.dumps(results))
 """
 
@@ -73,12 +79,14 @@ def test_a_failed_job_goes_on_from_its_last_commit_and_ends_where_it_would_have(
     first, second = (json.loads((tmp_path / f"result.{rank}").read_text()) for rank in range(2))
     assert first == second
     calls = {"nothing": [0], "mismatch": [0, 4], "one rank": [0, 4], "hosts": [0, 6]}
-    for mode, expected in calls.items():
-        assert (first[mode]["calls"], first[mode]["error"]) == (expected, "")
-        assert first[mode]["resets"] == [2] * (len(expected) - 1)
-        assert first[mode]["parameters"] == first["nothing"]["parameters"]
     # An error which comes again every time ends the job.
-    assert (first["always"]["calls"], first["always"]["error"]) == ([0, 4, 4], "MismatchError")
+    always = first["dense"].pop("always")
+    assert (always["calls"], always["error"]) == ([0, 4, 4], "MismatchError")
+    for done_by in first.values():
+        for mode, result in done_by.items():
+            assert (result["calls"], result["error"]) == (calls[mode], "")
+            assert result["resets"] == [2] * (len(calls[mode]) - 1)
+            assert result["parameters"] == done_by["nothing"]["parameters"]
 
 
 def test_a_state_is_restored_in_place_and_synchronized_from_rank_zero() -> None:
@@ -115,13 +123,116 @@ def test_a_state_is_restored_in_place_and_synchronized_from_rank_zero() -> None:
     run_ranks(2, body)
 
 
-def test_a_one_bit_optimizer_is_refused() -> None:
-    def body(session: Session) -> None:
-        optimizer = hvd.DistributedOneBitAdam(torch.optim.Adam(torch.nn.Linear(2, 1).parameters()))
-        with pytest.raises(InvalidRequestError, match=r"^TorchState: optimizer is a OneBitAdam, which cannot go on"):
-            hvd.elastic.TorchState(optimizer=optimizer)
+Adam = torch.optim.Adam
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "dense": lambda model, **more: hvd.DistributedOptimizer(
+        Adam(model.parameters(), 0.01), model.named_parameters(), **more
+    ),
+    "1-bit Adam": lambda model, **more: hvd.DistributedOneBitAdam(
+        Adam(model.parameters(), 0.01), model.named_parameters(), freeze_step=3, **more
+    ),
+    "0/1 Adam": lambda model, **more: hvd.DistributedZeroOneAdam(
+        Adam(model.parameters(), 0.01), model.named_parameters(), local_step_start=4, local_step_doubling=4, **more
+    ),
+}
 
-    run_ranks(1, body)
+
+def train(
+    session: Session,
+    kind: str,
+    folder: Path,
+    batches: int,
+    *,
+    shared: bool = True,
+    commits: int = 2,
+    process_set: hvd.ProcessSet | None = None,
+) -> tuple[list[list[int]], list[float], Any]:
+    """Samples and parameters of a training up to so many batches, and what the state says that it began with."""
+    me = hvd.rank()
+    folder = Path(hvd.broadcast_object(str(folder)))
+    place = folder if shared else folder / session.require_topology().hosts[me]
+    session.settings = dataclasses.replace(session.settings, elastic_folder=str(place))
+    generator = torch.Generator().manual_seed(1)
+    model = torch.nn.Linear(37, 5)
+    with torch.no_grad():
+        model.weight.normal_(generator=generator)
+        model.bias.normal_(generator=generator)
+    optimizer = OPTIMIZERS[kind](model, **({} if process_set is None else {"process_set": process_set}))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    sampler = hvd.elastic.ElasticSampler(range(50), seed=3)
+    state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, sampler=sampler, batch=0)
+    samples = []
+
+    @hvd.elastic.run
+    def loop(state: Any) -> None:
+        order = list(sampler)
+        for number in range((len(order) + 1) // 2):
+            if state.batch == batches:
+                return
+            mine = order[2 * number : 2 * number + 2]
+            samples.append(mine)
+            optimizer.zero_grad()
+            inputs = torch.stack([torch.sin(torch.arange(37) * (i + 1.0)) for i in mine])
+            model(inputs).square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+            sampler.record_batch(number, 2)
+            state.batch += 1
+            if state.batch % commits == 0:
+                state.commit()
+
+    loop(state)
+    values = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+    return samples, values, state.resumed
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_job_that_is_started_again_goes_on_bit_for_bit_wherever_its_ranks_are(kind: str, tmp_path: Path) -> None:
+    whole = run_ranks(2, lambda session: train(session, kind, tmp_path / "whole", 9))
+    # Of the first job what came after commit 3, of batch 6, is lost. Then the ranks have changed places.
+    for hosts, batches in ((["a", "b"], 7), (["b", "a"], 9)):
+        again = run_ranks(
+            2, lambda session, batches=batches: train(session, kind, tmp_path, batches, shared=False), hosts=hosts
+        )
+    for before, after in zip(whole, again, strict=True):
+        assert after[0] == before[0][6:]
+        assert after[1] == before[1]
+    resumed = again[0][2]
+    assert (resumed["commit"], resumed["ranks"], resumed["lost_ranks"]) == (3, 2, [])
+    assert kind == "dense" or resumed["optimizer"]["rank_state"] == "loaded"
+
+
+@pytest.mark.parametrize("kind", ["1-bit Adam", "0/1 Adam"])
+@pytest.mark.parametrize("hosts", [["a", "c", "d"], ["a", "c", "d", "e"]], ids=["3 ranks", "4 ranks"])
+def test_with_a_host_its_errors_are_lost_and_the_report_says_what_share_that_was(
+    kind: str, hosts: list[str], tmp_path: Path
+) -> None:
+    run_ranks(4, lambda session: train(session, kind, tmp_path, 4, shared=False), hosts=["a", "b", "c", "d"])
+    again = run_ranks(len(hosts), lambda session: train(session, kind, tmp_path, 8, shared=False), hosts=hosts)
+    assert all(values == again[0][1] for _, values, _ in again)
+    for _, _, resumed in again:
+        assert (resumed["commit"], resumed["ranks"], resumed["lost_ranks"]) == (2, 4, [1])
+        optimizer = resumed["optimizer"]
+        assert optimizer["rank_state"] == ("loaded" if len(hosts) == 4 else "re-sharded")
+        assert optimizer["lost_ranks"] == [1]
+        assert 0.0 <= optimizer["lost_owner_share"] < 1.0
+    # What the lost rank had processed is not given out again: all ranks know of it since the commit.
+    done = {i for samples, _, _ in again for batch in samples for i in batch}
+    assert len(done) <= 50 - 4 * 2 * 4 + 2 * len(hosts)
+
+
+def test_states_of_process_sets_come_back_by_themselves(tmp_path: Path) -> None:
+    def body(session: Session, batches: tuple[int, int]) -> Any:
+        team = hvd.rank() // 2
+        process_set = hvd.ProcessSet([2 * team, 2 * team + 1])
+        return train(session, "1-bit Adam", tmp_path, batches[team], commits=1 + team, process_set=process_set)
+
+    sets = [[0, 1], [2, 3]]
+    run_ranks(4, lambda session: body(session, (3, 5)), process_sets=sets)
+    again = run_ranks(4, lambda session: body(session, (4, 6)), process_sets=sets)
+    assert [resumed["commit"] for _, _, resumed in again] == [3, 3, 2, 2]
+    assert [len(samples) for samples, _, _ in again] == [1, 1, 2, 2]
+    assert again[0][1] == again[1][1] != again[2][1] == again[3][1]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -145,7 +256,8 @@ def test_a_sampler_deals_what_is_left_to_all_ranks(size: int, shuffle: bool, len
         state.sync()
         assert sampler.processed_indices == done and state.sampler is sampler
         rest = hvd.allgather_object(list(sampler))
-        assert {i for part in rest for i in part} == set(range(length)) - done
+        given, left = {i for part in rest for i in part}, set(range(length)) - done
+        assert left <= given <= left | {everyone[i % size][i // size] for i in range(size) if left}
         assert len({len(part) for part in rest}) == 1
         sampler.set_epoch(3)
         state.restore()

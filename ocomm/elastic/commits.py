@@ -1,0 +1,173 @@
+"""Commits on disk: what lies in a host's folder, which commit the ranks go back to, and who still has what of it.
+
+A commit has a replicated part, equal on all ranks and written once per host, and a part of each rank. Its files are
+
+    set0.1-g0002-00000012-9f3c.all          replicated
+    set0.1-g0002-00000012-9f3c.rank3of4     of rank 3 of 4 of the process set
+
+for process set 0, its first state, generation 2, commit 12. Numbers go on from one generation to the next; the four
+digits are drawn by each generation, so that what comes back on a host that was away is not taken for something newer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+_FILE = re.compile(r"(.+)-g(\d+)-(\d+)-([0-9a-f]+)\.(all|rank(\d+)of(\d+))")
+#: Commits that are kept: should the last not be whole, there is the one before.
+KEPT = 2
+
+
+@dataclass(frozen=True, order=True)
+class Label:
+    """Which commit: later ones are greater."""
+
+    generation: int
+    number: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"g{self.generation:04d}-{self.number:08d}-{self.token}"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank sees of a commit: the replicated part or not, and the parts of ``ranks`` out of ``size``."""
+
+    replicated: bool = False
+    ranks: frozenset[int] = frozenset()
+    size: int = 0
+
+
+Listing = Mapping[Label, Held]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The commit that all go back to. ``sources[r]``: those that have the part of old rank r; missing if it is lost."""
+
+    label: Label
+    replicated: tuple[int, ...]  # those that have the replicated part
+    size: int  # ranks that the state had; 0 if it has no parts of ranks
+    sources: Mapping[int, tuple[int, ...]]
+
+    @property
+    def lost(self) -> list[int]:
+        """Old ranks whose parts nobody has."""
+        return [rank for rank in range(self.size) if rank not in self.sources]
+
+
+def choose(listings: Sequence[Listing]) -> Choice | None:
+    """The newest commit of which somebody has the replicated part; ``listings`` are all ranks'.
+
+    A rank that died while it wrote its part would lose it: if that of the commit before is still there, with all
+    others, all go back to that one.
+    """
+    labels = sorted({label for listing in listings for label, held in listing.items() if held.replicated}, reverse=True)
+    choices = [_choice(label, listings) for label in labels[:KEPT]]
+    if not choices:
+        return None
+    if len(choices) > 1 and choices[0].lost and not choices[1].lost and labels[0].number == labels[1].number + 1:
+        return choices[1]
+    return choices[0]
+
+
+def _choice(label: Label, listings: Sequence[Listing]) -> Choice:
+    held = [listing.get(label, Held()) for listing in listings]
+    size = max(entry.size for entry in held)
+    sources = {rank: tuple(who for who, entry in enumerate(held) if rank in entry.ranks) for rank in range(size)}
+    return Choice(
+        label,
+        tuple(who for who, entry in enumerate(held) if entry.replicated),
+        size,
+        {rank: who for rank, who in sources.items() if who},
+    )
+
+
+class Folder:
+    """One state's commits on this host. Made when it is first written to."""
+
+    def __init__(self, path: str | os.PathLike[str], stem: str) -> None:
+        self.path = Path(path)
+        self.stem = stem
+
+    def listing(self) -> dict[Label, Held]:
+        """What is there."""
+        found: dict[Label, Held] = {}
+        for label, what, _ in self._files():
+            held = found.get(label, Held())
+            if what is None:
+                found[label] = Held(True, held.ranks, held.size)
+            else:
+                found[label] = Held(held.replicated, held.ranks | {what[0]}, what[1])
+        return found
+
+    def _files(self) -> list[tuple[Label, tuple[int, int] | None, Path]]:
+        found = []
+        for path in self.path.glob(f"{self.stem}-*") if self.path.is_dir() else ():
+            match = _FILE.fullmatch(path.name)
+            if match and match[1] == self.stem:
+                label = Label(int(match[2]), int(match[3]), match[4])
+                found.append((label, (int(match[6]), int(match[7])) if match[6] else None, path))
+        return found
+
+    def replicated(self, label: Label) -> Path:
+        """The file of the replicated part."""
+        return self.path / f"{self.stem}-{label}.all"
+
+    def of_rank(self, label: Label, rank: int, size: int) -> Path:
+        """The file of a rank's part."""
+        return self.path / f"{self.stem}-{label}.rank{rank}of{size}"
+
+    def write(self, path: Path, dump: Callable[[IO[bytes]], None]) -> None:
+        """The file is whole, or not there. OSError if it cannot be written."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}.{id(dump):x}")
+        try:
+            with open(beside, "wb") as file:
+                dump(file)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def prune(self) -> None:
+        """Keeps the last commits."""
+        files = self._files()
+        kept = sorted({label for label, what, _ in files if what is None}, reverse=True)[:KEPT]
+        if len(kept) == KEPT:
+            self._remove(path for label, _, path in files if label < kept[-1])
+
+    def forget_after(self, label: Label) -> None:
+        """Removes what is newer: the ranks have agreed to go back to ``label``."""
+        self._remove(path for other, _, path in self._files() if other > label)
+
+    def _remove(self, paths: Any) -> None:
+        for path in paths:
+            path.unlink(missing_ok=True)  # another rank of this host may have been quicker
+
+
+@dataclass(frozen=True)
+class Part:
+    """What only the ranks knew at a commit. ``read(rank)``: an old rank's part, None where it is lost.
+
+    ``size`` ranks had the state, of which those in ``ranks`` have left their parts; this one was or is ``rank``.
+    ``alone``: only ``rank``'s can be read, and it is there on all ranks.
+    """
+
+    read: Callable[[int], Any]
+    ranks: tuple[int, ...]
+    size: int
+    rank: int
+    now: int  # ranks that the state has now
+    alone: bool = False
+    reports: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def own(self) -> Any:
+        """This rank's part, if there are as many ranks as before and it is not lost."""
+        return self.read(self.rank) if self.size == self.now and self.rank in self.ranks else None

@@ -1,0 +1,83 @@
+"""Which commit the ranks go back to, from what each of them sees; and files that are whole or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ocomm.elastic.commits import Choice, Folder, Held, Label, choose
+
+FIVE, SIX = Label(1, 5, "aa"), Label(1, 6, "aa")
+
+
+def held(*ranks: int, size: int = 2, replicated: bool = True) -> Held:
+    return Held(replicated, frozenset(ranks), size)
+
+
+def test_without_commits_there_is_nothing_to_go_back_to() -> None:
+    assert choose([{}, {}]) is None
+    assert choose([{FIVE: held(0, replicated=False)}, {}]) is None
+
+
+def test_the_newest_commit_is_chosen_wherever_its_parts_lie() -> None:
+    whole = [{FIVE: held(0), SIX: held(0)}, {FIVE: held(1), SIX: held(1, replicated=False)}]
+    assert choose(whole) == Choice(SIX, (0,), 2, {0: (0,), 1: (1,)})
+    # A later generation counts more than a higher number: what came before it was given up.
+    assert choose([{SIX: held(0), Label(2, 3, "bb"): held(0)}]).label == Label(2, 3, "bb")  # type: ignore[union-attr]
+
+
+def test_a_rank_that_died_while_it_wrote_brings_all_back_to_the_commit_before() -> None:
+    half = [{FIVE: held(0), SIX: held(0)}, {FIVE: held(1)}]
+    assert choose(half) == Choice(FIVE, (0, 1), 2, {0: (0,), 1: (1,)})
+    # Nothing is won by that where the rank's part of that one is lost, too.
+    lost = [{FIVE: held(0), SIX: held(0)}, {}]
+    choice = choose(lost)
+    assert choice is not None and (choice.label, choice.lost) == (SIX, [1])
+
+
+labels = st.builds(Label, st.integers(0, 3), st.integers(0, 5), st.sampled_from(["aa", "bb"]))
+parts = st.builds(Held, st.booleans(), st.frozensets(st.integers(0, 3)), st.just(4))
+listings = st.lists(st.dictionaries(labels, parts, max_size=4), min_size=1, max_size=4)
+
+
+@given(listings)
+def test_what_is_chosen_can_be_restored_and_is_at_most_one_commit_old(all_held: list[dict[Label, Held]]) -> None:
+    choice = choose(all_held)
+    restorable = {label for each in all_held for label, found in each.items() if found.replicated}
+    if choice is None:
+        assert not restorable
+        return
+    assert choice.replicated and all(all_held[who][choice.label].replicated for who in choice.replicated)
+    assert all(rank in all_held[who][choice.label].ranks for rank, who_has in choice.sources.items() for who in who_has)
+    newest = max(restorable)
+    assert choice.label == newest or (choice.label.number == newest.number - 1 and not choice.lost)
+
+
+def test_files_are_listed_and_only_the_last_two_commits_are_kept(tmp_path: Path) -> None:
+    folder, other = Folder(tmp_path / "new", "set0.1"), Folder(tmp_path / "new", "set0.11")
+    assert folder.listing() == {}
+    for number in range(1, 5):
+        label = Label(0, number, "aa")
+        for rank in (0, 1):
+            folder.write(folder.of_rank(label, rank, 2), lambda file: None)
+        folder.write(folder.replicated(label), lambda file: None)
+        folder.prune()
+    other.write(other.replicated(FIVE), lambda file: None)
+    assert folder.listing() == {Label(0, number, "aa"): held(0, 1) for number in (3, 4)}
+    folder.forget_after(Label(0, 3, "aa"))
+    assert list(folder.listing()) == [Label(0, 3, "aa")]
+    assert list(other.listing()) == [FIVE]
+
+
+def test_a_file_that_could_not_be_written_is_not_there(tmp_path: Path) -> None:
+    def fail(file: object) -> None:
+        file.write(b"half")  # type: ignore[attr-defined]
+        raise OSError("full")
+
+    folder = Folder(tmp_path, "set0.1")
+    with pytest.raises(OSError, match="full"):
+        folder.write(folder.replicated(FIVE), fail)
+    assert list(tmp_path.iterdir()) == []
