@@ -90,7 +90,8 @@ class OneBitAdam(AdamWrapper):
         if self._driver.is_mixed:
             adams = {tensor: DenseAdam(*self.started(tensor)) for tensor in tensors}
             averages = {tensor: average(tensor) for tensor in tensors}
-            dense_step(self._driver.groups(), averages, max_norm, self._flat, adams.__getitem__)
+            self._driver.clip_averages(list(averages.values()), max_norm)
+            dense_step(self._driver.groups(), averages, self._flat, adams.__getitem__)
             for tensor, adam in adams.items():
                 self.state[self._parameters[tensor]]["step"] = torch.tensor(float(adam.step))
             return

@@ -10,6 +10,7 @@ import numpy as np
 
 from ocomm.kernels.base import Floats
 from ocomm.optim.adam import DenseAdam
+from ocomm.optim.core import address
 from ocomm.optim.onebit_adam import OneBitAdam
 from ocomm.optim.zero_one_adam import ZeroOneAdam
 from ocomm.training.driver import Driver, Group, Host
@@ -30,18 +31,13 @@ class MomentsHost(Host, Protocol):
 def dense_step(
     groups: Sequence[Group],
     averages: Mapping[int, Floats],
-    max_norm: float | None,
     parameter: Callable[[int], Floats],
     state: Callable[[int], DenseAdam],
 ) -> None:
     """Adam's step of the tensors in ``averages``, in place, with the same bits in every framework.
 
-    Averages are clipped to ``max_norm``, as in ``torch.nn.utils.clip_grad_norm_``, unless that is None. ``parameter``
-    and ``state`` give a tensor's elements, flat, and its moments. No coupled decay.
+    ``parameter`` and ``state`` give a tensor's elements, flat, and its moments. No coupled decay.
     """
-    if max_norm is not None:
-        norm = math.sqrt(sum(float(np.square(a, dtype=np.float64).sum()) for a in averages.values()))
-        averages = {tensor: a * np.float32(min(1.0, max_norm / (norm + 1e-6))) for tensor, a in averages.items()}
     for group in groups:
         for tensor in group.tensors.tolist():
             if tensor in averages:
@@ -63,6 +59,16 @@ class AdamDriver(Driver):
 
     #: What came from an Adam's checkpoint, for the report.
     warm_start: dict[str, Any] | None = None
+
+    def clip_averages(self, averages: Sequence[Floats], max_norm: float | None) -> None:
+        """Clips averaged gradients in place, as ``torch.nn.utils.clip_grad_norm_``, unless ``max_norm`` is None."""
+        if max_norm is None:
+            return
+        addresses = np.array([address(average) for average in averages], np.uint64)
+        squares = self.kernels.squares(addresses, np.array([average.size for average in averages], np.int64))
+        scale = min(1.0, max_norm / (math.sqrt(sum(squares.tolist())) + 1e-6))
+        for average in averages if scale < 1.0 else ():
+            average *= np.float32(scale)
 
     def report(self) -> dict[str, Any]:
         """Also ``warm_start``: None, or ``step`` of the checkpoint, how many ``tensors`` had moments in it, and the

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
-import numpy as np
-
 from ocomm.kernels.base import Floats
-from ocomm.optim.core import address
 from ocomm.optim.lamb import Lamb
 from ocomm.training.adam import MomentsHost
 from ocomm.training.onebit_adam import OneBitAdamDriver
@@ -41,18 +37,10 @@ class LambDriver(OneBitAdamDriver):
             )
 
     def _dense_step(self, tensors: list[int], max_norm: float | None) -> None:
-        if max_norm is not None:
-            self._clip_averages(tensors, max_norm)
-        for tensor in tensors:
-            self.core.dense_step(tensor, self.stepper.average(tensor), *self.host.advance(tensor))
-
-    def _clip_averages(self, tensors: list[int], max_norm: float) -> None:
         averages = [self.stepper.average(tensor) for tensor in tensors]
-        addresses = np.array([address(average) for average in averages], np.uint64)
-        squares = self.kernels.squares(addresses, np.array([average.size for average in averages], np.int64))
-        scale = min(1.0, max_norm / (math.sqrt(sum(squares.tolist())) + 1e-6))
-        for average in averages if scale < 1.0 else ():
-            average *= np.float32(scale)
+        self.clip_averages(averages, max_norm)
+        for tensor, average in zip(tensors, averages, strict=True):
+            self.core.dense_step(tensor, average, *self.host.advance(tensor))
 
     # State
 

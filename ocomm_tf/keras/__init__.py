@@ -9,6 +9,8 @@ from ocomm_tf.keras.compressed import (
     DistributedSoftSignSGD,
     DistributedZeroOneAdam,
 )
+from ocomm_tf.keras.lamb import DistributedOneBitLamb
+from ocomm_tf.keras.lion import DistributedLion
 from ocomm_tf.keras.optimizer import DistributedOptimizer as DistributedOptimizer  # type: ignore[assignment]
 from ocomm_tf.keras.optimizer import PartialDistributedOptimizer
 from ocomm_tf.keras.saving import load_model
@@ -16,7 +18,9 @@ from ocomm_tf.keras.saving import load_model
 __all__ = [
     *_everything,
     "DistributedBirder",
+    "DistributedLion",
     "DistributedOneBitAdam",
+    "DistributedOneBitLamb",
     "DistributedOptimizer",
     "DistributedSoftSignSGD",
     "DistributedZeroOneAdam",

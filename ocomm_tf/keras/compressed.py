@@ -56,8 +56,7 @@ class Host:
         self.adam: list[DenseAdam | None] = [None] * len(places)
         self._gradients: list[Floats | None] = [None] * len(places)
         self._lr = 0.0
-        self._betas = (float(getattr(optimizer, "beta_1", 0.0)), float(getattr(optimizer, "beta_2", 0.0)))
-        self._eps = float(getattr(optimizer, "epsilon", 0.0))
+        self._betas, self._eps = optimizer.ocomm_moments
         self._decay = float(optimizer.weight_decay or 0.0)
         decayed = [optimizer._use_weight_decay(optimizer._trainable_variables[place.index]) for place in places]
         self._decayed = np.flatnonzero(decayed), np.flatnonzero(np.logical_not(decayed))
@@ -101,7 +100,8 @@ class Host:
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
         """Adam's step of tensors in warm-up, on averages clipped to ``max_norm``."""
         averages = {tensor: average(tensor) for tensor in tensors}
-        dense_step(self.groups(), averages, max_norm, self.parameters.__getitem__, self._adam)
+        self.driver.clip_averages(list(averages.values()), max_norm)  # type: ignore[attr-defined]
+        dense_step(self.groups(), averages, self.parameters.__getitem__, self._adam)
 
     def _adam(self, tensor: int) -> DenseAdam:
         state = self.adam[tensor] = self.adam[tensor] or DenseAdam.fresh(self.parameters[tensor].size)
@@ -112,16 +112,27 @@ class Host:
         state = self.adam[tensor]
         return None if state is None else (state.momentum, state.variance, state.step)
 
+    def advance(self, tensor: int) -> tuple[Floats, Floats, int]:
+        """Counts a step of a tensor; its m, v, which begin as zeros, and the number of that step."""
+        state = self._adam(tensor)
+        state.step += 1
+        return state.momentum, state.variance, state.step
+
     def release(self, tensor: int) -> None:
         """Frees a tensor's m and v."""
         self.adam[tensor] = None
 
 
-class _Compressed(Distributed):
+class Compressed(Distributed):
     """Mixed in before the class of the user's optimizer."""
 
     _host: Host | None = None
     _setup: tuple[ProcessSet, Mapping[str, Any] | None, MakeDriver]
+
+    _kind: str
+
+    #: beta1 and beta2, and epsilon, where the step is Adam's.
+    ocomm_moments: tuple[tuple[float, float], float] = (0.0, 0.0), 0.0
 
     @property
     def ocomm_process_set(self) -> ProcessSet:
@@ -210,8 +221,12 @@ class _Compressed(Distributed):
             self._start()
 
 
-class _CompressedAdam(_Compressed):
+class CompressedAdam(Compressed):
     """With Adam's moments."""
+
+    @property
+    def ocomm_moments(self: Any) -> tuple[tuple[float, float], float]:  # type: ignore[override]
+        return (float(self.beta_1), float(self.beta_2)), float(self.epsilon)
 
     def _moments(self: Any, host: Host, number: int) -> tuple[Floats, Floats] | None:
         raise NotImplementedError
@@ -230,7 +245,7 @@ class _CompressedAdam(_Compressed):
         return momentum, variance, int(self.iterations.numpy())
 
 
-class _OneBitAdam(_CompressedAdam):
+class OneBitAdam(CompressedAdam):
     _kind = "OneBitAdam"
 
     def _adopt_moments(self: Any) -> None:
@@ -240,6 +255,7 @@ class _OneBitAdam(_CompressedAdam):
         for number, place in enumerate(host.places):
             state = host.adam[number] = DenseAdam.fresh(place.spec.numel)
             state.momentum[:], state.variance[:], state.step = self._saved(place)
+        host.driver.continue_plain()  # type: ignore[attr-defined]
 
     def _moments(self: Any, host: Host, number: int) -> tuple[Floats, Floats] | None:
         state = host.adam[number]
@@ -251,7 +267,7 @@ class _OneBitAdam(_CompressedAdam):
         return core.momentum(number), core.variance(number, beta2=float(self.beta_2))
 
 
-class _ZeroOneAdam(_CompressedAdam):
+class _ZeroOneAdam(CompressedAdam):
     _kind = "ZeroOneAdam"
 
     def _adopt_moments(self: Any) -> None:
@@ -267,11 +283,11 @@ class _ZeroOneAdam(_CompressedAdam):
         return core.average_momentum(number), core.variance(number, beta2=float(self.beta_2))
 
 
-class _Birder(_Compressed):
+class _Birder(Compressed):
     _kind = "Birder"
 
 
-class _SoftSignSGD(_Compressed):
+class _SoftSignSGD(Compressed):
     _kind = "SoftSignSGD"
 
 
@@ -302,7 +318,7 @@ class _AgreedLossScale(Distributed):
         return self.inner_optimizer.compression_report()
 
 
-def _wrap(
+def wrap(
     mixin: type,
     optimizer: Any,
     variables: Any,
@@ -310,6 +326,7 @@ def _wrap(
     process_set: ProcessSet,
     make: MakeDriver,
 ) -> Any:
+    """``optimizer`` as an object of ``mixin`` before its class, inside its LossScaleOptimizer if there is one."""
     scaled = optimizer if isinstance(optimizer, LossScaleOptimizer) else None
     inner = scaled.inner_optimizer if scaled is not None else optimizer
     check_wrappable(inner)
@@ -331,8 +348,13 @@ def _wrap(
     return wrapped
 
 
+def inner_of(optimizer: Any) -> Any:
+    """What a LossScaleOptimizer scales the loss for; any other optimizer itself."""
+    return optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+
+
 def _adam(optimizer: Any, wrapper: str) -> None:
-    inner = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+    inner = inner_of(optimizer)
     if not isinstance(inner, keras.optimizers.Adam):
         raise InvalidRequestError(
             f"{wrapper} wraps keras.optimizers.Adam or AdamW, not {type(inner).__name__}; use DistributedOptimizer for "
@@ -340,7 +362,7 @@ def _adam(optimizer: Any, wrapper: str) -> None:
         )
 
 
-def _kind(host: Host) -> str:
+def kind_of(host: Host) -> str:
     return "AdamW" if any(group.decoupled_decay for group in host.groups()) else "Adam"
 
 
@@ -386,14 +408,14 @@ def DistributedOneBitAdam(
             [place.spec for place in host.places],
             host,
             common,
-            optimizer=_kind(host),
+            optimizer=kind_of(host),
             freeze_step=freeze_step,
             scale=scale,
             variance_floor=variance_floor,
             mask_refresh=mask_refresh,
         )
 
-    return _wrap(_OneBitAdam, optimizer, variables, names, process_set, make)
+    return wrap(OneBitAdam, optimizer, variables, names, process_set, make)
 
 
 def DistributedZeroOneAdam(
@@ -431,7 +453,7 @@ def DistributedZeroOneAdam(
             [place.spec for place in host.places],
             host,
             common,
-            optimizer=_kind(host),
+            optimizer=kind_of(host),
             intervals={
                 "local_step_start": local_step_start,
                 "local_step_doubling": local_step_doubling,
@@ -443,7 +465,7 @@ def DistributedZeroOneAdam(
             mask_refresh=mask_refresh,
         )
 
-    return _wrap(_ZeroOneAdam, optimizer, variables, names, process_set, make)
+    return wrap(_ZeroOneAdam, optimizer, variables, names, process_set, make)
 
 
 def DistributedBirder(
@@ -469,7 +491,7 @@ def DistributedBirder(
     """
     options = {"beta": beta, "stochastic": stochastic, "seed": seed, "amsgrad_after": amsgrad_after}
     common = Common(block_size, overlap, max_grad_norm, clip, verify)
-    return _wrap(_Birder, optimizer, variables, names, process_set, _birder("Birder", common, options))
+    return wrap(_Birder, optimizer, variables, names, process_set, _birder("Birder", common, options))
 
 
 def DistributedSoftSignSGD(
@@ -489,7 +511,7 @@ def DistributedSoftSignSGD(
     """Birder's dense counterpart, exchanged without compression; otherwise as ``DistributedBirder``."""
     options = {"beta": beta, "amsgrad_after": amsgrad_after}
     common = Common(block_size, overlap, max_grad_norm, clip, verify, hierarchical=False)
-    return _wrap(_SoftSignSGD, optimizer, variables, names, process_set, _birder("SoftSignSGD", common, options))
+    return wrap(_SoftSignSGD, optimizer, variables, names, process_set, _birder("SoftSignSGD", common, options))
 
 
 def _birder(kind: str, common: Common, options: Mapping[str, Any]) -> MakeDriver:

@@ -244,8 +244,10 @@ class TestCompressed:
             (lambda: hvd.DistributedZeroOneAdam(keras.optimizers.AdamW(3e-3, weight_decay=1e-3)), 20),
             (lambda: hvd.DistributedBirder(keras.optimizers.SGD(2e-3), beta=0.8), 20),
             (lambda: hvd.DistributedSoftSignSGD(keras.optimizers.SGD(2e-3), beta=0.8), 0.9),
+            (lambda: hvd.DistributedLion(keras.optimizers.Lion(2e-3, weight_decay=1e-2)), 20),
+            (lambda: hvd.DistributedOneBitLamb(keras.optimizers.Lamb(1e-2), freeze_step=60, max_grad_norm=1.0), 20),
         ],
-        ids=["1-bit Adam", "0/1 Adam", "Birder", "SoftSignSGD"],
+        ids=["1-bit Adam", "0/1 Adam", "Birder", "SoftSignSGD", "Lion", "1-bit LAMB"],
     )
     def test_replicas_are_equal_and_learn(self, make: Any, ratio: float, alone: Any) -> None:
         def body(session: Session) -> Any:

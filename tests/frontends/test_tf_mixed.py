@@ -181,6 +181,18 @@ WAYS = {
         lambda m: ocomm_torch.DistributedSoftSignSGD(sgd(m), m.named_parameters()),
         lambda: hvd.DistributedSoftSignSGD(keras.optimizers.SGD(4e-3), names=NAMES),
     ),
+    "Lion": (
+        lambda m: ocomm_torch.DistributedLion(sgd(m), m.named_parameters()),
+        lambda: hvd.DistributedLion(keras.optimizers.Lion(4e-3), names=NAMES),
+    ),
+    "clipped 1-bit LAMB": (
+        lambda m: ocomm_torch.DistributedOneBitLamb(
+            torch.optim.Adam(m.parameters(), 2e-2), m.named_parameters(), freeze_step=12, max_grad_norm=1.0
+        ),
+        lambda: hvd.DistributedOneBitLamb(
+            keras.optimizers.Lamb(2e-2, epsilon=1e-8), freeze_step=12, max_grad_norm=1.0, names=NAMES
+        ),
+    ),
 }
 
 
