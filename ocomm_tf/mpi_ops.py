@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,11 +103,25 @@ def run(exchanges: Sequence[Exchange]) -> list[list[tf.Tensor]]:
     """The results of several collectives, all of them under way at once. Not differentiable."""
     session = sessions.current()
     if tf.executing_eagerly():
-        started = [e.start(session, TENSORFLOW, e.tensors, e.name) for e in exchanges]
-        return [operation.wait() for operation in started]
+        return _wait_for(session, TENSORFLOW, [(e.start, e.tensors, e.name) for e in exchanges])
     if _without_engine():
         return _run_in_python(session, exchanges)
     return [engine.exchange(_call(session, e), e.tensors, _label(e.kind, e.tensors)) for e in exchanges]
+
+
+_exchanged = 0  # by this process, outside of ``engine``
+
+
+def exchanged() -> int:
+    """How many exchanges this process has begun, eager ones and those in graphs."""
+    return _exchanged + sum(engine.runs().values())
+
+
+def _wait_for(session: Session, adapter: Any, calls: Iterable[tuple[Start, Sequence[Any], str | None]]) -> list[Any]:
+    global _exchanged
+    started = [start(session, adapter, tensors, name) for start, tensors, name in calls]
+    _exchanged += len(started)
+    return [operation.wait() for operation in started]
 
 
 def _call(session: Session, exchange: Exchange) -> engine.Call:
@@ -172,11 +186,11 @@ def _run_in_python(session: Session, exchanges: Sequence[Exchange]) -> list[list
     starts = [e.start for e in exchanges]
 
     def body(*arrays: np.ndarray) -> list[np.ndarray]:
-        started = [
-            start(session, NUMPY, arrays[end - count : end], name)
+        calls = (
+            (start, arrays[end - count : end], name)
             for start, name, count, end in zip(starts, names, counts, ends, strict=True)
-        ]
-        return [array for operation in started for array in operation.wait()]
+        )
+        return [array for outputs in _wait_for(session, NUMPY, calls) for array in outputs]
 
     outputs = tf.numpy_function(body, tensors, [tensor.dtype for tensor in tensors], stateful=True)
     for output, tensor in zip(outputs, tensors, strict=True):

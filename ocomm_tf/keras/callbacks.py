@@ -14,6 +14,7 @@ import numpy as np
 from ocomm import api
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
+from ocomm_tf import mpi_ops
 from ocomm_tf.functions import broadcast_variables, check_replicas
 from ocomm_tf.keras.optimizer import Distributed
 
@@ -31,6 +32,16 @@ class _Callback(keras.callbacks.Callback):
             return self._process_set
         optimizer = self.model.optimizer
         return optimizer.ocomm_process_set if isinstance(optimizer, Distributed) else global_process_set
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuses an optimizer which is not distributed, unless a ``train_step`` of the user's may average itself."""
+        optimizer = self.model.optimizer
+        averages_itself = type(self.model).train_step is not keras.Model.train_step
+        if self.process_set.size() > 1 and not isinstance(optimizer, Distributed) and not averages_itself:
+            raise InvalidRequestError(
+                f"the model was compiled with {type(optimizer).__name__}, which is not distributed: every rank would "
+                "train alone. Compile it with hvd.DistributedOptimizer(optimizer)."
+            )
 
 
 class BroadcastGlobalVariablesCallback(_Callback):
@@ -50,22 +61,18 @@ class BroadcastGlobalVariablesCallback(_Callback):
         self.root_rank = root_rank
         self._local = {id(v) for v in local_variables or ()}
         self._done = False
+        self._before = 0  # exchanges of this process, when training began
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Refuses an optimizer which is not distributed."""
-        optimizer = self.model.optimizer
-        if self.process_set.size() > 1 and not isinstance(optimizer, Distributed):
-            raise InvalidRequestError(
-                f"the model was compiled with {type(optimizer).__name__}, which is not distributed: every rank would "
-                "train alone. Compile it with hvd.DistributedOptimizer(optimizer)."
-            )
-
+        """Broadcasts the model's variables; see also ``MetricAverageCallback``."""
+        super().on_train_begin(logs)
         if self._done:
             return
         if self._names is None:
             self._broadcast(self.model.weights)
         else:
             broadcast_variables(self.model.trainable_variables, self.root_rank, self.process_set, names=self._names)
+        self._before = mpi_ops.exchanged()
 
     @property
     def _names(self) -> Mapping[str, Any] | None:
@@ -81,10 +88,12 @@ class BroadcastGlobalVariablesCallback(_Callback):
         if self._done:
             return
         optimizer = self.model.optimizer
-        if self.process_set.size() > 1 and not optimizer.ocomm_exchanges:
+        # A distributed one counts also where nothing runs in TensorFlow.
+        counted = optimizer.ocomm_exchanges if isinstance(optimizer, Distributed) else None
+        if self.process_set.size() > 1 and not (mpi_ops.exchanged() - self._before if counted is None else counted):
             raise InvalidRequestError(
                 "the first batch was trained without any exchange between the ranks; they would train apart. Does the "
-                "model's train_step() use its optimizer?"
+                "model's train_step() use its optimizer, or a DistributedGradientTape?"
             )
         self._done = True
         if self._names is None:
@@ -94,7 +103,9 @@ class BroadcastGlobalVariablesCallback(_Callback):
 class MetricAverageCallback(_Callback):
     """Replaces the metrics in ``logs`` by their averages over the ranks at the end of every epoch.
 
-    Put it before callbacks that read them (ReduceLROnPlateau, TensorBoard, ModelCheckpoint).
+    InvalidRequestError when training begins, as of all callbacks here, if the model's optimizer is not distributed and
+    its ``train_step`` is Keras' own: every rank would train alone. Put it before callbacks that read the metrics
+    (ReduceLROnPlateau, TensorBoard, ModelCheckpoint).
     """
 
     def __init__(self, device: str = "", process_set: ProcessSet | None = None) -> None:
@@ -149,6 +160,7 @@ class LearningRateScheduleCallback(_Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the number of steps per epoch."""
+        super().on_train_begin(logs)
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:

@@ -411,26 +411,58 @@ class TestTape:
 
 
 class TestNeverAlone:
-    def test_an_optimizer_that_is_not_distributed_is_refused(self) -> None:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            lambda: hvd.callbacks.MetricAverageCallback(),
+            lambda: hvd.callbacks.LearningRateWarmupCallback(1e-3),
+            lambda: hvd.callbacks.ReplicaChecksumCallback(),
+        ],
+        ids=["broadcast", "metrics", "warm-up", "checksum"],
+    )
+    def test_an_optimizer_that_is_not_distributed_is_refused_by_every_callback(self, make: Any) -> None:
         def body(session: Session) -> None:
             model = compiled(make_model(), keras.optimizers.Adam(1e-3))
             with pytest.raises(InvalidRequestError, match=r"compiled with Adam, which is not distributed"):
-                fit(model, hvd.rank(), 2, 1, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+                fit(model, hvd.rank(), 2, 1, [make()])
 
         run_ranks(2, body)
 
-    def test_a_batch_without_an_exchange_is_refused(self) -> None:
+    @pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, lambda optimizer: optimizer], ids=["wrapped", "plain"])
+    def test_a_batch_without_an_exchange_is_refused(self, wrap: Any) -> None:
         class Lonely(keras.Sequential):
             def train_step(self, data: Any) -> dict[str, Any]:
                 return {"loss": tf.constant(0.0)}
 
         def body(session: Session) -> None:
             model = Lonely(make_model().layers)
-            compiled(model, hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3)))
+            compiled(model, wrap(keras.optimizers.Adam(1e-3)))
             with pytest.raises(InvalidRequestError, match=r"first batch was trained without any exchange"):
                 fit(model, hvd.rank(), 2, 1, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
         run_ranks(2, body)
+
+    @pytest.mark.parametrize("eagerly", [False, True])
+    def test_a_train_step_with_a_tape_of_ours_may_have_a_plain_optimizer(self, eagerly: bool) -> None:
+        class Taped(keras.Sequential):
+            def train_step(self, data: Any) -> dict[str, Any]:
+                x, y = data
+                with tf.GradientTape() as tape:
+                    value = self.compute_loss(x, y, self(x, training=True))
+                gradients = hvd.DistributedGradientTape(tape).gradient(value, self.trainable_variables)
+                self.optimizer.apply(gradients, self.trainable_variables)
+                return {"loss": value}
+
+        def body(session: Session) -> Any:
+            model = Taped(make_model(hvd.rank() + 1).layers)
+            model.compile(keras.optimizers.Adam(1e-3), loss=loss(), run_eagerly=eagerly)
+            for _ in range(2):  # the second time nothing is traced any more
+                callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+                model.fit(IMAGES[:64], LABELS[:64], batch_size=16, verbose=0, callbacks=callbacks)
+            return weights_of(model)
+
+        assert_equal(run_ranks(2, body))
 
     def test_a_way_around_the_average_is_refused(self) -> None:
         def body(session: Session) -> None:
@@ -465,9 +497,10 @@ class TestNeverAlone:
 
         run_ranks(2, body)
 
-    def test_jit_compile_is_refused(self) -> None:
+    @pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.DistributedBirder], ids=["dense", "1-bit"])
+    def test_jit_compile_is_refused(self, wrap: Any) -> None:
         def body(session: Session) -> None:
-            model = compiled(make_model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
+            model = compiled(make_model(), wrap(keras.optimizers.SGD(0.1)), jit_compile=True)
             with pytest.raises(InvalidRequestError, match=r"model.compile\(..., jit_compile=False\)"):
                 fit(model, hvd.rank(), 2, 1)
 

@@ -1,0 +1,88 @@
+"""What TensorFlow still has of its first version: optimizers of ``tf.compat.v1.train``, eager and in a session."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+tf = pytest.importorskip("tensorflow")
+
+import numpy as np  # noqa: E402
+
+import ocomm_tf as hvd  # noqa: E402
+from ocomm.errors import InvalidRequestError  # noqa: E402
+from ocomm.session import Session  # noqa: E402
+from tests.worlds import run_ranks  # noqa: E402
+
+v1 = tf.compat.v1
+OPTIMIZERS = {
+    "gradient descent": lambda: v1.train.GradientDescentOptimizer(0.1),
+    "momentum": lambda: v1.train.MomentumOptimizer(0.1, 0.9),
+    "Adam": lambda: v1.train.AdamOptimizer(0.1),
+}
+
+
+def data(rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of y = 3 x - 1, other points on each rank."""
+    x = np.random.default_rng(rank).normal(size=16).astype(np.float32)
+    return x, 3 * x - 1
+
+
+def in_session(make: Any, share: tuple[np.ndarray, np.ndarray], distributed: bool) -> list[float]:
+    """Twenty steps in a graph of TensorFlow 1: slope and offset. Ranks start apart."""
+    with tf.Graph().as_default(), v1.Session() as session:
+        x, y = v1.placeholder(tf.float32, [None]), v1.placeholder(tf.float32, [None])
+        begin = float(hvd.rank()) if distributed else 0.0
+        slope, offset = (v1.get_variable(name, initializer=begin, use_resource=True) for name in ("slope", "offset"))
+        loss = tf.reduce_mean((slope * x + offset - y) ** 2)
+        optimizer = make()
+        if distributed:
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        train = optimizer.minimize(loss)
+        session.run(v1.global_variables_initializer())
+        if distributed:
+            session.run(hvd.broadcast_global_variables(0))
+        for _ in range(20):
+            session.run(train, {x: share[0], y: share[1]})
+        return [float(value) for value in session.run([slope, offset])]
+
+
+def eagerly(make: Any, share: tuple[np.ndarray, np.ndarray], distributed: bool) -> list[float]:
+    """The same without a graph."""
+    begin = float(hvd.rank()) if distributed else 0.0
+    slope, offset = tf.Variable(begin, name="slope"), tf.Variable(begin, name="offset")
+    optimizer = make()
+    if distributed:
+        hvd.broadcast_variables([slope, offset], 0)
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    for _ in range(20):
+        optimizer.minimize(
+            lambda: tf.reduce_mean((slope * share[0] + offset - share[1]) ** 2), var_list=[slope, offset]
+        )
+    return [float(slope), float(offset)]
+
+
+@pytest.mark.parametrize("train", [in_session, eagerly])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_two_ranks_learn_what_one_process_learns_from_the_data_of_both(train: Any, kind: str) -> None:
+    make = OPTIMIZERS[kind]
+
+    def body(session: Session) -> list[float]:
+        return train(make, data(hvd.rank()), True)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    both = tuple(np.concatenate(parts) for parts in zip(data(0), data(1), strict=True))
+    np.testing.assert_allclose(first, train(make, both, False), rtol=1e-4)
+    assert first[0] > 1.0
+
+
+def test_passes_are_for_keras() -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(InvalidRequestError, match="is for Keras optimizers only"):
+            hvd.DistributedOptimizer(OPTIMIZERS["Adam"](), backward_passes_per_step=2)
+
+    run_ranks(1, body)
