@@ -69,6 +69,9 @@ def _timeline(text: str) -> str:
     return "" if text == "DYNAMIC" else text  # Horovod's word for: not yet, but start_timeline() may be called
 
 
+#: Settings that autotuning changes, unless the environment gives them a value.
+TUNABLE = ("fusion_threshold", "cycle_time_ms", "segment_nbytes")
+
 #: Variable name without its prefix -> (field of Settings, parser, whether Horovod has it).
 VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "FUSION_THRESHOLD": ("fusion_threshold", _count, True),
@@ -97,6 +100,12 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "ELASTIC_FOLDER": ("elastic_folder", str, False),
     "ELASTIC_GENERATION": ("elastic_generation", _count, False),
     "ELASTIC_SUPERVISOR": ("elastic_supervisor", _list, False),
+    "AUTOTUNE": ("autotune", lambda text: TUNABLE if _flag(text) else (), True),
+    "AUTOTUNE_LOG": ("autotune_log", str, True),
+    "AUTOTUNE_WARMUP_SAMPLES": ("autotune_warmup_samples", _count, True),
+    "AUTOTUNE_STEPS_PER_SAMPLE": ("autotune_steps_per_sample", _positive, True),
+    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("autotune_max_points", _positive, True),
+    "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": ("autotune_noise", _duration, True),
 }
 
 
@@ -121,6 +130,8 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
             values[field] = parse(text)
         except ValueError as error:
             raise SettingsError(f"{variable}={text!r} cannot be used: {error}.") from None
+    if "autotune" in values:
+        values["autotune"] = tuple(field for field in values["autotune"] if field not in values)
     return Settings(**values)
 
 

@@ -32,12 +32,14 @@ from ocomm.collectives.waiting import Watch
 from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings
 from ocomm.errors import InvalidRequestError, LaunchError, NotInitializedError, SettingsError
 from ocomm.kernels.base import Kernels
+from ocomm.negotiation.autotune import Autotune, BayesianSearch, Tuned
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.background import Runtime
 from ocomm.runtime.control import Link, Word
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.runtime.process_set import ProcessSet
 from ocomm.runtime.supervisor import KEY, Supervisor
+from ocomm.runtime.tuner import Tuner
 from ocomm.telemetry.timeline import Timeline, path_of
 from ocomm.transport.base import Transport
 from ocomm.transport.local import Fabric
@@ -107,6 +109,7 @@ class Session:
         calls MPI, None where the network is not MPI. Raises SettingsError where ranks do not agree, LaunchError where
         some do not come within ``start_timeout_s``.
         """
+        tuner = _tuner(settings) if settings.autotune and control.rank == 0 else None
         self._names.clear()  # ranks that come back from different failures must count alike
         sets = [tuple(ranks) for ranks in process_sets]
         hosts = _handshake(control, settings, sets, host or socket.gethostname())
@@ -122,7 +125,7 @@ class Session:
         self.settings = settings
         self._scratch = Scratch(settings.scratch_nbytes)
         self.topology = _topology(control.rank, hosts)
-        world = self._open_set(0, range(control.size), control)
+        world = self._open_set(0, range(control.size), control, tuner)
         core = _core(settings.thread_affinity, self.topology)
         runtime = Runtime(
             world,
@@ -172,14 +175,18 @@ class Session:
         self._compressed_channels.clear()
         return clean
 
-    def _open_set(self, number: int, ranks: Sequence[int], transport: Transport) -> ProcessSet:
+    def _open_set(
+        self, number: int, ranks: Sequence[int], transport: Transport, tuner: Tuner | None = None
+    ) -> ProcessSet:
         """A member's side of a set; ``transport`` becomes its own."""
         assert self.engine is not None and self.topology is not None
         self.engine.watch(transport)
         data = _duplicate(transport, self.settings.start_timeout_s)
         hosts = [self.topology.hosts[rank] for rank in ranks]
         nodes = arrange(hosts, "auto" if self.settings.hierarchical_allreduce else False, len(hosts))
-        return ProcessSet(ranks, transport, data, self.engine, self._scratch, self.settings, nodes, number=number)
+        return ProcessSet(
+            ranks, transport, data, self.engine, self._scratch, self.settings, nodes, number=number, tuner=tuner
+        )
 
     # Process sets
 
@@ -377,6 +384,22 @@ class Session:
         flat = array.reshape(-1).view(np.uint8)
         request = Request(Kind.BROADCAST, name, DType.from_numpy(array.dtype), array.shape, root=0)
         self.submit(number, [Submission(request, flat, flat)])[0].wait()
+
+
+def _tuner(settings: Settings) -> Tuner:
+    """What tunes ``settings.autotune``. SettingsError if its package is missing or its log cannot be written."""
+    start, names = Tuned.of(settings), settings.autotune
+    autotune = Autotune(
+        start,
+        names,
+        settings.autotune_warmup_samples,
+        settings.autotune_steps_per_sample,
+        settings.autotune_max_points,
+    )
+    try:
+        return Tuner(autotune, BayesianSearch(names, settings.autotune_noise), names, settings.autotune_log)
+    except OSError as error:
+        raise SettingsError(f"OCOMM_AUTOTUNE_LOG={settings.autotune_log!r} cannot be written: {error}.") from None
 
 
 def _kernels(settings: Settings) -> Kernels:

@@ -237,6 +237,13 @@ class Settings:
     elastic_generation: int = 0  # how often an elastic job has been started before
     elastic_supervisor: tuple[str, ...] = ()  # HOST:PORT, tried in turn, of the ocommrun that starts it again
 
+    autotune: tuple[str, ...] = ()  # which of these are tuned while the job runs
+    autotune_log: str = ""  # CSV file of rank 0; "": none
+    autotune_warmup_samples: int = 3
+    autotune_steps_per_sample: int = 10
+    autotune_max_points: int = 20
+    autotune_noise: float = 0.8  # of the spread of scores
+
     #: Must be equal on all ranks: they change what is sent when.
     AGREED: ClassVar[tuple[str, ...]] = (
         "fusion_threshold",

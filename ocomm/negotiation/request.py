@@ -27,6 +27,7 @@ class Kind(enum.IntEnum):
     CHANNEL = 6  # opens a channel for fixed-layout exchanges; ``digest`` names the layout
     JOIN = 7  # this rank has no more data: it counts as ready for everything, until all have joined
     DUPLICATE = 8  # copies the set's communicator; ``detail`` says what for
+    TUNE = 9  # a response only: what comes after it goes by other settings
 
 
 class Fault(enum.IntEnum):
@@ -81,6 +82,7 @@ class Response:
     ``sizes``: first dimensions of every rank for each name (allgather), or the flattened table of splits (alltoall).
     ``cache_ids``: the ids under which the requests are known from now on, -1 for none; one per name.
     ``templates``: one request per name where ranks take part that have joined and not asked; theirs is of this kind.
+    A TUNE has none; ``sizes`` are the new settings (``autotune.Tuned.pack``).
     A JOIN without a name is news: ``sizes`` has the set's rank that joined. With a name all have; ``sizes`` the last.
     """
 

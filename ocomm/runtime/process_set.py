@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from ocomm.collectives.scratch import Scratch, aligned
 from ocomm.collectives.tracing import activities
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, OcommError, PeerError, StallError
 from ocomm.kernels.reference import reject_unsupported
+from ocomm.negotiation.autotune import Tuned
 from ocomm.negotiation.cache import RankCache
 from ocomm.negotiation.coordinator import JOIN_NAME, Coordinator, Stall, describe_stall
 from ocomm.negotiation.request import (
@@ -33,6 +34,7 @@ from ocomm.negotiation.request import (
 )
 from ocomm.runtime.control import Link, Word
 from ocomm.runtime.handle import Handle, Submission
+from ocomm.runtime.tuner import Tuner
 from ocomm.runtime.whereabouts import whereabouts
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request as TransportRequest
@@ -84,6 +86,7 @@ class ProcessSet:
         nodes: Nodes,
         clock: Callable[[], float] = time.monotonic,
         number: int = 0,
+        tuner: Tuner | None = None,
     ) -> None:
         self.timeline: Timeline | None = None
         self._suffix = f" (process set {number})" if number else ""
@@ -103,6 +106,8 @@ class ProcessSet:
             if self.rank == 0
             else None
         )
+        self._tuner = tuner
+        self._cycle_s = settings.cycle_time_ms / 1e3
         self._lock = threading.Lock()
         self._queue: list[Request] = []
         self._entries: dict[str, _Entry] = {}
@@ -177,6 +182,8 @@ class ProcessSet:
             entries = list(self._entries.values())
             self._entries.clear()
             self._queue.clear()
+        if self._tuner is not None:
+            self._tuner.close()
         entries += [entry for running in self._running for entry in running.entries]
         entries += [opening.entry for opening in self._opening]
         self._running.clear()  # the engine keeps the memory of plans that are not over
@@ -199,6 +206,8 @@ class ProcessSet:
         due = self._announce(now)
         if self.coordinator is not None:
             self._respond(self.coordinator.decide())
+            if self._tuner is not None and (tuned := self._tuner.poll()) is not None:
+                self._respond([Response(Kind.TUNE, (), sizes=(tuned.pack(),))])
         self._open_channels()
         self._complete()
         return due
@@ -282,7 +291,7 @@ class ProcessSet:
     def _announce(self, now: float) -> float:
         if not self._queue:
             return 1.0
-        wait = self._announced_s + self.settings.cycle_time_ms / 1e3 - now
+        wait = self._announced_s + self._cycle_s - now
         if wait > 0 and not self._hurried:
             return wait
         self.progress += 1
@@ -323,6 +332,9 @@ class ProcessSet:
         if response.kind == Kind.JOIN:
             self._hear_of_join(response)
             return
+        if response.kind == Kind.TUNE:
+            self._tune(Tuned.unpack(response.sizes[0]))
+            return
         with self._lock:
             if self._closed is None and not response.fault:
                 for template in response.templates:
@@ -344,12 +356,22 @@ class ProcessSet:
         if response.kind in (Kind.CHANNEL, Kind.DUPLICATE):
             self._opening.append(_Opening(entries[0], self.link.transport.duplicate()))
             return
+        if self._tuner is not None and response.kind == Kind.ALLREDUCE:
+            nbytes = sum(entry.submission.request.nbytes for entry in entries)
+            self._tuner.note(response.names, nbytes, self.clock())
         plan, results = self._plan(response, entries)
         ticket = self._channel.submit(self._channel.prepare(plan), self.settings.stall_shutdown_s, True)
         running = _Running(ticket, entries, results, plan.keepalive)
         if self.timeline is not None:
             running.submitted_ns = time.monotonic_ns()
         self._running.append(running)
+
+    def _tune(self, tuned: Tuned) -> None:
+        """Goes by other settings from the next response on; so do all ranks."""
+        self._cycle_s = tuned.cycle_time_ms / 1e3
+        self._place = replace(self._place, segment_nbytes=tuned.segment_nbytes)
+        if self.coordinator is not None:
+            self.coordinator.fusion_threshold = tuned.fusion_threshold
 
     def _hear_of_join(self, response: Response) -> None:
         if not response.names:

@@ -1,0 +1,68 @@
+"""Autotuning in a real job: all ranks switch at the same operation, and no bit of a result depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ocomm
+from ocomm.errors import SettingsError
+from ocomm.negotiation.autotune import SAMPLES, Tuned
+from ocomm.session import Session
+from ocomm.types import Settings
+from tests.worlds import run_ranks
+
+POINTS = 5
+SETTINGS = Settings(stall_check_s=5.0, stall_shutdown_s=20.0)
+
+
+def tuned_settings(log: Path) -> Settings:
+    return replace(
+        SETTINGS,
+        autotune=("fusion_threshold", "cycle_time_ms", "segment_nbytes"),
+        autotune_log=str(log),
+        autotune_warmup_samples=1,
+        autotune_steps_per_sample=1,
+        autotune_max_points=POINTS,
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_tune_alike_and_results_stay(ranks: int, tmp_path: Path) -> None:
+    def body(session: Session) -> tuple[list[bytes], list[Tuned]]:
+        digests, used = [], []
+        world = session.sets[0]
+        assert world is not None
+        rng = np.random.default_rng(ocomm.rank())
+        gradients = [rng.normal(size=numel).astype(np.float32) for numel in (3, 70_000, 400_001)]
+        for _ in range(2 * POINTS * SAMPLES + 40):
+            results = ocomm.grouped_allreduce(gradients, name="gradients")
+            digests.append(b"".join(result.tobytes()[:64] + result.tobytes()[-64:] for result in results))
+            now = Tuned(0, 1e3 * world._cycle_s, world._place.segment_nbytes)
+            if used[-1:] != [now]:
+                used.append(now)
+        return digests, used
+
+    log = tmp_path / "autotune.csv"
+    plain = run_ranks(ranks, body, settings=SETTINGS)
+    tuned = run_ranks(ranks, body, settings=tuned_settings(log))
+    assert {digest for digests, _ in [*plain, *tuned] for digest in digests} == {plain[0][0][0]}
+    settings = [used for _, used in tuned]
+    assert all(used == settings[0] for used in settings)
+    if not log.exists():
+        return  # of ranks under mpirun only rank 0 has it
+    header, *rows = log.read_text().splitlines()
+    assert header == "cycle_time_ms,tensor_fusion_threshold,segment_bytes,score" and len(rows) == POINTS
+    found = {tuple(map(float, row.split(",")[:3])): float(row.split(",")[3]) for row in rows}
+    best = max(found, key=lambda point: found[point])
+    assert (settings[0][-1].cycle_time_ms, settings[0][-1].segment_nbytes) == pytest.approx((best[0], best[2]))
+    assert len(settings[0]) > 2
+
+
+def test_a_log_that_cannot_be_written_is_an_error_before_the_job_starts(tmp_path: Path) -> None:
+    settings = replace(tuned_settings(tmp_path / "missing" / "log.csv"))
+    with pytest.raises(SettingsError, match=r"OCOMM_AUTOTUNE_LOG='.*log.csv' cannot be written: .*No such file"):
+        run_ranks(1, lambda session: None, settings=settings)
