@@ -9,7 +9,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
@@ -173,6 +173,14 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
         settings["OCOMM_STALL_SHUTDOWN_TIME_SECONDS"] = str(options.stall_check_shutdown_time_seconds)
     if options.hierarchical_allreduce is not None:
         settings["OCOMM_HIERARCHICAL_ALLREDUCE"] = "1" if options.hierarchical_allreduce else "0"
+    if options.autotune is not None:
+        settings["OCOMM_AUTOTUNE"] = "1" if options.autotune else "0"
+    if options.autotune_log_file is not None:
+        settings["OCOMM_AUTOTUNE_LOG"] = os.path.abspath(options.autotune_log_file)
+    for name in _AUTOTUNE:
+        value = getattr(options, f"autotune_{name}")
+        if value is not None:
+            settings[f"OCOMM_AUTOTUNE_{name.upper()}"] = f"{value:g}"
     if options.thread_affinity is not None:
         settings["OCOMM_THREAD_AFFINITY"] = options.thread_affinity
     if options.timeline_filename is not None:
@@ -250,7 +258,7 @@ def make_parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--fusion-threshold-mb", type=_count, metavar="MIB", help="size of the fusion buffer; 0: no fusion"
     )
-    tune.add_argument("--cycle-time-ms", type=_milliseconds, metavar="MS", help="time between two cycles")
+    tune.add_argument("--cycle-time-ms", type=_not_negative, metavar="MS", help="time between two cycles")
     cache = tune.add_mutually_exclusive_group()
     cache.add_argument("--cache-capacity", type=_count, metavar="N", help="names in the response cache; 0: no cache")
     cache.add_argument("--disable-cache", action="store_true", help="no response cache")
@@ -267,6 +275,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--timeline-mark-cycles", action="store_true", default=None, help="mark announcements in the timeline"
     )
     cycles.add_argument("--no-timeline-mark-cycles", dest="timeline_mark_cycles", action="store_false")
+    auto = tune.add_mutually_exclusive_group()
+    auto.add_argument(
+        "--autotune", action="store_true", default=None, help="search for the fastest of these while the job runs"
+    )
+    auto.add_argument("--no-autotune", dest="autotune", action="store_false")
+    tune.add_argument("--autotune-log-file", metavar="FILE", help="CSV file with what was tried, of rank 0")
+    for name, (kind, text) in _AUTOTUNE.items():
+        tune.add_argument(f"--autotune-{name.replace('_', '-')}", type=kind, metavar="N", help=text)
     nodes = tune.add_mutually_exclusive_group()
     nodes.add_argument(
         "--hierarchical-allreduce",
@@ -370,11 +386,20 @@ def _count(text: str) -> int:
     return value
 
 
-def _milliseconds(text: str) -> float:
+def _not_negative(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return value
+
+
+#: What --autotune-... and OCOMM_AUTOTUNE_... have in common: their type, and what they say.
+_AUTOTUNE: dict[str, tuple[Callable[[str], float], str]] = {
+    "warmup_samples": (_count, "samples that are thrown away first (default 3)"),
+    "steps_per_sample": (_positive, "steps of a sample (default 10)"),
+    "bayes_opt_max_samples": (_positive, "settings that are tried (default 20)"),
+    "gaussian_process_noise": (_not_negative, "noise of a score, as a part of the spread of all (default 0.8)"),
+}
 
 
 def _names(text: str) -> tuple[str, ...]:

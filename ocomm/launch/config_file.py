@@ -22,6 +22,14 @@ _FLAGS: dict[str, dict[str, str | tuple[str, str]]] = {
         "hierarchical_allgather": ("--hierarchical-allgather", "--no-hierarchical-allgather"),
         "torus_allreduce": ("--torus-allreduce", "--no-torus-allreduce"),
     },
+    "autotune": {
+        "enabled": ("--autotune", "--no-autotune"),
+        "log_file": "--autotune-log-file",
+        "warmup_samples": "--autotune-warmup-samples",
+        "steps_per_sample": "--autotune-steps-per-sample",
+        "bayes_opt_max_samples": "--autotune-bayes-opt-max-samples",
+        "gaussian_process_noise": "--autotune-gaussian-process-noise",
+    },
     "timeline": {
         "filename": "--timeline-filename",
         "mark_cycles": ("--timeline-mark-cycles", "--no-timeline-mark-cycles"),

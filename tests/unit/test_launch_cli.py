@@ -49,6 +49,15 @@ def test_tunables_travel_as_variables_in_the_units_of_the_variables():
         "OCOMM_CACHE_CAPACITY": "0",
         "OCOMM_STALL_CHECK_DISABLE": "0",
     }
+    flags = "--autotune --autotune-warmup-samples 0 --autotune-steps-per-sample 5 --autotune-bayes-opt-max-samples 9"
+    assert settings(*flags.split(), "--autotune-gaussian-process-noise", "0.5", "--autotune-log-file", "a.csv") == {
+        "OCOMM_AUTOTUNE": "1",
+        "OCOMM_AUTOTUNE_WARMUP_SAMPLES": "0",
+        "OCOMM_AUTOTUNE_STEPS_PER_SAMPLE": "5",
+        "OCOMM_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "9",
+        "OCOMM_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.5",
+        "OCOMM_AUTOTUNE_LOG": os.path.abspath("a.csv"),
+    }
     assert settings("--no-hierarchical-allreduce") == {"OCOMM_HIERARCHICAL_ALLREDUCE": "0"}
     assert settings("--thread-affinity", "0,4") == {"OCOMM_THREAD_AFFINITY": "0,4"}
     assert settings("--timeline-filename", "t.json", "--timeline-mark-cycles") == {
@@ -63,7 +72,7 @@ def test_flags_after_the_program_are_the_programs():
     assert options.command == ["python", "train.py", "-np", "9", "--verbose"]
 
 
-@pytest.mark.parametrize("flag", ["--autotune", "--min-np", "--cycle-time"])
+@pytest.mark.parametrize("flag", ["--autotuning", "--cycle-time"])
 def test_a_flag_that_is_not_there_is_an_error_and_never_ignored(flag, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["-np", "2", flag, "x", "python", "train.py"])
@@ -158,7 +167,7 @@ def test_a_config_file_says_what_flags_say_and_the_command_line_wins(tmp_path):
     [
         (
             {"paramz": {}},
-            "there is no section 'paramz'; there are controller, params, timeline, stall_check, library_options, "
+            "there is no section 'paramz'; there are controller, params, autotune, timeline, stall_check, library_options, "
             "logging.",
         ),
         ({"timeline": {"file": "x"}}, "timeline has no 'file'; it has filename, mark_cycles."),
