@@ -167,8 +167,8 @@ def test_a_config_file_says_what_flags_say_and_the_command_line_wins(tmp_path):
     [
         (
             {"paramz": {}},
-            "there is no section 'paramz'; there are controller, params, autotune, timeline, stall_check, library_options, "
-            "logging.",
+            "there is no section 'paramz'; there are controller, params, autotune, timeline, stall_check, "
+            "library_options, logging.",
         ),
         ({"timeline": {"file": "x"}}, "timeline has no 'file'; it has filename, mark_cycles."),
         ({"stall_check": {"enabled": "yes"}}, "stall_check.enabled is true or false, not 'yes'."),
