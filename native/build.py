@@ -25,6 +25,8 @@ def declarations() -> str:
 
 ffibuilder = cffi.FFI()
 ffibuilder.cdef(declarations())
+# In Python: an OCOMM_OFFLOAD's task (ocomm/collectives/native_engine.py).
+ffibuilder.cdef('extern "Python" int ocomm_run_task(void *task, int begin);')
 ffibuilder.set_source(
     "ocomm._native",
     '#include "ocomm.h"',

@@ -35,6 +35,8 @@ typedef struct {
     int32_t segment;
     int32_t stage;       /* stage whose messages are out */
     int32_t begun;       /* its computations have run and its sends are out */
+    int32_t op;          /* of its computations, the one that runs next */
+    int32_t offloaded;   /* that one has begun, and goes on elsewhere */
     int32_t culprit;     /* 1 + the rank whose header differs from ours, if others hear of it through us; 0: none */
     int32_t stage_left[STAGES_PER_TAG]; /* messages not yet over, receives of later stages included */
     uint32_t sequence;
@@ -431,6 +433,21 @@ static int run_op(const ocomm_op *op) {
     return -1;
 }
 
+/* Moves on what goes on elsewhere: 1 when it is over, 0 when not yet, -1 when it has failed. */
+static int run_task(const ocomm_op *op, int32_t *offloaded) {
+    const ocomm_task task = (ocomm_task)(intptr_t)op->a[0];
+    void *given = (void *)(intptr_t)op->a[1];
+    if (!*offloaded) {
+        *offloaded = 1;
+        if (task(given, 1) < 0)
+            return -1;
+    }
+    int over = task(given, 0);
+    if (over)
+        *offloaded = 0;
+    return over;
+}
+
 /* --- messages ----------------------------------------------------------------------------------------------- */
 
 static int reserve(ocomm_engine *engine, int32_t more) {
@@ -520,6 +537,7 @@ static void finish(ocomm_engine *engine, ocomm_plan *plan, int state, int error)
 static void enter_next_stage(ocomm_channel *channel, slot *s) {
     ocomm_engine *engine = channel->engine;
     s->begun = 0;
+    s->op = 0;
     if (s->plan->trace)
         s->plan->trace[3 * (s->plan->segments[s->segment].first_stage + s->stage) + 2] = now_ns();
     s->stage++;
@@ -570,9 +588,22 @@ static int advance(ocomm_channel *channel, slot *s) {
     while (s->stage < segment->stages) {
         if (!s->begun) {
             const ocomm_stage *st = &plan->stages[segment->first_stage + s->stage];
+            int64_t *times = plan->trace ? &plan->trace[3 * (segment->first_stage + s->stage)] : NULL;
             int64_t begin = now_ns();
-            for (int32_t i = 0; i < st->ops; i++) {
-                const ocomm_op *op = &plan->ops[st->first_op + i];
+            if (times && s->op == 0 && !s->offloaded)
+                times[0] = begin;
+            for (; s->op < st->ops; s->op++) {
+                const ocomm_op *op = &plan->ops[st->first_op + s->op];
+                if (op->code == OCOMM_OFFLOAD) {
+                    int over = run_task(op, &s->offloaded);
+                    if (over < 0) {
+                        fail_channel(channel, plan, OCOMM_TASK_ERROR, 0);
+                        return -1;
+                    }
+                    if (!over)
+                        return 0;
+                    continue;
+                }
                 int culprit = run_op(op);
                 if (culprit < 0)
                     continue;
@@ -595,11 +626,8 @@ static int advance(ocomm_channel *channel, slot *s) {
                 return -1;
             }
             s->begun = 1;
-            if (plan->trace) {
-                int64_t *times = &plan->trace[3 * (segment->first_stage + s->stage)];
-                times[0] = begin;
+            if (times)
                 times[1] = now_ns();
-            }
         }
         if (s->stage_left[s->stage] > 0)
             return 0;
@@ -748,7 +776,9 @@ static int step_channel(ocomm_channel *channel) {
     int moved = 0;
     for (int32_t i = 0; i < channel->window; i++) {
         slot *s = &channel->slots[i];
-        if (!s->in_use || s->stage >= s->plan->segments[s->segment].stages || s->stage_left[s->stage] > 0)
+        if (!s->in_use || s->stage >= s->plan->segments[s->segment].stages)
+            continue;
+        if (s->begun && s->stage_left[s->stage] > 0)
             continue;
         int state = advance(channel, s);
         if (state < 0)

@@ -131,8 +131,9 @@ typedef struct {
 
 enum { OCOMM_COPY, OCOMM_REDUCE, OCOMM_COMPRESS, OCOMM_COMPRESS_MOMENTUM, OCOMM_AVERAGE, OCOMM_UNPACK, OCOMM_SEAL,
        OCOMM_CHECK, OCOMM_PACK, OCOMM_COMPRESS_UPDATE, OCOMM_QUANTIZE, OCOMM_QUANTIZED_AVERAGE,
-       OCOMM_SOFT_SIGN, OCOMM_PLACE, OCOMM_COMPRESS_SIGNS };
-enum { OCOMM_QUEUED, OCOMM_ACTIVE, OCOMM_DONE, OCOMM_MISMATCH, OCOMM_MPI_ERROR, OCOMM_TIMED_OUT, OCOMM_ABORTED };
+       OCOMM_SOFT_SIGN, OCOMM_PLACE, OCOMM_COMPRESS_SIGNS, OCOMM_OFFLOAD };
+enum { OCOMM_QUEUED, OCOMM_ACTIVE, OCOMM_DONE, OCOMM_MISMATCH, OCOMM_MPI_ERROR, OCOMM_TIMED_OUT, OCOMM_ABORTED,
+       OCOMM_TASK_ERROR };
 enum { OCOMM_WOKEN = 1, OCOMM_COMPLETED = 2, OCOMM_CONTROL = 4, OCOMM_FAILED = 8 };
 
 typedef struct {
@@ -149,6 +150,10 @@ typedef struct {
 typedef struct {
     int64_t start, position, length, tensor;
 } ocomm_run;
+
+/* OCOMM_OFFLOAD: a[0] is such a function, a[1] what it is given. Called with `begin` once, then without until it no longer
+ * returns 0: 1 when the work is over, -1 when it has failed. It may not wait. */
+typedef int (*ocomm_task)(void *task, int begin);
 
 /* One computation; the arguments are those of the loop of that name, in order (see run_op in engine.c). */
 typedef struct {

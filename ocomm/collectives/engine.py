@@ -21,6 +21,7 @@ class State(enum.IntEnum):
     MPI_ERROR = 4
     TIMED_OUT = 5
     ABORTED = 6
+    TASK_ERROR = 7  # an ``Offload`` has raised
 
 
 class Reason(enum.IntFlag):

@@ -24,6 +24,20 @@ def _address(array: np.ndarray | None) -> int:
     return 0 if array is None else array.__array_interface__["data"][0]
 
 
+@ffi.def_extern(error=-1)
+def ocomm_run_task(handle: Any, begin: int) -> int:
+    """An ``ocomm_task``: of the engine's thread, which takes the GIL for it."""
+    task: plans.Task = ffi.from_handle(handle)
+    try:
+        if not begin:
+            return int(task.is_over())
+        task.start()
+    except BaseException as error:
+        task.failure = error
+        return -1
+    return 0
+
+
 class _Compiler:
     """Turns one plan into the tables that the engine reads."""
 
@@ -113,6 +127,11 @@ class _Compiler:
                     *(a(c.magnitude), a(c.magnitude_out), int(c.amsgrad), a(c.out), a(c.flags)),
                     factors=(c.eps, 0.0),
                 )
+            case plans.Offload():
+                handle = ffi.new_handle(c.task)
+                self.keep.append(handle)
+                function = int(ffi.cast("intptr_t", lib.ocomm_run_task))
+                self.op(lib.OCOMM_OFFLOAD, function, int(ffi.cast("intptr_t", handle)))
             case plans.Unpack():
                 self.op(lib.OCOMM_UNPACK, a(c.blocks), len(c.blocks), a(c.packed), a(c.mask), a(c.out))
             case plans.Seal():

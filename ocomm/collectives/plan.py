@@ -6,12 +6,15 @@ is its slow twin over any transport; both must leave the same bytes in every buf
 A plan is a list of segments which may overlap in time. A segment is a list of stages which may not: a stage first
 runs its computations, then posts its messages, and is over when all of them have arrived and left. So the three-phase
 compressed allreduce is three stages: compress and alltoall; average, compress again and allgather; unpack.
+
+Buffers are those of the host. What lives on a device is computed by an ``Offload`` (see ``collectives.staged``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -226,6 +229,29 @@ class Check:
     ends: bool = True
 
 
+class Task(Protocol):
+    """Something that goes on elsewhere, on a device say, while the engine does other things. Used again and again."""
+
+    #: Why ``start`` or ``is_over`` has raised, the last time.
+    failure: BaseException | None
+
+    def start(self) -> None:
+        """Sets it off, and returns at once. From the engine's thread."""
+        ...
+
+    def is_over(self) -> bool:
+        """Asked again and again until it says True, once per ``start``; never waits."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Offload:
+    """Starts ``task``; what comes next in the stage waits until it is over. ``name`` is that of what it computes."""
+
+    name: str
+    task: Task
+
+
 Computation = (
     Copy
     | Pack
@@ -241,6 +267,7 @@ Computation = (
     | Unpack
     | Seal
     | Check
+    | Offload
 )
 
 
@@ -280,6 +307,11 @@ class Plan:
         """Those of them that go to ``peers``."""
         stages = (stage for segment in self.segments for stage in segment)
         return sum(m.buffer.nbytes for stage in stages for m in stage.sends if m.peer in peers)
+
+    def failures(self) -> list[BaseException]:
+        """Why tasks of it have raised."""
+        compute = [c for stages in self.segments for stage in stages for c in stage.compute]
+        return [c.task.failure for c in compute if isinstance(c, Offload) and c.task.failure is not None]
 
     @property
     def messages_sent(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.collectives.plan import Copy, Pack, Place, Plan, Stage
+from ocomm.collectives.plan import Copy, Offload, Plan, Stage
 from ocomm.telemetry.timeline import Timeline
 
 #: (stages of the plan in order, 3) int64, ns of the monotonic clock; zeros for what has not happened.
@@ -27,10 +27,11 @@ def new_trace(plan: Plan) -> Trace:
 
 
 def _work(stage: Stage, is_last: bool) -> str:
+    kinds = [c.name if isinstance(c, Offload) else type(c).__name__ for c in stage.compute]
     for kind, name in _NAMES:
-        if any(type(computation).__name__.startswith(kind) for computation in stage.compute):
+        if any(found.startswith(kind) for found in kinds):
             return name
-    if any(isinstance(computation, (Copy, Pack, Place)) for computation in stage.compute):
+    if {"Copy", "Pack", "Place"}.intersection(kinds):
         return "MEMCPY_OUT_FUSION_BUFFER" if is_last and not stage.sends else "MEMCPY_IN_FUSION_BUFFER"
     return ""
 
