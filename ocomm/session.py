@@ -32,6 +32,7 @@ from ocomm.collectives.waiting import Watch
 from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings
 from ocomm.errors import InvalidRequestError, LaunchError, NotInitializedError, SettingsError
 from ocomm.kernels.base import Kernels
+from ocomm.kernels.device import device_kernels
 from ocomm.negotiation.autotune import Autotune, BayesianSearch, Tuned
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.background import Runtime
@@ -60,6 +61,7 @@ class Session:
         self.settings = Settings()
         self.topology: Topology | None = None
         self.kernels: Kernels | None = None
+        self._device_kernels: dict[int, Kernels] = {}
         self.sets: dict[int, ProcessSet | None] = {}
         self.set_ranks: dict[int, tuple[int, ...]] = {}
         self.engine: Engine | None = None
@@ -346,6 +348,19 @@ class Session:
         """Waits until all ranks of the set say the same ``detail`` about ``name``; MismatchError if they do not."""
         request = Request(Kind.BARRIER, name, detail=detail)
         self.submit(number, [Submission(request, np.zeros(0, np.uint8))])[0].wait()
+
+    def device_kernels(self, number: int) -> Kernels:
+        """Those of CUDA device ``number`` of this process. InvalidRequestError if numba-cuda is missing."""
+        if number not in self._device_kernels:
+            try:
+                from ocomm.kernels.cuda_device import CudaDevice
+            except ImportError as error:
+                raise InvalidRequestError(
+                    f"parameters are on GPU {number}, for which ocomm needs numba-cuda: pip install 'ocomm[gpu-cu12]' "
+                    f"or 'ocomm[gpu-cu13]', as torch.version.cuda says ({error})."
+                ) from error
+            self._device_kernels[number] = device_kernels(CudaDevice(number))
+        return self._device_kernels[number]
 
     def compressed_allreduce(
         self, number: int, name: str, array: np.ndarray, hierarchical: bool | Literal["auto"] = "auto"

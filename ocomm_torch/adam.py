@@ -81,8 +81,8 @@ class AdamWrapper(CompressedOptimizer):
             variance = entry["exp_avg_sq"]
             self.state[self._parameters[number]] = {
                 "step": torch.tensor(float(entry["step"])),
-                "exp_avg": entry.get("exp_avg", torch.zeros_like(variance)).detach().float().contiguous().clone(),
-                "exp_avg_sq": variance.detach().float().contiguous().clone(),
+                "exp_avg": _moment(entry.get("exp_avg", torch.zeros_like(variance)), self._parameters[number]),
+                "exp_avg_sq": _moment(variance, self._parameters[number]),
             }
         self._driver.start_warm({number: entry["beta2"] for number, entry in self._warm.items()})
         self._warm = {}
@@ -95,7 +95,8 @@ class AdamWrapper(CompressedOptimizer):
         state = self.state.get(self._parameters[tensor])
         if not state or "exp_avg" not in state:
             return None
-        momentum, variance = (state[name].reshape(-1).numpy() for name in MOMENTS)
+        self._placement.arrive()
+        momentum, variance = (self._placement.flat(state[name]) for name in MOMENTS)
         return momentum, variance, int(state["step"])
 
     def started(self, tensor: int) -> tuple[Floats, Floats, int]:
@@ -156,6 +157,11 @@ class AdamWrapper(CompressedOptimizer):
         """Goes on from the state of a plain Adam or AdamW."""
         self._adopt(plain)
         self._driver.continue_plain()
+
+
+def _moment(saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A copy as the optimizer of ``parameter`` would hold it."""
+    return saved.detach().to(parameter.device, torch.float32, copy=True).contiguous()
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

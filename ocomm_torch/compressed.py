@@ -25,19 +25,21 @@ from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
 from ocomm_torch.loss_scaling import StepsTogether
 from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.optimizer import _DistributedOptimizer
+from ocomm_torch.placement import placement
 
 
 class CompressedOptimizer(StepsTogether):
     """Wraps ``optimizer``, whose param groups stay live, for a ``Driver`` that ``_make_driver`` returns.
 
-    Parameters are CPU tensors, float32, or bfloat16 or float16 with a float32 master (see ``Masters``). ``step``
-    changes them in place, identically on all ranks, or on none: a NaN raises NonFiniteError everywhere. A parameter may
-    be frozen (``requires_grad_(False)``) and thawed, written, and its ``data`` replaced by a tensor of the same kind,
-    at any time; the set of parameters is fixed. Raises InvalidRequestError for what cannot be wrapped, MismatchError if
-    the ranks wrap different things.
+    Parameters are all CPU tensors, or all on one GPU: float32, or bfloat16 or float16 with a float32 master (see
+    ``Masters``). ``step`` changes them in place, identically on all ranks, or on none: a NaN raises NonFiniteError
+    everywhere. A parameter may be frozen (``requires_grad_(False)``) and thawed, written, and its ``data`` replaced by
+    a tensor of the same kind, at any time; the set of parameters is fixed. Raises InvalidRequestError for what cannot
+    be wrapped, MismatchError if the ranks wrap different things.
     """
 
     framework = "torch"
+    trains_on_devices = True
 
     def __init__(
         self,
@@ -65,11 +67,18 @@ class CompressedOptimizer(StepsTogether):
         for name, parameter in zip(self._names, self._parameters, strict=True):
             self._check_parameter(name, parameter)
         _check_storage(self._names, self._parameters)
+        self._placement = placement(self._names, self._parameters, session)
+        if self._placement.is_device and not self.trains_on_devices:
+            raise InvalidRequestError(
+                f"Distributed{type(self).__name__} trains parameters in the host's memory only, and "
+                f"'{self._names[0]}' is on {self._parameters[0].device}."
+            )
+        #: For the driver's core.
+        self.kernels = self._placement.kernels
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         groups = np.array([group_of[id(p)] for p in self._parameters], np.int64)
         self._group_tensors = [np.flatnonzero(groups == number) for number in range(len(self.param_groups))]
-        assert session.kernels is not None
-        self._masters = Masters(self._parameters, session.kernels)
+        self._masters = Masters(self._parameters, self._placement)
         self.backward_passes_per_step = backward_passes_per_step
         self._passes_left = [backward_passes_per_step] * len(self._parameters)
         self._recorded: list[torch.Tensor | None] = [None] * len(self._parameters)
@@ -223,6 +232,7 @@ class CompressedOptimizer(StepsTogether):
             addresses.append(grad.data_ptr())
         if widened and not final and self._stepper.verify != "version":
             self._checksums[list(widened)] = self._widened_checksums(widened)
+        self._placement.arrive()
         return np.array(addresses, np.uint64)
 
     def _widened_checksums(self, gradients: dict[int, torch.Tensor]) -> np.ndarray:
@@ -262,6 +272,7 @@ class CompressedOptimizer(StepsTogether):
 
     def _begin(self) -> None:
         self._find_parameters()
+        self._placement.arrive()
         self._masters.begin()
         self._hook_parameters()
         self._stepper.expected[:] = [p.requires_grad for p in self._parameters]
@@ -308,6 +319,7 @@ class CompressedOptimizer(StepsTogether):
             self._begin()
         try:
             self.verdict = self._driver.step(self._has_changed)
+            self._placement.leave()
             if self.verdict is Verdict.TAKE:
                 self._masters.write()
         finally:
@@ -362,6 +374,7 @@ class CompressedOptimizer(StepsTogether):
         """
         self._find_parameters()
         self._follow()
+        self._placement.arrive()
         full = dict(super().state_dict())
         state = full["state"] = {number: _copied(entry) for number, entry in full["state"].items()}
         # Parameters are numbered as here: group by group, each once.
@@ -397,9 +410,11 @@ class CompressedOptimizer(StepsTogether):
             if tensor not in plain["state"]:
                 raise CheckpointError(f"the state_dict is not whole: it has no moments of '{self._names[tensor]}'.")
         self._adopt(plain)
+        self._placement.arrive()
         masters = to_torch(saved.get("masters", {}))
         self._masters.load({index: masters[self._names[index]] for index in self._masters.indices})
         self._driver.load_state(saved)
+        self._placement.leave()
         self._masters.write()
 
     def _check_plain(self, plain: Mapping[str, Any]) -> dict[int, Any]:
@@ -426,6 +441,7 @@ class CompressedOptimizer(StepsTogether):
         Each rank saves its own, at the same step as ``state_dict``.
         """
         self._find_parameters()
+        self._placement.arrive()
         self._follow()
         return to_torch(self._driver.rank_state())
 
@@ -445,8 +461,10 @@ class CompressedOptimizer(StepsTogether):
         rank; MismatchError if the ranks have states of different runs.
         """
         self._find_parameters()
+        self._placement.arrive()
         self._masters.follow()
         done = self._driver.load_rank_state(rank_source(state, self._driver.core.layout.ranks))
+        self._placement.leave()
         self._masters.write()
         return done
 
@@ -516,10 +534,6 @@ def _dtype(parameter: torch.Tensor) -> str:
 
 
 def _check_parameter(wrapper: str, name: str, parameter: torch.Tensor) -> None:
-    if parameter.device.type != "cpu":
-        raise InvalidRequestError(
-            f"parameter '{name}' is on {parameter.device}; this build exchanges CPU tensors only."
-        )
     if parameter.dtype not in (torch.float32, *LOW_PRECISION):
         raise InvalidRequestError(
             f"parameter '{name}' is {parameter.dtype}; Distributed{wrapper} needs torch.float32, bfloat16 or float16."

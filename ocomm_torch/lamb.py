@@ -44,6 +44,7 @@ class OneBitLamb(AdamWrapper):
     """
 
     _driver: LambDriver
+    trains_on_devices = False
 
     def __init__(
         self,

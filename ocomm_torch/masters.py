@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ocomm.errors import InvalidRequestError
-from ocomm.kernels.base import Kernels
+from ocomm_torch.placement import Placement
 
 #: Parameters of these types have a master; those of float32 are stepped themselves.
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -24,14 +24,14 @@ class Masters:
     of these, and of no others, from them. So an element that was not written keeps the digits that only its master has.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], kernels: Kernels) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], placement: Placement) -> None:
         low = [index for index, parameter in enumerate(parameters) if parameter.dtype in LOW_PRECISION]
         self._parameters = {index: parameters[index] for index in low}
         self._masters = {index: parameters[index].detach().float() for index in low}
         #: What is stepped for each parameter: its master, or itself.
         self.stepped = [self._masters.get(index, parameter) for index, parameter in enumerate(parameters)]
         self._gradients: dict[int, torch.Tensor] = {}
-        self._kernels = kernels
+        self._placement = placement
         # Checksums of the parameters when they were last equal to their rounded masters; None: it is not known.
         self._known: NDArray[np.uint64] | None = None
         #: Masters of a saved state, until a step begins: parameters may be loaded after them.
@@ -127,7 +127,8 @@ class Masters:
         """Of the bytes of contiguous tensors, in their order."""
         addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64)
         nbytes = np.array([tensor.nbytes for tensor in tensors.values()], np.int64)
-        return self._kernels.checksums(addresses, nbytes, full)
+        self._placement.arrive()
+        return self._placement.kernels.checksums(addresses, nbytes, full)
 
     # The wrapped optimizer
 

@@ -88,19 +88,15 @@ class OneBitAdam(AdamWrapper):
         Where ranks are of several frameworks its formula, with the bits that the others get.
         """
         if self._driver.is_mixed:
-            adams = {tensor: DenseAdam(*self.started(tensor)) for tensor in tensors}
-            averages = {tensor: average(tensor) for tensor in tensors}
-            self._driver.clip_averages(list(averages.values()), max_norm)
-            dense_step(self._driver.groups(), averages, self._flat, adams.__getitem__)
-            for tensor, adam in adams.items():
-                self.state[self._parameters[tensor]]["step"] = torch.tensor(float(adam.step))
+            self._dense_step_of_all_frameworks(tensors, average, max_norm)
             return
         chosen = set(tensors)
+        self._placement.leave()
         stepped = self._masters.stepped
         local = [tensor.grad for tensor in stepped]
         try:
             for index, tensor in enumerate(stepped):
-                tensor.grad = torch.from_numpy(average(index)).view(tensor.shape) if index in chosen else None
+                tensor.grad = self._placement.tensor(average(index)).view(tensor.shape) if index in chosen else None
             if max_norm is not None:
                 torch.nn.utils.clip_grad_norm_([stepped[t] for t in tensors], max_norm, foreach=False)
             with self._inner_may_step(), self._masters.standing_in(self._inner):
@@ -109,8 +105,23 @@ class OneBitAdam(AdamWrapper):
             for tensor, grad in zip(stepped, local, strict=True):
                 tensor.grad = grad
 
-    def _flat(self, tensor: int) -> Floats:
-        return self._masters.stepped[tensor].detach().view(-1).numpy()
+    def _dense_step_of_all_frameworks(
+        self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None
+    ) -> None:
+        """By the host, which is where all of them can be."""
+        host = self.kernels.memory.host
+        began = {tensor: self.started(tensor) for tensor in tensors}
+        places = {tensor: self._placement.flat(self._masters.stepped[tensor]) for tensor in tensors}
+        parameters = {tensor: host(place) for tensor, place in places.items()}
+        adams = {tensor: DenseAdam(host(m), host(v), step) for tensor, (m, v, step) in began.items()}
+        averages = {tensor: host(average(tensor)) for tensor in tensors}
+        self._driver.clip_averages(list(averages.values()), max_norm)
+        dense_step(self._driver.groups(), averages, parameters.__getitem__, adams.__getitem__)
+        for tensor, adam in adams.items():
+            self.state[self._parameters[tensor]]["step"] = torch.tensor(float(adam.step))
+            if self._placement.is_device:
+                places[tensor][:] = parameters[tensor]
+                began[tensor][0][:], began[tensor][1][:] = adam.momentum, adam.variance
 
 
 DistributedOneBitAdam = OneBitAdam

@@ -19,18 +19,19 @@ from ocomm.collectives.routes import after, relay
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import SegmentLayout, float_messages
 from ocomm.compression.wire import RUN
-from ocomm.kernels.base import Bytes, Table
+from ocomm.kernels.base import HOST, Bytes, Memory, Table
 from ocomm.types import DType, Nodes, ReduceOp
 
 
-def compressed_staging(layout: SegmentLayout) -> Staging:
+def compressed_staging(layout: SegmentLayout, memory: Memory = HOST) -> Staging:
     """The memory of a segment. Inside a node gradients travel, not what ``send`` is for."""
-    return Staging(layout, None if layout.nodes.is_flat else _slice_nbytes(layout))
+    return Staging(layout, memory, None if layout.nodes.is_flat else _slice_nbytes(layout))
 
 
-def node_staging(layout: SegmentLayout) -> NodeStaging:
+def node_staging(layout: SegmentLayout, memory: Memory = HOST) -> NodeStaging:
     """The memory of a ``node_segment``."""
-    return NodeStaging(layout.nodes, layout.rank, [aligned(nbytes) for nbytes in _slice_nbytes(layout)])
+    messages = [memory.staging(nbytes) for nbytes in _slice_nbytes(layout)]
+    return NodeStaging(layout.nodes, layout.rank, messages, memory)
 
 
 def _slice_nbytes(layout: SegmentLayout) -> list[int]:
@@ -120,7 +121,13 @@ def _sums(node: NodeStaging, header: int, weight: float) -> list[Computation]:
 
 
 def dense_segment(
-    rank: int, nodes: Nodes, envelope: Envelope, gradients: Table, averages: Table, runs: Table
+    rank: int,
+    nodes: Nodes,
+    envelope: Envelope,
+    gradients: Table,
+    averages: Table,
+    runs: Table,
+    memory: Memory = HOST,
 ) -> tuple[list[Stage], list[Bytes]]:
     """Order-fixed float32 average of runs of gradients, with headers. Returns its stages and the memory they use.
 
@@ -130,7 +137,7 @@ def dense_segment(
     """
     header = header_nbytes(int(envelope.header["tensors"][0]))
     layout, parts = float_messages(rank, nodes, header, int(runs["length"].sum()))
-    staging = Staging(layout)
+    staging = Staging(layout, memory)
     send = staging.send
     begins = {owner: (layout.message_start[owner] + header) // 4 for owner in parts}
     placed = _cut(runs, [(parts[owner].start, begins[owner]) for owner in nodes.owners])

@@ -22,9 +22,8 @@ from itertools import pairwise
 from ocomm.collectives.envelope import Envelope
 from ocomm.collectives.plan import Computation, Message, Reduce, Stage
 from ocomm.collectives.routes import Route, after
-from ocomm.collectives.scratch import ALIGNMENT, aligned
 from ocomm.compression.layout import MessageLayout
-from ocomm.kernels.base import Bytes
+from ocomm.kernels.base import ALIGNMENT, HOST, Bytes, Memory
 from ocomm.types import DType, Nodes, ReduceOp
 
 
@@ -34,17 +33,17 @@ class NodeStaging:
     ``messages`` go to the workers of the node, one per slice.
     """
 
-    def __init__(self, nodes: Nodes, rank: int, messages: Sequence[Bytes]) -> None:
+    def __init__(self, nodes: Nodes, rank: int, messages: Sequence[Bytes], memory: Memory = HOST) -> None:
         self.ranks = nodes.node_of(rank)
         self.place = self.ranks.index(rank)
         self.messages = list(messages)
-        self.memory: Bytes = aligned(0)
+        self.memory: Bytes = memory.staging(0)
         #: From each rank of the node; none if this rank has no slice.
         self.rows: list[Bytes] = []
         if self.place < len(self.messages):
             own = self.messages[self.place]
             room = -(-own.nbytes // ALIGNMENT) * ALIGNMENT
-            self.memory = aligned(room * (len(self.ranks) - 1))
+            self.memory = memory.staging(room * (len(self.ranks) - 1))
             spare = [self.memory[k * room : k * room + own.nbytes] for k in range(len(self.ranks) - 1)]
             self.rows = [*spare[: self.place], own, *spare[self.place :]]
 
@@ -71,18 +70,18 @@ class Staging:
     unless ``node_nbytes`` gives the sizes of others.
     """
 
-    def __init__(self, layout: MessageLayout, node_nbytes: Sequence[int] | None = None) -> None:
+    def __init__(self, layout: MessageLayout, memory: Memory = HOST, node_nbytes: Sequence[int] | None = None) -> None:
         self.layout = layout
-        self.send = aligned(layout.packed_nbytes)
-        self.route = Route(layout, self.send)
+        self.send = memory.staging(layout.packed_nbytes)
+        self.route = Route(layout, self.send, memory)
         self.node: NodeStaging | None = None
         self.node_memory: list[Bytes] = []
         if not layout.nodes.is_flat:
             messages = slices(layout, self.send)
             if node_nbytes is not None:
-                messages = [aligned(nbytes) for nbytes in node_nbytes]
+                messages = [memory.staging(nbytes) for nbytes in node_nbytes]
                 self.node_memory += messages
-            self.node = NodeStaging(layout.nodes, layout.rank, messages)
+            self.node = NodeStaging(layout.nodes, layout.rank, messages, memory)
             self.node_memory.append(self.node.memory)
 
     @property

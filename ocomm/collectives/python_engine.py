@@ -6,12 +6,12 @@ stages in turn, plans retired when all their segments are over.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from ocomm.collectives.plan import HEADER, Plan
 from ocomm.collectives.tracing import Trace, new_trace, record
 from ocomm.compression.wire import COMPARED, DISAGREEMENT
 from ocomm.errors import HorovodInternalError
-from ocomm.kernels.base import Bytes, Kernels, Table
+from ocomm.kernels import reference
+from ocomm.kernels.base import Kernels
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request, Transport
 from ocomm.types import Flag
@@ -89,6 +90,8 @@ class _Segment:
     sequence: int
     stage: int = 0
     begun: bool = False
+    next: int = 0  # of the stage's computations
+    offloaded: plans.Task | None = None  # what the stage waits for before the computations from ``next`` on
     culprit: int | None = None  # whose header differs from ours, if others hear of it through us
     flights: dict[int, list[_Flight]] = field(default_factory=dict)  # by stage
 
@@ -144,6 +147,9 @@ class PythonChannel:
                 moved = True
         except _Mismatch as mismatch:
             self.fail(mismatch.ticket, State.MISMATCH, mismatch.rank)
+            return True
+        except _TaskError as error:
+            self.fail(error.ticket, State.TASK_ERROR, 0)
             return True
         except HorovodInternalError:
             self.fail(self.queue[0] if self.queue else None, State.MPI_ERROR, 1)
@@ -203,9 +209,8 @@ class PythonChannel:
         while segment.stage < len(segment.stages):
             stage = segment.stages[segment.stage]
             if not segment.begun:
-                segment.ticket.note(segment.stages, segment.stage, 0)
-                for computation in stage.compute:
-                    self.engine.compute(computation, segment)
+                if not self._compute(segment, stage):
+                    return moved
                 tag = self._tag(segment, segment.stage)
                 for message in stage.sends:
                     request = self.transport.isend(message.buffer, message.peer, tag)
@@ -219,6 +224,7 @@ class PythonChannel:
                 return moved
             segment.ticket.note(segment.stages, segment.stage, 2)
             segment.begun = False
+            segment.next = 0
             segment.stage += 1
         if segment.culprit is not None:
             return True
@@ -234,6 +240,25 @@ class PythonChannel:
             self.engine.finish(ticket, State.DONE)
         return True
 
+    def _compute(self, segment: _Segment, stage: plans.Stage) -> bool:
+        """Runs the stage's computations as far as they go; False if it waits for one that goes on elsewhere."""
+        if segment.next == 0:
+            segment.ticket.note(segment.stages, segment.stage, 0)
+        while True:
+            if segment.offloaded is not None:
+                if not _run(segment.ticket, segment.offloaded, segment.offloaded.is_over):
+                    return False
+                segment.offloaded = None
+            if segment.next == len(stage.compute):
+                return True
+            computation = stage.compute[segment.next]
+            segment.next += 1
+            if isinstance(computation, plans.Offload):
+                _run(segment.ticket, computation.task, computation.task.start)
+                segment.offloaded = computation.task
+            else:
+                self.engine.compute(computation, segment)
+
     def fail(self, culprit: PythonTicket | None, state: State, error: int) -> None:
         """Ends every plan of the channel: ``culprit`` with ``state``, the others as aborted."""
         with self.engine.lock:
@@ -246,15 +271,12 @@ class PythonChannel:
             self.engine.finish(ticket, *((state, error) if ticket is culprit else (State.ABORTED, 0)))
 
 
-def _runs(tensors: Table, runs: Table, message: Bytes) -> Iterator[tuple[Bytes, Bytes | None]]:
-    """(part of the message, part of the gradient or None) of each run."""
-    for run in runs:
-        first, nbytes = 4 * int(run["position"]), 4 * int(run["length"])
-        address = int(tensors["grad"][run["tensor"]])
-        gradient = None
-        if address:
-            gradient = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address + 4 * int(run["start"])))
-        yield message[first : first + nbytes], gradient
+def _run(ticket: PythonTicket, task: plans.Task, part: Callable[[], Any]) -> Any:
+    try:
+        return part()
+    except BaseException as error:
+        task.failure = error
+        raise _TaskError(ticket) from error
 
 
 def _number(segment: _Segment) -> int:
@@ -266,6 +288,11 @@ class _Mismatch(Exception):
     def __init__(self, ticket: PythonTicket, rank: int) -> None:
         self.ticket = ticket
         self.rank = rank
+
+
+class _TaskError(Exception):
+    def __init__(self, ticket: PythonTicket) -> None:
+        self.ticket = ticket
 
 
 class PythonEngine:
@@ -354,7 +381,8 @@ class PythonEngine:
                 continue
             self.totals["sleeps"] += 1
             self.arrival.wait(min(nap, self.idle_s, max(end - time.monotonic(), 0.0)))
-            nap *= 2
+            # Nobody wakes us for what goes on elsewhere.
+            nap = 50e-6 if any(s.offloaded for channel in self.channels for s in channel.active) else 2 * nap
 
     def compute(self, c: plans.Computation, segment: _Segment) -> None:
         """Runs one computation. A header that differs ends the ticket's channel."""
@@ -363,12 +391,9 @@ class PythonEngine:
             case plans.Copy():
                 c.destination[...] = c.source
             case plans.Pack():
-                for part, gradient in _runs(c.tensors, c.runs, c.destination):
-                    part[:] = 0 if gradient is None else gradient
+                reference.pack(c.runs, c.tensors, c.destination)
             case plans.Place():
-                for part, gradient in _runs(c.tensors, c.runs, c.source):
-                    assert gradient is not None
-                    gradient[:] = part
+                reference.place(c.runs, c.tensors, c.source)
             case plans.Reduce():
                 self.kernels.reduce(c.dtype, c.op, c.sources, c.prescale, c.postscale, c.out)
             case plans.Compress() if c.tensors is None:

@@ -14,10 +14,9 @@ from functools import cached_property
 from typing import Literal
 
 from ocomm.collectives.plan import Copy, Message, Stage
-from ocomm.collectives.scratch import ALIGNMENT, aligned
 from ocomm.compression.layout import MessageLayout
 from ocomm.errors import InvalidRequestError
-from ocomm.kernels.base import Bytes
+from ocomm.kernels.base import ALIGNMENT, HOST, Bytes, Memory
 from ocomm.types import Nodes
 
 
@@ -66,7 +65,8 @@ class Route:
     rank, valid when the stages of ``scatter`` are over.
     """
 
-    def __init__(self, layout: MessageLayout, send: Bytes) -> None:
+    def __init__(self, layout: MessageLayout, send: Bytes, memory: Memory = HOST) -> None:
+        self._memory = memory
         self.layout = layout
         self.nodes = layout.nodes
         self.send = send
@@ -87,7 +87,7 @@ class Route:
 
     def _new_rows(self, nbytes: int, count: int) -> list[Bytes]:
         room = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        memory = aligned(room * count)
+        memory = self._memory.staging(room * count)
         self.memory.append(memory)
         return [memory[k * room : k * room + nbytes] for k in range(count)]
 

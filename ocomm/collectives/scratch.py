@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
-
+from ocomm.kernels.base import ALIGNMENT as ALIGNMENT
 from ocomm.kernels.base import Bytes
-
-ALIGNMENT = 64  # bytes; what AVX-512 and DLPack consumers ask for
-
-
-def aligned(nbytes: int) -> Bytes:
-    """A new uint8 array whose first byte is 64-byte aligned; contents undefined."""
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -raw.__array_interface__["data"][0] % ALIGNMENT
-    return raw[start : start + nbytes]
+from ocomm.kernels.base import aligned as aligned
 
 
 class Scratch:

@@ -143,6 +143,17 @@ class SegmentLayout(MessageLayout):
         own = self.message_nbytes[self.rank]
         return sum(self.message_nbytes[r] for r in self.workers) - own + max(len(self.workers) - 1, 0) * own
 
+    def runs(self) -> Table:
+        """The blocks as runs of neighbouring elements: a RUN table, without positions."""
+        blocks = self.blocks
+        ends = blocks["start"] + blocks["length"]
+        joined = (np.diff(blocks["tensor"]) == 0) & (blocks["start"][1:] == ends[:-1])
+        first = np.flatnonzero(np.concatenate([[True], ~joined]))
+        runs = np.zeros(first.size, RUN)
+        runs["tensor"], runs["start"] = blocks["tensor"][first], blocks["start"][first]
+        runs["length"] = np.add.reduceat(blocks["length"].astype(np.int64), first)
+        return runs
+
     @cached_property
     def slice_runs(self) -> tuple[Table, ...]:
         """RUN tables: how the elements of each slice lie in a message of float32, in the order of ``blocks``."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ocomm.kernels.base import RUN as RUN
+
 #: What precedes the payload of every message of a fixed-layout exchange; the numbers are compared on arrival.
 #: ``signature`` names layout, segment and compressor; ``hyper`` digests lr, betas and weight decay.
 HEADER = np.dtype(
@@ -31,9 +33,6 @@ COMPARED = ("magic", "step", "signature", "hyper", "attempt", "tensors")
 #: Instead of MAGIC: ranks ``rank`` and ``reserved`` differ in COMPARED[``tensors``], where the one says ``signature``
 #: and the other ``hyper``. So a difference reaches ranks which see neither header.
 DISAGREEMENT = 0x4F434F44
-
-#: Elements [start, start + length) of a tensor stand at element ``position`` of a message's float32 payload.
-RUN = np.dtype([("start", np.int64), ("position", np.int64), ("length", np.int64), ("tensor", np.int64)])
 
 
 def header_nbytes(tensors: int) -> int:

@@ -9,7 +9,7 @@ from ocomm.kernels.reference import ReferenceKernels
 
 __all__ = ["BLOCK", "NOISE", "OWNERS", "TENSOR", "Kernels", "cpu_kernels", "reference"]
 
-reference: Kernels = ReferenceKernels()
+reference = ReferenceKernels()
 
 
 @cache

@@ -7,10 +7,11 @@ The tables are NumPy structured arrays with the memory layout of ``ocomm_block``
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import mmap
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,8 +59,24 @@ TENSOR = np.dtype(
 NOISE = np.dtype([("seed", np.uint64), ("step", np.uint32), ("stream", np.uint32), ("steady", np.uint32)], align=True)
 OWNERS = 0xFFFFFFFF
 
+#: Elements [start, start + length) of a tensor stand at element ``position`` of a message's float32 payload.
+RUN = np.dtype([("start", np.int64), ("position", np.int64), ("length", np.int64), ("tensor", np.int64)])
+
+#: Some of the memory at an address: ``count`` whole elements from element ``first`` on, and ``tail`` bytes after them.
+PIECE = np.dtype([("address", np.uint64), ("first", np.int64), ("count", np.int64), ("tail", np.int64)])
+
 Floats = NDArray[np.float32]
 Table = NDArray[np.void]
+
+
+ALIGNMENT = 64  # bytes; what AVX-512 and DLPack consumers ask for
+
+
+def aligned(nbytes: int) -> Bytes:
+    """A new uint8 array whose first byte is 64-byte aligned; contents undefined."""
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.__array_interface__["data"][0] % ALIGNMENT
+    return raw[start : start + nbytes]
 
 
 def aligned_zeros(numel: int) -> Floats:
@@ -92,6 +109,65 @@ def sparse_zeros(numel: int) -> Floats:
     return np.frombuffer(pages, np.float32, numel)
 
 
+class Memory(Protocol):
+    """Where a set of kernels finds what it works on, and makes room for it.
+
+    In the host's memory arrays are NumPy's. Those of a device (``kernels.device.DeviceArray``) can be cut, copied and
+    filled, but not looked at; tables, and what messages are made of, are the host's there, too.
+    """
+
+    is_device: bool
+
+    def zeros(self, numel: int) -> Floats:
+        """A new float32 array of zeros."""
+        ...
+
+    def staging(self, nbytes: int) -> Bytes:
+        """New memory for messages, and for other bytes that host and kernels share; contents undefined.
+
+        A NumPy array. Kernels on a device work on a copy of it; see ``changed``.
+        """
+        ...
+
+    def changed(self, staging: Bytes) -> None:
+        """The host has written to some staging memory, which kernels shall see."""
+        ...
+
+    def host(self, array: Any) -> Any:
+        """Its elements as a NumPy array: itself, or a copy, which waits for the device."""
+        ...
+
+    def at(self, address: int, numel: int) -> Floats:
+        """A flat view of float32 that somebody else keeps."""
+        ...
+
+
+class HostMemory:
+    """See ``Memory``."""
+
+    is_device = False
+
+    def zeros(self, numel: int) -> Floats:
+        return aligned_zeros(numel)
+
+    def staging(self, nbytes: int) -> Bytes:
+        return aligned(nbytes)
+
+    def changed(self, staging: Bytes) -> None:
+        """It is what kernels see."""
+
+    def host(self, array: Any) -> Any:
+        return array
+
+    def at(self, address: int, numel: int) -> Floats:
+        if not numel:
+            return np.zeros(0, np.float32)
+        return np.ctypeslib.as_array((ctypes.c_float * numel).from_address(address))
+
+
+HOST: Memory = HostMemory()
+
+
 class Kernels(Protocol):
     """Loops named by what they do; all arrays are one-dimensional and contiguous, nothing is allocated or kept.
 
@@ -100,6 +176,7 @@ class Kernels(Protocol):
     """
 
     name: str
+    memory: Memory
 
     def compress(
         self,
@@ -281,6 +358,11 @@ class Kernels(Protocol):
 
     def apply_signs(self, blocks: Table, tensors: Table, packed: Bytes) -> None:
         """param = param * decay, then param -= step_size * sign; tensors with ``skip`` are left alone."""
+        ...
+
+    def descend(self, blocks: Table, tensors: Table, averages: Floats) -> None:
+        """param = param * decay, then param -= step_size * averages, indexed by ``offset``; tensors with ``skip`` are
+        left alone. ``averages`` is used up."""
         ...
 
     def soft_sign(

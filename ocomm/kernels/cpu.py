@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ocomm._native import ffi, lib
-from ocomm.kernels.base import Bytes, Floats, Table
-from ocomm.kernels.reference import unsupported_reduction
+from ocomm.kernels.base import HOST, Bytes, Floats, Table
+from ocomm.kernels.reference import ReferenceKernels, unsupported_reduction
 from ocomm.types import DType, ReduceOp
 
 _NULL = ffi.NULL
@@ -36,6 +36,7 @@ class CpuKernels:
     """
 
     name = "cpu"
+    memory = HOST
 
     def compress(
         self,
@@ -310,6 +311,9 @@ class CpuKernels:
             _pointer("ocomm_tensor[]", tensors),
             _pointer("uint8_t[]", packed),
         )
+
+    # NumPy's operations on whole blocks are loops in C already.
+    descend = ReferenceKernels.descend
 
     def soft_sign(
         self,

@@ -26,7 +26,9 @@ import numpy as np
 from numba import cuda, types
 from numpy.typing import NDArray
 
-from ocomm.kernels.base import BLOCK, TENSOR
+from ocomm.kernels.base import BLOCK, PIECE, RUN, TENSOR
+from ocomm.kernels.device import DeviceArray
+from ocomm.types import DType, ReduceOp
 
 if "numba_cuda" not in (cuda.__file__ or ""):
     raise ImportError("numba's own CUDA target is deprecated and cannot run these kernels: pip install numba-cuda")
@@ -72,6 +74,15 @@ _GRAD, _PARAM, _MOMENTUM, _BETA1, _ONE_MINUS_BETA1, _WEIGHT_DECAY, _STEP_SIZE, _
 )
 _INTERVAL_DECAY, _SKIP = (TENSOR.fields[name][1] for name in ("interval_decay", "skip"))  # type: ignore[index]
 
+_RUN_NBYTES, _PIECE_NBYTES = RUN.itemsize, PIECE.itemsize
+_RUN_START, _RUN_POSITION, _RUN_LENGTH, _RUN_TENSOR = (
+    RUN.fields[name][1]  # type: ignore[index]
+    for name in ("start", "position", "length", "tensor")
+)
+_ADDRESS, _FIRST, _COUNT, _TAIL = (PIECE.fields[name][1] for name in ("address", "first", "count", "tail"))  # type: ignore[index]
+#: Of checksums, as signed numbers: ``reference`` has them unsigned.
+_STEP, _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64)
+
 _ZERO = np.float32(0)
 _MINUS_ZERO = np.float32(-0.0)  # what leaves the first addend exactly as it is, negative zero included
 _ONE = np.float32(1)
@@ -111,6 +122,15 @@ if SIMULATED:
 
     def store_float(address: int, value: Any) -> None:
         ctypes.c_float.from_address(_checked(address, 4)).value = float(value)
+
+    def store_long(address: int, value: int) -> None:
+        ctypes.c_int64.from_address(_checked(address, 8)).value = value
+
+    def store_double(address: int, value: float) -> None:
+        ctypes.c_double.from_address(_checked(address, 8)).value = value
+
+    def wrapped(value: Any) -> Any:
+        return ((int(value) + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)
 
     def store_byte(address: int, value: int) -> None:
         ctypes.c_uint8.from_address(address).value = value
@@ -169,6 +189,13 @@ else:
     store_float = _store(_FLOAT, 4, types.float32)
     store_byte = _store(ir.IntType(8), 1, types.int64)
     store_int = _store(_INT, 4, types.int64)
+    store_long = _store(_LONG, 8, types.int64)
+    store_double = _store(ir.DoubleType(), 8, types.float64)
+
+    @inline
+    def wrapped(value: Any) -> Any:  # type: ignore[misc]
+        """It has 64 bits here."""
+        return value
 
     @intrinsic
     def load_quad(typingctx: Any, address: Any) -> Any:
@@ -956,9 +983,142 @@ def soft_sign(
         _put(out + 4 * (offset + at), length - at, 1, ratio)
 
 
+@kernel
+def descend(blocks: int, tensors: int, averages: int) -> None:
+    p = cuda.local.array(QUAD, types.float32)
+    a = cuda.local.array(QUAD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    tensor = tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR)
+    if load_int(tensor + _SKIP) != 0:
+        return
+    length = load_int(block + _LENGTH)
+    param = load_long(tensor + _PARAM) + 4 * load_long(block + _START)
+    average = averages + 4 * load_long(block + _OFFSET)
+    step, decay = load_float(tensor + _STEP_SIZE), load_float(tensor + _DECAY)
+    for at in range(QUAD * cuda.threadIdx.x, length, ROW):
+        _fetch(param + 4 * at, length - at, 1, p)
+        _fetch(average + 4 * at, length - at, 1, a)
+        for k in range(QUAD):
+            x = times(p[k], decay) if decay != _ONE else p[k]
+            p[k] = x - times(a[k], step)
+        _put(param + 4 * at, length - at, 1, p)
+
+
+# Dense values: a thread block per row of a table.
+
+
+@kernel
+def pack(runs: int, tensors: int, destination: int) -> None:
+    values = cuda.local.array(QUAD, types.float32)
+    run = runs + _RUN_NBYTES * cuda.blockIdx.x
+    grad = load_long(tensors + _TENSOR_NBYTES * load_long(run + _RUN_TENSOR) + _GRAD)
+    length = load_long(run + _RUN_LENGTH)
+    source, target = grad + 4 * load_long(run + _RUN_START), destination + 4 * load_long(run + _RUN_POSITION)
+    for at in range(QUAD * cuda.threadIdx.x, length, ROW):
+        if grad != 0:
+            _fetch(source + 4 * at, length - at, 1, values)
+        else:
+            for k in range(QUAD):
+                values[k] = _ZERO
+        _put(target + 4 * at, length - at, 1, values)
+
+
+@kernel
+def place(runs: int, tensors: int, source: int) -> None:
+    values = cuda.local.array(QUAD, types.float32)
+    run = runs + _RUN_NBYTES * cuda.blockIdx.x
+    target = load_long(tensors + _TENSOR_NBYTES * load_long(run + _RUN_TENSOR) + _GRAD) + 4 * load_long(
+        run + _RUN_START
+    )
+    length = load_long(run + _RUN_LENGTH)
+    first = source + 4 * load_long(run + _RUN_POSITION)
+    for at in range(QUAD * cuda.threadIdx.x, length, ROW):
+        _fetch(first + 4 * at, length - at, 1, values)
+        _put(target + 4 * at, length - at, 1, values)
+
+
+@kernel
+def reduce(sources: int, ranks: int, numel: int, before: float, after: float, out: int) -> None:
+    """Sum of what is at the ``ranks`` addresses at ``sources``, in their order, each times ``before``, times ``after``;
+    a thread block has a tile."""
+    total = cuda.local.array(QUAD, types.float32)
+    other = cuda.local.array(QUAD, types.float32)
+    base = TILE * cuda.blockIdx.x
+    for at in range(base + QUAD * cuda.threadIdx.x, min(base + TILE, numel), ROW):
+        left = numel - at
+        _fetch(load_long(sources) + 4 * at, left, 1, total)
+        for k in range(QUAD):
+            total[k] = times(total[k], before)
+        for i in range(1, ranks):
+            _fetch(load_long(sources + 8 * i) + 4 * at, left, 1, other)
+            for k in range(QUAD):
+                total[k] = total[k] + times(other[k], before)
+        for k in range(QUAD):
+            total[k] = times(total[k], after)
+        _put(out + 4 * at, left, 1, total)
+
+
+# Sums of what is at an address, a thread block for each row of a PIECE table.
+
+
+@inline
+def _mixed(word: int, position: int) -> int:
+    x = wrapped(word + wrapped(wrapped(position + 1) * _STEP))
+    return wrapped((x ^ ((x >> 32) & 0xFFFFFFFF)) * _SPREAD)
+
+
+@inline
+def _word(address: int, nbytes: int) -> int:
+    """So many bytes, at most 8, that may lie anywhere; the others are 0."""
+    word = 0
+    for k in range(nbytes):
+        word |= wrapped(int(load_byte(address + k)) << (8 * k))
+    return word
+
+
+@kernel
+def sum_words(pieces: int, sums: int) -> None:
+    partial = cuda.shared.array(0, types.int64)
+    piece = pieces + _PIECE_NBYTES * cuda.blockIdx.x
+    first, count, tail = load_long(piece + _FIRST), load_long(piece + _COUNT), load_long(piece + _TAIL)
+    start = load_long(piece + _ADDRESS) + 8 * first
+    t = cuda.threadIdx.x
+    total = 0
+    for k in range(t, count, THREADS):
+        word = load_long(start + 8 * k) if start & 7 == 0 else _word(start + 8 * k, 8)
+        total = wrapped(total + _mixed(word, first + k))
+    if t == 0 and tail > 0:
+        total = wrapped(total + _mixed(_word(start + 8 * count, tail), first + count))
+    partial[t] = total
+    cuda.syncthreads()
+    if t == 0:
+        for k in range(1, THREADS):
+            total = wrapped(total + int(partial[k]))
+        store_long(sums + 8 * cuda.blockIdx.x, total)
+
+
+@kernel
+def sum_squares(pieces: int, sums: int) -> None:
+    partial = cuda.shared.array(0, types.float64)
+    piece = pieces + _PIECE_NBYTES * cuda.blockIdx.x
+    count = load_long(piece + _COUNT)
+    start = load_long(piece + _ADDRESS) + 4 * load_long(piece + _FIRST)
+    t = cuda.threadIdx.x
+    total = 0.0
+    for k in range(t, count, THREADS):
+        x = np.float64(load_float(start + 4 * k))
+        total = total + x * x
+    partial[t] = total
+    cuda.syncthreads()
+    if t == 0:
+        for k in range(1, THREADS):
+            total = total + partial[k]
+        store_double(sums + 8 * cuda.blockIdx.x, total)
+
+
 KERNELS: tuple[Any, ...] = (
     compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite, quantize,
-    quantized_average, compress_signs, apply_signs, soft_sign,
+    quantized_average, compress_signs, apply_signs, soft_sign, descend, pack, place, reduce, sum_words, sum_squares,
 )  # fmt: skip
 
 
@@ -985,6 +1145,11 @@ def compiled(loop: Any, capability: tuple[int, int]) -> str:
         dispatcher.get_current_device = usual
 
 
+def stream_of(handle: int) -> Any:
+    """A stream that somebody else has made, for ``CudaKernels``."""
+    return cuda.external_stream(handle)
+
+
 _REMEMBERED = 1024  # tables of messages
 
 
@@ -992,6 +1157,8 @@ def address_of(array: Any) -> int:
     """Where the first element of an array on the device is; 0 for None, which is what kernels take for nothing."""
     if array is None:
         return 0
+    if isinstance(array, DeviceArray):
+        return array.address
     interface = getattr(array, "__array_interface__" if SIMULATED else "__cuda_array_interface__", None)
     if interface is None:
         raise TypeError(f"{type(array).__name__} is not an array in the memory of a CUDA device")
@@ -1006,16 +1173,18 @@ class CudaKernels:
     the scale; a scale may differ in its last bits, because other partial sums are rounded. A call is one launch on
     ``stream``; a message that is received may lie at any byte, ``packed`` and scales in it at multiples of 4.
 
-    A returned bool waits for the stream. Where there are scales they say the same, and reading them can wait.
+    A returned bool waits for the stream, unless there is a ``status``, an int32 on the device: then it says nothing,
+    and what it would have said goes there, as not 0.
 
-    ``reduce``, ``checksum``, ``checksums`` and ``squares`` are missing.
+    ``checksum``, ``checksums`` and ``squares`` are made of ``sum_words`` and ``sum_squares``: see ``DeviceKernels``.
     """
 
     name = "cuda"
 
-    def __init__(self, stream: Any = 0) -> None:
+    def __init__(self, stream: Any = 0, status: Any = None) -> None:
         self._stream = stream
-        self._status = cuda.to_device(np.zeros(1, np.int32))
+        self._waits = status is None
+        self._status = cuda.to_device(np.zeros(1, np.int32)) if status is None else status
         self._messages: dict[tuple[int, ...], Any] = {}
 
     def compress(
@@ -1209,10 +1378,46 @@ class CudaKernels:
         )  # fmt: skip
         return self._all_finite()
 
+    def descend(self, blocks: Any, tensors: Any, averages: Any) -> None:
+        """Updates the tensors behind the ``param`` addresses in place, except those with ``skip``."""
+        self._launch(descend, blocks, tensors, averages)
+
+    def pack(self, runs: Any, tensors: Any, destination: Any) -> None:
+        """Writes ``destination`` where the runs are."""
+        self._launch(pack, runs, tensors, destination)
+
+    def place(self, runs: Any, tensors: Any, source: Any) -> None:
+        """Writes to the tensors behind the ``grad`` addresses."""
+        self._launch(place, runs, tensors, source)
+
+    def reduce(
+        self, dtype: DType, op: ReduceOp, sources: Sequence[Any], prescale: float, postscale: float, out: Any
+    ) -> None:
+        """Sums of float32 only, which is what is averaged on a device; ``out`` may be one of the sources."""
+        if dtype != DType.FLOAT32 or op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            raise TypeError(f"{op.label} of {dtype.label} is not done on a device")
+        numel = len(out) // 4
+        if numel:
+            self._configured(reduce, -(-numel // TILE))(
+                address_of(self._addresses(sources)), len(sources), numel, np.float32(prescale), np.float32(postscale),
+                address_of(out),
+            )  # fmt: skip
+
+    def sum_words(self, pieces: Any, sums: Any) -> None:
+        """Writes ``sums``."""
+        self._launch(sum_words, pieces, sums)
+
+    def sum_squares(self, pieces: Any, sums: Any) -> None:
+        """Writes ``sums``."""
+        self._launch(sum_squares, pieces, sums)
+
+    def _configured(self, loop: Any, thread_blocks: int) -> Any:
+        return loop[thread_blocks, THREADS, self._stream, SHARED_NBYTES]
+
     def _launch(self, loop: Any, blocks: Any, *arguments: Any) -> None:
         """Arrays go as addresses, None as 0, numbers as they are."""
         if len(blocks):
-            loop[len(blocks), THREADS, self._stream, SHARED_NBYTES](
+            self._configured(loop, len(blocks))(
                 address_of(blocks),
                 *(
                     argument
@@ -1235,6 +1440,8 @@ class CudaKernels:
 
     def _all_finite(self) -> bool:
         """Whether no kernel has raised the flag since the last time."""
+        if not self._waits:
+            return True
         if self._stream:
             self._stream.synchronize()
         found = bool(self._status.copy_to_host()[0])

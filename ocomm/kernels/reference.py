@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.kernels.base import Bytes, Floats, Table
+from ocomm.kernels.base import HOST, Bytes, Floats, Table
 from ocomm.types import DType, ReduceOp
 
 LANES = 32
@@ -30,6 +30,18 @@ class ReferenceKernels:
     """See ``ocomm.kernels.base.Kernels`` for the arguments."""
 
     name = "reference"
+    memory = HOST
+
+    def pack(self, runs: Table, tensors: Table, destination: Bytes) -> None:
+        """Gradient elements of each row of a RUN table into ``destination``, float32; zeros where a tensor has none."""
+        for part, gradient in _runs(tensors, runs, destination):
+            part[:] = 0 if gradient is None else gradient
+
+    def place(self, runs: Table, tensors: Table, source: Bytes) -> None:
+        """The inverse: elements of ``source`` to where the tensors have their gradients."""
+        for part, gradient in _runs(tensors, runs, source):
+            assert gradient is not None
+            gradient[:] = part
 
     def compress(
         self,
@@ -304,6 +316,25 @@ class ReferenceKernels:
                     param[:] = param * tensor["decay"]
                 param[:] = param - tensor["step_size"] * _signs(packed, block)
 
+    def descend(self, blocks: Table, tensors: Table, averages: Floats) -> None:
+        """Neighbouring blocks at once."""
+        ends = blocks["start"] + blocks["length"]
+        joined = (np.diff(blocks["tensor"]) == 0) & (blocks["start"][1:] == ends[:-1])
+        joined &= np.diff(blocks["offset"]) == blocks["length"][:-1]
+        firsts = np.flatnonzero(np.concatenate([[True], ~joined])[: blocks.size])
+        lasts = np.append(firsts[1:], blocks.size) - 1
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            tensor = tensors[blocks["tensor"][first]]
+            if tensor["skip"]:
+                continue
+            at, numel = int(blocks["start"][first]), int(ends[last] - blocks["start"][first])
+            param = HOST.at(int(tensor["param"]) + 4 * at, numel)
+            update = averages[int(blocks["offset"][first]) : int(blocks["offset"][first]) + numel]
+            if tensor["decay"] != 1:
+                param *= tensor["decay"]
+            update *= tensor["step_size"]
+            param -= update
+
     def soft_sign(
         self,
         blocks: Table,
@@ -366,10 +397,24 @@ class ReferenceKernels:
             at = k * stretch + (((k + np.uint64(1)) * _STEP) >> np.uint64(33)) % stretch
         end = np.zeros(8, np.uint8)
         end[: len(data) % 8] = data[8 * count :]
-        parts = [_mixed(words[at], at), np.array([len(data)], np.uint64) * _SPREAD]
+        parts = [_mixed(words[at], at), np.array([len(data)], np.uint64) * CHECKSUM_SPREAD]
         if len(data) % 8:
             parts.append(_mixed(end.view(np.uint64), np.array([count], np.uint64)))
         return int(np.concatenate(parts).sum(dtype=np.uint64))
+
+    def sum_words(self, pieces: Table, sums: NDArray[np.uint64]) -> None:
+        """What each row of a PIECE table adds to a full ``checksum``: elements are words of 8 bytes."""
+        for k, (address, first, count, tail) in enumerate(pieces.tolist()):
+            data = np.zeros(count + 1, np.uint64)
+            data.view(np.uint8)[: 8 * count + tail] = _memory(address + 8 * first, 8 * count + tail)
+            positions = np.arange(first, first + count + 1, dtype=np.uint64)
+            sums[k] = _mixed(data, positions)[: count + (tail > 0)].sum(dtype=np.uint64)
+
+    def sum_squares(self, pieces: Table, sums: NDArray[np.float64]) -> None:
+        """Of each row of a PIECE table, in float64: elements are float32. In whatever order."""
+        for k, (address, first, count, _) in enumerate(pieces.tolist()):
+            values = _memory(address + 4 * first, 4 * count).view(np.float32).astype(np.float64)
+            sums[k] = (values * values).sum()
 
     def checksums(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], full: bool) -> NDArray[np.uint64]:
         """One by one."""
@@ -395,6 +440,21 @@ class ReferenceKernels:
                     total = total[:half] + total[half : 2 * half]
                 sums[i] = total[0]
         return sums
+
+
+def _memory(address: int, nbytes: int) -> Bytes:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def _runs(tensors: Table, runs: Table, message: Bytes) -> Iterator[tuple[Bytes, Bytes | None]]:
+    """(part of the message, part of the gradient or None) of each run."""
+    for run in runs:
+        first, nbytes = 4 * int(run["position"]), 4 * int(run["length"])
+        address = int(tensors["grad"][run["tensor"]])
+        gradient = None
+        if address:
+            gradient = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address + 4 * int(run["start"])))
+        yield message[first : first + nbytes], gradient
 
 
 def _span(first: int, block: np.void) -> slice:
@@ -610,9 +670,10 @@ def _scaled(elements: NDArray, factor: float) -> NDArray:
 
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-_SPREAD = np.uint64(0xD6E8FEB86659FD93)
+#: Also what a checksum counts each byte of the length by.
+CHECKSUM_SPREAD = np.uint64(0xD6E8FEB86659FD93)
 
 
 def _mixed(words: NDArray[np.uint64], position: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = words + (position + np.uint64(1)) * _STEP
-    return (x ^ (x >> np.uint64(32))) * _SPREAD
+    return (x ^ (x >> np.uint64(32))) * CHECKSUM_SPREAD

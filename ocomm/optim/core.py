@@ -14,7 +14,7 @@ one-element arrays.
 from __future__ import annotations
 
 import abc
-import ctypes
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ from ocomm.collectives.compressed import NodeSum
 from ocomm.collectives.plan import Average, Computation
 from ocomm.compression.layout import Layout, SegmentLayout
 from ocomm.errors import SettingsError
-from ocomm.kernels.base import PAGE_NUMEL, TENSOR, Bytes, Floats, Kernels, Table, aligned_zeros, sparse_zeros
+from ocomm.kernels.base import BLOCK, PAGE_NUMEL, TENSOR, Bytes, Floats, Kernels, Memory, Table, sparse_zeros
+from ocomm.kernels.device import DeviceArray
 
 Flags = NDArray[np.uint32]
 Bools = NDArray[np.bool_]
@@ -74,6 +75,8 @@ class Core(abc.ABC):
         self.layout = layout
         self.rank = rank
         self.kernels = kernels
+        #: Of the buffers; those of messages are the host's.
+        self.home: Memory = kernels.memory
         self.scale = scale
         count = len(layout.tensors)
         self.tensors: Table = np.zeros(count, TENSOR)
@@ -126,7 +129,8 @@ class Core(abc.ABC):
         """Where the averages of a segment are gathered, ``packed_nbytes`` bytes."""
         this = self.segments[segment]
         if this.result is None:
-            this.result = np.zeros(this.layout.packed_nbytes, np.uint8)
+            this.result = self.home.staging(this.layout.packed_nbytes)
+            this.result[:] = 0
         return this.result
 
     def key(self, segment: int) -> tuple[int, ...]:
@@ -143,9 +147,9 @@ class Core(abc.ABC):
         """One bit per flat element, 1 = masked, or None where nothing of the segment is."""
         return None
 
-    def is_dense_finite(self, averages: Floats) -> bool:
-        """Can these averages be used? The same on all ranks. ``averages`` is part of what a dense segment brought."""
-        return bool(np.isfinite(averages).all())
+    def is_dense_finite(self, segment: SegmentLayout, averages: Table) -> bool:
+        """Can the averages of a segment be used? The same on all ranks. ``averages`` has their addresses."""
+        return self.kernels.finite(segment.blocks, averages)
 
     def is_local_finite(self, tensors: Sequence[int]) -> bool:
         """Are this rank's gradients of tensors that do not travel in this step finite?"""
@@ -227,8 +231,8 @@ class Core(abc.ABC):
             return
         if self.keeps_errors:
             mine, owned = self.layout.worker_numel(self.rank), self.layout.owned_numel(self.rank)
-            self.error, self.error_out = (aligned_zeros(mine) for _ in range(2))
-            self.owner_error, self.owner_error_out = (aligned_zeros(owned) for _ in range(2))
+            self.error, self.error_out = (self.home.zeros(mine) for _ in range(2))
+            self.owner_error, self.owner_error_out = (self.home.zeros(owned) for _ in range(2))
         if not self.layout.nodes.is_flat:
             self._place_node_gradients()
         self._allocated = True
@@ -297,9 +301,13 @@ class Core(abc.ABC):
     def rank_state(self) -> dict[str, Any]:
         """What the next steps need and only this rank has: copies of ``rank_buffers``."""
         return {
-            kind: {name: buffer.copy() for name, buffer in buffers.items()}
+            kind: {name: self._saved(buffer) for name, buffer in buffers.items()}
             for kind, buffers in self.rank_buffers().items()
         }
+
+    def _saved(self, buffer: Floats) -> Floats:
+        """A copy in the host's memory."""
+        return self.home.host(buffer) if self.home.is_device else buffer.copy()
 
     def check_rank_state(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError if ``load_rank_state`` could not load it: other buffers, of other sizes, or not finite."""
@@ -334,7 +342,7 @@ class Core(abc.ABC):
         """As after ``allocate``: nothing was left behind by any step."""
         own = [buffer for buffers in self.rank_buffers().values() for buffer in buffers.values()]
         for buffer in (*own, self.error_out, self.owner_error_out):
-            if buffer.any():  # pages that were never written stay without memory
+            if self.home.is_device or buffer.any():  # pages that were never written stay without memory
                 buffer[:] = 0.0
 
     @property
@@ -348,7 +356,7 @@ class Core(abc.ABC):
 
     def replica(self, tensor: int) -> Floats:
         """A copy of what must be equal on all ranks of one parameter: float32, ``numel`` elements."""
-        return floats_at(int(self.replica_addresses()[tensor]), int(self.layout.numels[tensor])).copy()
+        return self._saved(self.home.at(int(self.replica_addresses()[tensor]), int(self.layout.numels[tensor])))
 
     def replica_digest(self) -> list[int]:
         """Checksums of what must be equal on all ranks between steps: one per parameter."""
@@ -369,16 +377,20 @@ class Core(abc.ABC):
 
 def flat_floats(array: Floats, numel: int, what: str) -> Floats:
     """A one-dimensional view. ValueError for another dtype, number of elements, or a view with gaps."""
-    if array.dtype != np.float32 or array.size != numel or not array.flags.c_contiguous:
+    has_gaps = isinstance(array, np.ndarray) and not array.flags.c_contiguous
+    if array.dtype != np.float32 or array.size != numel or has_gaps:
         raise ValueError(f"{what}: need {numel} contiguous float32, got {array.size} {array.dtype}")
     return array.reshape(-1)
 
 
 def address(array: np.ndarray | None) -> int:
-    """Where an array's elements begin; 0 for None."""
-    return 0 if array is None else int(array.__array_interface__["data"][0])
+    """Where an array's elements begin, in the memory in which it is; 0 for None."""
+    if array is None:
+        return 0
+    return array.address if isinstance(array, DeviceArray) else int(array.__array_interface__["data"][0])
 
 
-def floats_at(where: int, numel: int) -> Floats:
-    """A flat view of float32 in memory that somebody else keeps."""
-    return np.ctypeslib.as_array((ctypes.c_float * numel).from_address(where)) if numel else np.zeros(0, np.float32)
+def all_blocks(layout: Layout, rank: int) -> Table:
+    """BLOCK table of the whole layout, for loops that do not touch messages."""
+    segments = layout.segments(list(range(len(layout.tensors))), rank, sys.maxsize)
+    return segments[0].blocks if segments else np.zeros(0, BLOCK)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ocomm.compression.layout import Layout
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import Bytes, Floats, Kernels, aligned_zeros
-from ocomm.optim.core import address, flat_floats, floats_at
+from ocomm.optim.core import address, flat_floats
 from ocomm.optim.onebit_adam import MomentumSegment, OneBitAdam
 
 #: Elements that are worked on at a time: few enough to stay in a core's cache from one operation to the next.
@@ -314,7 +314,7 @@ class Lamb(OneBitAdam):
 
     def _param(self, tensor: int) -> Floats:
         """The parameter behind its address: a flat view."""
-        return floats_at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
+        return self.home.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
 
 
 def _chunks(numel: int) -> Iterator[slice]:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ocomm.collectives.plan import AverageQuantized, CompressSigns
 from ocomm.compression.layout import Layout
 from ocomm.errors import SettingsError
-from ocomm.kernels.base import NOISE, OWNERS, Bytes, Floats, Kernels, aligned_zeros
+from ocomm.kernels.base import NOISE, OWNERS, Bytes, Floats, Kernels
 from ocomm.optim.core import Bools, Core, Exchange, Flags, address
 
 
@@ -59,7 +59,7 @@ class Lion(Core):
         #: Steps taken, whatever tensors had gradients in them.
         self.committed = 0
         self.tensors["beta1"], self.tensors["one_minus_beta1"] = betas[0], 1.0 - betas[0]
-        self.momentum, self.momentum_out = (aligned_zeros(layout.worker_numel(rank)) for _ in range(2))
+        self.momentum, self.momentum_out = (self.home.zeros(layout.worker_numel(rank)) for _ in range(2))
         self._worker = layout.nodes.members.index(layout.nodes.node_of(rank))
         # Read by plans when they run: a new step needs no new plan.
         self._owner_noise = np.array([(seed, 0, OWNERS, 0)], NOISE)

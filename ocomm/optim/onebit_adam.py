@@ -73,7 +73,7 @@ class OneBitAdam(Core):
         if mask_refresh < 1:
             raise SettingsError(f"mask_refresh must be a positive number of steps, got {mask_refresh}")
         self.mask_refresh = mask_refresh
-        self.preconditioner = Preconditioner(layout, variance_floor)
+        self.preconditioner = Preconditioner(layout, variance_floor, self.home)
         self.stage = np.zeros(len(layout.tensors), np.uint8)
         self.compressed_steps = 0
         self._refreshed_at = 0
@@ -107,7 +107,7 @@ class OneBitAdam(Core):
 
     def _set_dense(self, tensor: int, momentum: Floats) -> None:
         self._dense[tensor] = momentum
-        self.tensors["momentum"][tensor] = momentum.ctypes.data if momentum.size else 0
+        self.tensors["momentum"][tensor] = address(momentum) if momentum.size else 0
 
     def _drop_dense(self, tensor: int) -> None:
         if self._dense.pop(tensor, None) is not None:
@@ -249,6 +249,7 @@ class OneBitAdam(Core):
                 signs = slice(int(run["bits"][0]), int(run["bits"][-1]) + (int(run["length"][-1]) + 7) // 8)
                 result[scales] = previous[scales]
                 result[signs] = previous[signs]
+            self.home.changed(result)
 
     # Masked elements
 
@@ -281,7 +282,7 @@ class OneBitAdam(Core):
         dense = self._dense.get(tensor)
         if dense is not None:
             return dense.copy()
-        out = np.zeros(int(self.layout.numels[tensor]), np.float32)
+        out = self.home.zeros(int(self.layout.numels[tensor]))
         for segment in self.segments_of(tensor):
             assert segment.previous is not None, "a tensor without momentum"
             self.unpack(tensor, segment.layout, segment.previous, out)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ocomm.compression.layout import Layout
 from ocomm.errors import NonFiniteError, SettingsError
-from ocomm.kernels.base import Bytes, Floats, aligned_zeros
+from ocomm.kernels.base import HOST, Bytes, Floats, Memory
 from ocomm.optim.core import flat_floats
 
 
@@ -25,10 +25,11 @@ class Preconditioner:
     Raises SettingsError for other values.
     """
 
-    def __init__(self, layout: Layout, variance_floor: float) -> None:
+    def __init__(self, layout: Layout, variance_floor: float, memory: Memory = HOST) -> None:
         if not 0.0 <= variance_floor <= 1.0:
             raise SettingsError(f"variance_floor must be in [0, 1], got {variance_floor}")
         self.layout = layout
+        self.home = memory
         self.variance_floor = variance_floor
         count = len(layout.tensors)
         #: Masked elements per tensor, and how many have been woken in all.
@@ -39,15 +40,17 @@ class Preconditioner:
         self.denominator = np.zeros(0, np.float32)
         #: Per block: mean of sqrt(v_hat), what a woken element gets.
         self.block_root = np.zeros(0, np.float32)
-        #: One bit per flat element.
+        #: One bit per flat element, for the host and for kernels.
         self.mask = np.zeros(0, np.uint8)
         self._allocated = False
 
     def _allocate(self) -> None:
         if not self._allocated:
-            self.denominator = aligned_zeros(self.layout.flat_numel)
+            self.denominator = self.home.zeros(self.layout.flat_numel)
             self.block_root = np.zeros(self.layout.blocks.size, np.float32)
-            self.mask = np.zeros(self.layout.flat_numel // 8, np.uint8)
+            self.mask = self.home.staging(self.layout.flat_numel // 8)
+            self.mask[:] = 0
+            self.home.changed(self.mask)
             self._allocated = True
 
     def set_variance(self, tensor: int, variance: Floats, correction: float, eps: float, *, when: str) -> bool:
@@ -61,7 +64,7 @@ class Preconditioner:
         in float64 by folding halves (``fold``), rounded to float32 after the division.
         """
         spec = self.layout.tensors[tensor]
-        variance = flat_floats(variance, spec.numel, f"variance of {spec.name!r}")
+        variance = self.home.host(flat_floats(variance, spec.numel, f"variance of {spec.name!r}"))
         masked = variance == 0.0
         if spec.numel and masked.all():
             return False
@@ -81,7 +84,9 @@ class Preconditioner:
         return True
 
     def _set_mask(self, tensor: int, mask: Bytes) -> None:
-        self.mask[self._mask_span(tensor)] = mask
+        span = self._mask_span(tensor)
+        self.mask[span] = mask
+        self.home.changed(self.mask[span])
         self.masked[tensor] = int(np.unpackbits(mask).sum())
 
     def _block_means(self, tensor: int, root: Floats, masked: NDArray[np.bool_]) -> Floats:
@@ -135,6 +140,7 @@ class Preconditioner:
         """One bit per flat element: masked, and gradients have left something in ``error``, the worker error of
         ``rank``."""
         bits = np.zeros(self.mask.size, np.uint8)
+        error = self.home.host(error)
         for tensor in np.flatnonzero(self.masked).tolist():
             nonzero = np.packbits(self.layout.from_worker(tensor, rank, error != 0.0), bitorder="little")
             span = self._mask_span(tensor)
@@ -157,10 +163,14 @@ class Preconditioner:
             span = self._mask_span(tensor)
             bits = touched[span] & self.mask[span]
             self.mask[span] &= ~bits
+            self.home.changed(self.mask[span])
             start = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
             block = np.searchsorted(self.layout.tensor_blocks(tensor)["start"], start, side="right") - 1
             root = self.block_root[self._block_span(tensor)][block]
-            self.denominator[self.layout.flat_span(tensor)][start] = root + self.eps[tensor]
+            denominator = self.home.host(self.denominator[self.layout.flat_span(tensor)])
+            denominator[start] = root + self.eps[tensor]
+            if self.home.is_device:
+                self.denominator[self.layout.flat_span(tensor)] = denominator
             self.masked[tensor] -= start.size
             woken += start.size
         self.woken += woken
@@ -174,7 +184,7 @@ class Preconditioner:
         v_hat is read back from the denominator, so it has the floor in it, and a rounding: good for plain Adam to go on
         from. ``tensor_state`` has what a bit-identical continuation needs.
         """
-        root = self.denominator[self.layout.flat_span(tensor)] - self.eps[tensor]
+        root = self.home.host(self.denominator[self.layout.flat_span(tensor)]) - self.eps[tensor]
         root[self.masked_elements(tensor)] = 0.0
         return root * root * np.float32(correction)
 
@@ -183,7 +193,7 @@ class Preconditioner:
         ``block_root`` (float32, blocks)."""
         return {
             "eps": float(self.eps[tensor]),
-            "denominator": self.denominator[self.layout.flat_span(tensor)].copy(),
+            "denominator": np.array(self.home.host(self.denominator[self.layout.flat_span(tensor)])),
             "mask": self.mask[self._mask_span(tensor)].copy(),
             "block_root": self.block_root[self._block_span(tensor)].copy(),
         }

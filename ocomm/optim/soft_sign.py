@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from ocomm.collectives.plan import Computation, SoftSign
 from ocomm.compression.layout import Layout, SegmentLayout
 from ocomm.errors import SettingsError
-from ocomm.kernels.base import Bytes, Floats, Kernels, Table, aligned_zeros
-from ocomm.optim.core import Bools, Core, Exchange, Flags, address, floats_at
+from ocomm.kernels.base import Bytes, Floats, Kernels, Table
+from ocomm.optim.core import Bools, Core, Exchange, Flags, address, all_blocks
 
 EPS = 1e-12
 
@@ -46,12 +46,13 @@ class SoftSignSGD(Core):
         self.beta = beta
         self.tensors["beta1"], self.tensors["one_minus_beta1"] = beta, 1.0 - beta
         mine = layout.worker_numel(rank)
-        self.momentum, self.momentum_out, self.magnitude, self.magnitude_out = (aligned_zeros(mine) for _ in range(4))
+        self.momentum, self.momentum_out, self.magnitude, self.magnitude_out = (self.home.zeros(mine) for _ in range(4))
         self._allocate_exchanged()
 
     def _allocate_exchanged(self) -> None:
         """Makes what this algorithm exchanges, or keeps of an exchange."""
-        self.ratio = aligned_zeros(self.layout.flat_numel)
+        self.blocks = all_blocks(self.layout, self.rank)
+        self.ratio = self.home.zeros(self.layout.flat_numel)
         self._source: Table = np.zeros(len(self.layout.tensors), self.tensors.dtype)
         self._source["grad"] = address(self.ratio) + 4 * self.layout.offsets.astype(np.uint64)
 
@@ -121,13 +122,7 @@ class SoftSignSGD(Core):
 
     def _move(self, averages: Floats) -> None:
         """Updates the parameters of tensors without ``skip``, through their addresses."""
-        for tensor in np.flatnonzero((self.tensors["skip"] == 0) & (self.layout.numels > 0)).tolist():
-            row, update = self.tensors[tensor], averages[self.flat_span(tensor)]
-            param = floats_at(int(row["param"]), update.size)
-            if row["decay"] != 1:
-                param *= row["decay"]
-            update *= row["step_size"]
-            param -= update
+        self.kernels.descend(self.blocks, self.tensors, averages)
 
     # State
 

@@ -12,7 +12,7 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -32,10 +32,9 @@ from ocomm.collectives.envelope import Envelope
 from ocomm.collectives.phases import NodeStaging, Staging
 from ocomm.collectives.plan import Computation, Plan, Stage
 from ocomm.collectives.routes import vote_groups
-from ocomm.collectives.scratch import aligned
+from ocomm.collectives.staged import staged
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import SegmentLayout
-from ocomm.compression.wire import RUN
 from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError, OcommError, PeerError, StallError
 from ocomm.kernels.base import TENSOR, Bytes, Floats, Table
 from ocomm.optim.core import Bools, Core, address
@@ -214,7 +213,7 @@ class Stepper:
             ]
             self._cut_for["compressed"] = wanted[0]
         if self._cut_for.get("dense") != wanted[1] and (dense.any() or not self.core.dense_again):
-            self.averages = aligned(4 * self.layout.flat_numel if dense.any() else 0).view(np.float32)
+            self.averages = self.core.home.zeros(self.layout.flat_numel if dense.any() else 0)
             self._averages["grad"] = address(self.averages) + 4 * self.layout.offsets.astype(np.uint64)
             self._dense_buckets = [
                 self._dense_bucket(group) for group in self._cut([t for t in self.order if dense[t]])
@@ -264,7 +263,14 @@ class Stepper:
         name = f"{self.core.compressor}-{self.core.scale}" if self.core.scales else self.core.compressor
         for_node = not self.layout.nodes.is_flat
         envelopes = [self._envelope(segment, name, for_node=for_node) for segment in segments]
-        return _Bucket(tensors, "compressed", segments, envelopes, first, [compressed_staging(s) for s in segments])
+        return _Bucket(
+            tensors,
+            "compressed",
+            segments,
+            envelopes,
+            first,
+            [compressed_staging(s, self.core.home) for s in segments],
+        )
 
     def _dense_bucket(self, tensors: list[int]) -> _Bucket:
         segments = self.layout.segments(tensors, self.rank, max(self.segment_nbytes // 32, 1))
@@ -279,7 +285,9 @@ class Stepper:
     def _node_bucket(self, tensors: list[int]) -> _Bucket:
         segments = self.layout.segments(tensors, self.rank, self.segment_nbytes)
         envelopes = [self._envelope(segment, "node", for_node=True) for segment in segments]
-        return _Bucket(tensors, "node", segments, envelopes, node_staging=[node_staging(s) for s in segments])
+        return _Bucket(
+            tensors, "node", segments, envelopes, node_staging=[node_staging(s, self.core.home) for s in segments]
+        )
 
     def _prepared(self, bucket: _Bucket) -> Any:
         """The bucket's plan for the buffers that this step reads and writes."""
@@ -296,6 +304,9 @@ class Stepper:
             plan = {"compressed": self._compressed_plan, "dense": self._dense_plan, "node": self._node_plan}[
                 bucket.kind
             ](bucket)
+            spans = range(bucket.first_segment, bucket.first_segment + len(bucket.segments))
+            results = [self.core.result(k) for k in spans] if bucket.kind == "compressed" else []
+            plan = staged(plan, self.core.home, results)
             bucket.plans[key] = self.channel.prepare(plan), self._bytes(plan)
         prepared, bucket.sent = bucket.plans[key]
         return prepared
@@ -326,8 +337,8 @@ class Stepper:
         memory: list[Bytes] = []
         for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
             before, source = self.core.dense_source(segment, envelope.flags)
-            where = source, self._averages, _runs(segment)
-            cut, used = dense_segment(self.rank, self.layout.nodes, envelope, *where)
+            where = source, self._averages, segment.runs()
+            cut, used = dense_segment(self.rank, self.layout.nodes, envelope, *where, self.core.home)
             cut[0].compute[:0] = before
             stages.append(cut)
             memory += used
@@ -564,7 +575,7 @@ class Stepper:
         for ticket, _ in exchanges:
             wait(ticket, self.channel, self.ranks, self._watch, f"{self.name}: step {self.step + 1}")
         # One that fails takes the others of its channel with it, whichever comes first here: report the cause.
-        for state in (State.MISMATCH, State.TIMED_OUT, State.MPI_ERROR, State.ABORTED):
+        for state in (State.MISMATCH, State.TIMED_OUT, State.MPI_ERROR, State.TASK_ERROR, State.ABORTED):
             for ticket, envelopes in exchanges:
                 if ticket.state == state:
                     self._fail(ticket, envelopes)
@@ -614,14 +625,9 @@ class Stepper:
                 if bucket.kind == "compressed":
                     if not self.core.is_finite(bucket.first_segment + number):
                         return False
-                elif bucket.kind == "dense" and not all(map(self.core.is_dense_finite, self._averages_of(segment))):
+                elif bucket.kind == "dense" and not self.core.is_dense_finite(segment, self._averages):
                     return False
         return True
-
-    def _averages_of(self, segment: SegmentLayout) -> Iterator[Floats]:
-        for run in _runs(segment):
-            first = int(self.layout.offsets[run["tensor"]] + run["start"])
-            yield self.averages[first : first + int(run["length"])]
 
     def _has_finite_gradients(self) -> bool:
         core = self.core
@@ -703,6 +709,9 @@ class Stepper:
                 f"{self.name}: step {self.step + 1} was not over after {self.timeout_s:.0f} s; "
                 f"rank(s) {late} have not sent their part."
             )
+        if state == State.TASK_ERROR:
+            cause = next(iter(ticket.plan.failures()), None)
+            raise HorovodInternalError(f"{self.name}: the device failed in step {self.step + 1}: {cause}") from cause
         if state == State.ABORTED and self._dead is None:
             raise PeerError(f"{self.name}: step {self.step + 1} was aborted; see the first error of this rank.")
         raise HorovodInternalError(
@@ -751,14 +760,3 @@ class Stepper:
         for node in (node for bucket in self._node_buckets for node in bucket.node_staging):
             own["node_staging"] += node.memory.nbytes + sum(message.nbytes for message in node.messages)
         return {**self.core.memory(), **own}
-
-
-def _runs(segment: SegmentLayout) -> Table:
-    """A segment's blocks as runs of neighbouring elements: a RUN table, without positions."""
-    blocks = segment.blocks
-    joined = (np.diff(blocks["tensor"]) == 0) & (blocks["start"][1:] == blocks["start"][:-1] + blocks["length"][:-1])
-    first = np.flatnonzero(np.concatenate([[True], ~joined]))
-    runs = np.zeros(first.size, RUN)
-    runs["tensor"], runs["start"] = blocks["tensor"][first], blocks["start"][first]
-    runs["length"] = np.add.reduceat(blocks["length"].astype(np.int64), first)
-    return runs

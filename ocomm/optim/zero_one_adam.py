@@ -20,8 +20,7 @@ Memory per parameter, besides the parameter and its gradient, for n ranks (``mem
 from __future__ import annotations
 
 import enum
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,8 @@ from numpy.typing import NDArray
 from ocomm.collectives.plan import CompressUpdate
 from ocomm.compression.layout import Layout, SegmentLayout
 from ocomm.errors import SettingsError
-from ocomm.kernels.base import BLOCK, Bytes, Floats, Kernels, Table, aligned_zeros
-from ocomm.optim.core import Bools, Core, Exchange, Flags, address, flat_floats, floats_at
+from ocomm.kernels.base import Bytes, Floats, Kernels, Table
+from ocomm.optim.core import Bools, Core, Exchange, Flags, address, all_blocks, flat_floats
 from ocomm.optim.intervals import RefreshSchedule, SyncSchedule
 from ocomm.optim.preconditioner import Preconditioner
 
@@ -78,7 +77,7 @@ class ZeroOneAdam(Core):
         self.syncs = syncs
         self.refreshes = refreshes
         self.mask_refresh = mask_refresh
-        self.preconditioner = Preconditioner(layout, variance_floor)
+        self.preconditioner = Preconditioner(layout, variance_floor, self.home)
         #: Steps taken, syncs among them, and steps in which nothing was averaged but the gradients of late tensors.
         self.step = 0
         self.sync_steps = 0
@@ -102,7 +101,7 @@ class ZeroOneAdam(Core):
             np.zeros(count),
         )
         self._woken_at = 0
-        self._blocks = _all_blocks(layout, rank)
+        self._blocks = all_blocks(layout, rank)
         none = np.zeros(0, np.float32)
         self.momentum = none
         self._average_momentum = none
@@ -113,7 +112,7 @@ class ZeroOneAdam(Core):
     def allocate(self) -> None:
         if not self._allocated:
             super().allocate()
-            self.momentum = aligned_zeros(self.layout.flat_numel)
+            self.momentum = self.home.zeros(self.layout.flat_numel)
 
     # Hyperparameters
 
@@ -194,10 +193,15 @@ class ZeroOneAdam(Core):
     def key(self, segment: int) -> tuple[int, ...]:
         return (*super().key(segment), address(self._update))
 
-    def is_dense_finite(self, averages: Floats) -> bool:
+    def is_dense_finite(self, segment: SegmentLayout, averages: Table) -> bool:
         """v takes their squares."""
         with np.errstate(over="ignore", invalid="ignore"):
-            return bool(np.isfinite(averages * averages).all())
+            return all(np.isfinite(part * part).all() for part in self._parts(segment, averages))
+
+    def _parts(self, segment: SegmentLayout, averages: Table) -> Iterator[Floats]:
+        for run in segment.runs():
+            first = int(averages["grad"][run["tensor"]]) + 4 * int(run["start"])
+            yield self.home.host(self.home.at(first, int(run["length"])))
 
     def is_local_finite(self, tensors: Sequence[int]) -> bool:
         return self.kernels.finite(self._blocks_of(tensors), self.tensors)
@@ -223,7 +227,7 @@ class ZeroOneAdam(Core):
             self._end_sync(met)
         self._take_local_steps(local)
         for tensor in refreshed.tolist():
-            self._refresh(tensor, averages[self.flat_span(tensor)])
+            self._refresh(tensor, self.home.host(averages[self.flat_span(tensor)]))
         self.tensors["skip"] = 1
         self.steps += moved
         self.step += 1
@@ -244,9 +248,9 @@ class ZeroOneAdam(Core):
         for tensor in np.flatnonzero(dense & present).tolist():
             average = averages[self.flat_span(tensor)]
             first = self.refreshed[tensor] == 0
-            decayed = average
+            decayed = self.home.host(average)
             if rows["weight_decay"][tensor] != 0:
-                decayed = average + rows["weight_decay"][tensor] * self._param(tensor)
+                decayed = decayed + rows["weight_decay"][tensor] * self.home.host(self._param(tensor))
             self._refresh(tensor, decayed)
             if first and self.refreshed[tensor]:
                 self._dense_refreshes[tensor] = max(1, refreshes)
@@ -256,12 +260,15 @@ class ZeroOneAdam(Core):
         # Without a variance all elements are masked: parameters only decay, and gradients wait.
         without = (dense | unseen) & present & ~with_variance
         if without.any():
-            everything = np.full(self.layout.flat_numel // 8, 255, np.uint8)
-            waiting = np.zeros(self.layout.flat_numel, np.float32)
+            everything = self.home.staging(self.layout.flat_numel // 8)
+            everything[:] = 255
+            self.home.changed(everything)
+            waiting = self.home.zeros(self.layout.flat_numel)
             self._step_locally(without, waiting, self.momentum, everything)
             for tensor in np.flatnonzero(without).tolist():
-                part = self.layout.to_worker(tensor, self.rank, waiting[self.flat_span(tensor)])
-                self.error[self.local_span(tensor)] += part
+                part = self.layout.to_worker(tensor, self.rank, self.home.host(waiting[self.flat_span(tensor)]))
+                span = self.local_span(tensor)
+                self.error[span] = self.home.host(self.error[span]) + part
         self._waits |= without
         self.stage[unseen & present] = Stage.DENSE
         ready = with_variance & (self.refreshed >= self._dense_refreshes)
@@ -308,11 +315,11 @@ class ZeroOneAdam(Core):
     def _leave_sync(self, tensors: Bools, moves: bool) -> None:
         """Keeps what a sync has left of ``tensors``: their momentum, and if the parameters will move those, too."""
         if moves and self._update is None:
-            self._update, self._synced = (aligned_zeros(self.layout.flat_numel) for _ in range(2))
+            self._update, self._synced = (self.home.zeros(self.layout.flat_numel) for _ in range(2))
             for tensor in np.flatnonzero(self.stage == Stage.COMPRESSED).tolist():
                 self._synced[self.flat_span(tensor)] = self._param(tensor)
         if not self._average_momentum.size:
-            self._average_momentum = aligned_zeros(self.layout.flat_numel)
+            self._average_momentum = self.home.zeros(self.layout.flat_numel)
         for tensor in np.flatnonzero(tensors & self._is_average).tolist():
             span = self.flat_span(tensor)
             self._average_momentum[span] = self.momentum[span]
@@ -330,7 +337,8 @@ class ZeroOneAdam(Core):
         decay = self.tensors["weight_decay"][tensor]
         if decay != 0:
             span = self.flat_span(tensor)
-            averages[span] += decay * (self._param(tensor) if self._synced is None else self._synced[span])
+            param = self._param(tensor) if self._synced is None else self._synced[span]
+            averages[span] = self.home.host(averages[span]) + decay * self.home.host(param)
 
     def _refresh(self, tensor: int, gradient: Floats) -> None:
         """v = beta2 * v + (1 - beta2) * gradient^2, and what follows from it."""
@@ -390,7 +398,8 @@ class ZeroOneAdam(Core):
         """m of the last sync, the same on all ranks: a new float32 array of ``numel`` elements."""
         if not self._allocated:
             return np.zeros(int(self.layout.numels[tensor]), np.float32)
-        return (self.momentum if self._is_average[tensor] else self._average_momentum)[self.flat_span(tensor)].copy()
+        momentum = self.momentum if self._is_average[tensor] else self._average_momentum
+        return self._saved(momentum[self.flat_span(tensor)])
 
     def variance(self, tensor: int, *, beta2: float) -> Floats:
         """Adam's exp_avg_sq for a checkpoint: v_hat * (1 - beta2^t), new float32 array, 0 where masked."""
@@ -411,7 +420,7 @@ class ZeroOneAdam(Core):
         if self.preconditioner.set_variance(tensor, variance, 1.0 - beta2**step, eps, when=f"step {step}"):
             self._forget(tensor)
             self.momentum[self.flat_span(tensor)] = momentum
-            self._variance[tensor] = np.array(variance, np.float32).reshape(-1)
+            self._variance[tensor] = np.array(self.home.host(variance), np.float32).reshape(-1)
             self.refreshed[tensor] = step
             self.stage[tensor] = Stage.COMPRESSED
 
@@ -460,7 +469,7 @@ class ZeroOneAdam(Core):
         if tensor in self._variance:
             state["variance"] = self._variance[tensor].copy()
         if self._interval_lr[tensor] > 0 and self._synced is not None:
-            state["synced"] = self._synced[self.flat_span(tensor)].copy()
+            state["synced"] = self._saved(self._synced[self.flat_span(tensor)])
         return state
 
     def load_state(self, state: Mapping[str, Any], momentum: Callable[[int], Floats] | None = None) -> None:
@@ -512,12 +521,12 @@ class ZeroOneAdam(Core):
         """Between two syncs also ``momentum``, ``update`` and ``parameter`` (flat), and since when they are local."""
         flat: dict[str, Floats] = {}
         if not self._is_average.all():
-            flat["momentum"] = self.momentum.copy()
+            flat["momentum"] = self._saved(self.momentum)
         if self._update is not None and not self.is_synced:
-            flat["update"] = self._update.copy()
-            flat["parameter"] = np.zeros_like(self._update)
+            flat["update"] = self._saved(self._update)
+            flat["parameter"] = np.zeros_like(flat["update"])
             for tensor in range(self.stage.size):
-                flat["parameter"][self.flat_span(tensor)] = self._param(tensor)
+                flat["parameter"][self.flat_span(tensor)] = self.home.host(self._param(tensor))
         return {
             **super().rank_state(),
             "flat": flat,
@@ -587,15 +596,9 @@ class ZeroOneAdam(Core):
 
     def _param(self, tensor: int) -> Floats:
         """The parameter behind its address: a flat view."""
-        return floats_at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
+        return self.home.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
 
     def _blocks_of(self, tensors: Sequence[int]) -> Table:
         if len(tensors) == len(self.stage):
             return self._blocks
         return self._blocks[np.isin(self._blocks["tensor"], tensors)]
-
-
-def _all_blocks(layout: Layout, rank: int) -> Table:
-    """BLOCK table of the whole layout, for loops that do not touch messages."""
-    segments = layout.segments(list(range(len(layout.tensors))), rank, sys.maxsize)
-    return segments[0].blocks if segments else np.zeros(0, BLOCK)

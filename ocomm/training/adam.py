@@ -87,7 +87,9 @@ class AdamDriver(Driver):
     def _loaded(self) -> list[tuple[str, Any]]:
         found = super()._loaded()
         for tensor, spec in enumerate(self.core.layout.tensors):
-            moments = self.saved_moments(tensor) or self.host.moments(tensor)
+            moments: Any = self.saved_moments(tensor)
+            if moments is None and (own := self.host.moments(tensor)) is not None:
+                moments = tuple(map(self.core.home.host, own))
             if moments is not None:
                 found.append((f"moments of '{spec.name}'", moments))
         return found

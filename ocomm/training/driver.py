@@ -29,7 +29,7 @@ from ocomm.optim.stepper import Stepper, Verdict
 from ocomm.session import Session
 from ocomm.training import resume
 from ocomm.training.agreement import first_difference, gather
-from ocomm.types import Flag
+from ocomm.types import Flag, Nodes
 
 _log = logging.getLogger("ocomm")
 
@@ -52,6 +52,8 @@ class Host(Protocol):
 
     #: Its name; ranks of several may train one model.
     framework: str
+    #: Those of the parameters' device; None: the session's.
+    kernels: Kernels | None
 
     def locate(self, tensors: list[int], final: bool) -> NDArray[np.uint64] | None:
         """Addresses of gradients, contiguous float32, 0 for none; None: not to be read before ``step()``."""
@@ -105,13 +107,21 @@ class Driver:
     ) -> None:
         topology = session.require_topology()
         ranks = session.set_ranks[number]
-        layout = Layout(specs, len(ranks), common.block_size, session.nodes(number, common.hierarchical))
-        assert session.kernels is not None
+        nodes = session.nodes(number, common.hierarchical)
+        name = session.automatic_name(kind, number)
+        kernels = host.kernels or session.kernels
+        assert kernels is not None
+        said = gather(session, number, f"{name}.frameworks", f"{kernels.memory.is_device:d}{host.framework}")
+        #: Are the ranks of several frameworks?
+        self.is_mixed = len({text[1:] for text in said}) > 1
+        if any(text[0] == "1" for text in said):
+            nodes = _flat_on_devices(session, number, common.hierarchical, nodes, name)
+        layout = Layout(specs, len(ranks), common.block_size, nodes)
         self.session = session
         self.number = number
         self.kind = kind
         self.common = common
-        self.core = make_core(layout, ranks.index(topology.rank), session.kernels)
+        self.core = make_core(layout, ranks.index(topology.rank), kernels)
         self.options = {
             "block_size": common.block_size,
             "overlap": common.overlap,
@@ -121,10 +131,7 @@ class Driver:
             "hierarchical": common.hierarchical,
             **options,
         }
-        name = session.automatic_name(kind, number)
         channel = _open_channel(session, number, name, layout, self.options)
-        #: Are the ranks of several frameworks?
-        self.is_mixed = len(set(gather(session, number, f"{name}.frameworks", host.framework))) > 1
         # The driver belongs to its host: a reference back would keep both alive, and their buffers.
         self._host = weakref.ref(host)
         self.stepper = Stepper(
@@ -136,7 +143,8 @@ class Driver:
             _weakly(host.locate),
             segment_nbytes=segment_nbytes(layout.numel // 8, len(ranks), session.settings.segment_nbytes),
             overlap=common.overlap,
-            verify=common.verify,
+            # To look at gradients on a device the host would have to wait for it.
+            verify="version" if kernels.memory.is_device else common.verify,
             timeout_s=session.settings.stall_shutdown_s,
         )
         #: Steps taken, not skipped.
@@ -407,7 +415,9 @@ class Driver:
 
     @property
     def kernels(self) -> Kernels:
-        return self.core.kernels
+        """The host's, for saved states."""
+        assert self.session.kernels is not None
+        return self.session.kernels
 
     def report(self) -> dict[str, Any]:
         """What was really sent, against dense: counts of steps and bytes of this rank.
@@ -446,6 +456,27 @@ class Driver:
 def digest(values: Any) -> int:
     """64-bit hash of a value by its ``repr``."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
+
+
+def _flat_on_devices(
+    session: Session, number: int, hierarchical: bool | Literal["auto"], nodes: Nodes, name: str
+) -> Nodes:
+    """Nodes of one rank each, since some rank's parameters are on a device; InvalidRequestError if that was excluded.
+
+    A node's dense sum would go through the host's memory, which costs more than compression saves.
+    """
+    if hierarchical is True:
+        raise InvalidRequestError(
+            f"{name}: hierarchical=True needs NCCL where parameters are on GPUs, which ocomm does not use yet. Leave "
+            "it at 'auto': every rank then compresses by itself."
+        )
+    if not nodes.is_flat and session.require_topology().rank == session.set_ranks[number][0]:
+        _log.warning(
+            "%s: hierarchical='auto' is off, because parameters are on GPUs and the sum inside a node would go through "
+            "the host's memory: every rank compresses by itself.",
+            name,
+        )
+    return session.nodes(number, False)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -92,7 +92,8 @@ class OneBitAdamDriver(AdamDriver):
         if warming:
             moving = [t for t in warming if present[t]]
             for tensor in moving if core.gradient_scale != 1.0 else []:
-                self.stepper.average(tensor)[:] *= np.float32(core.gradient_scale)
+                average = self.stepper.average(tensor)
+                average[:] = core.home.host(average) * np.float32(core.gradient_scale)
             self._dense_step(moving, limit)
             self._end_warmup(warming)
         if core.refresh_due:
@@ -131,8 +132,11 @@ class OneBitAdamDriver(AdamDriver):
         _, variance, step = moments
         assert self.freeze_at is not None
         warmup = self.late_warmup or self.freeze_at
-        if self.steps == self.freeze_at or self._late.observe(tensor, step, bool(variance.any()), warmup):
+        if self.steps == self.freeze_at or self._late.observe(tensor, step, self._has_any(variance), warmup):
             self._freeze(tensor)
+
+    def _has_any(self, variance: Floats) -> bool:
+        return bool(self.core.home.host(variance).any())
 
     def _freeze(self, tensor: int, beta2: float | None = None) -> None:
         """``beta2`` made the variance; None: the group's."""
@@ -148,7 +152,9 @@ class OneBitAdamDriver(AdamDriver):
         for tensor in tensors:
             moments = self.host.moments(tensor)
             if moments is not None:
-                total += float(moments[1].sum(dtype=np.float64)) / (1 - betas2[tensor] ** moments[2])
+                total += float(self.core.home.host(moments[1]).sum(dtype=np.float64)) / (
+                    1 - betas2[tensor] ** moments[2]
+                )
         return total
 
     # State
@@ -194,7 +200,7 @@ class OneBitAdamDriver(AdamDriver):
             return None
         return {
             "step": int(self.core.steps[tensor]),
-            "exp_avg": self.core.momentum(tensor),
+            "exp_avg": self.core.home.host(self.core.momentum(tensor)),
             "exp_avg_sq": self.core.variance(tensor, beta2=self._beta2(tensor)),
         }
 

@@ -18,7 +18,7 @@ from ocomm import session as sessions
 from ocomm.api import Min
 from ocomm.collectives.scratch import aligned
 from ocomm.errors import InvalidRequestError
-from ocomm.kernels.base import Floats
+from ocomm.kernels.base import Floats, Kernels
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.adam import DenseAdam
 from ocomm.session import Session
@@ -46,6 +46,7 @@ class Host:
     """See ``training.driver.Host``: parameters and gradients in host memory, in wire order."""
 
     framework = "keras"
+    kernels: Kernels | None = None
 
     def __init__(
         self, optimizer: Any, places: Sequence[Place], session: Session, process_set: ProcessSet, make: MakeDriver

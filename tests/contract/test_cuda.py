@@ -19,11 +19,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ocomm.kernels import NOISE, Kernels, reference
+from ocomm.kernels import NOISE, TENSOR, Kernels, reference
+from ocomm.kernels.base import RUN
+from ocomm.kernels.device import DeviceArray, DeviceKernels
+from ocomm.types import DType, ReduceOp
 from tests.contract import test_kernels as adam
 from tests.contract import test_quantizer as birder
 from tests.contract.test_kernels import World, all_same, same_bits, scale_in
 from tests.contract.test_quantizer import Model
+from tests.fake_device import FakeDevice
 
 numba_cuda = pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
 loops = importlib.import_module("ocomm.kernels.cuda")
@@ -276,6 +280,112 @@ class TestNothingOutsideIsTouched:
             check(results, model, kernels)
 
 
+@pytest.fixture(scope="module")
+def kernels() -> Any:
+    """``DeviceKernels`` over the CUDA kernels."""
+    if SIMULATED:
+        return DeviceKernels(FakeDevice(inner=loops.CudaKernels()))
+    from ocomm.kernels.cuda_device import CudaDevice
+
+    return DeviceKernels(CudaDevice(0))
+
+
+def loaned(kernels: Any, array: np.ndarray) -> Any:
+    """A copy on the device, one float away from where its memory begins."""
+    copy = kernels.memory.zeros(array.size + 1)[1:]
+    copy[:] = array
+    return copy
+
+
+def table_of(column: str, arrays: list[Any]) -> np.ndarray:
+    table = np.zeros(len(arrays), TENSOR)
+    table[column] = [0 if a is None else a.address if isinstance(a, DeviceArray) else a.ctypes.data for a in arrays]
+    return table
+
+
+class TestDenseValues:
+    """The loops whose arguments are the device's own."""
+
+    numels = (1, 31, 100_003, 4096)
+
+    def runs(self) -> np.ndarray:
+        rows = [(0, 7, 1, 0), (5, 8, 26, 1), (3, 40, 100_000, 2), (0, 100_050, 4096, 3)]
+        return np.array(rows, RUN)
+
+    def values(self, seed: int = 0) -> list[np.ndarray]:
+        return [np.random.default_rng([seed, n]).standard_normal(n, np.float32) for n in self.numels]
+
+    def test_gradients_are_packed_and_placed(self, kernels: Any) -> None:
+        home, runs = kernels.memory, self.runs()
+        tensors: list[Any] = [*self.values()[:3], None]
+        on_device = [None if t is None else loaned(kernels, t) for t in tensors]
+        nbytes = 4 * int((runs["position"] + runs["length"]).max())
+        packed, expected = home.staging(nbytes), np.full(nbytes, 0x5A, np.uint8)
+        packed[:] = 0x5A
+        home.changed(packed)
+        kernels.pack(runs, table_of("grad", on_device), packed)
+        reference.pack(runs, table_of("grad", tensors), expected)
+        assert same_bits(home.host(home.twin(packed)), expected)
+        targets = self.values(1)
+        placed = [loaned(kernels, t) for t in targets]
+        kernels.place(runs, table_of("grad", placed), packed)
+        reference.place(runs, table_of("grad", targets), expected)
+        assert all(same_bits(home.host(a), b) for a, b in zip(placed, targets, strict=True))
+
+    @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.3, 1 / 3)])
+    @pytest.mark.parametrize("ranks", [1, 3])
+    def test_sums_are_in_the_order_of_ranks(self, kernels: Any, ranks: int, scales: tuple[float, float]) -> None:
+        home = kernels.memory
+        sources = [home.staging(4 * 4101)[4:] for _ in range(ranks)]
+        for rank, source in enumerate(sources):
+            source.view(np.float32)[:] = np.random.default_rng(rank).standard_normal(4100, np.float32)
+            home.changed(source)
+        expected = np.zeros(4 * 4100, np.uint8)
+        reference.reduce(DType.FLOAT32, ReduceOp.AVERAGE, sources, *scales, expected)
+        kernels.reduce(DType.FLOAT32, ReduceOp.AVERAGE, sources, *scales, sources[-1])
+        assert same_bits(home.host(home.twin(sources[-1])), expected)
+
+    def test_other_sums_are_refused(self) -> None:
+        with pytest.raises(TypeError, match="Sum of float16"):
+            loops.CudaKernels().reduce(DType.FLOAT16, ReduceOp.SUM, [], 1.0, 1.0, None)
+
+    @pytest.mark.parametrize("decay", [1, 0.99])
+    def test_parameters_descend(self, kernels: Any, decay: float) -> None:
+        model = Model((100, 4097, 31), first=1)
+        averages = np.random.default_rng(3).standard_normal(model.numel + 16, np.float32)
+        params = [p.copy() for p in model.params]
+        on_device, flat = [loaned(kernels, p) for p in params], kernels.memory.zeros(averages.size)
+        flat[:] = averages
+        for tensors, run, average in (
+            (table_of("param", params), reference, averages),
+            (table_of("param", on_device), kernels, flat),
+        ):
+            tensors["step_size"], tensors["decay"], tensors["skip"][2:] = 0.1, decay, 1
+            run.descend(model.blocks, tensors, average)
+        assert all(same_bits(kernels.memory.host(a), b) for a, b in zip(on_device, params, strict=True))
+
+    def test_checksums_are_those_of_the_host(self, kernels: Any) -> None:
+        home, data = kernels.memory, np.random.default_rng(4).integers(0, 256, 800_100, np.uint8)
+        staging = home.staging(data.size)
+        staging[:] = data
+        home.changed(staging)
+        spans = [(0, 0), (0, 1), (8, 16), (3, 12), (24, 24 + 8 * 4097 + 5), (64, 64 + 8 * 100_003 // 2)]
+        first = home.twin(staging).address
+        addresses = np.array([first + low for low, _ in spans] + [0], np.uint64)
+        nbytes = np.array([high - low for low, high in spans] + [8])
+        expected = [reference.checksum(data[low:high], True) for low, high in spans] + [0]
+        assert kernels.checksums(addresses, nbytes, True).tolist() == expected
+        assert kernels.checksum(home.twin(staging)[8:16], True) == expected[2]
+
+    def test_squares_are_those_of_the_host_but_for_the_order(self, kernels: Any) -> None:
+        tensors = [np.zeros(0, np.float32), *self.values()]
+        on_device = [loaned(kernels, t) for t in tensors]
+        numels = np.array([t.size for t in tensors])
+        got = kernels.squares(table_of("grad", on_device)["grad"], numels)
+        expected = reference.squares(table_of("grad", tensors)["grad"], numels)
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
 class TestArguments:
     def test_an_array_that_is_not_on_a_device_is_refused(self) -> None:
         with pytest.raises(TypeError, match="list is not an array in the memory of a CUDA device"):
@@ -304,10 +414,14 @@ def test_seeds_travel_in_halves() -> None:
     assert loops._counted_by(noise) == (0x11223344, 0xAABBCCDD, 9, 0xFFFFFFFF, 1)
 
 
+#: Of the dense warm-up and of rare sums, and what looks at gradients only.
+WITHOUT_TIMES = {"finite", "descend", "pack", "place", "reduce", "sum_words", "sum_squares"}
+
+
 def test_the_benchmark_checks_every_loop_before_it_times_it() -> None:
     from ocomm.bench import _cuda
 
     names = {row.kernel.partition(",")[0].partition(" of ")[0] for row in _cuda.rows(4096, 1, [2])}
-    assert names == {loop.__name__ for loop in loops.KERNELS} - {"finite"}
+    assert names == {loop.__name__ for loop in loops.KERNELS} - WITHOUT_TIMES
     with pytest.raises(RuntimeError, match="unpack: the result differs"):
         _cuda.check("unpack", lambda k, a: k.unpack(a.blocks, a.messages[k is reference], None, a.out), 1, 2)

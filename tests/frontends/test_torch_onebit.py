@@ -471,7 +471,7 @@ def one_parameter(**options: Any) -> torch.nn.Parameter:
         ),
         (
             lambda: torch.optim.Adam([one_parameter(device="meta")]),
-            "parameter 'parameter.0.0' is on meta; this build exchanges CPU tensors only.",
+            "parameter 'parameter.0.0' is on meta; ocomm trains parameters in the host's memory and on CUDA devices.",
         ),
     ],
 )

@@ -1,0 +1,169 @@
+"""A CUDA device for ``kernels.device``: memory, copies and events by the driver, launches by numba.
+
+Calls of the driver need the device's context in the calling thread, so each one brings it along and takes it away
+again: threads of the framework keep theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+
+from ocomm.errors import HorovodInternalError
+from ocomm.kernels.base import Bytes
+from ocomm.kernels.cuda import CudaKernels, stream_of
+from ocomm.kernels.device import DeviceArray
+
+
+def _check(answer: tuple[Any, ...]) -> Any:
+    """The value of a driver call; HorovodInternalError with the driver's words."""
+    code, *values = answer
+    if code != driver.CUresult.CUDA_SUCCESS:
+        _, words = driver.cuGetErrorString(code)
+        said = words.decode() if isinstance(words, bytes) else str(words)
+        if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise MemoryError(f"CUDA: {said}")
+        raise HorovodInternalError(f"CUDA error {int(code)}: {said}")
+    return values[0] if values else None
+
+
+class CudaBlock:
+    """See ``kernels.device.Block``."""
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        with device.current():
+            pointer = _check(driver.cuMemAlloc(nbytes))
+        self.address = int(pointer)
+        weakref.finalize(self, _freed, device, driver.cuMemFree, pointer).atexit = False
+
+
+class _Pinned:
+    """Page-locked memory of the host, with the array interface that keeps it alive."""
+
+    def __init__(self, device: CudaDevice, nbytes: int) -> None:
+        with device.current():
+            address = int(_check(driver.cuMemHostAlloc(nbytes, driver.CU_MEMHOSTALLOC_PORTABLE)))
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        weakref.finalize(self, _freed, device, driver.cuMemFreeHost, address).atexit = False
+
+
+def _freed(device: CudaDevice, free: Any, pointer: Any) -> None:
+    with device.current():
+        free(pointer)
+
+
+class CudaEvent:
+    """See ``kernels.device.Event``. What it was made of is used again for other events."""
+
+    def __init__(self, device: CudaDevice, event: Any) -> None:
+        self._device = device
+        self._event = event
+
+    def is_over(self) -> bool:
+        if self._event is None:
+            return True
+        with self._device.current():
+            (code,) = driver.cuEventQuery(self._event)
+        if code == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        _check((code,))
+        self._device.idle_events.append(self._event)
+        self._event = None
+        return True
+
+
+class CudaDevice:
+    """See ``kernels.device.Device``. ``number`` counts this process's devices."""
+
+    def __init__(self, number: int) -> None:
+        self.name = f"cuda:{number}"
+        _check(driver.cuInit(0))
+        self._context = _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(number))))
+        self.idle_events: list[Any] = []
+        with self.current():
+            self._stream = _check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+            self._numba_stream = stream_of(int(self._stream))
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """In here the calling thread's context is this device's, which Torch and numba use, too."""
+        _check(driver.cuCtxPushCurrent(self._context))
+        try:
+            yield
+        finally:
+            _check(driver.cuCtxPopCurrent())
+
+    def allocate(self, nbytes: int) -> CudaBlock:
+        return CudaBlock(self, nbytes)
+
+    def pinned(self, nbytes: int) -> Bytes:
+        return np.asarray(_Pinned(self, nbytes))
+
+    def upload(self, to: int, source: Bytes) -> None:
+        with self.current():
+            first = source.__array_interface__["data"][0]
+            _check(driver.cuMemcpyHtoDAsync(to, first, source.nbytes, self._stream))
+
+    def download(self, to: Bytes, source: int) -> None:
+        with self.current():
+            first = to.__array_interface__["data"][0]
+            _check(driver.cuMemcpyDtoHAsync(first, source, to.nbytes, self._stream))
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        with self.current():
+            _check(driver.cuMemcpyDtoDAsync(to, source, nbytes, self._stream))
+
+    def clear(self, to: int, nbytes: int) -> None:
+        with self.current():
+            _check(driver.cuMemsetD8Async(to, 0, nbytes, self._stream))
+
+    def record(self) -> CudaEvent:
+        with self.current():
+            event = self._new_event()
+            _check(driver.cuEventRecord(event, self._stream))
+        return CudaEvent(self, event)
+
+    def _new_event(self) -> Any:
+        with contextlib.suppress(IndexError):
+            return self.idle_events.pop()
+        return _check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+    def loops(self, status: DeviceArray) -> _Loops:
+        return _Loops(self, CudaKernels(self._numba_stream, status))
+
+    def follow(self, stream: int) -> None:
+        self._order(driver.CUstream(stream), self._stream)
+
+    def precede(self, stream: int) -> None:
+        self._order(self._stream, driver.CUstream(stream))
+
+    def _order(self, first: Any, second: Any) -> None:
+        """What is put on ``second`` from now on runs after what is on ``first`` now."""
+        with self.current():
+            event = self._new_event()
+            _check(driver.cuEventRecord(event, first))
+            _check(driver.cuStreamWaitEvent(second, event, 0))
+            # The wait is for what was recorded, whatever the event records later.
+            self.idle_events.append(event)
+
+
+class _Loops:
+    """The loops, launched in the device's context."""
+
+    def __init__(self, device: CudaDevice, kernels: CudaKernels) -> None:
+        self._device = device
+        self._kernels = kernels
+
+    def __getattr__(self, loop: str) -> Any:
+        launch = getattr(self._kernels, loop)
+
+        def queue(*arguments: Any) -> None:
+            with self._device.current():
+                launch(*arguments)
+
+        return queue

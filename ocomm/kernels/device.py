@@ -1,0 +1,448 @@
+"""Buffers and loops on a device, as an optimizer's core and the exchange see them.
+
+Everything is queued on one stream of the device's own, in the order of the calls, and the host goes on: it waits only
+where it is said. So buffers need no locks; only the tables that are copied there, and the bytes of messages, have to
+be kept as they are until the device has read them, which ``DeviceMemory`` sees to.
+
+``Device`` is what differs between devices: memory, copies, events and launches.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import inspect
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.kernels.base import PIECE, Bytes, Floats, Kernels, Table
+from ocomm.kernels.reference import CHECKSUM_SPREAD, ReferenceKernels
+
+#: Tables that are on the device without being in use: those of buckets that are cut anew every now and then.
+_REMEMBERED = 4096
+#: Copies of a table that may be on their way at once.
+_SLOTS = 4
+#: Elements of one thread block's share of a sum over memory.
+_PIECE_NUMEL = 1 << 16
+
+
+class Event(Protocol):
+    """A place in the device's queue."""
+
+    def is_over(self) -> bool:
+        """Has everything queued before it been done? Never waits."""
+        ...
+
+
+class Block(Protocol):
+    """Memory on the device, freed with the last reference."""
+
+    @property
+    def address(self) -> int: ...
+
+
+class Device(Protocol):
+    """One device and one stream on it. Everything but ``allocate`` and ``pinned`` is queued. From any thread."""
+
+    name: str
+
+    def allocate(self, nbytes: int) -> Block:
+        """New memory, at a multiple of 64; contents undefined. MemoryError if there is none."""
+        ...
+
+    def pinned(self, nbytes: int) -> Bytes:
+        """A new array of the host that the device can read and write by itself; contents undefined."""
+        ...
+
+    def upload(self, to: int, source: Bytes) -> None: ...
+
+    def download(self, to: Bytes, source: int) -> None: ...
+
+    def copy(self, to: int, source: int, nbytes: int) -> None: ...
+
+    def clear(self, to: int, nbytes: int) -> None:
+        """Fills with zero bytes."""
+        ...
+
+    def record(self) -> Event:
+        """The end of what is queued now."""
+        ...
+
+    def loops(self, status: DeviceArray) -> Any:
+        """The loops of ``Kernels``, and ``pack`` and ``place``, over device arrays only. Nothing waits: what a bool
+        would tell is put into ``status``, one int32, as not 0."""
+        ...
+
+    def follow(self, stream: int) -> None:
+        """What is queued from now on runs after what a framework has put on its stream ``stream`` so far."""
+        ...
+
+    def precede(self, stream: int) -> None:
+        """What a framework puts on ``stream`` from now on runs after what is queued so far."""
+        ...
+
+
+class DeviceArray:
+    """A one-dimensional, contiguous array on a device: of what NumPy's have, what needs no look at the elements.
+
+    Cutting it gives a view. What is assigned to a part is another device array, an array of the host, or 0. NumPy's
+    functions refuse it: ``Memory.host`` gives a copy.
+    """
+
+    __slots__ = ("address", "block", "dtype", "memory", "size")
+    __array_ufunc__ = None
+    __iter__ = None
+
+    def __init__(self, memory: DeviceMemory, address: int, size: int, dtype: Any, block: Any) -> None:
+        self.memory = memory
+        self.address = address
+        self.size = size
+        self.dtype = np.dtype(dtype)
+        self.block = block
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError(f"an array on {self.memory.device.name} cannot be compared")
+
+    __hash__ = object.__hash__
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.size,),
+            "typestr": self.dtype.str,
+            "data": (self.address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"an array on {self.memory.device.name} is not in the host's memory")
+
+    def __getitem__(self, part: slice) -> DeviceArray:
+        first, last, step = part.indices(self.size)
+        assert step == 1, "a view with gaps"
+        at = self.address + first * self.dtype.itemsize
+        return DeviceArray(self.memory, at, max(last - first, 0), self.dtype, self.block)
+
+    def __setitem__(self, part: slice, value: Any) -> None:
+        self.memory.assign(self[part], value)
+
+    def view(self, dtype: Any) -> DeviceArray:
+        """The same bytes as another type."""
+        return DeviceArray(self.memory, self.address, self.nbytes // np.dtype(dtype).itemsize, dtype, self.block)
+
+    def reshape(self, shape: int) -> DeviceArray:
+        """It is flat already."""
+        assert shape == -1
+        return self
+
+    def copy(self) -> DeviceArray:
+        """Another array with the same elements."""
+        new = self.memory.empty(self.size, self.dtype)
+        new[:] = self
+        return new
+
+
+class DeviceMemory:
+    """See ``Memory``. Tables of the host and staging memory have copies on the device, which follow them.
+
+    The copy of a table is made when kernels are first called with it, of a TENSOR table whenever it has changed since.
+    Block and run tables never change, so that it is enough to know them by their place.
+    """
+
+    is_device = True
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        #: Held while something is queued that belongs together.
+        self.lock = threading.RLock()
+        #: How often the host has waited for the device.
+        self.waits = 0
+        self._staged: dict[int, tuple[int, DeviceArray]] = {}  # by first byte: how many, and their copy
+        self._starts: list[int] | None = None
+        self._tables: OrderedDict[tuple[int, int], tuple[Table, DeviceArray]] = OrderedDict()
+        self._mirrors: OrderedDict[tuple[int, int], _Mirror] = OrderedDict()
+        self._underway: list[tuple[Event, Bytes]] = []  # what is copied from memory that nobody else keeps
+
+    def empty(self, size: int, dtype: Any) -> DeviceArray:
+        """A new array; contents undefined."""
+        nbytes = size * np.dtype(dtype).itemsize
+        block = self.device.allocate(max(nbytes, 1))
+        return DeviceArray(self, block.address, size, dtype, block)
+
+    def zeros(self, numel: int) -> Floats:
+        array = self.empty(numel, np.float32)
+        self.assign(array, 0)
+        return cast(Floats, array)
+
+    def staging(self, nbytes: int) -> Bytes:
+        staging = self.device.pinned(max(nbytes, 1))
+        first = staging.__array_interface__["data"][0]
+        with self.lock:
+            self._staged[first] = nbytes, self.empty(nbytes, np.uint8)
+            self._starts = None
+        weakref.finalize(staging, self._forget, first).atexit = False
+        return staging[:nbytes]
+
+    def _forget(self, first: int) -> None:
+        with self.lock:
+            self._staged.pop(first, None)
+            self._starts = None
+
+    def changed(self, staging: Bytes) -> None:
+        self.upload(staging)
+
+    def host(self, array: Any) -> Any:
+        if not isinstance(array, DeviceArray):
+            return array
+        # Through memory of its own size: it is a copy that the caller keeps.
+        copy = self.device.pinned(max(array.nbytes, 1))[: array.nbytes].view(array.dtype)
+        if array.nbytes:
+            with self.lock:
+                self.device.download(copy.view(np.uint8), array.address)
+            self.wait()
+        return copy
+
+    def at(self, address: int, numel: int) -> Floats:
+        return cast(Floats, DeviceArray(self, address, numel, np.float32, None))
+
+    def wait(self) -> None:
+        """Until all that is queued now has been done."""
+        self.waits += 1
+        with self.lock:
+            event = self.device.record()
+        nap = 5e-6
+        while not event.is_over():
+            time.sleep(nap)
+            nap = min(2 * nap, 1e-3)
+
+    def assign(self, array: DeviceArray, value: Any) -> None:
+        """All elements of ``array``: those of an array of the same size, or zeros."""
+        if not array.nbytes:
+            return
+        with self.lock:
+            if isinstance(value, DeviceArray):
+                assert value.nbytes == array.nbytes, "arrays of different sizes"
+                self.device.copy(array.address, value.address, array.nbytes)
+            elif isinstance(value, np.ndarray):
+                source = self.device.pinned(array.nbytes)
+                source[:] = np.ascontiguousarray(value, array.dtype).reshape(-1).view(np.uint8)
+                self.device.upload(array.address, source)
+                self._underway = [(event, kept) for event, kept in self._underway if not event.is_over()]
+                self._underway.append((self.device.record(), source))
+            else:
+                assert value == 0, "an array can be filled with zeros only"
+                self.device.clear(array.address, array.nbytes)
+
+    # Staging memory
+
+    def twin(self, staging: Bytes) -> DeviceArray:
+        """The device's copy of some staging memory. ValueError if it is other memory."""
+        address = staging.__array_interface__["data"][0]
+        with self.lock:
+            if self._starts is None:
+                self._starts = sorted(self._staged)
+            at = bisect.bisect_right(self._starts, address) - 1
+            if at >= 0:
+                first = self._starts[at]
+                nbytes, copy = self._staged[first]
+                if address + staging.nbytes <= first + nbytes:
+                    return copy[address - first : address - first + staging.nbytes]
+        raise ValueError(f"{staging.nbytes} bytes that are not staging memory of {self.device.name}")
+
+    def upload(self, staging: Bytes) -> None:
+        """The device's copy becomes what the host has now."""
+        if staging.nbytes:
+            with self.lock:
+                self.device.upload(self.twin(staging).address, staging)
+
+    def download(self, staging: Bytes) -> None:
+        """The host gets what the device has then."""
+        if staging.nbytes:
+            with self.lock:
+                self.device.download(staging, self.twin(staging).address)
+
+    # Tables
+
+    def table(self, table: Any) -> DeviceArray:
+        """The device's copy of a table that never changes."""
+        key = table.__array_interface__["data"][0], table.nbytes
+        known = self._tables.get(key)
+        if known is None:
+            copy = self.empty(table.size, table.dtype)
+            if table.size:
+                self.assign(copy.view(np.uint8), table.view(np.uint8).reshape(-1))
+            while len(self._tables) >= _REMEMBERED:
+                self._tables.popitem(last=False)
+            # The table is kept, lest another one comes to lie where it was.
+            known = self._tables[key] = table, copy
+        self._tables.move_to_end(key)
+        return known[1]
+
+    def rows(self, table: Table) -> DeviceArray:
+        """The device's copy of a TENSOR table as it is now."""
+        key = table.__array_interface__["data"][0], table.nbytes
+        mirror = self._mirrors.get(key)
+        if mirror is None:
+            while len(self._mirrors) >= _REMEMBERED:
+                self._mirrors.popitem(last=False)
+            mirror = self._mirrors[key] = _Mirror(self, table)
+        self._mirrors.move_to_end(key)
+        return mirror.current(self)
+
+
+class _Mirror:
+    """A table that changes, and its copy. Each change goes through memory that is left alone until it has arrived."""
+
+    def __init__(self, memory: DeviceMemory, table: Table) -> None:
+        self._table = table
+        self._copy = memory.empty(table.size, table.dtype)
+        self._sent: Bytes | None = None
+        self._slots = [memory.device.pinned(max(table.nbytes, 1)) for _ in range(_SLOTS)]
+        self._events: list[Event | None] = [None] * _SLOTS
+        self._next = 0
+
+    def current(self, memory: DeviceMemory) -> DeviceArray:
+        now = self._table.view(np.uint8).reshape(-1).copy()
+        if now.size and (self._sent is None or not np.array_equal(now, self._sent)):
+            event = self._events[self._next]
+            if event is not None and not event.is_over():
+                memory.wait()
+            slot = self._slots[self._next][: now.size]
+            slot[:] = now
+            memory.device.upload(self._copy.address, slot)
+            self._events[self._next] = memory.device.record()
+            self._next = (self._next + 1) % _SLOTS
+            self._sent = now
+        return self._copy
+
+
+_TABLES = ("blocks", "runs", "weights")
+
+
+@functools.cache
+def _parameters(loop: str) -> tuple[str, ...]:
+    return tuple(inspect.signature(getattr(ReferenceKernels, loop)).parameters)[1:]
+
+
+class Queue:
+    """The loops of ``Kernels``, ``pack`` and ``place``, with the arguments that they have on the host; queued.
+
+    Arrays are the device's, or staging memory, whose copies there are read and written; ``Kernels`` says which. What a
+    loop would answer is in ``status``, one int32: not 0 if something was not finite since it was last cleared.
+    """
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self.status = memory.empty(1, np.int32)
+        memory.assign(self.status, 0)
+        self._loops = memory.device.loops(self.status)
+
+    def call(self, loop: str, *arguments: Any) -> None:
+        """Queues one loop."""
+        given = zip(_parameters(loop), arguments, strict=True)
+        with self._memory.lock:
+            getattr(self._loops, loop)(*(self._translated(name, argument) for name, argument in given))
+
+    def _translated(self, name: str, argument: Any) -> Any:
+        if name in _TABLES:
+            return self._memory.table(argument)
+        if name == "tensors":
+            return self._memory.rows(argument)
+        if name in ("received", "sources"):
+            return [self._memory.twin(message) for message in argument]
+        if isinstance(argument, np.ndarray) and name != "noise":
+            return self._memory.twin(argument)
+        return argument
+
+
+class DeviceKernels:
+    """``Kernels`` whose buffers are on a device. A loop that only writes is queued, one that answers waits.
+
+    Addresses in TENSOR tables are the device's.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.name = device.name
+        self.memory = DeviceMemory(device)
+        self._queue = Queue(self.memory)
+        self._status = self.memory.device.pinned(4).view(np.int32)
+        self._asking = threading.Lock()
+
+    def __getattr__(self, loop: str) -> Any:
+        if loop.startswith("_") or not hasattr(ReferenceKernels, loop):
+            raise AttributeError(loop)
+        answers = inspect.signature(getattr(ReferenceKernels, loop)).return_annotation == "bool"
+        return functools.partial(self._answered if answers else self._queue.call, loop)
+
+    def _answered(self, loop: str, *arguments: Any) -> bool:
+        memory, status = self.memory, self._queue.status
+        with self._asking:
+            with memory.lock:
+                self._queue.call(loop, *arguments)
+                memory.device.download(self._status.view(np.uint8), status.address)
+                memory.assign(status, 0)
+            memory.wait()
+            return not self._status[0]
+
+    def checksum(self, data: Any, full: bool) -> int:
+        """Of an array of the device."""
+        return int(self.checksums(np.array([data.address], np.uint64), np.array([data.nbytes]), full)[0])
+
+    def checksums(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], full: bool) -> NDArray[np.uint64]:
+        """The same numbers as on the host, of memory of the device. Waits. ``full`` only."""
+        assert full, "samples are not taken on a device"
+        lengths = nbytes.astype(np.uint64)
+        sums = lengths * CHECKSUM_SPREAD
+        pieces, of = _cut(addresses, nbytes // 8, nbytes % 8)
+        np.add.at(sums, of, self._sums("sum_words", pieces, np.uint64))
+        sums[addresses == 0] = 0
+        return sums
+
+    def squares(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64]) -> NDArray[np.float64]:
+        """In another order than on the host. Waits."""
+        sums = np.zeros(addresses.size)
+        pieces, of = _cut(addresses, numels, np.zeros_like(numels))
+        np.add.at(sums, of, self._sums("sum_squares", pieces, np.float64))
+        return sums
+
+    def _sums(self, loop: str, pieces: Table, dtype: Any) -> Any:
+        if not pieces.size:
+            return np.zeros(0, dtype)
+        memory = self.memory
+        with memory.lock:
+            table, sums = memory.empty(pieces.size, PIECE), memory.empty(pieces.size, dtype)
+            memory.assign(table.view(np.uint8), pieces.view(np.uint8))
+            self._queue.call(loop, table, sums)
+        return memory.host(sums)
+
+
+def _cut(addresses: NDArray[np.uint64], counts: NDArray[np.int64], tails: NDArray[np.int64]) -> tuple[Table, Any]:
+    """A PIECE table of what is at the addresses, cut for many thread blocks, and to which of them each row belongs."""
+    there = np.flatnonzero((addresses != 0) & ((counts > 0) | (tails > 0)))
+    shares = np.maximum(-(-counts[there] // _PIECE_NUMEL), 1)
+    of = np.repeat(there, shares)
+    number = np.arange(of.size) - np.repeat(np.cumsum(shares) - shares, shares)
+    pieces = np.zeros(of.size, PIECE)
+    pieces["address"], pieces["first"] = addresses[of], number * _PIECE_NUMEL
+    pieces["count"] = np.minimum(counts[of] - pieces["first"], _PIECE_NUMEL)
+    pieces["tail"] = np.where(number == np.repeat(shares, shares) - 1, tails[of], 0)
+    return pieces, of
+
+
+def device_kernels(device: Device) -> Kernels:
+    """Kernels on a device."""
+    return cast(Kernels, DeviceKernels(device))

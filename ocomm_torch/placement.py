@@ -1,0 +1,90 @@
+"""Where an optimizer's parameters are, and how Torch's work there and ocomm's come in order.
+
+On a GPU Torch and ocomm each have a stream, and neither waits for the host: ``arrive`` puts ocomm's next work behind
+what Torch has queued, ``leave`` puts Torch's behind ocomm's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from ocomm.errors import InvalidRequestError
+from ocomm.kernels.base import Floats, Kernels
+from ocomm.kernels.device import DeviceArray, DeviceMemory
+from ocomm.session import Session
+
+
+class Placement:
+    """Parameters in the host's memory, where all is done when a call returns."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    @property
+    def is_device(self) -> bool:
+        return self.kernels.memory.is_device
+
+    def arrive(self) -> None:
+        """ocomm may read and write what Torch's calls so far have written."""
+
+    def leave(self) -> None:
+        """Torch may read and write what ocomm's calls so far have written."""
+
+    def flat(self, tensor: torch.Tensor) -> Floats:
+        """A view of a contiguous float32 tensor."""
+        return tensor.detach().view(-1).numpy()
+
+    def tensor(self, array: Floats) -> torch.Tensor:
+        """A tensor that is a view of ``array``."""
+        return torch.from_numpy(array)
+
+
+class CudaPlacement(Placement):
+    """Parameters on one GPU."""
+
+    def __init__(self, kernels: Kernels, device: torch.device) -> None:
+        super().__init__(kernels)
+        self._device = device
+        assert isinstance(kernels.memory, DeviceMemory)
+        self._memory = kernels.memory
+
+    @property
+    def _stream(self) -> int:
+        """Torch's, in this thread."""
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def arrive(self) -> None:
+        self._memory.device.follow(self._stream)
+
+    def leave(self) -> None:
+        self._memory.device.precede(self._stream)
+
+    def flat(self, tensor: torch.Tensor) -> Floats:
+        tensor = tensor.detach()
+        return cast(Floats, DeviceArray(self._memory, tensor.data_ptr(), tensor.numel(), "float32", tensor))
+
+    def tensor(self, array: Any) -> torch.Tensor:
+        return torch.as_tensor(array, device=self._device)
+
+
+def placement(names: Sequence[str], parameters: Sequence[torch.Tensor], session: Session) -> Placement:
+    """Of parameters that are all in one place. InvalidRequestError if they are not, or in one that ocomm does not
+    know."""
+    assert session.kernels is not None
+    first = parameters[0].device if parameters else torch.device("cpu")
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.device != first:
+            raise InvalidRequestError(
+                f"parameter '{name}' is on {parameter.device}, '{names[0]}' on {first}; give each device's parameters "
+                "an optimizer of their own."
+            )
+    if first.type == "cpu":
+        return Placement(session.kernels)
+    if first.type == "cuda" and torch.version.cuda is not None:
+        return CudaPlacement(session.device_kernels(first.index or 0), first)
+    raise InvalidRequestError(
+        f"parameter '{names[0]}' is on {first}; ocomm trains parameters in the host's memory and on CUDA devices."
+    )

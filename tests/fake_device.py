@@ -1,0 +1,172 @@
+"""A device without one: memory that the host cannot reach, and a stream that does nothing until it is asked.
+
+Addresses on it are no addresses of this process, so whoever takes them for some ends the process. What is queued is
+done one piece per question whether it is over, so what does not ask finds the bytes of before; and a buffer that the
+device writes is garbage from the moment that this is queued.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ocomm.kernels import cpu_kernels, reference
+from ocomm.kernels.base import PIECE, TENSOR, Bytes
+from ocomm.kernels.device import DeviceArray
+
+#: Added to an address of this process: no processor has addresses as high as that.
+ELSEWHERE = 1 << 60
+_GARBAGE = 0x5A
+#: What stands for an address in tables.
+_ADDRESSES = {TENSOR: ("grad", "param", "momentum"), PIECE: ("address",)}
+
+
+@dataclass
+class FakeBlock:
+    memory: np.ndarray
+
+    @property
+    def address(self) -> int:
+        first = self.memory.__array_interface__["data"][0]
+        return ELSEWHERE + first + -first % 64
+
+
+@dataclass
+class FakeEvent:
+    device: FakeDevice
+    number: int
+
+    def is_over(self) -> bool:
+        self.device.advance(1)
+        return self.device.done >= self.number
+
+
+class FakeLoops:
+    """The host's loops over the device's memory. ``inner`` may be the CUDA kernels, in the simulator."""
+
+    def __init__(self, device: FakeDevice, status: DeviceArray, inner: Any) -> None:
+        self._device = device
+        self._status = status
+        self._inner = inner
+
+    def __getattr__(self, loop: str) -> Any:
+        method = getattr(self._inner, loop, None) or getattr(reference, loop)
+
+        def queue(*arguments: Any) -> None:
+            def run() -> None:
+                if method(*map(self._device.real, arguments)) is False:
+                    self._device.real(self._status)[0] = 1
+
+            self._device.queue("launch", loop, run)
+
+        return queue
+
+
+@dataclass
+class FakeDevice:
+    """See ``kernels.device.Device``."""
+
+    name: str = "fake:0"
+    inner: Any = field(default_factory=cpu_kernels)
+    #: What was queued, and when: (verb, what, seconds).
+    log: list[tuple[str, str, float]] = field(default_factory=list)
+    done: int = 0
+    fails: bool = False
+
+    def __post_init__(self) -> None:
+        self._queue: deque[Callable[[], None]] = deque()
+        self._queued = 0
+        self._lock = threading.RLock()
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(verb for verb, _, _ in self.log)
+
+    def queue(self, verb: str, what: str, run: Callable[[], None]) -> None:
+        with self._lock:
+            if self.fails:
+                raise RuntimeError("the device has fallen off the bus")
+            self.log.append((verb, what, time.monotonic()))
+            self._queue.append(run)
+            self._queued += 1
+
+    def advance(self, count: int) -> None:
+        with self._lock:
+            while count and self._queue:
+                self.done += 1
+                count -= 1
+                self._queue.popleft()()
+
+    def real(self, argument: Any) -> Any:
+        """An argument of a loop as the device sees it."""
+        if isinstance(argument, list):
+            return [self.real(part) for part in argument]
+        if not isinstance(argument, DeviceArray):
+            return argument
+        found = self.bytes(argument.address, argument.nbytes).view(argument.dtype)
+        if argument.dtype in _ADDRESSES:
+            found = found.copy()
+            for column in _ADDRESSES[argument.dtype]:
+                found[column] %= ELSEWHERE
+        return found
+
+    @staticmethod
+    def bytes(address: int, nbytes: int) -> np.ndarray:
+        if not nbytes:
+            return np.zeros(0, np.uint8)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address % ELSEWHERE))
+
+    # kernels.device.Device
+
+    def allocate(self, nbytes: int) -> FakeBlock:
+        block = FakeBlock(np.empty(nbytes + 64, np.uint8))
+        self.bytes(block.address, nbytes)[:] = _GARBAGE
+        return block
+
+    def pinned(self, nbytes: int) -> Bytes:
+        return np.full(nbytes, _GARBAGE, np.uint8)
+
+    def upload(self, to: int, source: Bytes) -> None:
+        def run() -> None:
+            self.bytes(to, source.nbytes)[:] = source
+
+        self.queue("upload", str(source.nbytes), run)
+
+    def download(self, to: Bytes, source: int) -> None:
+        def run() -> None:
+            to[:] = self.bytes(source, to.nbytes)
+
+        to[:] = _GARBAGE
+        self.queue("download", str(to.nbytes), run)
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        def run() -> None:
+            self.bytes(to, nbytes)[:] = self.bytes(source, nbytes)
+
+        self.queue("copy", str(nbytes), run)
+
+    def clear(self, to: int, nbytes: int) -> None:
+        def run() -> None:
+            self.bytes(to, nbytes)[:] = 0
+
+        self.queue("clear", str(nbytes), run)
+
+    def record(self) -> FakeEvent:
+        with self._lock:
+            return FakeEvent(self, self._queued)
+
+    def loops(self, status: DeviceArray) -> FakeLoops:
+        return FakeLoops(self, status, self.inner)
+
+    def follow(self, stream: int) -> None:
+        """Torch's work on tensors of the host is over when its calls return."""
+
+    def precede(self, stream: int) -> None:
+        self.advance(len(self._queue))

@@ -1,0 +1,220 @@
+"""Compressed optimizers whose parameters are on a device: what they do in the host's memory, bit for bit.
+
+The device is a fake (see ``tests.fake_device``): its memory is out of reach, and nothing is done before it is asked
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ocomm.errors import HorovodInternalError, InvalidRequestError, NonFiniteError
+from ocomm.session import Session
+from ocomm.types import Settings
+from ocomm_torch import compressed
+from ocomm_torch.placement import placement
+from tests.fake_device import FakeDevice
+from tests.frontends.every_kind import KINDS, whole_state
+from tests.frontends.fake_placement import FakePlacement
+from tests.frontends.onebit_jobs import backward, digest, gradients, initial
+from tests.worlds import MPI_SIZE, run_ranks
+
+ON_DEVICES = [kind for kind in KINDS if "LAMB" not in kind]
+Devices = dict[int, FakeDevice]
+
+
+def rank_of(session: Session) -> int:
+    assert session.topology is not None
+    return session.topology.rank
+
+
+@pytest.fixture
+def on_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[int]], Devices]:
+    """Says which ranks' tensors are on a device from now on; the devices, by rank."""
+
+    def choose(ranks: Sequence[int]) -> Devices:
+        devices = {rank: FakeDevice(f"fake:{rank}") for rank in ranks}
+
+        def place(names: Any, parameters: Any, session: Session) -> Any:
+            device = devices.get(rank_of(session))
+            return placement(names, parameters, session) if device is None else FakePlacement(device)
+
+        monkeypatch.setattr(compressed, "placement", place)
+        return devices
+
+    return choose
+
+
+def some_gradients(step: int, rank: int) -> list[np.ndarray | None]:
+    """One tensor has none on rank 1 in every third step, one has none anywhere in every fourth."""
+    found = gradients(step, rank)
+    if step % 3 == 0 and rank == 1:
+        found[0] = None
+    if step % 4 == 0:
+        found[1] = None
+    return found
+
+
+def parameters_of(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.from_numpy(array.copy()).to(dtype)) for array in initial()]
+
+
+def trained(
+    kind: str,
+    rank: int,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    watch: Callable[[Any, int], None] = lambda optimizer, step: None,
+    **options: Any,
+) -> tuple[list[str], str]:
+    """The parameters after every step, and in the end all that a step may change; as hashes."""
+    parameters = parameters_of(dtype)
+    optimizer = KINDS[kind].wrap(parameters, **options)
+    history = []
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        backward(parameters, some_gradients(step, rank), range(len(parameters) - 1, -1, -1))
+        optimizer.step()
+        watch(optimizer, step)
+        history.append(digest([p.detach().float().numpy() for p in parameters]))
+    return history, whole_state(parameters, optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ON_DEVICES)
+def test_ranks_with_and_without_a_device_train_what_ranks_without_do(
+    kind: str, dtype: torch.dtype, on_devices: Any
+) -> None:
+    expected = run_ranks(3, lambda s: trained(kind, rank_of(s), 8, dtype))
+    devices = on_devices([0, 2])
+    assert run_ranks(3, lambda s: trained(kind, rank_of(s), 8, dtype)) == expected
+    if not MPI_SIZE:
+        assert all(device.counts["launch"] for device in devices.values())
+
+
+@pytest.mark.parametrize("engine", ["python", "native"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_all_ranks_on_devices(ranks: int, engine: str, on_devices: Any) -> None:
+    settings = Settings(engine=engine, segment_nbytes=65536)
+    expected = run_ranks(ranks, lambda s: trained("1-bit Adam, compressed", rank_of(s), 7), settings)
+    on_devices(range(ranks))
+    assert run_ranks(ranks, lambda s: trained("1-bit Adam, compressed", rank_of(s), 7), settings) == expected
+
+
+COMPRESSED = ("1-bit Adam, compressed", "Birder", "Lion")
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_a_compressed_step_never_waits_for_the_device_and_has_three_launches_a_segment(
+    kind: str, on_devices: Any
+) -> None:
+    devices = on_devices([0, 1])
+
+    def body(session: Session) -> list[tuple[int, int, int]]:
+        rank, seen = rank_of(session), []
+
+        def watch(optimizer: Any, step: int) -> None:
+            core = optimizer._driver.core
+            seen.append((devices[rank].counts["launch"], core.home.waits, len(core.segments)))
+
+        trained(kind, rank, 9, watch=watch)
+        return seen
+
+    for seen in run_ranks(2, body):
+        before, after = seen[4], seen[-1]
+        assert after[1] == before[1], "waits"
+        assert after[0] - before[0] <= 3 * before[2] * (len(seen) - 5), "launches"
+
+
+@pytest.mark.parametrize("kind", ["1-bit Adam, compressed", "0/1 Adam, local steps", "Birder"])
+def test_a_run_goes_on_from_a_device_in_the_hosts_memory_and_back(kind: str, on_devices: Any) -> None:
+    def halves(session: Session, between: Callable[[], Any]) -> Any:
+        rank = rank_of(session)
+        parameters = parameters_of(torch.float32)
+        optimizer = KINDS[kind].wrap(parameters)
+        for step in range(1, 11):
+            optimizer.zero_grad()
+            backward(parameters, some_gradients(step, rank), range(len(parameters)))
+            optimizer.step()
+            if step == 6:
+                saved, own = optimizer.state_dict(), optimizer.rank_state_dict()
+                session.agree(0, "saved", "saved")
+                between()
+                session.agree(0, "chosen", "chosen")
+                parameters = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+                optimizer = KINDS[kind].wrap(parameters)
+                optimizer.load_state_dict(saved)
+                optimizer.load_rank_state_dict(own)
+        return whole_state(parameters, optimizer)
+
+    expected = run_ranks(2, lambda s: halves(s, lambda: None))
+    on_devices([0, 1])
+    assert run_ranks(2, lambda s: halves(s, lambda: on_devices([]))) == expected
+    assert run_ranks(2, lambda s: halves(s, lambda: on_devices([0, 1]))) == expected
+
+
+def test_gradients_are_clipped_by_one_norm_on_all_ranks(on_devices: Any) -> None:
+    on_devices([0])
+    # The norm is added up in another order on a device: what it is differs in the last bits, for all ranks alike.
+    histories = run_ranks(2, lambda s: trained("1-bit Adam, compressed", rank_of(s), 7, max_grad_norm=0.1)[0])
+    assert histories[0] == histories[1]
+
+
+@pytest.mark.parametrize("kind", ["1-bit Adam, dense", "Birder", "1-bit Adam, compressed", "0/1 Adam, local steps"])
+def test_what_is_not_finite_is_told_on_all_ranks_and_changes_nothing(kind: str, on_devices: Any) -> None:
+    on_devices([1])
+
+    def body(session: Session) -> None:
+        rank = rank_of(session)
+        parameters = parameters_of(torch.float32)
+        optimizer = KINDS[kind].wrap(parameters)
+        for step in range(1, 7):
+            optimizer.zero_grad()
+            backward(parameters, gradients(step, rank), range(len(parameters)))
+            if step < 6:
+                optimizer.step()
+        before = [p.detach().clone() for p in parameters]
+        if rank == 1:
+            grad = parameters[2].grad
+            assert grad is not None
+            grad[5] = float("inf")
+        # Of a dense average it is not known whose part was not finite.
+        with pytest.raises(NonFiniteError, match=r"on rank\(s\) \[\]" if "dense" in kind else r"on rank\(s\) \[1\]"):
+            optimizer.step()
+        assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
+
+    run_ranks(2, body)
+
+
+def test_a_device_that_fails_ends_the_step_with_its_words(on_devices: Any) -> None:
+    devices = on_devices([0])
+
+    def body(session: Session) -> None:
+        def watch(optimizer: Any, step: int) -> None:
+            devices[0].fails = step == 5
+
+        trained("1-bit Adam, compressed", 0, 6, watch=watch)
+
+    with pytest.raises((HorovodInternalError, RuntimeError), match="fallen off the bus"):
+        run_ranks(1, body)
+
+
+def test_lamb_and_a_forced_hierarchy_are_refused_on_devices(on_devices: Any) -> None:
+    on_devices([0, 1, 2, 3])
+
+    def lamb(session: Session) -> None:
+        with pytest.raises(InvalidRequestError, match="DistributedOneBitLamb trains parameters in the host's memory"):
+            KINDS["1-bit LAMB, dense"].wrap(parameters_of(torch.float32))
+
+    def hierarchy(session: Session) -> str:
+        with pytest.raises(InvalidRequestError, match="hierarchical=True needs NCCL"):
+            KINDS["Birder"].wrap(parameters_of(torch.float32), hierarchical=True)
+        return KINDS["Birder"].wrap(parameters_of(torch.float32)).compression_report()["form"]
+
+    run_ranks(1, lamb)
+    assert run_ranks(4, hierarchy, hosts=["a", "a", "b", "b"]) == ["flat"] * 4
