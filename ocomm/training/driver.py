@@ -218,6 +218,11 @@ class Driver:
 
     # One step
 
+    @property
+    def is_at_start(self) -> bool:
+        """Will the next step begin with what all ranks must agree on? Then gradients are not handed over before it."""
+        return self._at_start
+
     def begin(self) -> None:
         """Opens the next step, if it is not open: before the first gradient of a step is handed over."""
         if not self.stepper.begun:

@@ -7,6 +7,8 @@ The algorithms are ``ocomm.optim``, and their formula is Torch's: Keras' Adam ad
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,7 +21,7 @@ from ocomm.api import Min
 from ocomm.collectives.scratch import aligned
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import Floats, Kernels
-from ocomm.operations import ProcessSet, global_process_set
+from ocomm.operations import Operation, ProcessSet, global_process_set
 from ocomm.optim.adam import DenseAdam
 from ocomm.session import Session
 from ocomm.training.adam import dense_step
@@ -27,7 +29,7 @@ from ocomm.training.birder import BirderDriver
 from ocomm.training.driver import Common, Driver, Group
 from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
-from ocomm_tf import mpi_ops
+from ocomm_tf import engine, mpi_ops
 from ocomm_tf.functions import agree_on, name_of
 from ocomm_tf.keras.optimizer import (
     Distributed,
@@ -56,6 +58,8 @@ class Host:
         #: Of Adam's warm-up; None once a tensor is compressed.
         self.adam: list[DenseAdam | None] = [None] * len(places)
         self._gradients: list[Floats | None] = [None] * len(places)
+        #: Tensors whose gradients were handed over for the step to come.
+        self._handed: set[int] = set()
         self._lr = 0.0
         self._betas, self._eps = optimizer.ocomm_moments
         self._decay = float(optimizer.weight_decay or 0.0)
@@ -66,21 +70,35 @@ class Host:
 
     def step(self, lr: float, indices: Sequence[int], gradients: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """One step on all ranks. Gradients and values are those of the variables ``indices``; returns new values."""
-        # The shortest number that Keras' float32 stands for, so that 0.001 is 0.001 on Torch's ranks, too.
-        self._lr = float(str(np.float32(lr)))
+        self._lr = _shortest(lr)
         where = {index: position for position, index in enumerate(indices)}
         for number, place in enumerate(self.places):
             position = where.get(place.index)
-            self._gradients[number] = None
             if position is not None:
                 self.parameters[number][:] = place.to_wire(np.asarray(values[position]))
-                self._gradients[number] = place.to_wire(np.asarray(gradients[position]))
+                if number not in self._handed:
+                    self._gradients[number] = place.to_wire(np.asarray(gradients[position]))
         try:
             self.driver.step(lambda: False)
         finally:
             self._gradients = [None] * len(self.places)
+            self._handed.clear()
         number_of = {place.index: number for number, place in enumerate(self.places)}
         return [self.places[number_of[i]].from_wire(self.parameters[number_of[i]]) for i in indices]
+
+    def hand_over(self, lr: float, number: int, gradient: Floats) -> None:
+        """The gradient of tensor ``number``, as Keras has it, is there and stays until the step, which comes for sure.
+
+        Its exchange may begin. Not in a step before which the ranks agree on something, for which they must be in it.
+        """
+        if self.driver.is_at_start or not self.driver.common.overlap:
+            return
+        self._lr = _shortest(lr)
+        self.driver.begin()
+        place = self.places[number]
+        self._gradients[number] = place.to_wire(gradient.reshape(place.shape))
+        self._handed.add(number)
+        self.driver.stepper.hand_over(number)
 
     # The driver's host
 
@@ -122,6 +140,37 @@ class Host:
     def release(self, tensor: int) -> None:
         """Frees a tensor's m and v."""
         self.adam[tensor] = None
+
+
+def _shortest(lr: float) -> float:
+    """The shortest number that Keras' float32 stands for, so that 0.001 is 0.001 on Torch's ranks, too."""
+    return float(str(np.float32(lr)))
+
+
+def _handed_over(
+    host: Host, rate: tf.Tensor, indices: Sequence[int], gradients: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """The gradients; in a graph each is handed over when it is there, while backward goes on."""
+    if tf.executing_eagerly() or engine.problem():
+        return list(gradients)
+    number_of = {place.index: number for number, place in enumerate(host.places)}
+    reference = weakref.ref(host)  # the graph's calls are kept for good
+
+    def start(number: int, tensors: Sequence[Any], name: str) -> Operation:
+        gradient = engine.passed_on(tensors[0]).view(np.float32)
+        lr = engine.passed_on(tensors[1]).view(np.float32)
+        alive = reference()
+        if alive is not None:
+            alive.hand_over(float(lr[0]), number, gradient)
+        return Operation([], lambda _: None)
+
+    handed = []
+    for index, gradient, value in zip(indices, gradients, values, strict=True):
+        call = engine.Call(functools.partial(start, number_of[index]), None)
+        # One that does not depend on its variable could come before the step before it is over, in a loop in a graph.
+        with tf.control_dependencies([value]):
+            handed.append(engine.exchange(call, [gradient, rate], f"handed_over_{index}")[0])
+    return handed
 
 
 class Compressed(Distributed):
@@ -186,9 +235,9 @@ class Compressed(Distributed):
             def body(lr: Any, *arrays: Any) -> list[Any]:
                 return host.step(float(lr), indices, arrays[:count], arrays[count:])
 
-            dense = [tf.convert_to_tensor(g) for g in grads]
             values = [tf.convert_to_tensor(v) for v in trainable_variables]
             rate = tf.cast(learning_rate, tf.float32)
+            dense = _handed_over(host, rate, indices, [tf.convert_to_tensor(g) for g in grads], values)
             results = tf.numpy_function(body, [rate, *dense, *values], [tf.float32] * count, stateful=True)
             for result, value in zip(results, values, strict=True):
                 result.set_shape(value.shape)
@@ -392,8 +441,10 @@ def DistributedOneBitAdam(
 
     ``variables``: a model or its variables, to agree on them now; None: at the first step. ``freeze_step``,
     ``block_size``, ``scale``, ``variance_floor``, ``mask_refresh``, ``max_grad_norm``, ``clip``: see
-    ``ocomm_torch.DistributedOneBitAdam``. Gradients come all at once, so ``overlap`` and ``verify`` change nothing
-    here; ranks compare them. ``names``: where ranks of Torch train the same model, the map of variables to its
+    ``ocomm_torch.DistributedOneBitAdam``. ``overlap``: in a graph of TensorFlow each gradient is handed over when it is
+    there, and exchanged while backward goes on; those that Keras clips by a common norm come together, after it, and
+    there is none in eager mode and on Keras' Torch backend. ``verify``: ranks compare it; in a graph no gradient
+    changes. ``names``: where ranks of Torch train the same model, the map of variables to its
     parameters, see ``order.places_of``.
 
     A NaN is an error on all ranks, whose variables are not changed. Raises InvalidRequestError for what cannot be

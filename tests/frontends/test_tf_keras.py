@@ -262,6 +262,39 @@ class TestCompressed:
         assert_equal([weights for weights, _ in results])
         assert results[0][1] > alone[1][1] - 0.05
 
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda adam, **options: hvd.DistributedOneBitAdam(adam, freeze_step=6, **options),
+            hvd.DistributedZeroOneAdam,
+            hvd.DistributedLion,
+        ],
+        ids=["1-bit Adam", "0/1 Adam", "Lion"],
+    )
+    def test_gradients_leave_before_the_step_and_nothing_else_changes(self, wrap: Any) -> None:
+        def body(session: Session) -> Any:
+            results = []
+            for overlap in (True, False):
+                rate = keras.optimizers.schedules.ExponentialDecay(3e-3, 5, 0.9)
+                model = compiled(make_model(), wrap(adam(rate), overlap=overlap))
+                model.optimizer.build(model.trainable_variables)
+                stepper = model.optimizer._host.driver.stepper
+                posted: list[list[int]] = []
+                step = model.optimizer._host.step
+                model.optimizer._host.step = lambda *a, step=step, stepper=stepper, posted=posted: (
+                    posted.append(stepper.posted_tensors if stepper.begun else []),
+                    step(*a),
+                )[1]
+                fit(model, hvd.rank(), 2, 1)
+                assert model.optimizer.compression_report()["redone_steps"] == 0
+                results.append((posted, weights_of(model)))
+            return results
+
+        for (early, with_overlap), (late, without) in run_ranks(2, body):
+            assert not early[0] and all(sorted(tensors) == [0, 1, 2, 3] for tensors in early[1:])
+            assert len(early) == 1408 // BATCH and not any(late)
+            assert_equal([with_overlap, without])
+
     def test_schedules_accumulation_and_averages_of_keras(self) -> None:
         def body(session: Session) -> Any:
             rate = keras.optimizers.schedules.ExponentialDecay(3e-3, 10, 0.9)
