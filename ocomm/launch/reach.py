@@ -18,11 +18,15 @@ _CONNECT_SHARE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """What was found of a host: it is this machine, or it answered to ssh, or ``problem`` says why it did not."""
+    """What was found of a host: it is this machine, or it answered to ssh, or ``problem`` says why it did not.
+
+    Where nobody asked, it is neither.
+    """
 
     name: str
     is_local: bool
     problem: str | None = None
+    has_answered: bool = False
 
 
 def ssh_command(name: str, port: int | None, identity_file: str | None, connect_timeout_s: int) -> tuple[str, ...]:
@@ -114,6 +118,6 @@ def _ask_one(
     except OSError as error:
         return HostState(name, False, f"ssh cannot be executed: {error.strerror}")
     if done.returncode == 0:
-        return HostState(name, False)
+        return HostState(name, False, has_answered=True)
     said = [line for line in done.stderr.strip().splitlines() if line]
     return HostState(name, False, said[-1].strip() if said else f"ssh ended with exit code {done.returncode}")

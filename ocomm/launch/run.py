@@ -10,14 +10,13 @@ import secrets
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import ProcessError
 from multiprocessing.connection import Connection, Listener, wait
 from typing import Any
 
 from ocomm.errors import LaunchError, PeerError
+from ocomm.launch.door import Door
 from ocomm.launch.task import KEY
 
 #: Seconds for the launcher to end once all results are there, or a rank has failed.
@@ -80,7 +79,7 @@ def run(
         job = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, env={**(env if env is not None else os.environ), KEY: key.hex()}
         )
-        door = _Door(listener)
+        door = Door(listener)
         try:
             return _collect(job, door, task, ranks)
         finally:
@@ -103,34 +102,7 @@ def _pickle(task: object) -> bytes:
         ) from None
 
 
-class _Door:
-    """Lets ranks in. ``accept`` waits without limit for a caller to prove that it knows the key: one that never does
-    holds up one of a few threads, not the job."""
-
-    _THREADS = 4
-
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
-        self._closed = False
-        self.inside: list[Connection] = []
-        for _ in range(self._THREADS):
-            threading.Thread(target=self._accept, name="ocomm-run", daemon=True).start()
-
-    def _accept(self) -> None:
-        while not self._closed:
-            with contextlib.suppress(OSError, EOFError, ProcessError):
-                self.inside.append(self._listener.accept())
-
-    def close(self) -> None:
-        self._closed = True
-        host, port = self._listener.address
-        for _ in range(self._THREADS):
-            # Closing a socket does not wake those who wait on it; a caller does.
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1" if host == "0.0.0.0" else host, port), 1).close()
-
-
-def _collect(job: subprocess.Popen[bytes], door: _Door, task: bytes, ranks: int) -> list[Any]:
+def _collect(job: subprocess.Popen[bytes], door: Door, task: bytes, ranks: int) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     served: list[Connection] = []

@@ -17,6 +17,7 @@ from ocomm.errors import HorovodInternalError, OcommError, PeerError
 from ocomm.runtime.control import Word
 from ocomm.runtime.deadlock import Deadlock
 from ocomm.runtime.process_set import ProcessSet
+from ocomm.runtime.supervisor import SILENT
 from ocomm.types import Settings
 
 _log = logging.getLogger("ocomm")
@@ -181,7 +182,7 @@ class Runtime:
         limit = self._silence_s
         for rank, since in list(self._silent_since.items()):
             if rank not in self._gone and 0 < limit < now - since:
-                self._announce_departure(rank, True, f"has not answered for {now - since:.0f} s")
+                self._announce_departure(rank, True, f"{SILENT} for {now - since:.0f} s")
         if self._left and now - self._waited_s >= self.settings.stall_check_s:
             self._waited_s = now
             missing = [rank for rank in range(self.world.size) if rank not in self._gone]
@@ -250,8 +251,10 @@ class Runtime:
         for process_set in self._sets:
             process_set.rank_left(rank, f"has {why}" if why == "shut down" else why)
         if failed and rank != self.world.rank:
+            fails_itself = self._leaving is not None and self._leaving[0]
+            if self.failure is None and not fails_itself:  # later ones may have failed because of this
+                self._on_loss({rank: why})
             self._fail(PeerError(f"rank {rank} {why}."))
-            self._on_loss({rank: why})
 
     def _fail(self, error: OcommError) -> None:
         """Everything under way and everything to come fails with ``error``."""

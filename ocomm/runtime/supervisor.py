@@ -2,10 +2,11 @@
 
 A rank says:
 
-    {"word": "here", "rank": 3, "size": 4, "host": "b", "pid": 77}   first
-    {"word": "commit", "number": 12}                                 a commit that a later generation can restore
-    {"word": "lost", "ranks": {"2": "has not answered for 7 s"}}     these have failed, as this rank knows
-    {"word": "leave"}                                                it ends in order, for a generation on other hosts
+    {"word": "here", "rank": 3, "generation": 1}                   first
+    {"word": "commit", "number": 12}                               a commit that a later generation can restore
+    {"word": "lost", "ranks": {"2": "has not answered for 7 s"}}   these have failed, as this rank knows
+    {"word": "leave"}                                              it ends in order, for a generation on other hosts
+    {"word": "bye"}                                                it ends in order
 
 and hears {"word": "hosts"}: there will be such a generation, leave after the next commit.
 """
@@ -28,18 +29,20 @@ from ocomm.errors import LaunchError
 _log = logging.getLogger("ocomm")
 #: The variable with the key that both ends must know, in hexadecimal. No setting, hence the name.
 KEY = "_OCOMM_ELASTIC_KEY"
+#: How the words begin for a rank which may be alive, behind a cable that is cut.
+SILENT = "has not answered"
 _CONNECT_S = 10.0
 
 
 class Supervisor:
-    """The line of rank ``rank`` of ``size``. LaunchError if none of ``addresses`` answers, given as HOST:PORT."""
+    """The line of a rank. LaunchError if none of ``addresses`` answers, given as HOST:PORT."""
 
-    def __init__(self, addresses: Sequence[str], key: bytes, rank: int, size: int, host: str) -> None:
+    def __init__(self, addresses: Sequence[str], key: bytes, rank: int, generation: int) -> None:
         self.hosts_changed = False
         self._rank = rank
         self._lock = threading.Lock()
         self._connection = _connect(addresses, key)
-        self.say("here", rank=rank, size=size, host=host, pid=os.getpid())
+        self.say("here", rank=rank, generation=generation)
         threading.Thread(target=self._listen, name="ocomm-supervisor", daemon=True).start()
 
     def say(self, word: str, **more: Any) -> None:

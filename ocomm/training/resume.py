@@ -198,7 +198,8 @@ def _examine(driver: Driver, source: Source) -> _Finding:
     driver.require_idle("load_rank_state_dict")
     core = driver.core
     # Rank 0's says of how many ranks the checkpoint is: files of higher ranks may be left from an older one.
-    places = [core.rank] if source.alone else list(dict.fromkeys([0, core.rank, *source.ranks]))
+    first_asked = core.rank if source.partial else 0
+    places = [core.rank] if source.alone else list(dict.fromkeys([first_asked, core.rank, *source.ranks]))
     first = next((rank for rank in places if source.read(rank) is not None), None)
     if first is None:
         return _Finding("reset", why=f"{source.name(core.rank)} is missing")

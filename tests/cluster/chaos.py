@@ -145,7 +145,7 @@ def _endure(harm: Harm, lab: Lab, folder: Path, job: Future[subprocess.Completed
         raise LabError(f"the job ended before any harm was done to it: {job.result()}")
     doing = (folder / f"doing-{harm.victim}").read_text()
     begin_clock, begin = time.time(), time.monotonic()
-    _do(harm, lab, folder)
+    do(harm, lab, folder)
     if not harm.is_deadly:
         (folder / "enough").touch()
     ranks_left = True
@@ -173,7 +173,8 @@ def _endure(harm: Harm, lab: Lab, folder: Path, job: Future[subprocess.Completed
     )
 
 
-def _do(harm: Harm, lab: Lab, folder: Path) -> None:
+def do(harm: Harm, lab: Lab, folder: Path) -> None:
+    """Does the harm; the ranks' process numbers are in ``folder``."""
     if harm.kind in ("cut", "heal"):
         lab.set_cable(harm.victim, False)
         if harm.kind == "heal":

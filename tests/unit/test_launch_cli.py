@@ -72,7 +72,7 @@ def test_flags_after_the_program_are_the_programs():
     assert options.command == ["python", "train.py", "-np", "9", "--verbose"]
 
 
-@pytest.mark.parametrize("flag", ["--autotuning", "--cycle-time"])
+@pytest.mark.parametrize("flag", ["--autotuning", "--min", "--cycle-time"])
 def test_a_flag_that_is_not_there_is_an_error_and_never_ignored(flag, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["-np", "2", flag, "x", "python", "train.py"])

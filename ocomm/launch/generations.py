@@ -1,0 +1,217 @@
+"""What an elastic job does next: on which hosts its next generation runs, or what it waits for, or why it ends.
+
+A generation is one MPI job. Decisions only: hosts, failures and times come in, what to do goes out.
+
+A host on which a rank failed is kept out of the next generations, for good or, with a cooldown, for a time that doubles
+with each failure. Where the other hosts have too few slots it is used all the same, unless it cannot be reached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ocomm.launch.hosts import Host, place, total_slots
+
+#: Generations in a row that fail without a commit, after which the next would fail as well.
+LIMIT = 3
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user has asked for; ``cooldown_s`` is (first, longest), None for ever."""
+
+    wanted_ranks: int
+    min_ranks: int
+    max_ranks: int | None = None
+    resets: int | None = None
+    patience_s: float = 600.0
+    cooldown_s: tuple[float, float] | None = None
+    #: May hosts come that are not there yet?
+    discovers: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that failed: where, and how. ``is_lost``: the host cannot be reached."""
+
+    host: str
+    rank: int | None
+    why: str
+    is_lost: bool = False
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank} on {self.host}" if self.rank is not None else self.host
+        return f"{who} {self.why}"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start generation ``number`` on these hosts, with all their slots."""
+
+    number: int
+    hosts: tuple[Host, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Look again until ``until_s``; ``why`` for the user."""
+
+    until_s: float
+    why: str
+
+
+@dataclass(frozen=True)
+class End:
+    """Nothing more can be done."""
+
+    why: str
+
+
+@dataclass
+class _Out:
+    """A host that is kept out."""
+
+    failure: Failure
+    times: int
+    until_s: float
+
+
+class Generations:
+    """The course of one elastic job."""
+
+    def __init__(self, limits: Limits, now_s: float) -> None:
+        self.limits = limits
+        self.running: tuple[Host, ...] = ()
+        self.started = 0
+        self.commit = 0
+        self._found: tuple[Host, ...] = ()
+        self._order: list[str] = []  # hosts as they were first used: old ones keep their ranks
+        self._out: dict[str, _Out] = {}
+        self._fruitless = 0  # generations in a row
+        self._has_committed = False
+        self._resets = 0
+        self._last = ""
+        self._waiting_since_s = now_s
+
+    # What happens
+
+    def found(self, hosts: Sequence[Host]) -> None:
+        """The hosts that there are, as discovery says. One that had gone and is back has a new start."""
+        names = {host.name for host in hosts}
+        self._out = {name: out for name, out in self._out.items() if name in names}
+        self._found = tuple(hosts)
+
+    def committed(self, number: int) -> None:
+        """The running generation has kept a commit."""
+        if number > self.commit:
+            self.commit, self._has_committed = number, True
+
+    def ended(self, now_s: float, failures: Sequence[Failure], why: str = "") -> None:
+        """The running generation has failed, because of ``failures``, or, where nobody knows more, of ``why``."""
+        self._close(now_s)
+        self._fruitless = 0 if self._has_committed else self._fruitless + 1
+        self._last = "; ".join(map(str, failures)) or why
+        for failure in failures:
+            self._keep_out(now_s, failure)
+
+    def left(self, now_s: float) -> None:
+        """The running generation has ended in order, to make way for one on other hosts."""
+        self._close(now_s)
+
+    def unreachable(self, now_s: float, failures: Sequence[Failure]) -> None:
+        """Hosts of the generation that was to start cannot be reached; it has not."""
+        self.running = ()
+        for failure in failures:
+            self._keep_out(now_s, failure)
+
+    def _close(self, now_s: float) -> None:
+        self.running = ()
+        self._resets += 1
+        self._waiting_since_s = now_s
+
+    def _keep_out(self, now_s: float, failure: Failure) -> None:
+        before = self._out.get(failure.host)
+        times = before.times + 1 if before else 1
+        until_s = math.inf
+        if self.limits.cooldown_s is not None:
+            first, longest = self.limits.cooldown_s
+            until_s = now_s + min(longest, first * 2.0 ** (times - 1))
+        self._out[failure.host] = _Out(failure, times, until_s)
+
+    # What to do
+
+    def next(self, now_s: float) -> Start | Wait | End:
+        """When no generation runs."""
+        limits = self.limits
+        if self._fruitless >= LIMIT:
+            return End(f"{LIMIT} generations in a row failed without a commit; the last: {self._last}")
+        if limits.resets is not None and self._resets > limits.resets:
+            return End(f"the reset limit of {limits.resets} is used up; the last generation: {self._last}")
+        hosts = self.outlook(now_s)
+        slots = total_slots(hosts)
+        end_s = self._waiting_since_s + limits.patience_s
+        # At first it is worth waiting for all that were asked for.
+        enough = limits.wanted_ranks if not self.started and now_s < end_s else limits.min_ranks
+        if slots >= enough or (slots >= limits.min_ranks and not self._hopes(now_s, end_s)):
+            self.started += 1
+            self.running, self._has_committed = hosts, False
+            for host in hosts:
+                if host.name not in self._order:
+                    self._order.append(host.name)
+            return Start(self.started, hosts)
+        why = f"{slots} slots are left, and at least {enough} are needed{self._reasons(now_s)}"
+        if now_s >= end_s or not self._hopes(now_s, end_s):
+            return End(why)
+        return Wait(end_s, why)
+
+    def outlook(self, now_s: float) -> tuple[Host, ...]:
+        """The hosts, and their ranks, of a generation that would begin now."""
+        known = {name: position for position, name in enumerate(self._order)}
+        hosts = sorted(self._found, key=lambda host: known.get(host.name, len(known)))
+        chosen = [host for host in hosts if not self._is_out(host, now_s)]
+        if total_slots(chosen) < self.limits.min_ranks:
+            chosen = [host for host in hosts if not self._is_out(host, now_s) or not self._is_lost(host)]
+        return place(chosen, min(total_slots(chosen), self.limits.max_ranks or total_slots(chosen)))
+
+    def wants_others(self, now_s: float) -> bool:
+        """Would a next generation have other hosts, or ranks, than the one that runs, and enough of them?"""
+        hosts = self.outlook(now_s)
+        return set(hosts) != set(self.running) and total_slots(hosts) >= self.limits.min_ranks
+
+    def _is_out(self, host: Host, now_s: float) -> bool:
+        return host.name in self._out and now_s < self._out[host.name].until_s
+
+    def _is_lost(self, host: Host) -> bool:
+        return self._out[host.name].failure.is_lost
+
+    def _hopes(self, now_s: float, end_s: float) -> bool:
+        """May there be more slots before ``end_s``?"""
+        return self.limits.discovers or any(now_s < out.until_s < end_s for out in self._out.values())
+
+    def _reasons(self, now_s: float) -> str:
+        out = [out for name, out in self._out.items() if now_s < out.until_s]
+        return "".join(f"; {entry.failure}" for entry in out)
+
+
+def blame(
+    signalled: Mapping[int, str],
+    reported: Mapping[int, str],
+    exited: Mapping[int, str],
+    vanished: Sequence[int],
+    hosts: Mapping[int, str],
+    lost: Mapping[str, bool],
+) -> list[Failure]:
+    """Who is the cause of the end, from what is known by rank; ``hosts`` are those of the ranks.
+
+    The launcher knows best who was ended by a signal. Ranks that others have missed come next: those may be the first
+    to exit. Of lines that broke the first counts, as others break when the launcher ends their ranks. ``lost``: hosts
+    that cannot be reached.
+    """
+    known = signalled or reported or exited or dict.fromkeys(vanished[:1], "died")
+    return [
+        Failure(hosts[rank], rank, why, lost.get(hosts[rank], False))
+        for rank, why in sorted(known.items())
+        if rank in hosts
+    ]

@@ -1,0 +1,459 @@
+"""Runs an elastic job: one MPI job after the other, until one ends well or ``generations`` says that none can."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, Listener, wait
+from typing import Any
+
+from ocomm.errors import LaunchError
+from ocomm.launch.command import LaunchRequest, build
+from ocomm.launch.door import Door
+from ocomm.launch.flavour import Launcher
+from ocomm.launch.generations import End, Failure, Generations, Limits, Start, Wait, blame
+from ocomm.launch.hosts import Host, parse_discovered, total_slots
+from ocomm.launch.reach import HostState
+from ocomm.runtime.supervisor import KEY, SILENT
+
+#: From the first news of a failure, or the wish to end, until the launcher has ended by itself; and until it is killed.
+END_S = 12.0
+_KILL_S = 5.0
+#: Between two looks at the clock, at the hosts, and at what has arrived.
+_POLL_S = 0.1
+_DISCOVERY_S = 1.0
+_DISCOVERY_TIMEOUT_S = 30.0
+_CLEAN_S = 30.0
+
+
+class Supervisor:
+    """Of a job: ``request`` is that of a generation, but for hosts and ranks.
+
+    ``ask`` finds out which hosts can be reached. ``fixed`` are the hosts if no ``script`` discovers them.
+    """
+
+    def __init__(
+        self,
+        request: LaunchRequest,
+        launcher: Launcher,
+        limits: Limits,
+        ask: Callable[[Sequence[str]], Sequence[HostState]],
+        fixed: Sequence[Host] = (),
+        script: str | None = None,
+        slots_per_host: int | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self.request = request
+        self.launcher = launcher
+        self.generations = Generations(limits, time.monotonic())
+        self._ask = ask
+        self._verbose = verbose
+        self._asked_to_end = 0
+        self._used: dict[str, bool] = {}  # hosts of all generations -> is it this machine?
+        self._key = secrets.token_bytes(32)
+        given = request.environ.get("OCOMM_ELASTIC_FOLDER")
+        self._is_own_folder = not given
+        token = secrets.token_hex(4)
+        self.folder = given or os.path.join(tempfile.gettempdir(), f"ocomm-elastic-{os.getuid()}-{token}")
+        self._discovery = Discovery(script, slots_per_host) if script is not None else None
+        if self._discovery is None:
+            self.generations.found(fixed)
+        self._is_here = script is None and all(state.is_local for state in self._reach(fixed))
+
+    def run(self) -> int:
+        """The exit status of the job."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._end_on_signal)
+        with Listener(("127.0.0.1" if self._is_here else "0.0.0.0", 0), backlog=128, authkey=self._key) as listener:
+            door = Door(listener)
+            try:
+                return self._run(door, listener.address[1])
+            finally:
+                door.close()
+
+    def _end_on_signal(self, number: int, frame: object) -> None:
+        self._asked_to_end = number
+
+    def _run(self, door: Door, port: int) -> int:
+        code, said = 1, ""
+        while not self._asked_to_end:
+            if self._discovery is not None and not self._discovery.has_looked:
+                time.sleep(_POLL_S)
+                continue
+            self._look_around()
+            step = self.generations.next(time.monotonic())
+            if isinstance(step, End):
+                _say(f"the job ends: {step.why.rstrip('.')}.{self._where_commits_are()}")
+                return code or 1
+            if isinstance(step, Wait):
+                if step.why != said:
+                    said = step.why
+                    _say(f"waiting: {step.why}")
+                time.sleep(_POLL_S)
+                continue
+            states = self._reach(step.hosts)
+            if lost := [state for state in states if state.problem is not None]:
+                failures = [Failure(state.name, None, f"cannot be reached: {state.problem}", True) for state in lost]
+                self.generations.unreachable(time.monotonic(), failures)
+                _say("; ".join(map(str, failures)))
+                continue
+            job = self._start(step, states, port)
+            code = job.watch(door, self)
+            if self._asked_to_end:
+                break
+            now_s = time.monotonic()
+            if code == 0 and job.has_left:
+                self.generations.left(now_s)
+                _say(f"generation {step.number} has made way for one on other hosts")
+            elif code == 0:
+                self._clean()
+                return 0
+            else:
+                failures = job.failures(self._lost)
+                self.generations.ended(now_s, failures, f"the launcher ended with status {code}")
+                who = "; ".join(map(str, failures)) or f"the launcher ended with status {code}"
+                _say(f"generation {step.number} failed: {who}; its last commit was {job.commit or 'none'}")
+        _say(f"ended by {signal.Signals(self._asked_to_end).name}.{self._where_commits_are()}")
+        return 128 + self._asked_to_end
+
+    # Hosts
+
+    def _look_around(self) -> None:
+        if self._discovery is not None and (hosts := self._discovery.hosts()) is not None:
+            self.generations.found(hosts)
+
+    def _reach(self, hosts: Sequence[Host]) -> Sequence[HostState]:
+        return self._ask([host.name for host in hosts])
+
+    def _lost(self, names: Sequence[str]) -> dict[str, bool]:
+        """Of hosts whose ranks have been silent: which cannot be shown to be there?"""
+        states = self._ask(names)
+        return {state.name: not state.is_local and not state.has_answered for state in states}
+
+    def wants_others(self) -> bool:
+        """Should the running generation make way?"""
+        self._look_around()
+        return self.generations.wants_others(time.monotonic())
+
+    @property
+    def is_asked_to_end(self) -> bool:
+        return bool(self._asked_to_end)
+
+    # Generations
+
+    def _start(self, step: Start, states: Sequence[HostState], port: int) -> _Job:
+        hosts = {state.name: state.is_local for state in states}
+        self._used |= hosts
+        settings = {
+            **self.request.settings,
+            "OCOMM_ELASTIC_FOLDER": self.folder,
+            "OCOMM_ELASTIC_GENERATION": str(step.number),
+            "OCOMM_ELASTIC_SUPERVISOR": ",".join(f"{name}:{port}" for name in _own_addresses(hosts)),
+        }
+        ranks = total_slots(step.hosts)
+        line = build(
+            replace(
+                self.request,
+                hosts=step.hosts,
+                num_proc=ranks,
+                spans_hosts=not all(hosts.values()),
+                settings=settings,
+                environ={**self.request.environ, KEY: ""},
+            ),
+            self.launcher,
+        )
+        _say(f"generation {step.number}: {ranks} ranks on {','.join(map(str, step.hosts))}")
+        if self._verbose:
+            _say(str(line))
+        if line.make_directory is not None:
+            os.makedirs(line.make_directory, exist_ok=True)
+        environ = {**self.request.environ, **line.added_environ, KEY: self._key.hex()}
+        return _Job(line.argv, environ, step, self.generations.limits.patience_s)
+
+    def _where_commits_are(self) -> str:
+        if not self.generations.commit:
+            return ""
+        where = f"{self.folder} on {', '.join(self._used)}"
+        return f" Commit {self.generations.commit} is in {where}; a job with that OCOMM_ELASTIC_FOLDER goes on from it."
+
+    def _clean(self) -> None:
+        """Removes the commits of a job that has ended well, on all hosts that it has used."""
+        if not self._is_own_folder:
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        others = [name for name, is_local in self._used.items() if not is_local]
+        there = [state.name for state in self._ask(others) if state.problem is None] if others else []
+        if not there:
+            return
+        request = replace(
+            self.request,
+            hosts=tuple(Host(name, 1) for name in there),
+            num_proc=len(there),
+            spans_hosts=True,
+            command=("rm", "-rf", self.folder),
+        )
+        line = build(request, self.launcher)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                line.argv,
+                env={**self.request.environ, **line.added_environ},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_CLEAN_S,
+            )
+
+
+class _Job:
+    """One generation: the launcher's process, and the lines to its ranks."""
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], step: Start, patience_s: float) -> None:
+        self.step = step
+        self.ranks = total_slots(step.hosts)
+        self.commit = 0
+        self.has_left = False
+        self._hosts: dict[int, str] = {}
+        self._lines: dict[Connection, int] = {}
+        self._reported: dict[int, str] = {}
+        self._vanished: list[int] = []
+        self._told = False
+        self._words = ""
+        self._here_until_s = time.monotonic() + patience_s
+        self._end_s: float | None = None  # when the launcher must have ended
+        self._process = subprocess.Popen(
+            argv,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            # An interrupt at the terminal is for us; the launcher is ended in order.
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._pass_on, name="ocomm-stderr", daemon=True)
+        self._reader.start()
+
+    def _pass_on(self) -> None:
+        """The launcher's own words, and the ranks', for the user; and the end of them for us."""
+        assert self._process.stderr is not None
+        descriptor = self._process.stderr.fileno()
+        while data := os.read(descriptor, 65536):
+            sys.stderr.buffer.write(data)
+            sys.stderr.flush()
+            self._words = (self._words + data.decode(errors="replace"))[-20_000:]
+
+    def watch(self, door: Door, supervisor: Supervisor) -> int:
+        """Until the launcher has ended, whatever that takes; its exit status."""
+        terminated = False
+        offspring: dict[int, str] = {}
+        looked_s = 0.0
+        while (code := self._process.poll()) is None:
+            self._listen(door)
+            now_s = time.monotonic()
+            if self._end_s is None and (supervisor.is_asked_to_end or self._reported or self._vanished):
+                self._end_s = now_s + (0.0 if supervisor.is_asked_to_end else END_S)
+            if self._end_s is None and len(self._hosts) < self.ranks and now_s > self._here_until_s:
+                missing = [rank for rank in range(self.ranks) if rank not in self._hosts]
+                _say(f"ranks {missing} have not come to init() in time")
+                self._end_s = now_s
+            if self._end_s is not None:
+                if supervisor.is_asked_to_end:
+                    self._end_s = min(self._end_s, now_s)
+                if now_s >= self._end_s and not terminated:
+                    terminated = True
+                    offspring = _offspring(self._process.pid)
+                    self._process.terminate()
+                if now_s >= self._end_s + _KILL_S:
+                    self._kill()
+            elif now_s - looked_s >= _DISCOVERY_S:
+                looked_s = now_s
+                if not self._told and supervisor.wants_others():
+                    self._told = True
+                    _say("the hosts have changed; the ranks make way at their next commit")
+                    self._tell(self._lines)
+            supervisor.generations.committed(self.commit)
+        self._listen(door)
+        supervisor.generations.committed(self.commit)
+        # What the launcher has left behind on this machine: an ssh to a host that has gone keeps our output open.
+        self._kill()
+        for pid, started in offspring.items():
+            if _start_of(pid) == started:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        self._reader.join(1.0)
+        for line in self._lines:
+            line.close()
+        if code == 0 and (self._reported or self._vanished):
+            return 1  # Open MPI's launcher ends so where it has lost a host
+        return code if code >= 0 else 128 - code
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _tell(self, lines: Sequence[Connection] | Mapping[Connection, int]) -> None:
+        for line in list(lines):
+            with contextlib.suppress(OSError):
+                line.send_bytes(b'{"word": "hosts"}')
+
+    def _listen(self, door: Door) -> None:
+        while door.inside:
+            self._lines[door.inside.pop()] = -1
+        if not self._lines:
+            time.sleep(_POLL_S)
+        for line in wait(list(self._lines), _POLL_S):
+            assert isinstance(line, Connection)
+            try:
+                self._hear(line, json.loads(line.recv_bytes()))
+            except (EOFError, OSError, ValueError):
+                rank = self._lines.pop(line)
+                line.close()
+                if rank >= 0:
+                    self._vanished.append(rank)
+
+    def _hear(self, line: Connection, message: dict[str, Any]) -> None:
+        word = message["word"]
+        if word == "here":
+            if message["generation"] != self.step.number:
+                raise EOFError  # of a generation that is over
+            self._lines[line] = message["rank"]
+            self._hosts[message["rank"]] = self._name_of(message["rank"])
+            if self._told:
+                self._tell([line])
+        elif word == "commit":
+            self.commit = max(self.commit, message["number"])
+        elif word == "lost":
+            for rank, why in message["ranks"].items():
+                self._reported.setdefault(int(rank), why)
+        elif word in ("leave", "bye"):
+            self.has_left = self.has_left or word == "leave"
+            self._lines[line] = -1  # it may go now
+
+    def _name_of(self, rank: int) -> str:
+        """The host of a rank by the name that we know it by: ranks fill the hosts in order."""
+        for host in self.step.hosts:
+            if rank < host.slots:
+                return host.name
+            rank -= host.slots
+        raise LaunchError(f"there is a rank too many: {rank}")
+
+    def failures(self, lost: Callable[[Sequence[str]], dict[str, bool]]) -> list[Failure]:
+        """Who is the cause of the end."""
+        signalled, exited = said_by_launcher(self._words)
+        names = {rank: self._name_of(rank) for rank in range(self.ranks)}
+        reported = self._reported
+        if not reported and time.monotonic() > self._here_until_s:
+            reported = {rank: f"{SILENT}: it never came to init()" for rank in names if rank not in self._hosts}
+        silent = sorted({names[rank] for rank, why in reported.items() if rank in names and why.startswith(SILENT)})
+        return blame(signalled, reported, exited, self._vanished, names, lost(silent) if silent else {})
+
+
+class Discovery:
+    """Asks the user's script again and again which hosts there are, on a thread: it may take its time."""
+
+    def __init__(self, script: str, slots_per_host: int | None) -> None:
+        self._script = script
+        self._slots = slots_per_host
+        self._found: tuple[Host, ...] | None = None
+        self._trouble = ""
+        self.has_looked = False
+        threading.Thread(target=self._look, name="ocomm-discovery", daemon=True).start()
+
+    def hosts(self) -> tuple[Host, ...] | None:
+        """What the script has said last; None before that."""
+        return self._found
+
+    def _look(self) -> None:
+        while True:
+            try:
+                done = subprocess.run(
+                    self._script,
+                    shell=True,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    timeout=_DISCOVERY_TIMEOUT_S,
+                )
+                if done.returncode:
+                    raise LaunchError(f"it ended with status {done.returncode}: {done.stderr.strip()[-200:]}")
+                self._found = parse_discovered(done.stdout, self._slots)
+                self._trouble = ""
+            except (LaunchError, OSError, subprocess.TimeoutExpired) as error:
+                if str(error) != self._trouble:  # the hosts stay what they were
+                    self._trouble = str(error)
+                    _say(f"--host-discovery-script {self._script}: {error}")
+            self.has_looked = True
+            time.sleep(_DISCOVERY_S)
+
+
+_SIGNAL = re.compile(r"process\s+rank\s+(\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+\S+\s+exited\s+on\s+signal\s+(\d+)")
+_STATUS = re.compile(r"Process name: \[\S+@\d+,(\d+)\]\s+Exit code:\s+(\d+)")
+
+
+def said_by_launcher(text: str) -> tuple[dict[int, str], dict[int, str]]:
+    """The ranks that Open MPI's launcher names, in what it has written: ended by a signal, and with a status."""
+    signalled = {int(rank): f"was ended by signal {number}" for rank, number in _SIGNAL.findall(text)}
+    return signalled, {int(rank): f"ended with status {code}" for rank, code in _STATUS.findall(text)}
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the program's name; none if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _start_of(pid: int) -> str:
+    """When the process began: with its number, who it is."""
+    fields = _stat(pid)
+    return fields[19] if fields else ""
+
+
+def _offspring(ancestor: int) -> dict[int, str]:
+    """The numbers, and starts, of all processes below one. Empty where there is no /proc."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if name.isdigit() and (fields := _stat(int(name))):
+            children.setdefault(int(fields[1]), []).append(int(name))
+    found: dict[int, str] = {}
+    left = [ancestor]
+    while left:
+        for child in children.get(left.pop(), []):
+            found[child] = _start_of(child)
+            left.append(child)
+    return found
+
+
+def _own_addresses(hosts: Mapping[str, bool]) -> list[str]:
+    """This machine's addresses as the hosts see it."""
+    found: list[str] = []
+    for name, is_local in hosts.items():
+        address = "127.0.0.1"
+        if not is_local:
+            try:
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                    probe.connect((name, 9))  # sends nothing, but finds the way
+                    address = probe.getsockname()[0]
+            except OSError:
+                address = socket.gethostname()
+        if address not in found:
+            found.append(address)
+    # What is not this machine for some must not be tried by them first.
+    return sorted(found, key=lambda address: address == "127.0.0.1")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"ocommrun: {text}\n")
+    sys.stderr.flush()

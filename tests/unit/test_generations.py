@@ -1,0 +1,153 @@
+"""What an elastic job does next, from the hosts that there are and the failures that there were."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ocomm.launch.generations import End, Failure, Generations, Limits, Start, Wait, blame
+from ocomm.launch.hosts import Host, parse_discovered, total_slots
+from ocomm.launch.supervise import said_by_launcher
+
+A, B, C = Host("a", 2), Host("b", 2), Host("c", 2)
+
+
+def job(limits: Limits, *hosts: Host) -> Generations:
+    generations = Generations(limits, 0.0)
+    generations.found(hosts)
+    return generations
+
+
+def test_a_host_that_fails_is_left_out_where_the_others_are_enough() -> None:
+    generations = job(Limits(6, 4), A, B, C)
+    assert generations.next(0.0) == Start(1, (A, B, C))
+    generations.ended(1.0, [Failure("b", 2, "died")])
+    assert generations.next(1.0) == Start(2, (A, C))
+    generations.committed(7)
+    # Now both are needed: where a rank has only died its host is used again.
+    generations.ended(2.0, [Failure("a", 0, "died")])
+    assert generations.next(2.0) == Start(3, (A, B, C))
+
+
+def test_too_few_slots_are_a_clear_end() -> None:
+    generations = job(Limits(6, 4), A, B, C)
+    generations.next(0.0)
+    generations.ended(1.0, [Failure("b", 2, "has not answered", True), Failure("c", 4, "has not answered", True)])
+    assert generations.next(1.0) == End(
+        "2 slots are left, and at least 4 are needed; rank 2 on b has not answered; rank 4 on c has not answered"
+    )
+
+
+def test_three_failures_without_a_commit_are_the_end_and_a_commit_makes_up_for_them() -> None:
+    generations = job(Limits(2, 2), A)
+    for now_s in range(5):
+        assert isinstance(generations.next(now_s), Start)
+        if now_s < 3:
+            generations.committed(now_s + 1)
+        generations.ended(now_s, [Failure("a", 1, "died")])
+    assert isinstance(generations.next(5.0), Start)
+    generations.ended(6.0, [], "the launcher ended with status 3")
+    assert generations.next(6.0) == End(
+        "3 generations in a row failed without a commit; the last: the launcher ended with status 3"
+    )
+
+
+def test_a_cooldown_lets_a_host_come_back_later_each_time() -> None:
+    generations = job(Limits(4, 2, cooldown_s=(10.0, 30.0)), A, B)
+    for number, (now_s, out_s) in enumerate([(0.0, 10.0), (100.0, 20.0), (200.0, 30.0), (300.0, 30.0)]):
+        generations.next(now_s)
+        generations.committed(number + 1)
+        generations.ended(now_s, [Failure("b", 2, "died")])
+        assert generations.outlook(now_s + out_s - 1) == (A,)
+        assert generations.outlook(now_s + out_s) == (A, B)
+
+
+def test_new_hosts_are_wanted_up_to_the_limit_and_old_ones_keep_their_ranks() -> None:
+    generations = job(Limits(2, 2, max_ranks=5, discovers=True), B)
+    assert generations.next(0.0) == Start(1, (B,))
+    assert not generations.wants_others(0.0)
+    generations.found([A, B, C])
+    assert generations.wants_others(1.0)
+    generations.left(2.0)
+    assert generations.next(2.0) == Start(2, (B, A, Host("c", 1)))
+    generations.found([A])  # enough to go on, but for those who are to go
+    assert generations.wants_others(3.0)
+    generations.found([])
+    assert not generations.wants_others(3.0)
+
+
+def test_a_job_waits_for_the_hosts_that_it_wants_but_not_for_ever() -> None:
+    generations = job(Limits(4, 2, patience_s=60.0, discovers=True))
+    assert generations.next(0.0) == Wait(60.0, "0 slots are left, and at least 4 are needed")
+    generations.found([A])
+    assert isinstance(generations.next(59.0), Wait)
+    assert generations.next(60.0) == Start(1, (A,))
+    generations.found([])
+    generations.ended(100.0, [Failure("a", 0, "died")])
+    assert isinstance(generations.next(159.0), Wait)
+    assert generations.next(160.0) == End("0 slots are left, and at least 2 are needed; rank 0 on a died")
+
+
+def test_the_reset_limit_counts_every_generation_after_the_first() -> None:
+    generations = job(Limits(2, 1, resets=1, discovers=True), A)
+    generations.next(0.0)
+    generations.left(1.0)
+    assert isinstance(generations.next(1.0), Start)
+    generations.ended(2.0, [Failure("a", 1, "died")])
+    assert generations.next(2.0) == End("the reset limit of 1 is used up; the last generation: rank 1 on a died")
+
+
+events = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.booleans(), st.booleans(), st.lists(st.sampled_from("abcd"), unique=True)),
+    max_size=12,
+)
+
+
+@given(events, st.booleans(), st.booleans())
+def test_every_course_of_failures_ends_within_the_limits(course: list, cools: bool, discovers: bool) -> None:
+    limits = Limits(4, 3, 6, resets=8, patience_s=50.0, cooldown_s=(5.0, 20.0) if cools else None, discovers=discovers)
+    generations, now_s, starts = job(limits, A, B, C), 0.0, 0
+    course = list(course)
+    for _ in range(200):
+        step = generations.next(now_s)
+        if isinstance(step, End):
+            assert starts <= 9
+            return
+        if isinstance(step, Wait):
+            assert now_s < step.until_s <= now_s + 50.0
+            now_s += 1.0
+            continue
+        starts += 1
+        assert 3 <= total_slots(step.hosts) <= 6
+        host, is_lost, commits, found = course.pop() if course else ("a", True, False, [])
+        if discovers:
+            generations.found([Host(name, 2) for name in found])
+        if commits:
+            generations.committed(starts)
+        generations.ended(now_s, [Failure(host, 0, "died", is_lost)])
+    raise AssertionError("the job does not end")
+
+
+def test_the_cause_is_whom_the_launcher_or_others_name_before_who_fell_with_it() -> None:
+    hosts = {0: "a", 1: "a", 2: "b"}
+    silent = {1: "has not answered for 7 s"}
+    assert blame({2: "was ended by signal 9"}, silent, {0: "x"}, [0], hosts, {}) == [
+        Failure("b", 2, "was ended by signal 9")
+    ]
+    assert blame({}, silent, {0: "ended with status 1"}, [0], hosts, {"a": True}) == [
+        Failure("a", 1, "has not answered for 7 s", True)
+    ]
+    assert blame({}, {}, {}, [2, 0, 1], hosts, {}) == [Failure("b", 2, "died")]
+    assert blame({}, {}, {}, [], hosts, {}) == []
+
+
+def test_open_mpis_words_are_understood_also_where_it_breaks_its_lines() -> None:
+    killed = "prterun noticed that process rank 1 with PID 25234 on node vm exited on\nsignal 9 (Killed).\n"
+    assert said_by_launcher(killed) == ({1: "was ended by signal 9"}, {})
+    failed = "   Process name: [prterun-vm-20062@1,12]\n   Exit code:    3\n"
+    assert said_by_launcher(failed) == ({}, {12: "ended with status 3"})
+
+
+def test_discovered_hosts_have_their_slots_or_the_default() -> None:
+    assert parse_discovered("a:2\n\nb\n", 4) == (Host("a", 2), Host("b", 4))
+    assert parse_discovered("\n", None) == ()
