@@ -27,16 +27,29 @@ demo: install
 test: install
 	$(PY) -m pytest tests
 	# The CUDA kernels in numba's simulator: a run of its own, because numba reads the variable when it is imported.
-	NUMBA_ENABLE_CUDASIM=1 $(PY) -m pytest -q --no-header tests/contract/test_cuda.py
+	NUMBA_ENABLE_CUDASIM=1 $(PY) -m pytest -q --no-header tests/contract/test_cuda.py tests/frontends/test_torch_cuda.py
 	for n in 2 4; do \
 	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(PY) -m pytest -q --capture=no --no-header $(WITHOUT_TF) </dev/null || exit 1; \
 	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(PY) -m pytest -q --capture=no --no-header $(WITH_TF) </dev/null || exit 1; \
 	done
 
-# The CUDA kernels on a device: equal to the reference, and the laws of all kernels. Without a device all is skipped.
+# On a GPU, which needs a Torch that can use it for the training: the kernels equal the reference and obey the laws of
+# all kernels; training equals that in the host's memory, on one rank and on several that share the GPU; nothing outside
+# a buffer is touched and no threads race; then speed. Without a GPU all is skipped, with the reason.
 test-gpu: install
 	TEST_CUDA=1 NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS=0 $(PY) -m pytest -q --no-header -k cuda tests/contract/test_cuda.py \
 	    tests/contract/test_kernels.py tests/contract/test_quantizer.py || test $$? = 5
+	$(PY) -m pytest -q --no-header tests/frontends/test_torch_cuda.py || test $$? = 5
+	$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo 'no GPU that Torch can use'; exit 0; }; \
+	for n in 2 4; do \
+	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(PY) -m pytest -q --capture=no --no-header tests/frontends/test_torch_cuda.py \
+	        </dev/null || exit 1; \
+	done
+	command -v compute-sanitizer >/dev/null || { echo 'compute-sanitizer is not on the PATH'; exit 0; }; \
+	for tool in memcheck racecheck; do \
+	    compute-sanitizer --tool $$tool --error-exitcode 9 $(PY) -m pytest -q --no-header --timeout 1800 \
+	        tests/contract/test_cuda.py -k 'every_length or DenseValues' || test $$? = 5 || exit 1; \
+	done
 	$(PY) -m ocomm.bench kernels --device cuda --nbytes 268435456 || test $$? = 77
 
 # The same extension and mpi4py under another MPI, which has an environment of its own: two MPIs in one get in each

@@ -32,10 +32,10 @@ class SoftSignSGD(CompressedOptimizer):
 
     m and b are moving averages, with ``beta``, of this rank's gradient and of its magnitude.
 
-    ``optimizer`` is any Torch optimizer over CPU parameters, ``torch.optim.SGD(parameters, lr=...)`` for instance:
-    ``lr`` and ``weight_decay`` (taken from the parameter, as in AdamW) are read from its groups at every step, so LR
-    schedulers on either object work; its own step is never made. Parameters are float32, or bfloat16 or float16, of
-    which float32 masters are trained.
+    ``optimizer`` is any Torch optimizer over parameters in the host's memory or on one GPU,
+    ``torch.optim.SGD(parameters, lr=...)`` for instance: ``lr`` and ``weight_decay`` (taken from the parameter, as
+    in AdamW) are read from its groups at every step, so LR schedulers on either object work; its own step is never
+    made. Parameters are float32, or bfloat16 or float16, of which float32 masters are trained.
 
     ``named_parameters``: an iterable of (name, parameter), or None for names by position. ``amsgrad_after``: the number
     of steps after which b never falls; None: it may always. ``block_size``: elements per block, or ``"tensor"``.

@@ -22,10 +22,10 @@ class Lion(CompressedOptimizer):
     gradient with ``betas[1]``; p = p * (1 - lr * wd) - lr * the sign that most ranks sent. Every parameter moves by lr
     in every step: a third to a tenth of Adam's lr, with three to ten times its weight decay, is where to begin.
 
-    ``optimizer`` is any Torch optimizer over CPU parameters, ``torch.optim.SGD(parameters, lr=...)`` for instance:
-    ``lr`` and ``weight_decay`` (taken from the parameter, as in AdamW) are read from its groups at every step, so LR
-    schedulers on either object work; its own step is never made. Parameters are float32, or bfloat16 or float16, of
-    which float32 masters are trained.
+    ``optimizer`` is any Torch optimizer over parameters in the host's memory or on one GPU,
+    ``torch.optim.SGD(parameters, lr=...)`` for instance: ``lr`` and ``weight_decay`` (taken from the parameter, as
+    in AdamW) are read from its groups at every step, so LR schedulers on either object work; its own step is never
+    made. Parameters are float32, or bfloat16 or float16, of which float32 masters are trained.
 
     ``named_parameters``: an iterable of (name, parameter), or None for names by position. ``seed``: of the coin that
     decides where half of the ranks voted either way, the same on all ranks. ``block_size``: elements per block, or

@@ -60,7 +60,14 @@ class TorchAdapter:
             tensor = tensor.detach()
         if tensor.is_cpu:
             return (tensor, True) if tensor.is_contiguous() else (tensor.contiguous(), False)
-        return tensor.cpu().contiguous(), False
+        if not tensor.is_cuda:
+            return tensor.cpu().contiguous(), False
+        # Page-locked, so that the device writes it itself. Torch keeps such memory, and gives it out again when the
+        # device is done with it.
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return host, False
 
     def view(self, host: Any) -> Bytes:
         if host.dtype is torch.bfloat16:
@@ -68,13 +75,13 @@ class TorchAdapter:
         return host.numpy().reshape(-1).view(np.uint8)
 
     def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
-        return torch.empty(shape, dtype=like.dtype)
+        return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
     def deliver(self, host: Any, like: Any) -> Any:
-        return host if like.is_cpu else host.to(like.device)
+        return host if like.is_cpu else host.to(like.device, non_blocking=True)
 
     def store(self, host: Any, into: Any) -> None:
-        into.detach().copy_(host)
+        into.detach().copy_(host, non_blocking=True)
 
 
 TORCH = TorchAdapter()

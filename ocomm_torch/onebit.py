@@ -21,10 +21,10 @@ from ocomm_torch.adam import AdamWrapper, is_decoupled
 class OneBitAdam(AdamWrapper):
     """Data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per parameter and direction.
 
-    ``optimizer`` is a ``torch.optim.Adam`` or ``AdamW`` over CPU parameters: float32, or bfloat16 or float16, of which
-    float32 masters are trained. Its param groups stay live (lr, betas, weight_decay, LR schedulers on either object;
-    eps up to the freeze) and its step makes the warm-up steps. If it has a state already, the warm-up goes on from
-    that.
+    ``optimizer`` is a ``torch.optim.Adam`` or ``AdamW`` over parameters in the host's memory or on one GPU:
+    float32, or bfloat16 or float16, of which float32 masters are trained. Its param groups stay live (lr, betas,
+    weight_decay, LR schedulers on either object; eps up to the freeze) and its step makes the warm-up steps. If it
+    has a state already, the warm-up goes on from that.
 
     ``named_parameters``: an iterable of (name, parameter), or None for names by position. ``freeze_step``: the number
     of dense steps T_w, or ``"auto"``: until the variance is stable (at least 2 / (1 - beta2) steps). ``warm_start``:

@@ -18,9 +18,10 @@ from ocomm_torch.adam import AdamWrapper, is_decoupled
 class ZeroOneAdam(AdamWrapper):
     """Data-parallel 0/1 Adam (arXiv 2202.06009): 1 bit per parameter from the second step on, later not at every step.
 
-    ``optimizer`` is a ``torch.optim.Adam`` or ``AdamW`` over CPU parameters: float32, or bfloat16 or float16, of which
-    float32 masters are trained. Its param groups stay live (lr, betas, eps, weight_decay, LR schedulers on either
-    object). Its own step is never called. If it has a state already, 0/1 Adam goes on from that.
+    ``optimizer`` is a ``torch.optim.Adam`` or ``AdamW`` over parameters in the host's memory or on one GPU:
+    float32, or bfloat16 or float16, of which float32 masters are trained. Its param groups stay live (lr, betas,
+    eps, weight_decay, LR schedulers on either object). Its own step is never called. If it has a state already, 0/1
+    Adam goes on from that.
 
     Syncs: at every step up to ``local_step_start``, then every min(``local_step_clip``, 2^floor((t -
     ``local_step_start``) / ``local_step_doubling``)) steps. Between syncs each rank steps by itself, and parameters

@@ -35,7 +35,7 @@ def report(python: str, environ: Mapping[str, str]) -> tuple[str, bool]:
     sections = {
         "Available Frameworks": [_framework(*names) for names in _FRAMEWORKS],
         "Available Controllers": _controllers(python, environ),
-        "Available Tensor Operations": [_native(python, environ), _cuda_driver(), _numba_cuda()],
+        "Available Tensor Operations": [_native(python, environ), *_gpu(_cuda_driver(), _numba_cuda())],
     }
     return render(sections)
 
@@ -98,6 +98,17 @@ def _native(python: str, environ: Mapping[str, str]) -> Item:
         return Item(name, True, needed=True)
     reason = (done.stderr.strip().splitlines() or [f"importing it ended with exit code {done.returncode}"])[-1]
     return Item(name, False, reason, needed=True)
+
+
+def _gpu(driver: Item, kernels: Item) -> list[Item]:
+    """What there is for GPUs, and which way messages go from there, and why."""
+    missing = [item.name for item in (driver, kernels) if not item.found]
+    if missing:
+        way = f"no: {' and '.join(missing)} missing"
+    else:
+        way = "through pinned host memory; MPI is not given device pointers, CUDA-aware or not"
+    nccl = "not used yet: hierarchical='auto' is off where parameters are on GPUs"
+    return [driver, kernels, Item("1-bit optimizers on GPUs", not missing, way), Item("NCCL", False, nccl)]
 
 
 def _cuda_driver() -> Item:

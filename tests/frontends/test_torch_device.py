@@ -85,8 +85,14 @@ def trained(
     return history, whole_state(parameters, optimizer)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ON_DEVICES)
+WITH_MASTERS = ("1-bit Adam, compressed", "0/1 Adam, local steps")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(kind, torch.float32) for kind in ON_DEVICES] + [(kind, torch.bfloat16) for kind in WITH_MASTERS],
+    ids=str,
+)
 def test_ranks_with_and_without_a_device_train_what_ranks_without_do(
     kind: str, dtype: torch.dtype, on_devices: Any
 ) -> None:

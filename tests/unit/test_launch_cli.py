@@ -8,7 +8,7 @@ import pytest
 
 from ocomm.errors import LaunchError
 from ocomm.launch.as_horovod import place_of
-from ocomm.launch.check import Item, render
+from ocomm.launch.check import Item, _gpu, render
 from ocomm.launch.cli import (
     install_horovodrun,
     main,
@@ -140,6 +140,16 @@ timeline:
 stall_check: {enabled: true, warning_time_seconds: 5}
 logging: {level: debug}
 """
+
+
+def test_the_build_report_says_which_way_messages_leave_a_gpu_and_why_none_do():
+    driver, kernels = Item("CUDA driver", True, "1 device"), Item("CUDA kernels (numba-cuda)", True, "0.30")
+    both = {item.name: item for item in _gpu(driver, kernels)}
+    assert both["1-bit optimizers on GPUs"].found
+    assert both["1-bit optimizers on GPUs"].detail.startswith("through pinned host memory")
+    assert "hierarchical='auto' is off" in both["NCCL"].detail
+    neither = _gpu(Item("CUDA driver", False), Item("CUDA kernels (numba-cuda)", False))
+    assert neither[2].detail == "no: CUDA driver and CUDA kernels (numba-cuda) missing"
 
 
 def test_a_config_file_says_what_flags_say_and_the_command_line_wins(tmp_path):

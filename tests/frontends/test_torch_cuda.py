@@ -1,0 +1,118 @@
+"""Training with the CUDA kernels: on a GPU that all ranks share, or in numba's simulator, on one rank.
+
+The law is the same training in the host's memory. Where there are no scales every bit is the same; scales may differ in
+their last bits, and Torch's own Adam rounds differently on a GPU, so that now and then a sign is another one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ocomm.session import Session
+from ocomm_torch import compressed, mpi_ops
+from ocomm_torch.placement import placement
+from tests.fake_device import FakeDevice
+from tests.frontends.every_kind import KINDS
+from tests.frontends.fake_placement import FakePlacement
+from tests.frontends.onebit_jobs import digest, gradients, initial
+from tests.worlds import MPI_SIZE, run_ranks
+
+GPU = torch.cuda.is_available()
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+if not (GPU or SIMULATED):
+    pytest.skip("no GPU that Torch can use, and NUMBA_ENABLE_CUDASIM is not 1", allow_module_level=True)
+
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # see tests/contract/test_cuda.py
+
+#: Kinds whose messages have no scales and whose dense steps, if any, are ocomm's own.
+EXACT = ("Birder", "SoftSignSGD", "Lion")
+NEAR = ("1-bit Adam, compressed", "0/1 Adam, local steps")
+SHAPES = ((70, 130), (4097,), (33,), (1,)) if GPU else ((5, 7), (33,))
+STEPS = 20 if GPU else 3
+RANKS = MPI_SIZE or 1
+
+
+def trained(kind: str, session: Session, device: str, dtype: torch.dtype = torch.float32) -> list[np.ndarray]:
+    assert session.topology is not None
+    parameters = [torch.nn.Parameter(torch.from_numpy(a).to(device, dtype)) for a in initial(SHAPES)]
+    optimizer = KINDS[kind].wrap(parameters)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        for parameter, grad in zip(parameters, gradients(step, session.topology.rank, SHAPES), strict=True):
+            assert grad is not None
+            (parameter * torch.from_numpy(grad).to(device, dtype)).sum().backward()
+        optimizer.step()
+    return [p.detach().float().cpu().numpy() for p in parameters]
+
+
+@pytest.fixture
+def on_host_and_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Any], list[Any]]]:
+    def train(kind: str, dtype: torch.dtype = torch.float32) -> tuple[list[Any], list[Any]]:
+        expected = run_ranks(RANKS, lambda s: trained(kind, s, "cpu", dtype))
+        if not GPU:
+            loops = importlib.import_module("ocomm.kernels.cuda")
+            monkeypatch.setattr(
+                compressed, "placement", lambda *_: FakePlacement(FakeDevice(inner=loops.CudaKernels()))
+            )
+        got = run_ranks(RANKS, lambda s: trained(kind, s, "cuda" if GPU else "cpu", dtype))
+        monkeypatch.setattr(compressed, "placement", placement)
+        assert len({digest(arrays) for arrays in got}) == 1, "all ranks hold the same bits"
+        return expected[0], got[0]
+
+    return train
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_what_has_no_scales_has_the_bits_of_the_host(kind: str, on_host_and_gpu: Any) -> None:
+    expected, got = on_host_and_gpu(kind)
+    assert digest(got) == digest(expected)
+
+
+@pytest.mark.parametrize("kind", NEAR)
+def test_what_has_scales_is_near(kind: str, on_host_and_gpu: Any) -> None:
+    expected, got = on_host_and_gpu(kind)
+    moved = np.concatenate([(e - i).ravel() for e, i in zip(expected, initial(SHAPES), strict=True)])
+    apart = np.concatenate([(g - e).ravel() for g, e in zip(got, expected, strict=True)])
+    assert np.isfinite(apart).all()
+    assert np.linalg.norm(apart) < 0.05 * np.linalg.norm(moved)
+
+
+@pytest.mark.skipif(not GPU, reason="the fake device has Torch's tensors of the host")
+class TestOnAGpu:
+    def test_low_precision_parameters_follow_their_masters(self, on_host_and_gpu: Any) -> None:
+        expected, got = on_host_and_gpu("Lion", torch.bfloat16)
+        assert digest(got) == digest(expected)
+
+    def test_dense_collectives_take_tensors_of_the_gpu(self) -> None:
+        def body(session: Session) -> Any:
+            assert session.topology is not None
+            tensor = torch.arange(1000.0, device="cuda") + session.topology.rank
+            mpi_ops.allreduce_(tensor, name="in place")
+            return tensor.cpu(), mpi_ops.allreduce(tensor.half(), name="new"), tensor.device
+
+        for result, new, device in run_ranks(RANKS, body):
+            expected = torch.arange(1000.0) + (RANKS - 1) / 2
+            assert torch.equal(result, expected) and new.device == device
+            assert torch.equal(new.cpu(), expected.half())
+
+    def test_a_compressed_step_never_waits_for_the_gpu(self) -> None:
+        def body(session: Session) -> list[int]:
+            parameters = [torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))]
+            optimizer = KINDS["1-bit Adam, compressed"].wrap(parameters)
+            waits = []
+            for _ in range(10):
+                optimizer.zero_grad()
+                (parameters[0] * 2).sum().backward()
+                optimizer.step()
+                waits.append(optimizer._driver.core.home.waits)
+            return waits
+
+        for waits in run_ranks(RANKS, body):
+            assert waits[5] == waits[-1]
