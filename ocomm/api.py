@@ -43,7 +43,8 @@ Product = ReduceOp.PRODUCT
 def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Joins the job; a second call is a no-op. Collective over all ranks.
 
-    ``comm``: None for all ranks, an mpi4py communicator (which is duplicated), or the list of all world ranks.
+    ``comm``: None for all ranks, an mpi4py communicator (which is duplicated), or a list of the launcher's ranks, which
+    are the ranks 0, 1, ... of a job of their own. Those that are not in it call ``init`` with lists of theirs.
     ``process_sets``: the same list on all ranks, or "dynamic", Horovod's word for sets that are added later. Raises
     LaunchError where this process is not a rank of the job it seems to belong to or some ranks do not come,
     SettingsError for settings that are wrong or differ between ranks, InvalidRequestError for wrong arguments.
@@ -58,12 +59,15 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
     if isinstance(comm, (list, tuple, range)):
         launch = read_launch(os.environ)
         world = range(launch.size if launch else 1)
-        if len(comm) and sorted(comm) != list(world):
+        comm = list(comm) or list(world)
+        me = launch.rank if launch else 0
+        if len(set(comm)) < len(comm) or not set(comm) <= set(world) or me not in comm:
             raise InvalidRequestError(
-                f"init(comm={list(comm)}): the job has the ranks {list(world)}, and starting on a part of them is not "
-                "supported. Start fewer ranks, or call init(process_sets=[ProcessSet([...])])."
+                f"init(comm={comm}) on rank {me}: give each rank the list that it is in, of distinct ranks of "
+                f"{list(world)}."
             )
-        comm = None
+        if comm == list(world):
+            comm = None
     sessions.initialize(comm, [ps.ranks for ps in sets])
 
 

@@ -68,6 +68,7 @@ class Session:
         self.timeline: Timeline | None = None
         self.left_in_order = True  # whether the last shutdown was clean on all ranks
         self.supervisor: Supervisor | None = None  # of an elastic job; stays when the session is started again
+        self.launch_ranks: Sequence[int] = ()  # the launcher's numbers of the ranks, where they are others
         self._pid = 0
         self._starts = 0  # with a timeline from the settings
         self._scratch = Scratch(0)
@@ -134,7 +135,7 @@ class Session:
             engine,
             settings,
             on_start=lambda: None if core is None else os.sched_setaffinity(0, {core}),
-            on_loss=lambda lost: self.supervisor.say_lost(lost) if self.supervisor else None,
+            on_loss=self._say_lost,
         )
         self.sets = {0: world}
         self.set_ranks = {0: tuple(range(control.size))}
@@ -152,6 +153,13 @@ class Session:
             self._write_timeline(settings.timeline, settings.timeline_mark_cycles, self._starts)
         runtime.start()
         self.runtime = runtime
+
+    def _say_lost(self, lost: dict[int, str]) -> None:
+        """Tells the supervisor, if there is one, of ranks that have failed; it knows them by the launcher's numbers."""
+        if self.supervisor is not None:
+            self.supervisor.say_lost(
+                {self.launch_ranks[rank] if self.launch_ranks else rank: lost[rank] for rank in lost}
+            )
 
     def shutdown(self, failed: bool = False, why: str = "shut down") -> bool:
         """Leaves the job; True if all ranks did so in order. Collective unless ``failed``. No-op before ``start``."""
@@ -632,6 +640,7 @@ def _start_mpi(
         )
     with _Arrival(launch, settings.start_timeout_s):
         world = mpi.open_world(communicator)
+    session.launch_ranks = () if communicator is None else mpi.world_ranks(world.communicator)
     if communicator is None and launch is not None and launch.size != world.size:
         if launch.variable == "SLURM_NTASKS":
             raise LaunchError(
@@ -647,7 +656,12 @@ def _start_mpi(
     if settings.elastic_supervisor and session.supervisor is None:
         rank = launch.rank if launch else world.rank
         key = bytes.fromhex(os.environ.get(KEY, ""))
-        session.supervisor = Supervisor(settings.elastic_supervisor, key, rank, settings.elastic_generation)
+        try:
+            session.supervisor = Supervisor(settings.elastic_supervisor, key, rank, settings.elastic_generation)
+        except LaunchError as error:
+            if settings.elastic_folder:
+                raise
+            _log.warning("%s Where a host is lost the launcher may wait for it for ever.", error)
     session.start(world, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
 
 
@@ -718,7 +732,7 @@ def _at_exit() -> None:
     if session.is_forked:
         return
     if session.supervisor is not None and _raised and session.is_initialized and not session.has_failed:
-        session.supervisor.say_lost({session.require_topology().rank: _raised[0]})
+        session._say_lost({session.require_topology().rank: _raised[0]})
     elif session.supervisor is not None and not _raised:
         session.supervisor.say("bye")
     session.shutdown(bool(_raised), _raised[0] if _raised else "shut down")

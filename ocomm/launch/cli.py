@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import shutil
@@ -72,6 +73,9 @@ def main(args: Sequence[str] | None = None) -> int:
             return 0 if complete else 1
         if is_elastic(options):
             return make_supervisor(options, os.environ).run()
+        watcher = make_watcher(options, os.environ)
+        if watcher is not None:
+            return watcher.run()
         line = plan(options, os.environ)
         if options.verbose:
             print(f"ocommrun: {line}", file=sys.stderr)
@@ -132,6 +136,23 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     ask = _asker(options, launcher, environ)
     script, slots = options.host_discovery_script, options.slots_per_host
     return Supervisor(request, launcher, limits, ask, fixed, script, slots, options.verbose)
+
+
+def make_watcher(options: argparse.Namespace, environ: Mapping[str, str]) -> Supervisor | None:
+    """The supervisor of a job on several hosts which is not elastic; None for others. Raises LaunchError."""
+    if options.hosts is None and options.hostfile is None:
+        return None
+    hosts = _hosts(options, in_allocation=False)
+    request, launcher = _request(options, environ)
+    ask = _asker(options, launcher, environ)
+    states = ask([host.name for host in hosts])
+    reach.require_reachable(states)
+    if launcher.flavour is Flavour.SRUN or all(state.is_local for state in states):
+        return None
+    build(replace(request, hosts=hosts, spans_hosts=True), launcher)  # says what cannot be
+    ranks = request.num_proc
+    limits = Limits(ranks, ranks, ranks, resets=0, patience_s=math.inf)
+    return Supervisor(request, launcher, limits, ask, hosts, verbose=options.verbose, is_elastic=False)
 
 
 def _in_allocation(environ: Mapping[str, str]) -> bool:

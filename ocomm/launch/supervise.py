@@ -1,4 +1,7 @@
-"""Runs an elastic job: one MPI job after the other, until one ends well or ``generations`` says that none can."""
+"""Runs an elastic job: one MPI job after the other, until one ends well or ``generations`` says that none can.
+
+Other jobs of several hosts are one generation: they, too, end when a host is lost, for which the launcher would wait.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,8 @@ _CLEAN_S = 30.0
 class Supervisor:
     """Of a job: ``request`` is that of a generation, but for hosts and ranks.
 
-    ``ask`` finds out which hosts can be reached. ``fixed`` are the hosts if no ``script`` discovers them.
+    ``ask`` finds out which hosts can be reached. ``fixed`` are the hosts if no ``script`` discovers them. Where not
+    ``is_elastic`` there is one generation, and nothing is kept for another.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class Supervisor:
         script: str | None = None,
         slots_per_host: int | None = None,
         verbose: bool = False,
+        is_elastic: bool = True,
     ) -> None:
+        self.is_elastic = is_elastic
         self.request = request
         self.launcher = launcher
         self.generations = Generations(limits, time.monotonic())
@@ -96,7 +102,8 @@ class Supervisor:
             self._look_around()
             step = self.generations.next(time.monotonic())
             if isinstance(step, End):
-                _say(f"the job ends: {step.why.rstrip('.')}.{self._where_commits_are()}")
+                if self.is_elastic:
+                    _say(f"the job ends: {step.why.rstrip('.')}.{self._where_commits_are()}")
                 return code or 1
             if isinstance(step, Wait):
                 if step.why != said:
@@ -125,7 +132,10 @@ class Supervisor:
                 failures = job.failures(self._lost)
                 self.generations.ended(now_s, failures, f"the launcher ended with status {code}")
                 who = "; ".join(map(str, failures)) or f"the launcher ended with status {code}"
-                _say(f"generation {step.number} failed: {who}; its last commit was {job.commit or 'none'}")
+                if self.is_elastic:
+                    _say(f"generation {step.number} failed: {who}; its last commit was {job.commit or 'none'}")
+                elif failures:
+                    _say(f"the job failed: {who}")
         _say(f"ended by {signal.Signals(self._asked_to_end).name}.{self._where_commits_are()}")
         return 128 + self._asked_to_end
 
@@ -159,7 +169,7 @@ class Supervisor:
         self._used |= hosts
         settings = {
             **self.request.settings,
-            "OCOMM_ELASTIC_FOLDER": self.folder,
+            **({"OCOMM_ELASTIC_FOLDER": self.folder} if self.is_elastic else {}),
             "OCOMM_ELASTIC_GENERATION": str(step.number),
             "OCOMM_ELASTIC_SUPERVISOR": ",".join(f"{name}:{port}" for name in _own_addresses(hosts)),
         }
@@ -175,7 +185,8 @@ class Supervisor:
             ),
             self.launcher,
         )
-        _say(f"generation {step.number}: {ranks} ranks on {','.join(map(str, step.hosts))}")
+        if self.is_elastic:
+            _say(f"generation {step.number}: {ranks} ranks on {','.join(map(str, step.hosts))}")
         if self._verbose:
             _say(str(line))
         if line.make_directory is not None:
@@ -191,7 +202,7 @@ class Supervisor:
 
     def _clean(self) -> None:
         """Removes the commits of a job that has ended well, on all hosts that it has used."""
-        if not self._is_own_folder:
+        if not self._is_own_folder or not self.is_elastic:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
         others = [name for name, is_local in self._used.items() if not is_local]
@@ -327,7 +338,7 @@ class _Job:
             if message["generation"] != self.step.number:
                 raise EOFError  # of a generation that is over
             self._lines[line] = message["rank"]
-            self._hosts[message["rank"]] = self._name_of(message["rank"])
+            self._hosts[message["rank"]] = message["host"]
             if self._told:
                 self._tell([line])
         elif word == "commit":
@@ -340,7 +351,11 @@ class _Job:
             self._lines[line] = -1  # it may go now
 
     def _name_of(self, rank: int) -> str:
-        """The host of a rank by the name that we know it by: ranks fill the hosts in order."""
+        """The host of a rank by the name that we know it by. By another than its own ranks fill the hosts in order."""
+        own = self._hosts.get(rank, "")
+        for host in self.step.hosts:
+            if own and host.name.partition(".")[0] == own.partition(".")[0]:
+                return host.name
         for host in self.step.hosts:
             if rank < host.slots:
                 return host.name

@@ -1,8 +1,8 @@
-"""The line from a rank of an elastic job to the ``ocommrun`` that supervises it: JSON over a socket, both ways.
+"""The line from a rank to the ``ocommrun`` that supervises its job: JSON over a socket, both ways.
 
 A rank says:
 
-    {"word": "here", "rank": 3, "generation": 1}                   first
+    {"word": "here", "rank": 3, "host": "b", "generation": 1}      first
     {"word": "commit", "number": 12}                               a commit that a later generation can restore
     {"word": "lost", "ranks": {"2": "has not answered for 7 s"}}   these have failed, as this rank knows
     {"word": "leave"}                                              it ends in order, for a generation on other hosts
@@ -42,7 +42,7 @@ class Supervisor:
         self._rank = rank
         self._lock = threading.Lock()
         self._connection = _connect(addresses, key)
-        self.say("here", rank=rank, generation=generation)
+        self.say("here", rank=rank, host=socket.gethostname(), generation=generation)
         threading.Thread(target=self._listen, name="ocomm-supervisor", daemon=True).start()
 
     def say(self, word: str, **more: Any) -> None:

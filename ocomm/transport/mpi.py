@@ -62,8 +62,14 @@ def _initialize(mpi: ModuleType) -> None:
 
 
 def open_world(communicator: Any = None) -> MpiTransport:
-    """A duplicate of ``communicator`` (an mpi4py Comm), of COMM_WORLD by default. Initialises MPI; collective."""
+    """A duplicate of ``communicator`` (an mpi4py Comm), of COMM_WORLD by default; or of a part of that, given as ranks.
+
+    Initialises MPI. Collective over those that take part, and over all where it is the first call.
+    """
     mpi = _load()
+    if isinstance(communicator, Sequence):
+        group = mpi.COMM_WORLD.Get_group().Incl(list(communicator))
+        return MpiTransport(mpi, mpi.COMM_WORLD.Create_group(group))
     return MpiTransport(mpi, (communicator or mpi.COMM_WORLD).Dup())
 
 

@@ -5,7 +5,7 @@
 Four hosts of a lab with one rank each train without end (``train_until_harmed.py``). Then a rank is killed or stopped,
 or its host's cable is cut, for a while or for good. The job must end by itself soon, with an error that names the rank;
 after a short pause of a rank or a cable it must go on, with the same parameters on all ranks. Behind a cut cable mpirun
-waits for its daemon there, which it cannot reach: then it is the ranks that must end, on both sides.
+waits for its daemon there, which it cannot reach: ocommrun ends it, and the ranks must end on both sides.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Ended:
     @property
     def faults(self) -> list[str]:
         """What is not as it should be; empty if all is well."""
-        if self.code is None and (self.harm.kind != "cut" or self.stacks):
+        if self.code is None or self.stacks:
             return [f"no end after {self.seconds:.0f} s"]
         if not self.harm.is_deadly:
             well = self.code == 0 and not self.said and len(self.digests) == RANKS and len(set(self.digests)) == 1
@@ -124,7 +124,9 @@ def endure(harm: Harm) -> Ended:
     """Starts a job, does the harm, and waits for the end of the job, but not for ever."""
     with tempfile.TemporaryDirectory() as name, Lab(RANKS, RATE) as lab, ThreadPoolExecutor(1) as pool:
         folder = Path(name)
-        command = lab.mpirun(RANKS, [sys.executable, str(PROGRAM), name])
+        hosts = ",".join(f"{name}:1" for name in lab.names)
+        flags = ["-np", str(RANKS), "-H", hosts, "--mpi-args", " ".join(lab.mpi_options())]
+        command = lab.on(None, [sys.executable, "-m", "ocomm.launch", *flags, sys.executable, str(PROGRAM), name])
         patience_s = START_S + harm.after_s + harm.limit_s + 30
         job = pool.submit(lab.run, command, patience_s, harm.environment)
         try:
@@ -148,16 +150,16 @@ def _endure(harm: Harm, lab: Lab, folder: Path, job: Future[subprocess.Completed
     do(harm, lab, folder)
     if not harm.is_deadly:
         (folder / "enough").touch()
-    ranks_left = True
-    while not job.done() and ranks_left and time.monotonic() - begin < harm.limit_s:
+    while not job.done() and time.monotonic() - begin < harm.limit_s:
         time.sleep(0.1)
-        ranks_left = harm.kind != "cut" or _any_alive(lab, folder)
     seconds = time.monotonic() - begin
     code, output, stacks = None, "", {}
     if job.done():
         done = job.result()
         code, output = done.returncode, done.stdout + done.stderr
-    elif ranks_left:
+    while harm.kind == "cut" and _any_alive(lab, folder) and time.monotonic() - begin < harm.limit_s:
+        time.sleep(0.1)
+    if code is None or (harm.is_deadly and _any_alive(lab, folder)):
         stacks = _stacks(lab, folder)
     said = {rank: path for rank in range(RANKS) if (path := folder / f"error-{rank}").exists()}
     return Ended(
@@ -231,7 +233,7 @@ def table(all_ended: Sequence[Ended]) -> str:
         deadline = "" if harm.kind == "kill" else f"{harm.by} {harm.deadline_s} s"
         cells = [
             *(harm.kind, str(harm.victim), deadline, f"{harm.after_s:.1f}", ended.doing),
-            *("mpirun waits" if ended.code is None else str(ended.code), f"{max(heard):.1f}" if heard else ""),
+            *("none" if ended.code is None else str(ended.code), f"{max(heard):.1f}" if heard else ""),
             *(f"{ended.seconds:.1f}", ", ".join(ended.named_by), "; ".join(ended.faults)),
         ]
         lines.append("| " + " | ".join(cells) + " |")

@@ -260,6 +260,22 @@ if __name__ == "__main__":
     ]
 
 
+def test_parts_of_the_ranks_are_jobs_of_their_own_in_the_order_of_their_lists() -> None:
+    script = """
+import ocomm
+me = int(os.environ["OMPI_COMM_WORLD_RANK"])
+for comm in ([1] if me == 1 else [2, 0], None):
+    ocomm.init(comm=comm)
+    total = ocomm.allreduce(np.full(2, me + 1.0), op=ocomm.Sum)
+    say(f"{me} is {ocomm.rank()} of {ocomm.size()}: {total[0]:.0f}")
+    ocomm.shutdown()
+"""
+    ended = mpirun(3, script)
+    assert (ended.code, ended.said) == (
+        0, ["0 is 0 of 3: 6", "0 is 1 of 2: 4", "1 is 0 of 1: 2", "1 is 1 of 3: 6", "2 is 0 of 2: 4", "2 is 2 of 3: 6"]
+    )  # fmt: skip
+
+
 def test_coming_back_twenty_times_leaves_nothing_behind() -> None:
     script = """
 import psutil

@@ -378,12 +378,11 @@ class TestTheJob:
         )
 
     @threads_only
-    def test_a_part_of_the_world_cannot_start_alone(self) -> None:
+    def test_ranks_that_are_not_there_cannot_start(self) -> None:
         with pytest.raises(InvalidRequestError) as error:
             ocomm.init(comm=[0, 2])
         assert str(error.value) == (
-            "init(comm=[0, 2]): the job has the ranks [0], and starting on a part of them is not supported. Start "
-            "fewer ranks, or call init(process_sets=[ProcessSet([...])])."
+            "init(comm=[0, 2]) on rank 0: give each rank the list that it is in, of distinct ranks of [0]."
         )
         with pytest.raises(InvalidRequestError, match=r"pass the list of all ProcessSets"):
             ocomm.init(process_sets="static")
