@@ -35,6 +35,7 @@ from ocomm.api import (
 from ocomm.errors import HorovodInternalError, HostsUpdatedInterrupt
 from ocomm.operations import ProcessSet, add_process_set, global_process_set, remove_process_set
 from ocomm.version import __version__
+from ocomm_tf import elastic
 from ocomm_tf.compression import Compression
 from ocomm_tf.functions import (
     BroadcastGlobalVariablesHook,
@@ -101,6 +102,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

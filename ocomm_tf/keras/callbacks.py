@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from ocomm import api
+from ocomm.elastic import State
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm_tf import mpi_ops
@@ -247,6 +248,81 @@ class ReplicaChecksumCallback(_Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compares."""
         check_replicas(self.model.trainable_variables, self.process_set)
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commits an elastic ``state`` after every ``batches_per_commit`` batches, and at the end of every epoch.
+
+    Put it behind the two that count batches and epochs.
+    """
+
+    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self._since = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Commits, if it is time to."""
+        self._since += 1
+        if self._since >= self.batches_per_commit:
+            self._commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commits."""
+        self._commit()
+
+    def _commit(self) -> None:
+        self._since = 0
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """Counts in ``state.batch`` the batches that are done in this epoch; 0 at its end.
+
+    Where training goes on from such a state, leave those batches out of the first epoch.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._begun = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begins where the state is."""
+        self._begun = self.state.batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Counts."""
+        self.state.batch = self._begun + batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Begins anew."""
+        self._begun = self.state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """Counts in ``state.epoch`` the epochs that are done: ``fit(initial_epoch=state.epoch, epochs=EPOCHS)``, or, as
+    with Horovod, ``fit(epochs=EPOCHS - state.epoch)``."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._before: int | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """A new fit."""
+        self._before = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """The first one tells how many are not counted by Keras."""
+        if self._before is None:
+            self._before = self.state.epoch - epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Counts."""
+        assert self._before is not None
+        self.state.epoch = self._before + epoch + 1
 
 
 def _number(value: Any) -> float:

@@ -28,6 +28,7 @@ from ocomm.training.adam import dense_step
 from ocomm.training.birder import BirderDriver
 from ocomm.training.driver import Common, Driver, Group
 from ocomm.training.onebit_adam import OneBitAdamDriver
+from ocomm.training.resume import Source, one_state
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
 from ocomm_tf import engine, mpi_ops
 from ocomm_tf.functions import agree_on, name_of
@@ -45,15 +46,18 @@ MakeDriver = Callable[[Session, int, "Host"], Driver]
 
 
 class Host:
-    """See ``training.driver.Host``: parameters and gradients in host memory, in wire order."""
+    """See ``training.driver.Host``: parameters and gradients in host memory, in wire order.
+
+    Graphs that were traced know it, so an optimizer has one for good; ``connect`` gives it a driver.
+    """
 
     framework = "keras"
     kernels: Kernels | None = None
+    driver: Driver
 
-    def __init__(
-        self, optimizer: Any, places: Sequence[Place], session: Session, process_set: ProcessSet, make: MakeDriver
-    ) -> None:
+    def __init__(self, optimizer: Any, places: Sequence[Place], process_set: ProcessSet, make: MakeDriver) -> None:
         self.places = places
+        self._process_set, self._make = process_set, make
         self.parameters: list[Floats] = [aligned(4 * place.spec.numel).view(np.float32) for place in places]
         #: Of Adam's warm-up; None once a tensor is compressed.
         self.adam: list[DenseAdam | None] = [None] * len(places)
@@ -65,8 +69,26 @@ class Host:
         self._decay = float(optimizer.weight_decay or 0.0)
         decayed = [optimizer._use_weight_decay(optimizer._trainable_variables[place.index]) for place in places]
         self._decayed = np.flatnonzero(decayed), np.flatnonzero(np.logical_not(decayed))
-        self.driver = make(session, process_set.number(session), self)
+
+    def connect(self, session: Session) -> None:
+        """A driver that has taken no step, among the ranks that there are now. Collective."""
+        self.adam = [None] * len(self.places)
+        self._gradients = [None] * len(self.places)
+        self._handed.clear()
+        #: With whom the driver exchanges.
+        self.runtime = session.runtime
+        self.driver = self._make(session, self._process_set.number(session), self)
         self.driver.core.tensors["param"] = [p.__array_interface__["data"][0] for p in self.parameters]
+
+    def read(self, variables: Sequence[Any]) -> None:
+        """Takes the parameters from the optimizer's variables."""
+        for parameter, place in zip(self.parameters, self.places, strict=True):
+            parameter[:] = place.to_wire(variables[place.index].numpy())
+
+    def write(self, variables: Sequence[Any]) -> None:
+        """The inverse."""
+        for parameter, place in zip(self.parameters, self.places, strict=True):
+            variables[place.index].assign(place.from_wire(parameter))
 
     def step(self, lr: float, indices: Sequence[int], gradients: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """One step on all ranks. Gradients and values are those of the variables ``indices``; returns new values."""
@@ -205,11 +227,13 @@ class Compressed(Distributed):
         self._start()
 
     def _start(self: Any) -> None:
-        process_set, names, make = self._setup
-        variables = self._trainable_variables
-        agreed = agree_on(f"Distributed{self._kind}", variables, process_set) if names is None else []
-        host = Host(self, places_of(variables, names, agreed), sessions.current(), process_set, make)
-        self.__dict__["_host"] = host  # past Keras, which would look into it for variables
+        if self._host is None:
+            process_set, names, make = self._setup
+            variables = self._trainable_variables
+            agreed = agree_on(f"Distributed{self._kind}", variables, process_set) if names is None else []
+            host = Host(self, places_of(variables, names, agreed), process_set, make)
+            self.__dict__["_host"] = host  # past Keras, which would look into it for variables
+        self._host.connect(sessions.current())
         with tf.init_scope():  # a graph may be under construction, in which variables have no values
             self._adopt_moments()
 
@@ -250,6 +274,55 @@ class Compressed(Distributed):
             raise InvalidRequestError("there is nothing to report before the optimizer is built.")
         return self._host.driver.report()
 
+    # State: with everything, for elastic jobs
+
+    def ocomm_state(self: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """What is the same on all ranks: the optimizer's variables, and what only ocomm knows."""
+        self._export_moments()
+        self._host.read(self._trainable_variables)
+        return [v.numpy() for v in self.variables], self._host.driver.state()
+
+    def ocomm_load_state(self: Any, state: tuple[list[np.ndarray], dict[str, Any]]) -> None:
+        """The inverse, when the model's variables are in place. Collective after ``init``."""
+        for variable, value in zip(self.variables, state[0], strict=True):
+            variable.assign(value)
+        host: Host = self._host
+        self.ocomm_reconnect(keep=False)
+        host.read(self._trainable_variables)
+        self._restore_moments()
+        host.driver.load_state(state[1])
+
+    def ocomm_rank_state(self: Any) -> dict[str, Any]:
+        """What only this rank knows."""
+        self._host.read(self._trainable_variables)
+        return self._host.driver.rank_state()
+
+    def ocomm_load_rank_state(self: Any, source: Source) -> dict[str, Any]:
+        """The inverse, after ``ocomm_load_state``; see the driver's. Collective."""
+        host: Host = self._host
+        host.read(self._trainable_variables)
+        done = host.driver.load_rank_state(source)
+        host.write(self._trainable_variables)
+        return done
+
+    def ocomm_reconnect(self: Any, keep: bool = True) -> None:
+        """After ``shutdown`` and ``init``: exchanges with the ranks that there are now. Collective; else a no-op.
+
+        ``keep``: goes on where it was. If not, a state must be loaded.
+        """
+        host: Host = self._host
+        session = sessions.current()
+        if host.runtime is session.runtime:
+            return
+        kept = (self.ocomm_state(), self.ocomm_rank_state()) if keep else None
+        host.connect(session)
+        if kept is not None:
+            self.ocomm_load_state(kept[0])
+            self.ocomm_load_rank_state(one_state(kept[1]))
+
+    def _restore_moments(self: Any) -> None:
+        """Takes Adam's m and v from the optimizer's variables, before a state that has none is loaded."""
+
     # State: plain Keras' variables, so that a saved model loads without ocomm
 
     def _adopt_moments(self: Any) -> None:
@@ -289,6 +362,11 @@ class CompressedAdam(Compressed):
                 self._momentums[place.index].assign(place.from_wire(found[0]))
                 self._velocities[place.index].assign(place.from_wire(found[1]))
 
+    def _restore_moments(self: Any) -> None:
+        host: Host = self._host
+        if int(self.iterations.numpy()):
+            host.adam = [DenseAdam(*self._saved(place)) for place in host.places]
+
     def _saved(self: Any, place: Place) -> tuple[Floats, Floats, int]:
         arrays = (self._momentums[place.index].numpy(), self._velocities[place.index].numpy())
         momentum, variance = (place.to_wire(array).copy() for array in arrays)
@@ -299,13 +377,9 @@ class OneBitAdam(CompressedAdam):
     _kind = "OneBitAdam"
 
     def _adopt_moments(self: Any) -> None:
-        if not int(self.iterations.numpy()):
-            return
-        host: Host = self._host
-        for number, place in enumerate(host.places):
-            state = host.adam[number] = DenseAdam.fresh(place.spec.numel)
-            state.momentum[:], state.variance[:], state.step = self._saved(place)
-        host.driver.continue_plain()  # type: ignore[attr-defined]
+        if int(self.iterations.numpy()):
+            self._restore_moments()
+            self._host.driver.continue_plain()
 
     def _moments(self: Any, host: Host, number: int) -> tuple[Floats, Floats] | None:
         state = host.adam[number]

@@ -1,0 +1,125 @@
+"""Elastic states of TensorFlow and Keras, and the loop that goes on from the last commit, in a real job."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+
+import numpy as np  # noqa: E402
+
+import ocomm_tf.keras as hvd  # noqa: E402
+from ocomm.session import Session  # noqa: E402
+from tests.cluster.jobs import run_job  # noqa: E402
+from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+
+JOB = """
+import json, sys
+import keras
+import numpy as np
+import tensorflow as tf
+import ocomm_tf.keras as hvd
+
+BATCHES, EPOCHS = 4, 3
+WAYS = {
+    "dense": lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)),
+    "1-bit Adam": lambda: hvd.DistributedOneBitAdam(keras.optimizers.Adam(0.05), freeze_step=3),
+    "0/1 Adam": lambda: hvd.DistributedZeroOneAdam(keras.optimizers.Adam(0.05)),
+    "Lion": lambda: hvd.DistributedLion(keras.optimizers.Lion(0.01)),
+}
+
+class Fails(keras.callbacks.Callback):
+    def __init__(self, epoch, batch):
+        super().__init__()
+        self.epoch, self.batch, self.now, self.failed = epoch, batch, 0, False
+        self.function = tf.function(lambda x: hvd.allreduce(x, name="different"))
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.now = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.now, batch) == (self.epoch, self.batch) and not self.failed:
+            self.failed = True
+            self.function(tf.ones([1 + hvd.rank()]))
+
+def run(way, epoch, batch):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, kernel_initializer="ones")])
+    model.compile(WAYS[way](), loss="mse")
+    random = np.random.default_rng(hvd.rank())
+    x, y = random.normal(size=(8 * BATCHES, 4)), random.normal(size=(8 * BATCHES, 2))
+    fails, calls = Fails(epoch, batch), []
+    state = hvd.elastic.TensorFlowKerasState(model, epoch=0, batch=0)
+
+    @hvd.elastic.run
+    def train(state):
+        calls.append([state.epoch, state.batch])
+        callbacks = [
+            hvd.callbacks.UpdateBatchStateCallback(state),
+            hvd.callbacks.UpdateEpochStateCallback(state),
+            fails,
+            hvd.callbacks.CommitStateCallback(state, BATCHES),
+        ]
+        model.fit(x, y, batch_size=8, initial_epoch=state.epoch, epochs=EPOCHS, shuffle=False, verbose=0,
+                  callbacks=callbacks)
+
+    train(state)
+    assert (state.epoch, state.batch) == (EPOCHS, 0)
+    return {"weights": [w.numpy().tolist() for w in model.weights], "calls": calls}
+
+hvd.init()
+results = {way: [run(way, -1, 0), run(way, 1, 2)] for way in WAYS}
+open(f"{sys.argv[1]}.{hvd.rank()}", "w").write(json.dumps(results))
+"""
+
+
+@pytest.mark.skipif(MPI_SIZE > 0, reason="starts jobs of its own")
+def test_a_fit_that_fails_inside_a_graph_goes_on_and_ends_where_it_would_have(tmp_path: Path) -> None:
+    done = run_job(2, JOB, str(tmp_path / "result"), timeout_s=100.0, TF_CPP_MIN_LOG_LEVEL="2")
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"result.{rank}").read_text()) for rank in range(2))
+    assert first == second and len(first) == 4
+    for undisturbed, failed in first.values():
+        assert undisturbed["calls"] == [[0, 0]]
+        assert failed["calls"] == [[0, 0], [1, 0]]
+        assert failed["weights"] == undisturbed["weights"]
+
+
+def test_variables_are_restored_in_place_and_synchronized_from_rank_zero() -> None:
+    def body(session: Session) -> None:
+        me = hvd.rank()
+        variables = [tf.Variable([float(me)]), keras.Variable([[1.0 + me]])]
+        state = hvd.elastic.TensorFlowState(variables, epoch=me)
+        state.sync()
+        assert state.epoch == 0 and [float(np.sum(v.numpy())) for v in variables] == [0.0, 1.0]
+        variables[0].assign([5.0])
+        state.epoch = 3
+        state.restore()
+        assert state.epoch == 0 and variables[0].numpy().tolist() == [0.0]
+        state.epoch = 4
+        state.commit()
+        assert state.commits == 1
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_hold_different_models_get_the_first_ones() -> None:
+    def body(session: Session) -> Any:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(hvd.DistributedBirder(keras.optimizers.SGD(0.1 * (1 + hvd.rank()))), loss="mse")
+        state = hvd.elastic.TensorFlowKerasState(model, best=[hvd.rank()])
+        state.sync()
+        assert state.best == [0] and abs(float(model.optimizer.learning_rate.numpy()) - 0.1) < 1e-6
+        model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
+        return [w.numpy() for w in model.weights]
+
+    first, second = run_ranks(2, body)
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
