@@ -382,7 +382,8 @@ class PythonEngine:
             self.totals["sleeps"] += 1
             self.arrival.wait(min(nap, self.idle_s, max(end - time.monotonic(), 0.0)))
             # Nobody wakes us for what goes on elsewhere.
-            nap = 50e-6 if any(s.offloaded for channel in self.channels for s in channel.active) else 2 * nap
+            offloaded = any(s.offloaded for channel in self.channels for s in channel.active)
+            nap = min(2 * nap, 5e-4) if offloaded else 2 * nap
 
     def compute(self, c: plans.Computation, segment: _Segment) -> None:
         """Runs one computation. A header that differs ends the ticket's channel."""

@@ -169,6 +169,8 @@ def test_bits_are_copied_under_the_exchange_of_those_before_and_nobody_waits(kin
         tickets = submit(channels, exchange.plans)
         assert states(tickets) == [State.DONE] * 2
     timeline.close()
+    text = (tmp_path / "timeline.json").read_text()
+    assert all(f'"{name}"' in text for name in ("COMPRESS", "AVERAGE", "DECOMPRESS")), "stages keep their names"
     trace = tickets[0].trace
     assert trace is not None
     over = [int(trace[3 * k, 2]) / 1e9 for k in range(segments)]
