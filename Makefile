@@ -25,7 +25,9 @@ demo: install
 	$(PY) -m ocomm.launch -np 2 $(PY) examples/torch_digits.py
 
 test: install
-	$(PY) -m pytest tests
+	# Ranks are threads of one process, and share its one lock: two processes keep two cores busy.
+	$(PY) -m pytest -n 2 --dist loadfile -m 'not alone' tests
+	$(PY) -m pytest -m alone tests
 	# The CUDA kernels in numba's simulator: a run of its own, because numba reads the variable when it is imported.
 	NUMBA_ENABLE_CUDASIM=1 $(PY) -m pytest -q --no-header tests/contract/test_cuda.py tests/frontends/test_torch_cuda.py
 	for n in 2 4; do \

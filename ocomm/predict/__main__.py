@@ -2,6 +2,7 @@
 
 python -m ocomm.predict --nodes 8 --ranks-per-node 8 --rate 10gbit --parameters 110e6 --compute-ms 58
 python -m ocomm.predict --parameters 336e6 --compute-ms 120 --gpu --table
+ocommrun -np 8 -H a:4,b:4 python -m ocomm.predict --probe --parameters 110e6 --compute-ms 58
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ocomm import api
 from ocomm.bench._lab import bits_per_second
+from ocomm.errors import OcommError
 from ocomm.predict.model import GPU, Codec, Network, Training, advice, calibrated, compare
+from ocomm.predict.probe import Probe, measure
 
 _RATES = ("10gbit", "100gbit", "200gbit")
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -23,8 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m ocomm.predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--nodes", type=int, default=8, help="hosts (default 8)")
-    add("--ranks-per-node", type=int, default=8, help="ranks on each (default 8)")
+    add("--probe", action="store_true", help="as ranks of a job: measure network and kernels here, for ten seconds")
+    add("--nodes", type=int, help="hosts (default 8; with --probe those of the job)")
+    add("--ranks-per-node", type=int, help="ranks on each (default 8; with --probe those of the job)")
     add("--rate", default="10gbit", help="of each host's cable (default 10gbit)")
     add("--parameters", type=float, required=True, help="of the model, such as 110e6")
     add("--compute-ms", type=float, required=True, help="of a step on one rank without communication")
@@ -44,13 +49,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     codec = GPU if args.gpu else Codec()
+    nodes, ranks_per_node = args.nodes or 8, args.ranks_per_node or 8
+    if args.probe:
+        try:
+            api.init()
+            probe = measure()
+        except (ValueError, OcommError) as error:
+            print(f"predict: {error}", file=sys.stderr)
+            return 1
+        is_teller = api.rank() == 0
+        api.shutdown()
+        if not is_teller:
+            return 0
+        network, codec = probe.network, probe.codec if not args.gpu else GPU
+        nodes, ranks_per_node = args.nodes or probe.nodes, args.ranks_per_node or probe.ranks_per_node
+        print(_found(probe))
     if args.dense_step_ms is not None:
-        network = calibrated(network, training, args.nodes, args.ranks_per_node, args.dense_step_ms / 1e3)
+        network = calibrated(network, training, nodes, ranks_per_node, args.dense_step_ms / 1e3, codec)
         print(f"the network works at {network.efficiency:.0%} of what its rate allows")
     if args.table:
-        print(_table(args.ranks_per_node, training, network, codec))
+        print(_table(ranks_per_node, training, network, codec))
         return 0
-    predictions = compare(args.nodes, args.ranks_per_node, training, network, codec)
+    predictions = compare(nodes, ranks_per_node, training, network, codec)
     rows = []
     for p in predictions.values():
         times = [1e3 * s for s in (p.step_s, p.wire_s, p.message_s, p.codec_s, p.hidden_s)]
@@ -59,6 +79,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(_columns([head, *rows]))
     print(advice(predictions))
     return 0
+
+
+def _found(probe: Probe) -> str:
+    network, codec = probe.network, probe.codec
+    found = [f"{probe.nodes} node(s) of {probe.ranks_per_node} rank(s)"]
+    if probe.nodes > 1:
+        found += [f"{network.rate / 1e6:.0f} Mbit/s per cable", f"{1e6 * network.message_s:.0f} us per message"]
+    if probe.ranks_per_node > 1:
+        found.append(f"{network.node_rate / 1e9:.2f} GB/s inside a node")
+    elements = f"{1e9 * codec.compress:.2f} ns to compress an element, {1e9 * codec.dense:.2f} ns for a dense one"
+    return "measured: " + ", ".join([*found, elements])
 
 
 def _table(ranks_per_node: int, training: Training, network: Network, codec: Codec) -> str:

@@ -1,7 +1,8 @@
 """Time of a training step from bytes, messages and passes over memory; a pure function of numbers.
 
 A step is compute (forward, backward, optimizer), what the codec adds to it, and communication. To unpack and apply
-takes the place of the optimizer's own step, and costs about as much:
+takes the place of the optimizer's own step, and costs about as much; of a dense gradient the codec is what packs it,
+sums it and puts the average where it belongs:
 
     communication = bytes on the busiest cable / its payload rate + messages of one rank * time per message
     hidden        = min(what can overlap of communication, the part of backward that is left to hide it behind)
@@ -25,6 +26,8 @@ from ocomm.bench._lab import PAYLOAD_FRACTION
 from ocomm.collectives.pipeline import LARGEST_MESSAGE_NBYTES, SEGMENTS, SMALLEST_NBYTES
 
 BLOCK = 4096
+#: Memory traffic of a dense element: into a fusion buffer and out of it, and about 6 bytes of an owner's sum.
+DENSE_NBYTES = 22.0
 METHODS = ("dense", "flat", "hierarchical", "two-hop")
 
 
@@ -46,7 +49,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Seconds per element to compress, and per sign to add up what an owner has received.
+    """Seconds per element to compress, per sign to add up what an owner has received, and per dense element.
 
     The default is one core of a server processor, as ``python -m ocomm.bench kernels`` measures it; ``GPU`` is a device
     that moves 1.2 TB/s.
@@ -54,9 +57,10 @@ class Codec:
 
     compress: float = 0.5e-9
     average: float = 0.065e-9
+    dense: float = DENSE_NBYTES / 9e9
 
 
-GPU = Codec(12.25 / 1.2e12, 0.25 / 1.2e12)
+GPU = Codec(12.25 / 1.2e12, 0.25 / 1.2e12, DENSE_NBYTES / 1.2e12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ def predict(
         nbytes = 2 * training.dense_nbytes * d * (nodes - 1) / nodes
         inside = 2 * training.dense_nbytes * d * (m - 1) / m
         messages = 2.0 * (nodes - 1) * training.dense_nbytes * d / nodes / LARGEST_MESSAGE_NBYTES
+        added = codec.dense * d * training.dense_nbytes / 4
     elif method == "flat":
         nbytes = m * 2 * packed * (n - m) / n
         inside = 2 * packed * (m - 1) / n
@@ -123,6 +128,7 @@ def predict(
     waiting = messages * network.message_s
     if n == 1:
         wire = waiting = 0.0
+        added = 0.0 if method == "dense" else added
     can_hide = (wire + waiting) * (1 - training.last)
     hidden = min(can_hide, training.backward * training.compute_s)
     step = training.compute_s + added + wire + waiting - hidden
@@ -153,11 +159,18 @@ def advice(predictions: dict[str, Prediction]) -> str:
     return f"use {best.method}: {gain:.2f} times as fast as dense"
 
 
-def calibrated(network: Network, training: Training, nodes: int, ranks_per_node: int, dense_step_s: float) -> Network:
+def calibrated(
+    network: Network,
+    training: Training,
+    nodes: int,
+    ranks_per_node: int,
+    dense_step_s: float,
+    codec: Codec = Codec(),
+) -> Network:
     """The network whose efficiency makes the dense step take as long as was measured; 1 where it was faster."""
     low, high = 0.01, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        guess = predict("dense", nodes, ranks_per_node, training, replace(network, efficiency=middle), Codec())
+        guess = predict("dense", nodes, ranks_per_node, training, replace(network, efficiency=middle), codec)
         low, high = (low, middle) if guess.step_s < dense_step_s else (middle, high)
     return replace(network, efficiency=high)

@@ -29,7 +29,7 @@ def has_mpi() -> bool:
     return True
 
 
-pytestmark = pytest.mark.skipif(not has_mpi(), reason="there is no mpirun")
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(not has_mpi(), reason="there is no mpirun")]
 
 
 def run_example(name: str, *args: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

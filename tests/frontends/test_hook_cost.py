@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 
 from ocomm.session import Session
@@ -13,6 +14,7 @@ from tests.worlds import run_ranks
 TENSORS, STEPS = 2000, 60
 
 
+@pytest.mark.alone
 def test_a_hook_costs_at_most_three_microseconds_at_2000_tensors() -> None:
     def body(session: Session) -> float:
         parameters = [torch.nn.Parameter(torch.zeros(64)) for _ in range(TENSORS)]

@@ -49,10 +49,10 @@ def test_advice_is_not_to_compress_inside_a_node_and_two_hops_for_thousands():
 
 
 def test_a_network_is_calibrated_to_the_dense_step_that_was_measured():
-    network = calibrated(ETHERNET, BERT, 8, 8, 1.215)
+    network = calibrated(ETHERNET, BERT, 8, 8, 1.215, GPU)
     assert 0.4 < network.efficiency < 0.7
     assert predict("dense", 8, 8, BERT, network, GPU).step_s == pytest.approx(1.215, rel=1e-3)
-    assert calibrated(ETHERNET, BERT, 8, 8, 0.1).efficiency == pytest.approx(1.0)
+    assert calibrated(ETHERNET, BERT, 8, 8, 0.1, GPU).efficiency == pytest.approx(1.0)
 
 
 def test_an_unknown_method_is_named():
