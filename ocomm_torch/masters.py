@@ -89,7 +89,7 @@ class Masters:
 
     def load(self, saved: Mapping[int, torch.Tensor]) -> None:
         """Takes over saved masters, but where a parameter is not what they round to."""
-        self._saved = dict(saved)
+        self._saved = {index: master.to(self._masters[index].device) for index, master in saved.items()}
         for index, master in saved.items():
             self._masters[index].copy_(master)
         self._known = None

@@ -34,8 +34,8 @@ class Placement:
         """Torch may read and write what ocomm's calls so far have written."""
 
     def flat(self, tensor: torch.Tensor) -> Floats:
-        """A view of a contiguous float32 tensor."""
-        return tensor.detach().view(-1).numpy()
+        """A view of a float32 tensor; a copy where it has gaps."""
+        return tensor.detach().reshape(-1).numpy()
 
     def tensor(self, array: Floats) -> torch.Tensor:
         """A tensor that is a view of ``array``."""
@@ -63,7 +63,7 @@ class CudaPlacement(Placement):
         self._memory.device.precede(self._stream)
 
     def flat(self, tensor: torch.Tensor) -> Floats:
-        tensor = tensor.detach()
+        tensor = tensor.detach().reshape(-1)
         return cast(Floats, DeviceArray(self._memory, tensor.data_ptr(), tensor.numel(), "float32", tensor))
 
     def tensor(self, array: Any) -> torch.Tensor:

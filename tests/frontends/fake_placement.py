@@ -26,7 +26,7 @@ class FakePlacement(Placement):
         self.device.precede(0)
 
     def flat(self, tensor: torch.Tensor) -> Any:
-        tensor = tensor.detach()
+        tensor = tensor.detach().reshape(-1)
         return DeviceArray(self.kernels.memory, ELSEWHERE + tensor.data_ptr(), tensor.numel(), np.float32, tensor)
 
     def tensor(self, array: Any) -> torch.Tensor:
