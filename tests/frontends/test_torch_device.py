@@ -113,6 +113,18 @@ def test_ranks_with_and_without_a_device_train_what_ranks_without_do(
         assert all(device.counts["launch"] for device in devices.values())
 
 
+def test_the_dense_step_that_all_frameworks_share_is_made_by_the_host(on_devices: Any) -> None:
+    def body(session: Session) -> Any:
+        def watch(optimizer: Any, step: int) -> None:
+            optimizer._driver.is_mixed = True  # as if another rank were of Keras
+
+        return trained("1-bit Adam, compressed", rank_of(session), 5, watch=watch)
+
+    expected = run_ranks(2, body)
+    on_devices([0, 1])
+    assert run_ranks(2, body) == expected
+
+
 @pytest.mark.parametrize("kind", WITH_MASTERS)
 def test_masked_elements_wake_on_devices_too(kind: str, on_devices: Any) -> None:
     def body(session: Session) -> Any:
