@@ -89,31 +89,56 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=LR, fused=True)
 
 
-def plain(name: str, model: nn.Module, wrapped: nn.Module) -> Method:
-    """A method whose communication, if any, hangs in backward."""
+def plain(name: str, model: nn.Module, wrapped: nn.Module, clip: float | None) -> Method:
+    """A method whose communication, if any, hangs in backward. ``clip``: largest norm of the averaged gradient."""
     optimizer = adam(model)
 
     def step(tokens: torch.Tensor) -> None:
         optimizer.zero_grad()
         loss_of(wrapped, tokens).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
 
     return Method(name, model, step)
 
 
 def ddp(
-    name: str, model: nn.Module, hook: Callable[..., Any] | None = None, state: object = None, bucket_mb: float = 25
+    name: str,
+    model: nn.Module,
+    clip: float | None,
+    hook: Callable[..., Any] | None = None,
+    state: object = None,
+    bucket_mb: float = 25,
 ) -> Method:
     wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
     if hook is not None:
         wrapped.register_comm_hook(state, hook)
-    return plain(name, model, wrapped)
+    return plain(name, model, wrapped, clip)
 
 
-def power_sgd(model: nn.Module) -> Method:
+def power_sgd(model: nn.Module, clip: float | None) -> Method:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     # One bucket: with several, its second allreduce of one bucket meets the first of another on gloo, and ranks abort.
-    return ddp("DDP PowerSGD rank 1", model, powerSGD_hook.powerSGD_hook, state, bucket_mb=1000)
+    return ddp("DDP PowerSGD rank 1", model, clip, powerSGD_hook.powerSGD_hook, state, bucket_mb=1000)
+
+
+def dense(model: nn.Module, clip: float | None) -> Method:
+    """DistributedOptimizer; it has to wait for all gradients before it can clip them."""
+    optimizer = hvd.DistributedOptimizer(adam(model), named_parameters=model.named_parameters())
+
+    def step(tokens: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss_of(model, tokens).backward()
+        if clip is None:
+            optimizer.step()
+            return
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    return Method("ocomm dense", model, step)
 
 
 def ours(name: str, model: nn.Module, wrap: Callable[..., Any], inner: torch.optim.Optimizer, **options: Any) -> Method:
@@ -131,15 +156,28 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LR)
 
 
-METHODS: dict[str, Callable[[nn.Module], Method]] = {
-    "local": lambda m: plain("local", m, m),
-    "ddp": lambda m: ddp("DDP fp32", m),
-    "ddp-fp16": lambda m: ddp("DDP fp16", m, default_hooks.fp16_compress_hook),
+def one_bit(model: nn.Module, clip: float | None, how: str = "previous") -> Method:
+    name = "1-bit Adam" if how == "previous" else "1-bit Adam, exact clip"
+    options = {"freeze_step": FREEZE_STEP, "max_grad_norm": clip, "clip": how}
+    return ours(name, model, hvd.DistributedOneBitAdam, adam(model), **options)
+
+
+#: With a norm to clip at, the 1-bit optimizers take the last step's to keep their overlap, unless it says exact.
+METHODS: dict[str, Callable[[nn.Module, float | None], Method]] = {
+    "local": lambda m, c: plain("local", m, m, c),
+    "ddp": lambda m, c: ddp("DDP fp32", m, c),
+    "ddp-fp16": lambda m, c: ddp("DDP fp16", m, c, default_hooks.fp16_compress_hook),
     "powersgd": power_sgd,
-    "dense": lambda m: ours("ocomm dense", m, hvd.DistributedOptimizer, adam(m)),
-    "onebit": lambda m: ours("1-bit Adam", m, hvd.DistributedOneBitAdam, adam(m), freeze_step=FREEZE_STEP),
-    "zero-one": lambda m: ours("0/1 Adam", m, hvd.DistributedZeroOneAdam, adam(m), var_freeze_step=FREEZE_STEP),
-    "birder": lambda m: ours("Birder", m, hvd.DistributedBirder, sgd(m)),
+    "dense": dense,
+    "onebit": one_bit,
+    "onebit-exact": lambda m, c: one_bit(m, c, "exact"),
+    "zero-one": lambda m, c: ours(
+        *("0/1 Adam", m, hvd.DistributedZeroOneAdam, adam(m)),
+        var_freeze_step=FREEZE_STEP,
+        max_grad_norm=c,
+        clip="previous",
+    ),
+    "birder": lambda m, c: ours("Birder", m, hvd.DistributedBirder, sgd(m), max_grad_norm=c, clip="previous"),
 }
 
 
@@ -199,7 +237,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     methods = []
     for name in args.methods:
         torch.manual_seed(0)
-        methods.append(METHODS[name](Bert()))
+        methods.append(METHODS[name](Bert(), args.clip))
     for method in methods:
         for _ in range(WARMUP):
             method.step(batch)
@@ -240,6 +278,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "ranks": ranks,
         "rate": args.rate[0],
         "parameters": sum(p.numel() for p in methods[0].model.parameters()),
+        "clip": args.clip,
         "rows": rows,
         "limit_after_ms": 1e3 * after,
         "limit_overlapped_ms": 1e3 * overlapped,
@@ -267,7 +306,8 @@ def show(result: dict[str, Any]) -> str:
     for name, key in (("limit, after backward", "limit_after_ms"), ("limit, overlapped", "limit_overlapped_ms")):
         lines.append([name, f"{result[key]:.1f}", f"{result[key] - local:.1f}", "", speed(result[key])])
     share = f", {1 - local / base:.0%} of DDP's step is communication" if base else ""
-    head = f"{result['ranks']} ranks at {result['rate']}, {result['parameters'] / 1e6:.1f} M parameters{share}"
+    clipped = "" if result["clip"] is None else f", gradients clipped at {result['clip']:g}"
+    head = f"{result['ranks']} ranks at {result['rate']}, {result['parameters'] / 1e6:.1f} M parameters{clipped}{share}"
     return head + "\n" + tabulate(lines, ["method", "step ms", "exposed ms", "sent MB", "x DDP fp32"], "github")
 
 
@@ -277,8 +317,8 @@ def in_lab(args: argparse.Namespace) -> list[dict[str, Any]]:
         with Lab(args.hosts, rate) as lab, tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "result.json"
             program = [sys.executable, __file__, "--rate", rate, "--json", str(output), "--methods", *args.methods]
-            for name in ("steps", "rounds", "batch", "threads"):
-                program += [f"--{name}", str(getattr(args, name))]
+            for name in ("steps", "rounds", "batch", "threads", "clip"):
+                program += [f"--{name}", str(getattr(args, name))] if getattr(args, name) is not None else []
             environ = {"STEP_MASTER": lab.address(0), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
             options = [word for name in environ for word in ("-x", name)]
             command = lab.mpirun(args.hosts * args.slots, program, slots=args.slots, options=options)
@@ -294,14 +334,17 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, metavar="N", help="make a lab of N hosts, and measure there")
     parser.add_argument("--slots", type=int, default=1, help="ranks on each host of the lab (default 1)")
     parser.add_argument("--rate", nargs="+", default=["160mbit"], help="nominal rate of a host's network")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: all that differ")
     parser.add_argument("--steps", type=int, default=4, help="of a method in one round (default 4)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients at this norm (default: not at all)")
     parser.add_argument("--batch", type=int, default=2, help=f"sequences of {LENGTH} tokens per rank (default 2)")
     parser.add_argument("--threads", type=int, default=1, help="of torch, per rank (default 1)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one rate (default 900)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if args.methods is None:
+        args.methods = [name for name in METHODS if name != "onebit-exact" or args.clip is not None]
     if "local" not in args.methods:
         args.methods = ["local", *args.methods]
     args.methods.sort(key=list(METHODS).index)
