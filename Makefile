@@ -72,6 +72,7 @@ check: install
 
 bench: install
 	$(PY) -m ocomm.bench kernels
+	$(PY) -m ocomm.launch -np 2 $(PY) -m ocomm.bench runtime
 	# 77: a machine that cannot have a lab of several hosts; the reason is printed
 	$(PY) -m ocomm.bench allreduce --hosts 4 --rate 1gbit || test $$? = 77
 	$(PY) -m ocomm.bench allreduce --hosts 4 --rate 100mbit --operations packed compressed || test $$? = 77

@@ -140,6 +140,11 @@ class Generations:
             until_s = now_s + min(longest, first * 2.0 ** (times - 1))
         self._out[failure.host] = _Out(failure, times, until_s)
 
+    @property
+    def lost(self) -> set[str]:
+        """Hosts that could not be reached when they were last needed."""
+        return {name for name, out in self._out.items() if out.failure.is_lost}
+
     # What to do
 
     def next(self, now_s: float) -> Start | Wait | End:
@@ -172,7 +177,7 @@ class Generations:
         hosts = sorted(self._found, key=lambda host: known.get(host.name, len(known)))
         chosen = [host for host in hosts if not self._is_out(host, now_s)]
         if total_slots(chosen) < self.limits.min_ranks:
-            chosen = [host for host in hosts if not self._is_out(host, now_s) or not self._is_lost(host)]
+            chosen = [host for host in hosts if not self._is_out(host, now_s) or host.name not in self.lost]
         return place(chosen, min(total_slots(chosen), self.limits.max_ranks or total_slots(chosen)))
 
     def wants_others(self, now_s: float) -> bool:
@@ -182,9 +187,6 @@ class Generations:
 
     def _is_out(self, host: Host, now_s: float) -> bool:
         return host.name in self._out and now_s < self._out[host.name].until_s
-
-    def _is_lost(self, host: Host) -> bool:
-        return self._out[host.name].failure.is_lost
 
     def _hopes(self, now_s: float, end_s: float) -> bool:
         """May there be more slots before ``end_s``?"""

@@ -174,9 +174,13 @@ class Supervisor:
             "OCOMM_ELASTIC_SUPERVISOR": ",".join(f"{name}:{port}" for name in _own_addresses(hosts)),
         }
         ranks = total_slots(step.hosts)
+        output = self.request.output_directory
+        if output is not None and self.is_elastic:
+            output = os.path.join(output, f"generation.{step.number}")
         line = build(
             replace(
                 self.request,
+                output_directory=output,
                 hosts=step.hosts,
                 num_proc=ranks,
                 spans_hosts=not all(hosts.values()),
@@ -205,7 +209,8 @@ class Supervisor:
         if not self._is_own_folder or not self.is_elastic:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
-        others = [name for name, is_local in self._used.items() if not is_local]
+        lost = self.generations.lost
+        others = [name for name, is_local in self._used.items() if not is_local and name not in lost]
         there = [state.name for state in self._ask(others) if state.problem is None] if others else []
         if not there:
             return

@@ -1,8 +1,10 @@
-"""The step benchmark measures what it says: the bytes that each method must send have crossed the cables."""
+"""Benchmarks measure what they say: the bytes that each method of a step must send have crossed the cables."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ocomm.bench._lab import why_not
+from tests.cluster.jobs import MPIRUN, run_job
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,3 +34,15 @@ def test_every_method_trains_and_sends_what_it_must(tmp_path: Path) -> None:
     assert ratio["1-bit Adam"] == pytest.approx(31.75, rel=0.08)
     assert ratio["Birder"] == pytest.approx(32, rel=0.08)
     assert result["limit_overlapped_ms"] <= result["limit_after_ms"]
+
+
+@pytest.mark.skipif("TEST_MPI_SIZE" in os.environ or not MPIRUN.exists(), reason="starts mpirun itself")
+def test_what_the_runtime_costs_is_printed_in_three_lines() -> None:
+    few = "sys.argv[1:] = '--tensors 5 --nbytes 100000 --rounds 1 --calls 3 --idle-s 0.1'.split()"
+    program = f"import sys; {few}; from ocomm.bench.__main__ import main; sys.exit(main(['runtime', *sys.argv[1:]]))"
+    done = run_job(2, program)
+    assert done.returncode == 0, done.stderr
+    burst, latency, idle = done.stdout.splitlines()
+    assert re.fullmatch(r"burst +5 tensors, 0 MB: [\d.]+ ms, one MPI_Allreduce: [\d.]+ ms, ratio [\d.]+", burst)
+    assert re.fullmatch(r"latency +4096 bytes, known name: [\d.]+ ms", latency)
+    assert re.fullmatch(r"idle +[\d.]+ % of a core, the most of 2 ranks", idle)
