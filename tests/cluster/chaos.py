@@ -157,7 +157,7 @@ def _endure(harm: Harm, lab: Lab, folder: Path, job: Future[subprocess.Completed
     if job.done():
         done = job.result()
         code, output = done.returncode, done.stdout + done.stderr
-    while harm.kind == "cut" and _any_alive(lab, folder) and time.monotonic() - begin < harm.limit_s:
+    while harm.is_deadly and _any_alive(lab, folder) and time.monotonic() - begin < harm.limit_s:
         time.sleep(0.1)
     if code is None or (harm.is_deadly and _any_alive(lab, folder)):
         stacks = _stacks(lab, folder)

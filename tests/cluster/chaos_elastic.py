@@ -85,24 +85,24 @@ def undisturbed() -> str:
     return ended.ends[0].split()[3]
 
 
-def command(lab: Lab, least: int, folder: str) -> list[str]:
+def command(lab: Lab, least: int, folder: str, steps: int) -> list[str]:
     """ocommrun on the lab's switch, which reaches all hosts."""
     hosts = ",".join(f"{name}:1" for name in lab.names)
     flags = ["-np", str(len(lab.names)), "--min-np", str(least), "-H", hosts, "--mpi-args", " ".join(lab.mpi_options())]
     return lab.on(
-        None, [sys.executable, "-m", "ocomm.launch", *flags, sys.executable, str(PROGRAM), folder, str(STEPS)]
+        None, [sys.executable, "-m", "ocomm.launch", *flags, sys.executable, str(PROGRAM), folder, str(steps)]
     )
 
 
-def endure(harm: Harm | None, least: int, ranks: int = RANKS) -> Ended:
-    """Starts a job of so many ranks, does the harm, and waits for the end of the job, but not for ever.
+def endure(harm: Harm | None, least: int, ranks: int = RANKS, steps: int = STEPS) -> Ended:
+    """Starts a job of so many ranks and steps, does the harm, and waits for the end of the job, but not for ever.
 
     ``least``: ranks that are enough.
     """
     with tempfile.TemporaryDirectory() as name, Lab(ranks, RATE) as lab, ThreadPoolExecutor(1) as pool:
         folder = Path(name)
         environment = {"OCOMM_ELASTIC_FOLDER": f"{name}/commits", **(harm.environment if harm else {})}
-        job = pool.submit(lab.run, command(lab, least, name), START_S + LIMIT_S, environment)
+        job = pool.submit(lab.run, command(lab, least, name, steps), START_S + LIMIT_S, environment)
         try:
             return _endure(harm, least, lab, folder, job)
         finally:
