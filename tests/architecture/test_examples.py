@@ -109,15 +109,13 @@ def test_a_horovod_script_learns_with_one_line_changed(flags):
         assert sent < 0.3 * dense
 
 
-def test_an_elastic_script_of_horovods_goes_on_after_a_failure_and_after_a_death():
-    flags = ("--epochs", "2", "--batches-per-commit", "8", "--fail-at", "14", "--die-at", "30")
+def test_an_elastic_script_of_horovods_goes_on_after_a_death():
+    flags = ("--epochs", "2", "--batches-per-commit", "8", "--die-at", "30")
     done = run_example("torch_mnist_elastic.py", *flags, launcher=("--min-np", "2"))
     assert done.returncode == 0, done.stderr
     output = untagged(done.stdout)
     for rank in range(2):  # back to the last commit
-        assert f"rank {rank} of 2 goes on after step 8" in output
         assert f"rank {rank} of 2 goes on after step 24" in output
-    assert "HorovodInternalError: on purpose" in untagged(done.stderr)
     assert "generation 1 failed: rank 1 on localhost was ended by signal 9; its last commit was 3" in done.stderr
     first, last = (float(a) for a in re.findall(r"accuracy (\d+\.\d+)%", output))
     assert last > first and last > 50
