@@ -47,7 +47,8 @@ SCALE_ULPS = 4
 
 LAW = importlib.import_module("ocomm.kernels.reference")
 EVERY_LENGTH = ((), (1,), (31,), (4095,), (4096,), (4097,))
-MANY_BLOCKS = (100_003,)
+#: In a few long blocks, since the simulator takes its time for each thread block.
+MANY, MANY_PER_BLOCK = (100_003,), 1 << 15
 
 Results = Callable[[Any, Kernels], tuple]
 
@@ -143,9 +144,13 @@ class TestEqualsTheReference:
     def test_loops_of_birder_at_every_length(self, device: Any, loop: str, lengths: tuple[int, ...]) -> None:
         check(BIRDER[loop], Model(lengths, first=len(lengths)), device)
 
-    def test_many_blocks(self, device: Any) -> None:
-        check(l1(sent), World(MANY_BLOCKS), device)
-        check(birder.average_results, Model(MANY_BLOCKS), device)
+    @pytest.mark.parametrize("loop", ["compress, l1", "unpack", "apply", "local_step", "finite"])
+    def test_loops_of_adam_over_many_elements(self, device: Any, loop: str) -> None:
+        check(ADAM[loop], World(MANY, block_size=MANY_PER_BLOCK), device)
+
+    @pytest.mark.parametrize("loop", ["quantized_average", "apply_signs"])
+    def test_loops_of_birder_over_many_elements(self, device: Any, loop: str) -> None:
+        check(BIRDER[loop], Model(MANY, block_size=MANY_PER_BLOCK), device)
 
     def test_a_block_may_be_longer_than_a_tile(self, device: Any) -> None:
         world = World((9001,), block_size=1 << 20, masked=0.05)
