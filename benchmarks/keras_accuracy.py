@@ -52,6 +52,7 @@ class Method:
 METHODS = [
     Method("Adam", 5e-3, lambda lr, steps: hvd.DistributedOptimizer(keras.optimizers.Adam(lr))),
     Method("1-bit Adam", 5e-3, lambda lr, steps: hvd.DistributedOneBitAdam(adam(lr), freeze_step=steps // 5)),
+    Method("0/1 Adam", 5e-3, lambda lr, steps: hvd.DistributedZeroOneAdam(adam(lr))),
     Method("0/1 Adam, scale rms", 5e-3, lambda lr, steps: hvd.DistributedZeroOneAdam(adam(lr), scale="rms")),
     Method("Birder", 8e-3, lambda lr, steps: hvd.DistributedBirder(keras.optimizers.SGD(lr), beta=0.9)),
     Method("SoftSignSGD", 8e-3, lambda lr, steps: hvd.DistributedSoftSignSGD(keras.optimizers.SGD(lr), beta=0.8)),
@@ -214,12 +215,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=6, help="number of seeds (default 6)")
-    parser.add_argument("--methods", help="comma-separated names; all by default")
+    parser.add_argument("--methods", help="names with semicolons between them; all by default")
     parser.add_argument("--output", type=Path, help="write the tables, with where they come from, to this file")
     options = parser.parse_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
-    chosen = options.methods.split(",") if options.methods else [method.name for method in METHODS]
+    chosen = options.methods.split(";") if options.methods else [method.name for method in METHODS]
     task = Task(options.steps)
     # Alone, before there are others: each process of a job has seeds of its own.
     position, count = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0)), int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1))

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,18 @@ def test_a_horovod_script_learns_with_one_line_changed(flags):
     if "--one-bit" in flags:
         sent, dense = map(int, re.findall(r"Sent (\d+) bytes, dense: (\d+)", done.stdout)[0])
         assert sent < 0.3 * dense
+
+
+@pytest.mark.skipif(not find_spec("tensorflow"), reason="needs tensorflow")
+def test_a_horovod_script_of_keras_learns_with_one_line_changed(tmp_path):
+    saved = tmp_path / "digits.keras"
+    flags = ("--one-bit", "--freeze-step", "10", "--epochs", "2", "--output", str(saved))
+    done = run_example("keras_digits_horovod.py", *flags)
+    assert done.returncode == 0, done.stderr
+    output = untagged(done.stdout)
+    assert float(re.findall(r"test loss .*, accuracy (\d+\.\d+) %", output)[0]) > 50
+    assert float(re.findall(r"(\d+\.\d) times fewer bytes", output)[0]) > 3
+    assert saved.exists()
 
 
 def test_an_elastic_script_of_horovods_goes_on_after_a_death():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,6 +244,24 @@ class TestErrors:
                 hvd.broadcast_variables([a, b][: 2 - hvd.rank()], 0)
 
         run_ranks(2, body)
+
+    @pytest.mark.skipif(MPI_SIZE > 0, reason="starts a process of its own")
+    def test_no_compiler_is_needed(self) -> None:
+        program = (
+            "import tensorflow as tf, ocomm_tf as hvd; from ocomm_tf import engine; hvd.init(); "
+            "print(tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum))(tf.ones([2])).numpy().tolist(), "
+            "[engine.problem()], sum(call.runs for call in engine._calls))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "PATH": "", "CC": "", "CXX": ""},
+        )
+        assert done.stdout.strip() == "[1.0, 1.0] [''] 1", done.stderr
 
     def test_an_extension_that_cannot_be_loaded_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "_problem", None)
