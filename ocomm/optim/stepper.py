@@ -634,21 +634,23 @@ class Stepper:
         return all(core.kernels.finite(s.blocks, core.gradients) for bucket in self._buckets for s in bucket.segments)
 
     def _non_finite_ranks(self) -> list[int]:
-        """Ranks that said so in a header; empty where only the average overflowed.
+        """Ranks whose gradients have it; empty where only the average overflowed.
 
-        In the hierarchical form a header speaks for a node: there the ranks tell each other once more.
+        Those that compressed have said so in a header, unless it spoke for a node. For the others, who only add up, the
+        ranks look at their gradients and tell each other once more: all of them or none, for all have heard the same.
         """
-        envelopes = [self._vote.envelope]
+        vote = self._vote.envelope
         if self.layout.nodes.is_flat:
-            envelopes += [e for bucket in self._buckets for e in bucket.envelopes]
-        elif not self._has_finite_gradients():
-            self._vote.envelope.header["flags"] = Flag.NON_FINITE
-        if not self.layout.nodes.is_flat:
-            self._vote.envelope.header["attempt"] = _INQUEST
-            ticket = self.channel.submit(self._vote.prepared, self.timeout_s, False)
-            wait(ticket, self.channel, self.ranks, self._watch, f"{self.name}: step {self.step}")
-        found = {rank for e in envelopes for rank in e.ranks_with(Flag.NON_FINITE)}
-        return [self.ranks[rank] for rank in sorted(found)]
+            envelopes = [vote, *(envelope for bucket in self._buckets for envelope in bucket.envelopes)]
+            found = {rank for envelope in envelopes for rank in envelope.ranks_with(Flag.NON_FINITE)}
+            if found:
+                return [self.ranks[rank] for rank in sorted(found)]
+        if not self._has_finite_gradients():
+            vote.header["flags"] = Flag.NON_FINITE
+        vote.header["attempt"] = _INQUEST
+        ticket = self.channel.submit(self._vote.prepared, self.timeout_s, False)
+        wait(ticket, self.channel, self.ranks, self._watch, f"{self.name}: step {self.step}")
+        return [self.ranks[rank] for rank in vote.ranks_with(Flag.NON_FINITE)]
 
     @property
     def _exchanged(self) -> list[_Sent]:

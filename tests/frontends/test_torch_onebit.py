@@ -162,9 +162,7 @@ def test_a_non_finite_gradient_on_one_rank_raises_on_all_and_changes_nothing(
 
     for before, after, message in run_ranks(2, body):
         assert before == after
-        assert "a gradient is NaN or Inf in step 9" in message
-        if freeze_step == 4:
-            assert "on rank(s) [1]" in message
+        assert "a gradient is NaN or Inf in step 9, on rank(s) [1]; " in message
 
 
 def clip_one_rank(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
