@@ -29,7 +29,8 @@ test: install
 	$(PY) -m pytest -n 2 --dist loadfile -m 'not alone' tests
 	$(PY) -m pytest -m alone tests
 	# The CUDA kernels in numba's simulator: a run of its own, because numba reads the variable when it is imported.
-	NUMBA_ENABLE_CUDASIM=1 $(PY) -m pytest -q --no-header tests/contract/test_cuda.py tests/frontends/test_torch_cuda.py
+	NUMBA_ENABLE_CUDASIM=1 $(PY) -m pytest -q -n 2 --no-header tests/contract/test_cuda.py \
+	    tests/frontends/test_torch_cuda.py
 	for n in 2 4; do \
 	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(PY) -m pytest -q --capture=no --no-header $(WITHOUT_TF) </dev/null || exit 1; \
 	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(PY) -m pytest -q --capture=no --no-header $(WITH_TF) </dev/null || exit 1; \

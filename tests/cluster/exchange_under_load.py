@@ -16,7 +16,7 @@ from ocomm import session as sessions
 from ocomm.collectives import dense
 from ocomm.collectives.engine import State
 from ocomm.collectives.scratch import aligned
-from ocomm.types import DType, ReduceOp
+from ocomm.types import DType, Nodes, ReduceOp
 
 ROUNDS = 15
 torch.set_num_threads(1)
@@ -25,7 +25,7 @@ session = sessions.current()
 topology = session.require_topology()
 channel = session.open_channel(0, "load", 1, "load")
 data = aligned(24 << 20)
-place = dense.Place(topology.rank, topology.size, 1 << 20, aligned)
+place = dense.Place(topology.rank, topology.size, 1 << 20, aligned, Nodes.flat(topology.size))
 plan = dense.allreduce(place, [(data, data)], DType.FLOAT32, ReduceOp.AVERAGE)
 prepared = channel.prepare(plan)
 assert len(plan.segments) == 24
