@@ -2,20 +2,22 @@
 
     ocommrun -np 4 python -m benchmarks.convergence [--tune] [--tasks text images small]
 
-All optimizers start from the same parameters and see the same batches, for each of three seeds. lr and beta come from
+All optimizers start from the same parameters and see the same batches, for each seed. lr and beta come from
 ``benchmarks/results/convergence-tuning.json``; points of the grids that are not in it, or all with ``--tune``, are
-tried first: one run each, with a seed of its own. The tables go to ``benchmarks/results/convergence.md``, the runs to
-``convergence.json``.
+tried first, with two seeds of their own: one alone would choose a learning rate at which the next seed fails. The
+tables go to ``benchmarks/results/convergence.md``, the runs to ``convergence.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean
 
 import torch
 
@@ -27,7 +29,9 @@ from benchmarks.training import Run, train
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TUNING = RESULTS / "convergence-tuning.json"
-SEEDS, TUNING_SEED = (0, 1, 2), 3
+TUNING_SEEDS = (100, 101)
+#: Of the images one run more or less right is a tenth of a point of accuracy: three seeds would show that noise.
+SEEDS: dict[str, Sequence[int]] = {"text": range(3), "images": range(12), "small": range(3)}
 STEPS = 300
 SCALES, BLOCKS, FLOORS = ("l1", "rms"), (1024, 4096, "tensor"), (0.05, 0.0)
 
@@ -57,15 +61,18 @@ def run_once(task: Task, name: str, wrap: Wrap, settings: Settings, seed: int) -
 
 
 def tune(task: Task, tried: dict[str, list[dict]]) -> dict[str, list[dict]]:
-    """One run per point of each method's grid that is not in ``tried``: [{lr, beta, loss}, ...] by method."""
-    known = {(name, *settings_of(point).items()): point["loss"] for name, points in tried.items() for point in points}
+    """A run per seed at the points of each method's grid that are not in ``tried``: [{lr, beta, losses}, ...] each."""
+    known = {(name, *settings_of(point).items()): point["losses"] for name, points in tried.items() for point in points}
 
-    def loss(method: Method, settings: Settings) -> float:
+    def losses(method: Method, settings: Settings) -> list[float | None]:
         found = known.get((method.name, *settings.items()))
-        return run_once(task, method.name, method.wrap, settings, TUNING_SEED).loss if found is None else found
+        if found is not None:
+            return found
+        runs = [run_once(task, method.name, method.wrap, settings, seed) for seed in TUNING_SEEDS]
+        return [run.loss if math.isfinite(run.loss) else None for run in runs]
 
     return {
-        method.name: [{**settings, "loss": loss(method, settings)} for settings in method.grid]
+        method.name: [{**settings, "losses": losses(method, settings)} for settings in method.grid]
         for method in METHODS
         if method.grid
     }
@@ -73,32 +80,32 @@ def tune(task: Task, tried: dict[str, list[dict]]) -> dict[str, list[dict]]:
 
 def settings_of(point: dict) -> Settings:
     """What was tried at a point of a grid."""
-    return {key: value for key, value in point.items() if key != "loss"}
+    return {key: value for key, value in point.items() if key != "losses"}
 
 
 def best(tuning: dict[str, list[dict]], method: Method) -> Settings:
-    """The point of the method's grid with the lowest loss; Adam's where the method has no grid."""
+    """The point of the method's grid with the lowest mean loss; Adam's where the method has no grid."""
     tried = tuning[method.name if method.grid else ADAM.name]
-    point = min((p for p in tried if p["loss"] == p["loss"]), key=lambda p: p["loss"])
-    return settings_of(point)
+    return settings_of(min((p for p in tried if None not in p["losses"]), key=lambda p: mean(p["losses"])))
 
 
 def compare(task: Task, tuning: dict[str, list[dict]]) -> dict[str, list[Run]]:
     return {
-        method.name: [run_once(task, method.name, method.wrap, best(tuning, method), seed) for seed in SEEDS]
+        method.name: [run_once(task, method.name, method.wrap, best(tuning, method), seed) for seed in SEEDS[task.name]]
         for method in METHODS
     }
 
 
 def stability(task: Task, settings: Settings) -> dict[str, list[Run]]:
     """1-bit Adam with every scale and block size, floored and not; Adam beside it."""
-    runs = {ADAM.name: [run_once(task, ADAM.name, ADAM.wrap, settings, seed) for seed in SEEDS]}
+    seeds = SEEDS["small"]
+    runs = {ADAM.name: [run_once(task, ADAM.name, ADAM.wrap, settings, seed) for seed in seeds]}
     for floor in FLOORS:
         for scale in SCALES:
             for block in BLOCKS:
                 wrap = one_bit_adam(scale=scale, block_size=block, variance_floor=floor)
                 name = tables.variant(scale, block, floor)
-                runs[name] = [run_once(task, name, wrap, settings, seed) for seed in SEEDS]
+                runs[name] = [run_once(task, name, wrap, settings, seed) for seed in seeds]
     return runs
 
 
@@ -125,7 +132,7 @@ def main() -> int:
         options.output.mkdir(parents=True, exist_ok=True)
         if tuning:
             TUNING.write_text(json.dumps(tuning, indent=1) + "\n")
-        about = tables.About(hvd.size(), STEPS, SEEDS, TUNING_SEED, time.perf_counter() - started)
+        about = tables.About(hvd.size(), STEPS, TUNING_SEEDS, time.perf_counter() - started)
         text = tables.document(results, tuning, about)
         (options.output / "convergence.md").write_text(text)
         (options.output / "convergence.json").write_text(tables.as_json(results, about))

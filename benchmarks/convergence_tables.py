@@ -37,8 +37,7 @@ class About:
 
     ranks: int
     steps: int
-    seeds: Sequence[int]
-    tuning_seed: int
+    tuning_seeds: Sequence[int]
     seconds: float
 
 
@@ -53,6 +52,13 @@ def changes(runs: Sequence[Run], reference: Sequence[Run]) -> list[float]:
 
 def percent(values: Sequence[float]) -> str:
     return f"{100 * mean(values):+.2f} % ± {100 * stdev(values):.2f}"
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Each of a few values, the lowest and the highest of many."""
+    if len(values) <= 3:
+        return " / ".join(form.format(value) for value in values)
+    return " ... ".join(form.format(value) for value in (min(values), max(values)))
 
 
 def verdict(bounds: tuple[float, float] | None, value: float) -> str:
@@ -74,7 +80,7 @@ def comparison(result: Result) -> str:
         row = [
             method.name,
             ", ".join(f"{key} {value:g}" for key, value in runs[0].settings.items()),
-            " / ".join(f"{run.loss:.4f}" for run in runs),
+            spread([run.loss for run in runs], "{:.4f}"),
             f"{mean(run.loss for run in runs):.4f}",
             "" if method is ADAM else percent(change),
             verdict(method.bounds.get(task.name), mean(change)),
@@ -82,9 +88,9 @@ def comparison(result: Result) -> str:
         if task.has_accuracy:
             points = [100 * (run.accuracy - other.accuracy) for run, other in zip(runs, adam, strict=True)]
             row[5:] = [
-                " / ".join(f"{100 * run.accuracy:.1f}" for run in runs),
+                spread([100 * run.accuracy for run in runs], "{:.1f}"),
                 f"{100 * mean(run.accuracy for run in runs):.2f} %",
-                "" if method is ADAM else f"{mean(points):+.2f}",
+                "" if method is ADAM else f"{mean(points):+.2f} ± {stdev(points) / math.sqrt(len(points)):.2f}",
                 ("yes" if mean(points) >= -ACCURACY_BOUND else "NO") if method.keeps_accuracy else "",
             ]
         row.append("" if runs[0].ratio is None else f"{runs[0].ratio:.1f}")
@@ -113,15 +119,20 @@ def stability(result: Result) -> str:
 
 
 def grids(tuning: dict[str, dict[str, list[dict]]]) -> str:
-    """Validation loss of every point that was tried, by task and method."""
+    """Validation losses of every point that was tried, by task and method."""
     parts = []
     for task, by_method in tuning.items():
         for method, points in by_method.items():
             betas = sorted({point.get("beta", 0.0) for point in points})
             lrs = sorted({point["lr"] for point in points})
-            found = {(point["lr"], point.get("beta", 0.0)): point["loss"] for point in points}
+            found = {
+                (point["lr"], point.get("beta", 0.0)): " / ".join(
+                    "-" if x is None else f"{x:.4f}" for x in point["losses"]
+                )
+                for point in points
+            }
             rows = [
-                [f"{task}: {method}" + (f", beta {beta:g}" if beta else ""), *(f"{found[lr, beta]:.4f}" for lr in lrs)]
+                [f"{task}: {method}" + (f", beta {beta:g}" if beta else ""), *(found[lr, beta] for lr in lrs)]
                 for beta in betas
             ]
             parts.append(table(rows, ["validation loss", *(f"lr {lr:g}" for lr in lrs)]))
@@ -141,7 +152,7 @@ def document(results: dict[str, Result], tuning: dict, about: About) -> str:
         parts.append(f"## {task.name.capitalize()}\n")
         parts.append(
             f"{task.source}. Model: {task.model}; {numel:,} parameters. {about.steps} steps of {task.batch} examples "
-            f"on each of {about.ranks} ranks, seeds {', '.join(map(str, about.seeds))}.\n"
+            f"on each of {about.ranks} ranks, {len(result.runs[ADAM.name])} seeds.\n"
         )
         parts.append((stability if name == "small" else comparison)(result) + "\n")
         parts.append(
@@ -157,9 +168,11 @@ def notes(tuning: dict[str, dict[str, list[dict]]], about: About) -> str:
 
 - All optimizers start from the same parameters and see the same batches, per seed. lr rises linearly over the first
   tenth of the steps and falls linearly to zero; betas {BETAS[0]:g} and {BETAS[1]:g}. "Against Adam, paired": mean and
-  standard deviation over the seeds of loss / Adam's loss - 1.
+  standard deviation over the seeds of loss / Adam's loss - 1. Points of accuracy: mean and its standard error. By seed:
+  each of three, or the lowest and the highest.
 - Adam's lr is the best of its grid below; 1-bit Adam, 0/1 Adam and naive 1-bit Adam take the same. SoftSignSGD, Birder
-  and Lion have their own. Each point was tried once, with seed {about.tuning_seed}, on the same validation split.
+  and Lion have their own. Each point was tried with seeds {" and ".join(map(str, about.tuning_seeds))}, on the same
+  validation split; the lowest mean wins.
 - Clipped: max_grad_norm {NORM:g}, by this step's norm or by the previous one's.
 - 1-bit Adam: freeze_step {about.steps // 5}. 0/1 Adam: local_step_start {about.steps // 4}, local_step_doubling
   {about.steps // 4}, local_step_clip 4; where the last step is no sync, the ranks' parameters are averaged. All else is
