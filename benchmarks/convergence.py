@@ -29,9 +29,9 @@ from benchmarks.training import Run, train
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TUNING = RESULTS / "convergence-tuning.json"
-TUNING_SEEDS = (100, 101)
+TUNING_SEEDS = (3, 4)
 #: Of the images one run more or less right is a tenth of a point of accuracy: three seeds would show that noise.
-SEEDS: dict[str, Sequence[int]] = {"text": range(3), "images": range(12), "small": range(3)}
+SEEDS: dict[str, Sequence[int]] = {"text": range(3), "images": (0, 1, 2, *range(5, 14)), "small": range(3)}
 STEPS = 300
 SCALES, BLOCKS, FLOORS = ("l1", "rms"), (1024, 4096, "tensor"), (0.05, 0.0)
 
@@ -60,22 +60,25 @@ def run_once(task: Task, name: str, wrap: Wrap, settings: Settings, seed: int) -
     return run
 
 
-def tune(task: Task, tried: dict[str, list[dict]]) -> dict[str, list[dict]]:
-    """A run per seed at the points of each method's grid that are not in ``tried``: [{lr, beta, losses}, ...] each."""
-    known = {(name, *settings_of(point).items()): point["losses"] for name, points in tried.items() for point in points}
+def tune(task: Task, tuning: dict[str, dict[str, list[dict]]]) -> None:
+    """A run per seed at the points of each method's grid that are not in ``tuning`` yet: [{lr, beta, losses}, ...] each.
 
-    def losses(method: Method, settings: Settings) -> list[float | None]:
-        found = known.get((method.name, *settings.items()))
-        if found is not None:
-            return found
-        runs = [run_once(task, method.name, method.wrap, settings, seed) for seed in TUNING_SEEDS]
-        return [run.loss if math.isfinite(run.loss) else None for run in runs]
-
-    return {
-        method.name: [{**settings, "losses": losses(method, settings)} for settings in method.grid]
-        for method in METHODS
-        if method.grid
-    }
+    The file is written after each method, so that an interrupted run goes on where it was.
+    """
+    tried = tuning.setdefault(task.name, {})
+    for method in METHODS:
+        known = {tuple(settings_of(point).items()): point["losses"] for point in tried.get(method.name, [])}
+        points = []
+        for settings in method.grid:
+            losses = list(known.get(tuple(settings.items()), []))
+            for seed in TUNING_SEEDS[len(losses) :]:
+                loss = run_once(task, method.name, method.wrap, settings, seed).loss
+                losses.append(loss if math.isfinite(loss) else None)
+            points.append({**settings, "losses": losses})
+        if points:
+            tried[method.name] = points
+        if points and hvd.rank() == 0:
+            TUNING.write_text(json.dumps(tuning, indent=1) + "\n")
 
 
 def settings_of(point: dict) -> Settings:
@@ -118,20 +121,15 @@ def main() -> int:
     hvd.init()
     torch.set_num_threads(1)
     started = time.perf_counter()
-    tuning = json.loads(TUNING.read_text()) if TUNING.exists() else {}
+    tuning = json.loads(TUNING.read_text()) if TUNING.exists() and not options.tune else {}
     results = {}
     for name in options.tasks:
         task = load(name)
-        if name != "small":
-            tuning[name] = tune(task, {} if options.tune else tuning.get(name, {}))
-        elif "text" not in tuning:
-            tuning["text"] = tune(load("text"), {})
+        tune(task if name != "small" else load("text"), tuning)
         runs = stability(task, best(tuning["text"], ADAM)) if name == "small" else compare(task, tuning[name])
         results[name] = tables.Result(task, runs)
     if hvd.rank() == 0:
         options.output.mkdir(parents=True, exist_ok=True)
-        if tuning:
-            TUNING.write_text(json.dumps(tuning, indent=1) + "\n")
         about = tables.About(hvd.size(), STEPS, TUNING_SEEDS, time.perf_counter() - started)
         text = tables.document(results, tuning, about)
         (options.output / "convergence.md").write_text(text)
