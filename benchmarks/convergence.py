@@ -61,7 +61,7 @@ def run_once(task: Task, name: str, wrap: Wrap, settings: Settings, seed: int) -
 
 
 def tune(task: Task, tuning: dict[str, dict[str, list[dict]]]) -> None:
-    """A run per seed at the points of each method's grid that are not in ``tuning`` yet: [{lr, beta, losses}, ...] each.
+    """A run per seed at the points of each method's grid that ``tuning`` does not have yet: [{lr, beta, losses}, ...].
 
     The file is written after each method, so that an interrupted run goes on where it was.
     """
