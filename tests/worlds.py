@@ -47,7 +47,7 @@ def run_ranks(
     settings = settings or Settings(stall_check_s=PATIENCE_S / 4, stall_shutdown_s=PATIENCE_S)
     if MPI_SIZE:
         if size != MPI_SIZE:
-            pytest.skip(f"needs {size} ranks, this run has {MPI_SIZE}")
+            pytest.skip(reason=f"needs {size} ranks, this run has {MPI_SIZE}")
         return _run_as_mpi_rank(body, settings, process_sets, hosts)
     return _run_as_threads(size, body, settings, process_sets, timeout_s, hosts)
 

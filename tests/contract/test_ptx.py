@@ -12,7 +12,7 @@ from ocomm.bench import ptx
 pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
 loops = importlib.import_module("ocomm.kernels.cuda")
 if loops.SIMULATED:
-    pytest.skip("the simulator does not compile", allow_module_level=True)
+    pytest.skip(reason="the simulator does not compile", allow_module_level=True)
 
 
 @pytest.fixture(scope="module", params=["sm_80", "sm_90"])
@@ -20,7 +20,7 @@ def rows(request: pytest.FixtureRequest) -> list[ptx.Row]:
     try:
         return list(ptx.rows([request.param]))
     except ImportError as error:
-        pytest.skip(str(error))
+        pytest.skip(reason=str(error))
 
 
 #: Kernels that read or write no floats but one way, and those that go through memory of any alignment once in a while.

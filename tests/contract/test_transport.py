@@ -22,7 +22,7 @@ def on_ranks(size: int, body: Callable[[Transport], Any]) -> list[Any]:
     """``body(transport)`` on every rank, all at once; its results over ranks."""
     if MPI_SIZE:
         if size != MPI_SIZE:
-            pytest.skip(f"needs {size} ranks, this run has {MPI_SIZE}")
+            pytest.skip(reason=f"needs {size} ranks, this run has {MPI_SIZE}")
         from ocomm.transport import mpi
 
         world = mpi.open_world()

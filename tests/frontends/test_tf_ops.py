@@ -181,7 +181,7 @@ class TestCollectives:
 
     def test_process_sets_work_apart(self, way: Any) -> None:
         if way is in_python and not MPI_SIZE:
-            pytest.skip("four ranks in one process would wait in TensorFlow's two threads")
+            pytest.skip(reason="four ranks in one process would wait in TensorFlow's two threads")
 
         def body(session: Session) -> None:
             mine = hvd.ProcessSet([0, 2] if hvd.rank() % 2 == 0 else [1, 3])

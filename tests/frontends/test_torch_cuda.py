@@ -27,7 +27,7 @@ from tests.worlds import MPI_SIZE, run_ranks
 GPU = torch.cuda.is_available()
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 if not (GPU or SIMULATED):
-    pytest.skip("no GPU that Torch can use, and NUMBA_ENABLE_CUDASIM is not 1", allow_module_level=True)
+    pytest.skip(reason="no GPU that Torch can use, and NUMBA_ENABLE_CUDASIM is not 1", allow_module_level=True)
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # see tests/contract/test_cuda.py
 

@@ -146,7 +146,7 @@ def test_masked_elements_wake_on_devices_too(kind: str, on_devices: Any) -> None
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_all_ranks_on_devices(ranks: int, engine: str, on_devices: Any) -> None:
     if MPI_SIZE and engine == "python":
-        pytest.skip("the Python engine is made for ranks in one process")
+        pytest.skip(reason="the Python engine is made for ranks in one process")
     settings = Settings(engine=engine, segment_nbytes=65536)
     expected = run_ranks(ranks, lambda s: trained("1-bit Adam, compressed", rank_of(s), 7), settings)
     on_devices(range(ranks))

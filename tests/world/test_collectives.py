@@ -345,7 +345,7 @@ def _available_nbytes() -> int:
 def test_more_elements_than_a_32_bit_count_are_reduced_in_place() -> None:
     mpirun = Path(sys.executable).parent / "mpirun"
     if not mpirun.exists():
-        pytest.skip("no mpirun beside this Python")
+        pytest.skip(reason="no mpirun beside this Python")
     command = [str(mpirun), "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, "-c", HUGE]
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = subprocess.run(

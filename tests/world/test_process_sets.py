@@ -223,5 +223,5 @@ def test_a_set_of_an_mpi_communicator() -> None:
         half.Free()
 
     if not MPI_SIZE:
-        pytest.skip("needs ranks of an MPI job")
+        pytest.skip(reason="needs ranks of an MPI job")
     run_ranks(4, body)
