@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ocomm.errors import SettingsError
+from ocomm.negotiation.autotune import SPACE
 from ocomm.types import Settings
 
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
@@ -70,7 +71,7 @@ def _timeline(text: str) -> str:
 
 
 #: Settings that autotuning changes, unless the environment gives them a value.
-TUNABLE = ("fusion_threshold", "cycle_time_ms", "segment_nbytes")
+TUNABLE = tuple(SPACE)
 
 #: Variable name without its prefix -> (field of Settings, parser, whether Horovod has it).
 VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {

@@ -26,7 +26,8 @@ from ocomm.bench._lab import PAYLOAD_FRACTION
 from ocomm.collectives.pipeline import LARGEST_MESSAGE_NBYTES, SEGMENTS, SMALLEST_NBYTES
 
 BLOCK = 4096
-#: Memory traffic of a dense element: into a fusion buffer and out of it, and about 6 bytes of an owner's sum.
+#: Memory traffic of a dense element: into a fusion buffer and out of it, and about 6 bytes of an owner's sum. The rate
+#: below is fitted to steps of one core over TCP, so it holds the kernel's work, too.
 DENSE_NBYTES = 22.0
 METHODS = ("dense", "flat", "hierarchical", "two-hop")
 
