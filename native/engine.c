@@ -366,6 +366,15 @@ static void place(const ocomm_op *op) {
                (const float *)(intptr_t)op->a[3] + runs[i].position, (size_t)runs[i].length * sizeof(float));
 }
 
+/* Tensors into a buffer, where they lie side by side, or out of it. */
+static void copy_parts(const ocomm_op *op, int into) {
+    uint8_t *const *tensors = (uint8_t *const *)(intptr_t)op->a[0];
+    const int64_t *nbytes = (const int64_t *)(intptr_t)op->a[1];
+    uint8_t *buffer = (uint8_t *)(intptr_t)op->a[3];
+    for (int64_t i = 0; i < op->a[2]; buffer += nbytes[i++])
+        memcpy(into ? buffer : tensors[i], into ? tensors[i] : buffer, (size_t)nbytes[i]);
+}
+
 /* Returns the rank at fault when a check fails, else -1. */
 static int run_op(const ocomm_op *op) {
     const int64_t *a = op->a;
@@ -375,6 +384,10 @@ static int run_op(const ocomm_op *op) {
     switch (op->code) {
     case OCOMM_COPY:
         memcpy(P(1), P(0), (size_t)a[2]);
+        break;
+    case OCOMM_GATHER:
+    case OCOMM_SCATTER:
+        copy_parts(op, op->code == OCOMM_GATHER);
         break;
     case OCOMM_REDUCE:
         ocomm_reduce((int)a[0], (int)a[1], (int)a[2], P(3), a[4], op->f[0], op->f[1], P(5));

@@ -10,14 +10,16 @@ that peer has received our part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import bisect
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from ocomm.collectives.pipeline import message_nbytes, segment_nbytes
-from ocomm.collectives.plan import Copy, Message, Plan, Reduce, Stage
+from ocomm.collectives.pipeline import SMALLEST_NBYTES, message_nbytes, segment_nbytes
+from ocomm.collectives.plan import Copy, Gather, Message, Plan, Reduce, Scatter, Stage
 from ocomm.collectives.routes import after
 from ocomm.kernels.base import Bytes
 from ocomm.types import DType, Nodes, ReduceOp
@@ -66,11 +68,11 @@ class Place:
         return self.nodes.workers(self.rank)
 
 
-def _segments(nbytes: int, place: Place, shares: int) -> Iterator[tuple[int, int]]:
-    """Cuts [0, nbytes) into pieces for the pipeline, each sent in so many shares."""
-    piece = -(-segment_nbytes(nbytes, shares, place.segment_nbytes) // ALIGNMENT) * ALIGNMENT
-    for low in range(0, nbytes, piece):
-        yield low, min(low + piece, nbytes)
+def _pieces(nbytes: int, largest_nbytes: int) -> list[tuple[int, int]]:
+    """Cuts [0, nbytes) into equal pieces for the pipeline; what is small enough to be sent at once, is one."""
+    count = 1 if nbytes <= SMALL_NBYTES else -(-nbytes // largest_nbytes)
+    step = max(-(-nbytes // (count * ALIGNMENT)), 1) * ALIGNMENT
+    return [(low, min(low + step, nbytes)) for low in range(0, nbytes, step)]
 
 
 def _slices(low: int, high: int, size: int) -> list[slice]:
@@ -93,56 +95,66 @@ def allreduce(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Plan:
-    """Reduces each (input, output) pair of equal length, fused as if they were one tensor. In place where both are one.
+    """Reduces each (input, output) pair of equal length. In place where both are one.
 
-    Bytes sent per rank: 2 (n-1)/n of the total; (n-1) times a total below ``SMALL_NBYTES``. On N nodes of M ranks
-    2 (N-1)/(N M) of the total to other nodes, and twice (M-1)/M inside: not for averages of integers, whose one
-    division has to be that of the whole sum.
+    Small tensors are fused: they travel side by side in a buffer. A large one goes from where it is to where it shall
+    be, because copies cost as much as all else that a sum does to memory.
+
+    Bytes sent per rank: 2 (n-1)/n of the total; (n-1) times what is fused if that is below ``SMALL_NBYTES``. On N nodes
+    of M ranks 2 (N-1)/(N M) of the total to other nodes, and twice (M-1)/M inside: not for averages of integers, whose
+    one division has to be that of the whole sum.
     """
-    fused = len(tensors) > 1
     staging: list[Bytes] = []
-    total = sum(source.nbytes for source, _ in tensors)
 
     def stage_memory(nbytes: int) -> Bytes:
         buffer = place.scratch(nbytes)
         staging.append(buffer)
         return buffer[:nbytes]
 
-    parts: list[tuple[Bytes, Bytes, int]] = []  # input, output, position in the fusion buffer
-    if fused:
-        source = result = stage_memory(total)
-        position = 0
-        for given, wanted in tensors:
-            parts.append((given, wanted, position))
-            position += given.nbytes
-    else:
-        source, result = tensors[0]
-    exchange = _Reduction(place, source, result, stage_memory, dtype, op, prescale, postscale)
-
-    if total <= SMALL_NBYTES:
-        first, last = exchange.at_once()
-        first.compute = [Copy(given, source[at : at + given.nbytes]) for given, _, at in parts]
-        last.compute += [Copy(result[at : at + wanted.nbytes], wanted) for _, wanted, at in parts]
-        return Plan("allreduce", [[first, last]], staging)
-
-    segments = []
-    for low, high in _segments(total, place, len(place.nodes.owners) if exchange.in_nodes else place.size):
-        stages = exchange.through_nodes(low, high) if exchange.in_nodes else exchange.flat(low, high)
-        if fused:
-            here = [_clip(part, low, high) for part in parts if part[2] < high and part[2] + part[0].nbytes > low]
-            stages[0].compute[:0] = [Copy(given, source[at : at + given.nbytes]) for given, _, at in here]
-            stages.append(Stage([Copy(result[at : at + wanted.nbytes], wanted) for _, wanted, at in here]))
-        segments.append(stages)
+    reduction = _Reduction(place, stage_memory, dtype, op, prescale, postscale)
+    lengths = [source.nbytes for source, _ in tensors]
+    piece = segment_nbytes(sum(lengths), reduction.shares, place.segment_nbytes)
+    alone_nbytes = max(piece // 4, SMALLEST_NBYTES)  # a segment is worth its messages
+    fused = [pair for pair, nbytes in zip(tensors, lengths, strict=True) if nbytes < alone_nbytes]
+    if len(fused) < 2:
+        fused = []
+    segments = _fused(reduction, fused, piece) if fused else []
+    for (source, result), nbytes in zip(tensors, lengths, strict=True):
+        if nbytes >= alone_nbytes or not fused:
+            segments += reduction.segments(source, result, piece)
     return Plan("allreduce", segments, staging)
+
+
+def _fused(reduction: _Reduction, tensors: Sequence[tuple[Bytes, Bytes]], piece: int) -> list[list[Stage]]:
+    """The segments of tensors that travel in one buffer: copied in, reduced, copied out."""
+    ends = list(itertools.accumulate(source.nbytes for source, _ in tensors))
+    buffer = reduction.memory(ends[-1])
+    segments = reduction.segments(buffer, buffer, piece)
+    for stages, (low, high) in zip(segments, _pieces(ends[-1], piece) or [(0, 0)], strict=True):
+        sources, results = (_cut([pair[side] for pair in tensors], ends, low, high) for side in (0, 1))
+        stages[0].compute.insert(0, Gather(sources, buffer[low:high]))
+        if stages[-1].sends or stages[-1].receives:
+            stages.append(Stage())
+        stages[-1].compute.append(Scatter(buffer[low:high], results))
+    return segments
+
+
+def _cut(arrays: list[Bytes], ends: list[int], low: int, high: int) -> list[Bytes]:
+    """What of arrays that lie side by side, each up to its end, lies in [low, high)."""
+    first, last = bisect.bisect_right(ends, low), bisect.bisect_left(ends, high) + 1
+    found = arrays[first:last]
+    if found:
+        start = ends[first] - found[0].nbytes
+        found[-1] = found[-1][: found[-1].nbytes - (ends[last - 1] - high)]
+        found[0] = found[0][max(low - start, 0) :]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """The stages of an allreduce of ``source`` into ``result``, which may be the same."""
+    """How tensors are reduced; ``memory`` lasts as long as the plan."""
 
     place: Place
-    source: Bytes
-    result: Bytes
     memory: Callable[[int], Bytes]
     dtype: DType
     op: ReduceOp
@@ -154,50 +166,62 @@ class _Reduction:
         """Whether nodes reduce first: then they do for every number of bytes, so that fusion changes no bit."""
         return not self.place.nodes.is_flat and (self.dtype.is_floating or self.op != ReduceOp.AVERAGE)
 
-    def at_once(self) -> list[Stage]:
+    @property
+    def shares(self) -> int:
+        """Into how many parts a segment is cut, each of which is reduced by another rank."""
+        return len(self.place.nodes.owners) if self.in_nodes else self.place.size
+
+    def segments(self, source: Bytes, result: Bytes, largest_nbytes: int) -> list[list[Stage]]:
+        """The stages of an allreduce of ``source`` into ``result``, which may be the same, piece by piece."""
+        if source.nbytes <= SMALL_NBYTES:
+            return [self._at_once(source, result)]
+        way = self._through_nodes if self.in_nodes else self._flat
+        return [way(source, result, low, high) for low, high in _pieces(source.nbytes, largest_nbytes)]
+
+    def _at_once(self, source: Bytes, result: Bytes) -> list[Stage]:
         """Everybody sends everything to everybody, and reduces alone."""
         place = self.place
-        rows = self._rows(range(place.size), self.source)
-        received = dict(rows) | {place.rank: self.source}
+        rows = self._rows(range(place.size), source)
+        received = dict(rows) | {place.rank: source}
         send = Stage(
             [],
-            [Message(peer, self.source) for peer in place.peers],
+            [Message(peer, source) for peer in place.peers],
             [Message(peer, received[peer]) for peer in place.peers],
         )
         if not self.in_nodes:
             # The sends are over when the stage is, so a sum in place may overwrite what was sent.
-            return [send, Stage([self._reduce(list(received.values()), self.result, place.size, self.prescale)])]
+            return [send, Stage([self._reduce(list(received.values()), result, place.size, self.prescale)])]
         inner = [self._inner([received[r] for r in node], rows[node[0]]) for node in place.nodes.members]
-        outer = self._reduce([rows[node[0]] for node in place.nodes.members], self.result, len(inner))
+        outer = self._reduce([rows[node[0]] for node in place.nodes.members], result, len(inner))
         return [send, Stage([*inner, outer])]
 
-    def flat(self, low: int, high: int) -> list[Stage]:
+    def _flat(self, source: Bytes, result: Bytes, low: int, high: int) -> list[Stage]:
         """The bytes [low, high): each rank sums its slice in the order of ranks, and gives it to everyone."""
         ranks = range(self.place.size)
-        return self._between(_shares(low, high, ranks), ranks, self.source, self.prescale)
+        return self._between(_shares(low, high, ranks), ranks, source, result, self.prescale)
 
-    def through_nodes(self, low: int, high: int) -> list[Stage]:
+    def _through_nodes(self, source: Bytes, result: Bytes, low: int, high: int) -> list[Stage]:
         """The bytes [low, high), cut into slices: each node reduces them in the order of its ranks, the ranks that have
         a slice reduce that in the order of nodes, and give it to their node."""
         place = self.place
         slices = _shares(low, high, place.members[: place.nodes.slices])
-        collect = Stage([], [Message(peer, self.source[slices[peer]]) for peer in place.mates if peer in slices])
-        spread = Stage([], [], [Message(peer, self.result[slices[peer]]) for peer in place.mates if peer in slices])
+        collect = Stage([], [Message(peer, source[slices[peer]]) for peer in place.mates if peer in slices])
+        spread = Stage([], [], [Message(peer, result[slices[peer]]) for peer in place.mates if peer in slices])
         if place.rank not in slices:
             return [collect, Stage(), Stage(), spread]
         mine = slices[place.rank]
-        rows = self._rows(place.members, self.source[mine]) | {place.rank: self.source[mine]}
+        rows = self._rows(place.members, source[mine]) | {place.rank: source[mine]}
         collect.receives = [Message(peer, rows[peer]) for peer in place.mates]
-        across = self._between(_shares(mine.start, mine.stop, place.workers), place.workers, self.result)
-        across[0].compute.append(self._inner(list(rows.values()), self.result[mine]))
-        spread.sends = [Message(peer, self.result[mine]) for peer in place.mates]
+        across = self._between(_shares(mine.start, mine.stop, place.workers), place.workers, result, result)
+        across[0].compute.append(self._inner(list(rows.values()), result[mine]))
+        spread.sends = [Message(peer, result[mine]) for peer in place.mates]
         return [collect, *across, spread]
 
     def _between(
-        self, owners: dict[int, slice], ranks: Sequence[int], source: Bytes, prescale: float = 1.0
+        self, owners: dict[int, slice], ranks: Sequence[int], source: Bytes, result: Bytes, prescale: float = 1.0
     ) -> list[Stage]:
         """Each of ``ranks`` sends its ``source`` to the owners, who reduce it into ``result`` and send that back."""
-        rank, result = self.place.rank, self.result
+        rank = self.place.rank
         others = after(ranks, ranks.index(rank))
         scatter = Stage([], [Message(peer, source[owners[peer]]) for peer in others if peer in owners])
         gather = Stage([], [], [Message(peer, result[owners[peer]]) for peer in others if peer in owners])
@@ -230,13 +254,6 @@ def _shares(low: int, high: int, ranks: Sequence[int]) -> dict[int, slice]:
     """Cuts [low, high) among ``ranks``; those for whom nothing is left are not in it."""
     cut = zip(ranks, _slices(low, high, len(ranks)), strict=True)
     return {rank: part for rank, part in cut if part.stop > part.start}
-
-
-def _clip(part: tuple[Bytes, Bytes, int], low: int, high: int) -> tuple[Bytes, Bytes, int]:
-    """The bytes of a part that lie in [low, high) of the fusion buffer."""
-    given, wanted, at = part
-    first, last = max(low - at, 0), min(high - at, given.nbytes)
-    return given[first:last], wanted[first:last], at + first
 
 
 def allgather(place: Place, tensors: Sequence[tuple[Bytes, Bytes, Sequence[int]]]) -> Plan:
@@ -272,7 +289,8 @@ def broadcast(place: Place, source: Bytes, result: Bytes, root: int) -> Plan:
     is_root = place.rank == root
     segments: list[list[Stage]] = [[Stage(list(copy))]] if copy else [[Stage()]]
     is_dealt = result.nbytes > SMALL_NBYTES and place.size > 2
-    for low, high in _segments(result.nbytes, place, place.size if is_dealt else 1):
+    piece = segment_nbytes(result.nbytes, place.size if is_dealt else 1, place.segment_nbytes)
+    for low, high in _pieces(result.nbytes, piece):
         if not is_dealt:
             part = slice(low, high)
             sends = [Message(peer, source[part]) for peer in place.peers] if is_root else []

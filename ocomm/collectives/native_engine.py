@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,11 @@ _MESSAGE = np.dtype([("address", np.int64), ("nbytes", np.int64), ("peer", np.in
 _STAGES_PER_SEGMENT = 8  # as STAGES_PER_TAG in engine.c
 
 
+_INTPTR = ffi.typeof("intptr_t")
+
+
 def _address(array: np.ndarray | None) -> int:
-    return 0 if array is None else array.__array_interface__["data"][0]
+    return 0 if array is None else int(ffi.cast(_INTPTR, ffi.from_buffer(array)))
 
 
 @ffi.def_extern(error=-1)
@@ -47,7 +51,10 @@ class _Compiler:
         self.keep: list[Any] = []
 
     def pointers(self, arrays: Any) -> int:
-        table = np.array([_address(array) for array in arrays], np.int64)
+        return self.numbers([_address(array) for array in arrays])
+
+    def numbers(self, numbers: Sequence[int]) -> int:
+        table = np.array(numbers, np.int64)
         self.keep.append(table)
         return _address(table)
 
@@ -59,6 +66,12 @@ class _Compiler:
         match c:
             case plans.Copy():
                 self.op(lib.OCOMM_COPY, a(c.source), a(c.destination), c.source.nbytes)
+            case plans.Gather():
+                lengths = self.numbers([source.nbytes for source in c.sources])
+                self.op(lib.OCOMM_GATHER, self.pointers(c.sources), lengths, len(c.sources), a(c.destination))
+            case plans.Scatter():
+                lengths = self.numbers([destination.nbytes for destination in c.destinations])
+                self.op(lib.OCOMM_SCATTER, self.pointers(c.destinations), lengths, len(c.destinations), a(c.source))
             case plans.Pack():
                 self.op(lib.OCOMM_PACK, a(c.tensors), a(c.runs), len(c.runs), a(c.destination))
             case plans.Place():

@@ -34,6 +34,22 @@ class Copy:
 
 
 @dataclass(slots=True, eq=False)
+class Gather:
+    """memcpy of ``sources`` side by side into ``destination``, which they fill."""
+
+    sources: Sequence[Bytes]
+    destination: Bytes
+
+
+@dataclass(slots=True, eq=False)
+class Scatter:
+    """The inverse: ``source``, cut into the lengths of ``destinations``."""
+
+    source: Bytes
+    destinations: Sequence[Bytes]
+
+
+@dataclass(slots=True, eq=False)
 class Pack:
     """Gradient elements of each row of a RUN table into ``destination``, float32; zeros where a tensor has none."""
 
@@ -254,6 +270,8 @@ class Offload:
 
 Computation = (
     Copy
+    | Gather
+    | Scatter
     | Pack
     | Place
     | Reduce

@@ -391,6 +391,16 @@ class PythonEngine:
         match c:
             case plans.Copy():
                 c.destination[...] = c.source
+            case plans.Gather():
+                at = 0
+                for source in c.sources:
+                    c.destination[at : at + source.nbytes] = source
+                    at += source.nbytes
+            case plans.Scatter():
+                at = 0
+                for destination in c.destinations:
+                    destination[:] = c.source[at : at + destination.nbytes]
+                    at += destination.nbytes
             case plans.Pack():
                 reference.pack(c.runs, c.tensors, c.destination)
             case plans.Place():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ocomm.collectives import dense
-from ocomm.collectives.plan import Copy, Plan, Reduce
+from ocomm.collectives.plan import Copy, Gather, Plan, Reduce, Scatter
 from ocomm.collectives.scratch import aligned
 from ocomm.kernels.base import Bytes
 from ocomm.kernels.reference import ReferenceKernels
@@ -31,6 +31,14 @@ def execute(plans: Sequence[Plan]) -> None:
                 for c in plan.segments[number][stage].compute:
                     if isinstance(c, Copy):
                         c.destination[:] = c.source
+                    elif isinstance(c, Gather):
+                        c.destination[:] = np.concatenate(c.sources)
+                    elif isinstance(c, Scatter):
+                        lengths = [destination.nbytes for destination in c.destinations]
+                        for part, destination in zip(
+                            np.split(c.source, np.cumsum(lengths)[:-1]), c.destinations, strict=True
+                        ):
+                            destination[:] = part
                     else:
                         assert isinstance(c, Reduce)
                         kernels.reduce(c.dtype, c.op, c.sources, c.prescale, c.postscale, c.out)
@@ -149,7 +157,7 @@ def test_the_average_of_large_values_overflows_in_no_node() -> None:
 
 @pytest.mark.parametrize(("size", "hosts"), [*((size, "") for size in SIZES), (4, "aabb"), (5, "aaabb")])
 def test_fusion_does_not_change_a_bit(size: int, hosts: str) -> None:
-    numels = [1, 30_001, 0, 77, 50_000, 2]
+    numels = [1, 30_001, 0, 77, 50_000, 200_003, 2, 16_385]
     given = [inputs(size, numel) for numel in numels]
     results = [[np.full_like(array, np.nan) for array in arrays] for arrays in given]
     plans = [
