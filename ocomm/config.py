@@ -93,6 +93,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "PEER_TIMEOUT_SECONDS": ("peer_timeout_s", _duration, False),
     "START_TIMEOUT": ("start_timeout_s", _duration, True),
     "ENGINE": ("engine", _choice("native", "python"), False),
+    "CUDA_AWARE": ("cuda_aware", _choice("auto", "0", "1"), False),
     "KERNELS": ("kernels", _choice("cpu", "reference"), False),
     "LOG_LEVEL": ("log_level", _choice(*_LEVELS), True),
     "THREAD_AFFINITY": ("thread_affinity", _cores, True),

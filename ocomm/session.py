@@ -367,7 +367,15 @@ class Session:
                     f"parameters are on GPU {number}, for which ocomm needs numba-cuda: pip install 'ocomm[gpu-cu12]' "
                     f"or 'ocomm[gpu-cu13]', as torch.version.cuda says ({error})."
                 ) from error
-            self._device_kernels[number] = device_kernels(CudaDevice(number))
+            from ocomm.transport import cuda_probe
+
+            kernels = device_kernels(CudaDevice(number))
+            found = cuda_probe.verdict(self.settings.cuda_aware, number) if self.require_topology().size > 1 else None
+            if found is not None:
+                which = "addresses on it" if found.yes else "copies in pinned memory"
+                _log.info("CUDA device %d: MPI is given %s: %s", number, which, found.why)
+            kernels.memory.reached_by_network = found is not None and found.yes  # type: ignore[attr-defined]
+            self._device_kernels[number] = kernels
         return self._device_kernels[number]
 
     def compressed_allreduce(

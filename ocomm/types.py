@@ -228,6 +228,7 @@ class Settings:
     peer_timeout_s: float = 60.0  # silence after which a rank counts as dead; 0: never
     start_timeout_s: float = 120.0
     engine: str = "native"  # or "python", its slow twin
+    cuda_aware: str = "auto"  # "1": MPI is given addresses on CUDA devices, "0": it is not
     kernels: str = "cpu"  # or "reference"
     log_level: str = "warning"
     thread_affinity: tuple[int, ...] = ()  # core of the background thread, by local rank; empty: any

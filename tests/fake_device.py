@@ -2,7 +2,8 @@
 
 Addresses on it are no addresses of this process, so whoever takes them for some ends the process. What is queued is
 done one piece per question whether it is over, so what does not ask finds the bytes of before; and a buffer that the
-device writes is garbage from the moment that this is queued.
+device writes is garbage from the moment that this is queued. A network that reaches such memory needs real addresses:
+then what the device has is out of nobody's reach, but still not there before its time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,14 +30,15 @@ _GARBAGE = 0x5A
 _ADDRESSES = {TENSOR: ("grad", "param", "momentum"), PIECE: ("address",)}
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeBlock:
     memory: np.ndarray
+    elsewhere: int
 
     @property
     def address(self) -> int:
         first = self.memory.__array_interface__["data"][0]
-        return ELSEWHERE + first + -first % 64
+        return self.elsewhere + first + -first % 64
 
 
 @dataclass
@@ -79,9 +82,15 @@ class FakeDevice:
     log: list[tuple[str, str, float]] = field(default_factory=list)
     done: int = 0
     fails: bool = False
+    #: Does the network reach its memory? Then addresses there are real.
+    reached: bool = False
 
     def __post_init__(self) -> None:
+        #: What is added to an address of this process.
+        self.elsewhere = 0 if self.reached else ELSEWHERE
+        self.entered: set[str] = set()
         self._queue: deque[Callable[[], None]] = deque()
+        self._blocks: weakref.WeakSet[FakeBlock] = weakref.WeakSet()
         self._queued = 0
         self._lock = threading.RLock()
 
@@ -126,9 +135,15 @@ class FakeDevice:
     # kernels.device.Device
 
     def allocate(self, nbytes: int) -> FakeBlock:
-        block = FakeBlock(np.empty(nbytes + 64, np.uint8))
+        block = FakeBlock(np.empty(nbytes + 64, np.uint8), self.elsewhere)
         self.bytes(block.address, nbytes)[:] = _GARBAGE
+        self._blocks.add(block)
         return block
+
+    def has(self, array: np.ndarray) -> bool:
+        """Does it lie in this device's memory?"""
+        first = array.__array_interface__["data"][0]
+        return any(b.address <= first and first + array.nbytes <= b.address + b.memory.nbytes for b in self._blocks)
 
     def pinned(self, nbytes: int) -> Bytes:
         return np.full(nbytes, _GARBAGE, np.uint8)
@@ -164,6 +179,9 @@ class FakeDevice:
 
     def loops(self, status: DeviceArray) -> FakeLoops:
         return FakeLoops(self, status, self.inner)
+
+    def enter(self) -> None:
+        self.entered.add(threading.current_thread().name)
 
     def follow(self, stream: int) -> None:
         """Torch's work on tensors of the host is over when its calls return."""

@@ -1,11 +1,13 @@
-"""Plans whose buffers are on a device, over a network that sees the host's memory only.
+"""Plans whose buffers are on a device.
 
 ``staged`` takes a plan as it would be for the host, in which states are device arrays and messages are staging memory.
 Every computation on those becomes an ``Offload``: what has come in is copied to the device, the loop is queued behind
 that, and what goes out is copied back behind the loop. Nobody waits: the engine asks for the event at the end, and goes
 on with other segments meanwhile, so that the copies of one run under the exchange of the others.
 
-Headers are written and compared by the host, in the host's memory, as ever.
+Headers are written and compared by the host, in the host's memory, as ever. So where the network reaches a device's
+memory, the direct form, each is a message of its own, and payloads go from device to device: nothing is copied but the
+averages, at which the host looks.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from ocomm.collectives import plan as plans
-from ocomm.collectives.plan import Computation, Offload, Plan, Stage
+from ocomm.collectives.plan import HEADER, Computation, Message, Offload, Plan, Stage
 from ocomm.compression.wire import RUN
 from ocomm.kernels.base import ALIGNMENT, Bytes, Memory, Table
 from ocomm.kernels.device import DeviceMemory, Event, Queue
@@ -27,11 +29,15 @@ _CHUNK = 1 << 15
 
 
 class DeviceTask:
-    """See ``plan.Task``: copies and loops, in order, and what they have found in the end."""
+    """See ``plan.Task``: copies and loops, in order, and what they have found in the end.
 
-    def __init__(self, memory: DeviceMemory) -> None:
+    ``direct``: messages lie on the device and are not copied.
+    """
+
+    def __init__(self, memory: DeviceMemory, direct: bool = False) -> None:
         self.failure: BaseException | None = None
         self._memory = memory
+        self._direct = direct
         self._steps: list[Callable[[], None]] = []
         self._queue: Queue | None = None
         self._status = np.zeros(0, np.int32)
@@ -40,11 +46,13 @@ class DeviceTask:
 
     def upload(self, parts: Iterable[Bytes]) -> None:
         """Adds copies of staging memory to the device; neighbours go as one."""
-        self._steps += [partial(self._memory.upload, part) for part in _joined(parts)]
+        if not self._direct:
+            self._steps += [partial(self._memory.upload, part) for part in _joined(parts)]
 
     def download(self, part: Bytes) -> None:
         """Adds a copy from the device."""
-        self._steps.append(partial(self._memory.download, part))
+        if not self._direct:
+            self._steps.append(partial(self._memory.download, part))
 
     def loop(self, flags: np.ndarray | None, loop: str, *arguments: object) -> None:
         """Adds a loop of ``Kernels``. If something is not finite ``flags`` says so."""
@@ -92,21 +100,76 @@ class _Upload:
         return True
 
 
-def staged(plan: Plan, memory: Memory, results: Sequence[Bytes] = ()) -> Plan:
+class _Entry:
+    """See ``plan.Task``: the engine's thread has the device's context from then on, as MPI expects of who calls it."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.failure: BaseException | None = None
+        self._memory = memory
+
+    def start(self) -> None:
+        self._memory.device.enter()
+
+    def is_over(self) -> bool:
+        return True
+
+
+def entry(memory: Memory) -> Plan:
+    """What all ranks run on a channel before their first plan in the direct form; it has no messages."""
+    tasks = [Offload("Enter", _Entry(memory))] if isinstance(memory, DeviceMemory) else []
+    return Plan("entry", [[Stage([*tasks])]])
+
+
+def staged(plan: Plan, memory: Memory, results: Sequence[Bytes] = (), direct: bool = False) -> Plan:
     """``plan`` itself where ``memory`` is the host's; else the plan that does the same through staging memory.
 
-    ``results``: what each segment gathers; the device has it, too, when the plan is over.
+    ``results``: what each segment gathers; both the host and the device have it when the plan is over.
+
+    ``direct``: all ranks have agreed that payloads travel apart from their headers, in messages that follow them; those
+    of a device leave and reach its own memory. Not for plans in which messages are put together by the host.
     """
+    if direct:
+        plan = Plan(plan.name, [_parted(stages, memory) for stages in plan.segments], plan.keepalive)
     if not memory.is_device:
         return plan
     assert isinstance(memory, DeviceMemory)
-    segments = [_staged_segment(stages, memory) for stages in plan.segments]
+    segments = [_staged_segment(stages, memory, direct) for stages in plan.segments]
     for stages, result in zip(segments, results, strict=False):
-        stages[-1].compute.append(Offload("Upload", _Upload(memory, result)))
+        if direct:
+            task = DeviceTask(memory)
+            task.download(result)
+            stages[-1].compute.append(Offload("Download", task))
+        else:
+            stages[-1].compute.append(Offload("Upload", _Upload(memory, result)))
     return Plan(plan.name, segments, plan.keepalive)
 
 
-def _staged_segment(stages: Sequence[Stage], memory: DeviceMemory) -> list[Stage]:
+def _parted(stages: Sequence[Stage], memory: Memory) -> list[Stage]:
+    """The same stages, each message as its header, if it has one, and its payload, where the network finds that."""
+    computations = [c for stage in stages for c in stage.compute]
+    heads = {
+        _address(message): HEADER.itemsize + c.presence.nbytes
+        for c in computations
+        if isinstance(c, (plans.Seal, plans.Check))
+        for message in c.messages
+    }
+    assert not any(isinstance(c, plans.Copy) for c in computations), "a message that the host puts together"
+
+    def parted(messages: Sequence[Message]) -> list[Message]:
+        found = []
+        for message in messages:
+            head = heads.get(_address(message.buffer), 0)
+            if head:
+                found.append(Message(message.peer, message.buffer[:head]))
+            payload = message.buffer[head:]
+            if payload.nbytes:
+                found.append(Message(message.peer, memory.wire(payload)))
+        return found
+
+    return [Stage(stage.compute, parted(stage.sends), parted(stage.receives)) for stage in stages]
+
+
+def _staged_segment(stages: Sequence[Stage], memory: DeviceMemory, direct: bool) -> list[Stage]:
     at_hand: list[Bytes] = []  # staging memory that was written on the device
     found = []
     for stage in stages:
@@ -118,7 +181,7 @@ def _staged_segment(stages: Sequence[Stage], memory: DeviceMemory) -> list[Stage
                 task = None
                 continue
             if task is None:  # one event for all that comes one after the other
-                task = DeviceTask(memory)
+                task = DeviceTask(memory, direct)
                 compute.append(Offload(type(c).__name__, task))
             at_hand += _add(task, c, at_hand)
         found.append(Stage(compute, stage.sends, stage.receives))
@@ -200,8 +263,12 @@ def _add(task: DeviceTask, c: Computation, at_hand: Sequence[Bytes]) -> list[Byt
 
 
 def _is_inside(part: Bytes, whole: Bytes) -> bool:
-    first, start = (array.__array_interface__["data"][0] for array in (part, whole))
-    return bool(start <= first and first + part.nbytes <= start + whole.nbytes)
+    first, start = _address(part), _address(whole)
+    return start <= first and first + part.nbytes <= start + whole.nbytes
+
+
+def _address(array: Bytes) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _payload(blocks: Table, packed: Bytes) -> Bytes:
@@ -235,13 +302,13 @@ def _chunks(runs: Table) -> Table:
 def _joined(parts: Iterable[Bytes]) -> list[Bytes]:
     """The same memory in fewer pieces: what lies side by side in one array, but for padding, is one."""
     found: list[Bytes] = []
-    for part in sorted(parts, key=lambda part: part.__array_interface__["data"][0]):
+    for part in sorted(parts, key=_address):
         if found and part.base is found[-1].base and part.base is not None:
             base = part.base
-            start = base.__array_interface__["data"][0]
-            first, end = (found[-1].__array_interface__["data"][0] - start for _ in range(2))
-            end += found[-1].nbytes
-            at = part.__array_interface__["data"][0] - start
+            start = _address(base)
+            first = _address(found[-1]) - start
+            end = first + found[-1].nbytes
+            at = _address(part) - start
             if at - end < ALIGNMENT:
                 found[-1] = base[first : at + part.nbytes]
                 continue

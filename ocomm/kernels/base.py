@@ -133,6 +133,10 @@ class Memory(Protocol):
         """The host has written to some staging memory, which kernels shall see."""
         ...
 
+    def wire(self, staging: Bytes) -> Bytes:
+        """What kernels see of some staging memory, for the network alone: nobody else may look into it."""
+        ...
+
     def host(self, array: Any) -> Any:
         """Its elements as a NumPy array: itself, or a copy, which waits for the device."""
         ...
@@ -155,6 +159,9 @@ class HostMemory:
 
     def changed(self, staging: Bytes) -> None:
         """It is what kernels see."""
+
+    def wire(self, staging: Bytes) -> Bytes:
+        return staging
 
     def host(self, array: Any) -> Any:
         return array

@@ -136,6 +136,9 @@ class CudaDevice:
     def loops(self, status: DeviceArray) -> _Loops:
         return _Loops(self, CudaKernels(self._numba_stream, status))
 
+    def enter(self) -> None:
+        _check(driver.cuCtxSetCurrent(self._context))
+
     def follow(self, stream: int) -> None:
         self._order(driver.CUstream(stream), self._stream)
 

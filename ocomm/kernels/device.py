@@ -79,6 +79,10 @@ class Device(Protocol):
         would tell is put into ``status``, one int32, as not 0."""
         ...
 
+    def enter(self) -> None:
+        """The calling thread works with this device from now on, whatever it did before."""
+        ...
+
     def follow(self, stream: int) -> None:
         """What is queued from now on runs after what a framework has put on its stream ``stream`` so far."""
         ...
@@ -156,6 +160,19 @@ class DeviceArray:
         return new
 
 
+class _Wire:
+    """An address on a device in the form that NumPy takes; what it is a part of lives as long."""
+
+    def __init__(self, part: DeviceArray) -> None:
+        self.part = part
+        self.__array_interface__ = {
+            "shape": (part.nbytes,),
+            "typestr": "|u1",
+            "data": (part.address, False),
+            "version": 3,
+        }
+
+
 class DeviceMemory:
     """See ``Memory``. Tables of the host and staging memory have copies on the device, which follow them.
 
@@ -167,6 +184,8 @@ class DeviceMemory:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        #: Can the network send from this memory, and receive into it, as far as this process knows?
+        self.reached_by_network = False
         #: Held while something is queued that belongs together.
         self.lock = threading.RLock()
         #: How often the host has waited for the device.
@@ -204,6 +223,9 @@ class DeviceMemory:
 
     def changed(self, staging: Bytes) -> None:
         self.upload(staging)
+
+    def wire(self, staging: Bytes) -> Bytes:
+        return np.asarray(_Wire(self.twin(staging)))
 
     def host(self, array: Any) -> Any:
         if not isinstance(array, DeviceArray):

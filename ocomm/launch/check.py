@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 
 from ocomm.errors import LaunchError
 from ocomm.launch.flavour import PROBE_TIMEOUT_S, check_match, find_launcher, find_library
+from ocomm.transport import cuda_probe
+from ocomm.transport.cuda_probe import Verdict
 from ocomm.version import __version__
 
 # Frameworks are looked up, not imported: that would take seconds and many megabytes for one line each.
@@ -35,7 +37,10 @@ def report(python: str, environ: Mapping[str, str]) -> tuple[str, bool]:
     sections = {
         "Available Frameworks": [_framework(*names) for names in _FRAMEWORKS],
         "Available Controllers": _controllers(python, environ),
-        "Available Tensor Operations": [_native(python, environ), *_gpu(_cuda_driver(), _numba_cuda())],
+        "Available Tensor Operations": [
+            _native(python, environ),
+            *_gpu(_cuda_driver(), _numba_cuda(), lambda: _device_messages(python, environ)),
+        ],
     }
     return render(sections)
 
@@ -100,15 +105,23 @@ def _native(python: str, environ: Mapping[str, str]) -> Item:
     return Item(name, False, reason, needed=True)
 
 
-def _gpu(driver: Item, kernels: Item) -> list[Item]:
+def _gpu(driver: Item, kernels: Item, messages: Callable[[], Verdict]) -> list[Item]:
     """What there is for GPUs, and which way messages go from there, and why."""
     missing = [item.name for item in (driver, kernels) if not item.found]
     if missing:
         way = f"no: {' and '.join(missing)} missing"
     else:
-        way = "through pinned host memory; MPI is not given device pointers, CUDA-aware or not"
+        found = messages()
+        way = f"{'messages from device to device' if found.yes else 'messages through pinned host memory'}: {found.why}"
     nccl = "not used yet: hierarchical='auto' is off where parameters are on GPUs"
     return [driver, kernels, Item("1-bit optimizers on GPUs", not missing, way), Item("NCCL", False, nccl)]
+
+
+def _device_messages(python: str, environ: Mapping[str, str]) -> Verdict:
+    setting = environ.get("OCOMM_CUDA_AWARE", "auto")
+    if setting == "auto":
+        return cuda_probe.tried(python, environ, "--ask")
+    return Verdict(setting == "1", f"OCOMM_CUDA_AWARE={setting}")
 
 
 def _cuda_driver() -> Item:

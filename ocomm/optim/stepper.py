@@ -32,7 +32,7 @@ from ocomm.collectives.envelope import Envelope
 from ocomm.collectives.phases import NodeStaging, Staging
 from ocomm.collectives.plan import Computation, Plan, Stage
 from ocomm.collectives.routes import vote_groups
-from ocomm.collectives.staged import staged
+from ocomm.collectives.staged import entry, staged
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import SegmentLayout
 from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError, OcommError, PeerError, StallError
@@ -118,7 +118,7 @@ class Stepper:
     ``locate(tensors, final)`` gives the addresses of their gradients as they are now, contiguous float32, 0 for none;
     before ``step()`` (``final`` False) it may answer None: not yet.
     ``segment_nbytes`` bounds a segment's packed bytes. ``verify`` is ``"sampled"``, ``"full"`` or ``"version"``: how
-    much of a gradient is read again to notice that it changed after hand-over.
+    much of a gradient is read again to notice that it changed after hand-over. ``direct``: see ``staged``.
     """
 
     def __init__(
@@ -135,6 +135,7 @@ class Stepper:
         verify: str,
         timeout_s: float,
         bucket_count: int = 3,
+        direct: bool = False,
     ) -> None:
         self.name = name
         self.core = core
@@ -148,6 +149,7 @@ class Stepper:
         self.verify = verify
         self.timeout_s = timeout_s
         self.bucket_count = bucket_count
+        self.direct = direct
         self.traffic = Traffic()
         self.step = 0  # committed or skipped by all
         self.averages = np.zeros(0, np.float32)
@@ -193,6 +195,10 @@ class Stepper:
         self._vote = self._ballot(self.layout.digest, count if core.steps_locally else 0)
         self._survey: _Ballot | None = None
         self._surveyed = False
+        if direct:
+            ticket = channel.submit(channel.prepare(entry(core.home)), timeout_s, False)
+            if wait(ticket, channel, ranks, watch, name) != State.DONE:
+                self._fail(ticket, [])
 
     # Buckets
 
@@ -306,7 +312,7 @@ class Stepper:
             ](bucket)
             spans = range(bucket.first_segment, bucket.first_segment + len(bucket.segments))
             results = [self.core.result(k) for k in spans] if bucket.kind == "compressed" else []
-            plan = staged(plan, self.core.home, results)
+            plan = staged(plan, self.core.home, results, self.direct)
             bucket.plans[key] = self.channel.prepare(plan), self._bytes(plan)
         prepared, bucket.sent = bucket.plans[key]
         return prepared

@@ -22,7 +22,8 @@ from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import InvalidRequestError, MismatchError
-from ocomm.kernels.base import Kernels
+from ocomm.kernels.base import Kernels, Memory
+from ocomm.kernels.device import DeviceMemory
 from ocomm.optim import checkpoint
 from ocomm.optim.core import Core
 from ocomm.optim.stepper import Stepper, Verdict
@@ -111,11 +112,14 @@ class Driver:
         name = session.automatic_name(kind, number)
         kernels = host.kernels or session.kernels
         assert kernels is not None
-        said = gather(session, number, f"{name}.frameworks", f"{kernels.memory.is_device:d}{host.framework}")
+        said = gather(session, number, f"{name}.frameworks", f"{_where(kernels.memory)}{host.framework}")
         #: Are the ranks of several frameworks?
         self.is_mixed = len({text[1:] for text in said}) > 1
-        if any(text[0] == "1" for text in said):
+        places = {text[0] for text in said}
+        if places != {_ON_HOST}:
             nodes = _flat_on_devices(session, number, common.hierarchical, nodes, name)
+        #: Do messages go from device to device? As all ranks have agreed.
+        self.direct = len(said) > 1 and places <= {_ON_HOST, _REACHED} and _REACHED in places and nodes.groups == 1
         layout = Layout(specs, len(ranks), common.block_size, nodes)
         self.session = session
         self.number = number
@@ -146,6 +150,7 @@ class Driver:
             # To look at gradients on a device the host would have to wait for it.
             verify="version" if kernels.memory.is_device else common.verify,
             timeout_s=session.settings.stall_shutdown_s,
+            direct=self.direct,
         )
         #: Steps taken, not skipped.
         self.steps = 0
@@ -461,6 +466,17 @@ class Driver:
 def digest(values: Any) -> int:
     """64-bit hash of a value by its ``repr``."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
+
+
+#: Where a rank's parameters are: in the host's memory, on a device, on one that the network reaches.
+_ON_HOST, _ON_DEVICE, _REACHED = "0", "1", "2"
+
+
+def _where(memory: Memory) -> str:
+    if not memory.is_device:
+        return _ON_HOST
+    assert isinstance(memory, DeviceMemory)
+    return _REACHED if memory.reached_by_network else _ON_DEVICE
 
 
 def _flat_on_devices(

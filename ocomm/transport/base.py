@@ -17,7 +17,8 @@ Request = Any
 
 
 class Transport(Protocol):
-    """One communicator. Messages between two ranks with equal tags arrive in the order they were sent.
+    """One communicator. Messages between two ranks with equal tags arrive in the order they were sent, into buffers in
+    the order these were posted.
 
     ``arrival`` is set whenever something may have arrived and whenever the runtime is woken, so that a loop may sleep
     on it; a network that cannot tell leaves it alone, and the loop's timeout is its polling interval.

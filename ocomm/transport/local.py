@@ -1,6 +1,7 @@
 """N ranks as N threads of one process: a network for tests and debuggers, and a world of one.
 
-A ``Fabric`` is the wire. Sends copy, so they are over at once; receives are matched when they are tested.
+A ``Fabric`` is the wire. Sends copy, so they are over at once; receives are matched in the order they were posted,
+when they are tested.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Fabric:
         self.arrivals = [threading.Event() for _ in range(size)]
         # (communicator, source, dest, tag), world ranks -> payloads in order
         self.messages: dict[tuple[Hashable, int, int, int], deque[bytes]] = defaultdict(deque)
+        # Receives posted and not over, by the same keys
+        self.posted: dict[tuple[Hashable, int, int, int], deque[_Receive]] = defaultdict(deque)
         # (communicator, dest, tag) -> sources in order of arrival, for probe
         self.order: dict[tuple[Hashable, int, int], deque[int]] = defaultdict(deque)
         self.aborted: int | None = None
@@ -34,11 +37,10 @@ class Fabric:
         return LocalTransport(self, ("world",), tuple(range(self.size)), rank)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Receive:
     buffer: Bytes
-    source: int
-    tag: int
+    key: tuple[Hashable, int, int, int]
 
 
 class LocalTransport:
@@ -61,29 +63,37 @@ class LocalTransport:
         self.fabric.arrivals[peer].set()
 
     def irecv(self, buffer: Bytes, source: int, tag: int) -> _Receive:
-        return _Receive(buffer, source, tag)
+        key = (self.identity, self.members[source], self.members[self.rank], tag)
+        request = _Receive(buffer, key)
+        with self.fabric.lock:
+            self.fabric.posted[key].append(request)
+        return request
 
     def test(self, request: _Receive | None) -> bool:
         if self.fabric.aborted is not None:
             raise HorovodInternalError(f"the job was aborted with code {self.fabric.aborted}")
         if request is None:
             return True
-        me = self.members[self.rank]
-        key = (self.identity, self.members[request.source], me, request.tag)
+        key = request.key
+        _, sender, me, tag = key
+        source = self.members.index(sender)
         with self.fabric.lock:
-            waiting = self.fabric.messages.get(key)
-            if not waiting:
+            waiting, posted = self.fabric.messages.get(key), self.fabric.posted[key]
+            if not waiting or posted[0] is not request:
                 return False
             payload = waiting.popleft()
+            posted.popleft()
             if not waiting:
                 del self.fabric.messages[key]
-            order = self.fabric.order[self.identity, me, request.tag]
-            order.remove(request.source)
+            if not posted:
+                del self.fabric.posted[key]
+            order = self.fabric.order[self.identity, me, tag]
+            order.remove(source)
             if not order:
-                del self.fabric.order[self.identity, me, request.tag]
+                del self.fabric.order[self.identity, me, tag]
         if len(payload) != request.buffer.nbytes:
             raise HorovodInternalError(
-                f"a message from rank {request.source} has {len(payload)} bytes, expected {request.buffer.nbytes}"
+                f"a message from rank {source} has {len(payload)} bytes, expected {request.buffer.nbytes}"
             )
         request.buffer[:] = np.frombuffer(payload, np.uint8)
         return True

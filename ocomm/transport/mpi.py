@@ -85,6 +85,28 @@ def library_version() -> str:
     return _load().Get_library_version().splitlines()[0].rstrip("\0")
 
 
+def cuda_support() -> tuple[bool, str]:
+    """Does the library say that it takes addresses of CUDA devices? And its words. No where MPI is not up."""
+    if _mpi is None or not _mpi.Is_initialized() or _mpi.Is_finalized():
+        return False, "MPI is not in use"
+    library = _loaded_library(_mpi)
+    if hasattr(library, "MPIX_Query_cuda_support"):
+        return _said("MPIX_Query_cuda_support", library.MPIX_Query_cuda_support() == 1)
+    if hasattr(library, "MPIX_GPU_query_support"):
+        answer = ctypes.c_int(0)
+        code = library.MPIX_GPU_query_support(_MPICH_CUDA, ctypes.byref(answer))
+        return _said("MPIX_GPU_query_support", code == _mpi.SUCCESS and answer.value == 1)
+    kinds = _mpi.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds") or ""
+    return _said("mpi_memory_alloc_kinds", any(kind.split(":")[0] == "cuda" for kind in kinds.split(",")))
+
+
+_MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
+
+
+def _said(asked: str, yes: bool) -> tuple[bool, str]:
+    return yes, f"{library_version().split(',')[0]} says {'yes' if yes else 'no'} ({asked})"
+
+
 def finalize() -> None:
     """MPI_Finalize, if MPI is up. Collective: every rank must come."""
     if _mpi is not None and _mpi.Is_initialized() and not _mpi.Is_finalized():

@@ -5,6 +5,7 @@ plan. The device is a fake (see ``tests.fake_device``).
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ocomm.collectives.plan import Average, Compress, Message, Offload, Plan, Re
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.staged import staged
 from ocomm.compression.layout import Layout, TensorSpec
+from ocomm.compression.wire import header_nbytes
 from ocomm.kernels import cpu_kernels
 from ocomm.kernels.base import RUN, TENSOR
 from ocomm.kernels.device import DeviceArray, DeviceKernels
@@ -98,12 +100,14 @@ def test_a_task_that_fails_ends_its_channel_and_no_other(kind: str, where: str, 
 
 
 class Exchange:
-    """A compressed allreduce of one tensor on ``size`` ranks, in segments, on devices or, without any, on the host."""
+    """A compressed allreduce of one tensor on ``size`` ranks, in segments, on devices, on the host where it is None."""
 
-    def __init__(self, size: int, devices: list[FakeDevice], segments: int = 4) -> None:
+    def __init__(
+        self, size: int, devices: Sequence[FakeDevice | None], segments: int = 4, direct: bool = False
+    ) -> None:
         self.layout = Layout([TensorSpec("a", (segments * 4096,))], size, block_size=64)
         self.size = size
-        self.kernels: list[Any] = [DeviceKernels(d) for d in devices] or [cpu_kernels() for _ in range(size)]
+        self.kernels: list[Any] = [cpu_kernels() if d is None else DeviceKernels(d) for d in devices]
         rng = np.random.default_rng(5)
         numel = self.layout.flat_numel
         self.plans, self.errors, self.outs, self.flags = [], [], [], []
@@ -131,7 +135,7 @@ class Exchange:
                 stages[-1][-1].compute.append(Unpack(layout.blocks, result, None, out))
                 results.append(result)
                 self.flags.append(env.flags)
-            self.plans.append(staged(Plan("compressed", stages), home, results))
+            self.plans.append(staged(Plan("compressed", stages), home, results, direct))
             self.errors += [(home, error), (home, owner_error)]
             self.outs.append((home, out))
 
@@ -141,16 +145,45 @@ class Exchange:
 
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_staged_plan_leaves_the_bits_of_the_plan(kind: str, size: int) -> None:
-    held = []
-    for devices in ([], [FakeDevice() for _ in range(size)]):
-        exchange = Exchange(size, devices)
+def test_a_staged_plan_leaves_the_bits_of_the_plan_in_either_form(kind: str, size: int) -> None:
+    staged_on = [FakeDevice() for _ in range(size)]
+    direct_on = [FakeDevice(reached=True) if rank != 1 else None for rank in range(size)]
+    forms = [Exchange(size, [None] * size), Exchange(size, staged_on), Exchange(size, direct_on, direct=True)]
+    for exchange in forms:
         with world_of(kind, size) as world:
             channels = world.channels()
             for _ in range(3):
                 assert states(submit(channels, exchange.plans)) == [State.DONE] * size
-        held.append(exchange.held())
-    assert held[0] == held[1]
+    assert forms[0].held() == forms[1].held() == forms[2].held()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_in_the_direct_form_payloads_leave_from_devices_and_only_averages_are_copied(kind: str) -> None:
+    devices = [FakeDevice(reached=True), FakeDevice(reached=True)]
+    exchange = Exchange(2, devices, direct=True)
+    for plan, device in zip(exchange.plans, devices, strict=True):
+        for scatter, gather, end in plan.segments:
+            head, payload = scatter.sends
+            assert head.buffer.nbytes == header_nbytes(1) and not device.has(head.buffer)
+            assert device.has(payload.buffer)
+            assert [device.has(message.buffer) for message in scatter.receives] == [False, True]
+            assert all(device.has(message.buffer) for message in gather.sends + gather.receives)
+            assert not end.sends + end.receives
+    for mine, theirs in zip(exchange.plans[0].segments, exchange.plans[1].segments, strict=True):
+        for stage, other in zip(mine, theirs, strict=True):
+            assert [m.buffer.nbytes for m in stage.sends] == [m.buffer.nbytes for m in other.receives]
+    segments = len(exchange.plans[0].segments)
+    with world_of(kind, 2) as world:
+        channels = world.channels()
+        assert states(submit(channels, exchange.plans)) == [State.DONE] * 2
+        for device in devices:  # tables were copied in the first run
+            device.log.clear()
+        assert states(submit(channels, exchange.plans)) == [State.DONE] * 2
+    for device in devices:
+        # The flag of compress and of average, and the averages.
+        assert (device.counts["launch"], device.counts["download"]) == (3 * segments, 3 * segments)
+        assert device.counts["upload"] == 0
+    assert [kernels.memory.waits for kernels in exchange.kernels] == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -202,8 +235,7 @@ def test_what_is_not_finite_on_a_device_sets_the_flag_once(kind: str) -> None:
 
 
 def test_a_dense_average_on_a_device_is_that_of_the_host() -> None:
-    device = FakeDevice()
-    home = DeviceKernels(device).memory
+    home = DeviceKernels(FakeDevice()).memory
     rng = np.random.default_rng(1)
     rows = [home.staging(4 * 1001) for _ in range(3)]
     out = home.staging(4 * 1001)

@@ -58,6 +58,13 @@ def finish(transport: Transport, *requests: Request) -> None:
             assert time.monotonic() < end, "no end in sight"
 
 
+def finish_in_any_order(transport: Transport, requests: list[Request]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while requests:
+        requests = [request for request in requests if not transport.test(request)]
+        assert time.monotonic() < end, "no end in sight"
+
+
 def copy_of(transport: Transport) -> Transport:
     pending = transport.duplicate()
     while (copy := transport.duplicated(pending)) is None:
@@ -97,6 +104,20 @@ def test_messages_with_one_tag_keep_their_order_and_tags_do_not_mix() -> None:
 
     if MPI_SIZE in (0, 2):
         assert on_ranks(2, body)[1] == [2, 1, 3]
+
+
+def test_receives_with_one_tag_are_filled_in_the_order_they_were_posted_however_they_are_tested() -> None:
+    def body(t: Transport) -> list[int]:
+        buffers = [bytes_of(0, nbytes) for nbytes in (1, 9, 3)]
+        if t.rank == 0:
+            finish(t, *[t.isend(bytes_of(value, b.nbytes), 1, 7) for value, b in enumerate(buffers, 1)])
+            return []
+        requests = [t.irecv(buffer, 0, 7) for buffer in buffers]
+        finish_in_any_order(t, requests[::-1])
+        return [int(buffer[-1]) for buffer in buffers]
+
+    if MPI_SIZE in (0, 2):
+        assert on_ranks(2, body)[1] == [1, 2, 3]
 
 
 def test_a_probe_tells_source_and_length_and_takes_nothing() -> None:

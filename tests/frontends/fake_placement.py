@@ -9,7 +9,7 @@ import torch
 
 from ocomm.kernels.device import DeviceArray, device_kernels
 from ocomm_torch.placement import Placement
-from tests.fake_device import ELSEWHERE, FakeDevice
+from tests.fake_device import FakeDevice
 
 
 class FakePlacement(Placement):
@@ -17,6 +17,7 @@ class FakePlacement(Placement):
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__(device_kernels(device))
+        self.kernels.memory.reached_by_network = device.reached  # type: ignore[attr-defined]
         self.device = device
 
     def arrive(self) -> None:
@@ -27,7 +28,9 @@ class FakePlacement(Placement):
 
     def flat(self, tensor: torch.Tensor) -> Any:
         tensor = tensor.detach().reshape(-1)
-        return DeviceArray(self.kernels.memory, ELSEWHERE + tensor.data_ptr(), tensor.numel(), np.float32, tensor)
+        return DeviceArray(
+            self.kernels.memory, self.device.elsewhere + tensor.data_ptr(), tensor.numel(), np.float32, tensor
+        )
 
     def tensor(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(self.device.real(array))

@@ -34,11 +34,12 @@ def rank_of(session: Session) -> int:
 
 
 @pytest.fixture
-def on_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[int]], Devices]:
-    """Says which ranks' tensors are on a device from now on; the devices, by rank."""
+def on_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Devices]:
+    """Says which ranks' tensors are on a device from now on, and to which of them the network reaches; the devices, by
+    rank."""
 
-    def choose(ranks: Sequence[int]) -> Devices:
-        devices = {rank: FakeDevice(f"fake:{rank}") for rank in ranks}
+    def choose(ranks: Sequence[int], reached: Sequence[int] = ()) -> Devices:
+        devices = {rank: FakeDevice(f"fake:{rank}", reached=rank in reached) for rank in ranks}
 
         def place(names: Any, parameters: Any, session: Session) -> Any:
             device = devices.get(rank_of(session))
@@ -151,6 +152,25 @@ def test_all_ranks_on_devices(ranks: int, engine: str, on_devices: Any) -> None:
     expected = run_ranks(ranks, lambda s: trained("1-bit Adam, compressed", rank_of(s), 7), settings)
     on_devices(range(ranks))
     assert run_ranks(ranks, lambda s: trained("1-bit Adam, compressed", rank_of(s), 7), settings) == expected
+
+
+@pytest.mark.parametrize("kind", ["1-bit Adam, compressed", "0/1 Adam, local steps", "Birder"])
+def test_messages_from_device_to_device_train_the_same_where_all_ranks_agree_on_them(
+    kind: str, on_devices: Any
+) -> None:
+    direct: list[bool] = []
+
+    def body(session: Session) -> Any:
+        return trained(kind, rank_of(session), 8, watch=lambda optimizer, step: direct.append(optimizer._driver.direct))
+
+    expected = run_ranks(2, body)
+    for ranks, reached, agreed in (([0, 1], [0, 1], True), ([1], [1], True), ([0, 1], [1], False)):
+        direct.clear()
+        devices = on_devices(ranks, reached)
+        assert run_ranks(2, body) == expected
+        assert set(direct) == {agreed}
+        for device in [device for device in devices.values() if device.log]:  # under mpirun: this rank's
+            assert device.entered == ({"ocomm"} if agreed else set())
 
 
 COMPRESSED = ("1-bit Adam, compressed", "Birder", "Lion")

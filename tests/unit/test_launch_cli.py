@@ -19,6 +19,7 @@ from ocomm.launch.cli import (
 )
 from ocomm.launch.config_file import flags_of, read_config_file
 from ocomm.launch.reach import HostState, is_this_machine, require_reachable, ssh_command
+from ocomm.transport.cuda_probe import Verdict
 from ocomm.version import __version__
 
 
@@ -144,11 +145,14 @@ logging: {level: debug}
 
 def test_the_build_report_says_which_way_messages_leave_a_gpu_and_why_none_do():
     driver, kernels = Item("CUDA driver", True, "1 device"), Item("CUDA kernels (numba-cuda)", True, "0.30")
-    both = {item.name: item for item in _gpu(driver, kernels)}
+    both = {item.name: item for item in _gpu(driver, kernels, lambda: Verdict(False, "MPI says no"))}
     assert both["1-bit optimizers on GPUs"].found
-    assert both["1-bit optimizers on GPUs"].detail.startswith("through pinned host memory")
+    assert both["1-bit optimizers on GPUs"].detail == "messages through pinned host memory: MPI says no"
     assert "hierarchical='auto' is off" in both["NCCL"].detail
-    neither = _gpu(Item("CUDA driver", False), Item("CUDA kernels (numba-cuda)", False))
+    direct = _gpu(driver, kernels, lambda: Verdict(True, "tried"))
+    assert direct[2].detail == "messages from device to device: tried"
+    missing = Item("CUDA driver", False), Item("CUDA kernels (numba-cuda)", False)
+    neither = _gpu(*missing, lambda: pytest.fail("there is nothing to try"))
     assert neither[2].detail == "no: CUDA driver and CUDA kernels (numba-cuda) missing"
 
 

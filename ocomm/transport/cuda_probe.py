@@ -1,0 +1,175 @@
+"""Can MPI be given addresses on a CUDA device? Asked of the library, and tried in a process of its own.
+
+A library that was built without it takes such an address for one of the host and ends the process, and one that was
+built with it may not work on a machine. So a process in a world of its own sends itself messages from the device to
+the device, within a deadline, before any rank does. What is between hosts is not tried.
+
+``python -m ocomm.transport.cuda_probe [DEVICE]`` is that process: its exit code is 0 if all bytes have arrived, else it
+prints why not. With ``--ask`` the library is asked first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ocomm.transport import mpi
+from ocomm.types import Bytes
+
+#: Seconds for the process to start, to send and to end.
+DEADLINE_S = 30.0
+#: Bytes of messages: one that MPI sends at once, one that waits for the receiver, and one in several pieces.
+_SIZES = (64, 1 << 17, 1 << 22)
+#: Exit code where the library says no.
+_REFUSED = 3
+#: Variables by which launchers tell a process that it is a rank; without them it is alone.
+_LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "PALS_", "HYDRA_")
+#: Those that say how MPI sends are kept.
+_TRANSPORTS = tuple(f"OMPI_MCA_{name}" for name in ("accelerator", "btl", "mpi_", "mtl", "pml", "rcache", "smsc"))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether messages may lie on a device, and why or why not."""
+
+    yes: bool
+    why: str
+
+
+def verdict(setting: str, device: int) -> Verdict:
+    """For this process, whose MPI is up. ``setting`` is that of OCOMM_CUDA_AWARE; takes seconds if it is ``"auto"`` and
+    the library says yes."""
+    if setting != "auto":
+        return Verdict(setting == "1", f"OCOMM_CUDA_AWARE={setting}")
+    says, words = mpi.cuda_support()
+    if not says:
+        return Verdict(False, words)
+    found = tried(sys.executable, os.environ, str(device))
+    return Verdict(found.yes, f"{words}; {found.why}")
+
+
+def tried(python: str, environ: Mapping[str, str], *arguments: str) -> Verdict:
+    """What the process says, or how it has ended."""
+    alone = {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_LAUNCHERS) or name.startswith(_TRANSPORTS)
+    }
+    alone["OMPI_MCA_opal_abort_delay"] = "0"  # nobody is left behind
+    command = [python, "-m", "ocomm.transport.cuda_probe", *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=alone, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            text, _ = process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the daemon that Open MPI 4 starts for a single process
+            process.communicate()
+            return Verdict(False, f"a trial exchange was not over after {DEADLINE_S:.0f} s")
+    last = (text.strip().splitlines() or ["without a word"])[-1]
+    if process.returncode < 0:
+        return Verdict(False, f"a trial exchange ended with {signal.Signals(-process.returncode).name}")
+    if process.returncode == _REFUSED:
+        return Verdict(False, last)
+    if process.returncode > 0:
+        return Verdict(False, f"a trial exchange failed: {last}")
+    return Verdict(True, "a trial exchange from device to device has passed")
+
+
+class _Memory:
+    """Some bytes on a device, by the driver alone."""
+
+    def __init__(self, driver: _Driver, nbytes: int) -> None:
+        self._driver = driver
+        self._address, self._size = ctypes.c_uint64(), ctypes.c_size_t(nbytes)
+        driver.call("cuMemAlloc_v2", ctypes.byref(self._address), self._size)
+        address = self._address.value
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+    @property
+    def wire(self) -> Bytes:
+        """For MPI alone."""
+        return np.asarray(self)
+
+    def write(self, data: Bytes) -> None:
+        self._driver.call("cuMemcpyHtoD_v2", self._address, data.ctypes.data_as(ctypes.c_void_p), self._size)
+
+    def read(self) -> Bytes:
+        data = np.zeros(self._size.value, np.uint8)
+        self._driver.call("cuMemcpyDtoH_v2", data.ctypes.data_as(ctypes.c_void_p), self._address, self._size)
+        return data
+
+
+class _Driver:
+    """libcuda with the primary context of a device. RuntimeError with the call that fails."""
+
+    def __init__(self, device: int) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        number, context = ctypes.c_int(), ctypes.c_void_p()
+        self.call("cuInit", 0)
+        self.call("cuDeviceGet", ctypes.byref(number), device)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+        self.call("cuCtxSetCurrent", context)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code != 0:
+            raise RuntimeError(f"{name} answers with CUDA error {code}")
+
+
+def _exchange(device: int) -> str:
+    """Sends to itself from the device to the device; what went wrong, "" if nothing did."""
+    driver = _Driver(device)
+    world = mpi.open_world()
+    rng = np.random.default_rng(1)
+    for nbytes in _SIZES:
+        source, target = _Memory(driver, nbytes), _Memory(driver, nbytes)
+        data = rng.integers(0, 256, nbytes, np.uint8)
+        source.write(data)
+        target.write(np.zeros_like(data))
+        requests = [world.irecv(target.wire, 0, 1), world.isend(source.wire, 0, 1)]
+        while requests:
+            requests = [request for request in requests if not world.test(request)]
+            time.sleep(1e-4)
+        if not np.array_equal(target.read(), data):
+            return f"a message of {nbytes} bytes has arrived as something else"
+    return ""
+
+
+def _main(arguments: list[str]) -> int:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    world = mpi.open_world()
+    if world.size > 1:
+        print(f"not alone, but in a world of {world.size}")
+        return 1
+    if "--ask" in arguments:
+        says, words = mpi.cuda_support()
+        if not says:
+            print(words)
+            return _REFUSED
+    device = next((int(argument) for argument in arguments if argument.isdigit()), 0)
+    try:
+        wrong = _exchange(device)
+    except (OSError, RuntimeError) as error:
+        wrong = str(error)
+    if wrong:
+        print(wrong)
+        return 1
+    mpi.finalize()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))
