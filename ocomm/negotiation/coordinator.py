@@ -15,6 +15,7 @@ from ocomm.types import ReduceOp
 
 #: What every rank's request to join is called.
 JOIN_NAME = "join"
+_ANSWERS = 256  # how many are remembered
 
 
 @dataclass(slots=True)
@@ -53,31 +54,95 @@ class Coordinator:
         self.fusion_threshold = fusion_threshold
         self.group_fusion = group_fusion
         self.cache = CoordinatorCache(len(ranks), cache_capacity)
+        # Requests under ids on which all ranks agree are bits, as long as all goes well; ``_name`` makes them what all
+        # others are from the start. A name, and a group, is either the one or the other.
+        self._asked = [0] * len(ranks)  # masks of ids, by rank
+        self._bits = 0  # all of them
+        self._since: list[tuple[float, int]] = []  # when which of them were first asked for
+        self._epoch = 0  # to which the ids belong
+        self._late = 0  # a rank that others have waited for
+        self._answers: dict[tuple[int, int, int], list[Response]] = {}
         self._pending: dict[str, _Pending] = {}
+        self._named: int | None = 0  # mask of the ids in it, and in a group with those; None: to be found again
         self._ready: list[str] = []
         self._groups: dict[str, list[str]] = {}
         self._absent: dict[int, str] = {}  # rank -> why it will never ask again
         self._joined: list[int] = []  # ranks without more data, in the order in which they joined
         self._news: list[Response] = []
 
-    def receive(self, rank: int, message: bytes, now_s: float) -> list[Request]:
-        """Takes in one rank's announcement; returns what it asks for."""
-        requests = self.cache.read(rank, message)
-        everyone = len(self.ranks)
+    def receive(self, rank: int, message: bytes, now_s: float) -> None:
+        """Takes in one rank's announcement."""
+        bits, requests = self.cache.read(rank, message)
+        self._name(self._bits & ~self.cache.agreed)
+        counted = 0 if self._joined or self._absent else bits & self.cache.agreed & ~self._ids_by_name()
+        if counted:
+            self._count(rank, counted, now_s)
+        if counted != bits:
+            requests = self.cache.requests_of(rank, bits & ~counted, self.cache.epoch) + requests
         for request in requests:
             if request.kind is Kind.JOIN:
                 self._join(rank)
-                continue
-            pending = self._pending.get(request.name)
-            if pending is None:
-                pending = self._pending[request.name] = _Pending(now_s)
-            pending.requests[rank] = request
-            if self._joined or len(pending.requests) == everyone:
-                self._settle(request.name, pending)
-        return requests
+            else:
+                self._ask(rank, request, now_s)
+
+    def heard(self, rank: int, message: bytes) -> list[Request]:
+        """What an announcement asks for that has not been received yet."""
+        return self.cache.heard(rank, message)
+
+    def _count(self, rank: int, bits: int, now_s: float) -> None:
+        self._epoch = self.cache.epoch
+        self._asked[rank] |= bits
+        if new := bits & ~self._bits:
+            self._bits |= new
+            self._since.append((now_s, new))
+
+    def _ask(self, rank: int, request: Request, now_s: float) -> None:
+        pending = self._pending.get(request.name)
+        if pending is None:
+            pending = self._pending[request.name] = _Pending(now_s)
+            self._named = None
+        pending.requests[rank] = request
+        if self._joined or len(pending.requests) == len(self.ranks):
+            self._settle(request.name, pending)
+
+    def _forget(self, name: str) -> _Pending:
+        self._named = None
+        return self._pending.pop(name)
+
+    def _ids_by_name(self) -> int:
+        if self._named is None:
+            self._named = 0
+            for name in self._pending:
+                if (number := self.cache.number_of(name)) >= 0:
+                    self._named |= 1 << number
+            self._named = self.cache.with_groups(self._named)
+        return self._named
+
+    def _name(self, mask: int) -> None:
+        """What has been asked for under these ids, and in a group with them, is looked at by name."""
+        mask &= self._bits
+        if not mask:
+            return
+        if self._epoch == self.cache.epoch:
+            mask = self.cache.with_groups(mask)
+        found = [
+            (rank, request, since_s)
+            for since_s, new in self._since
+            for rank, asked in enumerate(self._asked)
+            for request in self.cache.requests_of(rank, asked & new & mask, self._epoch)
+        ]
+        self._clear(mask)
+        for rank, request, since_s in found:
+            self._ask(rank, request, since_s)
+
+    def _clear(self, mask: int) -> None:
+        self._asked = [asked & ~mask for asked in self._asked]
+        self._bits &= ~mask
+        self._since = [(since_s, new & ~mask) for since_s, new in self._since if new & ~mask]
 
     def _join(self, rank: int) -> None:
         """From now on the rank takes part in everything that the others ask for."""
+        self._name(self._bits)
         self._joined.append(rank)
         self._news.append(Response(Kind.JOIN, (), sizes=((rank,),)))
         for name, pending in self._pending.items():
@@ -105,11 +170,54 @@ class Coordinator:
 
     def remove(self, rank: int, why: str) -> None:
         """The rank has left: what waits for it, and what will, fails."""
+        self._name(self._bits)
         self._absent[rank] = why
 
     def decide(self) -> list[Response]:
         """What all ranks are to do now, in this order."""
         responses, self._news = self._news, []
+        responses += self._answer_bits()
+        if self._ready:
+            responses += self._answer_names()
+        if len(self._joined) == len(self.ranks):
+            responses.append(Response(Kind.JOIN, (JOIN_NAME,), sizes=((self._joined[-1],),), cache_ids=(-1,)))
+            self._joined.clear()
+        if self._absent:
+            responses += self._fail_orphans()
+        return responses
+
+    def _answer_bits(self) -> list[Response]:
+        """What all ranks have asked for under ids on which they agree."""
+        ready = self._bits & self._asked[self._late]
+        if not ready:
+            return []
+        for rank, asked in enumerate(self._asked):
+            ready &= asked
+            if not ready:
+                self._late = rank
+                return []
+        ready = self.cache.whole_groups(ready)
+        if not ready:
+            return []
+        self._clear(ready)
+        key = ready, self.cache.version, self.fusion_threshold
+        answers = self._answers.get(key)
+        if answers is None:
+            asked_for = self.cache.agreeing(ready)
+            sizes_of = {ordered[0].name: _sizes(ordered) for ordered in asked_for}
+            answers = []
+            for group in fuse([ordered[0] for ordered in asked_for], self.fusion_threshold, self.group_fusion):
+                names = tuple(request.name for request in group)
+                sizes = tuple(sizes_of[name] for name in names if sizes_of[name])
+                answers.append(Response(group[0].kind, names, sizes=sizes))
+            if len(self._answers) >= _ANSWERS:
+                self._answers.clear()
+            self._answers[key] = answers
+        return answers
+
+    def _answer_names(self) -> list[Response]:
+        """What else all ranks have asked for, or what is wrong with it."""
+        responses: list[Response] = []
         ordered_of: dict[str, list[Request | None]] = {}
         for name in self._ready:
             if name not in self._pending:
@@ -128,7 +236,7 @@ class Coordinator:
         for name in self._ready:
             if name in self._pending:
                 ordered = ordered_of[name]
-                del self._pending[name]
+                self._forget(name)
                 sizes_of[name] = _sizes(ordered)
                 asked = [request for request in ordered if request is not None]
                 number = -1
@@ -139,6 +247,9 @@ class Coordinator:
                 number_of[name] = self.cache.epoch, number
                 healthy.append(asked[0])
         self._ready.clear()
+        if self._epoch != self.cache.epoch:  # the ids stand for something else
+            self._name(self._bits)
+            self._named = None
         for group in fuse(healthy, self.fusion_threshold, self.group_fusion):
             names = tuple(request.name for request in group)
             sizes = tuple(sizes_of[name] for name in names if sizes_of[name])
@@ -146,23 +257,18 @@ class Coordinator:
             numbers = tuple(n if epoch == self.cache.epoch else -1 for epoch, n in (number_of[name] for name in names))
             templates = tuple(group) if any(name in incomplete for name in names) else ()
             responses.append(Response(group[0].kind, names, sizes=sizes, cache_ids=numbers, templates=templates))
-        if len(self._joined) == len(self.ranks):
-            responses.append(Response(Kind.JOIN, (JOIN_NAME,), sizes=((self._joined[-1],),), cache_ids=(-1,)))
-            self._joined.clear()
-        if self._absent:
-            responses += self._fail_orphans()
         return responses
 
     def _fail(self, name: str, error: str, fault: Fault) -> list[Response]:
         """Gives up on a name, and on its group, which is all or nothing."""
-        requests = list(self._pending.pop(name).requests.values())
+        requests = list(self._forget(name).requests.values())
         responses = [_failure(requests[0].kind, name, error, fault)]
         for group in {request.group for request in requests if request.group}:
             self._groups.pop(group, None)
             for other, pending in list(self._pending.items()):
                 member = next((request for request in pending.requests.values() if request.group == group), None)
                 if member is not None:
-                    del self._pending[other]
+                    self._forget(other)
                     text = f"tensor '{other}': its group '{group}' cannot go on: {error}"
                     responses.append(_failure(member.kind, other, text, fault))
         return responses
@@ -186,6 +292,7 @@ class Coordinator:
 
     def stalled(self, now_s: float, after_s: float) -> list[Stall]:
         """Names which some ranks asked for at least ``after_s`` seconds ago and others have not."""
+        self._name(self._bits)
         found = []
         for name, pending in self._pending.items():
             if now_s - pending.first_s >= after_s and not pending.is_settled:
@@ -197,6 +304,7 @@ class Coordinator:
 
     def waited_for(self, rank: int) -> list[str]:
         """Names that ``rank`` (the set's number) has asked for and others have not."""
+        self._name(self._bits)
         return [name for name, pending in self._pending.items() if rank in pending.requests]
 
     def fail_stalled(self, stalls: Sequence[Stall], where: Mapping[int, str] | None = None) -> list[Response]:

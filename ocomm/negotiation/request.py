@@ -80,7 +80,8 @@ class Response:
     """Go ahead with ``names``, fused in this order, or fail them all with ``error``.
 
     ``sizes``: first dimensions of every rank for each name (allgather), or the flattened table of splits (alltoall).
-    ``cache_ids``: the ids under which the requests are known from now on, -1 for none; one per name.
+    ``cache_ids``: the ids under which the requests are known from now on, -1 for none; one per name, or nothing where
+    all ranks have asked under the ids they know.
     ``templates``: one request per name where ranks take part that have joined and not asked; theirs is of this kind.
     A TUNE has none; ``sizes`` are the new settings (``autotune.Tuned.pack``).
     A JOIN without a name is news: ``sizes`` has the set's rank that joined. With a name all have; ``sizes`` the last.

@@ -216,7 +216,7 @@ class ProcessSet:
         """Takes in a control message of this set."""
         if word == Word.ANNOUNCE:
             assert self.coordinator is not None
-            self._mark_ready(source, self.coordinator.receive(source, payload, self.clock()))
+            self._receive(source, payload, self.clock())
         elif word == Word.RESPOND:
             self._execute_all(payload)
         elif word == Word.WHERE:
@@ -303,16 +303,18 @@ class ProcessSet:
         if self.timeline is not None and self.timeline.mark_cycles:
             self.timeline.mark("cycles" + self._suffix, "CYCLE_START")
         if self.coordinator is not None:
-            self._mark_ready(self.rank, self.coordinator.receive(self.rank, message, now))
+            self._receive(self.rank, message, now)
         else:
             self.link.send(0, Word.ANNOUNCE, message)
         return 1.0
 
-    def _mark_ready(self, rank: int, requests: Sequence[Request]) -> None:
-        """The coordinator's ticks: which rank is ready for which tensor."""
+    def _receive(self, rank: int, message: bytes, now: float) -> None:
+        """The coordinator takes in an announcement; its ticks in the timeline say which rank is ready for what."""
+        assert self.coordinator is not None
         if self.timeline is not None:
-            for request in requests:
+            for request in self.coordinator.heard(rank, message):
                 self.timeline.mark(request.name + self._suffix, str(self.ranks[rank]))
+        self.coordinator.receive(rank, message, now)
 
     def _respond(self, responses: Sequence[Response]) -> None:
         if not responses:
@@ -350,9 +352,10 @@ class ProcessSet:
             return
         if len(entries) != len(response.names):
             return  # closed meanwhile, all of them
-        for entry, number in zip(entries, response.cache_ids, strict=True):
-            if number >= 0:
-                self._cache.learn(entry.handle.name, number, entry.submission.request)
+        if response.cache_ids:
+            for entry, number in zip(entries, response.cache_ids, strict=True):
+                if number >= 0:
+                    self._cache.learn(entry.handle.name, number, entry.submission.request)
         if response.kind in (Kind.CHANNEL, Kind.DUPLICATE):
             self._opening.append(_Opening(entries[0], self.link.transport.duplicate()))
             return

@@ -26,6 +26,7 @@ from ocomm.negotiation.request import (
 from ocomm.types import DType, ReduceOp
 
 THRESHOLD = 1 << 20
+JOIN = Request(Kind.JOIN, JOIN_NAME)
 
 
 def allreduce(name: str, numel: int = 4, **changes: object) -> Request:
@@ -53,7 +54,8 @@ class World:
         for rank, cache in enumerate(self.caches):
             cache.enter(self.coordinator.cache.epoch)
             for response in responses:
-                for name, number in zip(response.names, response.cache_ids, strict=True):
+                numbers = response.cache_ids or (-1,) * len(response.names)
+                for name, number in zip(response.names, numbers, strict=True):
                     request = self.asked[rank].pop(name, None)
                     if number >= 0:
                         assert request is not None
@@ -162,6 +164,70 @@ def test_any_interleaving_of_announcements_answers_every_name_once_and_equally_o
         assert not any(world.asked)
 
 
+GROUPED = {"f": ("g", 2), "g": ("g", 2), "h": ("h", 3), "i": ("h", 3), "j": ("h", 3)}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_ids_change_nothing_but_the_length_of_messages(data: st.DataObject) -> None:
+    """Whatever ranks ask for, and whenever somebody looks: the answers are those of a coordinator without ids."""
+    size = data.draw(st.integers(1, 3), "ranks")
+    with_ids, without = World(size, capacity=data.draw(st.integers(1, 12), "capacity")), World(size, capacity=0)
+    open_names: list[set[str]] = [set() for _ in range(size)]
+    joined: set[int] = set()
+    now = 0.0
+    versions = dict.fromkeys("abcdefghij", 4)
+    for _ in range(data.draw(st.integers(1, 25), "steps")):
+        now += 1
+        match data.draw(st.sampled_from(["all", "all", "some", "some", "change", "look", "join"]), "what"):
+            case "all":  # an ordinary step
+                for rank in set(range(size)) - joined:
+                    names = [name for name in versions if name not in open_names[rank]]
+                    open_names[rank].update(names)
+                    for world in (with_ids, without):
+                        world.ask(rank, *(_member(name, versions[name]) for name in names), now_s=now)
+            case "some":
+                rank = data.draw(st.integers(0, size - 1), "rank")
+                names = data.draw(st.lists(st.sampled_from(sorted(versions)), unique=True), "names")
+                names = [name for name in names if rank not in joined and name not in open_names[rank]]
+                odd = data.draw(st.sampled_from(["", "", "", *names]), "odd")
+                open_names[rank].update(names)
+                for world in (with_ids, without):
+                    requests = [_member(name, versions[name] + (name == odd)) for name in names]
+                    world.ask(rank, *requests, now_s=now)
+            case "change":
+                versions[data.draw(st.sampled_from(sorted(versions)), "changed")] += 10
+            case "look":
+                assert _seen(with_ids, now) == _seen(without, now)
+            case "join":
+                rank = data.draw(st.integers(0, size - 1), "rank")
+                if rank not in joined and not open_names[rank]:
+                    joined.add(rank)
+                    for world in (with_ids, without):
+                        world.ask(rank, JOIN, now_s=now)
+        answers = []
+        for world in (with_ids, without):
+            responses = world.decide()
+            told = [(r.kind, name, r.fault) for r in responses for name in r.names or ("",)]
+            answers.append((sorted(told), [r.sizes for r in responses if r.kind == Kind.JOIN]))
+            for response in responses:
+                for names in open_names:
+                    names.difference_update(response.names)
+                if JOIN_NAME in response.names:
+                    joined.clear()
+        assert answers[0] == answers[1]
+    assert _seen(with_ids, now) == _seen(without, now)
+
+
+def _member(name: str, numel: int) -> Request:
+    group, group_size = GROUPED.get(name, ("", 0))
+    return allreduce(name, numel, group=group, group_size=group_size)
+
+
+def _seen(world: World, now: float) -> list[Stall]:
+    return sorted(world.coordinator.stalled(now, 0.0), key=lambda stall: stall.name)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -222,6 +288,47 @@ def test_a_group_becomes_ready_together() -> None:
     assert world.decide() == []
     world.ask(1, b)
     assert [response.names for response in world.decide()] == [("a", "b")]
+
+
+def grouped(*names: str, numel: int = 4) -> list[Request]:
+    return [allreduce(name, numel, group="g", group_size=2) for name in names]
+
+
+def test_a_group_that_is_looked_at_half_way_becomes_ready_together() -> None:
+    world = World(2)
+    for _ in range(3):
+        world.ask_all(*grouped("a", "b"))
+    world.ask(0, *grouped("a"))
+    assert [stall.name for stall in world.coordinator.stalled(1.0, 0.0)] == ["a"]
+    world.ask(0, *grouped("b"))
+    world.ask(1, *grouped("b", "a"))
+    assert [sorted(response.names) for response in world.decide()] == [["a", "b"]]
+
+
+def test_a_group_of_which_one_tensor_has_changed_fails_as_a_whole() -> None:
+    world = World(2)
+    for _ in range(3):
+        world.ask_all(*grouped("a", "b"))
+    world.ask(0, *grouped("a", "b"))
+    world.ask(1, *grouped("b"))
+    assert world.decide() == []
+    world.ask(1, *grouped("a", numel=5))
+    assert [(response.names, response.fault) for response in world.decide()] == [
+        (("a",), Fault.MISMATCH),
+        (("b",), Fault.MISMATCH),
+    ]
+
+
+def test_a_group_of_the_same_name_does_not_keep_another_waiting() -> None:
+    world = World(2)
+    for _ in range(3):
+        world.ask_all(*grouped("a", "b"))
+    world.ask(0, *grouped("a", "b"))
+    for _ in range(2):
+        assert [response.names for response in world.ask_all(*grouped("c", "d"))] == [("c", "d")]
+    world.ask(1, *grouped("a", "b"))
+    assert [sorted(response.names) for response in world.decide()] == [["a", "b"]]
+    assert [sorted(response.names) for response in world.ask_all(*grouped("a", "b"))] == [["a", "b"]]
 
 
 def test_a_group_with_a_mismatch_fails_as_a_whole() -> None:
@@ -286,9 +393,6 @@ def test_giving_up_on_two_members_of_one_group_fails_each_once() -> None:
     world.ask(0, *(allreduce(name, group="g", group_size=2) for name in "ab"))
     responses = world.coordinator.fail_stalled(world.coordinator.stalled(100.0, 60.0))
     assert sorted(response.names for response in responses) == [("a",), ("b",)]
-
-
-JOIN = Request(Kind.JOIN, JOIN_NAME)
 
 
 def test_a_rank_that_has_joined_counts_as_ready_for_what_others_ask_before_and_after() -> None:
