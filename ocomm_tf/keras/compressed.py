@@ -32,6 +32,7 @@ from ocomm.training.resume import Source, one_state
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
 from ocomm_tf import engine, mpi_ops
 from ocomm_tf.functions import agree_on, name_of
+from ocomm_tf.keras.masters import LOW_PRECISION, follow, rounded
 from ocomm_tf.keras.optimizer import (
     Distributed,
     LossScaleOptimizer,
@@ -46,7 +47,7 @@ MakeDriver = Callable[[Session, int, "Host"], Driver]
 
 
 class Host:
-    """See ``training.driver.Host``: parameters and gradients in host memory, in wire order.
+    """See ``training.driver.Host``: parameters and gradients in host memory, in wire order, and float32.
 
     Graphs that were traced know it, so an optimizer has one for good; ``connect`` gives it a driver.
     """
@@ -75,29 +76,53 @@ class Host:
         self.adam = [None] * len(self.places)
         self._gradients = [None] * len(self.places)
         self._handed.clear()
+        for parameter in self.parameters:  # no digits beyond those of the variables
+            parameter[:] = 0.0
         #: With whom the driver exchanges.
         self.runtime = session.runtime
         self.driver = self._make(session, self._process_set.number(session), self)
         self.driver.core.tensors["param"] = [p.__array_interface__["data"][0] for p in self.parameters]
 
-    def read(self, variables: Sequence[Any]) -> None:
-        """Takes the parameters from the optimizer's variables."""
-        for parameter, place in zip(self.parameters, self.places, strict=True):
-            parameter[:] = place.to_wire(variables[place.index].numpy())
+    def read(self, variables: Sequence[Any], masters: Mapping[int, Floats] | None = None) -> None:
+        """Takes the parameters from the optimizer's variables, with the further digits of saved ``masters``, if any."""
+        for number, place in enumerate(self.places):
+            if masters is not None and place.dtype in LOW_PRECISION:
+                self.parameters[number][:] = masters[number]
+            self._take(number, np.asarray(variables[place.index].numpy(), np.float32))
 
     def write(self, variables: Sequence[Any]) -> None:
         """The inverse."""
-        for parameter, place in zip(self.parameters, self.places, strict=True):
-            variables[place.index].assign(place.from_wire(parameter))
+        for number, place in enumerate(self.places):
+            variables[place.index].assign(self._given(number))
+
+    def masters(self) -> dict[int, Floats]:
+        """Copies of the parameters of low-precision variables, by tensor."""
+        return {n: self.parameters[n].copy() for n, place in enumerate(self.places) if place.dtype in LOW_PRECISION}
+
+    def _take(self, number: int, value: np.ndarray) -> None:
+        """A variable's value as it is now, in float32."""
+        place, parameter = self.places[number], self.parameters[number]
+        if place.dtype in LOW_PRECISION:
+            follow(parameter, place.to_wire(value), place.dtype)
+        else:
+            parameter[:] = place.to_wire(value)
+
+    def _given(self, number: int) -> np.ndarray:
+        """What a variable becomes, in float32."""
+        place, parameter = self.places[number], self.parameters[number]
+        return place.from_wire(rounded(parameter, place.dtype) if place.dtype in LOW_PRECISION else parameter)
 
     def step(self, lr: float, indices: Sequence[int], gradients: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """One step on all ranks. Gradients and values are those of the variables ``indices``; returns new values."""
+        """One step on all ranks. Gradients and values are those of the variables ``indices``; returns new values.
+
+        All of them are float32.
+        """
         self._lr = _shortest(lr)
         where = {index: position for position, index in enumerate(indices)}
         for number, place in enumerate(self.places):
             position = where.get(place.index)
             if position is not None:
-                self.parameters[number][:] = place.to_wire(np.asarray(values[position]))
+                self._take(number, np.asarray(values[position]))
                 if number not in self._handed:
                     self._gradients[number] = place.to_wire(np.asarray(gradients[position]))
         try:
@@ -106,7 +131,7 @@ class Host:
             self._gradients = [None] * len(self.places)
             self._handed.clear()
         number_of = {place.index: number for number, place in enumerate(self.places)}
-        return [self.places[number_of[i]].from_wire(self.parameters[number_of[i]]) for i in indices]
+        return [self._given(number_of[index]) for index in indices]
 
     def hand_over(self, lr: float, number: int, gradient: Floats) -> None:
         """The gradient of tensor ``number``, as Keras has it, is there and stays until the step, which comes for sure.
@@ -195,6 +220,19 @@ def _handed_over(
     return handed
 
 
+def _widened(gradients: Sequence[Any]) -> list[Any]:
+    """Low-precision gradients in float32, the others as they are."""
+
+    def wide(gradient: Any) -> Any:
+        if gradient is None or keras.backend.standardize_dtype(gradient.dtype) not in LOW_PRECISION:
+            return gradient
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(tf.cast(gradient.values, tf.float32), gradient.indices, gradient.dense_shape)
+        return keras.ops.cast(gradient, "float32")
+
+    return [wide(gradient) for gradient in gradients]
+
+
 class Compressed(Distributed):
     """Mixed in before the class of the user's optimizer."""
 
@@ -220,11 +258,22 @@ class Compressed(Distributed):
             return
         super().build(variables)  # type: ignore[misc]
         for variable in self._trainable_variables:
-            if str(keras.backend.standardize_dtype(variable.dtype)) != "float32":
+            if keras.backend.standardize_dtype(variable.dtype) not in ("float32", *LOW_PRECISION):
                 raise InvalidRequestError(
-                    f"variable '{name_of(variable)}' is {variable.dtype}; Distributed{self._kind} needs float32."
+                    f"variable '{name_of(variable)}' is {variable.dtype}; Distributed{self._kind} needs float32, "
+                    "bfloat16 or float16."
                 )
         self._start()
+
+    def add_variable_from_reference(
+        self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
+    ) -> Any:
+        """As the wrapped optimizer's, but float32 for moments and accumulated gradients of low-precision variables."""
+        dtype = keras.backend.standardize_dtype(reference_variable.dtype)
+        if name == "average" or dtype not in LOW_PRECISION:
+            return super().add_variable_from_reference(reference_variable, name, initializer)  # type: ignore[misc]
+        path = name_of(reference_variable).replace("/", "_").replace(":", "_")
+        return self.add_variable(reference_variable.shape, initializer, "float32", name=f"{path}_{name}")
 
     def _start(self: Any) -> None:
         if self._host is None:
@@ -240,7 +289,7 @@ class Compressed(Distributed):
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """As the wrapped optimizer's; the step itself is made by all ranks together."""
         refuse_loss_scaling_outside(_AgreedLossScale)
-        return super().apply(list(grads), trainable_variables)  # type: ignore[misc]
+        return super().apply(_widened(grads), trainable_variables)  # type: ignore[misc]
 
     def _apply_weight_decay(self, variables: Any) -> None:
         """It is part of the step."""
@@ -250,7 +299,7 @@ class Compressed(Distributed):
         host: Host = self._host
         indices = [self._get_variable_index(v) for v in trainable_variables]
         if keras.backend.backend() != "tensorflow":
-            values = [v.value.detach() for v in trainable_variables]
+            values = [v.value.detach().float() for v in trainable_variables]
             results = host.step(float(learning_rate), indices, [g.detach() for g in grads], values)
         else:
             mpi_ops.refuse_xla()
@@ -259,14 +308,17 @@ class Compressed(Distributed):
             def body(lr: Any, *arrays: Any) -> list[Any]:
                 return host.step(float(lr), indices, arrays[:count], arrays[count:])
 
-            values = [tf.convert_to_tensor(v) for v in trainable_variables]
+            values = [tf.cast(tf.convert_to_tensor(v), tf.float32) for v in trainable_variables]
             rate = tf.cast(learning_rate, tf.float32)
             dense = _handed_over(host, rate, indices, [tf.convert_to_tensor(g) for g in grads], values)
-            results = tf.numpy_function(body, [rate, *dense, *values], [tf.float32] * count, stateful=True)
+            # Flattened: in eager mode a single result comes without its list.
+            results = tf.nest.flatten(
+                tf.numpy_function(body, [rate, *dense, *values], [tf.float32] * count, stateful=True)
+            )
             for result, value in zip(results, values, strict=True):
                 result.set_shape(value.shape)
         for variable, result in zip(trainable_variables, results, strict=True):
-            variable.assign(result)
+            variable.assign(result)  # which a low-precision one can hold
 
     def compression_report(self: Any) -> dict[str, Any]:
         """What was really sent, against dense; see the driver's. InvalidRequestError before the first step."""
@@ -276,19 +328,20 @@ class Compressed(Distributed):
 
     # State: with everything, for elastic jobs
 
-    def ocomm_state(self: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """What is the same on all ranks: the optimizer's variables, and what only ocomm knows."""
+    def ocomm_state(self: Any) -> tuple[list[np.ndarray], dict[str, Any], dict[int, Floats]]:
+        """What is the same on all ranks: the optimizer's variables, what only ocomm knows, and masters by tensor."""
+        host: Host = self._host
         self._export_moments()
-        self._host.read(self._trainable_variables)
-        return [v.numpy() for v in self.variables], self._host.driver.state()
+        host.read(self._trainable_variables)
+        return [v.numpy() for v in self.variables], host.driver.state(), host.masters()
 
-    def ocomm_load_state(self: Any, state: tuple[list[np.ndarray], dict[str, Any]]) -> None:
+    def ocomm_load_state(self: Any, state: tuple[list[np.ndarray], dict[str, Any], dict[int, Floats]]) -> None:
         """The inverse, when the model's variables are in place. Collective after ``init``."""
         for variable, value in zip(self.variables, state[0], strict=True):
             variable.assign(value)
         host: Host = self._host
         self.ocomm_reconnect(keep=False)
-        host.read(self._trainable_variables)
+        host.read(self._trainable_variables, state[2])
         self._restore_moments()
         host.driver.load_state(state[1])
 
@@ -433,9 +486,9 @@ class _AgreedLossScale(Distributed):
         return tf.cast(mpi_ops.allreduce(finite, op=Min, name=name, process_set=self.ocomm_process_set), tf.bool)
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        """As the wrapped optimizer's."""
+        """As the wrapped optimizer's. Gradients are divided in float32: many a quotient is too small for float16."""
         self.ocomm_exchanges += 1
-        return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        return super().apply(_widened(grads), trainable_variables)  # type: ignore[misc]
 
     def compression_report(self: Any) -> dict[str, Any]:
         """See the inner optimizer's."""

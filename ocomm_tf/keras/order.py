@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import InvalidRequestError
@@ -25,10 +26,11 @@ class Place:
     axes: tuple[int, ...]
     shape: tuple[int, ...]
     order: str
+    dtype: str
 
     @property
     def spec(self) -> TensorSpec:
-        return TensorSpec(self.name, tuple(self.shape[axis] for axis in self.axes), self.order)
+        return TensorSpec(self.name, tuple(self.shape[axis] for axis in self.axes), self.order, self.dtype)
 
     def to_wire(self, array: np.ndarray) -> np.ndarray:
         """A contiguous, flat array; it shares memory with ``array`` if the order is the same."""
@@ -49,7 +51,7 @@ def places_of(variables: Sequence[Any], names: Mapping[str, Any] | None, agreed:
     """
     if names is None:
         return [
-            Place(index, name, tuple(range(len(v.shape))), tuple(v.shape), "keras")
+            Place(index, name, tuple(range(len(v.shape))), tuple(v.shape), "keras", _dtype(v))
             for index, (v, name) in enumerate(zip(variables, agreed, strict=True))
         ]
     places = []
@@ -67,8 +69,12 @@ def places_of(variables: Sequence[Any], names: Mapping[str, Any] | None, agreed:
             value if isinstance(value, tuple) else (value, _KERNEL_AXES.get(len(shape), plain) if kernel else plain)
         )
         order = "keras" if kernel and tuple(axes) == plain else "torch"
-        places.append(Place(found[0], name, tuple(axes), shape, order))
+        places.append(Place(found[0], name, tuple(axes), shape, order, _dtype(variables[found[0]])))
     missing = sorted({*range(len(variables))} - {place.index for place in places})
     if missing:
         raise InvalidRequestError(f"names: there is none for variable '{name_of(variables[missing[0]])}'.")
     return places
+
+
+def _dtype(variable: Any) -> str:
+    return str(tf.as_dtype(variable.dtype).name)

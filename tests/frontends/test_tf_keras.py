@@ -358,13 +358,13 @@ class TestCompressed:
         def body(session: Session) -> None:
             used = adam()
             used.build(make_model().trainable_variables)
-            half = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, dtype="float16")])
+            wide = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, dtype="float64")])
             for wrong, text in (
                 (lambda: hvd.DistributedOneBitAdam(keras.optimizers.SGD(0.1)), "not SGD; use DistributedOptimizer"),
                 (lambda: hvd.DistributedZeroOneAdam(adam(amsgrad=True)), "amsgrad=True is not supported"),
                 (lambda: hvd.DistributedOneBitAdam(used), "has been used already"),
                 (lambda: hvd.DistributedBirder(hvd.DistributedBirder(adam())), "distributed already"),
-                (lambda: hvd.DistributedBirder(adam(), half), "needs float32"),
+                (lambda: hvd.DistributedBirder(adam(), wide), "needs float32, bfloat16 or float16"),
                 (lambda: hvd.DistributedBirder(adam()).compression_report(), "before the optimizer is built"),
             ):
                 with pytest.raises(InvalidRequestError, match=text):
