@@ -58,11 +58,19 @@ class FakeLoops:
         self._device = device
         self._status = status
         self._inner = inner
+        self._prepared: set[str] = set()
+
+    def prepare(self, loop: str) -> None:
+        assert threading.current_thread().name != "ocomm", "the engine's thread compiles"
+        self._prepared.add(loop)
 
     def __getattr__(self, loop: str) -> Any:
         method = getattr(self._inner, loop, None) or getattr(reference, loop)
 
         def queue(*arguments: Any) -> None:
+            ready = loop in self._prepared or threading.current_thread().name != "ocomm"
+            assert ready, "the engine's thread compiles"
+
             def run() -> None:
                 if method(*map(self._device.real, arguments)) is False:
                     self._device.real(self._status)[0] = 1

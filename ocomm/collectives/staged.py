@@ -55,9 +55,11 @@ class DeviceTask:
             self._steps.append(partial(self._memory.download, part))
 
     def loop(self, flags: np.ndarray | None, loop: str, *arguments: object) -> None:
-        """Adds a loop of ``Kernels``. If something is not finite ``flags`` says so."""
+        """Adds a loop of ``Kernels``. If something is not finite ``flags`` says so. Compiles it, if nobody has yet: the
+        engine's thread, which will start it, has others to move on."""
         if self._queue is None:
             self._queue = Queue(self._memory)
+        self._queue.prepare(loop)
         self._steps.append(partial(self._queue.call, loop, *arguments))
         if flags is not None:
             self._flags.append(flags)

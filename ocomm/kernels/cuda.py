@@ -1122,6 +1122,12 @@ KERNELS: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+def _signature(loop: Any) -> tuple[Any, ...]:
+    """The types of what ``CudaKernels`` calls it with."""
+    parameters = inspect.signature(loop.py_func).parameters.values()
+    return tuple(types.float32 if parameter.annotation == "float" else types.int64 for parameter in parameters)
+
+
 def compiled(loop: Any, capability: tuple[int, int]) -> str:
     """PTX of one of KERNELS for a compute capability; no device is needed, but NVVM and NVRTC are, else ImportError."""
     from numba.cuda import dispatcher
@@ -1132,15 +1138,11 @@ def compiled(loop: Any, capability: tuple[int, int]) -> str:
         nvvm.NVVM()
     except (RuntimeError, ImportError) as error:
         raise ImportError("no NVVM or NVRTC: pip install nvidia-nvvm nvidia-cuda-nvrtc nvidia-nvjitlink") from error
-    signature = tuple(
-        types.float32 if parameter.annotation == "float" else types.int64
-        for parameter in inspect.signature(loop.py_func).parameters.values()
-    )
     # numba-cuda compiles what a kernel calls for the device that it finds.
     usual = dispatcher.get_current_device
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
     try:
-        return str(cuda.compile_ptx(loop.py_func, signature, cc=capability, launch_bounds=LAUNCH_BOUNDS)[0])
+        return str(cuda.compile_ptx(loop.py_func, _signature(loop), cc=capability, launch_bounds=LAUNCH_BOUNDS)[0])
     finally:
         dispatcher.get_current_device = usual
 
@@ -1186,6 +1188,12 @@ class CudaKernels:
         self._waits = status is None
         self._status = cuda.to_device(np.zeros(1, np.int32)) if status is None else status
         self._messages: dict[tuple[int, ...], Any] = {}
+
+    def prepare(self, loop: str) -> None:
+        """Compiles a loop for the device, which may take a second; else its first call does."""
+        if not SIMULATED:
+            kernel = globals()[loop]
+            kernel.compile(_signature(kernel))
 
     def compress(
         self,

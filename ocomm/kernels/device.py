@@ -76,7 +76,8 @@ class Device(Protocol):
 
     def loops(self, status: DeviceArray) -> Any:
         """The loops of ``Kernels``, and ``pack`` and ``place``, over device arrays only. Nothing waits: what a bool
-        would tell is put into ``status``, one int32, as not 0."""
+        would tell is put into ``status``, one int32, as not 0. ``prepare(loop)`` makes that one ready to be queued at
+        once: it may have to be compiled."""
         ...
 
     def enter(self) -> None:
@@ -372,6 +373,10 @@ class Queue:
         self.status = memory.empty(1, np.int32)
         memory.assign(self.status, 0)
         self._loops = memory.device.loops(self.status)
+
+    def prepare(self, loop: str) -> None:
+        """The loop will be queued without delay. May take seconds."""
+        self._loops.prepare(loop)
 
     def call(self, loop: str, *arguments: Any) -> None:
         """Queues one loop."""
