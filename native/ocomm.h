@@ -36,6 +36,7 @@ typedef struct {
     float interval_lr;       /* 0/1 Adam: sum of lr since the last sync, with this step's; not 0 */
     float interval_decay;    /* 0/1 Adam: product of the decays since the last sync, with this step's */
     int32_t skip;            /* 1: ocomm_apply, ocomm_local_step and ocomm_apply_update leave the tensor alone */
+    int32_t grad_dtype;      /* of grad: 0 float32, or, on a device alone, the number of float16 or bfloat16 */
 } ocomm_tensor;
 
 /* What a step's random numbers depend on, besides an element's index: U = (word >> 8) * 2^-24, word index % 4 of

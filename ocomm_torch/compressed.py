@@ -19,13 +19,16 @@ from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.stepper import Verdict
 from ocomm.training.driver import Driver, Group
-from ocomm.types import Flag
+from ocomm.types import DType, Flag
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
 from ocomm_torch.loss_scaling import StepsTogether
 from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.optimizer import _DistributedOptimizer
 from ocomm_torch.placement import placement
+
+#: As kernels know them.
+_LOW_DTYPES = {torch.float16: int(DType.FLOAT16), torch.bfloat16: int(DType.BFLOAT16)}
 
 
 class CompressedOptimizer(StepsTogether):
@@ -202,9 +205,11 @@ class CompressedOptimizer(StepsTogether):
         """Addresses of gradients as dense, contiguous float32; 0 for none. What is read is kept until the step is over.
 
         Before ``step()`` a gradient that would have to be copied is not ready: a copy would not show a later change.
-        One that has to be widened is, because its checksum is kept.
+        One that has to be widened is, because its checksum is kept. Kernels on a device read 16 bits as they are.
         """
         addresses = []
+        low: dict[int, int] = {}
+        as_they_are = self._placement.is_device and not self._driver.clips
         widened: dict[int, torch.Tensor] = {}
         float32, strided = torch.float32, torch.strided
         recorded, versions, parameters = self._recorded, self._versions, self._parameters
@@ -226,10 +231,16 @@ class CompressedOptimizer(StepsTogether):
                     return None
                 grad = grad.to_dense().contiguous()
                 self._copies.append(grad)
-            if not is_wide:
+            if not is_wide and as_they_are:
+                low[index] = _LOW_DTYPES[grad.dtype]
+            elif not is_wide:
                 widened[index] = grad
                 grad = self._masters.widened(index, grad)
             addresses.append(grad.data_ptr())
+        if as_they_are:
+            column = self._driver.core.gradients["grad_dtype"]
+            column[tensors] = 0
+            column[list(low)] = list(low.values())
         if widened and not final and self._stepper.verify != "version":
             self._checksums[list(widened)] = self._widened_checksums(widened)
         self._placement.arrive()

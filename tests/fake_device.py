@@ -22,6 +22,7 @@ import numpy as np
 from ocomm.kernels import cpu_kernels, reference
 from ocomm.kernels.base import PIECE, TENSOR, Bytes
 from ocomm.kernels.device import DeviceArray
+from ocomm.types import DType
 
 #: Added to an address of this process: no processor has addresses as high as that.
 ELSEWHERE = 1 << 60
@@ -72,7 +73,11 @@ class FakeLoops:
             assert ready, "the engine's thread compiles"
 
             def run() -> None:
-                if method(*map(self._device.real, arguments)) is False:
+                given, kept = [self._device.real(argument) for argument in arguments], []
+                for table in given if self._inner.name != "cuda" else ():
+                    if isinstance(table, np.ndarray) and table.dtype == TENSOR:
+                        kept += self._device.widen(table, given[0])
+                if method(*given) is False:
                     self._device.real(self._status)[0] = 1
 
             self._device.queue("launch", loop, run)
@@ -133,6 +138,19 @@ class FakeDevice:
             for column in _ADDRESSES[argument.dtype]:
                 found[column] %= ELSEWHERE
         return found
+
+    def widen(self, table: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+        """Gives gradients of 16 bits, as far as ``rows`` read them, as float32 to loops that know no others."""
+        kept = []
+        for row in np.flatnonzero(table["grad_dtype"] * (table["grad"] != 0)).tolist():
+            own = rows[rows["tensor"] == row]
+            low = self.bytes(int(table["grad"][row]), 2 * int((own["start"] + own["length"]).max(initial=0)))
+            if table["grad_dtype"][row] == DType.FLOAT16:
+                kept.append(low.view(np.float16).astype(np.float32))
+            else:
+                kept.append((low.view(np.uint16).astype(np.uint32) << 16).view(np.float32))
+            table["grad"][row] = kept[-1].__array_interface__["data"][0]
+        return kept
 
     @staticmethod
     def bytes(address: int, nbytes: int) -> np.ndarray:

@@ -30,6 +30,7 @@ class Row:
     architecture: str
     vector_loads: int  # 16-byte instructions in the PTX
     vector_stores: int
+    low_loads: int  # 8-byte loads of 16-bit gradients
     fused: int  # products that are fused with a sum, or may be
     local: int  # mentions of local memory
     registers: int | None
@@ -78,8 +79,9 @@ def rows(architectures: list[str], keep: Path | None = None) -> Iterator[Row]:
             yield Row(
                 name,
                 architecture,
-                len(re.findall(r"ld\.global\.v4\.f32", ptx)),
-                len(re.findall(r"st\.global\.v4\.f32", ptx)),
+                len(re.findall(r"ld\.global\.v4\.[bfu]32", ptx)),
+                len(re.findall(r"st\.global\.v4\.[bfu]32", ptx)),
+                len(re.findall(r"ld\.global\.v4\.[bu]16", ptx)),
                 len(re.findall(r"\b(?:fma|mad)\.\S*f32|\bmul\.(?:ftz\.)?f32", ptx)),
                 len(re.findall(r"\.local\b", ptx)),
                 registers,

@@ -35,7 +35,8 @@ BLOCK = np.dtype(
     align=True,
 )
 
-#: One row per tensor; fields as in ``ocomm_tensor``. Addresses are 0 where C has NULL.
+#: One row per tensor; fields as in ``ocomm_tensor``. Addresses are 0 where C has NULL. ``grad_dtype`` is 0 for float32;
+#: kernels on a device also read gradients of ``DType.FLOAT16`` and ``BFLOAT16``, as what they are in float32.
 TENSOR = np.dtype(
     [
         ("grad", np.uint64),
@@ -49,6 +50,7 @@ TENSOR = np.dtype(
         ("interval_lr", np.float32),
         ("interval_decay", np.float32),
         ("skip", np.int32),
+        ("grad_dtype", np.int32),
     ],
     align=True,
 )

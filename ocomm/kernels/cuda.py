@@ -72,7 +72,11 @@ _GRAD, _PARAM, _MOMENTUM, _BETA1, _ONE_MINUS_BETA1, _WEIGHT_DECAY, _STEP_SIZE, _
         "interval_lr",
     )
 )
-_INTERVAL_DECAY, _SKIP = (TENSOR.fields[name][1] for name in ("interval_decay", "skip"))  # type: ignore[index]
+_INTERVAL_DECAY, _SKIP, _GRAD_DTYPE = (
+    TENSOR.fields[name][1]  # type: ignore[index]
+    for name in ("interval_decay", "skip", "grad_dtype")
+)
+_BFLOAT16 = int(DType.BFLOAT16)
 
 _RUN_NBYTES, _PIECE_NBYTES = RUN.itemsize, PIECE.itemsize
 _RUN_START, _RUN_POSITION, _RUN_LENGTH, _RUN_TENSOR = (
@@ -104,6 +108,15 @@ if SIMULATED:
 
     def load_quad(address: int) -> tuple:
         return tuple(map(np.float32, (ctypes.c_float * 4).from_address(_checked(address, 16))))
+
+    def load_low_quad(address: int) -> tuple:
+        return tuple((ctypes.c_uint16 * 4).from_address(_checked(address, 8)))
+
+    def load_low(address: int) -> Any:
+        return ctypes.c_uint16.from_address(_checked(address, 2)).value
+
+    def half_of(word: int) -> Any:
+        return np.float32(np.uint16(word).view(np.float16))
 
     def load_float(address: int) -> Any:
         return np.float32(ctypes.c_float.from_address(_checked(address, 4)).value)
@@ -151,8 +164,8 @@ else:
     inline = cuda.jit(device=True, forceinline=True)
     kernel = cuda.jit(launch_bounds=LAUNCH_BOUNDS)
 
-    _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-    _VECTOR = ir.VectorType(_FLOAT, QUAD)
+    _FLOAT, _SHORT, _INT, _LONG = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+    _VECTOR, _LOW_VECTOR = ir.VectorType(_FLOAT, QUAD), ir.VectorType(_SHORT, QUAD)
 
     def _global(builder: Any, address: Any, kind: Any) -> Any:
         """A pointer into global memory, which spares the hardware the question which memory it is."""
@@ -162,8 +175,8 @@ else:
         def typed(typingctx: Any, address: Any) -> Any:
             def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
                 value = builder.load(_global(builder, args[0], kind), align=align)
-                # Bytes are unsigned.
-                return builder.zext(value, _INT) if kind.__class__ is ir.IntType and kind.width == 8 else value
+                # Less than a word is unsigned.
+                return builder.zext(value, _INT) if kind.__class__ is ir.IntType and kind.width < 32 else value
 
             return result(types.int64), codegen
 
@@ -184,6 +197,7 @@ else:
 
     load_float = _load(_FLOAT, 4, types.float32)
     load_byte = _load(ir.IntType(8), 1, types.int32)
+    load_low = _load(_SHORT, 2, types.int32)
     load_int = _load(_INT, 4, types.int32)
     load_long = _load(_LONG, 8, types.int64)
     store_float = _store(_FLOAT, 4, types.float32)
@@ -205,6 +219,28 @@ else:
             return context.make_tuple(builder, signature.return_type, parts)
 
         return types.UniTuple(types.float32, QUAD)(types.int64), codegen
+
+    @intrinsic
+    def load_low_quad(typingctx: Any, address: Any) -> Any:
+        """Four 16-bit words by one access of 8 bytes."""
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            vector = builder.load(_global(builder, args[0], _LOW_VECTOR), align=8)
+            parts = [builder.extract_element(vector, ir.Constant(_INT, i)) for i in range(QUAD)]
+            words = [builder.zext(part, _INT) for part in parts]
+            return context.make_tuple(builder, signature.return_type, words)
+
+        return types.UniTuple(types.int32, QUAD)(types.int64), codegen
+
+    @intrinsic
+    def half_of(typingctx: Any, word: Any) -> Any:
+        """A float16 in float32."""
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            half = builder.bitcast(builder.trunc(args[0], _SHORT), ir.HalfType())
+            return builder.fpext(half, _FLOAT)
+
+        return types.float32(types.int64), codegen
 
     @intrinsic
     def store_quad(typingctx: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
@@ -254,6 +290,32 @@ def _fetch(first: int, left: int, rounds: int, out: Any) -> None:
             for k in range(QUAD):
                 j = u * ROW + k
                 out[QUAD * u + k] = load_float(first + 4 * j) if j < left else _ZERO
+
+
+@inline
+def _widened(word: int, dtype: int) -> Any:
+    return float_of(int(word) << 16) if dtype == _BFLOAT16 else half_of(word)
+
+
+@inline
+def _fetch_grad(tensor: int, grad: int, start: int, left: int, rounds: int, out: Any) -> None:
+    """As ``_fetch``, of the gradient at ``grad``, whose element ``start`` is its first: of any type, in float32."""
+    dtype = load_int(tensor + _GRAD_DTYPE)
+    first = grad + 2 * start
+    if dtype == 0:
+        _fetch(grad + 4 * start, left, rounds, out)
+    elif first & 7 == 0 and left >= (rounds - 1) * ROW + QUAD:
+        for u in range(rounds):
+            a, b, c, d = load_low_quad(first + 2 * u * ROW)
+            out[QUAD * u] = _widened(a, dtype)
+            out[QUAD * u + 1] = _widened(b, dtype)
+            out[QUAD * u + 2] = _widened(c, dtype)
+            out[QUAD * u + 3] = _widened(d, dtype)
+    else:
+        for u in range(rounds):
+            for k in range(QUAD):
+                j = u * ROW + k
+                out[QUAD * u + k] = _widened(load_low(first + 2 * j), dtype) if j < left else _ZERO
 
 
 @inline
@@ -453,7 +515,7 @@ def _gradient(tensor: int, start: int, left: int, rounds: int, out: Any, scratch
     """This thread's gradients with the coupled weight decay; ``start`` is its first element inside the tensor."""
     grad = load_long(tensor + _GRAD)
     if grad != 0:
-        _fetch(grad + 4 * start, left, rounds, out)
+        _fetch_grad(tensor, grad, start, left, rounds, out)
     else:
         for i in range(QUAD * rounds):
             out[i] = _ZERO
@@ -723,13 +785,14 @@ def apply_update(
 def finite(blocks: int, tensors: int, status: int) -> None:
     g = cuda.local.array(QUAD, types.float32)
     block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
-    grad = load_long(tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR) + _GRAD)
+    tensor = tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR)
+    grad = load_long(tensor + _GRAD)
     if grad == 0:
         return
     length = load_int(block + _LENGTH)
-    first = grad + 4 * load_long(block + _START)
+    start = load_long(block + _START)
     for at in range(QUAD * cuda.threadIdx.x, length, ROW):
-        _fetch(first + 4 * at, length - at, 1, g)
+        _fetch_grad(tensor, grad, start + at, length - at, 1, g)
         for k in range(QUAD):
             if g[k] - g[k] != _ZERO:
                 store_int(status, 1)
@@ -799,7 +862,7 @@ def _ratio(
     _fetch(momentum, left, 1, m)
     _fetch(magnitude, left, 1, b)
     if grad != 0:
-        _fetch(grad + 4 * start, left, 1, out)
+        _fetch_grad(tensor, grad, start, left, 1, out)
     else:
         for k in range(QUAD):
             out[k] = _ZERO
@@ -927,7 +990,7 @@ def compress_signs(
                 flat = 4 * (local + at)
                 _fetch(momentum + flat, left, 1, m)
                 if grad != 0:
-                    _fetch(grad + 4 * (start + at), left, 1, g)
+                    _fetch_grad(tensor, grad, start + at, left, 1, g)
                 else:
                     for k in range(QUAD):
                         g[k] = _ZERO
@@ -1011,12 +1074,13 @@ def descend(blocks: int, tensors: int, averages: int) -> None:
 def pack(runs: int, tensors: int, destination: int) -> None:
     values = cuda.local.array(QUAD, types.float32)
     run = runs + _RUN_NBYTES * cuda.blockIdx.x
-    grad = load_long(tensors + _TENSOR_NBYTES * load_long(run + _RUN_TENSOR) + _GRAD)
+    tensor = tensors + _TENSOR_NBYTES * load_long(run + _RUN_TENSOR)
+    grad = load_long(tensor + _GRAD)
     length = load_long(run + _RUN_LENGTH)
-    source, target = grad + 4 * load_long(run + _RUN_START), destination + 4 * load_long(run + _RUN_POSITION)
+    start, target = load_long(run + _RUN_START), destination + 4 * load_long(run + _RUN_POSITION)
     for at in range(QUAD * cuda.threadIdx.x, length, ROW):
         if grad != 0:
-            _fetch(source + 4 * at, length - at, 1, values)
+            _fetch_grad(tensor, grad, start + at, length - at, 1, values)
         else:
             for k in range(QUAD):
                 values[k] = _ZERO

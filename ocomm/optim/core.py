@@ -54,8 +54,9 @@ class Core(abc.ABC):
 
     ``tensors`` is the TENSOR table, one row per tensor of the layout: the frontend writes the addresses ``param``, the
     stepper ``grad``, and the core all else. ``gradients`` is another such table, of which only ``grad`` counts: this
-    rank's own (0: none). In the hierarchical form the worker's gradients are sums of its node's ranks, and ``tensors``
-    has their addresses; in the flat form the two tables are one. ``scale`` is ``"l1"`` or ``"rms"``.
+    rank's own (0: none); and, on a device, ``grad_dtype``, which the frontend writes. In the hierarchical form the
+    worker's gradients are sums of its node's ranks, and ``tensors`` has their addresses; in the flat form the two
+    tables are one. ``scale`` is ``"l1"`` or ``"rms"``.
     """
 
     #: Names what travels compressed, for the signature in every message; with the scale where there is one.

@@ -254,7 +254,7 @@ class ZeroOneAdam(Core):
             self._refresh(tensor, decayed)
             if first and self.refreshed[tensor]:
                 self._dense_refreshes[tensor] = max(1, refreshes)
-            rows["grad"][tensor] = address(average)
+            rows["grad"][tensor], rows["grad_dtype"][tensor] = address(average), 0
         with_variance = dense & present & (self.refreshed > 0)
         self._step_locally(with_variance, None, self.preconditioner.denominator, self.preconditioner.mask)
         # Without a variance all elements are masked: parameters only decay, and gradients wait.

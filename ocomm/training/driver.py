@@ -57,7 +57,10 @@ class Host(Protocol):
     kernels: Kernels | None
 
     def locate(self, tensors: list[int], final: bool) -> NDArray[np.uint64] | None:
-        """Addresses of gradients, contiguous float32, 0 for none; None: not to be read before ``step()``."""
+        """Addresses of gradients, contiguous float32, 0 for none; None: not to be read before ``step()``.
+
+        On a device, unless ``driver.clips``, also in 16 bits, if ``core.gradients["grad_dtype"]`` says so.
+        """
         ...
 
     def groups(self) -> list[Group]:

@@ -82,6 +82,7 @@ class Visit:
             for column in ("grad", "param", "momentum"):
                 address = int(table[column][row])
                 if address and numel:
-                    elements = (ctypes.c_uint8 * (4 * numel)).from_address(address)
+                    size = 2 if column == "grad" and table["grad_dtype"][row] else 4
+                    elements = (ctypes.c_uint8 * (size * numel)).from_address(address)
                     table[column][row] = address_of(self._part(np.frombuffer(elements, np.uint8)))
         return self._table(table)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import mmap
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -191,6 +193,61 @@ class TestEqualsTheReference:
         self, device: Any, loop: str, lengths: tuple[int, ...], seed: int, ranks: int, first: int, extreme: bool
     ) -> None:
         check(BIRDER[loop], Model(lengths, seed, 48, ranks, first, extreme), device)
+
+
+#: 16-bit types and what NumPy calls them; the loops that read gradients.
+LOW = {DType.FLOAT16: np.dtype(np.float16), DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16)}
+READ_GRADIENTS: dict[str, tuple[type, Results]] = {
+    "compress_momentum": (World, ADAM["compress_momentum"]),
+    "compress_update": (World, ADAM["compress_update"]),
+    "local_step": (World, ADAM["local_step"]),
+    "finite": (World, ADAM["finite"]),
+    "quantize": (Model, BIRDER["quantize"]),
+    "compress_signs": (Model, BIRDER["compress_signs"]),
+    "soft_sign": (Model, BIRDER["soft_sign"]),
+}
+
+
+class Low:
+    """``kernels`` that are given gradients in 16 bits, of one type or the other, before a page that may not be read."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, loop: str) -> Any:
+        def call(blocks: np.ndarray, tensors: np.ndarray, *rest: Any) -> Any:
+            table, kept = tensors.copy(), []
+            for row, dtype in zip(range(len(table)), itertools.cycle(LOW)):
+                own = blocks[blocks["tensor"] == row]
+                numel, address = int((own["start"] + own["length"]).max()), int(table["grad"][row])
+                if address:
+                    wide = np.ctypeslib.as_array((ctypes.c_float * numel).from_address(address))
+                    kept.append(fenced(wide.astype(LOW[dtype]).view(np.uint16)))
+                    table["grad"][row], table["grad_dtype"][row] = kept[-1].__array_interface__["data"][0], dtype
+            return getattr(self._kernels, loop)(blocks, table, *rest)
+
+        return call
+
+
+class TestGradientsOf16Bits:
+    @pytest.mark.parametrize("loop", READ_GRADIENTS)
+    def test_what_is_done_with_them_is_done_with_their_values_in_float32(self, device: Any, loop: str) -> None:
+        kind, results = READ_GRADIENTS[loop]
+        world = kind((4096, 33))  # one whose quads are whole and aligned, one whose are not
+        world.grads = [grad.astype(low).astype(np.float32) for grad, low in zip(world.grads, LOW.values(), strict=True)]
+        check(results, world, Low(device))
+
+    @pytest.mark.parametrize("dtype", LOW, ids=lambda dtype: dtype.label)
+    def test_every_value_is_packed_as_what_it_is(self, kernels: Any, dtype: DType) -> None:
+        words = np.arange(1 << 16, dtype=np.uint16)
+        on_device = kernels.memory.empty(words.size, np.uint16)
+        on_device[:] = words
+        packed = kernels.memory.staging(4 * words.size)
+        tensors = table_of("grad", [on_device])
+        tensors["grad_dtype"] = dtype
+        kernels.pack(np.array([(0, 0, words.size, 0)], RUN), tensors, packed)
+        got = kernels.memory.host(kernels.memory.twin(packed)).view(np.float32)
+        assert same_bits(got, words.view(LOW[dtype]).astype(np.float32))
 
 
 class TestNotFinite:
@@ -401,7 +458,8 @@ class TestArguments:
         floats = np.zeros(8, np.float32)
         first = -(-loops.address_of(floats) // 16) * 16
         assert loops.load_quad(first) == (0, 0, 0, 0)
-        for load, alignment in ((loops.load_quad, 16), (loops.load_float, 4), (loops.load_long, 8)):
+        aligned = ((loops.load_quad, 16), (loops.load_low_quad, 8), (loops.load_float, 4), (loops.load_long, 8))
+        for load, alignment in aligned:
             with pytest.raises(ValueError, match=f"not aligned to {alignment}"):
                 load(first + alignment // 2)
 

@@ -23,6 +23,10 @@ def rows(request: pytest.FixtureRequest) -> list[ptx.Row]:
         pytest.skip(reason=str(error))
 
 
+#: Kernels that read gradients.
+LOW = {
+    "compress_momentum", "compress_update", "local_step", "finite", "quantize", "compress_signs", "soft_sign", "pack",
+}  # fmt: skip
 #: Kernels that read or write no floats but one way, and those that go through memory of any alignment once in a while.
 ONLY_WRITE, ONLY_READ, RARE = {"unpack"}, {"finite"}, {"sum_words", "sum_squares"}
 
@@ -31,6 +35,10 @@ def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(rows: list[ptx.Row
     assert {row.kernel for row in rows} == {loop.py_func.__name__ for loop in loops.KERNELS}
     assert {row.kernel for row in rows if not row.vector_loads} == ONLY_WRITE | RARE
     assert {row.kernel for row in rows if not row.vector_stores} == ONLY_READ | RARE
+
+
+def test_gradients_of_16_bits_are_read_four_at_a_time(rows: list[ptx.Row]) -> None:
+    assert {row.kernel for row in rows if row.low_loads} == LOW
 
 
 def test_nothing_lives_in_local_memory(rows: list[ptx.Row]) -> None:

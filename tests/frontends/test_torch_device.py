@@ -101,15 +101,26 @@ WITH_MASTERS = ("1-bit Adam, compressed", "0/1 Adam, local steps")
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [(kind, torch.float32) for kind in ON_DEVICES] + [(kind, torch.bfloat16) for kind in WITH_MASTERS],
+    [(kind, torch.float32) for kind in ON_DEVICES]
+    + [(kind, torch.bfloat16) for kind in (*WITH_MASTERS, "1-bit Adam, dense", "SoftSignSGD")]
+    + [(kind, torch.float16) for kind in ("1-bit Adam, compressed", "Birder", "Lion")],
     ids=str,
 )
 def test_ranks_with_and_without_a_device_train_what_ranks_without_do(
     kind: str, dtype: torch.dtype, on_devices: Any
 ) -> None:
     expected = run_ranks(3, lambda s: trained(kind, rank_of(s), 8, dtype))
-    devices = on_devices([0, 2])
-    assert run_ranks(3, lambda s: trained(kind, rank_of(s), 8, dtype)) == expected
+    devices, widened = on_devices([0, 2]), {}
+
+    def body(session: Session) -> Any:
+        def watch(optimizer: Any, step: int) -> None:
+            widened[rank_of(session)] = optimizer.compression_report()["memory_bytes"]["widened_gradients"]
+
+        return trained(kind, rank_of(session), 8, dtype, watch)
+
+    assert run_ranks(3, body) == expected
+    if not MPI_SIZE:
+        assert [widened[rank] > 0 for rank in range(3)] == [False, dtype is not torch.float32, False]
     if not MPI_SIZE:
         assert all(device.counts["launch"] for device in devices.values())
 
