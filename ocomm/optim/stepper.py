@@ -116,7 +116,8 @@ class Stepper:
 
     ``ranks`` are the world ranks of the set, for messages.
     ``locate(tensors, final)`` gives the addresses of their gradients as they are now, 0 for none: contiguous float32,
-    on a device of the types that ``core.gradients`` says. Before ``step()`` (``final`` False) it may answer None: not yet.
+    on a device of the types that ``core.gradients`` says; before ``step()`` (``final`` False) it may answer None: not
+    yet.
     ``segment_nbytes`` bounds a segment's packed bytes. ``verify`` is ``"sampled"``, ``"full"`` or ``"version"``: how
     much of a gradient is read again to notice that it changed after hand-over. ``direct``: see ``staged``.
     """
