@@ -439,31 +439,28 @@ class RepeatedAllreduce:
 class UnderWay:
     """One of the operations that a ``Together`` has submitted; the handles of its tensors are a part of all handles."""
 
-    __slots__ = ("_end", "_handles", "_listener", "_position", "_start", "owner")
+    __slots__ = ("_end", "_handles", "_left", "_listener", "_start", "owner")
 
-    def __init__(self, owner: Any, start: int, end: int) -> None:
+    def __init__(self, owner: Any, start: int, end: int, listener: Callable[[UnderWay], None]) -> None:
         #: Whatever the caller knows it by.
         self.owner = owner
-        self._start = self._position = start
+        self._start = start
         self._end = end
-
-    def begin(self, handles: Sequence[Handle], listener: Callable[[UnderWay], None]) -> None:
-        """``listener`` is called once ``wait`` will not block, on the background thread or here and now."""
-        self._handles = handles
+        self._left = end - start
         self._listener = listener
-        self()
+        self._handles: Sequence[Handle] = ()
+
+    def begin(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
 
     def __call__(self) -> None:
-        while self._position < self._end:
-            handle = self._handles[self._position]
-            if not handle.poll():
-                handle.notify(self)
-                return
-            self._position += 1
-        self._listener(self)
+        """One of its tensors is over."""
+        self._left -= 1
+        if not self._left:
+            self._listener(self)
 
     def wait(self) -> None:
-        """Waits for the end. Raises what went wrong."""
+        """Raises what went wrong. After the listener has been called, and ``Together.submit`` has returned."""
         for position in range(self._start, self._end):
             self._handles[position].wait()
 
@@ -471,36 +468,36 @@ class UnderWay:
 class Together:
     """Repeated allreduces that are submitted at once: each is matched by itself, as if it had been submitted alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, listener: Callable[[UnderWay], None]) -> None:
+        """``listener`` hears, on the background thread, of each operation that is over."""
+        self._listener = listener
         self._submissions: dict[ProcessSetAtRunTime, list[Submission]] = {}
-        self._operations: dict[ProcessSetAtRunTime, list[UnderWay]] = {}
+        self._operations: dict[ProcessSetAtRunTime, list[UnderWay]] = {}  # one for each submission
 
     def add(self, repeated: RepeatedAllreduce, owner: Any, buffers: Sequence[tuple[Bytes, Bytes]]) -> None:
-        """Another operation; ``buffers`` are the bytes of its tensors and of their results."""
+        """Another operation; ``buffers``, at least one, are the bytes of its tensors and of their results."""
         member = repeated.member
         submissions = self._submissions.get(member)
         if submissions is None:
             submissions = self._submissions[member] = []
             self._operations[member] = []
         start = len(submissions)
+        operation = UnderWay(owner, start, start + len(buffers), self._listener)
         for request, (source, target) in zip(repeated.requests, buffers, strict=True):
             submissions.append(Submission(request, source, target))
-        self._operations[member].append(UnderWay(owner, start, len(submissions)))
+        self._operations[member] += [operation] * len(buffers)
 
-    def submit(self, listener: Callable[[UnderWay], None]) -> list[Any]:
-        """Submits all. Returns the owners of those that could not be, because one of them cannot or the set is closed.
-
-        ``listener`` hears of each of the others when it is over.
-        """
+    def submit(self) -> list[Any]:
+        """Submits all. Returns the owners of those that could not be: one of them cannot, or the set is closed."""
         refused: list[Any] = []
         for member, operations in self._operations.items():
             try:
-                handles = member.submit(self._submissions[member])
+                handles = member.submit(self._submissions[member], operations)
             except OcommError:
-                refused += [operation.owner for operation in operations]
+                refused += [operation.owner for operation in dict.fromkeys(operations)]
                 continue
             for operation in operations:
-                operation.begin(handles, listener)
+                operation.begin(handles)
         return refused
 
 

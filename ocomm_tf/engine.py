@@ -294,7 +294,7 @@ class _Courier:
             self._finish()
 
     def _start_all(self, works: list[Any]) -> None:
-        together = Together()
+        together = Together(self.hear)
         for work in works:
             if not 0 <= work.call < len(_calls):
                 text = "a graph with collectives runs in the process which traced it; trace it here again"
@@ -302,9 +302,9 @@ class _Courier:
                 continue
             call = _calls[work.call]
             call.runs += 1
-            if call.repeat is None or not self._add(together, work, call):
+            if call.repeat is None or not work.count or not self._add(together, work, call):
                 self._start(work, call)
-        for work in together.submit(self.hear):  # each by itself, and by another one, as its set may have been
+        for work in together.submit():  # each by itself, and by another one, as its set may have been
             call = _calls[work.call]
             call.repeated.clear()
             self._start(work, call)
@@ -324,7 +324,10 @@ class _Courier:
             repeated.describe(known)
         except OcommError:
             return False
-        buffers = [(_bytes(c.input, n), _bytes(c.output, n)) for c, n in zip(tensors, sizes, strict=True)]
+        buffers = []
+        for c, nbytes in zip(tensors, sizes, strict=True):
+            source = _bytes(c.input, nbytes)
+            buffers.append((source, source if c.output == c.input else _bytes(c.output, nbytes)))
         together.add(repeated, work, buffers)
         return True
 

@@ -130,8 +130,10 @@ def _fused(reduction: _Reduction, tensors: Sequence[tuple[Bytes, Bytes]], piece:
     ends = list(itertools.accumulate(source.nbytes for source, _ in tensors))
     buffer = reduction.memory(ends[-1])
     segments = reduction.segments(buffer, buffer, piece)
+    in_place = all(source is result for source, result in tensors)
     for stages, (low, high) in zip(segments, _pieces(ends[-1], piece) or [(0, 0)], strict=True):
-        sources, results = (_cut([pair[side] for pair in tensors], ends, low, high) for side in (0, 1))
+        sources = _cut([source for source, _ in tensors], ends, low, high)
+        results = sources if in_place else _cut([result for _, result in tensors], ends, low, high)
         stages[0].compute.insert(0, Gather(sources, buffer[low:high]))
         if stages[-1].sends or stages[-1].receives:
             stages.append(Stage())

@@ -49,9 +49,13 @@ class _Compiler:
         self.ops: list[tuple[int, tuple[int, ...], tuple[float, float]]] = []
         self.messages: list[tuple[int, int, int, int]] = []
         self.keep: list[Any] = []
+        self._pointers: dict[int, tuple[Sequence[np.ndarray], int]] = {}  # by the id of the arrays, which it keeps
 
-    def pointers(self, arrays: Any) -> int:
-        return self.numbers([_address(array) for array in arrays])
+    def pointers(self, arrays: Sequence[np.ndarray]) -> int:
+        known = self._pointers.get(id(arrays))
+        if known is None:
+            known = self._pointers[id(arrays)] = arrays, self.numbers([_address(array) for array in arrays])
+        return known[1]
 
     def numbers(self, numbers: Sequence[int]) -> int:
         table = np.array(numbers, np.int64)

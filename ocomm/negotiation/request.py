@@ -7,6 +7,7 @@ word, travels as one bit (``cache``).
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import struct
 from collections.abc import Sequence
@@ -164,7 +165,8 @@ def read_request(reader: Reader) -> Request:
     )
 
 
-def write_responses(responses: Sequence[Response]) -> bytes:
+@functools.lru_cache(maxsize=128)  # steps are alike
+def write_responses(responses: tuple[Response, ...]) -> bytes:
     writer = Writer()
     writer.pack("I", len(responses))
     for response in responses:
@@ -182,7 +184,8 @@ def write_responses(responses: Sequence[Response]) -> bytes:
     return writer.bytes()
 
 
-def read_responses(data: bytes) -> list[Response]:
+@functools.lru_cache(maxsize=128)
+def read_responses(data: bytes) -> tuple[Response, ...]:
     reader = Reader(data)
     (count,) = reader.unpack("I")
     responses = []
@@ -198,4 +201,4 @@ def read_responses(data: bytes) -> list[Response]:
         (count_of_templates,) = reader.unpack("I")
         templates = tuple(read_request(reader) for _ in range(count_of_templates))
         responses.append(Response(Kind(kind), texts, error, Fault(fault), sizes, cache_ids, templates))
-    return responses
+    return tuple(responses)

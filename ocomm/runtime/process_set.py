@@ -5,11 +5,12 @@ Users and that thread meet in the queue, under its lock; nothing is called back 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -47,18 +48,11 @@ _FAULTS = {Fault.MISMATCH: MismatchError, Fault.STALL: StallError, Fault.LEFT: P
 
 
 @dataclass(slots=True)
-class _Entry:
-    submission: Submission
-    handle: Handle
-    timeline: Timeline | None = None  # the one that has its beginning
-
-
-@dataclass(slots=True)
 class _Running:
     """A submitted plan and whom it serves."""
 
     ticket: Ticket
-    entries: list[_Entry]
+    handles: list[Handle]
     results: list[object]
     buffers: list = field(default_factory=list)
     submitted_ns: int = 0  # with a timeline only
@@ -68,7 +62,7 @@ class _Running:
 class _Opening:
     """A communicator that is being made, for a channel or another set."""
 
-    entry: _Entry
+    handle: Handle
     pending: TransportRequest
 
 
@@ -110,7 +104,7 @@ class ProcessSet:
         self._cycle_s = settings.cycle_time_ms / 1e3
         self._lock = threading.Lock()
         self._queue: list[Request] = []
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Handle] = {}  # what has not been answered, by name
         self._closed: OcommError | None = None
         self._hurried = False
         # background thread only
@@ -130,35 +124,44 @@ class ProcessSet:
 
     # Users' side
 
-    def submit(self, submissions: Sequence[Submission]) -> list[Handle]:
-        """Queues tensors, all or none. InvalidRequestError if a name is in use; what closed the set if it is closed."""
-        handles = [Handle(s.request.name, self.expect) for s in submissions]
-        for submission in submissions:
-            _check_reduction(submission.request)
+    def submit(
+        self, submissions: Sequence[Submission], listeners: Sequence[Callable[[], None]] | None = None
+    ) -> list[Handle]:
+        """Queues tensors, all or none. InvalidRequestError if a name is in use; what closed the set if it is closed.
+
+        ``listeners``, one per tensor, are called on the background thread when it is over.
+        """
+        timeline = self.timeline
+        told: Iterable[Callable[[], None] | None] = listeners or itertools.repeat(None, len(submissions))
+        handles = [
+            Handle(submission, self.expect, timeline, listener)
+            for submission, listener in zip(submissions, told, strict=True)
+        ]
+        requests = [submission.request for submission in submissions]
+        for request in requests:
+            _check_reduction(request)
+        names = [request.name for request in requests]
         self.users.add(threading.get_ident())
         with self._lock:
             if self._closed is not None:
                 raise type(self._closed)(*self._closed.args)
             if JOIN_NAME in self._entries:
                 raise InvalidRequestError(
-                    f"tensor '{submissions[0].request.name}': rank {self.ranks[self.rank]} has joined; it may submit "
-                    "again when join() has returned."
+                    f"tensor '{names[0]}': rank {self.ranks[self.rank]} has joined; it may submit again when join() "
+                    "has returned."
                 )
-            names = [s.request.name for s in submissions]
-            if len(set(names)) < len(names) or any(n in self._entries for n in names):
+            if len(set(names)) < len(names) or not self._entries.keys().isdisjoint(names):
                 taken = next(n for n in names if n in self._entries or names.count(n) > 1)
                 raise InvalidRequestError(
                     f"tensor '{taken}' is already being processed on rank {self.ranks[self.rank]}. Wait for its handle "
                     "first, or give this operation another name."
                 )
             first = not self._queue
-            timeline = self.timeline
-            for submission, handle in zip(submissions, handles, strict=True):
-                request = submission.request
-                if timeline is not None:
+            if timeline is not None:
+                for request in requests:
                     timeline.begin(request.name + self._suffix, f"NEGOTIATE_{request.kind.name}")
-                self._entries[request.name] = _Entry(submission, handle, timeline)
-                self._queue.append(request)
+            self._entries.update(zip(names, handles, strict=True))
+            self._queue += requests
         if first:  # else the thread knows that something is queued, and when to announce it
             self.engine.wake()
         return handles
@@ -179,17 +182,17 @@ class ProcessSet:
         with self._lock:
             if self._closed is None:
                 self._closed = error
-            entries = list(self._entries.values())
+            handles = list(self._entries.values())
             self._entries.clear()
             self._queue.clear()
         if self._tuner is not None:
             self._tuner.close()
-        entries += [entry for running in self._running for entry in running.entries]
-        entries += [opening.entry for opening in self._opening]
+        handles += [handle for running in self._running for handle in running.handles]
+        handles += [opening.handle for opening in self._opening]
         self._running.clear()  # the engine keeps the memory of plans that are not over
         self._opening.clear()
-        for entry in entries:
-            entry.handle.complete(error=type(error)(*error.args))
+        for handle in handles:
+            handle.complete(error=type(error)(*error.args))
 
     def retire(self) -> None:
         """The end of a set which was removed while the job goes on. From the background thread, when it is quiet."""
@@ -320,7 +323,7 @@ class ProcessSet:
         if not responses:
             return
         assert self.coordinator is not None
-        message = self.coordinator.cache.epoch.to_bytes(4, "little") + write_responses(responses)
+        message = self.coordinator.cache.epoch.to_bytes(4, "little") + write_responses(tuple(responses))
         self.link.send_all(Word.RESPOND, message)
         self._execute_all(message)
 
@@ -342,29 +345,29 @@ class ProcessSet:
                 for template in response.templates:
                     if template.name not in self._entries:
                         self._entries[template.name] = self._stand_in(template)
-            entries = [self._entries.pop(name) for name in response.names if name in self._entries]
-        for entry in entries:
-            if entry.timeline is not None:
-                entry.timeline.end(entry.handle.name + self._suffix)
+            handles = [self._entries.pop(name) for name in response.names if name in self._entries]
+        for handle in handles:
+            if handle.timeline is not None:
+                handle.timeline.end(handle.name + self._suffix)
         if response.fault:
-            for entry in entries:
-                entry.handle.complete(error=_FAULTS[response.fault](response.error))
+            for handle in handles:
+                handle.complete(error=_FAULTS[response.fault](response.error))
             return
-        if len(entries) != len(response.names):
+        if len(handles) != len(response.names):
             return  # closed meanwhile, all of them
         if response.cache_ids:
-            for entry, number in zip(entries, response.cache_ids, strict=True):
+            for handle, number in zip(handles, response.cache_ids, strict=True):
                 if number >= 0:
-                    self._cache.learn(entry.handle.name, number, entry.submission.request)
+                    self._cache.learn(handle.name, number, handle.submission.request)
         if response.kind in (Kind.CHANNEL, Kind.DUPLICATE):
-            self._opening.append(_Opening(entries[0], self.link.transport.duplicate()))
+            self._opening.append(_Opening(handles[0], self.link.transport.duplicate()))
             return
         if self._tuner is not None and response.kind == Kind.ALLREDUCE:
-            nbytes = sum(entry.submission.request.nbytes for entry in entries)
+            nbytes = sum(handle.submission.request.nbytes for handle in handles)
             self._tuner.note(response.names, nbytes, self.clock())
-        plan, results = self._plan(response, entries)
+        plan, results = self._plan(response, handles)
         ticket = self._channel.submit(self._channel.prepare(plan), self.settings.stall_shutdown_s, True)
-        running = _Running(ticket, entries, results, plan.keepalive)
+        running = _Running(ticket, handles, results, plan.keepalive)
         if self.timeline is not None:
             running.submitted_ns = time.monotonic_ns()
         self._running.append(running)
@@ -382,43 +385,42 @@ class ProcessSet:
             return
         self.joined = []
         with self._lock:
-            entry = self._entries.pop(JOIN_NAME, None)
-        if entry is None:
+            handle = self._entries.pop(JOIN_NAME, None)
+        if handle is None:
             return
-        if entry.timeline is not None:
-            entry.timeline.end(entry.handle.name + self._suffix)
+        if handle.timeline is not None:
+            handle.timeline.end(handle.name + self._suffix)
         if response.fault:
-            entry.handle.complete(error=_FAULTS[response.fault](response.error))
+            handle.complete(error=_FAULTS[response.fault](response.error))
         else:
-            entry.handle.complete(self.ranks[response.sizes[0][0]])
+            handle.complete(self.ranks[response.sizes[0][0]])
 
-    def _stand_in(self, template: Request) -> _Entry:
+    def _stand_in(self, template: Request) -> Handle:
         """What this rank, which has joined, puts into an operation of the others: nothing that changes the result."""
-        handle = Handle(template.name, self.expect)
         if template.kind == Kind.ALLREDUCE:
             nothing = neutral(template.dtype, template.op, template.numel)
-            return _Entry(Submission(template, nothing, nothing), handle)
+            return Handle(Submission(template, nothing, nothing), self.expect)
         if template.kind == Kind.BROADCAST:
             room = np.empty(template.nbytes, np.uint8)
-            return _Entry(Submission(template, room, room), handle)
+            return Handle(Submission(template, room, room), self.expect)
 
         def allocate(shape: tuple[int, ...]) -> Bytes:
             return np.empty(math.prod(shape) * template.dtype.itemsize, np.uint8)
 
-        return _Entry(Submission(template, np.zeros(0, np.uint8), None, allocate), handle)
+        return Handle(Submission(template, np.zeros(0, np.uint8), None, allocate), self.expect)
 
-    def _plan(self, response: Response, entries: list[_Entry]) -> tuple[Plan, list[object]]:
+    def _plan(self, response: Response, handles: list[Handle]) -> tuple[Plan, list[object]]:
         """What to do for a response, and what each handle will return."""
-        first = entries[0].submission
+        first = handles[0].submission
         request = first.request
-        results: list[object] = [None] * len(entries)
+        results: list[object] = [None] * len(handles)
         match response.kind:
             case Kind.ALLREDUCE if request.op == ReduceOp.ADASUM:
                 everyone = aligned(self.size * request.nbytes)
                 plan = dense.allgather(self._place, [(first.source, everyone, [request.nbytes] * self.size)])
                 results[0] = everyone.reshape(self.size, request.nbytes)
             case Kind.ALLREDUCE:
-                pairs = [(e.submission.source, _target(e.submission)) for e in entries]
+                pairs = [(s.source, _target(s)) for s in (handle.submission for handle in handles)]
                 plan = dense.allreduce(
                     self._place, pairs, request.dtype, request.op, request.prescale, request.postscale
                 )
@@ -465,12 +467,12 @@ class ProcessSet:
             if transport is None:
                 return
             self._opening.pop(0)
-            if opening.entry.submission.request.kind == Kind.DUPLICATE:
-                opening.entry.handle.complete(transport)
+            if opening.handle.submission.request.kind == Kind.DUPLICATE:
+                opening.handle.complete(transport)
                 continue
             self.channels.append(transport)
             self._exchanges.append(self.engine.open_channel(transport, self.settings.window))
-            opening.entry.handle.complete(self._exchanges[-1])
+            opening.handle.complete(self._exchanges[-1])
 
     @property
     def wants_polling(self) -> bool:
@@ -495,8 +497,8 @@ class ProcessSet:
                 error = self._explain(running.ticket)
                 if state != State.ABORTED and failure is None:
                     failure = error
-            for entry, result in zip(running.entries, running.results, strict=True):
-                entry.handle.complete(result, error)
+            for handle, result in zip(running.handles, running.results, strict=True):
+                handle.complete(result, error)
         self._running = still
         if failure is not None:
             raise failure
@@ -506,18 +508,18 @@ class ProcessSet:
         ticket = running.ticket
         if ticket.trace is None:
             return
-        kind = running.entries[0].submission.request.kind.name
+        kind = running.handles[0].submission.request.kind.name
         start, end = int(ticket.trace[:, 0].min()), int(ticket.trace[:, 2].max())
         parts = activities(ticket.plan, ticket.trace)
-        for entry in running.entries:
-            if entry.timeline is not None:
-                request = entry.submission.request
+        for handle in running.handles:
+            if handle.timeline is not None:
+                request = handle.submission.request
                 track = request.name + self._suffix
                 described = {"dtype": request.dtype.label, "shape": str(list(request.shape)), "bytes": request.nbytes}
-                entry.timeline.span(track, kind, running.submitted_ns, end, described)
-                entry.timeline.span(track, "QUEUE", running.submitted_ns, start)
+                handle.timeline.span(track, kind, running.submitted_ns, end, described)
+                handle.timeline.span(track, "QUEUE", running.submitted_ns, start)
                 for name, since, until in parts:
-                    entry.timeline.span(track, name or f"MPI_{kind}", since, until)
+                    handle.timeline.span(track, name or f"MPI_{kind}", since, until)
 
     def _explain(self, ticket: Ticket) -> OcommError:
         """What ended a plan that did not come to its end."""
@@ -551,6 +553,8 @@ def neutral(dtype: DType, op: ReduceOp, numel: int) -> Bytes:
 
 def _check_reduction(request: Request) -> None:
     """InvalidRequestError for a reduction which the element type does not have."""
+    if (request.op is ReduceOp.AVERAGE or request.op is ReduceOp.SUM) and request.dtype is not DType.BOOL:
+        return  # the usual case, once per gradient
     is_adasum = request.kind == Kind.ALLREDUCE and request.op == ReduceOp.ADASUM and request.dtype.is_floating
     if request.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) and not is_adasum:
         try:

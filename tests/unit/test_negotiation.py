@@ -50,7 +50,7 @@ class World:
 
     def decide(self) -> list[Response]:
         responses = self.coordinator.decide()
-        assert read_responses(write_responses(responses)) == responses
+        assert read_responses(write_responses(tuple(responses))) == tuple(responses)
         for rank, cache in enumerate(self.caches):
             cache.enter(self.coordinator.cache.epoch)
             for response in responses:
