@@ -108,12 +108,17 @@ def _native(python: str, environ: Mapping[str, str]) -> Item:
 def _gpu(driver: Item, kernels: Item, messages: Callable[[], Verdict]) -> list[Item]:
     """What there is for GPUs, and which way messages go from there, and why."""
     missing = [item.name for item in (driver, kernels) if not item.found]
+    nccl = "not used"
     if missing:
         way = f"no: {' and '.join(missing)} missing"
     else:
         found = messages()
+        nccl = (
+            "not used: sums inside hosts go through MPI"
+            if found.yes
+            else "not used: hierarchical='auto' is off where parameters are on GPUs"
+        )
         way = f"{'messages from device to device' if found.yes else 'messages through pinned host memory'}: {found.why}"
-    nccl = "not used yet: hierarchical='auto' is off where parameters are on GPUs"
     return [driver, kernels, Item("1-bit optimizers on GPUs", not missing, way), Item("NCCL", False, nccl)]
 
 

@@ -239,10 +239,16 @@ class Core(abc.ABC):
         self._allocated = True
 
     def _place_node_gradients(self) -> None:
-        """Each tensor's whole length, of which only the pages with this rank's slice are ever written."""
-        lengths = -(-self.layout.numels // PAGE_NUMEL) * PAGE_NUMEL
-        self.node_gradient = sparse_zeros(int(lengths.sum()))
-        self._node_addresses = (address(self.node_gradient) + 4 * (np.cumsum(lengths) - lengths)).astype(np.uint64)
+        """Each tensor's whole length, of which only the pages with this rank's slice are ever written.
+
+        On a device the others take memory, too.
+        """
+        if self.home.is_device:
+            self.node_gradient, offsets = self.home.zeros(self.layout.flat_numel), self.layout.offsets
+        else:
+            lengths = -(-self.layout.numels // PAGE_NUMEL) * PAGE_NUMEL
+            self.node_gradient, offsets = sparse_zeros(int(lengths.sum())), np.cumsum(lengths) - lengths
+        self._node_addresses = (address(self.node_gradient) + 4 * offsets).astype(np.uint64)
         self.tensors["grad"] = self._node_addresses
 
     def swap_errors(self) -> None:
@@ -364,7 +370,8 @@ class Core(abc.ABC):
         return self.kernels.checksums(self.replica_addresses(), self.layout.numels * 4, True).tolist()
 
     def _node_gradient_nbytes(self) -> int:
-        numel = self.layout.numel if self.steps_locally else self.layout.worker_numel(self.rank)
+        whole = self.steps_locally or self.home.is_device
+        numel = self.layout.numel if whole else self.layout.worker_numel(self.rank)
         return 4 * numel if self.node_gradient.size else 0
 
     def memory(self) -> dict[str, int]:

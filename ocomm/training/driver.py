@@ -118,11 +118,9 @@ class Driver:
         said = gather(session, number, f"{name}.frameworks", f"{_where(kernels.memory)}{host.framework}")
         #: Are the ranks of several frameworks?
         self.is_mixed = len({text[1:] for text in said}) > 1
-        places = {text[0] for text in said}
-        if places != {_ON_HOST}:
-            nodes = _flat_on_devices(session, number, common.hierarchical, nodes, name)
+        nodes, direct = _arranged(session, number, common.hierarchical, nodes, {text[0] for text in said}, name)
         #: Do messages go from device to device? As all ranks have agreed.
-        self.direct = len(said) > 1 and places <= {_ON_HOST, _REACHED} and _REACHED in places and nodes.groups == 1
+        self.direct = direct
         layout = Layout(specs, len(ranks), common.block_size, nodes)
         self.session = session
         self.number = number
@@ -482,25 +480,33 @@ def _where(memory: Memory) -> str:
     return _REACHED if memory.reached_by_network else _ON_DEVICE
 
 
-def _flat_on_devices(
-    session: Session, number: int, hierarchical: bool | Literal["auto"], nodes: Nodes, name: str
-) -> Nodes:
-    """Nodes of one rank each, since some rank's parameters are on a device; InvalidRequestError if that was excluded.
+def _arranged(
+    session: Session, number: int, hierarchical: bool | Literal["auto"], nodes: Nodes, places: set[str], name: str
+) -> tuple[Nodes, bool]:
+    """The nodes, and whether messages go from device to device, as the ``places`` of the ranks' parameters allow.
 
-    A node's dense sum would go through the host's memory, which costs more than compression saves.
+    Where they do not go that way a node's dense sum would go through the host's memory, which costs more than
+    compression saves: then every rank is a node. InvalidRequestError if that was excluded.
     """
+    reached = _REACHED in places and _ON_DEVICE not in places and nodes.ranks > 1
+    direct = reached and nodes.groups == 1
+    if nodes.is_flat or places == {_ON_HOST} or direct:
+        return nodes, direct
+    why = "there are too many hosts for that (OCOMM_DIRECT_PEERS)" if reached else "some rank's does not"
     if hierarchical is True:
         raise InvalidRequestError(
-            f"{name}: hierarchical=True needs NCCL where parameters are on GPUs, which ocomm does not use yet. Leave "
-            "it at 'auto': every rank then compresses by itself."
+            f"{name}: hierarchical=True needs an MPI that takes device pointers where parameters are on GPUs, but "
+            f"{why}; ocommrun --check-build says more. Leave it at 'auto': every rank then compresses by itself."
         )
-    if not nodes.is_flat and session.require_topology().rank == session.set_ranks[number][0]:
+    if session.require_topology().rank == session.set_ranks[number][0]:
         _log.warning(
             "%s: hierarchical='auto' is off, because parameters are on GPUs and the sum inside a node would go through "
-            "the host's memory: every rank compresses by itself.",
+            "the host's memory: every rank compresses by itself. It needs an MPI that takes device pointers, but %s.",
             name,
+            why,
         )
-    return session.nodes(number, False)
+    flat = session.nodes(number, False)
+    return flat, reached and flat.groups == 1
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

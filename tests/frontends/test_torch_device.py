@@ -184,6 +184,19 @@ def test_messages_from_device_to_device_train_the_same_where_all_ranks_agree_on_
             assert device.entered == ({"ocomm"} if agreed else set())
 
 
+@pytest.mark.parametrize("kind", ["1-bit Adam, compressed", "0/1 Adam, local steps", "Lion"])
+def test_nodes_add_up_from_device_to_device_what_they_do_in_the_hosts_memory(kind: str, on_devices: Any) -> None:
+    def body(session: Session) -> Any:
+        def watch(optimizer: Any, step: int) -> None:
+            assert optimizer.compression_report()["form"] == "hierarchical"
+
+        return trained(kind, rank_of(session), 8, torch.bfloat16 if kind == "Lion" else torch.float32, watch)
+
+    expected = run_ranks(4, body, hosts=["a", "a", "b", "b"])
+    on_devices([0, 1, 3], [0, 1, 3])
+    assert run_ranks(4, body, hosts=["a", "a", "b", "b"]) == expected
+
+
 COMPRESSED = ("1-bit Adam, compressed", "Birder", "Lion")
 
 
@@ -290,7 +303,7 @@ def test_lamb_and_a_forced_hierarchy_are_refused_on_devices(on_devices: Any) -> 
             KINDS["1-bit LAMB, dense"].wrap(parameters_of(torch.float32))
 
     def hierarchy(session: Session) -> str:
-        with pytest.raises(InvalidRequestError, match="hierarchical=True needs NCCL"):
+        with pytest.raises(InvalidRequestError, match="hierarchical=True needs an MPI that takes device pointers"):
             KINDS["Birder"].wrap(parameters_of(torch.float32), hierarchical=True)
         return KINDS["Birder"].wrap(parameters_of(torch.float32)).compression_report()["form"]
 

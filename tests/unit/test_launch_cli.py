@@ -151,6 +151,7 @@ def test_the_build_report_says_which_way_messages_leave_a_gpu_and_why_none_do():
     assert "hierarchical='auto' is off" in both["NCCL"].detail
     direct = _gpu(driver, kernels, lambda: Verdict(True, "tried"))
     assert direct[2].detail == "messages from device to device: tried"
+    assert "sums inside hosts go through MPI" in direct[3].detail
     missing = Item("CUDA driver", False), Item("CUDA kernels (numba-cuda)", False)
     neither = _gpu(*missing, lambda: pytest.fail("there is nothing to try"))
     assert neither[2].detail == "no: CUDA driver and CUDA kernels (numba-cuda) missing"
