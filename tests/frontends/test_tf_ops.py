@@ -19,7 +19,6 @@ import numpy as np  # noqa: E402
 
 import ocomm_tf as hvd  # noqa: E402
 from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
-from ocomm.operations import Operation  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm_tf import engine, mpi_ops  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
@@ -348,35 +347,34 @@ class TestGraphs:
 
         run_ranks(2, body)
 
+    @pytest.mark.alone
     @pytest.mark.skipif(MPI_SIZE > 0, reason="one rank is enough")
-    def test_an_operation_costs_little_beside_its_collective(self) -> None:
-        """From TensorFlow to the thread that submits, and back: CPU time of all threads."""
+    def test_an_operation_costs_little(self) -> None:
+        """CPU time of all threads, compared with what TensorFlow takes for a multiplication in the same graph."""
         count = 200
-
-        def nothing(session: Session, adapter: Any, tensors: Any, name: str | None) -> Operation:
-            return Operation([], lambda results: tensors)
 
         def body(session: Session) -> None:
             xs = [tf.ones([64]) for _ in range(count)]
-            plain = tf.function(lambda xs: [x * 2.0 for x in xs])
 
             @tf.function
-            def handed(xs: Any) -> Any:
-                calls = [mpi_ops.Exchange("allreduce", [x * 2.0], f"cost{k}", nothing) for k, x in enumerate(xs)]
-                return [y for (y,) in mpi_ops.run(calls)]
+            def plain(xs: Any) -> Any:
+                return [x * 2.0 for x in xs]
+
+            @tf.function
+            def averaged(xs: Any) -> Any:
+                return [hvd.allreduce(x * 2.0, name=f"averaged{k}") for k, x in enumerate(xs)]
 
             def cpu_s(function: Any) -> float:
-                function(xs)
                 times = []
-                for _ in range(10):
+                for _ in range(12):
                     start = time.process_time()
                     for _ in range(5):
                         function(xs)
                     times.append((time.process_time() - start) / 5)
                 return min(times)
 
-            overhead_us = (cpu_s(handed) - cpu_s(plain)) / count * 1e6
-            assert overhead_us < 20
+            base = cpu_s(plain)
+            assert cpu_s(averaged) < 3.2 * base
 
         run_ranks(1, body)
 
