@@ -27,7 +27,7 @@ _INTPTR = ffi.typeof("intptr_t")
 def _address(array: np.ndarray | None) -> int:
     if type(array) is np.ndarray:
         return int(ffi.cast(_INTPTR, ffi.from_buffer(array)))  # in a third of the time that the interface takes
-    return 0 if array is None else array.__array_interface__["data"][0]  # a device's
+    return 0 if array is None else array.__array_interface__["data"][0]  # what only looks like one
 
 
 @ffi.def_extern(error=-1)
