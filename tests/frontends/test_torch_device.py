@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ocomm.errors import HorovodInternalError, InvalidRequestError, NonFiniteError
+from ocomm.kernels.device import DeviceMemory
 from ocomm.session import Session
 from ocomm.types import Settings
 from ocomm_torch import compressed
@@ -182,6 +183,21 @@ def test_messages_from_device_to_device_train_the_same_where_all_ranks_agree_on_
         assert set(direct) == {agreed}
         for device in [device for device in devices.values() if device.log]:  # under mpirun: this rank's
             assert device.entered == ({"ocomm"} if agreed else set())
+
+
+@pytest.mark.parametrize(("setting", "ranks", "reached"), [("1", 2, True), ("0", 2, False), ("1", 1, False)])
+def test_mpi_is_given_addresses_on_a_device_as_the_setting_says_if_there_is_anybody_else(
+    setting: str, ranks: int, reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
+    monkeypatch.setattr("ocomm.kernels.cuda_device.CudaDevice", lambda number: FakeDevice(f"fake:{number}"))
+
+    def body(session: Session) -> bool:
+        memory = session.device_kernels(0).memory
+        assert isinstance(memory, DeviceMemory)
+        return memory.reached_by_network
+
+    assert run_ranks(ranks, body, Settings(cuda_aware=setting)) == [reached] * ranks
 
 
 @pytest.mark.parametrize("kind", ["1-bit Adam, compressed", "0/1 Adam, local steps", "Lion"])
