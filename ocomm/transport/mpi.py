@@ -104,7 +104,8 @@ _MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 def _said(asked: str, yes: bool) -> tuple[bool, str]:
-    return yes, f"{library_version().split(',')[0]} says {'yes' if yes else 'no'} ({asked})"
+    name = " ".join(library_version().split(",")[0].split())
+    return yes, f"{name} says {'yes' if yes else 'no'} ({asked})"
 
 
 def finalize() -> None:
