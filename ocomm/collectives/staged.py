@@ -125,7 +125,7 @@ def entry(memory: Memory) -> Plan:
 def staged(plan: Plan, memory: Memory, results: Sequence[Bytes] = (), direct: bool = False) -> Plan:
     """``plan`` itself where ``memory`` is the host's; else the plan that does the same through staging memory.
 
-    ``results``: what each segment gathers; both the host and the device have it when the plan is over.
+    ``results``: what each segment gathers, where both the host and the device are to have it when the plan is over.
 
     ``direct``: all ranks have agreed that payloads travel apart from their headers, in messages that follow them; those
     of a device leave and reach its own memory. Not for plans in which messages are put together by the host.

@@ -312,7 +312,9 @@ class Stepper:
                 bucket.kind
             ](bucket)
             spans = range(bucket.first_segment, bucket.first_segment + len(bucket.segments))
-            results = [self.core.result(k) for k in spans] if bucket.kind == "compressed" else []
+            # In the direct form a device has the averages already, and without scales the host does not look at them.
+            wanted = bucket.kind == "compressed" and (self.core.scales or not self.direct)
+            results = [self.core.result(k) for k in spans] if wanted else []
             plan = staged(plan, self.core.home, results, self.direct)
             bucket.plans[key] = self.channel.prepare(plan), self._bytes(plan)
         prepared, bucket.sent = bucket.plans[key]
