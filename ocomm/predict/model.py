@@ -2,7 +2,8 @@
 
 A step is compute (forward, backward, optimizer), what the codec adds to it, and communication. To unpack and apply
 takes the place of the optimizer's own step, and costs about as much; of a dense gradient the codec is what packs it,
-sums it and puts the average where it belongs:
+sums it and puts the average where it belongs. What sockets cost the processor is in the codec, too, since it computes
+nothing else meanwhile:
 
     communication = bytes on the busiest cable / its payload rate + messages of one rank * time per message
     hidden        = min(what can overlap of communication, the part of backward that is left to hide it behind)
@@ -26,8 +27,7 @@ from ocomm.bench._lab import PAYLOAD_FRACTION
 from ocomm.collectives.pipeline import LARGEST_MESSAGE_NBYTES, SEGMENTS, SMALLEST_NBYTES
 
 BLOCK = 4096
-#: Memory traffic of a dense element: into a fusion buffer and out of it, and about 6 bytes of an owner's sum. The rate
-#: below is fitted to steps of one core over TCP, so it holds the kernel's work, too.
+#: Memory traffic of a dense element: into a fusion buffer and out of it, and about 6 bytes of an owner's sum.
 DENSE_NBYTES = 22.0
 METHODS = ("dense", "flat", "hierarchical", "two-hop")
 
@@ -52,16 +52,18 @@ class Network:
 class Codec:
     """Seconds per element to compress, per sign to add up what an owner has received, and per dense element.
 
-    The default is one core of a server processor, as ``python -m ocomm.bench kernels`` measures it; ``GPU`` is a device
-    that moves 1.2 TB/s.
+    ``socket``: seconds of the processor that trains per byte that a rank sends to or receives from other nodes. The
+    default is one core of a server processor, as ``python -m ocomm.bench kernels`` measures it, with sockets fitted to
+    steps over TCP; ``GPU`` is a device that moves 1.2 TB/s, and leaves sockets to the host.
     """
 
     compress: float = 0.5e-9
     average: float = 0.065e-9
-    dense: float = DENSE_NBYTES / 9e9
+    dense: float = DENSE_NBYTES / 30e9
+    socket: float = 0.21e-9
 
 
-GPU = Codec(12.25 / 1.2e12, 0.25 / 1.2e12, DENSE_NBYTES / 1.2e12)
+GPU = Codec(12.25 / 1.2e12, 0.25 / 1.2e12, DENSE_NBYTES / 1.2e12, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ def predict(
         peers = nodes - 1 if crossings == 2 else 2 * (math.sqrt(nodes) - 1)
         messages = (2 * peers + 2 * (m - 1)) * training.segments
         added = codec.compress * d / m + codec.average * d / m
+    added += codec.socket * 2 * nbytes / m
     wire = nbytes / network.cable + inside / network.node_rate
     waiting = messages * network.message_s
     if n == 1:

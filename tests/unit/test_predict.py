@@ -21,6 +21,14 @@ def test_bytes_are_those_of_the_layout_and_of_a_ring(ranks):
     assert predict("dense", ranks, 1, training, ETHERNET, Codec()).nbytes == pytest.approx(layout.dense_bytes())
 
 
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+def test_sockets_cost_the_processor_by_the_byte_and_only_between_nodes(ranks_per_node):
+    codec = Codec(compress=0, average=0, dense=0, socket=1e-9)
+    dense = predict("dense", 2, ranks_per_node, Training(1_000_000, 0.1), ETHERNET, codec)
+    assert dense.codec_s == pytest.approx(1e-9 * 2 * 4 * 1_000_000 / ranks_per_node)
+    assert predict("dense", 1, ranks_per_node, Training(1_000_000, 0.1), ETHERNET, codec).codec_s == 0
+
+
 def test_one_rank_waits_for_nobody():
     for method in METHODS:
         alone = predict(method, 1, 1, BERT, ETHERNET, GPU)
