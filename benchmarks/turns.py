@@ -192,7 +192,7 @@ def main(
         if args.json:
             packages = {name: metadata.version(name) for name in ("numpy", "mpi4py")}
             about = {"processor": processor(), "python": platform.python_version(), **versions, **packages}
-            arguments = {k: v for k, v in vars(args).items() if k != "json"}
+            arguments = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
             whole = {"about": {**about, "commit": commit()}, "arguments": arguments, "results": results}
             args.json.write_text(json.dumps(whole, indent=1))
     return 0

@@ -1,0 +1,32 @@
+"""What a compressed step costs the processor, against the optimizer that it replaces."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ocomm.bench._lab import why_not
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Most CPU time of a step, as a part of that of the Adam which the codec replaces. See docs/profile.md for the budgets.
+CODEC, HOOKS, RUNTIME = 1.75, 0.5, 0.6
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is a lab")
+def test_a_compressed_step_keeps_its_processor_time(tmp_path: Path) -> None:
+    output = tmp_path / "profile.json"
+    few = ["--hosts", "2", "--rate", "1gbit", "--steps", "16", "--batch", "1", "--json", str(output)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.step_profile", *few],
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(output.read_text())["results"]
+    spent = result["budget"]
+    limits = {"codec": CODEC, "hooks": HOOKS, "runtime": RUNTIME}
+    assert not {part: spent[part] for part, limit in limits.items() if spent[part] > limit * spent["Adam"]}, spent
