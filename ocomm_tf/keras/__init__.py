@@ -15,6 +15,9 @@ from ocomm_tf.keras.optimizer import DistributedOptimizer as DistributedOptimize
 from ocomm_tf.keras.optimizer import PartialDistributedOptimizer
 from ocomm_tf.keras.saving import load_model
 
+# The last: it takes the place of TensorFlow's.
+import ocomm_tf.keras.elastic as elastic  # type: ignore[no-redef]  # noqa: F401  # isort: skip
+
 __all__ = [
     *_everything,
     "DistributedBirder",

@@ -134,6 +134,16 @@ def test_an_elastic_script_of_horovods_goes_on_after_a_death():
     assert last > first and last > 50
 
 
+@pytest.mark.skipif(not find_spec("tensorflow"), reason="needs tensorflow")
+def test_an_elastic_fit_of_keras_goes_on_after_a_death():
+    done = run_example("keras_digits_elastic.py", "--epochs", "2", "--die-at", "33", launcher=("--min-np", "2"))
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):  # back to the last commit, of step 30; an epoch has 22
+        assert f"rank {rank} of 2 begins in epoch 1, batch 8" in untagged(done.stdout)
+    assert "generation 1 failed: rank 1 on localhost was ended by signal 9; its last commit was 4" in done.stderr
+    assert float(re.findall(r"test loss .*, accuracy (\d+\.\d+) %", untagged(done.stdout))[0]) > 50
+
+
 @pytest.mark.parametrize("flags", [[], ["--use-adasum", "--fp16-allreduce"]], ids=["average", "adasum"])
 def test_horovods_synthetic_benchmark_runs(flags):
     small = ("--width", "16", "--layers", "2", "--num-iters", "2", "--num-batches-per-iter", "2")
