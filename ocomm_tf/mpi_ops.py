@@ -110,6 +110,8 @@ def run(exchanges: Sequence[Exchange]) -> list[list[tf.Tensor]]:
 
 
 _exchanged = 0  # by this process, outside of ``engine``
+_has_reduced = False  # outside of ``engine``
+_reductions: list[engine.Call] = []  # of all graphs
 
 
 def exchanged() -> int:
@@ -117,10 +119,18 @@ def exchanged() -> int:
     return _exchanged + sum(engine.runs().values())
 
 
+def has_reduced() -> bool:
+    """Has this process ever begun an allreduce here?"""
+    return _has_reduced or any(call.runs for call in _reductions)
+
+
 def _wait_for(session: Session, adapter: Any, calls: Iterable[tuple[Start, Sequence[Any], str | None]]) -> list[Any]:
-    global _exchanged
-    started = [start(session, adapter, tensors, name) for start, tensors, name in calls]
-    _exchanged += len(started)
+    global _exchanged, _has_reduced
+    started = []
+    for start, tensors, name in calls:
+        started.append(start(session, adapter, tensors, name))
+        _exchanged += 1
+        _has_reduced |= isinstance(start, StartAllreduce)
     return [operation.wait() for operation in started]
 
 
@@ -133,7 +143,10 @@ def _call(session: Session, exchange: Exchange) -> engine.Call:
     repeat = None
     if isinstance(start, StartAllreduce) and start.op != Adasum:
         repeat = functools.partial(start.repeated, session, len(exchange.tensors))
-    return engine.Call(begin, exchange.name, repeat)
+    call = engine.Call(begin, exchange.name, repeat)
+    if isinstance(start, StartAllreduce):
+        _reductions.append(call)
+    return call
 
 
 def _label(kind: str, tensors: Sequence[tf.Tensor]) -> str:

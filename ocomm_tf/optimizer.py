@@ -1,19 +1,31 @@
-"""DistributedGradientTape and DistributedOptimizer: gradients averaged over the ranks while backward goes on."""
+"""DistributedGradientTape and DistributedOptimizer: gradients averaged over the ranks while backward goes on.
+
+Of an optimizer that was never wrapped nothing here hears. Keras' callbacks of ours refuse it before the first batch; if
+there are none the ranks train apart, and the end of the process says so.
+"""
 
 from __future__ import annotations
 
+import atexit
+import gc
+import logging
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from ocomm import session as sessions
 from ocomm.api import Average
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
+from ocomm_tf import mpi_ops
 from ocomm_tf.averaging import Averaging
 from ocomm_tf.compression import Compression, Compressor
 from ocomm_tf.mpi_ops import as_it_is
+
+_log = logging.getLogger("ocomm")
 
 
 def groups_of(groups: Any, num_groups: int) -> Any:
@@ -184,3 +196,31 @@ def DistributedOptimizer(
         scale_local_gradients,
     )
     return wrapped
+
+
+def trained_alone(things: Iterable[Any]) -> list[str]:
+    """Names of the Keras models among ``things`` which this process has trained by ``fit`` or ``train_on_batch``; none
+    if one of the optimizers among them, ours, has exchanged anything."""
+    keras, names = sys.modules.get("keras"), set()
+    for thing in things if keras is not None else ():
+        if hasattr(type(thing), "ocomm_exchanges") and thing.ocomm_exchanges:
+            return []
+        if issubclass(type(thing), keras.Model) and getattr(thing, "train_function", None) is not None:
+            names.add(thing.name)
+    return sorted(names)
+
+
+@atexit.register
+def _say_alone() -> None:
+    topology = sessions.current().topology
+    if topology is None or topology.size == 1 or topology.rank != 0 or mpi_ops.has_reduced():
+        return
+    names = trained_alone(gc.get_objects())  # also what functions had that have returned: a model is part of cycles
+    if names:
+        _log.warning(
+            "%s: trained in a job of %d ranks without any exchange of gradients, so every rank has trained alone. "
+            "Compile with hvd.DistributedOptimizer(optimizer), and fit with "
+            "hvd.callbacks.BroadcastGlobalVariablesCallback(0), which refuses any other before the first batch.",
+            ", ".join(f"model '{name}'" for name in names),
+            topology.size,
+        )

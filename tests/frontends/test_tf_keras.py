@@ -21,6 +21,7 @@ import ocomm_tf.keras as hvd  # noqa: E402
 from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm_tf import engine  # noqa: E402
+from ocomm_tf.optimizer import trained_alone  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
 
 # Of Keras itself, with NumPy 2.
@@ -496,6 +497,24 @@ class TestNeverAlone:
             return weights_of(model)
 
         assert_equal(run_ranks(2, body))
+
+    @pytest.mark.skipif(MPI_SIZE > 0, reason="one process is enough")
+    def test_without_any_callback_the_end_of_the_process_finds_what_was_trained_alone(self, tmp_path: Path) -> None:
+        """The search alone: it takes place at exit, for which a process of this suite has exchanged too much."""
+
+        def body(session: Session) -> None:
+            plain, other = (compiled(make_model(), keras.optimizers.Adam(1e-3)) for _ in range(2))
+            assert trained_alone([plain, other]) == []
+            fit(plain, 0, 1, 1)
+            assert trained_alone([other, plain, plain.optimizer]) == ["digits"]
+            plain.save(tmp_path / "trained.keras")
+            assert trained_alone([keras.models.load_model(tmp_path / "trained.keras")]) == []
+            wrapped = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3))
+            assert trained_alone([plain, wrapped]) == ["digits"]
+            fit(compiled(other, wrapped), 0, 1, 1)
+            assert trained_alone([plain, wrapped]) == []
+
+        run_ranks(1, body)
 
     def test_a_way_around_the_average_is_refused(self) -> None:
         def body(session: Session) -> None:

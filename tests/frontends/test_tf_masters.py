@@ -20,9 +20,12 @@ import ocomm_torch  # noqa: E402
 from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm.training.resume import one_state  # noqa: E402
-from tests.worlds import run_ranks  # noqa: E402
+from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+pytestmark = [
+    pytest.mark.skipif(MPI_SIZE > 0, reason="threads are enough: nothing here is of the network"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+]
 
 SHAPES = (40, 30), (30,), (7, 5, 3)
 DTYPES = "bfloat16", "float16", "float32"
