@@ -201,7 +201,8 @@ def DistributedOptimizer(
 def trained_alone(things: Iterable[Any]) -> list[str]:
     """Names of the Keras models among ``things`` which this process has trained by ``fit`` or ``train_on_batch``; none
     if one of the optimizers among them, ours, has exchanged anything."""
-    keras, names = sys.modules.get("keras"), set()
+    keras: Any = sys.modules.get("keras")
+    names: set[str] = set()
     for thing in things if keras is not None else ():
         if hasattr(type(thing), "ocomm_exchanges") and thing.ocomm_exchanges:
             return []
