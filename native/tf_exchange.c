@@ -3,8 +3,7 @@
  *
  * The exchanges are stateful, for else TensorFlow would fold one whose input is constant, merge two that look alike and
  * drop one whose result nobody uses, and this rank would be missing in the collective. tf.function chains stateful
- * operations in program order, unless they name the resources which they touch: the token is a resource of its own for
- * every exchange, so that all of them are under way together.
+ * operations in program order: ocomm_tf/engine.py tells it that these are independent.
  */
 #include "tf_exchange.h"
 
@@ -26,7 +25,6 @@ typedef struct TF_ShapeInferenceContext TF_ShapeInferenceContext;
 typedef struct TF_ShapeHandle TF_ShapeHandle;
 typedef struct { const char *data; size_t len; } TF_StringView;
 
-enum { TF_INT64 = 9, TF_RESOURCE = 20 };
 
 /* std::function<void()> of libstdc++, which TensorFlow hands a kernel by reference: its ABI is frozen, and
  * ocomm_tf_register makes sure that it is what TensorFlow was built with. */
@@ -66,9 +64,6 @@ enum { DESTROY = 3 };
     X(void, TF_ShapeInferenceContextGetInput, (TF_ShapeInferenceContext *, int, TF_ShapeHandle *, TF_Status *))        \
     X(void, TF_ShapeInferenceContextSetOutput, (TF_ShapeInferenceContext *, int, TF_ShapeHandle *, TF_Status *))       \
     X(void, TF_ShapeInferenceContextSetUnknownShape, (TF_ShapeInferenceContext *, TF_Status *))                        \
-    X(TF_KernelBuilder *, TF_NewKernelBuilder,                                                                         \
-      (const char *, const char *, void *(*)(TF_OpKernelConstruction *), void (*)(void *, TF_OpKernelContext *),       \
-       void (*)(void *)))                                                                                              \
     X(TF_KernelBuilder *, TF_NewAsyncKernelBuilder,                                                                    \
       (const char *, const char *, void *(*)(TF_OpKernelConstruction *),                                               \
        void (*)(void *, TF_OpKernelContext *, callback *), void (*)(void *)))                                          \
@@ -160,7 +155,7 @@ static int total_rank(TF_OpKernelContext *context, int count, TF_Status *status)
 static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
     const kernel *self = self_;
     TF_Status *status = TF_NewStatus();
-    int count = TF_NumInputs(context) - 1 - self->gathers;
+    int count = TF_NumInputs(context) - self->gathers;
     size_t dimensions = (size_t)total_rank(context, count, status);
     execution *e = calloc(1, sizeof *e + (size_t)count * sizeof(ocomm_tf_tensor) + dimensions * sizeof(int64_t));
     e->context = context;
@@ -195,15 +190,6 @@ static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
     int wake = waiting;
     pthread_mutex_unlock(&lock);
     if (wake) pthread_cond_signal(&changed);
-}
-
-static void make_token(void *self, TF_OpKernelContext *context) {
-    (void)self;
-    TF_Status *status = TF_NewStatus();
-    TF_Tensor *token = TF_AllocateOutput(context, 0, TF_RESOURCE, NULL, 0, 0, status);
-    if (TF_GetCode(status)) TF_OpKernelContext_Failure(context, status);
-    if (token) TF_DeleteTensor(token);
-    TF_DeleteStatus(status);
 }
 
 /* The queue */
@@ -265,7 +251,7 @@ void ocomm_tf_finish(ocomm_tf_work *const *works, int64_t count, int code, const
 
 static void same_shapes(TF_ShapeInferenceContext *context, TF_Status *status) {
     TF_ShapeHandle *shape = TF_NewShapeHandle();
-    int count = (int)TF_ShapeInferenceContextNumInputs(context) - 1;
+    int count = (int)TF_ShapeInferenceContextNumInputs(context);
     for (int i = 0; i < count && !TF_GetCode(status); i++) {
         TF_ShapeInferenceContextGetInput(context, i, shape, status);
         if (!TF_GetCode(status)) TF_ShapeInferenceContextSetOutput(context, i, shape, status);
@@ -279,16 +265,13 @@ static void unknown_shape(TF_ShapeInferenceContext *context, TF_Status *status) 
 
 static void define(const char *name, const char *const *inputs, const char *const *outputs, TF_Status *status) {
     TF_OpDefinitionBuilder *builder = TF_NewOpDefinitionBuilder(name);
-    int exchange = inputs[0] != NULL;
-    if (exchange) {
-        TF_OpDefinitionBuilderAddAttr(builder, "call: int");
-        TF_OpDefinitionBuilderAddAttr(
-            builder, "T: list({uint8, int8, int16, int32, int64, bool, half, bfloat16, float, double})");
-    }
+    TF_OpDefinitionBuilderAddAttr(builder, "call: int");
+    TF_OpDefinitionBuilderAddAttr(builder,
+                                  "T: list({uint8, int8, int16, int32, int64, bool, half, bfloat16, float, double})");
     for (; *inputs; inputs++) TF_OpDefinitionBuilderAddInput(builder, *inputs);
     for (int i = 0; outputs[i]; i++) TF_OpDefinitionBuilderAddOutput(builder, outputs[i]);
-    TF_OpDefinitionBuilderSetIsStateful(builder, exchange);
-    TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, exchange && !outputs[1] ? same_shapes : unknown_shape);
+    TF_OpDefinitionBuilderSetIsStateful(builder, 1);
+    TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, !outputs[1] ? same_shapes : unknown_shape);
     TF_RegisterOpDefinition(builder, status);
 }
 
@@ -318,12 +301,9 @@ int ocomm_tf_register(const char *library, char *problem, int64_t room) {
     pthread_condattr_destroy(&attributes);
 
     TF_Status *status = TF_NewStatus();
-    define("OcommToken", (const char *const[]){NULL}, LIST("token: resource"), status);
-    if (!TF_GetCode(status)) define("OcommExchange", LIST("x: T", "token: resource"), LIST("y: T"), status);
+    define("OcommExchange", LIST("x: T"), LIST("y: T"), status);
     if (!TF_GetCode(status))
-        define("OcommGather", LIST("x: T", "splits: int64", "token: resource"), LIST("y: T", "rows: int64"), status);
-    if (!TF_GetCode(status))
-        TF_RegisterKernelBuilder("OcommToken", TF_NewKernelBuilder("OcommToken", "CPU", NULL, make_token, NULL), status);
+        define("OcommGather", LIST("x: T", "splits: int64"), LIST("y: T", "rows: int64"), status);
     if (!TF_GetCode(status))
         TF_RegisterKernelBuilder(
             "OcommExchange", TF_NewAsyncKernelBuilder("OcommExchange", "CPU", create_exchange, compute, free), status);

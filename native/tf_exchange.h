@@ -1,14 +1,13 @@
-/* TensorFlow's side of a collective inside a graph: three operations, and the queue through which their work leaves
+/* TensorFlow's side of a collective inside a graph: two operations, and the queue through which their work leaves
  * TensorFlow's threads.
  *
  * No header and no library of TensorFlow is needed to build this: its stable C API is looked up at run time in the
  * library that the process has loaded, so one binary serves every version. native/build_tf.py hands the marked part to
  * cffi; ocomm_tf/engine.py is the caller.
  *
- *   OcommToken() -> resource                      a new handle; what makes the others' order free (see tf_exchange.c)
- *   OcommExchange(x..., token) -> y...            y has the shape of x: allreduce, broadcast
- *   OcommGather(x..., splits, token) -> y..., rows   the shape of y is known when all ranks have come: allgather,
- *                                                 alltoall, reducescatter
+ *   OcommExchange(x...) -> y...              y has the shape of x: allreduce, broadcast
+ *   OcommGather(x..., splits) -> y..., rows  the shape of y is known when all ranks have come: allgather, alltoall,
+ *                                            reducescatter
  *
  * A group of tensors is one operation: TensorFlow starts it when all are there, and never a part of it.
  */

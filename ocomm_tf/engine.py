@@ -246,14 +246,16 @@ def _create(kind: str, call: Call, tensors: Sequence[tf.Tensor], extra: list[tf.
     }
     graph = tf.compat.v1.get_default_graph()
     with tf.device("CPU:0"):  # TensorFlow moves tensors of other devices
-        token = graph.create_op("OcommToken", [], [tf.resource], name="OcommToken").outputs[0]
         operation = graph.create_op(
             kind,
-            [*tensors, *extra, token],
+            [*tensors, *extra],
             types + [tf.int64] * len(extra),
             name=label,
             attrs=attributes,
         )
+    # Else tf.function would run them one after the other, in the order of the program.
+    if graph.experimental_acd_manager is not None:
+        graph.experimental_acd_manager.run_independently(operation)
     return list(operation.outputs)
 
 
