@@ -1,9 +1,14 @@
-"""Speed of the kernels: on one CPU thread against an axpy that moves the same bytes, NumPy and Torch; or on a GPU.
+"""Speed of the kernels: on CPU threads against an axpy that moves the same bytes, NumPy and Torch; or on a GPU.
 
 Each round times the yardstick and the kernel one after the other, so that a busy machine slows both; the fraction is
 the median over rounds of (bytes the kernel moves / bandwidth of the yardstick) / time of the kernel. The yardstick is
-an in-place axpy over arrays of the same size, or a plain fill where the kernel mostly writes. Every kernel is compared
-with the NumPy reference on its first blocks before it is timed. For ``--device cuda`` see ``_cuda.py``.
+an in-place axpy over arrays of the same size, or a plain fill where the kernel mostly writes; what an axpy over three
+arrays reaches (y += a x + a z) is in the table, too, as the limit of kernels that read as many. Arrays are aligned as
+the runtime's own. Every kernel is compared with the NumPy reference on its first blocks before it is timed.
+
+With ``--threads N`` each C loop runs on one thread and on N in turn, each beside its yardstick on as many, and ``gain``
+is how many times faster it gets, as a part of how many times faster the yardstick gets. For ``--device cuda`` see
+``_cuda.py``.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,7 +31,9 @@ from typing import Any
 import numpy as np
 
 from ocomm._native import ffi, lib
-from ocomm.kernels import BLOCK, NOISE, TENSOR, Kernels, cpu_kernels, reference
+from ocomm.kernels import BLOCK, NOISE, TENSOR, Kernels, reference
+from ocomm.kernels.base import aligned_zeros
+from ocomm.kernels.cpu import CpuKernels, Pool, pointer_to
 from ocomm.types import DType, ReduceOp
 
 BLOCK_SIZE = 4096
@@ -38,13 +46,15 @@ class Row:
     """One line of the table."""
 
     kernel: str
-    form: str  # "c avx2", "c portable", "numpy" or "torch"
+    form: str  # "c avx2" and so on by path, "numpy" or "torch"
     bytes_per_element: float  # what the kernel must move; the same for all forms
     milliseconds: float  # median
     gigabytes_per_second: float
     yardstick: str
     fraction: float  # of the yardstick's speed
-    times_c: float  # time of this form / time of the C loop in use
+    times_c: float  # time of this form / time of the C loop in use, on one thread
+    threads: int = 1
+    gain: float = 1.0  # of more threads, as a part of the yardstick's
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nbytes", type=int, default=64 << 20, help="size of each float32 array (default 64 MiB)")
     parser.add_argument("--rounds", type=int, default=21, help="timed rounds of each C loop (default 21)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="ranks of the owner's average")
-    parser.add_argument("--path", choices=["avx2", "portable"], help="C path (default: the one this processor gets)")
+    parser.add_argument("--path", choices=["avx512", "avx2", "portable"], help="C path (default: the best here)")
+    parser.add_argument("--threads", type=_positive, default=1, metavar="N", help="also the C loops on N threads")
     parser.add_argument("--only-c", action="store_true", help="leave out the NumPy and Torch forms")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table and the machine there")
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError("must be at least 1")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     numel = max(args.nbytes // 4 // BLOCK_SIZE, CHECKED_BLOCKS) * BLOCK_SIZE
     torch = None if args.only_c else torch_or_none()
-    bench = Bench(numel, torch, with_numpy=not args.only_c)
-    print(f"{4 * numel} bytes per array, blocks of {BLOCK_SIZE}, one thread, median of {args.rounds} paired rounds")
+    bench = Bench(numel, torch, with_numpy=not args.only_c, threads=args.threads)
+    print(f"{4 * numel} bytes per array, blocks of {BLOCK_SIZE}, median of {args.rounds} paired rounds")
     print(HEADING)
     rows = []
     for case in bench.cases(args.ranks):
@@ -115,15 +132,15 @@ def run_on_cuda(args: argparse.Namespace) -> int:
 
 
 HEADING = (
-    f"{'kernel':<30} {'form':<10} {'B/element':>9} {'ms':>9} "
-    f"{'GB/s':>7} {'yardstick':>9} {'fraction':>8} {'times C':>7}"
+    f"{'kernel':<30} {'form':<10} {'threads':>7} {'B/element':>9} {'ms':>9} "
+    f"{'GB/s':>7} {'yardstick':>9} {'fraction':>8} {'times C':>7} {'gain':>6}"
 )
 
 
 def formatted(row: Row) -> str:
     return (
-        f"{row.kernel:<30} {row.form:<10} {row.bytes_per_element:>9.3f} {row.milliseconds:>9.2f} "
-        f"{row.gigabytes_per_second:>7.2f} {row.yardstick:>9} {row.fraction:>8.3f} {row.times_c:>7.1f}"
+        f"{row.kernel:<30} {row.form:<10} {row.threads:>7} {row.bytes_per_element:>9.3f} {row.milliseconds:>9.2f} "
+        f"{row.gigabytes_per_second:>7.2f} {row.yardstick:>9} {row.fraction:>8.3f} {row.times_c:>7.2f} {row.gain:>6.2f}"
     )
 
 
@@ -186,14 +203,23 @@ def elapsed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def aligned_copy(array: np.ndarray) -> np.ndarray:
+    copy = aligned_zeros(array.size)
+    copy[:] = array
+    return copy
+
+
 class Bench:
     """The arrays of one run, and the timing. One tensor, whole blocks, nothing masked."""
 
-    def __init__(self, numel: int, torch: Any, *, with_numpy: bool) -> None:
+    def __init__(self, numel: int, torch: Any, *, with_numpy: bool, threads: int = 1) -> None:
         self.numel = numel
         self.torch = torch
         self.with_numpy = with_numpy
-        self.c: Kernels = cpu_kernels()
+        self.pools: dict[int, Pool | None] = {1: None}
+        if threads > 1:
+            self.pools[threads] = Pool(threads)
+        self.use(1)
         self.c_form = f"c {ffi.string(lib.ocomm_path()).decode()}"
         rng = self._rng = np.random.default_rng(0)
         count = numel // BLOCK_SIZE
@@ -206,13 +232,20 @@ class Bench:
         self.blocks["scale"] = np.arange(count) * stride
         self.blocks["bits"] = self.blocks["scale"] + 4
         self.blocks["length"] = BLOCK_SIZE
-        self.x, self.y, self.error, self.param = (rng.standard_normal(numel, np.float32) for _ in range(4))
-        self.denominator = np.abs(self.x) + np.float32(0.1)
-        self.out = np.zeros(numel, np.float32)
-        self.packed = np.zeros(count * stride, np.uint8)
+        self.x, self.y, self.error, self.param, self.denominator, self.out = (aligned_zeros(numel) for _ in range(6))
+        for array in (self.x, self.y, self.error, self.param):
+            rng.standard_normal(out=array, dtype=np.float32)
+        np.abs(self.x, out=self.denominator)
+        self.denominator += np.float32(0.1)
+        self.packed = aligned_zeros(count * stride // 4).view(np.uint8)
         self.messages = [self._message(rng, stride) for _ in range(8)]
-        self.yardsticks = {"axpy": (12 * numel, self._axpy), "fill": (4 * numel, lambda: self.out.fill(1))}
-        self._y_pointer, self._x_pointer = ffi.from_buffer("float[]", self.out), ffi.from_buffer("float[]", self.x)
+        self.yardsticks = {"axpy": (12 * numel, self._axpy), "fill": (4 * numel, self._fill)}
+        self._pointers = [ffi.from_buffer("float[]", array) for array in (self.out, self.x, self.y)]
+
+    def use(self, threads: int) -> None:
+        """From now on kernels and yardsticks run on so many."""
+        self.threads = threads
+        self.c: Kernels = CpuKernels(self.pools[threads])
 
     def _message(self, rng: np.random.Generator, stride: int) -> np.ndarray:
         count = len(self.blocks)
@@ -221,7 +254,20 @@ class Bench:
         return rows.reshape(-1)
 
     def _axpy(self) -> None:
-        lib.ocomm_axpy(self._y_pointer, self._x_pointer, 1e-3, self.numel)
+        y, x, _ = self._pointers
+        lib.ocomm_axpy(pointer_to(self.pools[self.threads]), y, x, 1e-3, self.numel)
+
+    def _triad(self) -> None:
+        lib.ocomm_triad(pointer_to(self.pools[self.threads]), *self._pointers, 1e-3, self.numel)
+
+    def _fill(self) -> None:
+        parts = np.array_split(self.out, self.threads)
+        others = [threading.Thread(target=part.fill, args=(1,)) for part in parts[1:]]
+        for other in others:
+            other.start()
+        parts[0].fill(1)
+        for other in others:
+            other.join()
 
     def tensors(self, *, dense: bool) -> np.ndarray:
         table = np.zeros(1, TENSOR)
@@ -233,38 +279,61 @@ class Bench:
         return table
 
     def measure(self, case: Case, rounds: int) -> list[Row]:
-        nbytes = case.bytes_per_element * self.numel
-        yard_bytes, yard = self.yardsticks[case.yardstick]
         rows: list[Row] = []
         for form, work in case.forms.items():
+            is_c = form.startswith("c ")
             work()
-            times, fractions = [], []
-            for _ in range(rounds if form.startswith("c ") else min(SLOW_FORM_ROUNDS, rounds)):
-                bandwidth = yard_bytes / elapsed(yard)
-                times.append(elapsed(work))
-                fractions.append(nbytes / bandwidth / times[-1])
-            seconds = statistics.median(times)
-            rows.append(
-                Row(
-                    case.kernel,
-                    form,
-                    case.bytes_per_element,
-                    1e3 * seconds,
-                    nbytes / seconds / 1e9,
-                    case.yardstick,
-                    statistics.median(fractions),
-                    1e3 * seconds / rows[0].milliseconds if rows else 1.0,
+            timed = [self._round(case, work, is_c) for _ in range(rounds if is_c else min(SLOW_FORM_ROUNDS, rounds))]
+            for threads in timed[0]:
+                seconds = statistics.median(kernel for _, kernel in (by_threads[threads] for by_threads in timed))
+                rows.append(
+                    self._row(case, form, threads, timed, 1e3 * seconds, rows[0].milliseconds if rows else None)
                 )
-            )
+        self.use(1)
         return rows
+
+    def _round(self, case: Case, work: Callable[[], object], is_c: bool) -> dict[int, tuple[float, float]]:
+        """Seconds of the yardstick and of the kernel, by number of threads."""
+        seconds = {}
+        for threads in self.pools if is_c else (1,):
+            self.use(threads)
+            yard = elapsed(self.yardsticks[case.yardstick][1])
+            seconds[threads] = yard, elapsed(work)
+        return seconds
+
+    def _row(
+        self,
+        case: Case,
+        form: str,
+        threads: int,
+        timed: list[dict[int, tuple[float, float]]],
+        milliseconds: float,
+        c_milliseconds: float | None,
+    ) -> Row:
+        nbytes = case.bytes_per_element * self.numel
+        share = nbytes / self.yardsticks[case.yardstick][0]
+        fractions = [{n: share * yard / kernel for n, (yard, kernel) in seconds.items()} for seconds in timed]
+        return Row(
+            case.kernel,
+            form,
+            case.bytes_per_element,
+            milliseconds,
+            nbytes / milliseconds / 1e6,
+            case.yardstick,
+            statistics.median(fraction[threads] for fraction in fractions),
+            milliseconds / (c_milliseconds or milliseconds),
+            threads,
+            statistics.median(fraction[threads] / fraction[1] for fraction in fractions),
+        )
 
     def cases(self, ranks: list[int]) -> list[Case]:
         bits, scale = 1 / 8, 4 / BLOCK_SIZE
         sent = bits + scale
         dense, packed = self.tensors(dense=True), self.tensors(dense=False)
         previous = self.messages[0]
-        c, blocks = self.c, self.blocks
+        blocks = self.blocks
         cases = [
+            Case("triad, no kernel", 16, "axpy", {self.c_form: self._triad}, lambda: None),
             self._case(
                 "compress",
                 12 + sent,
@@ -285,7 +354,7 @@ class Bench:
             ),
         ]
         cases += [self._average_case(n) for n in ranks]
-        forms: dict[str, Callable[[], object]] = {self.c_form: lambda: c.unpack(blocks, previous, None, self.out)}
+        forms: dict[str, Callable[[], object]] = {self.c_form: lambda: self.c.unpack(blocks, previous, None, self.out)}
         cases.append(
             Case(
                 "unpack",
@@ -295,7 +364,7 @@ class Bench:
                 self._check_unpack,
             )
         )
-        forms = {self.c_form: lambda: c.apply(blocks, packed, previous, self.denominator, None)}
+        forms = {self.c_form: lambda: self.c.apply(blocks, packed, previous, self.denominator, None)}
         cases.append(
             Case(
                 "apply",
@@ -311,7 +380,7 @@ class Bench:
         target = self.out.view(np.uint8)
 
         def reduced() -> None:
-            c.reduce(DType.FLOAT32, ReduceOp.AVERAGE, sources, 1.0, 0.25, target)
+            self.c.reduce(DType.FLOAT32, ReduceOp.AVERAGE, sources, 1.0, 0.25, target)
 
         def numpy_reduced() -> None:
             np.add(self.x, self.y, out=self.out)
@@ -322,7 +391,7 @@ class Bench:
         def check_reduced() -> None:
             part = [s[: 4 * BLOCK_SIZE] for s in sources]
             got, expected = np.empty_like(part[0]), np.empty_like(part[0])
-            for k, out in ((c, got), (reference, expected)):
+            for k, out in ((self.c, got), (reference, expected)):
                 k.reduce(DType.FLOAT32, ReduceOp.AVERAGE, part, 1.0, 0.25, out)
             demand_equal("reduce", got, expected)
 
@@ -336,7 +405,7 @@ class Bench:
         """The loops of 0/1 Adam. At interval 1 there are neither updates nor parameters of the last sync."""
         sent = 1 / 8 + 4 / BLOCK_SIZE
         table = self.tensors(dense=False)
-        momentum, update, synced = (self.y.copy() for _ in range(3))
+        momentum, update, synced = (aligned_copy(self.y) for _ in range(3))
         message, denominator = self.messages[0], self.denominator
         return [
             self._case(
@@ -386,7 +455,7 @@ class Bench:
         """The loops of Birder, SoftSignSGD and Lion, in place. The NumPy forms draw from NumPy's generator."""
         table = self.tensors(dense=False)
         noise = np.array([(1, 2, 3, 0)], NOISE)
-        momentum, magnitude, error = self.y.copy(), self.denominator.copy(), self.error.copy()
+        momentum, magnitude, error = (aligned_copy(a) for a in (self.y, self.denominator, self.error))
         packed, message = self.packed.copy(), self.messages[0]
         bits = 1 / 8
         return [
