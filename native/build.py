@@ -30,8 +30,8 @@ ffibuilder.cdef('extern "Python" int ocomm_run_task(void *task, int begin);')
 ffibuilder.set_source(
     "ocomm._native",
     '#include "ocomm.h"',
-    sources=[f"native/{name}" for name in ("kernels.c", "reduce.c", "engine.c")],
-    depends=[f"native/{name}" for name in ("ocomm.h", "kernels_body.h", "quantize_body.h")],
+    sources=[f"native/{name}" for name in ("pool.c", "kernels.c", "reduce.c", "engine.c")],
+    depends=[f"native/{name}" for name in ("ocomm.h", "pool.h", "kernels_body.h", "quantize_body.h")],
     include_dirs=["native"],
     extra_compile_args=COMPILE_ARGS,
     extra_link_args=["-pthread"],

@@ -5,9 +5,9 @@ set -eu
 cd "$(dirname "$0")"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-flags="-O3 -std=gnu11 -ffp-contract=off -fno-math-errno -Wall -Wextra -static"
-gcc $flags check_bits.c kernels.c reduce.c -o "$work/here"
-aarch64-linux-gnu-gcc $flags check_bits.c kernels.c reduce.c -o "$work/there"
+flags="-O3 -std=gnu11 -ffp-contract=off -fno-math-errno -Wall -Wextra -static -pthread"
+gcc $flags check_bits.c kernels.c reduce.c pool.c -o "$work/here"
+aarch64-linux-gnu-gcc $flags check_bits.c kernels.c reduce.c pool.c -o "$work/there"
 "$work/here" >"$work/here.txt"
 qemu-aarch64 "$work/there" >"$work/there.txt"
 diff "$work/here.txt" "$work/there.txt"

@@ -52,67 +52,69 @@ int main(void) {
         const int rms = round & 1;
         const uint8_t *hidden = round & 2 ? mask : NULL;
         for (unsigned k = 0; hidden && k < sizeof mask; k++) mask[k] = drawn() % 4 ? 0 : (uint8_t)drawn();
-        int finite = ocomm_compress(blocks, BLOCKS, values, error, out, hidden, rms, packed);
+        int finite = ocomm_compress(NULL, blocks, BLOCKS, values, error, out, hidden, rms, packed);
         print("compress", finite, out, sizeof out);
         print("packed", finite, packed, sizeof packed);
         for (int kind = 0; kind < 3; kind++) {
             ocomm_tensor tensor = {values, param, kind ? NULL : momentum, 0.9f, 0.1f, kind == 2 ? 0.01f : 0.0f, 1e-3f,
                                    0.99f,  0.1f,  0.98f, 0};
-            finite = ocomm_compress_momentum(blocks, BLOCKS, &tensor, messages[0], error, out, hidden, rms, packed);
+            finite =
+                ocomm_compress_momentum(NULL, blocks, BLOCKS, &tensor, messages[0], error, out, hidden, rms, packed);
             print("momentum", finite, out, sizeof out);
             print("packed", finite, packed, sizeof packed);
-            ocomm_apply(blocks, BLOCKS, &tensor, packed, denominator, hidden);
+            ocomm_apply(NULL, blocks, BLOCKS, &tensor, packed, denominator, hidden);
             print("apply", 1, param, sizeof param);
         }
         for (int kind = 0; kind < 3; kind++) {
             ocomm_tensor tensor = {values, param, NULL, 0.9f, 0.1f, kind == 2 ? 0.01f : 0.0f, 1e-3f,
                                    0.99f,  0.1f,  0.98f, 0};
             float *sum = kind ? update : NULL, *last = kind ? synced : NULL;
-            finite = ocomm_compress_update(blocks, BLOCKS, &tensor, momentum, sum, error, out, hidden, rms, packed);
+            finite =
+                ocomm_compress_update(NULL, blocks, BLOCKS, &tensor, momentum, sum, error, out, hidden, rms, packed);
             print("update", finite, out, sizeof out);
             print("packed", finite, packed, sizeof packed);
-            ocomm_local_step(blocks, BLOCKS, &tensor, momentum, sum, denominator, hidden);
-            print("local", ocomm_finite(blocks, BLOCKS, &tensor), momentum, sizeof momentum);
-            ocomm_apply_update(blocks, BLOCKS, &tensor, packed, denominator, hidden, momentum, NULL, last);
+            ocomm_local_step(NULL, blocks, BLOCKS, &tensor, momentum, sum, denominator, hidden);
+            print("local", ocomm_finite(NULL, blocks, BLOCKS, &tensor), momentum, sizeof momentum);
+            ocomm_apply_update(NULL, blocks, BLOCKS, &tensor, packed, denominator, hidden, momentum, NULL, last);
             print("synced", 1, param, sizeof param);
         }
         for (int ranks = 1; ranks <= RANKS; ranks++) {
             const uint8_t *received[RANKS];
             for (int i = 0; i < ranks; i++) received[i] = messages[i];
-            finite = ocomm_average(blocks, BLOCKS, received, 0, ranks, error, out, hidden, rms, packed);
+            finite = ocomm_average(NULL, blocks, BLOCKS, received, 0, ranks, error, out, hidden, rms, packed);
             print("average", finite, out, sizeof out);
             print("packed", finite, packed, sizeof packed);
         }
-        ocomm_unpack(blocks, BLOCKS, packed, hidden, out);
+        ocomm_unpack(NULL, blocks, BLOCKS, packed, hidden, out);
         print("unpack", 1, out, sizeof out);
     }
     const ocomm_noise noise = {0x0123456789ABCDEF, 7, 3, 0};
     const float weights[RANKS] = {0.3f, 0.1f, 0.2f, 0.3f, 0.1f};
     for (int amsgrad = 0; amsgrad < 2; amsgrad++) {
         ocomm_tensor tensor = {values, param, NULL, 0.95f, 0.05f, 0.0f, 1e-3f, 0.99f, 0, 0, 0};
-        int finite = ocomm_quantize(blocks, BLOCKS, &tensor, momentum, momentum, denominator, denominator, error, error,
-                                    1e-12f, amsgrad, &noise, packed);
+        int finite = ocomm_quantize(NULL, blocks, BLOCKS, &tensor, momentum, momentum, denominator, denominator, error,
+                                    error, 1e-12f, amsgrad, &noise, packed);
         print("quantize", finite, error, sizeof error);
         print("momentum", finite, momentum, sizeof momentum);
         print("magnitude", finite, denominator, sizeof denominator);
         print("packed", finite, packed, sizeof packed);
-        finite = ocomm_soft_sign(blocks, BLOCKS, &tensor, momentum, momentum, denominator, denominator, 1e-12f, amsgrad,
-                                 out);
+        finite = ocomm_soft_sign(NULL, blocks, BLOCKS, &tensor, momentum, momentum, denominator, denominator, 1e-12f,
+                                 amsgrad, out);
         print("soft_sign", finite, out, sizeof out);
-        finite = ocomm_compress_signs(blocks, BLOCKS, &tensor, momentum, momentum, 0.99f, 0.01f, amsgrad, packed);
+        finite = ocomm_compress_signs(NULL, blocks, BLOCKS, &tensor, momentum, momentum, 0.99f, 0.01f, amsgrad, packed);
         print("compress_signs", finite, momentum, sizeof momentum);
         print("packed", finite, packed, sizeof packed);
-        ocomm_apply_signs(blocks, BLOCKS, &tensor, packed);
+        ocomm_apply_signs(NULL, blocks, BLOCKS, &tensor, packed);
         print("apply_signs", 1, param, sizeof param);
     }
     for (int ranks = 1; ranks <= RANKS; ranks++) {
         const uint8_t *received[RANKS];
         for (int i = 0; i < ranks; i++) received[i] = messages[i];
         const int finite =
-            ocomm_quantized_average(blocks, BLOCKS, received, 0, ranks, weights, error, out, &noise, packed);
+            ocomm_quantized_average(NULL, blocks, BLOCKS, received, 0, ranks, weights, error, out, &noise, packed);
         print("quantized_average", finite, out, sizeof out);
         print("packed", finite, packed, sizeof packed);
-        ocomm_quantized_average(blocks, BLOCKS, received, 0, ranks, weights, NULL, NULL, &noise, packed);
+        ocomm_quantized_average(NULL, blocks, BLOCKS, received, 0, ranks, weights, NULL, NULL, &noise, packed);
         print("without error", finite, packed, sizeof packed);
     }
     const uint64_t addresses[] = {(uint64_t)(uintptr_t)values, 0, (uint64_t)(uintptr_t)(error + 1)};
@@ -124,7 +126,8 @@ int main(void) {
     for (int dtype = 6; dtype <= 8; dtype++) {
         const int64_t numel = (int64_t)sizeof out / (dtype == 8 ? 4 : 2);
         for (int op = 0; op <= 5; op++) {
-            if (ocomm_reduce(dtype, op, 3, sources, numel, 1.0, 0.3, out) == 0 && (dtype == 8 || op == 3 || op == 4))
+            const int known = ocomm_reduce(NULL, dtype, op, 3, sources, numel, 1.0, 0.3, out) == 0;
+            if (known && (dtype == 8 || op == 3 || op == 4))
                 print("reduce", dtype, out, sizeof out);
         }
     }

@@ -3,7 +3,7 @@
  * One thread runs ocomm_engine_run; any thread submits and waits. Nothing here blocks inside MPI: a request is tested,
  * with a short spin and then growing sleeps, because a blocking wait busy-polls and starves the training thread. */
 #define _GNU_SOURCE
-#include "ocomm.h"
+#include "pool.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -64,6 +64,7 @@ typedef struct {
 struct ocomm_engine {
     ocomm_mpi mpi;
     int has_mpi;
+    ocomm_pool *pool; /* of whoever made the engine */
     int64_t spin_ns, idle_ns;
     pid_t owner;
     pthread_mutex_t lock;
@@ -106,7 +107,7 @@ static struct timespec until_ns(int64_t ns) {
     return t;
 }
 
-ocomm_engine *ocomm_engine_new(const ocomm_mpi *mpi, int64_t spin_ns, int64_t idle_ns) {
+ocomm_engine *ocomm_engine_new(const ocomm_mpi *mpi, ocomm_pool *pool, int64_t spin_ns, int64_t idle_ns) {
     ocomm_engine *engine = calloc(1, sizeof *engine);
     if (!engine)
         return NULL;
@@ -115,6 +116,7 @@ ocomm_engine *ocomm_engine_new(const ocomm_mpi *mpi, int64_t spin_ns, int64_t id
         engine->has_mpi = 1;
     }
     engine->owner = getpid();
+    engine->pool = pool;
     engine->spin_ns = spin_ns;
     engine->idle_ns = idle_ns;
     pthread_condattr_t monotonic;
@@ -344,10 +346,16 @@ static int check(const ocomm_op *op) {
     return op->a[8] ? culprit : -1;
 }
 
-static void pack(const ocomm_op *op) {
+static int64_t run_numel(const void *args, int64_t i) {
+    const ocomm_op *op = args;
+    return ((const ocomm_run *)(intptr_t)op->a[1])[i].length;
+}
+
+static int pack(const void *args, int64_t first, int64_t count) {
+    const ocomm_op *op = args;
     const ocomm_tensor *tensors = (const ocomm_tensor *)(intptr_t)op->a[0];
     const ocomm_run *runs = (const ocomm_run *)(intptr_t)op->a[1];
-    for (int64_t i = 0; i < op->a[2]; i++) {
+    for (int64_t i = first; i < first + count; i++) {
         const float *grad = tensors[runs[i].tensor].grad;
         float *to = (float *)(intptr_t)op->a[3] + runs[i].position;
         const size_t nbytes = (size_t)runs[i].length * sizeof(float);
@@ -356,14 +364,17 @@ static void pack(const ocomm_op *op) {
         else
             memset(to, 0, nbytes);
     }
+    return 1;
 }
 
-static void place(const ocomm_op *op) {
+static int place(const void *args, int64_t first, int64_t count) {
+    const ocomm_op *op = args;
     const ocomm_tensor *tensors = (const ocomm_tensor *)(intptr_t)op->a[0];
     const ocomm_run *runs = (const ocomm_run *)(intptr_t)op->a[1];
-    for (int64_t i = 0; i < op->a[2]; i++)
+    for (int64_t i = first; i < first + count; i++)
         memcpy((float *)(intptr_t)tensors[runs[i].tensor].grad + runs[i].start,
                (const float *)(intptr_t)op->a[3] + runs[i].position, (size_t)runs[i].length * sizeof(float));
+    return 1;
 }
 
 /* Tensors into a buffer, where they lie side by side, or out of it. */
@@ -376,57 +387,58 @@ static void copy_parts(const ocomm_op *op, int into) {
 }
 
 /* Returns the rank at fault when a check fails, else -1. */
-static int run_op(const ocomm_op *op) {
+static int run_op(ocomm_pool *pool, const ocomm_op *op) {
     const int64_t *a = op->a;
 #define P(i) ((void *)(intptr_t)a[i])
     int finite = 1;
     uint32_t *flags = NULL;
     switch (op->code) {
     case OCOMM_COPY:
-        memcpy(P(1), P(0), (size_t)a[2]);
+        ocomm_copy(pool, P(1), P(0), a[2]);
         break;
     case OCOMM_GATHER:
     case OCOMM_SCATTER:
         copy_parts(op, op->code == OCOMM_GATHER);
         break;
     case OCOMM_REDUCE:
-        ocomm_reduce((int)a[0], (int)a[1], (int)a[2], P(3), a[4], op->f[0], op->f[1], P(5));
+        ocomm_reduce(pool, (int)a[0], (int)a[1], (int)a[2], P(3), a[4], op->f[0], op->f[1], P(5));
         break;
     case OCOMM_COMPRESS:
-        finite = ocomm_compress(P(0), a[1], P(2), P(3), P(4), P(5), (int)a[6], P(7));
+        finite = ocomm_compress(pool, P(0), a[1], P(2), P(3), P(4), P(5), (int)a[6], P(7));
         flags = P(8);
         break;
     case OCOMM_COMPRESS_MOMENTUM:
-        finite = ocomm_compress_momentum(P(0), a[1], P(2), P(3), P(4), P(5), P(6), (int)a[7], P(8));
+        finite = ocomm_compress_momentum(pool, P(0), a[1], P(2), P(3), P(4), P(5), P(6), (int)a[7], P(8));
         flags = P(9);
         break;
     case OCOMM_COMPRESS_UPDATE:
-        finite = ocomm_compress_update(P(0), a[1], P(2), P(3), P(4), P(5), P(6), P(7), (int)a[8], P(9));
+        finite = ocomm_compress_update(pool, P(0), a[1], P(2), P(3), P(4), P(5), P(6), P(7), (int)a[8], P(9));
         flags = P(10);
         break;
     case OCOMM_AVERAGE:
-        finite = ocomm_average(P(0), a[1], P(2), a[3], (int)a[4], P(5), P(6), P(7), (int)a[8], P(9));
+        finite = ocomm_average(pool, P(0), a[1], P(2), a[3], (int)a[4], P(5), P(6), P(7), (int)a[8], P(9));
         flags = P(10);
         break;
     case OCOMM_QUANTIZE:
-        finite = ocomm_quantize(P(0), a[1], P(2), P(3), P(4), P(5), P(6), P(7), P(8), (float)op->f[0], (int)a[9], P(10),
-                                P(11));
+        finite = ocomm_quantize(pool, P(0), a[1], P(2), P(3), P(4), P(5), P(6), P(7), P(8), (float)op->f[0],
+                                (int)a[9], P(10), P(11));
         flags = P(12);
         break;
     case OCOMM_QUANTIZED_AVERAGE:
-        finite = ocomm_quantized_average(P(0), a[1], P(2), a[3], (int)a[4], P(5), P(6), P(7), P(8), P(9));
+        finite = ocomm_quantized_average(pool, P(0), a[1], P(2), a[3], (int)a[4], P(5), P(6), P(7), P(8), P(9));
         flags = P(10);
         break;
     case OCOMM_SOFT_SIGN:
-        finite = ocomm_soft_sign(P(0), a[1], P(2), P(3), P(4), P(5), P(6), (float)op->f[0], (int)a[7], P(8));
+        finite = ocomm_soft_sign(pool, P(0), a[1], P(2), P(3), P(4), P(5), P(6), (float)op->f[0], (int)a[7], P(8));
         flags = P(9);
         break;
     case OCOMM_COMPRESS_SIGNS:
-        finite = ocomm_compress_signs(P(0), a[1], P(2), P(3), P(4), (float)op->f[0], (float)op->f[1], (int)a[5], P(6));
+        finite = ocomm_compress_signs(pool, P(0), a[1], P(2), P(3), P(4), (float)op->f[0], (float)op->f[1], (int)a[5],
+                                      P(6));
         flags = P(7);
         break;
     case OCOMM_UNPACK:
-        ocomm_unpack(P(0), a[1], P(2), P(3), P(4));
+        ocomm_unpack(pool, P(0), a[1], P(2), P(3), P(4));
         break;
     case OCOMM_SEAL:
         seal(op);
@@ -434,10 +446,10 @@ static int run_op(const ocomm_op *op) {
     case OCOMM_CHECK:
         return check(op);
     case OCOMM_PACK:
-        pack(op);
+        pool_run(pool, pack, run_numel, op, a[2]);
         break;
     case OCOMM_PLACE:
-        place(op);
+        pool_run(pool, place, run_numel, op, a[2]);
         break;
     }
 #undef P
@@ -617,7 +629,7 @@ static int advance(ocomm_channel *channel, slot *s) {
                         return 0;
                     continue;
                 }
-                int culprit = run_op(op);
+                int culprit = run_op(engine->pool, op);
                 if (culprit < 0)
                     continue;
                 if (!op->a[7]) { /* everyone sees it */

@@ -1,5 +1,5 @@
 /* The 1-bit loops: what both paths share, their few instructions that differ, and the choice between them. */
-#include "ocomm.h"
+#include "pool.h"
 
 #include <stddef.h>
 #include <string.h>
@@ -17,18 +17,17 @@
 #define ROW 32
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* A row is so many instructions that the processor itself looks only a row or two ahead; 320 to 512 floats were the
- * best distance, without prefetching a quarter of the speed is lost. */
-#define AHEAD 384
+/* How many floats to prefetch ahead of what is read, for each of so many streams. A row is so many instructions that the
+ * processor itself looks only a row or two ahead. What was best, 1024 for two streams, 640 for three, 384 for five, is a
+ * part of the first-level cache for all together; 384 throughout was up to 15 % slower. */
+#define AHEAD(streams) (2048 / (streams))
 
 /* What a block sends. FROM_DENSE and FROM_BITS are MOMENTUM in its two usual forms, FROM_GRADIENT is UPDATE in its
- * usual one, FROM_TABLE is MEAN of TABLED or more ranks: known when compiled, so that the loop need not ask. */
-enum content { VALUES, MOMENTUM, FROM_DENSE, FROM_BITS, UPDATE, FROM_GRADIENT, MEAN, FROM_TABLE };
+ * usual one: known when compiled, so that the loop need not ask. */
+enum content { VALUES, MOMENTUM, FROM_DENSE, FROM_BITS, UPDATE, FROM_GRADIENT, MEAN };
 
 /* The arguments of one call of ocomm_compress, ocomm_compress_momentum, ocomm_compress_update or ocomm_average. */
 typedef struct {
-    const ocomm_block *blocks;
-    int64_t count;
     const float *values;
     const ocomm_tensor *tensors;
     const uint8_t *previous;
@@ -65,8 +64,6 @@ typedef struct {
 
 /* The arguments of one call of ocomm_quantize, ocomm_quantized_average, ocomm_soft_sign or ocomm_compress_signs. */
 typedef struct {
-    const ocomm_block *blocks;
-    int64_t count;
     const ocomm_tensor *tensors;
     const float *momentum, *magnitude;
     float *momentum_out, *magnitude_out;
@@ -114,34 +111,45 @@ typedef struct {
     int shift, source;
 } draws;
 
+/* The arguments of one call of ocomm_unpack, ocomm_apply, ocomm_local_step, ocomm_apply_update, ocomm_finite or
+ * ocomm_apply_signs. */
+typedef struct {
+    const ocomm_tensor *tensors;
+    const uint8_t *packed;
+    const float *denominator;
+    const uint8_t *mask;
+    float *momentum, *update, *synced, *out;
+} apply_call;
+
+/* The arguments of ocomm_axpy or ocomm_triad. */
+typedef struct {
+    float *y;
+    const float *x, *z;
+    float factor;
+} axpy_call;
+
+/* A loop over `count` blocks, with the arguments of its call. */
+typedef int (*loop)(const void *, const ocomm_block *, int64_t count);
+
 typedef struct {
     const char *name;
-    int (*compress)(const call *);
-    int (*compress_momentum)(const call *);
-    int (*compress_update)(const call *);
-    int (*average)(const call *);
-    void (*unpack)(const ocomm_block *, int64_t, const uint8_t *, const uint8_t *, float *);
-    void (*apply)(const ocomm_block *, int64_t, const ocomm_tensor *, const uint8_t *, const float *, const uint8_t *);
-    void (*local_step)(const ocomm_block *, int64_t, const ocomm_tensor *, float *, float *, const float *,
-                       const uint8_t *);
-    void (*apply_update)(const ocomm_block *, int64_t, const ocomm_tensor *, const uint8_t *, const float *,
-                         const uint8_t *, float *, float *, float *);
-    int (*finite)(const ocomm_block *, int64_t, const ocomm_tensor *);
+    loop compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite;
     double (*squares)(const float *, int64_t);
-    void (*axpy)(float *, const float *, float, int64_t);
-    int (*quantize)(const ratio_call *);
-    int (*quantized_average)(const ratio_call *);
-    void (*apply_signs)(const ocomm_block *, int64_t, const ocomm_tensor *, const uint8_t *);
-    int (*soft_sign)(const ratio_call *);
-    int (*compress_signs)(const ratio_call *);
+    pool_work axpy, triad;
+    loop quantize, quantized_average, apply_signs, soft_sign, compress_signs;
 } loops;
 
 /* Sums of the first ranks' scales with every combination of signs: bit i of the index is rank i's. A plane holds one
- * byte of each sum, because a byte shuffle looks up sixteen bytes at once. */
+ * byte of each sum, for byte shuffles, which look up sixteen bytes at once. */
 #define TABLED 4
 typedef struct {
+    float sum[1 << TABLED];
     uint8_t plane[4][1 << TABLED];
 } sums_table;
+
+/* Sums over ranks are made for so many elements at a time, so that scales and addresses stay in registers meanwhile. */
+#define TILE 512
+enum { FROM_NOTHING, FROM_TABLE, FROM_TILE };
 
 #define SHARED static inline __attribute__((always_inline))
 
@@ -225,23 +233,28 @@ SHARED void prepare(enum content content, const call *args, const ocomm_block *b
     }
 }
 
-SHARED void prefetch_row(const float *stream, int64_t j) {
-    __builtin_prefetch(stream + j + AHEAD);
-    __builtin_prefetch(stream + j + AHEAD + 16);
+SHARED void prefetch_row(const float *stream, int64_t at) {
+    __builtin_prefetch(stream + at);
+    __builtin_prefetch(stream + at + 16);
 }
 
 SHARED void prefetch(enum content content, const work *w, int64_t j) {
-    prefetch_row(w->error, j);
-    if (content == VALUES) prefetch_row(w->values, j);
-    if (content == FROM_DENSE || content == FROM_BITS || content == FROM_GRADIENT) prefetch_row(w->grad, j);
-    if (content == FROM_DENSE || content == UPDATE || content == FROM_GRADIENT) prefetch_row(w->momentum, j);
-    if ((content == UPDATE || content == FROM_GRADIENT) && w->update) prefetch_row(w->update, j);
+    const int has_grad = content == FROM_DENSE || content == FROM_BITS || content == FROM_GRADIENT;
+    const int has_momentum = content == FROM_DENSE || content == UPDATE || content == FROM_GRADIENT;
+    const int has_update = content == UPDATE || content == FROM_GRADIENT;
+    const int64_t at = j + AHEAD(1 + (content == VALUES) + has_grad + has_momentum + has_update);
+    prefetch_row(w->error, at);
+    if (content == VALUES) prefetch_row(w->values, at);
+    if (has_grad) prefetch_row(w->grad, at);
+    if (has_momentum) prefetch_row(w->momentum, at);
+    if (has_update && w->update) prefetch_row(w->update, at);
 }
 
 SHARED void fill_table(sums_table *table, const float *scales) {
     for (int index = 0; index < 1 << TABLED; index++) {
         float sum = -0.0f;
         for (int i = 0; i < TABLED; i++) sum += index >> i & 1 ? scales[i] : -scales[i];
+        table->sum[index] = sum;
         uint8_t bytes[4];
         memcpy(bytes, &sum, sizeof bytes);
         for (int k = 0; k < 4; k++) table->plane[k][index] = bytes[k];
@@ -468,9 +481,102 @@ TARGET SHARED void shifted_avx2(v8 *row, const v8 *now, const v8 *next, int by) 
 
 #include "kernels_body.h"
 
+#undef FN
+#undef TARGET
+#undef WIDTH
+#undef V
+#undef VU
+#undef I
+
+#define FN(name) PASTE(name, avx512)
+#define TARGET __attribute__((target("avx512f,avx512dq,popcnt")))
+#define WIDTH 16
+#define V v16
+#define VU v16_anywhere
+#define I i16
+#define M __mmask16
+#define WITHOUT
+
+typedef float v16 __attribute__((vector_size(64)));
+typedef float v16_anywhere __attribute__((vector_size(64), aligned(1), may_alias));
+typedef int32_t i16 __attribute__((vector_size(64)));
+
+static const char name_avx512[] = "avx512";
+
+TARGET SHARED M at_least_avx512(v16 a, v16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+TARGET SHARED M greater_avx512(v16 a, v16 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+TARGET SHARED M lanes_of_avx512(uint32_t word, int v) {
+    /* Faster than a shift of the word and a move of its half to a mask register. */
+    const i16 bits = (i16){1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                           1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15}
+                     << (v * WIDTH);
+    return _mm512_test_epi32_mask(_mm512_set1_epi32((int32_t)word), (__m512i)bits);
+}
+TARGET SHARED v16 select_avx512(M which, v16 yes, v16 no) { return _mm512_mask_blend_ps(which, no, yes); }
+TARGET SHARED uint32_t word_of_avx512(const M *yes) { return yes[0] | (uint32_t)yes[1] << WIDTH; }
+
+TARGET SHARED v16 with_signs_avx512(v16 scale, uint32_t word, int v) {
+    return select_avx512(lanes_of_avx512(word, v), scale, -scale);
+}
+
+TARGET SHARED v16 toward_avx512(v16 c, v16 scale) {
+    return select_avx512(at_least_avx512(c, _mm512_setzero_ps()), scale, -scale);
+}
+
+TARGET SHARED void looked_up_avx512(v16 *row, const sums_table *table, const uint32_t *words) {
+    const __m512 sums = _mm512_loadu_ps(table->sum);
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        __m512i index = _mm512_maskz_set1_epi32(lanes_of_avx512(words[0], v), 1);
+        UNROLL for (int i = 1; i < TABLED; i++)
+            index = _mm512_mask_or_epi32(index, lanes_of_avx512(words[i], v), index, _mm512_set1_epi32(1 << i));
+        row[v] = (v16)_mm512_permutexvar_ps(index, sums);
+    }
+}
+
+TARGET SHARED void drawn_avx512(v16 *row, const generator *g, uint64_t quad) {
+    const __m512i m0 = _mm512_set1_epi64(PHILOX_M0), m1 = _mm512_set1_epi64(PHILOX_M1);
+    /* As drawn_avx2, with all eight counters of a row in one vector. */
+    __m512i c0 = _mm512_add_epi64(_mm512_set1_epi64((int64_t)quad), _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7));
+    __m512i c1 = _mm512_srli_epi64(c0, 32), c2 = _mm512_set1_epi64(g->step), c3 = _mm512_set1_epi64(g->stream);
+    UNROLL for (int r = 0; r < PHILOX_ROUNDS; r++) {
+        const int xor3 = 0x96;
+        const __m512i p0 = _mm512_mul_epu32(c0, m0), p1 = _mm512_mul_epu32(c2, m1);
+        c0 = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), c1, _mm512_set1_epi64(g->key0[r]), xor3);
+        c1 = p1;
+        c2 = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p0, 32), c3, _mm512_set1_epi64(g->key1[r]), xor3);
+        c3 = p0;
+    }
+    const __m512i words01 = _mm512_mask_blend_epi32(0xAAAA, c0, _mm512_slli_epi64(c1, 32));
+    const __m512i words23 = _mm512_mask_blend_epi32(0xAAAA, c2, _mm512_slli_epi64(c3, 32));
+    row[0] = (v16)_mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_unpacklo_epi64(words01, words23), 8));
+    row[1] = (v16)_mm512_cvtepi32_ps(_mm512_srli_epi32(_mm512_unpackhi_epi64(words01, words23), 8));
+}
+
+TARGET SHARED void shifted_avx512(v16 *row, const v16 *now, const v16 *next, int by) {
+    const __m512i from = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                          _mm512_set1_epi32(by));
+    row[0] = (v16)_mm512_permutex2var_ps(now[0], from, now[1]);
+    row[1] = (v16)_mm512_permutex2var_ps(now[1], from, next[0]);
+}
+
+#include "kernels_body.h"
+
+/* Loops that memory limits are a few percent faster with AVX2, whose smaller steps spread its loads. */
+static const loops loops_avx512 = {
+    name_avx512, compress_avx2, compress_momentum_avx2, compress_update_avx2, average_avx512, unpack_avx2,
+    apply_avx2, local_step_avx2, apply_update_avx2, finite_avx2, squares_avx2, axpy_avx2, triad_avx2,
+    quantize_avx512, quantized_average_avx512, apply_signs_avx2, soft_sign_avx2, compress_signs_avx2,
+};
+
 static int has_avx2(void) {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
+}
+
+/* VBMI2 is not needed: whoever has it keeps his clock rate with wide vectors, as the first with AVX-512 did not. */
+static int has_avx512(void) {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vbmi2");
 }
 
 #endif
@@ -479,7 +585,7 @@ static const loops *active = &loops_portable;
 
 __attribute__((constructor)) static void choose_path(void) {
 #if defined(__x86_64__)
-    if (has_avx2()) active = &loops_avx2;
+    active = has_avx512() ? &loops_avx512 : has_avx2() ? &loops_avx2 : active;
 #endif
 }
 
@@ -495,151 +601,178 @@ int ocomm_select_path(const char *name) {
         active = &loops_avx2;
         return 0;
     }
+    if (strcmp(name, loops_avx512.name) == 0 && has_avx512()) {
+        active = &loops_avx512;
+        return 0;
+    }
 #endif
     return -1;
 }
 
-int ocomm_compress(const ocomm_block *blocks, int64_t count, const float *values, const float *error, float *error_out,
-                   const uint8_t *mask, int rms, uint8_t *packed) {
-    return active->compress(&(call){.blocks = blocks,
-                                    .count = count,
-                                    .values = values,
-                                    .error = error,
-                                    .error_out = error_out,
-                                    .mask = mask,
-                                    .rms = rms,
-                                    .packed = packed});
+/* A loop and its blocks, to be cut. */
+typedef struct {
+    loop run;
+    const void *args;
+    const ocomm_block *blocks;
+} blockwise;
+
+static int run_blocks(const void *args, int64_t first, int64_t count) {
+    const blockwise *whole = args;
+    return whole->run(whole->args, whole->blocks + first, count);
 }
 
-int ocomm_compress_momentum(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+static int64_t block_numel(const void *args, int64_t k) { return ((const blockwise *)args)->blocks[k].length; }
+
+static int on_blocks(ocomm_pool *pool, loop run, const void *args, const ocomm_block *blocks, int64_t count) {
+    return pool_run(pool, run_blocks, block_numel, &(blockwise){run, args, blocks}, count);
+}
+
+int ocomm_compress(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const float *values, const float *error,
+                   float *error_out, const uint8_t *mask, int rms, uint8_t *packed) {
+    const call args = {
+        .values = values, .error = error, .error_out = error_out, .mask = mask, .rms = rms, .packed = packed};
+    return on_blocks(pool, active->compress, &args, blocks, count);
+}
+
+int ocomm_compress_momentum(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
                             const uint8_t *previous, const float *error, float *error_out, const uint8_t *mask, int rms,
                             uint8_t *packed) {
-    return active->compress_momentum(&(call){.blocks = blocks,
-                                             .count = count,
-                                             .tensors = tensors,
-                                             .previous = previous,
-                                             .error = error,
-                                             .error_out = error_out,
-                                             .mask = mask,
-                                             .rms = rms,
-                                             .packed = packed});
+    const call args = {.tensors = tensors,
+                       .previous = previous,
+                       .error = error,
+                       .error_out = error_out,
+                       .mask = mask,
+                       .rms = rms,
+                       .packed = packed};
+    return on_blocks(pool, active->compress_momentum, &args, blocks, count);
 }
 
-int ocomm_compress_update(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
-                          const float *update, const float *error, float *error_out, const uint8_t *mask, int rms,
-                          uint8_t *packed) {
-    return active->compress_update(&(call){.blocks = blocks,
-                                           .count = count,
-                                           .tensors = tensors,
-                                           .momentum = momentum,
-                                           .update = update,
-                                           .error = error,
-                                           .error_out = error_out,
-                                           .mask = mask,
-                                           .rms = rms,
-                                           .packed = packed});
+int ocomm_compress_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                          const float *momentum, const float *update, const float *error, float *error_out,
+                          const uint8_t *mask, int rms, uint8_t *packed) {
+    const call args = {.tensors = tensors,
+                       .momentum = momentum,
+                       .update = update,
+                       .error = error,
+                       .error_out = error_out,
+                       .mask = mask,
+                       .rms = rms,
+                       .packed = packed};
+    return on_blocks(pool, active->compress_update, &args, blocks, count);
 }
 
-int ocomm_average(const ocomm_block *blocks, int64_t count, const uint8_t *const *received, int64_t origin, int ranks,
-                  const float *error, float *error_out, const uint8_t *mask, int rms, uint8_t *packed) {
-    return active->average(&(call){.blocks = blocks,
-                                   .count = count,
-                                   .received = received,
-                                   .origin = origin,
-                                   .ranks = ranks,
-                                   .error = error,
-                                   .error_out = error_out,
-                                   .mask = mask,
-                                   .rms = rms,
-                                   .packed = packed});
+int ocomm_average(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *const *received,
+                  int64_t origin, int ranks, const float *error, float *error_out, const uint8_t *mask, int rms,
+                  uint8_t *packed) {
+    const call args = {.received = received,
+                       .origin = origin,
+                       .ranks = ranks,
+                       .error = error,
+                       .error_out = error_out,
+                       .mask = mask,
+                       .rms = rms,
+                       .packed = packed};
+    return on_blocks(pool, active->average, &args, blocks, count);
 }
 
-void ocomm_unpack(const ocomm_block *blocks, int64_t count, const uint8_t *packed, const uint8_t *mask, float *out) {
-    active->unpack(blocks, count, packed, mask, out);
+void ocomm_unpack(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed,
+                  const uint8_t *mask, float *out) {
+    const apply_call args = {.packed = packed, .mask = mask, .out = out};
+    on_blocks(pool, active->unpack, &args, blocks, count);
 }
 
-void ocomm_apply(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const uint8_t *packed,
-                 const float *denominator, const uint8_t *mask) {
-    active->apply(blocks, count, tensors, packed, denominator, mask);
+void ocomm_apply(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                 const uint8_t *packed, const float *denominator, const uint8_t *mask) {
+    const apply_call args = {.tensors = tensors, .packed = packed, .denominator = denominator, .mask = mask};
+    on_blocks(pool, active->apply, &args, blocks, count);
 }
 
-void ocomm_local_step(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, float *momentum,
-                      float *update, const float *denominator, const uint8_t *mask) {
-    active->local_step(blocks, count, tensors, momentum, update, denominator, mask);
+void ocomm_local_step(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                      float *momentum, float *update, const float *denominator, const uint8_t *mask) {
+    const apply_call args = {
+        .tensors = tensors, .momentum = momentum, .update = update, .denominator = denominator, .mask = mask};
+    on_blocks(pool, active->local_step, &args, blocks, count);
 }
 
-void ocomm_apply_update(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const uint8_t *packed,
-                        const float *denominator, const uint8_t *mask, float *momentum, float *update, float *synced) {
-    active->apply_update(blocks, count, tensors, packed, denominator, mask, momentum, update, synced);
+void ocomm_apply_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                        const uint8_t *packed, const float *denominator, const uint8_t *mask, float *momentum,
+                        float *update, float *synced) {
+    const apply_call args = {.tensors = tensors,
+                             .packed = packed,
+                             .denominator = denominator,
+                             .mask = mask,
+                             .momentum = momentum,
+                             .update = update,
+                             .synced = synced};
+    on_blocks(pool, active->apply_update, &args, blocks, count);
 }
 
-int ocomm_finite(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors) {
-    return active->finite(blocks, count, tensors);
+int ocomm_finite(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors) {
+    return on_blocks(pool, active->finite, &(apply_call){.tensors = tensors}, blocks, count);
 }
 
-int ocomm_quantize(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
-                   float *momentum_out, const float *magnitude, float *magnitude_out, const float *error,
-                   float *error_out, float eps, int amsgrad, const ocomm_noise *noise, uint8_t *packed) {
-    return active->quantize(&(ratio_call){.blocks = blocks,
-                                          .count = count,
-                                          .tensors = tensors,
-                                          .momentum = momentum,
-                                          .momentum_out = momentum_out,
-                                          .magnitude = magnitude,
-                                          .magnitude_out = magnitude_out,
-                                          .error = error,
-                                          .error_out = error_out,
-                                          .eps = eps,
-                                          .amsgrad = amsgrad,
-                                          .noise = noise,
-                                          .packed = packed});
+int ocomm_quantize(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                   const float *momentum, float *momentum_out, const float *magnitude, float *magnitude_out,
+                   const float *error, float *error_out, float eps, int amsgrad, const ocomm_noise *noise,
+                   uint8_t *packed) {
+    const ratio_call args = {.tensors = tensors,
+                             .momentum = momentum,
+                             .momentum_out = momentum_out,
+                             .magnitude = magnitude,
+                             .magnitude_out = magnitude_out,
+                             .error = error,
+                             .error_out = error_out,
+                             .eps = eps,
+                             .amsgrad = amsgrad,
+                             .noise = noise,
+                             .packed = packed};
+    return on_blocks(pool, active->quantize, &args, blocks, count);
 }
 
-int ocomm_quantized_average(const ocomm_block *blocks, int64_t count, const uint8_t *const *received, int64_t origin,
-                            int ranks, const float *weights, const float *error, float *error_out,
+int ocomm_quantized_average(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *const *received,
+                            int64_t origin, int ranks, const float *weights, const float *error, float *error_out,
                             const ocomm_noise *noise, uint8_t *packed) {
-    return active->quantized_average(&(ratio_call){.blocks = blocks,
-                                                   .count = count,
-                                                   .received = received,
-                                                   .origin = origin,
-                                                   .ranks = ranks,
-                                                   .weights = weights,
-                                                   .error = error,
-                                                   .error_out = error_out,
-                                                   .noise = noise,
-                                                   .packed = packed});
+    const ratio_call args = {.received = received,
+                             .origin = origin,
+                             .ranks = ranks,
+                             .weights = weights,
+                             .error = error,
+                             .error_out = error_out,
+                             .noise = noise,
+                             .packed = packed};
+    return on_blocks(pool, active->quantized_average, &args, blocks, count);
 }
 
-void ocomm_apply_signs(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const uint8_t *packed) {
-    active->apply_signs(blocks, count, tensors, packed);
+void ocomm_apply_signs(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                       const uint8_t *packed) {
+    on_blocks(pool, active->apply_signs, &(apply_call){.tensors = tensors, .packed = packed}, blocks, count);
 }
 
-int ocomm_soft_sign(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
-                    float *momentum_out, const float *magnitude, float *magnitude_out, float eps, int amsgrad,
-                    float *out) {
-    return active->soft_sign(&(ratio_call){.blocks = blocks,
-                                           .count = count,
-                                           .tensors = tensors,
-                                           .momentum = momentum,
-                                           .momentum_out = momentum_out,
-                                           .magnitude = magnitude,
-                                           .magnitude_out = magnitude_out,
-                                           .eps = eps,
-                                           .amsgrad = amsgrad,
-                                           .out = out});
+int ocomm_soft_sign(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                    const float *momentum, float *momentum_out, const float *magnitude, float *magnitude_out, float eps,
+                    int amsgrad, float *out) {
+    const ratio_call args = {.tensors = tensors,
+                             .momentum = momentum,
+                             .momentum_out = momentum_out,
+                             .magnitude = magnitude,
+                             .magnitude_out = magnitude_out,
+                             .eps = eps,
+                             .amsgrad = amsgrad,
+                             .out = out};
+    return on_blocks(pool, active->soft_sign, &args, blocks, count);
 }
 
-int ocomm_compress_signs(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
-                         float *momentum_out, float beta2, float one_minus_beta2, int zero_up, uint8_t *packed) {
-    return active->compress_signs(&(ratio_call){.blocks = blocks,
-                                                .count = count,
-                                                .tensors = tensors,
-                                                .momentum = momentum,
-                                                .momentum_out = momentum_out,
-                                                .beta2 = beta2,
-                                                .one_minus_beta2 = one_minus_beta2,
-                                                .zero_up = zero_up,
-                                                .packed = packed});
+int ocomm_compress_signs(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                         const float *momentum, float *momentum_out, float beta2, float one_minus_beta2, int zero_up,
+                         uint8_t *packed) {
+    const ratio_call args = {.tensors = tensors,
+                             .momentum = momentum,
+                             .momentum_out = momentum_out,
+                             .beta2 = beta2,
+                             .one_minus_beta2 = one_minus_beta2,
+                             .zero_up = zero_up,
+                             .packed = packed};
+    return on_blocks(pool, active->compress_signs, &args, blocks, count);
 }
 
 void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t count, double *sums) {
@@ -648,4 +781,10 @@ void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t cou
     }
 }
 
-void ocomm_axpy(float *y, const float *x, float factor, int64_t numel) { active->axpy(y, x, factor, numel); }
+void ocomm_axpy(ocomm_pool *pool, float *y, const float *x, float factor, int64_t numel) {
+    pool_run(pool, active->axpy, NULL, &(axpy_call){y, x, NULL, factor}, numel);
+}
+
+void ocomm_triad(ocomm_pool *pool, float *y, const float *x, const float *z, float factor, int64_t numel) {
+    pool_run(pool, active->triad, NULL, &(axpy_call){y, x, z, factor}, numel);
+}

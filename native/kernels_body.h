@@ -1,9 +1,12 @@
 /* The loops, written once. kernels.c includes this file once per path, after defining for that path
+ *   WITHOUT            if the path has only the loops that arithmetic limits, and takes the others from another path
  *   FN(name)           the name of a function on this path
  *   TARGET             its target attribute
  *   WIDTH, V, VU, I    floats per vector; vector types: float, float at any address, int32
  *   VECTORS            vectors per row of 32 elements
- *   word_of(yes)       one bit per element of a row, 1 where yes is all ones, 0 where it is all zeros
+ *   M                  answers to a question about each element of a vector; where it is I, all ones or all zeros
+ *   word_of(yes)       one bit per element of a row, 1 where the answer is yes
+ *   at_least(a, b), greater(a, b), lanes_of(w, v), select(which, yes, no)   where M is not I
  *   with_signs(s, w, v)  +s where the word's bit is 1, -s where 0, for vector v of the row
  *   toward(c, s)       s with the sign of c, where -0.0 counts as positive
  *   LOOKS_UP           1 if looked_up(row, table, words) exists: a row of sums of the first ranks by their signs
@@ -15,19 +18,24 @@
 
 INLINE V FN(splat)(float x) { return x - (V){0}; }
 
-/* One bit per element of a row, 1 where it is >= 0. */
-INLINE uint32_t FN(nonnegative)(const V *row) {
-    I yes[VECTORS];
-    UNROLL for (int v = 0; v < VECTORS; v++) yes[v] = row[v] >= (V){0};
-    return FN(word_of)(yes);
-}
+#ifndef M
+#define M I
+INLINE M FN(at_least)(V a, V b) { return a >= b; }
+INLINE M FN(greater)(V a, V b) { return a > b; }
+INLINE V FN(select)(M which, V yes, V no) { return (V)((which & (I)yes) | (~which & (I)no)); }
 
-INLINE I FN(select)(I which, I yes, I no) { return (which & yes) | (~which & no); }
-
-/* All ones where the word's bit is 1. */
-INLINE I FN(lanes_of)(uint32_t word, int v) {
+/* Yes where the word's bit is 1, for vector v of the row. */
+INLINE M FN(lanes_of)(uint32_t word, int v) {
     const I bits = FN(lane_bits)(v);
     return (I)(((I){0} + (int32_t)word) & bits) == bits;
+}
+#endif
+
+/* One bit per element of a row, 1 where it is >= 0. */
+INLINE uint32_t FN(nonnegative)(const V *row) {
+    M yes[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++) yes[v] = FN(at_least)(row[v], (V){0});
+    return FN(word_of)(yes);
 }
 
 /* n elements, the rest of the row zero. n is the constant 32 except in the last row of a block. */
@@ -52,23 +60,89 @@ INLINE void FN(store)(float *to, const V *row, int n) {
     }
 }
 
-/* The mean over ranks of the row's decoded messages, before the owner's error. */
-INLINE void FN(mean)(enum content content, V *row, const work *w, const sums_table *table, int64_t j, int n) {
-    int i = 0;
-    if (content == FROM_TABLE) {
-        uint32_t words[TABLED];
-        for (; i < TABLED; i++) words[i] = load_bits(w->received[i] + w->bits_at + (j >> 3), n);
-        FN(looked_up)(row, table, words);
-    } else {
-        /* -0.0 is what leaves the first addend exactly as it is, negative zero included. */
-        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(splat)(-0.0f);
+/* Adds the signs of `group` ranks from `first` on, times a scale for each, to the sums of `rows` whole rows. */
+INLINE void FN(add_ranks)(int start, int group, const uint8_t *const *received, int first, int64_t bits_at,
+                          int64_t scale_at, const float *weights, const sums_table *table, int rows, float *tile) {
+    const uint8_t *tabled[TABLED], *bits[TABLED];
+    V scale[TABLED];
+    if (start == FROM_TABLE) {
+        UNROLL for (int i = 0; i < TABLED; i++) tabled[i] = received[i] + bits_at;
     }
-    for (; i < w->ranks; i++) {
-        const uint8_t *message = w->received[i];
-        const V scale = FN(splat)(read_float(message + w->scale_at));
-        const uint32_t word = load_bits(message + w->bits_at + (j >> 3), n);
+    UNROLL for (int i = 0; i < group; i++) {
+        bits[i] = received[first + i] + bits_at;
+        scale[i] = FN(splat)(weights ? weights[first + i] : read_float(received[first + i] + scale_at));
+    }
+    for (int k = 0; k < rows; k++) {
+        V row[VECTORS];
+        if (start == FROM_TABLE) {
+            uint32_t words[TABLED];
+            UNROLL for (int i = 0; i < TABLED; i++) words[i] = load_bits(tabled[i] + k * (ROW / 8), ROW);
+            FN(looked_up)(row, table, words);
+        } else if (start == FROM_TILE) {
+            FN(load)(row, tile + k * ROW, ROW);
+        } else {
+            /* -0.0 is what leaves the first addend exactly as it is, negative zero included. */
+            UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(splat)(-0.0f);
+        }
+        UNROLL for (int i = 0; i < group; i++) {
+            const uint32_t word = load_bits(bits[i] + k * (ROW / 8), ROW);
+            UNROLL for (int v = 0; v < VECTORS; v++) row[v] += FN(with_signs)(scale[i], word, v);
+        }
+        FN(store)(tile + k * ROW, row, ROW);
+    }
+}
+
+/* Sums over ranks, in order, of what `rows` whole rows of their messages say: signs times weights, or times their own
+ * scales where weights is NULL. The table is that of the first ranks. */
+TARGET static void FN(sum_ranks)(const uint8_t *const *received, int ranks, int64_t bits_at, int64_t scale_at,
+                                 const float *weights, const sums_table *table, int rows, float *tile) {
+#define ADD(start, group) FN(add_ranks)(start, group, received, i, bits_at, scale_at, weights, table, rows, tile)
+    int i = 0;
+    if (LOOKS_UP && ranks >= TABLED) {
+        i = TABLED;
+        switch (ranks - i) {
+        case 0: ADD(FROM_TABLE, 0); break;
+        case 1: ADD(FROM_TABLE, 1); break;
+        case 2: ADD(FROM_TABLE, 2); break;
+        case 3: ADD(FROM_TABLE, 3); break;
+        default: ADD(FROM_TABLE, 4); break;
+        }
+    } else {
+        switch (ranks) {
+        case 1: ADD(FROM_NOTHING, 1); break;
+        case 2: ADD(FROM_NOTHING, 2); break;
+        case 3: ADD(FROM_NOTHING, 3); break;
+        default: ADD(FROM_NOTHING, 4); break;
+        }
+    }
+    for (i += TABLED; i < ranks; i += TABLED) {
+        switch (ranks - i) {
+        case 1: ADD(FROM_TILE, 1); break;
+        case 2: ADD(FROM_TILE, 2); break;
+        case 3: ADD(FROM_TILE, 3); break;
+        default: ADD(FROM_TILE, 4); break;
+        }
+    }
+#undef ADD
+}
+
+/* The same of the last row of a block. */
+INLINE void FN(sum_ranks_of_tail)(V *row, const uint8_t *const *received, int ranks, int64_t bits_at, int64_t scale_at,
+                                  const float *weights, int n) {
+    UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(splat)(-0.0f);
+    for (int i = 0; i < ranks; i++) {
+        const V scale = FN(splat)(weights ? weights[i] : read_float(received[i] + scale_at));
+        const uint32_t word = load_bits(received[i] + bits_at, n);
         UNROLL for (int v = 0; v < VECTORS; v++) row[v] += FN(with_signs)(scale, word, v);
     }
+}
+
+/* The mean over ranks of the row's decoded messages, before the owner's error. */
+INLINE void FN(mean)(V *row, const work *w, const float *tile, int64_t j, int n) {
+    if (n == ROW)
+        FN(load)(row, tile + j % TILE, ROW);
+    else
+        FN(sum_ranks_of_tail)(row, w->received, w->ranks, w->bits_at + (j >> 3), w->scale_at, NULL, n);
     UNROLL for (int v = 0; v < VECTORS; v++) row[v] *= w->over_ranks;
 }
 
@@ -94,7 +168,7 @@ INLINE void FN(momentum)(enum content content, V *row, const work *w, int64_t j,
         const uint32_t word = load_bits(w->previous + (j >> 3), n);
         UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(with_signs)(FN(splat)(w->decayed), word, v);
         if (__builtin_expect(masked != 0, 0)) {
-            UNROLL for (int v = 0; v < VECTORS; v++) row[v] = (V)(~FN(lanes_of)(masked, v) & (I)row[v]);
+            UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(select)(FN(lanes_of)(masked, v), (V){0}, row[v]);
         }
     } else {
         UNROLL for (int v = 0; v < VECTORS; v++) row[v] = (V){0};
@@ -113,16 +187,15 @@ INLINE void FN(momentum)(enum content content, V *row, const work *w, int64_t j,
 
 /* Signs and magnitudes of one row of c = content + error. c waits in `out`, which has to be written anyway and is
  * still in the first-level cache when second_pass turns it into the new error. */
-INLINE void FN(first_pass)(enum content content, int plain, work *w, const sums_table *table, int64_t j, int n,
-                           V *sum) {
+INLINE void FN(first_pass)(enum content content, int plain, work *w, const float *tile, int64_t j, int n, V *sum) {
     /* Elements past the end of the block are treated as masked: they have no magnitude either. */
     const uint32_t masked = (!plain && w->mask ? load_bits(w->mask + (j >> 3), n) : 0) | (n < ROW ? ~0u << n : 0);
     V c[VECTORS], error[VECTORS], kept[VECTORS];
     FN(load)(error, w->error + j, n);
     if (content == VALUES)
         FN(load)(c, w->values + j, n);
-    else if (content == MEAN || content == FROM_TABLE)
-        FN(mean)(content, c, w, table, j, n);
+    else if (content == MEAN)
+        FN(mean)(c, w, tile, j, n);
     else
         FN(momentum)(content, c, w, j, n, masked);
     UNROLL for (int v = 0; v < VECTORS; v++) {
@@ -133,10 +206,10 @@ INLINE void FN(first_pass)(enum content content, int plain, work *w, const sums_
     if (__builtin_expect(masked != 0, 0)) {
         w->masked += __builtin_popcount(n < ROW ? masked & ((1u << n) - 1) : masked);
         UNROLL for (int v = 0; v < VECTORS; v++) {
-            const I lanes = FN(lanes_of)(masked, v);
-            if (content == MEAN || content == FROM_TABLE) kept[v] = (V)FN(select)(lanes, (I)error[v], (I)c[v]);
+            const M lanes = FN(lanes_of)(masked, v);
+            if (content == MEAN) kept[v] = FN(select)(lanes, error[v], c[v]);
             /* c - c is +0.0, or NaN if c is not finite: a bad gradient is noticed although its element is masked. */
-            c[v] = (V)FN(select)(lanes, (I)(c[v] - c[v]), (I)c[v]);
+            c[v] = FN(select)(lanes, c[v] - c[v], c[v]);
         }
     }
     FN(store)(w->out + j, kept, n);
@@ -157,7 +230,7 @@ INLINE void FN(second_pass)(int plain, const remainder *last, int64_t j, int n, 
     } else {
         UNROLL for (int v = 0; v < VECTORS; v++) {
             const V sent = c[v] - FN(toward)(c[v], scale);
-            c[v] = (V)FN(select)(FN(lanes_of)(masked, v), (I)c[v], (I)sent);
+            c[v] = FN(select)(FN(lanes_of)(masked, v), c[v], sent);
         }
     }
     FN(store)(last->out + j, c, n);
@@ -191,35 +264,42 @@ INLINE void FN(finish)(const remainder *last, int64_t from) {
  * anything masked and that the scale is a mean magnitude: the usual case, without a test in the loop. */
 INLINE void FN(rows)(enum content content, int plain, work *w, const remainder *last, V *sum) {
     sums_table table;
-    if (content == FROM_TABLE) {
+    float tile[TILE] __attribute__((aligned(64)));
+    const int64_t whole = w->length & -ROW, ready = last->length & -ROW;
+    if (content == MEAN && LOOKS_UP && w->ranks >= TABLED) {
         float scales[TABLED];
         for (int i = 0; i < TABLED; i++) scales[i] = read_float(w->received[i] + w->scale_at);
         fill_table(&table, scales);
     }
-    const int64_t whole = w->length & -ROW, ready = last->length & -ROW;
     const int64_t together = whole < ready ? whole : ready;
     const V scale = FN(splat)(last->scale);
+#define BEFORE_ROW                                                                                                     \
+    prefetch(content, w, j);                                                                                           \
+    if (content == MEAN && j % TILE == 0)                                                                              \
+        FN(sum_ranks)(w->received, w->ranks, w->bits_at + (j >> 3), w->scale_at, NULL, &table,                        \
+                      (int)((whole - j < TILE ? whole - j : TILE) / ROW), tile);
     int64_t j = 0;
     for (; j < together; j += ROW) {
-        prefetch(content, w, j);
-        FN(first_pass)(content, plain, w, &table, j, ROW, sum);
+        BEFORE_ROW
+        FN(first_pass)(content, plain, w, tile, j, ROW, sum);
         FN(second_pass)(plain, last, j, ROW, scale);
     }
     FN(finish)(last, j);
     for (; j < whole; j += ROW) {
-        prefetch(content, w, j);
-        FN(first_pass)(content, 0, w, &table, j, ROW, sum);
+        BEFORE_ROW
+        FN(first_pass)(content, 0, w, tile, j, ROW, sum);
     }
-    if (j < w->length) FN(first_pass)(content, 0, w, &table, j, (int)(w->length - j), sum);
+    if (j < w->length) FN(first_pass)(content, 0, w, tile, j, (int)(w->length - j), sum);
+#undef BEFORE_ROW
 }
 
 /* The scale of a block is known only after all of it was read. Instead of two passes, one bound by memory and one by
  * arithmetic, the second pass of a block runs together with the first pass of the next one. */
-INLINE int FN(run)(enum content content, const call *args) {
+INLINE int FN(run)(enum content content, const call *args, const ocomm_block *blocks, int64_t count) {
     remainder last = {0};
     int finite = 1;
-    for (int64_t k = 0; k < args->count; k++) {
-        const ocomm_block *block = args->blocks + k;
+    for (int64_t k = 0; k < count; k++) {
+        const ocomm_block *block = blocks + k;
         /* The addresses of these two go to no real function: a compiler that had to assume that a store through a float
          * pointer changes them would load all of it again for every row. */
         work w;
@@ -234,8 +314,6 @@ INLINE int FN(run)(enum content content, const call *args) {
             FN(rows)(FROM_DENSE, 1, &w, &last, sum);
         else if (bare && w.previous)
             FN(rows)(FROM_BITS, 1, &w, &last, sum);
-        else if (content == MEAN && plain && LOOKS_UP && w.ranks >= TABLED)
-            FN(rows)(FROM_TABLE, 1, &w, &last, sum);
         else if (content != MOMENTUM && content != UPDATE && plain)
             FN(rows)(content, 1, &w, &last, sum);
         else
@@ -248,10 +326,23 @@ INLINE int FN(run)(enum content content, const call *args) {
     return finite;
 }
 
-TARGET static int FN(compress)(const call *args) { return FN(run)(VALUES, args); }
-TARGET static int FN(compress_momentum)(const call *args) { return FN(run)(MOMENTUM, args); }
-TARGET static int FN(compress_update)(const call *args) { return FN(run)(UPDATE, args); }
-TARGET static int FN(average)(const call *args) { return FN(run)(MEAN, args); }
+TARGET static int FN(average)(const void *args, const ocomm_block *blocks, int64_t count) {
+    return FN(run)(MEAN, args, blocks, count);
+}
+
+#ifndef WITHOUT
+
+TARGET static int FN(compress)(const void *args, const ocomm_block *blocks, int64_t count) {
+    return FN(run)(VALUES, args, blocks, count);
+}
+
+TARGET static int FN(compress_momentum)(const void *args, const ocomm_block *blocks, int64_t count) {
+    return FN(run)(MOMENTUM, args, blocks, count);
+}
+
+TARGET static int FN(compress_update)(const void *args, const ocomm_block *blocks, int64_t count) {
+    return FN(run)(UPDATE, args, blocks, count);
+}
 
 INLINE void FN(unpack_row)(const uint8_t *bits, const uint8_t *mask, int64_t j, int n, V scale, float *out) {
     const uint32_t word = load_bits(bits + (j >> 3), n);
@@ -259,23 +350,24 @@ INLINE void FN(unpack_row)(const uint8_t *bits, const uint8_t *mask, int64_t j, 
     V row[VECTORS];
     UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(with_signs)(scale, word, v);
     if (__builtin_expect(masked != 0, 0)) {
-        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = (V)(~FN(lanes_of)(masked, v) & (I)row[v]);
+        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(select)(FN(lanes_of)(masked, v), (V){0}, row[v]);
     }
     FN(store)(out + j, row, n);
 }
 
-TARGET static void FN(unpack)(const ocomm_block *blocks, int64_t count, const uint8_t *packed, const uint8_t *mask,
-                              float *out) {
+TARGET static int FN(unpack)(const void *of, const ocomm_block *blocks, int64_t count) {
+    const apply_call *args = of;
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
-        const V scale = FN(splat)(read_float(packed + block->scale));
-        const uint8_t *bits = packed + block->bits, *hidden = mask ? mask + (block->offset >> 3) : NULL;
+        const V scale = FN(splat)(read_float(args->packed + block->scale));
+        const uint8_t *bits = args->packed + block->bits, *mask = args->mask ? args->mask + (block->offset >> 3) : NULL;
+        float *out = args->out + block->offset;
         const int64_t whole = block->length & -ROW;
         int64_t j = 0;
-        for (; j < whole; j += ROW) FN(unpack_row)(bits, hidden, j, ROW, scale, out + block->offset);
-        if (j < block->length)
-            FN(unpack_row)(bits, hidden, j, (int)(block->length - j), scale, out + block->offset);
+        for (; j < whole; j += ROW) FN(unpack_row)(bits, mask, j, ROW, scale, out);
+        if (j < block->length) FN(unpack_row)(bits, mask, j, (int)(block->length - j), scale, out);
     }
+    return 1;
 }
 
 INLINE void FN(apply_row)(float *param, float decay, const uint8_t *bits, const uint8_t *mask, const float *denominator,
@@ -293,34 +385,33 @@ INLINE void FN(apply_row)(float *param, float decay, const uint8_t *bits, const 
     } else {
         UNROLL for (int v = 0; v < VECTORS; v++) {
             const V moved = p[v] - FN(with_signs)(step, word, v) / below[v];
-            p[v] = (V)FN(select)(FN(lanes_of)(masked, v), (I)p[v], (I)moved);
+            p[v] = FN(select)(FN(lanes_of)(masked, v), p[v], moved);
         }
     }
     FN(store)(param + j, p, n);
 }
 
-TARGET static void FN(apply)(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                             const uint8_t *packed, const float *denominator, const uint8_t *mask) {
+TARGET static int FN(apply)(const void *of, const ocomm_block *blocks, int64_t count) {
+    const apply_call *args = of;
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
-        const ocomm_tensor *tensor = tensors + block->tensor;
+        const ocomm_tensor *tensor = args->tensors + block->tensor;
         if (tensor->skip) continue;
-        const V step = FN(splat)(tensor->step_size * read_float(packed + block->scale));
-        const uint8_t *bits = packed + block->bits, *hidden = mask ? mask + (block->offset >> 3) : NULL;
+        const V step = FN(splat)(tensor->step_size * read_float(args->packed + block->scale));
+        const uint8_t *bits = args->packed + block->bits, *mask = args->mask ? args->mask + (block->offset >> 3) : NULL;
         float *param = tensor->param + block->start;
-        const float *below = denominator + block->offset;
+        const float *below = args->denominator + block->offset;
         const int64_t whole = block->length & -ROW;
         int64_t j = 0;
         for (; j < whole; j += ROW) {
-            __builtin_prefetch(param + j + AHEAD);
-            __builtin_prefetch(param + j + AHEAD + 16);
-            __builtin_prefetch(below + j + AHEAD);
-            __builtin_prefetch(below + j + AHEAD + 16);
-            FN(apply_row)(param, tensor->decay, bits, hidden, below, j, ROW, step);
+            prefetch_row(param, j + AHEAD(2));
+            prefetch_row(below, j + AHEAD(2));
+            FN(apply_row)(param, tensor->decay, bits, mask, below, j, ROW, step);
         }
         if (j < block->length)
-            FN(apply_row)(param, tensor->decay, bits, hidden, below, j, (int)(block->length - j), step);
+            FN(apply_row)(param, tensor->decay, bits, mask, below, j, (int)(block->length - j), step);
     }
+    return 1;
 }
 
 /* One block of ocomm_local_step: its own part of every buffer. */
@@ -353,9 +444,9 @@ INLINE void FN(local_row)(const FN(local) *w, int64_t j, int n) {
         const V stepped = p[v] - w->step_size * (moved / below[v]);
         gradient[v] = moved;
         if (__builtin_expect(masked != 0, 0)) {
-            const I lanes = FN(lanes_of)(masked, v);
-            p[v] = (V)FN(select)(lanes, (I)p[v], (I)stepped);
-            m[v] = (V)FN(select)(lanes, (I)m[v], (I)moved);
+            const M lanes = FN(lanes_of)(masked, v);
+            p[v] = FN(select)(lanes, p[v], stepped);
+            m[v] = FN(select)(lanes, m[v], moved);
         } else {
             p[v] = stepped;
             m[v] = moved;
@@ -370,19 +461,19 @@ INLINE void FN(local_row)(const FN(local) *w, int64_t j, int n) {
     }
 }
 
-TARGET static void FN(local_step)(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                                  float *momentum, float *update, const float *denominator, const uint8_t *mask) {
+TARGET static int FN(local_step)(const void *of, const ocomm_block *blocks, int64_t count) {
+    const apply_call *args = of;
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
-        const ocomm_tensor *tensor = tensors + block->tensor;
+        const ocomm_tensor *tensor = args->tensors + block->tensor;
         if (tensor->skip) continue;
         const FN(local) w = {
             .grad = tensor->grad ? tensor->grad + block->start : NULL,
-            .denominator = denominator + block->offset,
+            .denominator = args->denominator + block->offset,
             .param = tensor->param + block->start,
-            .momentum = momentum + block->offset,
-            .update = update ? update + block->offset : NULL,
-            .mask = mask_of(mask, block),
+            .momentum = args->momentum + block->offset,
+            .update = args->update ? args->update + block->offset : NULL,
+            .mask = mask_of(args->mask, block),
             .beta1 = tensor->beta1,
             .one_minus_beta1 = tensor->one_minus_beta1,
             .weight_decay = tensor->weight_decay,
@@ -392,15 +483,16 @@ TARGET static void FN(local_step)(const ocomm_block *blocks, int64_t count, cons
         const int64_t whole = block->length & -ROW;
         int64_t j = 0;
         for (; j < whole; j += ROW) {
-            if (w.grad) prefetch_row(w.grad, j);
-            prefetch_row(w.param, j);
-            prefetch_row(w.momentum, j);
-            prefetch_row(w.denominator, j);
-            if (w.update) prefetch_row(w.update, j);
+            if (w.grad) prefetch_row(w.grad, j + AHEAD(5));
+            prefetch_row(w.param, j + AHEAD(5));
+            prefetch_row(w.momentum, j + AHEAD(5));
+            prefetch_row(w.denominator, j + AHEAD(5));
+            if (w.update) prefetch_row(w.update, j + AHEAD(5));
             FN(local_row)(&w, j, ROW);
         }
         if (j < block->length) FN(local_row)(&w, j, (int)(block->length - j));
     }
+    return 1;
 }
 
 /* One block of ocomm_apply_update. */
@@ -424,9 +516,9 @@ INLINE void FN(synced_row)(const FN(synced) *w, int64_t j, int n, V sent, V aver
         const V moved = p[v] - FN(with_signs)(sent, word, v) / below[v];
         m[v] = FN(with_signs)(average, word, v);
         if (__builtin_expect(masked != 0, 0)) {
-            const I lanes = FN(lanes_of)(masked, v);
-            p[v] = (V)FN(select)(lanes, (I)p[v], (I)moved);
-            m[v] = (V)(~lanes & (I)m[v]);
+            const M lanes = FN(lanes_of)(masked, v);
+            p[v] = FN(select)(lanes, p[v], moved);
+            m[v] = FN(select)(lanes, (V){0}, m[v]);
         } else {
             p[v] = moved;
         }
@@ -440,37 +532,37 @@ INLINE void FN(synced_row)(const FN(synced) *w, int64_t j, int n, V sent, V aver
     }
 }
 
-TARGET static void FN(apply_update)(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                                    const uint8_t *packed, const float *denominator, const uint8_t *mask,
-                                    float *momentum, float *update, float *synced) {
+TARGET static int FN(apply_update)(const void *of, const ocomm_block *blocks, int64_t count) {
+    const apply_call *args = of;
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
-        const ocomm_tensor *tensor = tensors + block->tensor;
+        const ocomm_tensor *tensor = args->tensors + block->tensor;
         if (tensor->skip) continue;
-        const float scale = read_float(packed + block->scale);
+        const float scale = read_float(args->packed + block->scale);
         const V sent = FN(splat)(scale), average = FN(splat)(scale / tensor->interval_lr);
         const FN(synced) w = {
-            .bits = packed + block->bits,
-            .mask = mask_of(mask, block),
-            .denominator = denominator + block->offset,
+            .bits = args->packed + block->bits,
+            .mask = mask_of(args->mask, block),
+            .denominator = args->denominator + block->offset,
             .param = tensor->param + block->start,
-            .momentum = momentum + block->offset,
-            .update = update ? update + block->offset : NULL,
-            .synced = synced ? synced + block->offset : NULL,
+            .momentum = args->momentum + block->offset,
+            .update = args->update ? args->update + block->offset : NULL,
+            .synced = args->synced ? args->synced + block->offset : NULL,
             .decay = tensor->interval_decay,
         };
         const int64_t whole = block->length & -ROW;
         int64_t j = 0;
         for (; j < whole; j += ROW) {
-            prefetch_row(w.param, j);
-            prefetch_row(w.momentum, j);
-            prefetch_row(w.denominator, j);
-            if (w.synced) prefetch_row(w.synced, j);
-            if (w.update) prefetch_row(w.update, j);
+            prefetch_row(w.param, j + AHEAD(5));
+            prefetch_row(w.momentum, j + AHEAD(5));
+            prefetch_row(w.denominator, j + AHEAD(5));
+            if (w.synced) prefetch_row(w.synced, j + AHEAD(5));
+            if (w.update) prefetch_row(w.update, j + AHEAD(5));
             FN(synced_row)(&w, j, ROW, sent, average);
         }
         if (j < block->length) FN(synced_row)(&w, j, (int)(block->length - j), sent, average);
     }
+    return 1;
 }
 
 /* All ones in a lane that is not finite. */
@@ -480,18 +572,19 @@ INLINE void FN(finite_row)(const float *grad, int n, I *bad) {
     UNROLL for (int v = 0; v < VECTORS; v++) bad[v] |= (I)(row[v] - row[v] != (V){0});
 }
 
-TARGET static int FN(finite)(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors) {
+TARGET static int FN(finite)(const void *of, const ocomm_block *blocks, int64_t count) {
+    const apply_call *args = of;
     I bad[VECTORS];
     UNROLL for (int v = 0; v < VECTORS; v++) bad[v] = (I){0};
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
-        const float *grad = tensors[block->tensor].grad;
+        const float *grad = args->tensors[block->tensor].grad;
         if (!grad) continue;
         grad += block->start;
         const int64_t whole = block->length & -ROW;
         int64_t j = 0;
         for (; j < whole; j += ROW) {
-            prefetch_row(grad, j);
+            prefetch_row(grad, j + AHEAD(1));
             FN(finite_row)(grad + j, ROW, bad);
         }
         if (j < block->length) FN(finite_row)(grad + j, (int)(block->length - j), bad);
@@ -512,7 +605,7 @@ TARGET static double FN(squares)(const float *x, int64_t numel) {
     float padded[ROW] = {0};
     for (int64_t j = 0; j < numel; j += ROW) {
         const float *row = x + j;
-        prefetch_row(x, j);
+        prefetch_row(x, j + AHEAD(1));
         if (j + ROW > numel) row = memcpy(padded, row, (size_t)(numel - j) * sizeof(float));
         UNROLL for (int v = 0; v < 2 * VECTORS; v++) {
             const D wide = __builtin_convertvector(*(const half *)(row + v * (WIDTH / 2)), D);
@@ -528,21 +621,45 @@ TARGET static double FN(squares)(const float *x, int64_t numel) {
 }
 
 /* y += factor * x: the benchmarks' measure of what the memory gives. */
-TARGET static void FN(axpy)(float *y, const float *x, float factor, int64_t numel) {
+TARGET static int FN(axpy)(const void *of, int64_t first, int64_t count) {
+    const axpy_call *args = of;
+    const float factor = args->factor, *x = args->x + first;
+    float *y = args->y + first;
     int64_t j = 0;
-    for (; j + ROW <= numel; j += ROW) {
+    for (; j + ROW <= count; j += ROW) {
         UNROLL for (int v = 0; v < VECTORS; v++)
             *(VU *)(y + j + v * WIDTH) += factor * *(const VU *)(x + j + v * WIDTH);
     }
-    for (; j < numel; j++) y[j] += factor * x[j];
+    for (; j < count; j++) y[j] += factor * x[j];
+    return 1;
 }
+
+/* y += factor * x + factor * z: the same where three arrays are read and one is written. */
+TARGET static int FN(triad)(const void *of, int64_t first, int64_t count) {
+    const axpy_call *args = of;
+    const float factor = args->factor, *x = args->x + first, *z = args->z + first;
+    float *y = args->y + first;
+    int64_t j = 0;
+    for (; j + ROW <= count; j += ROW) {
+        UNROLL for (int v = 0; v < VECTORS; v++)
+            *(VU *)(y + j + v * WIDTH) +=
+                factor * *(const VU *)(x + j + v * WIDTH) + factor * *(const VU *)(z + j + v * WIDTH);
+    }
+    for (; j < count; j++) y[j] += factor * x[j] + factor * z[j];
+    return 1;
+}
+
+#endif
 
 #include "quantize_body.h"
 
+#ifndef WITHOUT
 static const loops FN(loops) = {
     FN(name),   FN(compress), FN(compress_momentum), FN(compress_update), FN(average), FN(unpack),
-    FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(squares), FN(axpy),
+    FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(squares), FN(axpy), FN(triad),
     FN(quantize), FN(quantized_average), FN(apply_signs), FN(soft_sign), FN(compress_signs),
 };
+#endif
 
 #undef INLINE
+#undef M

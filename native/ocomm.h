@@ -48,63 +48,80 @@ typedef struct {
     uint32_t steady;   /* 1: U = 1/2 for every element, and nothing above counts */
 } ocomm_noise;
 
-/* Which build of the loops runs: "avx2" or "portable". Selecting an unknown or unsupported one returns -1. */
+/* Threads that help with large loops. They sleep until one comes; a second loop at the same time is its caller's alone.
+ * A result has the same bits with every number of threads, because blocks do not depend on each other. */
+typedef struct ocomm_pool ocomm_pool;
+/* `threads` counts the caller. What has less than twice `grain` elements is not cut. NULL: there are no threads left. */
+ocomm_pool *ocomm_pool_new(int32_t threads, int64_t grain);
+/* Ends the threads; from then on callers work alone. Any thread. */
+void ocomm_pool_close(ocomm_pool *pool);
+void ocomm_pool_free(ocomm_pool *pool);
+
+/* Which build of the loops runs: "avx512", "avx2" or "portable". Selecting an unknown or unsupported one returns -1. */
 const char *ocomm_path(void);
 int ocomm_select_path(const char *name);
 
-/* Every loop below works on `count` blocks in table order, allocates nothing and returns 1 if all scales are finite,
- * else 0; then error_out holds nothing useful. `mask` holds one bit per flat element (bit o & 7 of byte o >> 3),
- * 1 = masked; NULL: nothing is masked. A masked element is not counted in the scale, its bit is 1, and what it brings
- * stays in the error; if that is not finite, the block's scale is NaN, so that every rank hears of it. `rms` chooses
- * the scale: 0 mean |c|, 1 root of the mean square. error_out may be error. Signs of a block fill whole bytes, 1 is
- * positive (zero too), the bits after its last element are 0. */
-int ocomm_compress(const ocomm_block *blocks, int64_t count, const float *values, const float *error, float *error_out,
-                   const uint8_t *mask, int rms, uint8_t *packed);
-int ocomm_compress_momentum(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+/* Every loop below works on `count` blocks, in table order where the pool is NULL, allocates nothing and returns 1 if all
+ * scales are finite, else 0; then error_out holds nothing useful. `mask` holds one bit per flat element (bit o & 7 of
+ * byte o >> 3), 1 = masked; NULL: nothing is masked. A masked element is not counted in the scale, its bit is 1, and what
+ * it brings stays in the error; if that is not finite, the block's scale is NaN, so that every rank hears of it. `rms`
+ * chooses the scale: 0 mean |c|, 1 root of the mean square. error_out may be error. Signs of a block fill whole bytes, 1
+ * is positive (zero too), the bits after its last element are 0. */
+int ocomm_compress(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const float *values, const float *error,
+                   float *error_out, const uint8_t *mask, int rms, uint8_t *packed);
+int ocomm_compress_momentum(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
                             const uint8_t *previous, const float *error, float *error_out, const uint8_t *mask, int rms,
                             uint8_t *packed);
 /* received[i] is where rank i's message to this owner starts; a block's signs are at received[i] + bits - origin. */
-int ocomm_average(const ocomm_block *blocks, int64_t count, const uint8_t *const *received, int64_t origin, int ranks,
-                  const float *error, float *error_out, const uint8_t *mask, int rms, uint8_t *packed);
-void ocomm_unpack(const ocomm_block *blocks, int64_t count, const uint8_t *packed, const uint8_t *mask, float *out);
-void ocomm_apply(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const uint8_t *packed,
-                 const float *denominator, const uint8_t *mask);
+int ocomm_average(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *const *received,
+                  int64_t origin, int ranks, const float *error, float *error_out, const uint8_t *mask, int rms,
+                  uint8_t *packed);
+void ocomm_unpack(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed,
+                  const uint8_t *mask, float *out);
+void ocomm_apply(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                 const uint8_t *packed, const float *denominator, const uint8_t *mask);
 /* 0/1 Adam, whose momentum, update (NULL: zeros) and synced are flat buffers: the compress of a sync, the step without
  * one (update NULL: lr is 0, nothing is added up), and the end of a sync (synced NULL: it is the parameter itself). */
-int ocomm_compress_update(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
-                          const float *update, const float *error, float *error_out, const uint8_t *mask, int rms,
-                          uint8_t *packed);
-void ocomm_local_step(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, float *momentum,
-                      float *update, const float *denominator, const uint8_t *mask);
-void ocomm_apply_update(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const uint8_t *packed,
-                        const float *denominator, const uint8_t *mask, float *momentum, float *update, float *synced);
+int ocomm_compress_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                          const float *momentum, const float *update, const float *error, float *error_out,
+                          const uint8_t *mask, int rms, uint8_t *packed);
+void ocomm_local_step(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                      float *momentum, float *update, const float *denominator, const uint8_t *mask);
+void ocomm_apply_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                        const uint8_t *packed, const float *denominator, const uint8_t *mask, float *momentum,
+                        float *update, float *synced);
 /* 1 if every element of the blocks' gradients is finite. */
-int ocomm_finite(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors);
+int ocomm_finite(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors);
 /* Birder and SoftSignSGD; no scales, no mask. A result is 1 if everything computed is finite, else 0. Each `_out` may
  * be the array it follows.
  * momentum_out = m = beta1 * momentum + one_minus_beta1 * grad, magnitude_out = b = the same of |grad|, with amsgrad no
  * less than before; y = m / (b + eps) + error; bit = U < (y + 1) / 2; error_out = y - (bit ? 1 : -1). */
-int ocomm_quantize(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
-                   float *momentum_out, const float *magnitude, float *magnitude_out, const float *error,
-                   float *error_out, float eps, int amsgrad, const ocomm_noise *noise, uint8_t *packed);
+int ocomm_quantize(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                   const float *momentum, float *momentum_out, const float *magnitude, float *magnitude_out,
+                   const float *error, float *error_out, float eps, int amsgrad, const ocomm_noise *noise,
+                   uint8_t *packed);
 /* The same of y = sum of weights[i] * sign_i in order + error, at `owned`; error and error_out NULL: no error. */
-int ocomm_quantized_average(const ocomm_block *blocks, int64_t count, const uint8_t *const *received, int64_t origin,
-                            int ranks, const float *weights, const float *error, float *error_out,
+int ocomm_quantized_average(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *const *received,
+                            int64_t origin, int ranks, const float *weights, const float *error, float *error_out,
                             const ocomm_noise *noise, uint8_t *packed);
 /* param = param * decay, then param -= step_size * sign. */
-void ocomm_apply_signs(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const uint8_t *packed);
+void ocomm_apply_signs(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                       const uint8_t *packed);
 /* out = m / (b + eps), m and b as above. */
-int ocomm_soft_sign(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
-                    float *momentum_out, const float *magnitude, float *magnitude_out, float eps, int amsgrad,
-                    float *out);
+int ocomm_soft_sign(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                    const float *momentum, float *momentum_out, const float *magnitude, float *magnitude_out, float eps,
+                    int amsgrad, float *out);
 /* Lion: the signs of c = beta1 * momentum + one_minus_beta1 * grad, where c is 0 positive if zero_up, else negative;
  * momentum_out = beta2 * momentum + one_minus_beta2 * grad, which may be momentum. 1 if all of them are finite. */
-int ocomm_compress_signs(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors, const float *momentum,
-                         float *momentum_out, float beta2, float one_minus_beta2, int zero_up, uint8_t *packed);
+int ocomm_compress_signs(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                         const float *momentum, float *momentum_out, float beta2, float one_minus_beta2, int zero_up,
+                         uint8_t *packed);
 /* out = postscale * reduce(prescale * sources[0], ..., prescale * sources[ranks - 1]) in rank order; out may be one of
  * the sources. Returns -1 for an operation the dtype does not have. dtype and op are types.DType and types.ReduceOp. */
-int ocomm_reduce(int dtype, int op, int ranks, const void *const *sources, int64_t numel, double prescale,
-                 double postscale, void *out);
+int ocomm_reduce(ocomm_pool *pool, int dtype, int op, int ranks, const void *const *sources, int64_t numel,
+                 double prescale, double postscale, void *out);
+/* nbytes bytes; the two may not overlap. */
+void ocomm_copy(ocomm_pool *pool, void *to, const void *from, int64_t nbytes);
 /* Pseudo-random sample of the bytes of a buffer, for noticing that a gradient was changed after hand-over.
  * full = 1 reads every byte. */
 uint64_t ocomm_checksum(const void *data, int64_t nbytes, int full);
@@ -113,8 +130,9 @@ void ocomm_checksums(const uint64_t *addresses, const int64_t *nbytes, int64_t c
 /* Sums of squares of float buffers, in double: lane k of 32 adds elements k, k + 32, ..., lanes fold by halves. An
  * address of 0 has sum 0. */
 void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t count, double *sums);
-/* y += factor * x: what the benchmarks compare every loop with. */
-void ocomm_axpy(float *y, const float *x, float factor, int64_t numel);
+/* y += factor * x, and y += factor * x + factor * z: what the benchmarks compare the loops with. */
+void ocomm_axpy(ocomm_pool *pool, float *y, const float *x, float factor, int64_t numel);
+void ocomm_triad(ocomm_pool *pool, float *y, const float *x, const float *z, float factor, int64_t numel);
 
 /* cffi: end kernels */
 /* cffi: begin engine */
@@ -204,8 +222,9 @@ typedef struct {
 typedef struct ocomm_engine ocomm_engine;
 typedef struct ocomm_channel ocomm_channel;
 
-/* mpi may be NULL: a world of one, where plans have no messages. idle_ns bounds the sleep while nothing is queued. */
-ocomm_engine *ocomm_engine_new(const ocomm_mpi *mpi, int64_t spin_ns, int64_t idle_ns);
+/* mpi may be NULL: a world of one, where plans have no messages. The pool, or NULL, must outlive the engine. idle_ns
+ * bounds the sleep while nothing is queued. */
+ocomm_engine *ocomm_engine_new(const ocomm_mpi *mpi, ocomm_pool *pool, int64_t spin_ns, int64_t idle_ns);
 void ocomm_engine_free(ocomm_engine *engine);
 /* Watched communicators make ocomm_engine_run return OCOMM_CONTROL when a message waits on them. */
 int ocomm_engine_watch(ocomm_engine *engine, intptr_t communicator);

@@ -26,10 +26,10 @@ INLINE void FN(ratio)(const ratio_work *w, int64_t j, int n, V *row, V *bad) {
     UNROLL for (int v = 0; v < VECTORS; v++) {
         m[v] = w->beta1 * m[v] + w->one_minus_beta1 * grad[v];
         const V now = w->beta1 * b[v] + w->one_minus_beta1 * (V)((I)grad[v] & INT32_MAX);
-        b[v] = w->amsgrad ? (V)FN(select)(b[v] > now, (I)b[v], (I)now) : now;
+        b[v] = w->amsgrad ? FN(select)(FN(greater)(b[v], now), b[v], now) : now;
         row[v] = m[v] / (b[v] + w->eps);
         /* Elements past the end of the block are 0 / eps, and eps may be 0. */
-        if (n < ROW) row[v] = (V)(FN(lanes_of)((1u << n) - 1, v) & (I)row[v]);
+        if (n < ROW) row[v] = FN(select)(FN(lanes_of)((1u << n) - 1, v), row[v], (V){0});
         FN(note)(bad, b[v]); /* its ratio would be 0; an m that is not finite shows in the ratio */
     }
     FN(store)(w->momentum_out + j, m, n);
@@ -44,12 +44,12 @@ INLINE void FN(add_row)(V *row, const float *from, int n) {
 
 /* A row of random signs whose mean is y where that is in [-1, 1]; what they leave of y is the new error. */
 INLINE void FN(send)(const draws *d, int64_t j, int n, V *y, const V *number, V *bad) {
-    I yes[VECTORS];
+    M yes[VECTORS];
     UNROLL for (int v = 0; v < VECTORS; v++) {
         FN(note)(bad, y[v]);
         /* U < (y + 1) / 2, both sides times 2^24: exact, and one multiplication less. */
-        yes[v] = number[v] < (y[v] + 1.0f) * 0x1p23f;
-        y[v] -= (V)((I)FN(splat)(1.0f) ^ (~yes[v] & INT32_MIN));
+        yes[v] = FN(greater)((y[v] + 1.0f) * 0x1p23f, number[v]);
+        y[v] -= FN(select)(yes[v], FN(splat)(1.0f), FN(splat)(-1.0f));
     }
     store_bits(d->bits + (j >> 3), FN(word_of)(yes), n);
     if (d->error_out) FN(store)(d->error_out + j, y, n);
@@ -80,10 +80,10 @@ INLINE void FN(quantize_rows)(int source, const ratio_work *w, draws *d, V *bad)
         V y[VECTORS], number[VECTORS];
         FN(next_numbers)(source, d, number, ahead);
         if (j < whole) {
-            prefetch_row(w->momentum, j);
-            prefetch_row(w->magnitude, j);
-            prefetch_row(d->error, j);
-            if (w->grad) prefetch_row(w->grad, j);
+            prefetch_row(w->momentum, j + AHEAD(4));
+            prefetch_row(w->magnitude, j + AHEAD(4));
+            prefetch_row(d->error, j + AHEAD(4));
+            if (w->grad) prefetch_row(w->grad, j + AHEAD(4));
             FN(ratio)(w, j, ROW, y, bad);
             FN(add_row)(y, d->error + j, ROW);
             FN(send)(d, j, ROW, y, number, bad);
@@ -95,10 +95,11 @@ INLINE void FN(quantize_rows)(int source, const ratio_work *w, draws *d, V *bad)
     }
 }
 
-TARGET static int FN(quantize)(const ratio_call *args) {
+TARGET static int FN(quantize)(const void *of, const ocomm_block *blocks, int64_t count) {
+    const ratio_call *args = of;
     V bad = {0};
-    for (int64_t k = 0; k < args->count; k++) {
-        const ocomm_block *block = args->blocks + k;
+    for (int64_t k = 0; k < count; k++) {
+        const ocomm_block *block = blocks + k;
         ratio_work w;
         draws d;
         prepare_ratio(args, block, &w);
@@ -112,73 +113,62 @@ TARGET static int FN(quantize)(const ratio_call *args) {
     return FN(all_finite)(&bad);
 }
 
-INLINE void FN(weighted_signs)(int from_table, const ratio_call *args, const sums_table *table, int64_t at, int64_t j,
-                               int n, V *row) {
-    int i = 0;
-    if (from_table) {
-        uint32_t words[TABLED];
-        for (; i < TABLED; i++) words[i] = load_bits(args->received[i] + at + (j >> 3), n);
-        FN(looked_up)(row, table, words);
-    } else {
-        /* As in mean(): what leaves the first addend exactly as it is. */
-        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = FN(splat)(-0.0f);
-    }
-    for (; i < args->ranks; i++) {
-        const uint32_t word = load_bits(args->received[i] + at + (j >> 3), n);
-        const V weight = FN(splat)(args->weights[i]);
-        UNROLL for (int v = 0; v < VECTORS; v++) row[v] += FN(with_signs)(weight, word, v);
-    }
-}
-
-INLINE void FN(average_rows)(int source, int from_table, const ratio_call *args, const sums_table *table,
-                             const ocomm_block *block, draws *d, V *bad) {
+INLINE void FN(average_rows)(int source, const ratio_call *args, const sums_table *table, const ocomm_block *block,
+                             draws *d, V *bad) {
     const int64_t length = block->length, whole = length & -ROW, at = block->bits - args->origin;
+    float tile[TILE] __attribute__((aligned(64)));
     V ahead[VECTORS];
     if (source == SHIFTED) FN(drawn)(ahead, &d->generator, d->quad);
-    for (int64_t j = 0; j < length; j += ROW) {
-        const int n = (int)(length - j);
-        V a[VECTORS], number[VECTORS];
-        FN(next_numbers)(source, d, number, ahead);
-        if (j < whole) {
-            FN(weighted_signs)(from_table, args, table, at, j, ROW, a);
+    V a[VECTORS], number[VECTORS];
+    int64_t j = 0;
+    while (j < whole) {
+        const int64_t end = whole - j < TILE ? whole : j + TILE;
+        const float *sums = tile - j;
+        FN(sum_ranks)(args->received, args->ranks, at + (j >> 3), 0, args->weights, table, (int)((end - j) / ROW), tile);
+        for (; j < end; j += ROW) {
+            FN(next_numbers)(source, d, number, ahead);
+            FN(load)(a, sums + j, ROW);
             if (d->error) {
-                prefetch_row(d->error, j);
+                prefetch_row(d->error, j + AHEAD(1));
                 FN(add_row)(a, d->error + j, ROW);
             }
             FN(send)(d, j, ROW, a, number, bad);
-        } else {
-            FN(weighted_signs)(from_table, args, table, at, j, n, a);
-            if (d->error) FN(add_row)(a, d->error + j, n);
-            FN(send)(d, j, n, a, number, bad);
         }
+    }
+    if (j < length) {
+        const int n = (int)(length - j);
+        FN(next_numbers)(source, d, number, ahead);
+        FN(sum_ranks_of_tail)(a, args->received, args->ranks, at + (j >> 3), 0, args->weights, n);
+        if (d->error) FN(add_row)(a, d->error + j, n);
+        FN(send)(d, j, n, a, number, bad);
     }
 }
 
-TARGET static int FN(quantized_average)(const ratio_call *args) {
+TARGET static int FN(quantized_average)(const void *of, const ocomm_block *blocks, int64_t count) {
+    const ratio_call *args = of;
     V bad = {0};
     sums_table table;
-    const int from_table = LOOKS_UP && args->ranks >= TABLED;
-    if (from_table) fill_table(&table, args->weights);
-    for (int64_t k = 0; k < args->count; k++) {
-        const ocomm_block *block = args->blocks + k;
+    if (LOOKS_UP && args->ranks >= TABLED) fill_table(&table, args->weights);
+    for (int64_t k = 0; k < count; k++) {
+        const ocomm_block *block = blocks + k;
         draws d;
         prepare_draws(args, block, block->owned, &d);
-        switch (2 * d.source + from_table) {
-        case 2 * ALIGNED: FN(average_rows)(ALIGNED, 0, args, &table, block, &d, &bad); break;
-        case 2 * ALIGNED + 1: FN(average_rows)(ALIGNED, 1, args, &table, block, &d, &bad); break;
-        case 2 * SHIFTED: FN(average_rows)(SHIFTED, 0, args, &table, block, &d, &bad); break;
-        case 2 * SHIFTED + 1: FN(average_rows)(SHIFTED, 1, args, &table, block, &d, &bad); break;
-        case 2 * STEADY: FN(average_rows)(STEADY, 0, args, &table, block, &d, &bad); break;
-        case 2 * STEADY + 1: FN(average_rows)(STEADY, 1, args, &table, block, &d, &bad); break;
+        switch (d.source) {
+        case ALIGNED: FN(average_rows)(ALIGNED, args, &table, block, &d, &bad); break;
+        case SHIFTED: FN(average_rows)(SHIFTED, args, &table, block, &d, &bad); break;
+        case STEADY: FN(average_rows)(STEADY, args, &table, block, &d, &bad); break;
         }
     }
     return FN(all_finite)(&bad);
 }
 
-TARGET static int FN(soft_sign)(const ratio_call *args) {
+#ifndef WITHOUT
+
+TARGET static int FN(soft_sign)(const void *of, const ocomm_block *blocks, int64_t count) {
+    const ratio_call *args = of;
     V bad = {0};
-    for (int64_t k = 0; k < args->count; k++) {
-        const ocomm_block *block = args->blocks + k;
+    for (int64_t k = 0; k < count; k++) {
+        const ocomm_block *block = blocks + k;
         float *out = args->out + block->offset;
         ratio_work w;
         prepare_ratio(args, block, &w);
@@ -186,9 +176,9 @@ TARGET static int FN(soft_sign)(const ratio_call *args) {
         V row[VECTORS];
         int64_t j = 0;
         for (; j < whole; j += ROW) {
-            prefetch_row(w.momentum, j);
-            prefetch_row(w.magnitude, j);
-            if (w.grad) prefetch_row(w.grad, j);
+            prefetch_row(w.momentum, j + AHEAD(3));
+            prefetch_row(w.magnitude, j + AHEAD(3));
+            if (w.grad) prefetch_row(w.grad, j + AHEAD(3));
             FN(ratio)(&w, j, ROW, row, &bad);
             UNROLL for (int v = 0; v < VECTORS; v++) FN(note)(&bad, row[v]);
             FN(store)(out + j, row, ROW);
@@ -205,7 +195,7 @@ TARGET static int FN(soft_sign)(const ratio_call *args) {
 /* One row of Lion: the signs of c, and m beside the old one. */
 INLINE void FN(compress_signs_row)(int zero_up, const ratio_work *w, int64_t j, int n, uint8_t *bits, V *bad) {
     V m[VECTORS], grad[VECTORS];
-    I yes[VECTORS];
+    M yes[VECTORS];
     FN(load)(m, w->momentum + j, n);
     if (w->grad) {
         FN(load)(grad, w->grad + j, n);
@@ -215,7 +205,7 @@ INLINE void FN(compress_signs_row)(int zero_up, const ratio_work *w, int64_t j, 
     UNROLL for (int v = 0; v < VECTORS; v++) {
         const V c = w->beta1 * m[v] + w->one_minus_beta1 * grad[v];
         m[v] = w->beta2 * m[v] + w->one_minus_beta2 * grad[v];
-        yes[v] = zero_up ? c >= (V){0} : c > (V){0};
+        yes[v] = zero_up ? FN(at_least)(c, (V){0}) : FN(greater)(c, (V){0});
         FN(note)(bad, c);
         FN(note)(bad, m[v]);
     }
@@ -223,18 +213,19 @@ INLINE void FN(compress_signs_row)(int zero_up, const ratio_work *w, int64_t j, 
     FN(store)(w->momentum_out + j, m, n);
 }
 
-TARGET static int FN(compress_signs)(const ratio_call *args) {
+TARGET static int FN(compress_signs)(const void *of, const ocomm_block *blocks, int64_t count) {
+    const ratio_call *args = of;
     V bad = {0};
-    for (int64_t k = 0; k < args->count; k++) {
-        const ocomm_block *block = args->blocks + k;
+    for (int64_t k = 0; k < count; k++) {
+        const ocomm_block *block = blocks + k;
         uint8_t *bits = args->packed + block->bits;
         ratio_work w;
         prepare_momentum(args, block, &w);
         const int64_t whole = w.length & -ROW;
         int64_t j = 0;
         for (; j < whole; j += ROW) {
-            prefetch_row(w.momentum, j);
-            if (w.grad) prefetch_row(w.grad, j);
+            prefetch_row(w.momentum, j + AHEAD(2));
+            if (w.grad) prefetch_row(w.grad, j + AHEAD(2));
             FN(compress_signs_row)(args->zero_up, &w, j, ROW, bits, &bad);
         }
         if (j < w.length) FN(compress_signs_row)(args->zero_up, &w, j, (int)(w.length - j), bits, &bad);
@@ -253,21 +244,24 @@ INLINE void FN(apply_signs_row)(float *param, float decay, const uint8_t *bits, 
     FN(store)(param + j, p, n);
 }
 
-TARGET static void FN(apply_signs)(const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                                   const uint8_t *packed) {
+TARGET static int FN(apply_signs)(const void *of, const ocomm_block *blocks, int64_t count) {
+    const apply_call *args = of;
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
-        const ocomm_tensor *tensor = tensors + block->tensor;
+        const ocomm_tensor *tensor = args->tensors + block->tensor;
         if (tensor->skip) continue;
         const V step = FN(splat)(tensor->step_size);
-        const uint8_t *bits = packed + block->bits;
+        const uint8_t *bits = args->packed + block->bits;
         float *param = tensor->param + block->start;
         const int64_t whole = block->length & -ROW;
         int64_t j = 0;
         for (; j < whole; j += ROW) {
-            prefetch_row(param, j);
+            prefetch_row(param, j + AHEAD(1));
             FN(apply_signs_row)(param, tensor->decay, bits, j, ROW, step);
         }
         if (j < block->length) FN(apply_signs_row)(param, tensor->decay, bits, j, (int)(block->length - j), step);
     }
+    return 1;
 }
+
+#endif

@@ -3,7 +3,7 @@
  * Work goes chunk by chunk through an accumulator in the first-level cache: every source is read before the chunk of
  * `out` is written, so `out` may be one of them.
  */
-#include "ocomm.h"
+#include "pool.h"
 
 #include <string.h>
 
@@ -16,13 +16,14 @@ enum { AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT, BITWISE_OR };
 
 #define CHUNK 256
 
-typedef struct {
+typedef struct job job;
+struct job {
+    void (*run)(const job *, int64_t first, int64_t end);
     int op, ranks;
     const void *const *sources;
-    int64_t numel;
     double prescale, postscale;
     void *out;
-} job;
+};
 
 /* Buffers start at any byte, and hold whatever the caller keeps there. */
 #define ANYWHERE __attribute__((aligned(1), may_alias))
@@ -141,7 +142,7 @@ F16C static void store_float16_f16c(void *to, int64_t at, const float *from, int
     store_float16_portable(half, k, from + k, n - k);
 }
 
-static int has_f16c(void) { return strcmp(ocomm_path(), "avx2") == 0 && __builtin_cpu_supports("f16c"); }
+static int has_f16c(void) { return strcmp(ocomm_path(), "portable") != 0 && __builtin_cpu_supports("f16c"); }
 #endif
 
 static void load_float16(float *into, const void *from, int64_t at, int n) {
@@ -223,10 +224,10 @@ COMBINE(float64, double, double)
 
 /* NAME: how elements are stored; SUM: the accumulator, of C type T. */
 #define REDUCTION(NAME, SUM_NAME, T)                                                                               \
-    static void reduce_##NAME(const job *r) {                                                                      \
+    static void reduce_##NAME(const job *r, int64_t first, int64_t end) {                                          \
         T sum[CHUNK], buffer[CHUNK];                                                                               \
-        for (int64_t at = 0; at < r->numel; at += CHUNK) {                                                         \
-            const int n = (int)(r->numel - at < CHUNK ? r->numel - at : CHUNK);                                    \
+        for (int64_t at = first; at < end; at += CHUNK) {                                                          \
+            const int n = (int)(end - at < CHUNK ? end - at : CHUNK);                                              \
             memcpy(sum, fetch_##NAME(buffer, r->sources[0], at, n, r->prescale), (size_t)n * sizeof(T));           \
             for (int i = 1; i < r->ranks; i++)                                                                     \
                 combine_##SUM_NAME(r->op, sum, fetch_##NAME(buffer, r->sources[i], at, n, r->prescale), n);        \
@@ -248,11 +249,11 @@ REDUCTION(bfloat16, float32, float)
 /* The mean of integers is divided towards minus infinity, as NumPy and Torch divide. Sums are made in 64 bits, so only
  * those of int64 can wrap. */
 #define INTEGER_MEAN(NAME, T)                                                                                       \
-    static void mean_##NAME(const job *r) {                                                                        \
+    static void mean_##NAME(const job *r, int64_t first, int64_t end) {                                            \
         T buffer[CHUNK];                                                                                           \
         int64_t sum[CHUNK];                                                                                        \
-        for (int64_t at = 0; at < r->numel; at += CHUNK) {                                                         \
-            const int n = (int)(r->numel - at < CHUNK ? r->numel - at : CHUNK);                                    \
+        for (int64_t at = first; at < end; at += CHUNK) {                                                          \
+            const int n = (int)(end - at < CHUNK ? end - at : CHUNK);                                              \
             memset(sum, 0, sizeof sum);                                                                            \
             for (int i = 0; i < r->ranks; i++) {                                                                   \
                 const any_##NAME *next = fetch_##NAME(buffer, r->sources[i], at, n, r->prescale);                  \
@@ -275,10 +276,10 @@ typedef float any_float32x4 __attribute__((vector_size(16), aligned(1), may_alia
 
 /* The usual reduction without an accumulator in memory: 16 elements of all sources at a time. Vectors are spelled out
  * because compilers did not find them under -fwrapv, which Python's own flags bring along. */
-static void sum_float32(const job *r) {
+static void sum_float32(const job *r, int64_t begin, int64_t end) {
     const float factor = (float)r->postscale;
-    int64_t at = 0;
-    for (; at + 16 <= r->numel; at += 16) {
+    int64_t at = begin;
+    for (; at + 16 <= end; at += 16) {
         const any_float32x4 *first = (const any_float32x4 *)((const any_float32 *)r->sources[0] + at);
         float32x4 a = first[0], b = first[1], c = first[2], d = first[3];
         for (int i = 1; i < r->ranks; i++) {
@@ -291,7 +292,7 @@ static void sum_float32(const job *r) {
         any_float32x4 *out = (any_float32x4 *)((any_float32 *)r->out + at);
         out[0] = a, out[1] = b, out[2] = c, out[3] = d;
     }
-    for (; at < r->numel; at++) {
+    for (; at < end; at++) {
         float sum = ((const any_float32 *)r->sources[0])[at];
         for (int i = 1; i < r->ranks; i++) sum += ((const any_float32 *)r->sources[i])[at];
         ((any_float32 *)r->out)[at] = factor != 1 ? sum * factor : sum;
@@ -299,9 +300,9 @@ static void sum_float32(const job *r) {
 }
 
 /* Every nonzero byte is true; the result is 0 or 1. */
-static void reduce_bool(const job *r) {
+static void reduce_bool(const job *r, int64_t first, int64_t end) {
     const int any = r->op == SUM || r->op == MAX;
-    for (int64_t k = 0; k < r->numel; k++) {
+    for (int64_t k = first; k < end; k++) {
         uint8_t result = !any;
         for (int i = 0; i < r->ranks; i++) {
             const uint8_t truth = ((const uint8_t *)r->sources[i])[k] != 0;
@@ -311,10 +312,10 @@ static void reduce_bool(const job *r) {
     }
 }
 
-static void reduce_bits(const job *r) {
+static void reduce_bits(const job *r, int64_t first, int64_t end) {
     uint8_t sum[CHUNK];
-    for (int64_t at = 0; at < r->numel; at += CHUNK) {
-        const int n = (int)(r->numel - at < CHUNK ? r->numel - at : CHUNK);
+    for (int64_t at = first; at < end; at += CHUNK) {
+        const int n = (int)(end - at < CHUNK ? end - at : CHUNK);
         memset(sum, 0, sizeof sum);
         for (int i = 0; i < r->ranks; i++) {
             const uint8_t *next = (const uint8_t *)r->sources[i] + at;
@@ -324,70 +325,57 @@ static void reduce_bits(const job *r) {
     }
 }
 
-int ocomm_reduce(int dtype, int op, int ranks, const void *const *sources, int64_t numel, double prescale,
-                 double postscale, void *out) {
-    const job r = {op, ranks, sources, numel, prescale, postscale, out};
-    const int plain = prescale == 1 && postscale == 1;
-    if (ranks < 1) return -1;
+/* The loop for an operation on a type, NULL if there is none. */
+static void (*loop_for(int dtype, int op, double prescale, double postscale))(const job *, int64_t, int64_t) {
     if (op == BITWISE_OR || dtype == BOOL) {
-        const int truth = dtype == BOOL && (op == SUM || op == MIN || op == MAX || op == PRODUCT);
-        if (!plain || !(truth || (dtype == UINT8 && op == BITWISE_OR))) return -1;
-        if (truth)
-            reduce_bool(&r);
-        else
-            reduce_bits(&r);
-        return 0;
+        if (prescale != 1 || postscale != 1) return NULL;
+        if (dtype == BOOL && (op == SUM || op == MIN || op == MAX || op == PRODUCT)) return reduce_bool;
+        return dtype == UINT8 && op == BITWISE_OR ? reduce_bits : NULL;
     }
-    if (op != AVERAGE && op != SUM && op != MIN && op != MAX && op != PRODUCT) return -1;
+    if (op != AVERAGE && op != SUM && op != MIN && op != MAX && op != PRODUCT) return NULL;
     switch (dtype) {
-    case UINT8:
-        if (op == AVERAGE)
-            mean_uint8(&r);
-        else
-            reduce_uint8(&r);
-        return 0;
-    case INT8:
-        if (op == AVERAGE)
-            mean_int8(&r);
-        else
-            reduce_int8(&r);
-        return 0;
-    case INT16:
-        if (op == AVERAGE)
-            mean_int16(&r);
-        else
-            reduce_int16(&r);
-        return 0;
-    case INT32:
-        if (op == AVERAGE)
-            mean_int32(&r);
-        else
-            reduce_int32(&r);
-        return 0;
-    case INT64:
-        if (op == AVERAGE)
-            mean_int64(&r);
-        else
-            reduce_int64(&r);
-        return 0;
-    case FLOAT16:
-        reduce_float16(&r);
-        return 0;
-    case BFLOAT16:
-        reduce_bfloat16(&r);
-        return 0;
-    case FLOAT32:
-        if (prescale == 1 && (op == SUM || op == AVERAGE))
-            sum_float32(&r);
-        else
-            reduce_float32(&r);
-        return 0;
-    case FLOAT64:
-        reduce_float64(&r);
-        return 0;
-    default:
-        return -1;
+    case UINT8: return op == AVERAGE ? mean_uint8 : reduce_uint8;
+    case INT8: return op == AVERAGE ? mean_int8 : reduce_int8;
+    case INT16: return op == AVERAGE ? mean_int16 : reduce_int16;
+    case INT32: return op == AVERAGE ? mean_int32 : reduce_int32;
+    case INT64: return op == AVERAGE ? mean_int64 : reduce_int64;
+    case FLOAT16: return reduce_float16;
+    case BFLOAT16: return reduce_bfloat16;
+    case FLOAT32: return prescale == 1 && (op == SUM || op == AVERAGE) ? sum_float32 : reduce_float32;
+    case FLOAT64: return reduce_float64;
+    default: return NULL;
     }
+}
+
+static int run_piece(const void *args, int64_t first, int64_t count) {
+    const job *r = args;
+    r->run(r, first, first + count);
+    return 1;
+}
+
+int ocomm_reduce(ocomm_pool *pool, int dtype, int op, int ranks, const void *const *sources, int64_t numel,
+                 double prescale, double postscale, void *out) {
+    const job r = {loop_for(dtype, op, prescale, postscale), op, ranks, sources, prescale, postscale, out};
+    if (!r.run || ranks < 1) return -1;
+    pool_run(pool, run_piece, NULL, &r, numel);
+    return 0;
+}
+
+typedef struct {
+    uint8_t *to;
+    const uint8_t *from;
+    int64_t nbytes;
+} copying;
+
+static int copy_words(const void *args, int64_t first, int64_t count) {
+    const copying *c = args;
+    const int64_t rest = c->nbytes - 4 * first;
+    memcpy(c->to + 4 * first, c->from + 4 * first, (size_t)(rest < 4 * count ? rest : 4 * count));
+    return 1;
+}
+
+void ocomm_copy(ocomm_pool *pool, void *to, const void *from, int64_t nbytes) {
+    pool_run(pool, copy_words, NULL, &(copying){to, from, nbytes}, (nbytes + 3) / 4);
 }
 
 #define SAMPLES 64

@@ -95,6 +95,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "ENGINE": ("engine", _choice("native", "python"), False),
     "CUDA_AWARE": ("cuda_aware", _choice("auto", "0", "1"), False),
     "KERNELS": ("kernels", _choice("cpu", "reference"), False),
+    "KERNEL_THREADS": ("kernel_threads", _positive, False),
     "LOG_LEVEL": ("log_level", _choice(*_LEVELS), True),
     "THREAD_AFFINITY": ("thread_affinity", _cores, True),
     "TIMELINE": ("timeline", _timeline, True),

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -47,6 +47,9 @@ from ocomm.transport.local import Fabric
 from ocomm.types import DType, Nodes, ReduceOp, Settings, Topology
 from ocomm.version import __version__
 
+if TYPE_CHECKING:
+    from ocomm.kernels.cpu import Pool
+
 _log = logging.getLogger("ocomm")
 #: Why a rank leaves which will be back.
 REJOINS = "has left to join again"
@@ -69,6 +72,7 @@ class Session:
         self.left_in_order = True  # whether the last shutdown was clean on all ranks
         self.supervisor: Supervisor | None = None  # of an elastic job; stays when the session is started again
         self.launch_ranks: Sequence[int] = ()  # the launcher's numbers of the ranks, where they are others
+        self._pool: Pool | None = None
         self._pid = 0
         self._starts = 0  # with a timeline from the settings
         self._scratch = Scratch(0)
@@ -115,16 +119,19 @@ class Session:
         tuner = _tuner(settings) if settings.autotune and control.rank == 0 else None
         self._names.clear()  # ranks that come back from different failures must count alike
         sets = [tuple(ranks) for ranks in process_sets]
+        # Before anybody hears of this rank: it may fail.
+        pool = _kernel_threads(settings)
         hosts = _handshake(control, settings, sets, host or socket.gethostname())
         native = settings.engine == "native" and (abi is not None or control.size == 1)
-        self.kernels = _kernels(settings)
+        self.kernels = _kernels(settings, pool)
         if native:
             from ocomm.collectives.native_engine import NativeEngine
 
-            engine: Engine = NativeEngine(abi, settings.spin_us, settings.idle_ms)
+            engine: Engine = NativeEngine(abi, settings.spin_us, settings.idle_ms, pool)
         else:
             engine = PythonEngine(self.kernels, control.arrival, settings.idle_ms)
         self.engine = engine
+        self._pool = pool
         self.settings = settings
         self._scratch = Scratch(settings.scratch_nbytes)
         self.topology = _topology(control.rank, hosts)
@@ -180,6 +187,8 @@ class Session:
             # The network may still touch buffers of what was under way: engine and communicators stay as they are.
             _abandoned.append((self.engine, self.sets))
         self.engine = None
+        if self._pool is not None:
+            self._pool.close()  # optimizers may go on to hold the kernels
         self.sets = {}
         self._compressed.clear()
         self._compressed_channels.clear()
@@ -433,14 +442,22 @@ def _tuner(settings: Settings) -> Tuner:
         raise SettingsError(f"OCOMM_AUTOTUNE_LOG={settings.autotune_log!r} cannot be written: {error}.") from None
 
 
-def _kernels(settings: Settings) -> Kernels:
+def _kernel_threads(settings: Settings) -> Pool | None:
+    if settings.kernel_threads == 1:
+        return None
+    from ocomm.kernels.cpu import Pool
+
+    return Pool(settings.kernel_threads)
+
+
+def _kernels(settings: Settings, pool: Pool | None) -> Kernels:
     if settings.kernels == "reference":
         from ocomm.kernels.reference import ReferenceKernels
 
         return ReferenceKernels()
     from ocomm.kernels.cpu import CpuKernels
 
-    return CpuKernels()
+    return CpuKernels(pool)
 
 
 def _bounded(call: Callable[[], Any], timeout_s: float, what: str) -> Any:

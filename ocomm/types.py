@@ -230,6 +230,7 @@ class Settings:
     engine: str = "native"  # or "python", its slow twin
     cuda_aware: str = "auto"  # "1": MPI is given addresses on CUDA devices, "0": it is not
     kernels: str = "cpu"  # or "reference"
+    kernel_threads: int = 1  # that share a large loop, the one which runs it included
     log_level: str = "warning"
     thread_affinity: tuple[int, ...] = ()  # core of the background thread, by local rank; empty: any
     timeline: str = ""  # file of rank 0's timeline; "": none

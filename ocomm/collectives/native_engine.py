@@ -13,6 +13,7 @@ from ocomm.collectives import plan as plans
 from ocomm.collectives.engine import Reason, State
 from ocomm.collectives.plan import Plan
 from ocomm.collectives.tracing import Trace, new_trace, record
+from ocomm.kernels.cpu import Pool, pointer_to
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Transport
 
@@ -275,9 +276,12 @@ class NativeChannel:
 
 
 class NativeEngine:
-    """See ``engine.Engine``. ``abi`` is ``transport.mpi.MpiAbi``, None for a world of one without MPI."""
+    """See ``engine.Engine``. ``abi`` is ``transport.mpi.MpiAbi``, None for a world of one without MPI.
 
-    def __init__(self, abi: Any = None, spin_us: float = 50.0, idle_ms: float = 5.0) -> None:
+    ``pool`` helps with computations; whoever made it closes it.
+    """
+
+    def __init__(self, abi: Any = None, spin_us: float = 50.0, idle_ms: float = 5.0, pool: Pool | None = None) -> None:
         mpi = ffi.NULL
         if abi is not None:
             mpi = ffi.new("ocomm_mpi *")
@@ -285,7 +289,8 @@ class NativeEngine:
                 setattr(mpi, name, ffi.cast("void *", getattr(abi, name)))
             for name in ("byte_type", "handle_nbytes", "status_nbytes", "any_source", "undefined"):
                 setattr(mpi, name, getattr(abi, name))
-        pointer = lib.ocomm_engine_new(mpi, int(spin_us * 1e3), int(idle_ms * 1e6))
+        self._pool = pool
+        pointer = lib.ocomm_engine_new(mpi, pointer_to(pool), int(spin_us * 1e3), int(idle_ms * 1e6))
         if pointer == ffi.NULL:
             raise MemoryError("no memory for the engine")
         # Freed with its last user, not by close(): another thread may be about to submit, wake or wait.

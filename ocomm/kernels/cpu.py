@@ -7,16 +7,20 @@ plan is built, would otherwise be checked at every step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ocomm._native import ffi, lib
+from ocomm.errors import LaunchError
 from ocomm.kernels.base import HOST, Bytes, Floats, Table
 from ocomm.kernels.reference import ReferenceKernels, unsupported_reduction
 from ocomm.types import DType, ReduceOp
 
 _NULL = ffi.NULL
+#: Elements of the smallest pieces of a loop: 10 microseconds' work at least. To share a loop costs about 5.
+GRAIN = 32768
 # An array's own buffer is several times cheaper to pass on than its ``ctypes`` attribute.
 _pointer = ffi.from_buffer
 
@@ -29,14 +33,42 @@ def _optional_floats(array: Floats | None) -> object:
     return _NULL if array is None else _pointer("float[]", array)
 
 
+class Pool:
+    """``threads - 1`` threads which help whoever runs a large loop; results have the same bits with any number of them.
+
+    They sleep between loops. One loop is shared at a time: a second caller does its own alone. ``grain``: elements that
+    are worth waking a thread for; a loop of less than twice as many is not cut. LaunchError if the system has no
+    threads left.
+    """
+
+    def __init__(self, threads: int, grain: int = GRAIN) -> None:
+        pool = lib.ocomm_pool_new(threads, grain)
+        if pool == _NULL:
+            raise LaunchError(f"no room for {threads} kernel threads; set OCOMM_KERNEL_THREADS to less")
+        self.pointer = ffi.gc(pool, lib.ocomm_pool_free)
+
+    def close(self) -> None:
+        """Ends the threads, when they have done what they are at; loops are their callers' alone from then on."""
+        lib.ocomm_pool_close(self.pointer)
+
+
+def pointer_to(pool: Pool | None) -> Any:
+    """For C; NULL for None."""
+    return _NULL if pool is None else pool.pointer
+
+
 class CpuKernels:
     """See ``ocomm.kernels.base.Kernels`` for the arguments, ``ocomm.kernels.reference`` for what exactly is computed.
 
     The tables must have the dtypes ``BLOCK`` and ``TENSOR``; all arrays must be contiguous and stay alive for the call.
+    Without a ``pool`` all work is the caller's.
     """
 
     name = "cpu"
     memory = HOST
+
+    def __init__(self, pool: Pool | None = None) -> None:
+        self._pool = pointer_to(pool)
 
     def compress(
         self,
@@ -51,6 +83,7 @@ class CpuKernels:
         """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``."""
         return bool(
             lib.ocomm_compress(
+                self._pool,
                 _pointer("ocomm_block[]", blocks),
                 len(blocks),
                 _pointer("float[]", values),
@@ -76,6 +109,7 @@ class CpuKernels:
         """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``, ``packed`` may not be ``previous``."""
         return bool(
             lib.ocomm_compress_momentum(
+                self._pool,
                 _pointer("ocomm_block[]", blocks),
                 len(blocks),
                 _pointer("ocomm_tensor[]", tensors),
@@ -103,6 +137,7 @@ class CpuKernels:
         messages = [_pointer("uint8_t[]", message) for message in received]
         return bool(
             lib.ocomm_average(
+                self._pool,
                 _pointer("ocomm_block[]", blocks),
                 len(blocks),
                 ffi.new("uint8_t *[]", messages),
@@ -119,6 +154,7 @@ class CpuKernels:
     def unpack(self, blocks: Table, packed: Bytes, mask: Bytes | None, out: Floats) -> None:
         """Writes ``out`` where the blocks are."""
         lib.ocomm_unpack(
+            self._pool,
             _pointer("ocomm_block[]", blocks),
             len(blocks),
             _pointer("uint8_t[]", packed),
@@ -129,6 +165,7 @@ class CpuKernels:
     def apply(self, blocks: Table, tensors: Table, packed: Bytes, denominator: Floats, mask: Bytes | None) -> None:
         """Updates the tensors behind the ``param`` addresses in place, except those with ``skip``."""
         lib.ocomm_apply(
+            self._pool,
             _pointer("ocomm_block[]", blocks),
             len(blocks),
             _pointer("ocomm_tensor[]", tensors),
@@ -152,6 +189,7 @@ class CpuKernels:
         """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``."""
         return bool(
             lib.ocomm_compress_update(
+                self._pool,
                 _pointer("ocomm_block[]", blocks),
                 len(blocks),
                 _pointer("ocomm_tensor[]", tensors),
@@ -176,6 +214,7 @@ class CpuKernels:
     ) -> None:
         """Updates ``momentum``, ``update`` and the tensors behind ``param`` in place, but where ``skip`` is set."""
         lib.ocomm_local_step(
+            self._pool,
             _pointer("ocomm_block[]", blocks),
             len(blocks),
             _pointer("ocomm_tensor[]", tensors),
@@ -198,6 +237,7 @@ class CpuKernels:
     ) -> None:
         """Updates the tensors behind ``param`` and the flat buffers in place, but where ``skip`` is set."""
         lib.ocomm_apply_update(
+            self._pool,
             _pointer("ocomm_block[]", blocks),
             len(blocks),
             _pointer("ocomm_tensor[]", tensors),
@@ -212,7 +252,12 @@ class CpuKernels:
     def finite(self, blocks: Table, tensors: Table) -> bool:
         """Reads the gradients only; a gradient of 0 in the table is finite."""
         return bool(
-            lib.ocomm_finite(_pointer("ocomm_block[]", blocks), len(blocks), _pointer("ocomm_tensor[]", tensors))
+            lib.ocomm_finite(
+                self._pool,
+                _pointer("ocomm_block[]", blocks),
+                len(blocks),
+                _pointer("ocomm_tensor[]", tensors),
+            )
         )
 
     def quantize(
@@ -233,6 +278,7 @@ class CpuKernels:
         """Writes ``packed`` and the three ``_out``; each may be the array it follows."""
         return bool(
             lib.ocomm_quantize(
+                self._pool,
                 _pointer("ocomm_block[]", blocks),
                 len(blocks),
                 _pointer("ocomm_tensor[]", tensors),
@@ -264,6 +310,7 @@ class CpuKernels:
         messages = [_pointer("uint8_t[]", message) for message in received]
         return bool(
             lib.ocomm_quantized_average(
+                self._pool,
                 _pointer("ocomm_block[]", blocks),
                 len(blocks),
                 ffi.new("uint8_t *[]", messages),
@@ -291,6 +338,7 @@ class CpuKernels:
         """Writes ``packed`` and ``momentum_out``; the latter may be ``momentum``."""
         return bool(
             lib.ocomm_compress_signs(
+                self._pool,
                 _pointer("ocomm_block[]", blocks),
                 len(blocks),
                 _pointer("ocomm_tensor[]", tensors),
@@ -306,6 +354,7 @@ class CpuKernels:
     def apply_signs(self, blocks: Table, tensors: Table, packed: Bytes) -> None:
         """Updates the tensors behind the ``param`` addresses in place, except those with ``skip``."""
         lib.ocomm_apply_signs(
+            self._pool,
             _pointer("ocomm_block[]", blocks),
             len(blocks),
             _pointer("ocomm_tensor[]", tensors),
@@ -330,6 +379,7 @@ class CpuKernels:
         """Writes ``out`` and the two ``_out``; the latter may be the array they follow."""
         return bool(
             lib.ocomm_soft_sign(
+                self._pool,
                 _pointer("ocomm_block[]", blocks),
                 len(blocks),
                 _pointer("ocomm_tensor[]", tensors),
@@ -356,7 +406,10 @@ class CpuKernels:
         addresses = [_pointer("uint8_t[]", source) for source in sources]
         numel = len(out) // DType(dtype).itemsize
         pointers = ffi.new("void *[]", addresses)
-        if lib.ocomm_reduce(dtype, op, len(addresses), pointers, numel, prescale, postscale, _pointer(out)) < 0:
+        answer = lib.ocomm_reduce(
+            self._pool, dtype, op, len(addresses), pointers, numel, prescale, postscale, _pointer(out)
+        )
+        if answer < 0:
             raise TypeError(unsupported_reduction(dtype, op, prescale, postscale))
 
     def checksum(self, data: Bytes, full: bool) -> int:

@@ -10,6 +10,8 @@ import pytest
 
 from ocomm.kernels import Kernels, cpu_kernels, reference
 
+PATHS = ["portable", "avx2", "avx512"]
+
 
 def _cuda_kernels(suite: type | None) -> Any:
     device = pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
@@ -31,14 +33,14 @@ def _c_loops(path: str) -> Iterator[Kernels]:
     native.lib.ocomm_select_path(usual)
 
 
-@pytest.fixture(params=["portable", "avx2"])
+@pytest.fixture(params=PATHS)
 def cpu(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     """The C loops, once per path."""
     yield from _c_loops(request.param)
 
 
 #: The CUDA kernels obey the laws, too, where there is a device to run them (``make test-gpu``).
-EVERY_SET = ["reference", "portable", "avx2", *(["cuda"] if os.environ.get("TEST_CUDA") else [])]
+EVERY_SET = ["reference", *PATHS, *(["cuda"] if os.environ.get("TEST_CUDA") else [])]
 
 
 @pytest.fixture(params=EVERY_SET)

@@ -36,7 +36,7 @@ from ocomm.collectives.python_engine import PythonEngine, PythonTicket
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.kernels.base import NOISE, OWNERS, TENSOR
-from ocomm.kernels.cpu import CpuKernels
+from ocomm.kernels.cpu import CpuKernels, Pool
 from ocomm.kernels.reference import ReferenceKernels
 from ocomm.transport.local import Fabric, LocalTransport
 from ocomm.types import DType, Flag, Nodes, ReduceOp
@@ -115,6 +115,7 @@ class World:
     mpis: list[CallbackMpi] = field(default_factory=list)
     worlds: list[LocalTransport] = field(default_factory=list)
     reasons: list[Reason] = field(default_factory=list)
+    pools: list[Pool | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.fabric = Fabric(self.size)
@@ -124,7 +125,9 @@ class World:
             if self.kind == "native":
                 mpi = CallbackMpi()
                 self.mpis.append(mpi)
-                self.engines.append(NativeEngine(mpi, 50.0, 1.0))
+                # Every other rank computes with threads, which no result depends on.
+                self.pools.append(Pool(3, grain=64) if rank % 2 else None)
+                self.engines.append(NativeEngine(mpi, 50.0, 1.0, self.pools[-1]))
                 mpi.attach(transport)
             else:
                 self.engines.append(PythonEngine(ReferenceKernels(), transport.arrival, 1.0))
@@ -154,6 +157,9 @@ class World:
             assert not thread.is_alive()
         for engine in self.engines:
             engine.close()
+        for pool in self.pools:
+            if pool is not None:
+                pool.close()
 
 
 @contextmanager

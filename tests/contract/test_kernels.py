@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ocomm.kernels import BLOCK, NOISE, TENSOR, Kernels, cpu_kernels, reference
 from ocomm.types import DType, ReduceOp
+from tests.contract.conftest import PATHS
 
 native = pytest.importorskip("ocomm._native", reason="the extension ocomm._native is not built")
 
@@ -341,8 +342,8 @@ def cpu_paths() -> Iterator[Kernels]:
     """The C loops on one path after the other, for tests that draw their input (a fixture would not be reset)."""
     usual = native.ffi.string(native.lib.ocomm_path())
     try:
-        for path in (b"portable", b"avx2"):
-            if native.lib.ocomm_select_path(path) == 0:
+        for path in PATHS:
+            if native.lib.ocomm_select_path(path.encode()) == 0:
                 yield cpu_kernels()
     finally:
         native.lib.ocomm_select_path(usual)
