@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import abc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -134,10 +134,9 @@ class Core(abc.ABC):
             this.result[:] = 0
         return this.result
 
-    def key(self, segment: int) -> tuple[int, ...]:
-        """What the plan of a segment has built in and the next step may change: the addresses of its buffers."""
-        mask = self.segment_mask(self.segments[segment].layout)
-        return tuple(map(address, (self.error, self.owner_error, self.result(segment), mask)))
+    def key(self, segments: Sequence[int]) -> tuple[Hashable, ...]:
+        """What the plan of segments has built in and the next step may change: above all addresses of buffers."""
+        return (address(self.error), address(self.owner_error), *(address(self.result(k)) for k in segments))
 
     def is_finite(self, segment: int) -> bool:
         """Are the gathered averages finite? The same on all ranks, since all hold the same bytes."""
@@ -173,7 +172,7 @@ class Core(abc.ABC):
         if self.gradients is not self.tensors:
             self.tensors["grad"] = self._node_addresses
 
-    def dense_key(self) -> tuple[int, ...]:
+    def dense_key(self) -> tuple[Hashable, ...]:
         """As ``key``, of all dense segments."""
         return ()
 

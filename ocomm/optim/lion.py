@@ -17,7 +17,7 @@ Memory per parameter, besides the parameter and its gradient: m 2 * 4 B.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,9 +115,9 @@ class Lion(Core):
             flags=flags,
         )
 
-    def key(self, segment: int) -> tuple[int, ...]:
-        scale = int(np.float64(self.gradient_scale).view(np.int64))
-        return address(self.momentum), address(self.result(segment)), self.zero_up, scale
+    def key(self, segments: Sequence[int]) -> tuple[Hashable, ...]:
+        results = (address(self.result(k)) for k in segments)
+        return address(self.momentum), self.zero_up, self.gradient_scale, *results
 
     def is_finite(self, segment: int) -> bool:
         """Signs always are; what a worker cannot compute is in the flags of its messages."""

@@ -10,7 +10,7 @@ Memory per parameter, besides the parameter and its gradient: m and b 2 * 8 B, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,7 +94,7 @@ class SoftSignSGD(Core):
         )
         return [soft_sign], self._source
 
-    def dense_key(self) -> tuple[int, ...]:
+    def dense_key(self) -> tuple[Hashable, ...]:
         return (address(self.momentum), self.amsgrad)
 
     def commit(self, present: Bools, averages: Floats) -> None:

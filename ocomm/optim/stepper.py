@@ -12,7 +12,7 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -73,11 +73,17 @@ class _Bucket:
     staging: list[Staging] = field(default_factory=list)
     node_staging: list[NodeStaging] = field(default_factory=list)
     #: Prepared plans with their bytes sent, by what is built into them: buffers alternate, so two are kept.
-    plans: dict[tuple[int, ...], tuple[Any, _Sent]] = field(default_factory=dict)
+    plans: dict[tuple[Hashable, ...], tuple[Any, _Sent]] = field(default_factory=dict)
     plan_memory: list[Bytes] = field(default_factory=list)
     sent: _Sent = field(default_factory=lambda: _Sent(0, 0))
     left: int = 0
     ticket: Ticket | None = None
+    indices: NDArray[np.int64] = field(init=False)
+    #: Do the envelopes say that this rank has all gradients?
+    is_full: bool = False
+
+    def __post_init__(self) -> None:
+        self.indices = np.array(self.tensors, np.int64)
 
 
 @dataclass(slots=True)
@@ -298,10 +304,9 @@ class Stepper:
 
     def _prepared(self, bucket: _Bucket) -> Any:
         """The bucket's plan for the buffers that this step reads and writes."""
-        key: tuple[int, ...] = ()
+        key: tuple[Hashable, ...] = ()
         if bucket.kind == "compressed":
-            numbers = range(bucket.first_segment, bucket.first_segment + len(bucket.segments))
-            key = tuple(part for k in numbers for part in self.core.key(k))
+            key = self.core.key(range(bucket.first_segment, bucket.first_segment + len(bucket.segments)))
         elif bucket.kind == "dense":
             key = self.core.dense_key()
         if key not in bucket.plans:
@@ -391,7 +396,7 @@ class Stepper:
     def _reset_buckets(self) -> None:
         self._next = 0
         for bucket in self._buckets:
-            bucket.left = int(self.expected[bucket.tensors].sum())
+            bucket.left = int(self.expected[bucket.indices].sum())
             bucket.ticket = None
 
     def hand_over(self, tensor: int) -> None:
@@ -430,22 +435,26 @@ class Stepper:
 
     def _post(self, bucket: _Bucket, attempt: int, final: bool) -> bool:
         """Sends a bucket on its way; False, and nothing done, if a gradient cannot be read before ``step()``."""
-        addresses = self._grads[bucket.tensors] if self._located else self._locate(bucket.tensors, final)
+        indices = bucket.indices
+        addresses = self._grads[indices] if self._located else self._locate(bucket.tensors, final)
         if addresses is None:
             return False
-        self._grads[bucket.tensors] = addresses
-        self.core.gradients["grad"][bucket.tensors] = addresses
-        self._present[bucket.tensors] = addresses != 0
+        self._grads[indices] = addresses
+        self.core.gradients["grad"][indices] = addresses
+        present = addresses != 0
+        self._present[indices] = present
+        was_full, bucket.is_full = bucket.is_full, bool(present.all())
         for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
             envelope.begin(self.step + 1, attempt, self._hyper, 0)
-            envelope.presence[:] = segment.presence_bits(self._present)
+            if not (was_full and bucket.is_full):
+                envelope.presence[:] = segment.presence_bits(self._present)
         prepared = self._prepared(bucket)
         if self._early and attempt == 0 and self.verify != "version":
-            self._checksums[bucket.tensors] = self._read_checksums(bucket.tensors)
+            self._checksums[indices] = self._read_checksums(indices)
         bucket.ticket = self.channel.submit(prepared, self.timeout_s, False)
         return True
 
-    def _read_checksums(self, tensors: list[int]) -> NDArray[np.uint64]:
+    def _read_checksums(self, tensors: NDArray[np.int64]) -> NDArray[np.uint64]:
         addresses = self.core.gradients["grad"][tensors]
         return self.core.kernels.checksums(addresses, self.layout.numels[tensors] * 4, self.verify == "full")
 
@@ -456,8 +465,8 @@ class Stepper:
         changed: list[int] = []
         for bucket in self._buckets:
             if bucket.ticket is not None:
-                now = self._read_checksums(bucket.tensors)
-                changed += np.array(bucket.tensors)[now != self._checksums[bucket.tensors]].tolist()
+                now = self._read_checksums(bucket.indices)
+                changed += bucket.indices[now != self._checksums[bucket.indices]].tolist()
         return changed
 
     # The exchange
