@@ -57,7 +57,7 @@ int main(void) {
         print("packed", finite, packed, sizeof packed);
         for (int kind = 0; kind < 3; kind++) {
             ocomm_tensor tensor = {values, param, kind ? NULL : momentum, 0.9f, 0.1f, kind == 2 ? 0.01f : 0.0f, 1e-3f,
-                                   0.99f,  0.1f,  0.98f, 0};
+                                   0.99f,  0.1f,  0.98f, 0, 0};
             finite =
                 ocomm_compress_momentum(NULL, blocks, BLOCKS, &tensor, messages[0], error, out, hidden, rms, packed);
             print("momentum", finite, out, sizeof out);
@@ -67,7 +67,7 @@ int main(void) {
         }
         for (int kind = 0; kind < 3; kind++) {
             ocomm_tensor tensor = {values, param, NULL, 0.9f, 0.1f, kind == 2 ? 0.01f : 0.0f, 1e-3f,
-                                   0.99f,  0.1f,  0.98f, 0};
+                                   0.99f,  0.1f,  0.98f, 0, 0};
             float *sum = kind ? update : NULL, *last = kind ? synced : NULL;
             finite =
                 ocomm_compress_update(NULL, blocks, BLOCKS, &tensor, momentum, sum, error, out, hidden, rms, packed);
@@ -91,7 +91,7 @@ int main(void) {
     const ocomm_noise noise = {0x0123456789ABCDEF, 7, 3, 0};
     const float weights[RANKS] = {0.3f, 0.1f, 0.2f, 0.3f, 0.1f};
     for (int amsgrad = 0; amsgrad < 2; amsgrad++) {
-        ocomm_tensor tensor = {values, param, NULL, 0.95f, 0.05f, 0.0f, 1e-3f, 0.99f, 0, 0, 0};
+        ocomm_tensor tensor = {values, param, NULL, 0.95f, 0.05f, 0.0f, 1e-3f, 0.99f, 0, 0, 0, 0};
         int finite = ocomm_quantize(NULL, blocks, BLOCKS, &tensor, momentum, momentum, denominator, denominator, error,
                                     error, 1e-12f, amsgrad, &noise, packed);
         print("quantize", finite, error, sizeof error);
