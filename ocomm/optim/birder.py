@@ -14,7 +14,7 @@ Memory per parameter, besides the parameter and its gradient, for n ranks: m, b 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,8 +97,8 @@ class Birder(SoftSignSGD):
             flags=flags,
         )
 
-    def key(self, segments: Sequence[int]) -> tuple[Hashable, ...]:
-        return (*super().key(segments), self.amsgrad)
+    def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
+        return (*super().built_in(segments), self.amsgrad)
 
     def is_finite(self, segment: int) -> bool:
         """Signs always are; what a worker cannot compute is in the flags of its messages."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import abc
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -134,9 +134,9 @@ class Core(abc.ABC):
             this.result[:] = 0
         return this.result
 
-    def key(self, segments: Sequence[int]) -> tuple[Hashable, ...]:
-        """What the plan of segments has built in and the next step may change: above all addresses of buffers."""
-        return (address(self.error), address(self.owner_error), *(address(self.result(k)) for k in segments))
+    def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
+        """What the plan of segments is made for and the next step may change: arrays, and what can be hashed."""
+        return (self.error, self.owner_error, *(self.result(k) for k in segments))
 
     def is_finite(self, segment: int) -> bool:
         """Are the gathered averages finite? The same on all ranks, since all hold the same bytes."""
@@ -172,8 +172,8 @@ class Core(abc.ABC):
         if self.gradients is not self.tensors:
             self.tensors["grad"] = self._node_addresses
 
-    def dense_key(self) -> tuple[Hashable, ...]:
-        """As ``key``, of all dense segments."""
+    def built_in_dense(self) -> tuple[Any, ...]:
+        """As ``built_in``, of all dense segments."""
         return ()
 
     @abc.abstractmethod

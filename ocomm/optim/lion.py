@@ -17,7 +17,7 @@ Memory per parameter, besides the parameter and its gradient: m 2 * 4 B.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from ocomm.collectives.plan import AverageQuantized, CompressSigns
 from ocomm.compression.layout import Layout
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import NOISE, OWNERS, Bytes, Floats, Kernels
-from ocomm.optim.core import Bools, Core, Exchange, Flags, address
+from ocomm.optim.core import Bools, Core, Exchange, Flags
 
 
 class Lion(Core):
@@ -115,9 +115,8 @@ class Lion(Core):
             flags=flags,
         )
 
-    def key(self, segments: Sequence[int]) -> tuple[Hashable, ...]:
-        results = (address(self.result(k)) for k in segments)
-        return address(self.momentum), self.zero_up, self.gradient_scale, *results
+    def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
+        return self.momentum, self.zero_up, self.gradient_scale, *(self.result(k) for k in segments)
 
     def is_finite(self, segment: int) -> bool:
         """Signs always are; what a worker cannot compute is in the flags of its messages."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,10 +189,10 @@ class OneBitAdam(Core):
             flags=flags,
         )
 
-    def key(self, segments: Sequence[int]) -> tuple[Hashable, ...]:
-        previous = (address(self.segments[k].previous) for k in segments)  # type: ignore[attr-defined]
-        masks = self.preconditioner.masked.tobytes(), address(self.preconditioner.mask)
-        return (*super().key(segments), *masks, *previous)
+    def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
+        previous = (self.segments[k].previous for k in segments)  # type: ignore[attr-defined]
+        masks = self.preconditioner.masked.tobytes(), self.preconditioner.mask
+        return (*super().built_in(segments), *masks, *previous)
 
     def commit(self, present: Bools, averages: Floats) -> None:
         """Swaps errors and momentum of the compressed tensors with those which the exchange has written; moves them.

@@ -10,7 +10,7 @@ Memory per parameter, besides the parameter and its gradient: m and b 2 * 8 B, t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,8 +94,8 @@ class SoftSignSGD(Core):
         )
         return [soft_sign], self._source
 
-    def dense_key(self) -> tuple[Hashable, ...]:
-        return (address(self.momentum), self.amsgrad)
+    def built_in_dense(self) -> tuple[Any, ...]:
+        return self.momentum, self.amsgrad
 
     def commit(self, present: Bools, averages: Floats) -> None:
         """Swaps the state with what the exchange has written; moves the parameters. ``averages`` is used up."""

@@ -37,6 +37,7 @@ from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import SegmentLayout
 from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError, OcommError, PeerError, StallError
 from ocomm.kernels.base import TENSOR, Bytes, Floats, Table
+from ocomm.kernels.device import DeviceArray
 from ocomm.optim.core import Bools, Core, address
 from ocomm.types import Flag
 
@@ -72,8 +73,9 @@ class _Bucket:
     first_segment: int = 0  # of the core, where compressed
     staging: list[Staging] = field(default_factory=list)
     node_staging: list[NodeStaging] = field(default_factory=list)
-    #: Prepared plans with their bytes sent, by what is built into them: buffers alternate, so two are kept.
-    plans: dict[tuple[Hashable, ...], tuple[Any, _Sent]] = field(default_factory=dict)
+    #: Prepared plans with their bytes sent and what is built into them, by its identity: buffers alternate, so two are
+    #: kept.
+    plans: dict[tuple[Hashable, ...], tuple[Any, _Sent, tuple[Any, ...]]] = field(default_factory=dict)
     plan_memory: list[Bytes] = field(default_factory=list)
     sent: _Sent = field(default_factory=lambda: _Sent(0, 0))
     left: int = 0
@@ -304,11 +306,12 @@ class Stepper:
 
     def _prepared(self, bucket: _Bucket) -> Any:
         """The bucket's plan for the buffers that this step reads and writes."""
-        key: tuple[Hashable, ...] = ()
+        built_in: tuple[Any, ...] = ()
         if bucket.kind == "compressed":
-            key = self.core.key(range(bucket.first_segment, bucket.first_segment + len(bucket.segments)))
+            built_in = self.core.built_in(range(bucket.first_segment, bucket.first_segment + len(bucket.segments)))
         elif bucket.kind == "dense":
-            key = self.core.dense_key()
+            built_in = self.core.built_in_dense()
+        key = tuple([id(part) if isinstance(part, (np.ndarray, DeviceArray)) else part for part in built_in])
         if key not in bucket.plans:
             if len(bucket.plans) >= 4:
                 bucket.plans.clear()
@@ -321,8 +324,8 @@ class Stepper:
             wanted = bucket.kind == "compressed" and (self.core.scales or not self.direct)
             results = [self.core.result(k) for k in spans] if wanted else []
             plan = staged(plan, self.core.home, results, self.direct)
-            bucket.plans[key] = self.channel.prepare(plan), self._bytes(plan)
-        prepared, bucket.sent = bucket.plans[key]
+            bucket.plans[key] = self.channel.prepare(plan), self._bytes(plan), built_in
+        prepared, bucket.sent, _ = bucket.plans[key]
         return prepared
 
     def _compressed_plan(self, bucket: _Bucket) -> Plan:

@@ -20,7 +20,7 @@ Memory per parameter, besides the parameter and its gradient, for n ranks (``mem
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -190,9 +190,9 @@ class ZeroOneAdam(Core):
             flags=flags,
         )
 
-    def key(self, segments: Sequence[int]) -> tuple[Hashable, ...]:
-        masks = self.preconditioner.masked.tobytes(), address(self.preconditioner.mask)
-        return (*super().key(segments), *masks, address(self._update))
+    def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
+        masks = self.preconditioner.masked.tobytes(), self.preconditioner.mask
+        return (*super().built_in(segments), *masks, self._update)
 
     def is_dense_finite(self, segment: SegmentLayout, averages: Table) -> bool:
         """v takes their squares."""
