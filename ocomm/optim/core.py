@@ -16,7 +16,7 @@ from __future__ import annotations
 import abc
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,11 @@ class Segment:
 
     layout: SegmentLayout
     result: Bytes | None = None
+    #: (blocks, 4): the bytes of the scales.
+    scales: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scales = self.layout.blocks["scale"][:, np.newaxis] + np.arange(4)
 
 
 class Core(abc.ABC):
@@ -140,8 +145,8 @@ class Core(abc.ABC):
 
     def is_finite(self, segment: int) -> bool:
         """Are the gathered averages finite? The same on all ranks, since all hold the same bytes."""
-        start = self.segments[segment].layout.blocks["scale"][:, np.newaxis] + np.arange(4)
-        return bool(np.isfinite(self.result(segment)[start].view(np.float32)).all())
+        scales = self.result(segment)[self.segments[segment].scales]
+        return bool(np.isfinite(scales.view(np.float32)).all())
 
     def segment_mask(self, layout: SegmentLayout) -> Bytes | None:
         """One bit per flat element, 1 = masked, or None where nothing of the segment is."""

@@ -145,7 +145,7 @@ class OneBitAdam(Core):
         rows["weight_decay"][index] = coupled_decay / self.gradient_scale
         rows["decay"][index] = 1.0 - lr * decoupled_decay
         steps = self.steps[index] + 1
-        for step in np.unique(steps).tolist():
+        for step in set(steps.tolist()):
             rows["step_size"][index[steps == step]] = lr / (1.0 - beta1**step)
 
     def hyper_digest(self) -> int:
