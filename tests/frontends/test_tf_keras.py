@@ -444,6 +444,25 @@ class TestTape:
         run_ranks(2, body)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(3e-3)),
+        lambda: hvd.DistributedOneBitAdam(keras.optimizers.Adam(3e-3), freeze_step=6),
+    ],
+    ids=["dense", "1-bit"],
+)
+def test_without_the_extension_fit_learns_the_same(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(session: Session) -> list[np.ndarray]:
+        model = compiled(make_model(), make())
+        fit(model, hvd.rank(), 2, 1)
+        return weights_of(model)
+
+    with_it = run_ranks(2, body)
+    monkeypatch.setattr(engine, "_problem", "the test says so")
+    assert_equal([*with_it, *run_ranks(2, body)])
+
+
 class TestNeverAlone:
     @pytest.mark.parametrize(
         "make",
@@ -537,15 +556,26 @@ class TestNeverAlone:
 
         run_ranks(2, body)
 
-    def test_models_that_differ_are_named(self) -> None:
+    @pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.DistributedBirder], ids=["dense", "1-bit"])
+    def test_models_that_differ_are_named(self, wrap: Any) -> None:
         def body(session: Session) -> None:
-            model = compiled(make_model(hidden=48 + hvd.rank()), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+            model = compiled(make_model(hidden=48 + hvd.rank()), wrap(keras.optimizers.SGD(0.1)))
             with pytest.raises(MismatchError) as error:
                 fit(model, hvd.rank(), 2, 1)
             assert str(error.value).startswith(
-                "DistributedOptimizer: variable 0 differs between ranks: rank(s) [0]: 'digits/hidden/kernel' "
+                f"{wrap.__name__}: variable 0 differs between ranks: rank(s) [0]: 'digits/hidden/kernel' "
                 "(64, 48) float32; rank(s) [1]: 'digits/hidden/kernel' (64, 49) float32."
             )
+
+        run_ranks(2, body)
+
+    @pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.DistributedBirder], ids=["dense", "1-bit"])
+    def test_variables_in_another_order_are_named(self, wrap: Any) -> None:
+        def body(session: Session) -> None:
+            a, b = (keras.Variable(np.zeros(3), dtype="float32", name=name) for name in "ab")
+            said = r"variable 0 differs between ranks: rank\(s\) \[0\]: 'a' \(3,\) float32; rank\(s\) \[1\]: 'b' \(3,\)"
+            with pytest.raises(MismatchError, match=said):
+                wrap(keras.optimizers.SGD(0.1)).apply([tf.ones(3)] * 2, [a, b] if hvd.rank() == 0 else [b, a])
 
         run_ranks(2, body)
 
