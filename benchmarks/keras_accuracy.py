@@ -53,7 +53,7 @@ METHODS = [
     Method("Adam", 5e-3, lambda lr, steps: hvd.DistributedOptimizer(keras.optimizers.Adam(lr))),
     Method("1-bit Adam", 5e-3, lambda lr, steps: hvd.DistributedOneBitAdam(adam(lr), freeze_step=steps // 5)),
     Method("0/1 Adam", 5e-3, lambda lr, steps: hvd.DistributedZeroOneAdam(adam(lr))),
-    Method("0/1 Adam, scale rms", 5e-3, lambda lr, steps: hvd.DistributedZeroOneAdam(adam(lr), scale="rms")),
+    Method("0/1 Adam, higher lr", 8e-3, lambda lr, steps: hvd.DistributedZeroOneAdam(adam(lr))),
     Method("Birder", 8e-3, lambda lr, steps: hvd.DistributedBirder(keras.optimizers.SGD(lr), beta=0.9)),
     Method("SoftSignSGD", 8e-3, lambda lr, steps: hvd.DistributedSoftSignSGD(keras.optimizers.SGD(lr), beta=0.8)),
     Method("Lion", 2e-3, lambda lr, steps: hvd.DistributedLion(keras.optimizers.Lion(lr))),

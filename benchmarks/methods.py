@@ -103,7 +103,7 @@ METHODS = (
     Method("1-bit Adam", one_bit_adam(), bounds={"text": (-math.inf, 0.005)}),
     Method("1-bit Adam, scale l1", one_bit_adam(scale="l1")),
     Method("0/1 Adam", zero_one_adam(), bounds={"text": (-math.inf, 0.01)}),
-    Method("0/1 Adam, scale rms", zero_one_adam(scale="rms")),
+    Method("0/1 Adam, scale l1, floor 0.05", zero_one_adam(scale="l1", variance_floor=0.05)),
     Method("1-bit Adam, clipped", one_bit_adam(max_grad_norm=NORM)),
     Method("1-bit Adam, clipped by the previous norm", one_bit_adam(max_grad_norm=NORM, clip="previous")),
     Method("SoftSignSGD", _soft_sign, _grid(SOFT_LRS, SOFT_BETAS), {"text": (-math.inf, 0.02)}),

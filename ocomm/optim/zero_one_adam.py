@@ -67,8 +67,8 @@ class ZeroOneAdam(Core):
         *,
         syncs: SyncSchedule,
         refreshes: RefreshSchedule,
-        variance_floor: float = 0.05,
-        scale: str = "l1",
+        variance_floor: float = 0.2,
+        scale: str = "rms",
         mask_refresh: int = 100,
     ) -> None:
         super().__init__(layout, rank, kernels, scale=scale)

@@ -92,12 +92,12 @@ def test_every_bit_equals_the_simulation_on_every_rank(kind: str, ranks: int, st
 @pytest.mark.parametrize(
     "options",
     [
-        {"scale": "rms", "variance_floor": 0.5},
+        {"scale": "l1", "variance_floor": 0.5},
         {"block_size": "tensor", "variance_floor": 0.0},
         {"block_size": 64, "var_freeze_step": 25},
         {"block_size": 64, "var_freeze_step": 3, "local_step_clip": 3},
     ],
-    ids=["rms", "tensor", "refreshes-between-syncs", "few-refreshes"],
+    ids=["l1", "tensor", "refreshes-between-syncs", "few-refreshes"],
 )
 @pytest.mark.parametrize("kind", ["Adam with coupled decay", "AdamW"])
 def test_every_bit_equals_the_simulation_with_every_option(kind: str, options: dict[str, Any]) -> None:
