@@ -19,6 +19,7 @@ import tensorflow as tf
 from ocomm import session as sessions
 from ocomm.api import Min
 from ocomm.collectives.scratch import aligned
+from ocomm.compression.layout import TensorSpec
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import Floats, Kernels
 from ocomm.operations import Operation, ProcessSet, global_process_set
@@ -70,6 +71,11 @@ class Host:
         self._decay = float(optimizer.weight_decay or 0.0)
         decayed = [optimizer._use_weight_decay(optimizer._trainable_variables[place.index]) for place in places]
         self._decayed = np.flatnonzero(decayed), np.flatnonzero(np.logical_not(decayed))
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """What the ranks must agree on, in registration order."""
+        return [place.spec for place in self.places]
 
     def connect(self, session: Session) -> None:
         """A driver that has taken no step, among the ranks that there are now. Collective."""
@@ -584,7 +590,7 @@ def DistributedOneBitAdam(
         return OneBitAdamDriver(
             session,
             number,
-            [place.spec for place in host.places],
+            host.specs,
             host,
             common,
             optimizer=kind_of(host),
@@ -629,7 +635,7 @@ def DistributedZeroOneAdam(
         return ZeroOneAdamDriver(
             session,
             number,
-            [place.spec for place in host.places],
+            host.specs,
             host,
             common,
             optimizer=kind_of(host),
@@ -695,6 +701,6 @@ def DistributedSoftSignSGD(
 
 def _birder(kind: str, common: Common, options: Mapping[str, Any]) -> MakeDriver:
     def make(session: Session, number: int, host: Host) -> Driver:
-        return BirderDriver(session, number, kind, [place.spec for place in host.places], host, common, options)
+        return BirderDriver(session, number, kind, host.specs, host, common, options)
 
     return make

@@ -59,7 +59,7 @@ def DistributedOneBitLamb(
         return LambDriver(
             session,
             number,
-            [place.spec for place in host.places],
+            host.specs,
             host,
             common,
             optimizer="LAMB",

@@ -45,6 +45,6 @@ def DistributedLion(
     common = Common(block_size, overlap, max_grad_norm, clip, verify)
 
     def make(session: Session, number: int, host: Host) -> Driver:
-        return LionDriver(session, number, [place.spec for place in host.places], host, common, options)
+        return LionDriver(session, number, host.specs, host, common, options)
 
     return wrap(_Lion, optimizer, variables, names, process_set, make)
