@@ -396,9 +396,9 @@ static int run_op(ocomm_pool *pool, const ocomm_op *op) {
     case OCOMM_COPY:
         ocomm_copy(pool, P(1), P(0), a[2]);
         break;
-    case OCOMM_GATHER:
-    case OCOMM_SCATTER:
-        copy_parts(op, op->code == OCOMM_GATHER);
+    case OCOMM_COPY_IN:
+    case OCOMM_COPY_OUT:
+        copy_parts(op, op->code == OCOMM_COPY_IN);
         break;
     case OCOMM_REDUCE:
         ocomm_reduce(pool, (int)a[0], (int)a[1], (int)a[2], P(3), a[4], op->f[0], op->f[1], P(5));

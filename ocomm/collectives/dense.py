@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from ocomm.collectives.pipeline import SMALLEST_NBYTES, message_nbytes, segment_nbytes
-from ocomm.collectives.plan import Copy, Gather, Message, Plan, Reduce, Scatter, Stage
+from ocomm.collectives.plan import Copy, CopyIn, CopyOut, Message, Plan, Reduce, Stage
 from ocomm.collectives.routes import after
 from ocomm.kernels.base import Bytes
 from ocomm.types import DType, Nodes, ReduceOp
@@ -134,10 +134,10 @@ def _fused(reduction: _Reduction, tensors: Sequence[tuple[Bytes, Bytes]], piece:
     for stages, (low, high) in zip(segments, _pieces(ends[-1], piece) or [(0, 0)], strict=True):
         sources = _cut([source for source, _ in tensors], ends, low, high)
         results = sources if in_place else _cut([result for _, result in tensors], ends, low, high)
-        stages[0].compute.insert(0, Gather(sources, buffer[low:high]))
+        stages[0].compute.insert(0, CopyIn(sources, buffer[low:high]))
         if stages[-1].sends or stages[-1].receives:
             stages.append(Stage())
-        stages[-1].compute.append(Scatter(buffer[low:high], results))
+        stages[-1].compute.append(CopyOut(buffer[low:high], results))
     return segments
 
 

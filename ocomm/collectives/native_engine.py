@@ -73,12 +73,12 @@ class _Compiler:
         match c:
             case plans.Copy():
                 self.op(lib.OCOMM_COPY, a(c.source), a(c.destination), c.source.nbytes)
-            case plans.Gather():
+            case plans.CopyIn():
                 lengths = self.numbers([source.nbytes for source in c.sources])
-                self.op(lib.OCOMM_GATHER, self.pointers(c.sources), lengths, len(c.sources), a(c.destination))
-            case plans.Scatter():
+                self.op(lib.OCOMM_COPY_IN, self.pointers(c.sources), lengths, len(c.sources), a(c.destination))
+            case plans.CopyOut():
                 lengths = self.numbers([destination.nbytes for destination in c.destinations])
-                self.op(lib.OCOMM_SCATTER, self.pointers(c.destinations), lengths, len(c.destinations), a(c.source))
+                self.op(lib.OCOMM_COPY_OUT, self.pointers(c.destinations), lengths, len(c.destinations), a(c.source))
             case plans.Pack():
                 self.op(lib.OCOMM_PACK, a(c.tensors), a(c.runs), len(c.runs), a(c.destination))
             case plans.Place():

@@ -34,7 +34,7 @@ class Copy:
 
 
 @dataclass(slots=True, eq=False)
-class Gather:
+class CopyIn:
     """memcpy of ``sources`` side by side into ``destination``, which they fill."""
 
     sources: Sequence[Bytes]
@@ -42,7 +42,7 @@ class Gather:
 
 
 @dataclass(slots=True, eq=False)
-class Scatter:
+class CopyOut:
     """The inverse: ``source``, cut into the lengths of ``destinations``."""
 
     source: Bytes
@@ -270,8 +270,8 @@ class Offload:
 
 Computation = (
     Copy
-    | Gather
-    | Scatter
+    | CopyIn
+    | CopyOut
     | Pack
     | Place
     | Reduce

@@ -391,12 +391,12 @@ class PythonEngine:
         match c:
             case plans.Copy():
                 c.destination[...] = c.source
-            case plans.Gather():
+            case plans.CopyIn():
                 at = 0
                 for source in c.sources:
                     c.destination[at : at + source.nbytes] = source
                     at += source.nbytes
-            case plans.Scatter():
+            case plans.CopyOut():
                 at = 0
                 for destination in c.destinations:
                     destination[:] = c.source[at : at + destination.nbytes]

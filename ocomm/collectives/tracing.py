@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.collectives.plan import Offload, Plan, Scatter, Stage
+from ocomm.collectives.plan import CopyOut, Offload, Plan, Stage
 from ocomm.telemetry.timeline import Timeline
 
 #: (stages of the plan in order, 3) int64, ns of the monotonic clock; zeros for what has not happened.
@@ -31,7 +31,7 @@ def _work(stage: Stage, is_last: bool) -> str:
     for kind, name in _NAMES:
         if any(found.startswith(kind) for found in kinds):
             return name
-    if {"Copy", "Gather", "Scatter", "Pack", "Place"}.intersection(kinds):
+    if {"Copy", "CopyIn", "CopyOut", "Pack", "Place"}.intersection(kinds):
         return "MEMCPY_OUT_FUSION_BUFFER" if is_last and not stage.sends else "MEMCPY_IN_FUSION_BUFFER"
     return ""
 
@@ -68,7 +68,7 @@ def activities(plan: Plan, trace: Trace) -> Sequence[tuple[str, int, int]]:
     if _work(first[0], False) == "MEMCPY_IN_FUSION_BUFFER":
         exchange_start = int(trace[0, 1])
         found.append(("MEMCPY_IN_FUSION_BUFFER", start, exchange_start))
-    if len(last) > 1 and any(isinstance(computation, Scatter) for computation in last[-1].compute):
+    if len(last) > 1 and any(isinstance(computation, CopyOut) for computation in last[-1].compute):
         exchange_end = max(int(trace[-1, 0]), exchange_start)
     found.append(("", exchange_start, exchange_end))
     if exchange_end < end:

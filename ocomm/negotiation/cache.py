@@ -70,7 +70,6 @@ class CoordinatorCache:
         self.capacity = capacity
         self.epoch = 0
         self.hits = 0
-        self.misses = 0
         #: Mask of the ids of this epoch under which all ranks ask for the same: a bit says all that has to be checked.
         #: A group's members are in it together.
         self.agreed = 0
@@ -89,7 +88,6 @@ class CoordinatorCache:
             del self._epochs[old]
         known = self._epochs[epoch]
         self.hits += bits.bit_count()
-        self.misses += len(full)
         for request in full:
             number = known.ids.get(request.name)
             if number is not None:

@@ -5,8 +5,8 @@ No thread, clock or network: messages and times come in as arguments, responses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ocomm.negotiation.cache import CoordinatorCache
 from ocomm.negotiation.fusion import fuse
@@ -205,15 +205,20 @@ class Coordinator:
         if answers is None:
             asked_for = self.cache.agreeing(ready)
             sizes_of = {ordered[0].name: _sizes(ordered) for ordered in asked_for}
-            answers = []
-            for group in fuse([ordered[0] for ordered in asked_for], self.fusion_threshold, self.group_fusion):
-                names = tuple(request.name for request in group)
-                sizes = tuple(sizes_of[name] for name in names if sizes_of[name])
-                answers.append(Response(group[0].kind, names, sizes=sizes))
+            answers = [response for response, _ in self._fused([ordered[0] for ordered in asked_for], sizes_of)]
             if len(self._answers) >= _ANSWERS:
                 self._answers.clear()
             self._answers[key] = answers
         return answers
+
+    def _fused(
+        self, requests: Sequence[Request], sizes_of: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[tuple[Response, list[Request]]]:
+        """What goes together, with its requests; ``sizes_of``: what ranks must know of a name, () for nothing."""
+        for group in fuse(requests, self.fusion_threshold, self.group_fusion):
+            names = tuple(request.name for request in group)
+            sizes = tuple(sizes_of[name] for name in names if sizes_of[name])
+            yield Response(group[0].kind, names, sizes=sizes), group
 
     def _answer_names(self) -> list[Response]:
         """What else all ranks have asked for, or what is wrong with it."""
@@ -250,13 +255,12 @@ class Coordinator:
         if self._epoch != self.cache.epoch:  # the ids stand for something else
             self._name(self._bits)
             self._named = None
-        for group in fuse(healthy, self.fusion_threshold, self.group_fusion):
-            names = tuple(request.name for request in group)
-            sizes = tuple(sizes_of[name] for name in names if sizes_of[name])
+        for response, group in self._fused(healthy, sizes_of):
             # Ranks read all ids of one message in the newest epoch: those given before it began are void.
-            numbers = tuple(n if epoch == self.cache.epoch else -1 for epoch, n in (number_of[name] for name in names))
-            templates = tuple(group) if any(name in incomplete for name in names) else ()
-            responses.append(Response(group[0].kind, names, sizes=sizes, cache_ids=numbers, templates=templates))
+            numbered = [number_of[name] for name in response.names]
+            numbers = tuple(number if epoch == self.cache.epoch else -1 for epoch, number in numbered)
+            templates = tuple(group) if any(name in incomplete for name in response.names) else ()
+            responses.append(replace(response, cache_ids=numbers, templates=templates))
         return responses
 
     def _fail(self, name: str, error: str, fault: Fault) -> list[Response]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ocomm.collectives import dense
-from ocomm.collectives.plan import Copy, Gather, Plan, Reduce, Scatter
+from ocomm.collectives.plan import Copy, CopyIn, CopyOut, Plan, Reduce
 from ocomm.collectives.scratch import aligned
 from ocomm.kernels.base import Bytes
 from ocomm.kernels.reference import ReferenceKernels
@@ -31,9 +31,9 @@ def execute(plans: Sequence[Plan]) -> None:
                 for c in plan.segments[number][stage].compute:
                     if isinstance(c, Copy):
                         c.destination[:] = c.source
-                    elif isinstance(c, Gather):
+                    elif isinstance(c, CopyIn):
                         c.destination[:] = np.concatenate(c.sources)
-                    elif isinstance(c, Scatter):
+                    elif isinstance(c, CopyOut):
                         lengths = [destination.nbytes for destination in c.destinations]
                         for part, destination in zip(
                             np.split(c.source, np.cumsum(lengths)[:-1]), c.destinations, strict=True
