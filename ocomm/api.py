@@ -323,7 +323,7 @@ def compressed_allreduce(
     """
     if compressor != "onebit":
         raise InvalidRequestError(f"compressor {compressor!r} is not known; use 'onebit'.")
-    values = np.ascontiguousarray(array)
+    values = np.asarray(array, order="C")
     session = sessions.current()
     return session.compressed_allreduce(process_set.number(session), name, values, hierarchical)
 

@@ -391,6 +391,10 @@ class Session:
         self, number: int, name: str, array: np.ndarray, hierarchical: bool | Literal["auto"] = "auto"
     ) -> np.ndarray:
         """1-bit average of a float32 array over process set ``number``; keeps the errors of ``name`` between calls."""
+        if array.dtype != np.float32:
+            raise InvalidRequestError(
+                f"tensor '{name}': compressed_allreduce takes float32, got {array.dtype}; convert it first."
+            )
         key = number, name
         if key not in self._compressed:
             ranks = self.member_set(number).ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from ocomm_tf import mpi_ops
 from ocomm_tf.compression import Compressor
 from ocomm_tf.functions import agree_on, name_of
 
-_known: dict[Any, list[str]] = {}
+#: Of each runtime: the ranks of another one agree anew.
+_known: weakref.WeakKeyDictionary[Any, dict[Any, list[str]]] = weakref.WeakKeyDictionary()
 
 
 class Averaging:
@@ -90,13 +92,13 @@ class Averaging:
         """Names on the wire. Compared between the ranks the first time that these variables come."""
         session = sessions.current()
         key = (
-            id(session.runtime),
             self.process_set.number(session),
             tuple((name_of(v), tuple(v.shape), str(v.dtype)) for v in variables),
         )
-        if key not in _known:
-            _known[key] = agree_on(self.what, variables, self.process_set)
-        return _known[key]
+        known = _known.setdefault(session.runtime, {})
+        if key not in known:
+            known[key] = agree_on(self.what, variables, self.process_set)
+        return known[key]
 
     def _average(self, gradients: list[Any], variables: list[Any], names: list[str]) -> list[Any]:
         if not isinstance(gradients[0], (tf.Tensor, tf.IndexedSlices)):

@@ -16,9 +16,10 @@ from ocomm.operations import ProcessSet
 from ocomm.types import ReduceOp
 from ocomm_torch.compression import Compressor
 from ocomm_torch.mpi_ops import TORCH
+from ocomm_torch.naming import NamesParameters
 
 
-class AdasumOptimizer(torch.optim.Optimizer):
+class AdasumOptimizer(NamesParameters):
     """Mixed in before the class of the user's optimizer; see ``DistributedOptimizer``.
 
     The optimizer's state stays this rank's own, as its gradients do: only what a step changed is combined.

@@ -27,6 +27,7 @@ from ocomm.types import ReduceOp
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.compression import Compression, Compressor, OneBitCompressor
 from ocomm_torch.mpi_ops import TORCH, sparse_allreduce_async
+from ocomm_torch.naming import NamesParameters, names_of
 
 
 class _Exchange:
@@ -51,7 +52,7 @@ class _Exchange:
             raise self._error
 
 
-class _DistributedOptimizer(torch.optim.Optimizer):
+class _DistributedOptimizer(NamesParameters):
     """Mixed in before the class of the user's optimizer; see ``DistributedOptimizer``."""
 
     def _distribute(
@@ -83,10 +84,18 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = False  # by a call of synchronize()
         self._averaged = False  # every gradient is the average, for whatever reason
         self._should_synchronize = True
-        self._trained: list[Tensor] = []
-        if process_set.included() and process_set.size() > 1:
-            self._trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-            for p in self._trained:
+        self._is_distributed = process_set.included() and process_set.size() > 1
+        self._hooked: dict[Tensor, None] = {}  # in the order of the groups
+        self._hook_parameters()
+
+    def _hook_parameters(self) -> None:
+        """Gives a hook to parameters that are trained and have none: they were frozen, or were added since."""
+        if not self._is_distributed:
+            return
+        for p in (p for group in self.__dict__["param_groups"] for p in group["params"]):
+            if p.requires_grad and p not in self._hooked:
+                self._hooked[p] = None
+                self._delay.setdefault(p, self.backward_passes_per_step)
                 p.register_post_accumulate_grad_hook(self._on_gradient)
 
     # Backward
@@ -106,7 +115,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._submit((p,))
         else:
             self._waiting.add(p)
-            if all(member in self._waiting for member in group):
+            if all(member in self._waiting for member in group if member.requires_grad):
                 self._submit(group)
         if not self._callback_queued:
             self._callback_queued = True
@@ -115,13 +124,14 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def _on_backward_end(self) -> None:
         """Waits only if this rank's step is complete: what is missing elsewhere may need this rank to go on."""
         self._callback_queued = False
-        if len(self._exchanges) == len(self._trained):
+        if all(p in self._exchanges for p in self._hooked if p.requires_grad):
             # An error here would come out of backward(); synchronize() raises it again.
             with contextlib.suppress(OcommError):
                 self._deliver()
 
     def _submit(self, parameters: tuple[Tensor, ...]) -> None:
-        """Starts the exchange of gradients that are ready, or zeros where there is none."""
+        """Starts the exchange of gradients that are ready, or zeros where there is none. Not of what is frozen."""
+        parameters = tuple(p for p in parameters if p.requires_grad)
         grads = []
         for p in parameters:
             if p.grad is None:
@@ -180,7 +190,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     # Horovod's calls
 
     def synchronize(self) -> None:
-        """Waits until every gradient is the average over the ranks; parameters without one count as zeros.
+        """Waits until every gradient is the average over the ranks; parameters without one count as zeros, unless they
+        are frozen (``requires_grad_(False)``), on all ranks.
 
         Collective over the process set. Raises HorovodInternalError if an exchange failed.
         """
@@ -188,12 +199,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = True
 
     def _complete(self) -> None:
-        if self._busy or not self._trained:
+        if self._busy or not self._is_distributed:
             return
+        self._hook_parameters()
         self._busy = True  # whatever looks at param_groups meanwhile must not come here again
         try:
-            for p in self._trained:
-                if p not in self._exchanges:
+            for p in self._hooked:
+                if p.requires_grad and p not in self._exchanges:
                     self._submit(self._group_of.get(p, (p,)))
             self._deliver()
             self._averaged = True
@@ -233,7 +245,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         Gradients that ``closure`` computes are averaged as well. Raises HorovodInternalError if an exchange failed.
         """
         if self._should_synchronize:
-            if self._synchronized and self._trained:
+            if self._synchronized and self._is_distributed:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
@@ -263,6 +275,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
+        self._hook_parameters()
         super().zero_grad(set_to_none=set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -296,7 +309,8 @@ def DistributedOptimizer(
     The result is of a subclass of the optimizer's class with the same name; it shares its param groups and state, so
     schedulers and checkpoints of either fit both. Exchanges overlap with backward. Gradients are averaged in place, and
     complete when ``backward()`` returns if every parameter got one, so ``clip_grad_norm_`` and ``GradScaler`` need
-    nothing special; a parameter without a gradient on this rank counts as zeros.
+    nothing special; a parameter without a gradient on this rank counts as zeros. Parameters may be frozen and thawed,
+    and param groups added, at any time, on all ranks alike.
 
     ``named_parameters``: (name, parameter) for every parameter of the optimizer. ``backward_passes_per_step``: backward
     passes whose gradients are summed before they are averaged. ``gradient_predivide_factor``: divides before the sum,
@@ -319,7 +333,7 @@ def DistributedOptimizer(
         if groups is None:
             groups = num_groups
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    names = _names(parameters, named_parameters)
+    names = names_of(parameters, named_parameters)
     chosen = _groups(groups, parameters, names, process_set)
 
     base = type(optimizer)
@@ -342,32 +356,6 @@ def DistributedOptimizer(
         process_set,
     )
     return wrapped
-
-
-def _names(parameters: Sequence[Tensor], named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    """A name for each parameter, in the words of Horovod's errors."""
-    if named is None:
-        return {p: f"allreduce.noname.{position}" for position, p in enumerate(parameters)}
-    pairs = list(named)
-    if any(not isinstance(pair, tuple) for pair in pairs):
-        raise InvalidRequestError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
-        )
-    names = [name for name, _ in pairs]
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
-        raise InvalidRequestError(
-            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
-        )
-    name_of = {p: name for name, p in pairs}
-    unnamed = [p for p in parameters if p not in name_of]
-    if unnamed:
-        raise InvalidRequestError(
-            "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
-            + ", ".join(str(id(p)) for p in unnamed)
-        )
-    return {p: name_of[p] for p in parameters}
 
 
 def _groups(

@@ -61,7 +61,7 @@ class SyncBatchNorm(_BatchNorm):
                 factor = 1.0 / float(self.num_batches_tracked)
         running_mean = self.running_mean if self.track_running_stats else None
         running_var = self.running_var if self.track_running_stats else None
-        if self.process_set.size() == 1:
+        if not self.training or self.process_set.size() == 1:  # also where evaluation is by the batch's statistics
             return functional.batch_norm(
                 input, running_mean, running_var, self.weight, self.bias, True, factor, self.eps
             )

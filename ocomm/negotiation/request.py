@@ -107,7 +107,7 @@ class Writer:
         self.parts.append(struct.pack("<" + format_, *values))
 
     def text(self, text: str) -> None:
-        data = text.encode()
+        data = text.encode("utf-8", "surrogatepass")  # a name may be made of a file's
         self.pack("I", len(data))
         self.parts.append(data)
 
@@ -134,7 +134,7 @@ class Reader:
     def text(self) -> str:
         (count,) = self.unpack("I")
         self.at += count
-        return self.data[self.at - count : self.at].decode()
+        return self.data[self.at - count : self.at].decode("utf-8", "surrogatepass")
 
     def numbers(self) -> tuple[int, ...]:
         (count,) = self.unpack("I")

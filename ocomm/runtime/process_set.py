@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -552,7 +553,15 @@ def neutral(dtype: DType, op: ReduceOp, numel: int) -> Bytes:
 
 
 def _check_reduction(request: Request) -> None:
-    """InvalidRequestError for a reduction which the element type does not have."""
+    """InvalidRequestError for a reduction which the element type does not have, or factors that are no numbers."""
+    if type(request.prescale) is not float or type(request.postscale) is not float:
+        try:
+            struct.pack("dd", request.prescale, request.postscale)
+        except struct.error:
+            raise InvalidRequestError(
+                f"tensor '{request.name}': prescale_factor and postscale_factor must be numbers, got "
+                f"{request.prescale!r} and {request.postscale!r}."
+            ) from None
     if (request.op is ReduceOp.AVERAGE or request.op is ReduceOp.SUM) and request.dtype is not DType.BOOL:
         return  # the usual case, once per gradient
     is_adasum = request.kind == Kind.ALLREDUCE and request.op == ReduceOp.ADASUM and request.dtype.is_floating

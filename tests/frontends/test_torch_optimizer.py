@@ -125,6 +125,35 @@ class TestAgainstOneProcess:
         assert_equal_ranks(results)
         torch.testing.assert_close(results[0], alone("sgd"), rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.parametrize("groups", [None, 2], ids=["alone", "grouped"])
+    def test_layers_may_be_frozen_thawed_and_added(self, groups: int | None) -> None:
+        def train(model: Any, wrap: Callable[[Any], Any], rank: int, size: int) -> list[Any]:
+            first, last = model[0], model[2]
+            first.weight.requires_grad_(False)
+            optimizer = wrap(torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01))
+            for step, (x, y) in enumerate(batches()):
+                if step == 1:
+                    optimizer.add_param_group({"params": list(last.parameters())})
+                if step == 2:
+                    first.weight.requires_grad_(True)
+                if step == 4:
+                    first.bias.requires_grad_(False)
+                    first.bias.grad = None
+                loss_of(model, part(x, rank, size), part(y, rank, size)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [p.detach().clone() for p in model.parameters()]
+
+        def body(session: Session) -> list[Any]:
+            model = make_model()
+            named = list(model[0].named_parameters())
+            return train(model, lambda o: hvd.DistributedOptimizer(o, named, groups=groups), hvd.rank(), 2)
+
+        results = run_ranks(2, body)
+        assert_equal_ranks(results)
+        for found, expected in zip(results[0], train(make_model(), lambda o: o, 0, 1), strict=True):
+            assert torch.allclose(found, expected, atol=1e-6)
+
     def test_clipping_after_backward_sees_the_average(self) -> None:
         def body(session: Session) -> float:
             model = make_model()

@@ -61,6 +61,18 @@ def test_it_is_batch_norm_of_all_batches(size: int, equal: bool, dims: str, opti
     run_ranks(size, body)
 
 
+def test_evaluation_is_this_ranks_own() -> None:
+    def body(session: Session) -> None:
+        for options in ({}, {"track_running_stats": False}):
+            layer = hvd.SyncBatchNorm(2, **options).eval()
+            given = torch.arange(8.0).reshape(4, 2)
+            if hvd.rank() == 0:
+                assert torch.equal(layer(given), torch.nn.BatchNorm1d(2, **options).eval()(given))
+        hvd.barrier()
+
+    run_ranks(2, body)
+
+
 def test_half_precision_is_computed_in_float32_and_all_ranks_hold_the_same_statistics() -> None:
     def body(session: Session) -> list:
         layer = hvd.SyncBatchNorm(2)

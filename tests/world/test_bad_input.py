@@ -159,6 +159,10 @@ class TestOneRankIsWrong:
                 "tensor 'allreduce.x': a bool tensor cannot be scaled; leave out the scale factors.",
             ),
             (
+                lambda: ocomm.allreduce(np.ones(2), name="x", prescale_factor=None),  # type: ignore[arg-type]
+                "tensor 'allreduce.x': prescale_factor and postscale_factor must be numbers, got None and 1.0.",
+            ),
+            (
                 lambda: ocomm.allreduce(np.ones(2), name="x", op=17),
                 "tensor 'allreduce.x': op=17 is no reduction; use Average, Sum, Adasum, Min, Max or Product.",
             ),

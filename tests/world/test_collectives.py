@@ -117,7 +117,7 @@ class TestAllreduce:
             mixed = ocomm.grouped_allreduce([np.zeros(0), np.ones(2), np.zeros((3, 0))], op=ocomm.Sum)
             assert [m.tolist() for m in mixed] == [[], [size] * 2, [[], [], []]]
             assert ocomm.allreduce(3.0, op=ocomm.Sum) == 3.0 * size
-            assert ocomm.allreduce(np.float32(2)).shape == ()
+            assert ocomm.allreduce(np.float32(2), name="of a file: \udc80\0\n").shape == ()
 
         run_ranks(size, body)
 

@@ -85,6 +85,17 @@ def test_shapes_that_differ_between_ranks_are_an_error() -> None:
     )
 
 
+def test_another_dtype_is_refused_and_a_scalar_stays_one() -> None:
+    def body(session: Session) -> None:
+        message = "tensor 'x': compressed_allreduce takes float32, got float64; convert it first."
+        with pytest.raises(InvalidRequestError) as raised:
+            ocomm.compressed_allreduce(np.ones(8), "x")
+        assert str(raised.value) == message
+        assert ocomm.compressed_allreduce(np.float32(3), "x").shape == ()
+
+    run_ranks(2, body)
+
+
 def test_a_set_that_was_not_registered_is_an_error_and_not_the_world() -> None:
     def body(session: Session) -> None:
         with pytest.raises(InvalidRequestError, match=r"process set with ranks \[0\] has not been registered"):

@@ -1,0 +1,53 @@
+"""A name on the wire for each parameter of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ocomm.errors import InvalidRequestError
+
+
+def names_of(parameters: Sequence[Tensor], named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
+    """A name for each parameter; None: by position. InvalidRequestError, in the words of Horovod's errors."""
+    if named is None:
+        return {p: _by_position(position) for position, p in enumerate(parameters)}
+    pairs = list(named)
+    if any(not isinstance(pair, tuple) for pair in pairs):
+        raise InvalidRequestError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in pairs]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise InvalidRequestError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
+        )
+    name_of = {p: name for name, p in pairs}
+    unnamed = [p for p in parameters if p not in name_of]
+    if unnamed:
+        raise InvalidRequestError(
+            "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
+            + ", ".join(str(id(p)) for p in unnamed)
+        )
+    return {p: name_of[p] for p in parameters}
+
+
+def _by_position(position: int) -> str:
+    return f"allreduce.noname.{position}"
+
+
+class NamesParameters(torch.optim.Optimizer):
+    """Mixed in before the class of the user's optimizer; ``_names`` are those of its parameters."""
+
+    _names: dict[Tensor, str]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the wrapped optimizer's. All ranks add the same; new parameters are named by their position."""
+        super().add_param_group(param_group)
+        every = [p for group in self.param_groups for p in group["params"]]
+        self._names.update({p: _by_position(position) for position, p in enumerate(every) if p not in self._names})
