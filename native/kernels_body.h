@@ -187,7 +187,8 @@ INLINE void FN(momentum)(enum content content, V *row, const work *w, int64_t j,
 
 /* Signs and magnitudes of one row of c = content + error. c waits in `out`, which has to be written anyway and is
  * still in the first-level cache when second_pass turns it into the new error. */
-INLINE void FN(first_pass)(enum content content, int plain, work *w, const float *tile, int64_t j, int n, V *sum) {
+INLINE void FN(first_pass)(enum content content, int plain, int rms, work *w, const float *tile, int64_t j, int n,
+                           V *sum) {
     /* Elements past the end of the block are treated as masked: they have no magnitude either. */
     const uint32_t masked = (!plain && w->mask ? load_bits(w->mask + (j >> 3), n) : 0) | (n < ROW ? ~0u << n : 0);
     V c[VECTORS], error[VECTORS], kept[VECTORS];
@@ -213,7 +214,7 @@ INLINE void FN(first_pass)(enum content content, int plain, work *w, const float
         }
     }
     FN(store)(w->out + j, kept, n);
-    if (!plain && w->rms) {
+    if (rms) {
         UNROLL for (int v = 0; v < VECTORS; v++) sum[v] += c[v] * c[v];
     } else {
         UNROLL for (int v = 0; v < VECTORS; v++) sum[v] += (V)((I)c[v] & INT32_MAX);
@@ -260,9 +261,9 @@ INLINE void FN(finish)(const remainder *last, int64_t from) {
     if (j < last->length) FN(second_pass)(0, last, j, (int)(last->length - j), scale);
 }
 
-/* First pass of one block, second pass of the block before it. `plain` says, when this is compiled, that neither has
- * anything masked and that the scale is a mean magnitude: the usual case, without a test in the loop. */
-INLINE void FN(rows)(enum content content, int plain, work *w, const remainder *last, V *sum) {
+/* First pass of one block, second pass of the block before it. `plain` says that neither has anything masked, `rms` which
+ * scale is wanted: both when this is compiled, so that the loop does not ask. */
+INLINE void FN(rows_for)(enum content content, int plain, int rms, work *w, const remainder *last, V *sum) {
     sums_table table;
     float tile[TILE] __attribute__((aligned(64)));
     const int64_t whole = w->length & -ROW, ready = last->length & -ROW;
@@ -281,16 +282,23 @@ INLINE void FN(rows)(enum content content, int plain, work *w, const remainder *
     int64_t j = 0;
     for (; j < together; j += ROW) {
         BEFORE_ROW
-        FN(first_pass)(content, plain, w, tile, j, ROW, sum);
+        FN(first_pass)(content, plain, rms, w, tile, j, ROW, sum);
         FN(second_pass)(plain, last, j, ROW, scale);
     }
     FN(finish)(last, j);
     for (; j < whole; j += ROW) {
         BEFORE_ROW
-        FN(first_pass)(content, 0, w, tile, j, ROW, sum);
+        FN(first_pass)(content, 0, rms, w, tile, j, ROW, sum);
     }
-    if (j < w->length) FN(first_pass)(content, 0, w, tile, j, (int)(w->length - j), sum);
+    if (j < w->length) FN(first_pass)(content, 0, rms, w, tile, j, (int)(w->length - j), sum);
 #undef BEFORE_ROW
+}
+
+INLINE void FN(rows)(enum content content, int plain, work *w, const remainder *last, V *sum) {
+    if (w->rms)
+        FN(rows_for)(content, plain, 1, w, last, sum);
+    else
+        FN(rows_for)(content, plain, 0, w, last, sum);
 }
 
 /* The scale of a block is known only after all of it was read. Instead of two passes, one bound by memory and one by
@@ -306,7 +314,7 @@ INLINE int FN(run)(enum content content, const call *args, const ocomm_block *bl
         prepare(content, args, block, &w);
         V sum[VECTORS];
         UNROLL for (int v = 0; v < VECTORS; v++) sum[v] = (V){0};
-        const int plain = !w.mask && !last.mask && !w.rms;
+        const int plain = !w.mask && !last.mask;
         const int bare = (content == MOMENTUM || content == UPDATE) && plain && w.grad && w.weight_decay == 0;
         if (bare && content == UPDATE)
             FN(rows)(FROM_GRADIENT, 1, &w, &last, sum);
