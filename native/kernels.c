@@ -22,6 +22,9 @@
  * part of the first-level cache for all together; 384 throughout was up to 15 % slower. */
 #define AHEAD(streams) (2048 / (streams))
 
+/* Elements of the blocks whose c waits in a buffer of its own: it stays in the first-level cache. */
+#define WAITING 4096
+
 /* What a block sends. FROM_DENSE and FROM_BITS are MOMENTUM in its two usual forms, FROM_GRADIENT is UPDATE in its
  * usual one: known when compiled, so that the loop need not ask. */
 enum content { VALUES, MOMENTUM, FROM_DENSE, FROM_BITS, UPDATE, FROM_GRADIENT, MEAN };
@@ -48,18 +51,20 @@ typedef struct {
     const uint8_t *previous, *mask;
     const uint8_t *const *received;
     uint8_t *bits;
-    float *out;
+    float *out, *c;
     int64_t length, masked, scale_at, bits_at;
     float beta1, one_minus_beta1, weight_decay, decayed, step_size, over_ranks;
-    int ranks, rms;
+    int ranks, rms, streams;
 } work;
 
-/* A block after its first pass: c waits in `out` for the second. */
+/* A block after its first pass: c waits for the second, which turns it into the new error. */
 typedef struct {
+    const float *c;
     float *out;
     const uint8_t *mask;
     int64_t length;
     float scale;
+    int streams;
 } remainder;
 
 /* The arguments of one call of ocomm_quantize, ocomm_quantized_average, ocomm_soft_sign or ocomm_compress_signs. */
@@ -86,7 +91,7 @@ typedef struct {
     float *momentum_out, *magnitude_out;
     int64_t length;
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
-    int amsgrad;
+    int amsgrad, momentum_streams, magnitude_streams;
 } ratio_work;
 
 /* Philox-4x32-7 (Salmon et al., SC 2011), all that does not change within a call. */
@@ -108,7 +113,7 @@ typedef struct {
     uint8_t *bits;
     generator generator;
     uint64_t quad;
-    int shift, source;
+    int shift, source, streams;
 } draws;
 
 /* The arguments of one call of ocomm_unpack, ocomm_apply, ocomm_local_step, ocomm_apply_update, ocomm_finite or
@@ -180,6 +185,17 @@ SHARED void store_bits(uint8_t *to, uint32_t word, int n) {
     }
 }
 
+/* Is a block's part of a buffer written past the caches? Nobody reads it before the next step, and a store that goes
+ * through them would first read what it is about to write over. */
+SHARED int streams_to(const float *out, const float *from) {
+#if defined(__x86_64__)
+    return out != from && (uintptr_t)out % 64 == 0;
+#else
+    (void)out, (void)from;
+    return 0;
+#endif
+}
+
 /* The block's part of the mask, NULL if it masks none of its elements. */
 SHARED const uint8_t *mask_of(const uint8_t *mask, const ocomm_block *block) {
     if (!mask) return NULL;
@@ -205,6 +221,7 @@ SHARED void prepare(enum content content, const call *args, const ocomm_block *b
     const int64_t at = content == MEAN ? block->owned : block->local;
     w->error = args->error + at;
     w->out = args->error_out + at;
+    w->streams = streams_to(w->out, w->error);
     w->mask = mask_of(args->mask, block);
     w->bits = args->packed + block->bits;
     w->length = block->length;
@@ -266,6 +283,7 @@ SHARED void prepare_momentum(const ratio_call *args, const ocomm_block *block, r
     w->grad = tensor->grad ? tensor->grad + block->start : NULL;
     w->momentum = args->momentum + block->local;
     w->momentum_out = args->momentum_out + block->local;
+    w->momentum_streams = streams_to(w->momentum_out, w->momentum);
     w->length = block->length;
     w->beta1 = tensor->beta1;
     w->one_minus_beta1 = tensor->one_minus_beta1;
@@ -277,6 +295,7 @@ SHARED void prepare_ratio(const ratio_call *args, const ocomm_block *block, rati
     prepare_momentum(args, block, w);
     w->magnitude = args->magnitude + block->local;
     w->magnitude_out = args->magnitude_out + block->local;
+    w->magnitude_streams = streams_to(w->magnitude_out, w->magnitude);
     w->eps = args->eps;
     w->amsgrad = args->amsgrad;
 }
@@ -285,6 +304,7 @@ SHARED void prepare_ratio(const ratio_call *args, const ocomm_block *block, rati
 SHARED void prepare_draws(const ratio_call *args, const ocomm_block *block, int64_t at, draws *d) {
     d->error = args->error ? args->error + at : NULL;
     d->error_out = args->error_out ? args->error_out + at : NULL;
+    d->streams = streams_to(d->error_out, d->error);
     d->bits = args->packed + block->bits;
     for (uint32_t r = 0; r < PHILOX_ROUNDS; r++) {
         d->generator.key0[r] = (uint32_t)args->noise->seed + r * 0x9E3779B9u;
@@ -341,6 +361,14 @@ SHARED v4 toward_portable(v4 c, v4 scale) {
     return (v4)((i4)scale ^ (~yes & INT32_MIN));
 }
 
+SHARED void stream_portable(float *to, v4 x) {
+#if defined(__x86_64__)
+    _mm_stream_ps(to, (__m128)x);
+#else
+    *(v4 *)to = x;
+#endif
+}
+
 #define LOOKS_UP 0
 SHARED void looked_up_portable(v4 *row, const sums_table *table, const uint32_t *words) {
     (void)row, (void)table, (void)words;
@@ -394,6 +422,8 @@ typedef int32_t i8 __attribute__((vector_size(32)));
 static const char name_avx2[] = "avx2";
 
 TARGET SHARED i8 lane_bits_avx2(int v) { return (i8){1, 2, 4, 8, 16, 32, 64, 128} << (v * WIDTH); }
+
+TARGET SHARED void stream_avx2(float *to, v8 x) { _mm256_stream_ps(to, (__m256)x); }
 
 TARGET SHARED uint32_t word_of_avx2(const i8 *yes) {
     /* Packing works on halves of 16 bytes; the permutation puts groups of four elements back in order. */
@@ -512,6 +542,7 @@ TARGET SHARED M lanes_of_avx512(uint32_t word, int v) {
                      << (v * WIDTH);
     return _mm512_test_epi32_mask(_mm512_set1_epi32((int32_t)word), (__m512i)bits);
 }
+TARGET SHARED void stream_avx512(float *to, v16 x) { _mm512_stream_ps(to, (__m512)x); }
 TARGET SHARED v16 select_avx512(M which, v16 yes, v16 no) { return _mm512_mask_blend_ps(which, no, yes); }
 TARGET SHARED uint32_t word_of_avx512(const M *yes) { return yes[0] | (uint32_t)yes[1] << WIDTH; }
 
@@ -618,7 +649,11 @@ typedef struct {
 
 static int run_blocks(const void *args, int64_t first, int64_t count) {
     const blockwise *whole = args;
-    return whole->run(whole->args, whole->blocks + first, count);
+    const int finite = whole->run(whole->args, whole->blocks + first, count);
+#if defined(__x86_64__)
+    _mm_sfence(); /* what was written past the caches is there before anything that says so */
+#endif
+    return finite;
 }
 
 static int64_t block_numel(const void *args, int64_t k) { return ((const blockwise *)args)->blocks[k].length; }

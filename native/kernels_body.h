@@ -7,6 +7,7 @@
  *   M                  answers to a question about each element of a vector; where it is I, all ones or all zeros
  *   word_of(yes)       one bit per element of a row, 1 where the answer is yes
  *   at_least(a, b), greater(a, b), lanes_of(w, v), select(which, yes, no)   where M is not I
+ *   stream(to, x)      writes a vector past the caches, to an address that is a multiple of its size
  *   with_signs(s, w, v)  +s where the word's bit is 1, -s where 0, for vector v of the row
  *   toward(c, s)       s with the sign of c, where -0.0 counts as positive
  *   LOOKS_UP           1 if looked_up(row, table, words) exists: a row of sums of the first ranks by their signs
@@ -57,6 +58,15 @@ INLINE void FN(store)(float *to, const V *row, int n) {
         float padded[ROW];
         UNROLL for (int v = 0; v < VECTORS; v++) *(VU *)(padded + v * WIDTH) = row[v];
         memcpy(to, padded, (size_t)n * sizeof(float));
+    }
+}
+
+/* As store; `streams` says whether past the caches, see streams_to. */
+INLINE void FN(store_out)(int streams, float *to, const V *row, int n) {
+    if (streams && n == ROW) {
+        UNROLL for (int v = 0; v < VECTORS; v++) FN(stream)(to + v * WIDTH, row[v]);
+    } else {
+        FN(store)(to, row, n);
     }
 }
 
@@ -185,8 +195,7 @@ INLINE void FN(momentum)(enum content content, V *row, const work *w, int64_t j,
     }
 }
 
-/* Signs and magnitudes of one row of c = content + error. c waits in `out`, which has to be written anyway and is
- * still in the first-level cache when second_pass turns it into the new error. */
+/* Signs and magnitudes of one row of c = content + error, which waits in the first-level cache for second_pass. */
 INLINE void FN(first_pass)(enum content content, int plain, int rms, work *w, const float *tile, int64_t j, int n,
                            V *sum) {
     /* Elements past the end of the block are treated as masked: they have no magnitude either. */
@@ -213,7 +222,7 @@ INLINE void FN(first_pass)(enum content content, int plain, int rms, work *w, co
             c[v] = FN(select)(lanes, c[v] - c[v], c[v]);
         }
     }
-    FN(store)(w->out + j, kept, n);
+    FN(store)(w->c + j, kept, n);
     if (rms) {
         UNROLL for (int v = 0; v < VECTORS; v++) sum[v] += c[v] * c[v];
     } else {
@@ -225,7 +234,7 @@ INLINE void FN(first_pass)(enum content content, int plain, int rms, work *w, co
 INLINE void FN(second_pass)(int plain, const remainder *last, int64_t j, int n, V scale) {
     const uint32_t masked = !plain && last->mask ? load_bits(last->mask + (j >> 3), n) : 0;
     V c[VECTORS];
-    FN(load)(c, last->out + j, n);
+    FN(load)(c, last->c + j, n);
     if (__builtin_expect(masked == 0, 1)) {
         UNROLL for (int v = 0; v < VECTORS; v++) c[v] -= FN(toward)(c[v], scale);
     } else {
@@ -234,7 +243,7 @@ INLINE void FN(second_pass)(int plain, const remainder *last, int64_t j, int n, 
             c[v] = FN(select)(FN(lanes_of)(masked, v), c[v], sent);
         }
     }
-    FN(store)(last->out + j, c, n);
+    FN(store_out)(last->streams, last->out + j, c, n);
 }
 
 INLINE float FN(scale_of)(const work *w, const V *sum) {
@@ -282,8 +291,8 @@ INLINE void FN(rows_for)(enum content content, int plain, int rms, work *w, cons
     int64_t j = 0;
     for (; j < together; j += ROW) {
         BEFORE_ROW
+        FN(second_pass)(plain, last, j, ROW, scale); /* before c of this row takes its place */
         FN(first_pass)(content, plain, rms, w, tile, j, ROW, sum);
-        FN(second_pass)(plain, last, j, ROW, scale);
     }
     FN(finish)(last, j);
     for (; j < whole; j += ROW) {
@@ -305,6 +314,7 @@ INLINE void FN(rows)(enum content content, int plain, work *w, const remainder *
  * arithmetic, the second pass of a block runs together with the first pass of the next one. */
 INLINE int FN(run)(enum content content, const call *args, const ocomm_block *blocks, int64_t count) {
     remainder last = {0};
+    float waiting[WAITING] __attribute__((aligned(64)));
     int finite = 1;
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
@@ -312,6 +322,7 @@ INLINE int FN(run)(enum content content, const call *args, const ocomm_block *bl
          * pointer changes them would load all of it again for every row. */
         work w;
         prepare(content, args, block, &w);
+        w.c = w.streams && w.length <= WAITING ? waiting : w.out;
         V sum[VECTORS];
         UNROLL for (int v = 0; v < VECTORS; v++) sum[v] = (V){0};
         const int plain = !w.mask && !last.mask;
@@ -326,7 +337,7 @@ INLINE int FN(run)(enum content content, const call *args, const ocomm_block *bl
             FN(rows)(content, 1, &w, &last, sum);
         else
             FN(rows)(content, 0, &w, &last, sum);
-        last = (remainder){w.out, w.mask, w.length, FN(scale_of)(&w, sum)};
+        last = (remainder){w.c, w.out, w.mask, w.length, FN(scale_of)(&w, sum), w.c != w.out};
         finite &= last.scale - last.scale == 0;
         memcpy(args->packed + block->scale, &last.scale, sizeof(float));
     }

@@ -32,8 +32,8 @@ INLINE void FN(ratio)(const ratio_work *w, int64_t j, int n, V *row, V *bad) {
         if (n < ROW) row[v] = FN(select)(FN(lanes_of)((1u << n) - 1, v), row[v], (V){0});
         FN(note)(bad, b[v]); /* its ratio would be 0; an m that is not finite shows in the ratio */
     }
-    FN(store)(w->momentum_out + j, m, n);
-    FN(store)(w->magnitude_out + j, b, n);
+    FN(store_out)(w->momentum_streams, w->momentum_out + j, m, n);
+    FN(store_out)(w->magnitude_streams, w->magnitude_out + j, b, n);
 }
 
 INLINE void FN(add_row)(V *row, const float *from, int n) {
@@ -52,7 +52,7 @@ INLINE void FN(send)(const draws *d, int64_t j, int n, V *y, const V *number, V 
         y[v] -= FN(select)(yes[v], FN(splat)(1.0f), FN(splat)(-1.0f));
     }
     store_bits(d->bits + (j >> 3), FN(word_of)(yes), n);
-    if (d->error_out) FN(store)(d->error_out + j, y, n);
+    if (d->error_out) FN(store_out)(d->streams, d->error_out + j, y, n);
 }
 
 /* The random numbers of the next row. `ahead` are those of the aligned row which starts at d->quad, where elements are
@@ -210,7 +210,7 @@ INLINE void FN(compress_signs_row)(int zero_up, const ratio_work *w, int64_t j, 
         FN(note)(bad, m[v]);
     }
     store_bits(bits + (j >> 3), FN(word_of)(yes), n);
-    FN(store)(w->momentum_out + j, m, n);
+    FN(store_out)(w->momentum_streams, w->momentum_out + j, m, n);
 }
 
 TARGET static int FN(compress_signs)(const void *of, const ocomm_block *blocks, int64_t count) {

@@ -235,6 +235,7 @@ class Bench:
         self.x, self.y, self.error, self.param, self.denominator, self.out = (aligned_zeros(numel) for _ in range(6))
         for array in (self.x, self.y, self.error, self.param):
             rng.standard_normal(out=array, dtype=np.float32)
+        self.kept = aligned_zeros(numel)  # errors and moments are written beside the old ones, as in a step
         np.abs(self.x, out=self.denominator)
         self.denominator += np.float32(0.1)
         self.packed = aligned_zeros(count * stride // 4).view(np.uint8)
@@ -337,19 +338,19 @@ class Bench:
             self._case(
                 "compress",
                 12 + sent,
-                lambda k, b, error, out, kept: k.compress(b, self.x, error, kept, None, "l1", out),
+                lambda k, b, error, out, kept: k.compress(b, self.x, error, kept, None, "rms", out),
                 {"numpy": self._numpy_compress, "torch": self._torch_compress},
             ),
             self._case(
                 "compress_momentum, dense",
                 16 + sent,
-                lambda k, b, error, out, kept: k.compress_momentum(b, dense, None, error, kept, None, "l1", out),
+                lambda k, b, error, out, kept: k.compress_momentum(b, dense, None, error, kept, None, "rms", out),
                 {"numpy": self._numpy_momentum, "torch": self._torch_momentum},
             ),
             self._case(
                 "compress_momentum, from 1 bit",
                 12 + 2 * sent,
-                lambda k, b, error, out, kept: k.compress_momentum(b, packed, previous, error, kept, None, "l1", out),
+                lambda k, b, error, out, kept: k.compress_momentum(b, packed, previous, error, kept, None, "rms", out),
                 {"numpy": lambda: self._numpy_momentum(unpacked(previous))},
             ),
         ]
@@ -412,7 +413,7 @@ class Bench:
                 "compress_update, interval 1",
                 16 + sent,
                 lambda k, b, error, out, kept: k.compress_update(
-                    b, table, momentum, None, error, kept, None, "l1", out
+                    b, table, momentum, None, error, kept, None, "rms", out
                 ),
                 {"numpy": lambda: self._numpy_update(None)},
             ),
@@ -420,18 +421,18 @@ class Bench:
                 "compress_update, interval > 1",
                 20 + sent,
                 lambda k, b, error, out, kept: k.compress_update(
-                    b, table, momentum, update, error, kept, None, "l1", out
+                    b, table, momentum, update, error, kept, None, "rms", out
                 ),
                 {"numpy": lambda: self._numpy_update(update)},
             ),
-            self._in_place_case(
+            self._changing_case(
                 "local_step",
                 32,
                 (momentum, update, self.param),
                 lambda k, b, m, u, p: k.local_step(b, self._with_param(table, p), m, u, denominator, None),
                 lambda: self._numpy_local_step(momentum, update),
             ),
-            self._in_place_case(
+            self._changing_case(
                 "apply_update, interval 1",
                 16 + sent,
                 (momentum, self.param),
@@ -440,7 +441,7 @@ class Bench:
                 ),
                 lambda: self._numpy_apply_update(message, momentum, self.param),
             ),
-            self._in_place_case(
+            self._changing_case(
                 "apply_update, interval > 1",
                 24 + sent,
                 (momentum, self.param, update, synced),
@@ -452,37 +453,40 @@ class Bench:
         ]
 
     def _birder_cases(self, ranks: list[int]) -> list[Case]:
-        """The loops of Birder, SoftSignSGD and Lion, in place. The NumPy forms draw from NumPy's generator."""
+        """The loops of Birder, SoftSignSGD and Lion. The NumPy forms work in place, and draw from NumPy's generator."""
         table = self.tensors(dense=False)
         noise = np.array([(1, 2, 3, 0)], NOISE)
         momentum, magnitude, error = (aligned_copy(a) for a in (self.y, self.denominator, self.error))
         packed, message = self.packed.copy(), self.messages[0]
+        kept = [self.kept, *(aligned_copy(self.kept) for _ in range(2))]
         bits = 1 / 8
         return [
-            self._in_place_case(
+            self._changing_case(
                 "quantize",
                 28 + bits,
-                (momentum, magnitude, error, packed),
-                lambda k, b, m, a, e, out: k.quantize(b, table, m, m, a, a, e, e, 1e-12, False, noise, out),
+                (*kept, packed),
+                lambda k, b, m, a, e, out: k.quantize(
+                    b, table, momentum, m, magnitude, a, error, e, 1e-12, False, noise, out
+                ),
                 lambda: self._numpy_quantize(self._numpy_ratio(momentum, magnitude), error),
             ),
             *(self._quantized_average_case(n, noise, error, packed) for n in ranks),
             *(self._majority_case(n, noise, packed) for n in ranks),
-            self._in_place_case(
+            self._changing_case(
                 "soft_sign",
                 24,
-                (momentum, magnitude, self.out),
-                lambda k, b, m, a, out: k.soft_sign(b, table, m, m, a, a, 1e-12, False, out),
+                (*kept[:2], self.out),
+                lambda k, b, m, a, out: k.soft_sign(b, table, momentum, m, magnitude, a, 1e-12, False, out),
                 lambda: np.copyto(self.out, self._numpy_ratio(momentum, magnitude)),
             ),
-            self._in_place_case(
+            self._changing_case(
                 "compress_signs",
                 12 + bits,
-                (momentum, packed),
-                lambda k, b, m, out: k.compress_signs(b, table, m, m, 0.99, 0.01, True, out),
+                (self.kept, packed),
+                lambda k, b, m, out: k.compress_signs(b, table, momentum, m, 0.99, 0.01, True, out),
                 lambda: self._numpy_lion(momentum),
             ),
-            self._in_place_case(
+            self._changing_case(
                 "apply_signs",
                 8 + bits,
                 (self.param,),
@@ -502,11 +506,11 @@ class Bench:
             total *= np.float32(1 / ranks)
             self._numpy_quantize(total, error)
 
-        return self._in_place_case(
+        return self._changing_case(
             f"quantized_average of {ranks} ranks",
             8 + (ranks + 1) / 8,
-            (error, packed),
-            lambda k, b, e, out: k.quantized_average(b, received, 0, weights, e, e, noise, out),
+            (self.kept, packed),
+            lambda k, b, e, out: k.quantized_average(b, received, 0, weights, error, e, noise, out),
             numpy_form,
         )
 
@@ -521,7 +525,7 @@ class Bench:
             positive = self._rng.random(total.size, np.float32) < (total + np.float32(1)) * np.float32(0.5)
             np.packbits(positive, bitorder="little")
 
-        return self._in_place_case(
+        return self._changing_case(
             f"majority of {ranks} ranks",
             (ranks + 1) / 8,
             (packed,),
@@ -534,7 +538,7 @@ class Bench:
         table["param"] = param.__array_interface__["data"][0]
         return table
 
-    def _in_place_case(
+    def _changing_case(
         self,
         kernel: str,
         bytes_per_element: float,
@@ -561,7 +565,7 @@ class Bench:
         return self._case(
             f"average of {ranks} ranks",
             8 + (ranks + 1) * (1 / 8 + 4 / BLOCK_SIZE),
-            lambda k, b, error, out, kept: k.average(b, received, 0, error, kept, None, "l1", out),
+            lambda k, b, error, out, kept: k.average(b, received, 0, error, kept, None, "rms", out),
             {"numpy": lambda: self._numpy_average(received)},
         )
 
@@ -583,7 +587,7 @@ class Bench:
             demand_equal(kernel, got[0], expected[0])
             demand_equal(kernel, got[1], expected[1])
 
-        own = {self.c_form: lambda: call(self.c, self.blocks, self.error, self.packed, self.error)}
+        own = {self.c_form: lambda: call(self.c, self.blocks, self.error, self.packed, self.kept)}
         return Case(kernel, bytes_per_element, "axpy", own | self._chosen(forms), check)
 
     def _chosen(self, forms: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
@@ -611,7 +615,7 @@ class Bench:
         return flat.reshape(-1, BLOCK_SIZE)
 
     def _numpy_send(self, c: np.ndarray) -> None:
-        scale = np.abs(c).mean(axis=1, keepdims=True, dtype=np.float32)
+        scale = np.sqrt(np.square(c).mean(axis=1, keepdims=True, dtype=np.float32))
         positive = c >= 0
         np.packbits(positive, axis=1, bitorder="little")
         np.subtract(c, np.where(positive, scale, -scale), out=self._blocked(self.error))
@@ -693,7 +697,7 @@ class Bench:
 
     def _torch_send(self, c: Any) -> None:
         torch = self.torch
-        scale = c.abs().mean(dim=1, keepdim=True)
+        scale = c.square().mean(dim=1, keepdim=True).sqrt()
         positive = c >= 0
         weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
         (positive.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ocomm.kernels import BLOCK, NOISE, TENSOR, Kernels, cpu_kernels, reference
+from ocomm.kernels.base import aligned_zeros
 from ocomm.types import DType, ReduceOp
 from tests.contract.conftest import PATHS
 
@@ -42,6 +43,8 @@ class World:
         for tensor, numel in enumerate(self.lengths):
             for start in range(0, numel, self.block_size):
                 length = min(self.block_size, numel - start)
+                if self.rng.random() < 0.7:  # as in a layout; loops write such blocks in another way
+                    owned, local = (-(-at // 16) * 16 for at in (owned, local))
                 scale = -(-(message + int(self.rng.integers(0, 4))) // 4) * 4
                 bits = scale + 4 + int(self.rng.integers(0, 3))
                 rows.append((flat, start, owned, local, bits, scale, index + start, length, tensor))
@@ -103,12 +106,19 @@ class World:
 
     def empty(self, numel: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         packed = np.full(self.nbytes, 0x5A, np.uint8)
-        return packed, np.full(self.numel if numel is None else numel, 7, np.float32)
+        return packed, sevens(self.numel if numel is None else numel)
 
     def hidden(self, block: np.void) -> np.ndarray:
         if self.mask is None:
             return np.zeros(block["length"], bool)
         return np.unpackbits(self.mask, bitorder="little").view(bool)[span(block)]
+
+
+def sevens(numel: int) -> np.ndarray:
+    """Floats that begin where the runtime's buffers do."""
+    array = aligned_zeros(numel)
+    array[:] = 7
+    return array
 
 
 def span(block: np.void, first: str = "offset") -> slice:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ocomm.kernels import BLOCK, NOISE, OWNERS, TENSOR, Kernels, reference
 from ocomm.kernels.reference import philox4x32, uniform
-from tests.contract.test_kernels import LENGTHS, all_same, bits_in, cpu_paths, few, same_bits, signs_in, span
+from tests.contract.test_kernels import LENGTHS, all_same, bits_in, cpu_paths, few, same_bits, sevens, signs_in, span
 
 EPS = 1e-12
 
@@ -69,7 +69,7 @@ class Model:
 
     def empty(self, *numels: int) -> list[np.ndarray]:
         """Buffers whose untouched elements are 7."""
-        return [np.full(numel, 7, np.float32) for numel in numels]
+        return [sevens(numel) for numel in numels]
 
     def packed(self) -> np.ndarray:
         """A message whose untouched bytes are 0x5a."""
