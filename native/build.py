@@ -31,7 +31,7 @@ ffibuilder.set_source(
     "ocomm._native",
     '#include "ocomm.h"',
     sources=[f"native/{name}" for name in ("pool.c", "kernels.c", "reduce.c", "engine.c")],
-    depends=[f"native/{name}" for name in ("ocomm.h", "pool.h", "kernels_body.h", "quantize_body.h")],
+    depends=[f"native/{name}" for name in ("ocomm.h", "pool.h", "kernels_body.h", "quantize_body.h", "lamb_body.h")],
     include_dirs=["native"],
     extra_compile_args=COMPILE_ARGS,
     extra_link_args=["-pthread"],

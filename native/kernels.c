@@ -126,6 +126,15 @@ typedef struct {
     float *momentum, *update, *synced, *out;
 } apply_call;
 
+/* The arguments of ocomm_adam_update or ocomm_lamb_update. */
+typedef struct {
+    const ocomm_block *blocks;
+    const uint8_t *packed, *previous_packed, *mask;
+    const float *gradient, *previous, *floors, *denominator;
+    float *momentum, *variance, *fresh, *update, *largest;
+    float beta1, one_minus_beta1, rebuild, beta2, one_minus_beta2, m_correction, v_correction, eps;
+} lamb_call;
+
 /* The arguments of ocomm_axpy or ocomm_triad. */
 typedef struct {
     float *y;
@@ -142,6 +151,8 @@ typedef struct {
     double (*squares)(const float *, int64_t);
     pool_work axpy, triad;
     loop quantize, quantized_average, apply_signs, soft_sign, compress_signs;
+    pool_work adam_update;
+    loop lamb_update;
 } loops;
 
 /* Sums of the first ranks' scales with every combination of signs: bit i of the index is rank i's. A plane holds one
@@ -356,6 +367,17 @@ SHARED v4 with_signs_portable(v4 scale, uint32_t word, int v) {
     return (v4)((i4)scale ^ (negative & INT32_MIN));
 }
 
+SHARED v4 root_portable(v4 x) {
+#if defined(__x86_64__)
+    return (v4)_mm_sqrt_ps((__m128)x);
+#elif defined(__aarch64__)
+    return (v4)vsqrtq_f32((float32x4_t)x);
+#else
+    for (int k = 0; k < WIDTH; k++) x[k] = __builtin_sqrtf(x[k]);
+    return x;
+#endif
+}
+
 SHARED v4 toward_portable(v4 c, v4 scale) {
     const i4 yes = c >= (v4){0};
     return (v4)((i4)scale ^ (~yes & INT32_MIN));
@@ -438,6 +460,8 @@ TARGET SHARED v8 with_signs_avx2(v8 scale, uint32_t word, int v) {
     const __m256i signs = _mm256_sllv_epi32(_mm256_set1_epi32((int32_t)word), (__m256i)to_top);
     return _mm256_blendv_ps(-scale, scale, (__m256)signs);
 }
+
+TARGET SHARED v8 root_avx2(v8 x) { return (v8)_mm256_sqrt_ps((__m256)x); }
 
 TARGET SHARED v8 toward_avx2(v8 c, v8 scale) {
     return _mm256_blendv_ps(-scale, scale, _mm256_cmp_ps(c, _mm256_setzero_ps(), _CMP_GE_OQ));
@@ -550,6 +574,8 @@ TARGET SHARED v16 with_signs_avx512(v16 scale, uint32_t word, int v) {
     return select_avx512(lanes_of_avx512(word, v), scale, -scale);
 }
 
+TARGET SHARED v16 root_avx512(v16 x) { return (v16)_mm512_sqrt_ps((__m512)x); }
+
 TARGET SHARED v16 toward_avx512(v16 c, v16 scale) {
     return select_avx512(at_least_avx512(c, _mm512_setzero_ps()), scale, -scale);
 }
@@ -597,6 +623,7 @@ static const loops loops_avx512 = {
     name_avx512, compress_avx2, compress_momentum_avx2, compress_update_avx2, average_avx512, unpack_avx2,
     apply_avx2, local_step_avx2, apply_update_avx2, finite_avx2, squares_avx2, axpy_avx2, triad_avx2,
     quantize_avx512, quantized_average_avx512, apply_signs_avx2, soft_sign_avx2, compress_signs_avx2,
+    adam_update_avx2, lamb_update_avx512,
 };
 
 static int has_avx2(void) {
@@ -808,6 +835,48 @@ int ocomm_compress_signs(ocomm_pool *pool, const ocomm_block *blocks, int64_t co
                              .zero_up = zero_up,
                              .packed = packed};
     return on_blocks(pool, active->compress_signs, &args, blocks, count);
+}
+
+void ocomm_adam_update(ocomm_pool *pool, int64_t numel, const float *gradient, float *momentum, float *variance,
+                       float *update, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,
+                       float m_correction, float v_correction, float eps) {
+    const lamb_call args = {.gradient = gradient,
+                            .momentum = momentum,
+                            .variance = variance,
+                            .update = update,
+                            .beta1 = beta1,
+                            .one_minus_beta1 = one_minus_beta1,
+                            .beta2 = beta2,
+                            .one_minus_beta2 = one_minus_beta2,
+                            .m_correction = m_correction,
+                            .v_correction = v_correction,
+                            .eps = eps};
+    pool_run(pool, active->adam_update, NULL, &args, numel);
+}
+
+void ocomm_lamb_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed,
+                       const uint8_t *previous_packed, const float *previous, const uint8_t *mask, const float *floors,
+                       const float *denominator, float *fresh, float *update, float *largest, float beta1,
+                       float rebuild, float beta2, float one_minus_beta2, float m_correction, float v_correction,
+                       float eps) {
+    const lamb_call args = {.blocks = blocks,
+                            .packed = packed,
+                            .previous_packed = previous_packed,
+                            .previous = previous,
+                            .mask = mask,
+                            .floors = floors,
+                            .denominator = denominator,
+                            .fresh = fresh,
+                            .update = update,
+                            .largest = largest,
+                            .beta1 = beta1,
+                            .rebuild = rebuild,
+                            .beta2 = beta2,
+                            .one_minus_beta2 = one_minus_beta2,
+                            .m_correction = m_correction,
+                            .v_correction = v_correction,
+                            .eps = eps};
+    on_blocks(pool, active->lamb_update, &args, blocks, count);
 }
 
 void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t count, double *sums) {

@@ -639,7 +639,7 @@ TARGET static double FN(squares)(const float *x, int64_t numel) {
     return sums[0];
 }
 
-/* y += factor * x: the benchmarks' measure of what the memory gives. */
+/* y += factor * x: also the benchmarks' measure of what the memory gives. */
 TARGET static int FN(axpy)(const void *of, int64_t first, int64_t count) {
     const axpy_call *args = of;
     const float factor = args->factor, *x = args->x + first;
@@ -672,11 +672,14 @@ TARGET static int FN(triad)(const void *of, int64_t first, int64_t count) {
 
 #include "quantize_body.h"
 
+#include "lamb_body.h"
+
 #ifndef WITHOUT
 static const loops FN(loops) = {
     FN(name),   FN(compress), FN(compress_momentum), FN(compress_update), FN(average), FN(unpack),
     FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(squares), FN(axpy), FN(triad),
     FN(quantize), FN(quantized_average), FN(apply_signs), FN(soft_sign), FN(compress_signs),
+    FN(adam_update), FN(lamb_update),
 };
 #endif
 

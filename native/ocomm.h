@@ -116,6 +116,21 @@ int ocomm_soft_sign(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, 
 int ocomm_compress_signs(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
                          const float *momentum, float *momentum_out, float beta2, float one_minus_beta2, int zero_up,
                          uint8_t *packed);
+/* m = beta1 * m + one_minus_beta1 * g; v = beta2 * v + one_minus_beta2 * (g * g), both in place;
+ * update = m_correction * m / (sqrt(v * v_correction) + eps). */
+void ocomm_adam_update(ocomm_pool *pool, int64_t numel, const float *gradient, float *momentum, float *variance,
+                       float *update, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,
+                       float m_correction, float v_correction, float eps);
+/* 1-bit LAMB. m and before are what packed and previous_packed say, 0 where masked; before is `previous`, at `start`,
+ * unless that is NULL. g = (m - beta1 * before) * rebuild; at `offset`
+ * fresh = beta2 * fresh + one_minus_beta2 * (g * g); at `start` update = m_correction * m / denominator, 0 where masked;
+ * for each block largest = max of denominator / (max(sqrt(fresh * v_correction), its floor) + eps) over elements which
+ * are not masked. */
+void ocomm_lamb_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed,
+                       const uint8_t *previous_packed, const float *previous, const uint8_t *mask, const float *floors,
+                       const float *denominator, float *fresh, float *update, float *largest, float beta1,
+                       float rebuild, float beta2, float one_minus_beta2, float m_correction, float v_correction,
+                       float eps);
 /* out = postscale * reduce(prescale * sources[0], ..., prescale * sources[ranks - 1]) in rank order; out may be one of
  * the sources. Returns -1 for an operation the dtype does not have. dtype and op are types.DType and types.ReduceOp. */
 int ocomm_reduce(ocomm_pool *pool, int dtype, int op, int ranks, const void *const *sources, int64_t numel,
@@ -130,8 +145,9 @@ void ocomm_checksums(const uint64_t *addresses, const int64_t *nbytes, int64_t c
 /* Sums of squares of float buffers, in double: lane k of 32 adds elements k, k + 32, ..., lanes fold by halves. An
  * address of 0 has sum 0. */
 void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t count, double *sums);
-/* y += factor * x, and y += factor * x + factor * z: what the benchmarks compare the loops with. */
+/* y += factor * x. */
 void ocomm_axpy(ocomm_pool *pool, float *y, const float *x, float factor, int64_t numel);
+/* y += factor * x + factor * z: what the benchmarks compare the loops with, as with axpy. */
 void ocomm_triad(ocomm_pool *pool, float *y, const float *x, const float *z, float factor, int64_t numel);
 
 /* cffi: end kernels */

@@ -415,3 +415,57 @@ class Kernels(Protocol):
         In float64: lane k of 32 adds elements k, k + 32, ...; lanes fold by halves.
         """
         ...
+
+
+class HostKernels(Kernels, Protocol):
+    """What only the host's kernels have: the loops of 1-bit LAMB. Factors are float64, rounded to float32 once."""
+
+    def axpy(self, y: Floats, x: Floats, factor: float) -> None:
+        """y += factor * x."""
+        ...
+
+    def adam_update(
+        self,
+        gradient: Floats,
+        momentum: Floats,
+        variance: Floats,
+        update: Floats,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        step: int,
+    ) -> None:
+        """Adam's step ``step``, counted from 1, but for the parameter; momentum and variance in place:
+
+        m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * (g * g);
+        update = c1 * m / (sqrt(v * c2) + eps), with c = 1 / (1 - beta^t).
+        """
+        ...
+
+    def lamb_update(
+        self,
+        blocks: Table,
+        packed: Bytes,
+        previous: Bytes | None,
+        dense: Floats | None,
+        mask: Bytes | None,
+        floors: Floats,
+        denominator: Floats,
+        fresh: Floats,
+        update: Floats,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        step: int,
+    ) -> float:
+        """1-bit LAMB's step ``step`` of blocks of one tensor, but for the parameter, with m = scale * sign as packed:
+
+        g = (m - beta1 * before) * (1 / (1 - beta1)); fresh = beta2 * fresh + (1 - beta2) * (g * g);
+        update = c1 * m / denominator, with c = 1 / (1 - beta^t). Returns the maximum over elements of
+        denominator / (max(sqrt(fresh * c2), floor) + eps).
+
+        ``before`` is what ``previous`` has packed or, where that is None, ``dense``, indexed by ``start`` as ``update``
+        is; ``floors`` has one number per block, ``denominator`` and ``fresh`` are flat. A masked element's m, before
+        and update are 0 and it is in no maximum.
+        """
+        ...

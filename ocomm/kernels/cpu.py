@@ -437,3 +437,76 @@ class CpuKernels:
             _pointer("uint64_t[]", addresses), _pointer("int64_t[]", numels), addresses.size, _pointer("double[]", sums)
         )
         return sums
+
+    def axpy(self, y: Floats, x: Floats, factor: float) -> None:
+        """Updates ``y`` in place."""
+        lib.ocomm_axpy(self._pool, _pointer("float[]", y), _pointer("float[]", x), factor, y.size)
+
+    def adam_update(
+        self,
+        gradient: Floats,
+        momentum: Floats,
+        variance: Floats,
+        update: Floats,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        step: int,
+    ) -> None:
+        """Updates ``momentum`` and ``variance`` in place, and writes ``update``."""
+        lib.ocomm_adam_update(
+            self._pool,
+            gradient.size,
+            _pointer("float[]", gradient),
+            _pointer("float[]", momentum),
+            _pointer("float[]", variance),
+            _pointer("float[]", update),
+            beta1,
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            1.0 / (1.0 - beta1**step),
+            1.0 / (1.0 - beta2**step),
+            eps,
+        )
+
+    def lamb_update(
+        self,
+        blocks: Table,
+        packed: Bytes,
+        previous: Bytes | None,
+        dense: Floats | None,
+        mask: Bytes | None,
+        floors: Floats,
+        denominator: Floats,
+        fresh: Floats,
+        update: Floats,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        step: int,
+    ) -> float:
+        """Updates ``fresh`` in place, and writes ``update``."""
+        largest = np.zeros(len(blocks), np.float32)
+        lib.ocomm_lamb_update(
+            self._pool,
+            _pointer("ocomm_block[]", blocks),
+            len(blocks),
+            _pointer("uint8_t[]", packed),
+            _optional(previous),
+            _optional_floats(dense if previous is None else None),
+            _optional(mask),
+            _pointer("float[]", floors),
+            _pointer("float[]", denominator),
+            _pointer("float[]", fresh),
+            _pointer("float[]", update),
+            _pointer("float[]", largest),
+            beta1,
+            1.0 / (1.0 - beta1),
+            beta2,
+            1.0 - beta2,
+            1.0 / (1.0 - beta1**step),
+            1.0 / (1.0 - beta2**step),
+            eps,
+        )
+        return float(largest.max(initial=0.0))

@@ -441,6 +441,66 @@ class ReferenceKernels:
                 sums[i] = total[0]
         return sums
 
+    def axpy(self, y: Floats, x: Floats, factor: float) -> None:
+        """Updates ``y`` in place."""
+        with np.errstate(all="ignore"):
+            y += np.float32(factor) * x
+
+    def adam_update(
+        self,
+        gradient: Floats,
+        momentum: Floats,
+        variance: Floats,
+        update: Floats,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        step: int,
+    ) -> None:
+        """Updates ``momentum`` and ``variance`` in place, and writes ``update``."""
+        with np.errstate(all="ignore"):
+            momentum[:] = np.float32(beta1) * momentum + np.float32(1.0 - beta1) * gradient
+            variance[:] = np.float32(beta2) * variance + np.float32(1.0 - beta2) * (gradient * gradient)
+            root = np.sqrt(variance * np.float32(1.0 / (1.0 - beta2**step)))
+            update[:] = np.float32(1.0 / (1.0 - beta1**step)) * momentum / (root + np.float32(eps))
+
+    def lamb_update(
+        self,
+        blocks: Table,
+        packed: Bytes,
+        previous: Bytes | None,
+        dense: Floats | None,
+        mask: Bytes | None,
+        floors: Floats,
+        denominator: Floats,
+        fresh: Floats,
+        update: Floats,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        step: int,
+    ) -> float:
+        """Updates ``fresh`` in place, and writes ``update``."""
+        largest = _ZERO
+        with np.errstate(all="ignore"):
+            for block, floor in zip(blocks, floors, strict=True):
+                flat, own = _span(block["offset"], block), _span(block["start"], block)
+                masked = _masked(mask, block)
+                m = np.where(masked, _ZERO, _decoded(packed, block))
+                if previous is None:
+                    assert dense is not None, "neither has the momentum before"
+                    before = dense[own]
+                else:
+                    before = np.where(masked, _ZERO, _decoded(previous, block))
+                g = (m - np.float32(beta1) * before) * np.float32(1.0 / (1.0 - beta1))
+                fresh[flat] = np.float32(beta2) * fresh[flat] + np.float32(1.0 - beta2) * (g * g)
+                moved = np.float32(1.0 / (1.0 - beta1**step)) * m / denominator[flat]
+                update[own] = np.where(masked, _ZERO, moved)
+                root = np.maximum(np.sqrt(fresh[flat] * np.float32(1.0 / (1.0 - beta2**step))), floor)
+                ratio = denominator[flat] / (root + np.float32(eps))
+                largest = max(largest, np.where(masked, _ZERO, ratio).max())
+        return float(largest)
+
 
 def _memory(address: int, nbytes: int) -> Bytes:
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

@@ -13,26 +13,31 @@ LAMB is Adam whose step of each tensor is scaled by a trust ratio, |p| / |update
 ``coefficient`` is the moving average that the trust ratio had at the freeze: with a frozen v, |update| no longer says
 how large a step should be, and ``factor`` says how much larger it would be with v as it is now.
 
-Memory per parameter, besides that of 1-bit Adam: ``fresh`` 4 B; and 8 B per element of the largest tensor.
+Memory per parameter, besides that of 1-bit Adam: ``fresh`` 4 B; and 4 B per element of the largest tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ocomm.compression.layout import Layout
 from ocomm.errors import SettingsError
-from ocomm.kernels.base import Bytes, Floats, Kernels, aligned_zeros
+from ocomm.kernels.base import Bytes, Floats, HostKernels, Table, aligned_zeros
 from ocomm.optim.core import address, flat_floats
 from ocomm.optim.onebit_adam import MomentumSegment, OneBitAdam
 
-#: Elements that are worked on at a time: few enough to stay in a core's cache from one operation to the next.
-_CHUNK = 16384
+
+class _Part(NamedTuple):
+    """Blocks of one tensor in one segment, and their numbers in the layout."""
+
+    segment: MomentumSegment
+    blocks: Table
+    numbers: NDArray[np.int64]
 
 
 class Lamb(OneBitAdam):
@@ -47,7 +52,7 @@ class Lamb(OneBitAdam):
         self,
         layout: Layout,
         rank: int,
-        kernels: Kernels,
+        kernels: HostKernels,
         *,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
@@ -58,6 +63,7 @@ class Lamb(OneBitAdam):
         **options: Any,
     ) -> None:
         super().__init__(layout, rank, kernels, **options)
+        self.kernels: HostKernels = kernels
         if not 0.0 < min_coeff <= max_coeff < math.inf:
             raise SettingsError(f"need 0 < min_coeff <= max_coeff, got {min_coeff} and {max_coeff}")
         if not 0.0 < factor_min <= 1.0 <= factor_max < math.inf:
@@ -81,18 +87,20 @@ class Lamb(OneBitAdam):
         self.trust_ratio = np.ones(count)
         #: Flat: v with the rebuilt gradients.
         self.fresh = np.zeros(0, np.float32)
-        self._scratch = np.zeros((2, 0), np.float32)
+        self._scratch = np.zeros(0, np.float32)
+        #: Of each tensor, until its segments change.
+        self._parts: dict[int, list[_Part]] = {}
 
     def allocate(self) -> None:
         super().allocate()
         if not self.fresh.size:
             self.fresh = aligned_zeros(self.layout.flat_numel)
 
-    def _workspace(self, numel: int) -> tuple[Floats, Floats]:
-        """Two arrays for a tensor's step, which are free after it."""
-        if self._scratch.shape[1] < numel:
-            self._scratch = np.zeros((2, int(self.layout.numels.max())), np.float32)
-        return self._scratch[0, :numel], self._scratch[1, :numel]
+    def _workspace(self, numel: int) -> Floats:
+        """An array for a tensor's update, which is free after its step."""
+        if self._scratch.size < numel:
+            self._scratch = aligned_zeros(int(self.layout.numels.max()))
+        return self._scratch[:numel]
 
     # Hyperparameters
 
@@ -128,64 +136,38 @@ class Lamb(OneBitAdam):
         ``gradient`` is the averaged one, all are ``numel`` float32. Each line of
 
             m = beta1 * m + (1 - beta1) * g;   v = beta2 * v + (1 - beta2) * (g * g)
-            update = m * (1 / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + wd * p
+            update = m * (1 / (1 - beta1^t)) / (sqrt(v * (1 / (1 - beta2^t))) + eps) + wd * p
             p = p - (lr * ratio) * update,     ratio = |p| / |update| within bounds, 1 where one of them is 0
 
         is float32 operations in this order, with factors that are float64 rounded once; norms are float64.
         """
-        param, update = self._param(tensor), self._workspace(gradient.size)[0]
-        work = np.empty(min(_CHUNK, gradient.size), np.float32)
-        beta1, beta2 = float(self._beta1[tensor]), float(self._beta2[tensor])
-        with np.errstate(all="ignore"):  # what overflows is found at the freeze
-            for at in _chunks(gradient.size):
-                g, m, v, u = gradient[at], momentum[at], variance[at], update[at]
-                w = work[: g.size]
-                m *= np.float32(beta1)
-                np.multiply(g, np.float32(1.0 - beta1), out=w)
-                m += w
-                v *= np.float32(beta2)
-                np.multiply(g, g, out=w)
-                w *= np.float32(1.0 - beta2)
-                v += w
-                np.divide(v, np.float32(1.0 - beta2**step), out=w)
-                np.sqrt(w, out=w)
-                w += np.float32(self._eps[tensor])
-                np.multiply(m, np.float32(1.0 / (1.0 - beta1**step)), out=u)
-                u /= w
-            self._add_decay(tensor, param, update)
-            ratio = self._ratio(param, update)
-            if ratio is not None:
-                self.trust_average[tensor] = (
-                    self.coeff_beta * self.trust_average[tensor] + (1.0 - self.coeff_beta) * ratio
-                )
-                self.trust_count[tensor] += 1
-            self._descend(tensor, param, update, 1.0 if ratio is None else ratio)
-
-    def _add_decay(self, tensor: int, param: Floats, update: Floats) -> None:
-        decay = np.float32(self._decay[tensor])
-        if decay:
-            for at in _chunks(param.size):
-                update[at] += decay * param[at]
+        param, update = self._param(tensor), self._workspace(gradient.size)
+        beta1, beta2, eps = (float(values[tensor]) for values in (self._beta1, self._beta2, self._eps))
+        self.kernels.adam_update(gradient, momentum, variance, update, beta1, beta2, eps, step)
+        if self._decay[tensor]:
+            self.kernels.axpy(update, param, float(self._decay[tensor]))
+        ratio = self._ratio(param, update)
+        if ratio is not None:
+            self.trust_average[tensor] = self.coeff_beta * self.trust_average[tensor] + (1.0 - self.coeff_beta) * ratio
+            self.trust_count[tensor] += 1
+        self._descend(tensor, param, update, 1.0 if ratio is None else ratio)
 
     def _descend(self, tensor: int, param: Floats, update: Floats, ratio: float) -> None:
         """p = p - (lr * ratio) * update."""
         self.trust_ratio[tensor] = ratio
-        size = np.float32(float(self._lr[tensor]) * ratio)
-        for at in _chunks(param.size):
-            param[at] -= size * update[at]
+        self.kernels.axpy(param, update, -(float(self._lr[tensor]) * ratio))
 
     def _ratio(self, param: Floats, update: Floats) -> float | None:
         """|p| / |update| within bounds; None where one of them is 0."""
-        of_param, of_update = self._norms(param, update)
+        of_param, of_update = self._norm(param), self._norm(update)
         if not of_param or not of_update:
             return None
         return min(max(of_param / of_update, self.min_coeff), self.max_coeff)
 
-    def _norms(self, *arrays: Floats) -> list[float]:
+    def _norm(self, array: Floats) -> float:
         """In float64, summed in one order whatever is fused with whatever."""
-        addresses = np.array([address(array) for array in arrays], np.uint64)
-        squares = self.kernels.squares(addresses, np.array([array.size for array in arrays], np.int64))
-        return [math.sqrt(total) for total in squares.tolist()]
+        squares = self.kernels.squares(np.array([address(array)], np.uint64), np.array([array.size], np.int64))
+        return math.sqrt(squares[0])
 
     # Freezing
 
@@ -204,25 +186,17 @@ class Lamb(OneBitAdam):
     def _move(self, tensors: Sequence[int]) -> None:
         for tensor in tensors:
             if self.layout.numels[tensor]:
-                with np.errstate(all="ignore"):
-                    self._move_tensor(tensor)
+                self._move_tensor(tensor)
 
     def _move_tensor(self, tensor: int) -> None:
         param = self._param(tensor)
-        update, rebuilt = self._workspace(param.size)
-        for segment in self.segments_of(tensor):
-            assert isinstance(segment, MomentumSegment) and segment.previous is not None
-            self.unpack(tensor, segment.layout, segment.previous, update)
-            if tensor not in self._dense:
-                assert segment.result is not None, "a tensor without momentum"
-                self.unpack(tensor, segment.layout, segment.result, rebuilt)
-        if tensor in self._dense:
-            rebuilt[:] = self._dense[tensor]
-        factor = self._refresh(tensor, update, rebuilt)
-        if self._decay[tensor]:
-            (of_adam,) = self._norms(update)
-            self._add_decay(tensor, param, update)
-            (whole,) = self._norms(update)
+        update = self._workspace(param.size)
+        factor = max(self._update(tensor, part, update) for part in self._parts_of(tensor))
+        decay = float(self._decay[tensor])
+        if decay:
+            of_adam = self._norm(update)
+            self.kernels.axpy(update, param, decay)
+            whole = self._norm(update)
             share = min(1.0, of_adam / whole) if whole else 1.0
             factor = factor * share + (1.0 - share)
         factor = min(max(factor, self.factor_min), self.factor_max)
@@ -234,37 +208,43 @@ class Lamb(OneBitAdam):
         self.factor[tensor] = factor
         self._descend(tensor, param, update, float(self.coefficient[tensor]) * factor)
 
-    def _refresh(self, tensor: int, momentum: Floats, rebuilt: Floats) -> float:
-        """Brings ``fresh`` up to date, and returns the unbounded factor.
+    def _update(self, tensor: int, part: _Part, update: Floats) -> float:
+        """Brings ``fresh`` up to date and makes Adam's update of a part of a tensor; returns the unbounded factor."""
+        segment, preconditioner = part.segment, self.preconditioner
+        assert segment.previous is not None
+        dense = self._dense.get(tensor)
+        assert dense is not None or segment.result is not None, "a tensor without momentum"
+        return self.kernels.lamb_update(
+            part.blocks,
+            segment.previous,
+            segment.result if dense is None else None,
+            dense,
+            preconditioner.mask if preconditioner.masked[tensor] else None,
+            preconditioner.floors(part.numbers),
+            preconditioner.denominator,
+            self.fresh,
+            update,
+            float(self._beta1[tensor]),
+            float(self._beta2[tensor]),
+            float(preconditioner.eps[tensor]),
+            int(self.steps[tensor]),
+        )
 
-        ``momentum`` is mbar_t, and becomes Adam's update; ``rebuilt`` is mbar_{t-1}, and is spent.
-        """
-        beta1, beta2 = float(self._beta1[tensor]), float(self._beta2[tensor])
-        step = int(self.steps[tensor])
-        span = self.flat_span(tensor)
-        all_fresh, divisor = self.fresh[span], self.preconditioner.denominator[span]
-        masked = self.preconditioner.masked_elements(tensor) if self.preconditioner.masked[tensor] else None
-        factor = 0.0
-        for at in _chunks(momentum.size):
-            m, g, fresh, denominator = momentum[at], rebuilt[at], all_fresh[at], divisor[at]
-            g *= np.float32(beta1)
-            np.subtract(m, g, out=g)
-            g /= np.float32(1.0 - beta1)
-            g *= g
-            g *= np.float32(1.0 - beta2)
-            fresh *= np.float32(beta2)
-            fresh += g
-            m *= np.float32(1.0 / (1.0 - beta1**step))
-            m /= denominator
-            np.divide(fresh, np.float32(1.0 - beta2**step), out=g)
-            np.sqrt(g, out=g)
-            np.maximum(g, self.preconditioner.floors(tensor, at), out=g)
-            g += self.preconditioner.eps[tensor]
-            np.divide(denominator, g, out=g)
-            if masked is not None:
-                g[masked[at]] = 0.0
-            factor = max(factor, float(g.max()))
-        return factor
+    def _parts_of(self, tensor: int) -> list[_Part]:
+        """The parts of a tensor in the segments in which it travels."""
+        if tensor not in self._parts:
+            starts = self.layout.tensor_blocks(tensor)["start"]
+            found = []
+            for segment in self.segments_of(tensor):
+                blocks = segment.layout.blocks[segment.layout.blocks["tensor"] == tensor]
+                numbers = self.layout.first_block[tensor] + np.searchsorted(starts, blocks["start"])
+                found.append(_Part(segment, blocks, numbers))
+            self._parts[tensor] = found
+        return self._parts[tensor]
+
+    def set_buckets(self, buckets: Sequence[Sequence[int]], segment_nbytes: int) -> None:
+        self._parts.clear()
+        super().set_buckets(buckets, segment_nbytes)
 
     def wake(self, touched: Bytes) -> int:
         """See ``OneBitAdam.wake``; what wakes has the fresh variance of its block at the freeze."""
@@ -315,7 +295,3 @@ class Lamb(OneBitAdam):
     def _param(self, tensor: int) -> Floats:
         """The parameter behind its address: a flat view."""
         return self.home.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
-
-
-def _chunks(numel: int) -> Iterator[slice]:
-    return (slice(start, min(start + _CHUNK, numel)) for start in range(0, numel, _CHUNK))

@@ -118,16 +118,9 @@ class Preconditioner:
         """Mean of sqrt(v_hat) of its block, per element of a tensor: a new array."""
         return np.repeat(self.block_root[self._block_span(tensor)], self.layout.tensor_blocks(tensor)["length"])
 
-    def floors(self, tensor: int, at: slice) -> Floats:
-        """Below what no sqrt(v_hat) counts, per element of ``at`` of a tensor: a new array."""
-        blocks = self.layout.tensor_blocks(tensor)
-        first = int(np.searchsorted(blocks["start"], at.start, side="right")) - 1
-        last = int(np.searchsorted(blocks["start"], at.stop))
-        starts = np.maximum(blocks["start"][first:last], at.start)
-        lengths = np.diff(np.append(starts, at.stop))
-        return np.repeat(
-            np.float32(self.variance_floor) * self.block_root[self._block_span(tensor)][first:last], lengths
-        )
+    def floors(self, blocks: NDArray[np.int64]) -> Floats:
+        """Below what no sqrt(v_hat) counts, per block of the layout: a new array."""
+        return np.float32(self.variance_floor) * self.block_root[blocks]
 
     # Masked elements
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ocomm.kernels import BLOCK, NOISE, TENSOR, Kernels, cpu_kernels, reference
+from ocomm.kernels import BLOCK, NOISE, TENSOR, HostKernels, Kernels, cpu_kernels, reference
 from ocomm.kernels.base import aligned_zeros
 from ocomm.types import DType, ReduceOp
 from tests.contract.conftest import PATHS
@@ -284,10 +284,32 @@ def unpack_results(world: World, kernels: Kernels) -> tuple:
     return (out,)
 
 
+def lamb_results(world: World, kernels: HostKernels) -> tuple:
+    """The steps of 1-bit LAMB, tensor by tensor: in the warm-up, after it, and where the momentum was dense before."""
+    results: list[object] = []
+    floors = np.abs(world.denominator[: world.blocks.size])
+    for tensor, numel in enumerate(world.lengths):
+        moments = [world.momenta[tensor].copy(), np.abs(world.params[tensor])]
+        update = np.full(numel, 7, np.float32)
+        kernels.adam_update(world.grads[tensor], *moments, update, 0.9, 0.999, 1e-8, 3)
+        results += [*moments, update]
+        moved = world.params[tensor].copy()
+        kernels.axpy(moved, world.grads[tensor], -0.3)
+        results.append(moved)
+        mine = world.blocks["tensor"] == tensor
+        for previous, dense in ((world.messages[-1], None), (None, world.momenta[tensor])):
+            fresh, update = np.abs(flat_buffers(world)["momentum"]), np.full(numel, 7, np.float32)
+            blocks, message, own = world.blocks[mine], world.messages[0], floors[mine]
+            state = world.mask, own, world.denominator, fresh, update
+            largest = kernels.lamb_update(blocks, message, previous, dense, *state, 0.9, 0.999, 1e-8, 7)
+            results += [largest, fresh, update]
+    return tuple(results)
+
+
 class TestEqualsTheReference:
     @pytest.mark.parametrize("scale", SCALES)
     @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-    def test_every_loop_at_every_length(self, cpu: Kernels, lengths: tuple[int, ...], scale: str) -> None:
+    def test_every_loop_at_every_length(self, cpu: HostKernels, lengths: tuple[int, ...], scale: str) -> None:
         masked = 0.02 if scale == "l1" else 0.0
         world = World(lengths, masked=masked if sum(lengths) else 0.0)
         assert all_same(world.sent(cpu, scale), world.sent(reference, scale))
@@ -299,6 +321,7 @@ class TestEqualsTheReference:
             assert all_same(update_results(world, cpu, scale), update_results(world, reference, scale))
             assert all_same(local_step_results(world, cpu), local_step_results(world, reference))
             assert all_same(apply_update_results(world, cpu), apply_update_results(world, reference))
+            assert all_same(lamb_results(world, cpu), lamb_results(world, reference))
 
     @few
     @given(world=worlds, scale=st.sampled_from(SCALES))
@@ -338,6 +361,12 @@ class TestEqualsTheReference:
             assert all_same(unpack_results(world, cpu), unpack_results(world, reference))
             assert all_same(apply_results(world, cpu), apply_results(world, reference))
 
+    @few
+    @given(world=worlds)
+    def test_lamb(self, world: World) -> None:
+        for cpu in cpu_paths():
+            assert all_same(lamb_results(world, cpu), lamb_results(world, reference))
+
     @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 17, 70])
     def test_average_of_any_number_of_ranks(self, cpu: Kernels, ranks: int) -> None:
         world = World((500, 33), ranks=ranks, block_size=128, masked=0.05)
@@ -348,7 +377,7 @@ class TestEqualsTheReference:
         assert all_same(world.sent(cpu), world.sent(reference))
 
 
-def cpu_paths() -> Iterator[Kernels]:
+def cpu_paths() -> Iterator[HostKernels]:
     """The C loops on one path after the other, for tests that draw their input (a fixture would not be reset)."""
     usual = native.ffi.string(native.lib.ocomm_path())
     try:

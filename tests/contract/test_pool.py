@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ocomm.collectives.native_engine import NativeEngine
 from ocomm.collectives.plan import Copy, Pack, Place, Plan, Stage
-from ocomm.kernels import TENSOR, Kernels, cpu_kernels
+from ocomm.kernels import TENSOR, HostKernels, cpu_kernels
 from ocomm.kernels.base import RUN
 from ocomm.kernels.cpu import GRAIN, CpuKernels, Pool
 from ocomm.session import Session
@@ -26,7 +26,7 @@ from tests.contract import test_quantizer as birder
 from tests.contract.test_kernels import World, all_same, few, raw_elements, worlds
 from tests.contract.test_quantizer import Model, models
 
-ONEBIT: tuple[Callable[[World, Kernels], tuple], ...] = (
+ONEBIT: tuple[Callable[[World, HostKernels], tuple], ...] = (
     lambda world, kernels: world.sent(kernels),
     lambda world, kernels: onebit.momentum_results(world, kernels, "l1"),
     lambda world, kernels: onebit.update_results(world, kernels, "rms"),
@@ -35,6 +35,7 @@ ONEBIT: tuple[Callable[[World, Kernels], tuple], ...] = (
     onebit.apply_results,
     onebit.local_step_results,
     onebit.apply_update_results,
+    onebit.lamb_results,
     lambda world, kernels: (kernels.finite(world.blocks, world.tensors(grad=world.grads)),),
 )
 

@@ -74,7 +74,7 @@ class Simulation(onebit_adam.Simulation):
         grad = self._dense_average(local) * self.shrink
         x.momentum = F(self.beta1) * x.momentum + F(1 - self.beta1) * grad
         x.variance = F(self.beta2) * x.variance + F(1 - self.beta2) * (grad * grad)
-        root = np.sqrt(x.variance / F(1 - self.beta2**x.step))
+        root = np.sqrt(x.variance * F(1 / (1 - self.beta2**x.step)))
         update = (x.momentum * F(1 / (1 - self.beta1**x.step))) / (root + F(self.eps))
         if self.decay:
             update = update + F(self.decay) * x.param
@@ -102,7 +102,7 @@ class Simulation(onebit_adam.Simulation):
     def _compressed_step(self, x: Tensor, local: list[Array], lr: float) -> None:
         trust = self.trust[id(x)]
         mbar = self._exchange(x, local)
-        rebuilt = (mbar - F(self.beta1) * x.momentum) / F(1 - self.beta1)
+        rebuilt = (mbar - F(self.beta1) * x.momentum) * F(1 / (1 - self.beta1))
         trust.fresh = F(self.beta2) * trust.fresh + F(1 - self.beta2) * (rebuilt * rebuilt)
         x.momentum = mbar
         adam = (mbar * F(1 / (1 - self.beta1**x.step))) / x.denominator
@@ -117,7 +117,7 @@ class Simulation(onebit_adam.Simulation):
 
     def _factor(self, x: Tensor, trust: Trust, adam: Array, update: Array) -> float:
         """How much larger steps would be with the variance as it is now."""
-        root = np.sqrt(trust.fresh / F(1 - self.beta2**x.step))
+        root = np.sqrt(trust.fresh * F(1 / (1 - self.beta2**x.step)))
         now = np.maximum(root, F(self.variance_floor) * x.root_mean) + F(self.eps)
         factor = float((x.denominator / now)[~x.mask].max())
         if self.decay:

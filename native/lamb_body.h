@@ -1,0 +1,107 @@
+/* The loops of 1-bit LAMB, written once. kernels_body.h includes this file once per path; a path defines beside what is
+ * named there
+ *   root(x)            square roots of a vector
+ */
+
+#ifndef WITHOUT
+
+INLINE void FN(adam_row)(const lamb_call *args, int64_t j, int n) {
+    V g[VECTORS], m[VECTORS], v[VECTORS];
+    FN(load)(g, args->gradient + j, n);
+    FN(load)(m, args->momentum + j, n);
+    FN(load)(v, args->variance + j, n);
+    UNROLL for (int k = 0; k < VECTORS; k++) {
+        m[k] = args->beta1 * m[k] + args->one_minus_beta1 * g[k];
+        v[k] = args->beta2 * v[k] + args->one_minus_beta2 * (g[k] * g[k]);
+        g[k] = args->m_correction * m[k] / (FN(root)(v[k] * args->v_correction) + args->eps);
+    }
+    FN(store)(args->momentum + j, m, n);
+    FN(store)(args->variance + j, v, n);
+    FN(store)(args->update + j, g, n);
+}
+
+TARGET static int FN(adam_update)(const void *of, int64_t first, int64_t count) {
+    const lamb_call *args = of;
+    const int64_t end = first + count, whole = first + (count & -ROW);
+    int64_t j = first;
+    for (; j < whole; j += ROW) {
+        prefetch_row(args->gradient, j + AHEAD(4));
+        prefetch_row(args->momentum, j + AHEAD(4));
+        prefetch_row(args->variance, j + AHEAD(4));
+        FN(adam_row)(args, j, ROW);
+    }
+    if (j < end) FN(adam_row)(args, j, (int)(end - j));
+    return 1;
+}
+
+#endif
+
+/* One block of ocomm_lamb_update. */
+typedef struct {
+    const uint8_t *bits, *previous_bits, *mask;
+    const float *previous, *denominator;
+    float *fresh, *update;
+    V scale, previous_scale, floor;
+} FN(lamb);
+
+INLINE void FN(lamb_row)(const lamb_call *args, const FN(lamb) *w, int64_t j, int n, V *largest) {
+    const uint32_t word = load_bits(w->bits + (j >> 3), n);
+    const uint32_t previous_word = w->previous ? 0 : load_bits(w->previous_bits + (j >> 3), n);
+    /* What is past the end of the block counts as masked: there 0 is divided by 0. */
+    const uint32_t inside = n == ROW ? ~0u : (1u << n) - 1;
+    const uint32_t counted = w->mask ? inside & ~load_bits(w->mask + (j >> 3), n) : inside;
+    V previous[VECTORS], below[VECTORS], fresh[VECTORS], update[VECTORS];
+    if (w->previous) {
+        FN(load)(previous, w->previous + j, n);
+    } else {
+        UNROLL for (int v = 0; v < VECTORS; v++)
+            previous[v] = FN(select)(FN(lanes_of)(counted, v), FN(with_signs)(w->previous_scale, previous_word, v), (V){0});
+    }
+    FN(load)(below, w->denominator + j, n);
+    FN(load)(fresh, w->fresh + j, n);
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        const M lanes = FN(lanes_of)(counted, v);
+        const V m = FN(select)(lanes, FN(with_signs)(w->scale, word, v), (V){0});
+        const V g = (m - args->beta1 * previous[v]) * args->rebuild;
+        fresh[v] = args->beta2 * fresh[v] + args->one_minus_beta2 * (g * g);
+        update[v] = FN(select)(lanes, args->m_correction * m / below[v], (V){0});
+        const V now = FN(root)(fresh[v] * args->v_correction);
+        const V ratio = below[v] / (FN(select)(FN(greater)(w->floor, now), w->floor, now) + args->eps);
+        *largest = FN(select)(lanes, FN(select)(FN(greater)(ratio, *largest), ratio, *largest), *largest);
+    }
+    FN(store)(w->fresh + j, fresh, n);
+    FN(store)(w->update + j, update, n);
+}
+
+TARGET static int FN(lamb_update)(const void *of, const ocomm_block *blocks, int64_t count) {
+    const lamb_call *args = of;
+    for (int64_t k = 0; k < count; k++) {
+        const ocomm_block *block = blocks + k;
+        const int64_t number = block - args->blocks;
+        const FN(lamb) w = {
+            .bits = args->packed + block->bits,
+            .previous_bits = args->previous ? NULL : args->previous_packed + block->bits,
+            .mask = mask_of(args->mask, block),
+            .previous = args->previous ? args->previous + block->start : NULL,
+            .denominator = args->denominator + block->offset,
+            .fresh = args->fresh + block->offset,
+            .update = args->update + block->start,
+            .scale = FN(splat)(read_float(args->packed + block->scale)),
+            .previous_scale = FN(splat)(args->previous ? 0 : read_float(args->previous_packed + block->scale)),
+            .floor = FN(splat)(args->floors[number]),
+        };
+        const int64_t whole = block->length & -ROW;
+        V largest = {0};
+        int64_t j = 0;
+        for (; j < whole; j += ROW) {
+            prefetch_row(w.denominator, j + AHEAD(3));
+            prefetch_row(w.fresh, j + AHEAD(3));
+            FN(lamb_row)(args, &w, j, ROW, &largest);
+        }
+        if (j < block->length) FN(lamb_row)(args, &w, j, (int)(block->length - j), &largest);
+        float most = 0;
+        for (int lane = 0; lane < WIDTH; lane++) most = largest[lane] > most ? largest[lane] : most;
+        args->largest[number] = most;
+    }
+    return 1;
+}
