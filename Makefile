@@ -38,7 +38,8 @@ test: install
 
 # On a GPU, which needs a Torch that can use it for the training: the kernels equal the reference and obey the laws of
 # all kernels; training equals that in the host's memory, on one rank and on several that share the GPU; nothing outside
-# a buffer is touched and no threads race; then speed. Without a GPU all is skipped, with the reason.
+# a buffer is touched and no threads race; then speed. Without a GPU all is skipped, with the reason. In an environment
+# that has a CUDA Torch and ocomm already: make -o install test-gpu PY=python3 MPIRUN='mpirun --oversubscribe'
 test-gpu: install
 	TEST_CUDA=1 NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS=0 $(PY) -m pytest -q --no-header -k cuda tests/contract/test_cuda.py \
 	    tests/contract/test_kernels.py tests/contract/test_quantizer.py || test $$? = 5
