@@ -18,8 +18,8 @@
 
 #define MAX_WATCHED 256
 #define MAX_CHANNELS 1024
-#define STAGES_PER_TAG 8
-#define TAGS 4096 /* * STAGES_PER_TAG = 32768, the tag range that every MPI has */
+#define STAGES_PER_TAG 16
+#define TAGS 2048 /* * STAGES_PER_TAG = 32768, the tag range that every MPI has */
 #define NON_FINITE 1u
 #define DISAGREEMENT 0x4f434f44u
 #define PASSING_ON_NS 5000000000 /* how long a segment may go on after a disagreement, for others to hear of it */

@@ -161,7 +161,7 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """0: NCCL is not used."""
+    """0: collectives do not use NCCL. (1-bit optimizers may, inside a host: docs/gpu.md.)"""
     return 0
 
 

@@ -94,6 +94,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "START_TIMEOUT": ("start_timeout_s", _duration, True),
     "ENGINE": ("engine", _choice("native", "python"), False),
     "CUDA_AWARE": ("cuda_aware", _choice("auto", "0", "1"), False),
+    "NCCL": ("nccl", _choice("auto", "0", "1"), False),
     "KERNELS": ("kernels", _choice("cpu", "reference"), False),
     "KERNEL_THREADS": ("kernel_threads", _positive, False),
     "LOG_LEVEL": ("log_level", _choice(*_LEVELS), True),

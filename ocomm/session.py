@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ocomm.collectives.bridge import Bridge
 from ocomm.collectives.engine import Channel, Engine
 from ocomm.collectives.error_feedback import OneBitAllreduce
 from ocomm.collectives.python_engine import PythonEngine
@@ -65,6 +66,8 @@ class Session:
         self.topology: Topology | None = None
         self.kernels: Kernels | None = None
         self._device_kernels: dict[int, Kernels] = {}
+        #: Between this rank's device and those of other ranks of its host; one per process (``training.inside``).
+        self.bridge: Bridge | None = None
         self.sets: dict[int, ProcessSet | None] = {}
         self.set_ranks: dict[int, tuple[int, ...]] = {}
         self.engine: Engine | None = None
@@ -175,6 +178,9 @@ class Session:
         assert self.runtime is not None and self.engine is not None
         runtime, self.runtime = self.runtime, None
         clean = self.left_in_order = runtime.leave(failed, why)
+        if self.bridge is not None:  # nobody is in a transfer any more, or the job is over
+            self.bridge.end("the session is over")
+            self.bridge = None
         self._end_timeline()
         if clean:
             for member in self.sets.values():
@@ -227,7 +233,7 @@ class Session:
         member = None
         if topology.rank in added:
             seconds = self.settings.start_timeout_s
-            transport = _bounded(lambda: world.subset(added), seconds, f"a communicator for ranks {list(added)}")
+            transport = bounded(lambda: world.subset(added), seconds, f"a communicator for ranks {list(added)}")
             member = self._open_set(number, added, transport)
             member.timeline = self.timeline
             runtime.add(member)
@@ -464,7 +470,7 @@ def _kernels(settings: Settings, pool: Pool | None) -> Kernels:
     return CpuKernels(pool)
 
 
-def _bounded(call: Callable[[], Any], timeout_s: float, what: str) -> Any:
+def bounded(call: Callable[[], Any], timeout_s: float, what: str) -> Any:
     """The result of a call which may wait for other ranks for ever, as some of MPI's do. LaunchError after a while."""
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
 

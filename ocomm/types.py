@@ -229,6 +229,7 @@ class Settings:
     start_timeout_s: float = 120.0
     engine: str = "native"  # or "python", its slow twin
     cuda_aware: str = "auto"  # "1": MPI is given addresses on CUDA devices, "0": it is not
+    nccl: str = "auto"  # "1": the hierarchical form needs it on GPUs, "0": it is not used
     kernels: str = "cpu"  # or "reference"
     kernel_threads: int = 1  # that share a large loop, the one which runs it included
     log_level: str = "warning"

@@ -44,12 +44,36 @@ class FakeBlock:
 
 @dataclass
 class FakeEvent:
-    device: FakeDevice
+    stream: FakeDevice | FakeLane
     number: int
 
     def is_over(self) -> bool:
-        self.device.advance(1)
-        return self.device.done >= self.number
+        self.stream.advance(1)
+        return self.stream.done >= self.number
+
+
+class FakeLane:
+    """A stream on which one thing begins when the one before it is over, and may wait for other ranks."""
+
+    def __init__(self) -> None:
+        self.handle = self
+        self._queue: deque[Callable[[], bool]] = deque()
+        self._queued = self.done = 0
+        self._lock = threading.Lock()
+
+    def queue(self, goes_on: Callable[[], bool]) -> None:
+        """``goes_on()`` is asked until it says that it is over."""
+        self._queue.append(goes_on)
+        self._queued += 1
+
+    def advance(self, count: int) -> None:
+        with self._lock:
+            if self._queue and self._queue[0]():
+                self._queue.popleft()
+                self.done += count
+
+    def record(self) -> FakeEvent:
+        return FakeEvent(self, self._queued)
 
 
 class FakeLoops:
@@ -102,6 +126,7 @@ class FakeDevice:
         #: What is added to an address of this process.
         self.elsewhere = 0 if self.reached else ELSEWHERE
         self.entered: set[str] = set()
+        self.identity = self.name
         self._queue: deque[Callable[[], None]] = deque()
         self._blocks: weakref.WeakSet[FakeBlock] = weakref.WeakSet()
         self._queued = 0
@@ -202,6 +227,9 @@ class FakeDevice:
     def record(self) -> FakeEvent:
         with self._lock:
             return FakeEvent(self, self._queued)
+
+    def lane(self) -> FakeLane:
+        return FakeLane()
 
     def loops(self, status: DeviceArray) -> FakeLoops:
         return FakeLoops(self, status, self.inner)

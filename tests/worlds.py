@@ -96,20 +96,28 @@ def _run_as_threads(
     return results
 
 
-def _run_as_mpi_rank(
-    body: Callable[[Session], Any], settings: Settings, process_sets: Sequence[Sequence[int]], hosts: Sequence[str]
-) -> list:
+def mpi_world_copy() -> Any:
+    """A communicator of all ranks of mpirun. Collective."""
     global _mpi_world
     from ocomm.transport import mpi
 
     if _mpi_world is None:
         _mpi_world = mpi.open_world()
+    pending = _mpi_world.duplicate()
+    while (copy := _mpi_world.duplicated(pending)) is None:
+        pass
+    return copy
+
+
+def _run_as_mpi_rank(
+    body: Callable[[Session], Any], settings: Settings, process_sets: Sequence[Sequence[int]], hosts: Sequence[str]
+) -> list:
+    from ocomm.transport import mpi
+
     session = Session()
     sessions.use(session)
     try:
-        pending = _mpi_world.duplicate()
-        while (control := _mpi_world.duplicated(pending)) is None:
-            pass
+        control = mpi_world_copy()
         abi = mpi.abi() if settings.engine == "native" else None
         session.start(control, settings, process_sets, abi, hosts[control.rank] if hosts else None)
         result = body(session)

@@ -161,7 +161,7 @@ def dense_segment(
             inside = first - layout.slice_bounds[staging.node.place]
             if nbytes:
                 sums.append(staging.node.sum(inside, nbytes, nodes.weight, send[first : first + nbytes]))
-        stages = node_stages(staging, envelope, send, [pack], sums, [], average)
+        stages = node_stages(staging, envelope, send, [pack], sums, [], average, is_dense=True)
     stages[-1].compute.append(unpack)
     return stages, staging.memory
 

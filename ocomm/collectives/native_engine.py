@@ -19,7 +19,7 @@ from ocomm.transport.base import Transport
 
 _OP = np.dtype([("code", np.int64), ("a", np.int64, 14), ("f", np.float64, 2)])
 _MESSAGE = np.dtype([("address", np.int64), ("nbytes", np.int64), ("peer", np.int32), ("receive", np.int32)])
-_STAGES_PER_SEGMENT = 8  # as STAGES_PER_TAG in engine.c
+_STAGES_PER_SEGMENT = 16  # as STAGES_PER_TAG in engine.c
 
 
 _INTPTR = ffi.typeof("intptr_t")

@@ -135,11 +135,14 @@ def node_stages(
     work: Sequence[Computation],
     average: Callable[[list[Bytes]], Sequence[Computation]],
     shared: Sequence[Computation] | None = None,
+    *,
+    is_dense: bool = False,
 ) -> list[Stage]:
     """``collected`` fills the payload of the node's messages, ``summed`` adds up those of this slice.
 
     ``work`` and ``average`` as in ``flat_stages``. With ``shared`` all ranks of the node get the sum, in the node's
     messages, and it says what all of them do with it. Ranks without a slice do the collected and the shared only.
+    ``is_dense``: so are the averages.
     """
     route, node = staging.route, staging.node
     assert node is not None
@@ -155,13 +158,13 @@ def node_stages(
     if shared is not None:
         stages.append(share(node, envelope, summed if node.rows else []))
         scatter[0].compute[:0] = shared
-    return [*stages, *scatter, *gather, *spread(staging.layout, node, envelope, result)]
+    return [*stages, *scatter, *gather, *spread(staging.layout, node, envelope, result, is_dense)]
 
 
 def collect(node: NodeStaging, envelope: Envelope, collected: Sequence[Computation]) -> Stage:
     """Everyone's part of a slice to its worker in the node."""
     workers = node.workers
-    stage = Stage([*collected, envelope.seal(node.messages)])
+    stage = Stage([*collected, envelope.seal(node.messages)], inside=True)
     stage.sends = [Message(peer, workers[peer]) for peer in node.others if peer in workers]
     if node.rows:
         rows = dict(zip(node.ranks, node.rows, strict=True))
@@ -174,7 +177,7 @@ def share(node: NodeStaging, envelope: Envelope, summed: Sequence[Computation]) 
 
     It comes in where this rank's part of the slice was: the worker has that before it sends anything.
     """
-    stage = Stage([*summed])
+    stage = Stage([*summed], inside=True)
     if node.rows:
         own = node.messages[node.place]
         stage.compute.append(envelope.seal_for_node([own]))
@@ -184,10 +187,10 @@ def share(node: NodeStaging, envelope: Envelope, summed: Sequence[Computation]) 
     return stage
 
 
-def spread(layout: MessageLayout, node: NodeStaging, envelope: Envelope, result: Bytes) -> list[Stage]:
+def spread(layout: MessageLayout, node: NodeStaging, envelope: Envelope, result: Bytes, is_dense: bool) -> list[Stage]:
     """The averages of each slice from its worker to all ranks of the node."""
     parts = slices(layout, result)
-    stage = Stage()
+    stage = Stage(inside=is_dense)
     if node.rows:
         stage.compute = [envelope.seal_for_all([parts[node.place]])]
         stage.sends = [Message(peer, parts[node.place]) for peer in node.others]

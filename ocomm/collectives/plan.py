@@ -299,18 +299,25 @@ class Message:
 
 @dataclass(slots=True, eq=False)
 class Stage:
+    """``inside``: its messages are dense values for ranks of the same node, which a bridge may carry."""
+
     compute: list[Computation] = field(default_factory=list)
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
+    inside: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """``segments[k]`` is a list of stages. ``name`` is for messages to people; ``keepalive`` holds borrowed memory."""
+    """``segments[k]`` is a list of stages. ``name`` is for messages to people; ``keepalive`` holds borrowed memory.
+
+    ``bridged_nbytes``: what a bridge of devices carries to other ranks of the node, beside the messages.
+    """
 
     name: str
     segments: list[list[Stage]]
     keepalive: list[Bytes] = field(default_factory=list)
+    bridged_nbytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.segments:  # empty tensors: nothing to send, but an end to reach

@@ -27,7 +27,7 @@ from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request, Transport
 from ocomm.types import Flag
 
-_TAGS, _STAGES_PER_SEGMENT = 4096, 8
+_TAGS, _STAGES_PER_SEGMENT = 2048, 16
 _PASSING_ON_S = 5.0  # as PASSING_ON_NS in engine.c
 
 

@@ -8,20 +8,27 @@ on with other segments meanwhile, so that the copies of one run under the exchan
 Headers are written and compared by the host, in the host's memory, as ever. So where the network reaches a device's
 memory, the direct form, each is a message of its own, and payloads go from device to device: nothing is copied but the
 averages, at which the host looks.
+
+Inside a node a bridge (``collectives.bridge``) may carry dense payloads in the network's place; then they are not
+copied to the host at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import bisect
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
 from ocomm.collectives import plan as plans
+from ocomm.collectives.bridge import Inside, Order, Transfer
 from ocomm.collectives.plan import HEADER, Computation, Message, Offload, Plan, Stage
 from ocomm.compression.wire import RUN
 from ocomm.kernels.base import ALIGNMENT, Bytes, Memory, Table
 from ocomm.kernels.device import DeviceMemory, Event, Queue
+from ocomm.transport.nccl import Piece
 from ocomm.types import Flag
 
 #: Elements that one thread block of a device copies into a message, or out of it.
@@ -45,9 +52,9 @@ class DeviceTask:
         self._event: Event | None = None
 
     def upload(self, parts: Iterable[Bytes]) -> None:
-        """Adds copies of staging memory to the device; neighbours go as one."""
+        """Adds copies of staging memory to the device."""
         if not self._direct:
-            self._steps += [partial(self._memory.upload, part) for part in _joined(parts)]
+            self._steps += [partial(self._memory.upload, part) for part in parts]
 
     def download(self, part: Bytes) -> None:
         """Adds a copy from the device."""
@@ -117,44 +124,61 @@ class _Entry:
 
 
 def entry(memory: Memory) -> Plan:
-    """What all ranks run on a channel before their first plan in the direct form; it has no messages."""
+    """What all ranks run on a channel before their first plan, where a network works on devices; it has no messages."""
     tasks = [Offload("Enter", _Entry(memory))] if isinstance(memory, DeviceMemory) else []
     return Plan("entry", [[Stage([*tasks])]])
 
 
-def staged(plan: Plan, memory: Memory, results: Sequence[Bytes] = (), direct: bool = False) -> Plan:
+def staged(
+    plan: Plan, memory: Memory, results: Sequence[Bytes] = (), direct: bool = False, inside: Inside | None = None
+) -> Plan:
     """``plan`` itself where ``memory`` is the host's; else the plan that does the same through staging memory.
 
     ``results``: what each segment gathers, where both the host and the device are to have it when the plan is over.
 
     ``direct``: all ranks have agreed that payloads travel apart from their headers, in messages that follow them; those
     of a device leave and reach its own memory. Not for plans in which messages are put together by the host.
+
+    ``inside``: all ranks have agreed that bridges carry the payloads of stages inside a node.
     """
+    heads = [_heads(stages) for stages in plan.segments]
     if direct:
-        plan = Plan(plan.name, [_parted(stages, memory) for stages in plan.segments], plan.keepalive)
+        segments = [_parted(s, memory, h, inside) for s, h in zip(plan.segments, heads, strict=True)]
+        plan = Plan(plan.name, segments, plan.keepalive)
     if not memory.is_device:
         return plan
     assert isinstance(memory, DeviceMemory)
-    segments = [_staged_segment(stages, memory, direct) for stages in plan.segments]
-    for stages, result in zip(segments, results, strict=False):
-        if direct:
-            task = DeviceTask(memory)
-            task.download(result)
-            stages[-1].compute.append(Offload("Download", task))
-        else:
-            stages[-1].compute.append(Offload("Upload", _Upload(memory, result)))
-    return Plan(plan.name, segments, plan.keepalive)
+    segments, bridged_nbytes = [], 0
+    for number, (stages, of) in enumerate(zip(plan.segments, heads, strict=True)):
+        seen = [*results[number : number + 1]]
+        segment = _Segment(memory, direct, inside, f"{plan.name}, segment {number}", of, stages, seen)
+        segments.append(segment.stages)
+        bridged_nbytes += segment.bridged_nbytes
+        for result in seen:
+            if direct:
+                task = DeviceTask(memory)
+                task.download(result)
+                segment.stages[-1].compute.append(Offload("Download", task))
+            else:
+                segment.stages[-1].compute.append(Offload("Upload", _Upload(memory, result)))
+    return Plan(plan.name, segments, plan.keepalive, bridged_nbytes)
 
 
-def _parted(stages: Sequence[Stage], memory: Memory) -> list[Stage]:
-    """The same stages, each message as its header, if it has one, and its payload, where the network finds that."""
-    computations = [c for stage in stages for c in stage.compute]
-    heads = {
+def _heads(stages: Sequence[Stage]) -> dict[int, int]:
+    """By the address of a message: how many bytes of it are its header."""
+    return {
         _address(message): HEADER.itemsize + c.presence.nbytes
-        for c in computations
+        for stage in stages
+        for c in stage.compute
         if isinstance(c, (plans.Seal, plans.Check))
         for message in c.messages
     }
+
+
+def _parted(stages: Sequence[Stage], memory: Memory, heads: Mapping[int, int], inside: Inside | None) -> list[Stage]:
+    """The same stages, each message as its header, if it has one, and its payload, where the network finds that. Not
+    those of stages whose payloads go over a bridge."""
+    computations = [c for stage in stages for c in stage.compute]
     assert not any(isinstance(c, plans.Copy) for c in computations), "a message that the host puts together"
 
     def parted(messages: Sequence[Message]) -> list[Message]:
@@ -168,34 +192,178 @@ def _parted(stages: Sequence[Stage], memory: Memory) -> list[Stage]:
                 found.append(Message(message.peer, memory.wire(payload)))
         return found
 
-    return [Stage(stage.compute, parted(stage.sends), parted(stage.receives)) for stage in stages]
+    return [
+        stage
+        if stage.inside and inside is not None
+        else Stage(stage.compute, parted(stage.sends), parted(stage.receives), stage.inside)
+        for stage in stages
+    ]
 
 
-def _staged_segment(stages: Sequence[Stage], memory: DeviceMemory, direct: bool) -> list[Stage]:
-    at_hand: list[Bytes] = []  # staging memory that was written on the device
-    found = []
-    for stage in stages:
+class _Segment:
+    """One segment as it is on a device.
+
+    ``heads`` are those of its messages, ``seen`` is what the host looks at when it is over.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        direct: bool,
+        inside: Inside | None,
+        name: str,
+        heads: Mapping[int, int],
+        stages: Sequence[Stage],
+        seen: Sequence[Bytes],
+    ) -> None:
+        self.stages: list[Stage] = []
+        self.bridged_nbytes = 0
+        self._memory = memory
+        self._direct = direct
+        self._inside = inside
+        self._name = name
+        self._heads = heads
+        #: Staging memory of which the device has the bytes that count. Headers count for the host alone.
+        self._at_hand = _Ranges()
+        #: What the host sends, passes on or looks at.
+        self._of_host = _Ranges()
+        for stage in stages:
+            if not (stage.inside and inside is not None):
+                for part in [*(m.buffer for m in stage.sends), *_copied(stage)]:
+                    self._of_host.add(part)
+        for part in seen:
+            self._of_host.add(part)
+        self._next: list[Computation] = []
+        for stage in stages:
+            compute = self._next + self._computed(stage)
+            self._next = []
+            if stage.inside and inside is not None:
+                self._bridge(stage, compute, inside)
+            else:
+                self.stages.append(Stage(compute, stage.sends, stage.receives))
+                for message in stage.receives:
+                    self._at_hand.remove(message.buffer)
+        assert not self._next, "a segment that ends with a transfer"
+
+    def _computed(self, stage: Stage) -> list[Computation]:
+        """What it computes, on the device where it is not about headers."""
+        # What goes over a bridge stays on the device.
+        stays = stage.inside and self._inside is not None
         compute: list[Computation] = []
         task: DeviceTask | None = None
         for c in stage.compute:
             if isinstance(c, (plans.Seal, plans.Check, plans.Copy)):
                 compute.append(c)
                 task = None
+                for message in c.messages if isinstance(c, plans.Seal) else ():
+                    self._at_hand.remove(message[: self._heads[_address(message)]])
                 continue
             if task is None:  # one event for all that comes one after the other
-                task = DeviceTask(memory, direct)
+                task = DeviceTask(self._memory, self._direct)
                 compute.append(Offload(type(c).__name__, task))
-            at_hand += _add(task, c, at_hand)
-        found.append(Stage(compute, stage.sends, stage.receives))
-    return found
+            read, written = _add(task, c, self._missing)
+            for part in read:
+                self._at_hand.add(part)
+            if written is not None:
+                self._at_hand.add(written)
+                if self._inside is None or (not stays and self._of_host.touch(written)):
+                    task.download(written)
+        return compute
+
+    def _missing(self, parts: Iterable[Bytes]) -> list[Bytes]:
+        """What of them the device does not have; neighbours as one."""
+        pieces = [piece for part in parts for piece in self._at_hand.missing(part)]
+        return _joined([p for p in pieces if p.nbytes > self._heads.get(_address(p), 0)], self._at_hand)
+
+    def _bridge(self, stage: Stage, compute: list[Computation], inside: Inside) -> None:
+        """Two stages: headers, and that this rank is ready; the number of the transfer, with which the next begins."""
+        sends, receives = self._payloads(stage.sends), self._payloads(stage.receives)
+        missing = self._missing(payload for _, payload in sends)
+        if missing and not self._direct:
+            task = DeviceTask(self._memory)
+            task.upload(missing)
+            compute.append(Offload("Upload", task))
+        for _, payload in [*sends, *receives]:
+            self._at_hand.add(payload)
+        first = Stage(compute, self._headers(stage.sends), self._headers(stage.receives))
+        second = Stage()
+        self.stages += [first, second]
+        if inside.bridge is None:
+            return
+        bridge, ranks = inside.bridge, inside.ranks
+        self.bridged_nbytes += sum(payload.nbytes for _, payload in sends)
+        ready = np.full(len(ranks), zlib.crc32(f"{self._name}, stage {len(self.stages)}".encode()), np.int64)
+        said, number = [ready[k : k + 1].view(np.uint8) for k in range(len(ranks))], np.zeros(8, np.uint8)
+        if bridge.place == 0:
+            first.receives += [Message(peer, said[k]) for k, peer in enumerate(ranks) if k]
+            second.compute.append(Offload("Order", Order(bridge, ready, number)))
+            second.sends = [Message(peer, number) for peer in ranks[1:]]
+        else:
+            first.sends.append(Message(ranks[0], said[bridge.place]))
+            second.receives.append(Message(ranks[0], number))
+
+        def pieces(payloads: Sequence[tuple[int, Bytes]]) -> list[Piece]:
+            return [Piece(ranks.index(peer), self._memory.twin(p).address, p.nbytes) for peer, p in payloads]
+
+        self._next = [Offload("Transfer", Transfer(bridge, number, pieces(sends), pieces(receives)))]
+
+    def _headers(self, messages: Sequence[Message]) -> list[Message]:
+        return [Message(m.peer, m.buffer[: self._heads[_address(m.buffer)]]) for m in messages]
+
+    def _payloads(self, messages: Sequence[Message]) -> list[tuple[int, Bytes]]:
+        found = [(m.peer, m.buffer[self._heads[_address(m.buffer)] :]) for m in messages]
+        return [(peer, payload) for peer, payload in found if payload.nbytes]
 
 
-def _add(task: DeviceTask, c: Computation, at_hand: Sequence[Bytes]) -> list[Bytes]:
-    """Adds a computation to a task. Returns staging memory that it writes on the device."""
+def _copied(stage: Stage) -> list[Bytes]:
+    return [c.source for c in stage.compute if isinstance(c, plans.Copy)]
 
-    def missing(messages: Sequence[Bytes]) -> list[Bytes]:
-        return [message for message in messages if not any(_is_inside(message, whole) for whole in at_hand)]
 
+class _Ranges:
+    """Bytes of the host's memory, by address."""
+
+    def __init__(self) -> None:
+        self._all: list[tuple[int, int]] = []  # that do not overlap, in order
+
+    def remove(self, part: Bytes) -> None:
+        low, high = _span(part)
+        cut = [piece for a, b in self._all for piece in ((a, min(b, low)), (max(a, high), b))]
+        self._all = [(a, b) for a, b in cut if a < b]
+
+    def add(self, part: Bytes) -> None:
+        if part.nbytes:
+            self.remove(part)
+            bisect.insort(self._all, _span(part))
+
+    def touch(self, part: Bytes) -> bool:
+        """Is any byte of ``part`` among them?"""
+        low, high = _span(part)
+        return any(a < high and low < b for a, b in self._all)
+
+    def missing(self, part: Bytes) -> list[Bytes]:
+        """The pieces of ``part`` that are not among them."""
+        low, high = _span(part)
+        found, at = [], low
+        for a, b in [*((a, b) for a, b in self._all if a < high and low < b), (high, high)]:
+            if at < a:
+                found.append(part[at - low : a - low])
+            at = max(at, b)
+        return found
+
+
+def _span(part: Bytes) -> tuple[int, int]:
+    start = _address(part)
+    return start, start + part.nbytes
+
+
+def _add(
+    task: DeviceTask, c: Computation, missing: Callable[[Iterable[Bytes]], list[Bytes]]
+) -> tuple[list[Bytes], Bytes | None]:
+    """Adds a computation to a task. Returns the staging memory that it copies to the device, and what it writes there.
+
+    ``missing``: what of some staging memory the device does not have.
+    """
+    read: list[Bytes] = []
     match c:
         case plans.Compress() if c.tensors is None:
             task.loop(c.flags, "compress", c.blocks, c.values, c.error, c.error_out, c.mask, c.scale, c.packed)
@@ -225,13 +393,15 @@ def _add(task: DeviceTask, c: Computation, at_hand: Sequence[Bytes]) -> list[Byt
             )  # fmt: skip
             written = c.packed
         case plans.Average():
-            task.upload(missing(c.received))
+            read = missing(c.received)
+            task.upload(read)
             task.loop(
                 c.flags, "average", c.blocks, c.received, c.origin, c.error, c.error_out, c.mask, c.scale, c.packed
             )
             written = _payload(c.blocks, c.packed)
         case plans.AverageQuantized():
-            task.upload(missing(c.received))
+            read = missing(c.received)
+            task.upload(read)
             task.loop(
                 c.flags, "quantized_average", c.blocks, c.received, c.origin, c.weights, c.error, c.error_out, c.noise,
                 c.packed,
@@ -242,31 +412,28 @@ def _add(task: DeviceTask, c: Computation, at_hand: Sequence[Bytes]) -> list[Byt
                 c.flags, "soft_sign", c.blocks, c.tensors, c.momentum, c.momentum_out, c.magnitude, c.magnitude_out,
                 c.eps, c.amsgrad, c.out,
             )  # fmt: skip
-            return []
+            return read, None
         case plans.Pack():
             task.loop(None, "pack", _chunks(c.runs), c.tensors, c.destination)
             written = _elements(c.runs, c.destination)
         case plans.Place():
-            task.upload([_elements(c.runs, c.source)])
+            read = missing([_elements(c.runs, c.source)])
+            task.upload(read)
             task.loop(None, "place", _chunks(c.runs), c.tensors, c.source)
-            return []
+            return read, None
         case plans.Reduce():
-            task.upload(missing(c.sources))
+            read = missing(c.sources)
+            task.upload(read)
             task.loop(None, "reduce", c.dtype, c.op, c.sources, c.prescale, c.postscale, c.out)
             written = c.out
         case plans.Unpack():
-            task.upload([c.packed])
+            read = [c.packed]
+            task.upload(read)
             task.loop(None, "unpack", c.blocks, c.packed, c.mask, c.out)
-            return []
+            return read, None
         case _:
             raise AssertionError(f"{type(c).__name__} has no form on a device")
-    task.download(written)
-    return [written]
-
-
-def _is_inside(part: Bytes, whole: Bytes) -> bool:
-    first, start = _address(part), _address(whole)
-    return start <= first and first + part.nbytes <= start + whole.nbytes
+    return read, written
 
 
 def _address(array: Bytes) -> int:
@@ -301,8 +468,9 @@ def _chunks(runs: Table) -> Table:
     return cut
 
 
-def _joined(parts: Iterable[Bytes]) -> list[Bytes]:
-    """The same memory in fewer pieces: what lies side by side in one array, but for padding, is one."""
+def _joined(parts: Iterable[Bytes], kept: _Ranges) -> list[Bytes]:
+    """The same memory in fewer pieces: what lies side by side in one array, but for padding, is one. Not what is
+    ``kept``."""
     found: list[Bytes] = []
     for part in sorted(parts, key=_address):
         if found and part.base is found[-1].base and part.base is not None:
@@ -311,7 +479,7 @@ def _joined(parts: Iterable[Bytes]) -> list[Bytes]:
             first = _address(found[-1]) - start
             end = first + found[-1].nbytes
             at = _address(part) - start
-            if at - end < ALIGNMENT:
+            if at - end < ALIGNMENT and not kept.touch(base[end:at]):
                 found[-1] = base[first : at + part.nbytes]
                 continue
         found.append(part)

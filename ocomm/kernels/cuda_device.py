@@ -77,17 +77,35 @@ class CudaEvent:
         return True
 
 
+class CudaLane:
+    """See ``kernels.device.Lane``."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._stream = device.new_stream()
+        self.handle = int(self._stream)
+
+    def record(self) -> CudaEvent:
+        return self._device.recorded(self._stream)
+
+
 class CudaDevice:
     """See ``kernels.device.Device``. ``number`` counts this process's devices."""
 
     def __init__(self, number: int) -> None:
         self.name = f"cuda:{number}"
         _check(driver.cuInit(0))
-        self._context = _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(number))))
+        device = _check(driver.cuDeviceGet(number))
+        self.identity = bytes(_check(driver.cuDeviceGetUuid(device)).bytes).hex()
+        self._context = _check(driver.cuDevicePrimaryCtxRetain(device))
         self.idle_events: list[Any] = []
+        self._stream = self.new_stream()
         with self.current():
-            self._stream = _check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
             self._numba_stream = stream_of(int(self._stream))
+
+    def new_stream(self) -> Any:
+        with self.current():
+            return _check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -123,10 +141,17 @@ class CudaDevice:
             _check(driver.cuMemsetD8Async(to, 0, nbytes, self._stream))
 
     def record(self) -> CudaEvent:
+        return self.recorded(self._stream)
+
+    def recorded(self, stream: Any) -> CudaEvent:
+        """The end of what is on a stream now."""
         with self.current():
             event = self._new_event()
-            _check(driver.cuEventRecord(event, self._stream))
+            _check(driver.cuEventRecord(event, stream))
         return CudaEvent(self, event)
+
+    def lane(self) -> CudaLane:
+        return CudaLane(self)
 
     def _new_event(self) -> Any:
         with contextlib.suppress(IndexError):

@@ -47,10 +47,23 @@ class Block(Protocol):
     def address(self) -> int: ...
 
 
+class Lane(Protocol):
+    """A stream beside the device's own, for a network that works on the device."""
+
+    #: What such a network calls it.
+    handle: Any
+
+    def record(self) -> Event:
+        """The end of what is queued on it now."""
+        ...
+
+
 class Device(Protocol):
     """One device and one stream on it. Everything but ``allocate`` and ``pinned`` is queued. From any thread."""
 
     name: str
+    #: The same in all processes that use it, another for every other device.
+    identity: str
 
     def allocate(self, nbytes: int) -> Block:
         """New memory, at a multiple of 64; contents undefined. MemoryError if there is none."""
@@ -72,6 +85,10 @@ class Device(Protocol):
 
     def record(self) -> Event:
         """The end of what is queued now."""
+        ...
+
+    def lane(self) -> Lane:
+        """A new stream. Nothing on it waits for what is on others, nor they for it."""
         ...
 
     def loops(self, status: DeviceArray) -> Any:

@@ -39,7 +39,12 @@ def report(python: str, environ: Mapping[str, str]) -> tuple[str, bool]:
         "Available Controllers": _controllers(python, environ),
         "Available Tensor Operations": [
             _native(python, environ),
-            *_gpu(_cuda_driver(), _numba_cuda(), lambda: _device_messages(python, environ)),
+            *_gpu(
+                _cuda_driver(),
+                _numba_cuda(),
+                lambda: _device_messages(python, environ),
+                lambda: _nccl(python, environ),
+            ),
         ],
     }
     return render(sections)
@@ -105,21 +110,42 @@ def _native(python: str, environ: Mapping[str, str]) -> Item:
     return Item(name, False, reason, needed=True)
 
 
-def _gpu(driver: Item, kernels: Item, messages: Callable[[], Verdict]) -> list[Item]:
-    """What there is for GPUs, and which way messages go from there, and why."""
+def _gpu(driver: Item, kernels: Item, messages: Callable[[], Verdict], nccl: Callable[[], Verdict]) -> list[Item]:
+    """What there is for GPUs, which way messages go from there and sums are made inside hosts, and why."""
     missing = [item.name for item in (driver, kernels) if not item.found]
-    nccl = "not used"
     if missing:
         way = f"no: {' and '.join(missing)} missing"
+        return [driver, kernels, Item("1-bit optimizers on GPUs", False, way), Item("NCCL", False, "not used")]
+    direct, library = messages(), nccl()
+    way = "messages from device to device" if direct.yes else "messages through pinned host memory"
+    if library.yes:
+        sums = "ranks of a host add up over it, where each has a GPU of its own"
+    elif direct.yes:
+        sums = "ranks of a host add up through MPI"
     else:
-        found = messages()
-        nccl = (
-            "not used: sums inside hosts go through MPI"
-            if found.yes
-            else "not used: hierarchical='auto' is off where parameters are on GPUs"
+        sums = "hierarchical='auto' is off where parameters are on GPUs"
+    optimizers = Item("1-bit optimizers on GPUs", True, f"{way}: {direct.why}")
+    return [driver, kernels, optimizers, Item("NCCL", library.yes, f"{library.why}: {sums}")]
+
+
+def _nccl(python: str, environ: Mapping[str, str]) -> Verdict:
+    if environ.get("OCOMM_NCCL") == "0":
+        return Verdict(False, "OCOMM_NCCL=0")
+    # In a process of its own, as for the native kernels.
+    command = [python, "-m", "ocomm.transport.nccl"]
+    try:
+        done = subprocess.run(
+            command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
         )
-        way = f"{'messages from device to device' if found.yes else 'messages through pinned host memory'}: {found.why}"
-    return [driver, kernels, Item("1-bit optimizers on GPUs", not missing, way), Item("NCCL", False, nccl)]
+    except subprocess.TimeoutExpired:
+        return Verdict(False, f"loading it did not end within {PROBE_TIMEOUT_S:.0f} s")
+    said = done.stdout.strip() or done.stderr.strip() or f"loading it ended with exit code {done.returncode}"
+    return Verdict(done.returncode == 0, said.splitlines()[-1])
 
 
 def _device_messages(python: str, environ: Mapping[str, str]) -> Verdict:

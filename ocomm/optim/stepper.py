@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ocomm.collectives.bridge import Inside
 from ocomm.collectives.compressed import (
     compressed_segment,
     compressed_staging,
@@ -127,7 +128,7 @@ class Stepper:
     on a device of the types that ``core.gradients`` says; before ``step()`` (``final`` False) it may answer None: not
     yet.
     ``segment_nbytes`` bounds a segment's packed bytes. ``verify`` is ``"sampled"``, ``"full"`` or ``"version"``: how
-    much of a gradient is read again to notice that it changed after hand-over. ``direct``: see ``staged``.
+    much of a gradient is read again to notice that it changed after hand-over. ``direct``, ``inside``: see ``staged``.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Stepper:
         timeout_s: float,
         bucket_count: int = 3,
         direct: bool = False,
+        inside: Inside | None = None,
     ) -> None:
         self.name = name
         self.core = core
@@ -159,6 +161,7 @@ class Stepper:
         self.timeout_s = timeout_s
         self.bucket_count = bucket_count
         self.direct = direct
+        self.inside = inside
         self.traffic = Traffic()
         self.step = 0  # committed or skipped by all
         self.averages = np.zeros(0, np.float32)
@@ -204,7 +207,7 @@ class Stepper:
         self._vote = self._ballot(self.layout.digest, count if core.steps_locally else 0)
         self._survey: _Ballot | None = None
         self._surveyed = False
-        if direct:
+        if direct or inside is not None:
             ticket = channel.submit(channel.prepare(entry(core.home)), timeout_s, False)
             if wait(ticket, channel, ranks, watch, name) != State.DONE:
                 self._fail(ticket, [])
@@ -267,7 +270,7 @@ class Stepper:
 
     def _bytes(self, plan: Plan) -> _Sent:
         across = plan.bytes_sent_to(self._outside)
-        return _Sent(across, plan.bytes_sent - across)
+        return _Sent(across, plan.bytes_sent - across + plan.bridged_nbytes)
 
     def _ballot(self, signature: int, tensors: int) -> _Ballot:
         envelope = Envelope.new(self.rank, signature, tensors, self._flags, self._heard_flags, self._announcement)
@@ -323,7 +326,7 @@ class Stepper:
             # In the direct form a device has the averages already, and without scales the host does not look at them.
             wanted = bucket.kind == "compressed" and (self.core.scales or not self.direct)
             results = [self.core.result(k) for k in spans] if wanted else []
-            plan = staged(plan, self.core.home, results, self.direct)
+            plan = staged(plan, self.core.home, results, self.direct, self.inside)
             bucket.plans[key] = self.channel.prepare(plan), self._bytes(plan), built_in
         prepared, bucket.sent, _ = bucket.plans[key]
         return prepared
@@ -491,8 +494,7 @@ class Stepper:
             self._located = True
             self._cast(self._survey, 0, self._hyper, lr, 0, with_norm=True)
         except OcommError as error:
-            self._dead = error
-            self.begun = False
+            self._die(error)
             raise
         heard = Flag(int(self._heard_flags[0]))
         if not heard & (Flag.SKIP | Flag.RAISED):
@@ -541,8 +543,7 @@ class Stepper:
                 self._reset_buckets()
             self._hear()
         except OcommError as error:
-            self._dead = error
-            self.begun = False
+            self._die(error)
             raise
         self.begun = False
         self.traffic.last_exposed_s = time.perf_counter() - started
@@ -624,6 +625,13 @@ class Stepper:
             self.object(Flag.NON_FINITE)
         bits = np.packbits(self._present, bitorder="little")
         self._vote.envelope.presence[: bits.size] = bits
+
+    def _die(self, error: OcommError) -> None:
+        self._dead = error
+        self.begun = False
+        # Some rank may have been ready for a transfer that it will not make now.
+        if self.inside is not None and self.inside.bridge is not None:
+            self.inside.bridge.end(f"{self.name} has failed: {error}")
 
     def _hear(self) -> None:
         self.present_anywhere[:] = False

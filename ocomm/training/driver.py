@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ocomm.collectives.bridge import Inside
 from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.compression.layout import Layout, TensorSpec
@@ -30,6 +31,7 @@ from ocomm.optim.stepper import Stepper, Verdict
 from ocomm.session import Session
 from ocomm.training import resume
 from ocomm.training.agreement import first_difference, gather
+from ocomm.training.inside import open_bridge
 from ocomm.types import Flag, Nodes
 
 _log = logging.getLogger("ocomm")
@@ -115,12 +117,17 @@ class Driver:
         name = session.automatic_name(kind, number)
         kernels = host.kernels or session.kernels
         assert kernels is not None
-        said = gather(session, number, f"{name}.frameworks", f"{_where(kernels.memory)}{host.framework}")
+        mine = f"{_where(kernels.memory)} {common.hierarchical} {host.framework}"
+        said = [text.split() for text in gather(session, number, f"{name}.frameworks", mine)]
+        places, forms, frameworks = (set(column) for column in zip(*said, strict=True))
         #: Are the ranks of several frameworks?
-        self.is_mixed = len({text[1:] for text in said}) > 1
-        nodes, direct = _arranged(session, number, common.hierarchical, nodes, {text[0] for text in said}, name)
-        #: Do messages go from device to device? As all ranks have agreed.
+        self.is_mixed = len(frameworks) > 1
+        direct, inside = False, None
+        if len(forms) == 1:  # else the channel will be refused, with the reason
+            nodes, direct, inside = _arranged(session, number, common.hierarchical, nodes, places, name, kernels.memory)
+        #: Do messages go from device to device? And what carries dense values inside nodes? As all ranks have agreed.
         self.direct = direct
+        self.inside = inside
         layout = Layout(specs, len(ranks), common.block_size, nodes)
         self.session = session
         self.number = number
@@ -152,6 +159,7 @@ class Driver:
             verify="version" if kernels.memory.is_device else common.verify,
             timeout_s=session.settings.stall_shutdown_s,
             direct=self.direct,
+            inside=self.inside,
         )
         #: Steps taken, not skipped.
         self.steps = 0
@@ -481,32 +489,50 @@ def _where(memory: Memory) -> str:
 
 
 def _arranged(
-    session: Session, number: int, hierarchical: bool | Literal["auto"], nodes: Nodes, places: set[str], name: str
-) -> tuple[Nodes, bool]:
-    """The nodes, and whether messages go from device to device, as the ``places`` of the ranks' parameters allow.
+    session: Session,
+    number: int,
+    hierarchical: bool | Literal["auto"],
+    nodes: Nodes,
+    places: set[str],
+    name: str,
+    memory: Memory,
+) -> tuple[Nodes, bool, Inside | None]:
+    """The nodes, whether messages go from device to device, and what carries dense values inside nodes, as the
+    ``places`` of the ranks' parameters allow.
 
-    Where they do not go that way a node's dense sum would go through the host's memory, which costs more than
-    compression saves: then every rank is a node. InvalidRequestError if that was excluded.
+    Where the sum inside a node would go through the host's memory it costs more than compression saves: then every rank
+    is a node. InvalidRequestError if that was excluded.
     """
     reached = _REACHED in places and _ON_DEVICE not in places and nodes.ranks > 1
     direct = reached and nodes.groups == 1
-    if nodes.is_flat or places == {_ON_HOST} or direct:
-        return nodes, direct
-    why = "there are too many hosts for that (OCOMM_DIRECT_PEERS)" if reached else "some rank's does not"
+    if nodes.is_flat or places == {_ON_HOST}:
+        return nodes, direct, None
+    inside, words = open_bridge(session, number, name, nodes, memory)
+    is_first = session.require_topology().rank == session.set_ranks[number][0]
+    if inside is not None or (direct and session.settings.nccl != "1"):
+        if is_first:
+            way = words if inside else f"MPI; not NCCL: {words}"
+            _log.info("%s: hosts add up from device to device, over %s.", name, way)
+        return nodes, direct, inside
+    mpi = "there are too many hosts for that (OCOMM_DIRECT_PEERS)" if reached else "some rank's does not"
+    why = f"It needs NCCL ({words}), or an MPI that takes device pointers, but {mpi}"
+    if session.settings.nccl == "1":
+        raise InvalidRequestError(f"{name}: OCOMM_NCCL=1, but there is no NCCL between the GPUs of a host ({words}).")
     if hierarchical is True:
         raise InvalidRequestError(
-            f"{name}: hierarchical=True needs an MPI that takes device pointers where parameters are on GPUs, but "
-            f"{why}; ocommrun --check-build says more. Leave it at 'auto': every rank then compresses by itself."
+            f"{name}: hierarchical=True, but parameters are on GPUs, and the sum inside a node would go through the "
+            f"host's memory. {why}; ocommrun --check-build says more. Leave it at 'auto': then every rank compresses "
+            "by itself."
         )
-    if session.require_topology().rank == session.set_ranks[number][0]:
+    if is_first:
         _log.warning(
             "%s: hierarchical='auto' is off, because parameters are on GPUs and the sum inside a node would go through "
-            "the host's memory: every rank compresses by itself. It needs an MPI that takes device pointers, but %s.",
+            "the host's memory: every rank compresses by itself. %s.",
             name,
             why,
         )
     flat = session.nodes(number, False)
-    return flat, reached and flat.groups == 1
+    return flat, reached and flat.groups == 1, None
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

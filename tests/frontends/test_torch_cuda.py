@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from ocomm.kernels.device import DeviceMemory
 from ocomm.session import Session
+from ocomm.transport import nccl
+from ocomm.types import Settings
 from ocomm_torch import compressed, mpi_ops
 from ocomm_torch.placement import placement
 from tests.fake_device import FakeDevice
@@ -102,6 +106,27 @@ class TestOnAGpu:
             assert torch.equal(result, expected) and new.device == device
             assert torch.equal(new.cpu(), expected.half())
 
+    def test_nccl_takes_bytes_from_a_stream_of_ours_to_the_rank_itself(self) -> None:
+        """As far as one GPU goes: the library, the device's context, streams, events and an abort."""
+        device: Any = importlib.import_module("ocomm.kernels.cuda_device").CudaDevice(0)
+        memory, lane, numel = DeviceMemory(device), device.lane(), 1 << 20
+        library = nccl.load()
+        sent, received = memory.empty(numel, np.uint8), memory.empty(numel, np.uint8)
+        values = np.random.default_rng(1).integers(0, 256, numel, np.uint8)
+        device.enter()
+        communicator = library.communicator(library.unique_id(), 1, 0)
+        for turn in range(3):
+            sent[:] = values + np.uint8(turn)
+            memory.wait()
+            communicator.exchange(
+                [nccl.Piece(0, sent.address, numel)], [nccl.Piece(0, received.address, numel)], lane.handle
+            )
+            event, end = lane.record(), time.monotonic() + 30
+            while not event.is_over():
+                assert not communicator.failure() and time.monotonic() < end
+            assert np.array_equal(memory.host(received), values + np.uint8(turn))
+        communicator.abort()
+
     def test_a_compressed_step_never_waits_for_the_gpu(self) -> None:
         def body(session: Session) -> list[int]:
             parameters = [torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))]
@@ -116,3 +141,22 @@ class TestOnAGpu:
 
         for waits in run_ranks(RANKS, body):
             assert waits[5] == waits[-1]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4 or MPI_SIZE != 4, reason="no four GPUs for four ranks under mpirun")
+@pytest.mark.parametrize("kind", ["Lion", "0/1 Adam, local steps"])
+def test_ranks_with_a_gpu_each_add_up_over_nccl(kind: str) -> None:
+    """As two hosts with two of them each, which here are names."""
+    hosts = ["a", "a", "b", "b"]
+
+    def body(session: Session) -> list[np.ndarray]:
+        assert session.topology is not None
+        found = trained(kind, session, f"cuda:{session.topology.rank}")
+        assert session.bridge is not None and not session.bridge.ended, "ocommrun --check-build says what NCCL there is"
+        return found
+
+    settings = Settings(nccl="1", segment_nbytes=2048)
+    expected = run_ranks(RANKS, lambda s: trained(kind, s, "cpu"), settings, hosts=hosts)
+    got = run_ranks(RANKS, body, settings, hosts=hosts)
+    assert len({digest(arrays) for arrays in got}) == 1
+    assert kind not in EXACT or digest(got[0]) == digest(expected[0])

@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from ocomm.errors import HorovodInternalError, InvalidRequestError, NonFiniteError
+from ocomm import session as sessions
+from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.kernels.device import DeviceMemory
 from ocomm.session import Session
+from ocomm.transport import nccl
 from ocomm.types import Settings
 from ocomm_torch import compressed
 from ocomm_torch.placement import placement
 from tests.fake_device import FakeDevice
+from tests.fake_nccl import FakeNccl
 from tests.frontends.every_kind import KINDS, whole_state
 from tests.frontends.fake_placement import FakePlacement
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial
@@ -36,10 +39,21 @@ def rank_of(session: Session) -> int:
 
 @pytest.fixture
 def on_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Devices]:
-    """Says which ranks' tensors are on a device from now on, and to which of them the network reaches; the devices, by
-    rank."""
+    """Says which ranks' tensors are on a device from now on, to which of them the network reaches, what NCCL there is,
+    and who is without; the devices, by rank."""
 
-    def choose(ranks: Sequence[int], reached: Sequence[int] = ()) -> Devices:
+    def choose(
+        ranks: Sequence[int],
+        reached: Sequence[int] = (),
+        library: FakeNccl | None = None,
+        without: Sequence[int] = (),
+    ) -> Devices:
+        def load() -> FakeNccl:
+            if library is None or rank_of(sessions.current()) in without:
+                raise HorovodInternalError("no NCCL")
+            return library
+
+        monkeypatch.setattr(nccl, "load", load)
         devices = {rank: FakeDevice(f"fake:{rank}", reached=rank in reached) for rank in ranks}
 
         def place(names: Any, parameters: Any, session: Session) -> Any:
@@ -213,6 +227,174 @@ def test_nodes_add_up_from_device_to_device_what_they_do_in_the_hosts_memory(kin
     assert run_ranks(4, body, hosts=["a", "a", "b", "b"]) == expected
 
 
+ON_TWO_HOSTS = ["a", "a", "b", "b"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "reached", "peers"),
+    [
+        ("1-bit Adam, compressed", "aabb", False, 63),
+        ("0/1 Adam, local steps", "aabb", False, 63),
+        ("Birder", "aabb", True, 63),
+        ("0/1 Adam, local steps", "aabb", True, 63),
+        ("1-bit Adam, compressed", "aaabb", False, 63),  # one rank has no slice
+        ("1-bit Adam, dense", "aaab", False, 63),  # one is alone on its host
+        ("1-bit Adam, compressed", "aabbcc", False, 1),  # in two hops
+    ],
+)
+def test_nodes_add_up_over_nccl_what_they_do_in_the_hosts_memory(
+    kind: str, hosts: str, reached: bool, peers: int, on_devices: Any
+) -> None:
+    """In segments that overtake each other."""
+
+    def body(session: Session) -> Any:
+        reports = []
+
+        def watch(optimizer: Any, step: int) -> None:
+            reports.append(optimizer.compression_report())
+            assert (reports[-1]["form"], optimizer._driver.direct) == ("hierarchical", direct)
+
+        run = trained(kind, rank_of(session), 7, watch=watch, hierarchical=True)
+        return run, reports[-1]["bytes_sent_inside"]
+
+    direct = False
+    settings = Settings(segment_nbytes=512, direct_peers=peers)
+    expected = run_ranks(len(hosts), body, settings, hosts=hosts)
+    direct = reached
+    library = FakeNccl()
+    on_devices(range(len(hosts)), range(len(hosts)) if reached else [], library)
+    got = run_ranks(len(hosts), body, settings, hosts=hosts)
+    assert [run for run, _ in got] == [run for run, _ in expected]
+    for host, (_, before), (_, now) in zip(hosts, expected, got, strict=True):
+        # As many bytes, and a word of 8 to say that one is ready, or what the number is.
+        assert (now - before) % 8 == 0 and (now > before) == (hosts.count(host) > 1)
+    assert all(c.calls > 10 and c.aborted for c in library.communicators)
+    assert MPI_SIZE or len(library.communicators) == sum(hosts.count(host) > 1 for host in hosts)
+
+
+def test_dense_values_inside_a_host_are_not_copied_over_the_bus(on_devices: Any) -> None:
+    shape = (40, 1000)
+    devices = on_devices(range(4), [], FakeNccl())
+
+    def copied(device: FakeDevice) -> int:
+        return sum(int(what) for verb, what, _ in device.log if verb in ("upload", "download"))
+
+    def body(session: Session) -> list[int]:
+        parameter = torch.nn.Parameter(torch.ones(shape))
+        optimizer = KINDS["1-bit Adam, compressed"].wrap([parameter])
+        seen = [copied(devices[rank_of(session)])]
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            parameter.backward(torch.full(shape, float(step + rank_of(session))))
+            optimizer.step()
+            seen.append(copied(devices[rank_of(session)]))
+        return seen
+
+    nbytes = 4 * 40 * 1000
+    for seen in run_ranks(4, body, hosts=ON_TWO_HOSTS):
+        # The sum of this rank's slice and the averages of a half of it; and what came in of both.
+        assert nbytes < seen[2] - seen[1] < 1.8 * nbytes
+        assert seen[-1] - seen[-2] < nbytes / 8
+
+
+def test_optimizers_of_the_same_ranks_share_a_communicator_and_take_turns(on_devices: Any) -> None:
+    def body(session: Session) -> list[str]:
+        models = [parameters_of(torch.float32) for _ in range(2)]
+        optimizers = [KINDS[kind].wrap(p) for kind, p in zip(("Birder", "Lion"), models, strict=True)]
+        for step in range(1, 6):
+            for parameters, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                backward(parameters, some_gradients(step, rank_of(session)), range(len(parameters)))
+            for optimizer in optimizers:
+                optimizer.step()
+        return [whole_state(p, o) for p, o in zip(models, optimizers, strict=True)]
+
+    expected = run_ranks(4, body, hosts=ON_TWO_HOSTS)
+    library = FakeNccl()
+    on_devices(range(4), [], library)
+    assert run_ranks(4, body, hosts=ON_TWO_HOSTS) == expected
+    assert len(library.communicators) == (1 if MPI_SIZE else 4)
+
+
+@pytest.mark.parametrize("how", ["sticks", "fails"])
+def test_a_transfer_that_fails_is_aborted_and_the_next_optimizer_has_another_communicator(
+    how: str, on_devices: Any
+) -> None:
+    def body(session: Session) -> Any:
+        rank = rank_of(session)
+        if how:
+
+            def watch(optimizer: Any, step: int) -> None:
+                assert session.bridge is not None
+                session.bridge.timeout_s = 0.5
+                if step == 2 and how == "fails":
+                    session.bridge._communicator.words = "remote process exited"  # type: ignore[attr-defined]
+
+            with pytest.raises(HorovodInternalError) as caught:
+                trained("Lion", rank, 4, watch=watch)
+            told.append(str(caught.value))
+            broken = session.bridge
+        run = trained("Lion", rank, 4)
+        assert not how or (broken is not None and broken.ended and session.bridge is not broken)
+        return run
+
+    told: list[str] = []
+    said, how = how, ""
+    expected = run_ranks(4, body, hosts=ON_TWO_HOSTS)
+    how = said
+    library = FakeNccl(sticks_at=3 if how == "sticks" else 1 << 60)
+    on_devices(range(4), [], library)
+    assert run_ranks(4, body, hosts=ON_TWO_HOSTS) == expected
+    assert told and all("the device failed in step 3: NCCL " in words for words in told)
+    assert all(("is not over after 0 s" if how == "sticks" else "remote process exited") in words for words in told)
+    assert all(communicator.aborted for communicator in library.communicators)
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        ("no library", r"rank 3: no NCCL"),
+        ("one GPU", "ranks 2 and 3 share a GPU"),
+        ("garbled", "arrived as something else"),
+        ("0", "rank 0: OCOMM_NCCL=0"),
+        ("a host", "hierarchical='auto' is off"),
+    ],
+)
+def test_where_nccl_is_not_between_all_no_rank_uses_it(
+    why: str, words: str, on_devices: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = FakeNccl(garbles=why == "garbled")
+    devices = on_devices(range(3 if why == "a host" else 4), [], library, [3] if why == "no library" else [])
+    if why == "one GPU":
+        devices[3].identity = devices[2].identity
+
+    def body(session: Session) -> str:
+        optimizer = KINDS["Birder"].wrap(parameters_of(torch.float32))
+        with pytest.raises(InvalidRequestError, match="hierarchical=True, but"):
+            KINDS["Birder"].wrap(parameters_of(torch.float32), hierarchical=True)
+        return optimizer.compression_report()["form"]
+
+    settings = Settings(nccl="0" if why == "0" else "auto")
+    assert run_ranks(4, body, settings, hosts=ON_TWO_HOSTS) == ["flat"] * 4
+    assert all(communicator.aborted for communicator in library.communicators)
+    if not MPI_SIZE or caplog.text:
+        assert words in caplog.text
+
+
+def test_who_insists_on_nccl_is_refused_without_and_forms_that_differ_are_named(on_devices: Any) -> None:
+    def insists(session: Session) -> None:
+        with pytest.raises(InvalidRequestError, match=r"OCOMM_NCCL=1, but .*\(rank 0: no NCCL\)"):
+            KINDS["Birder"].wrap(parameters_of(torch.float32))
+
+    def differs(session: Session) -> None:
+        with pytest.raises(MismatchError, match="hierarchical"):
+            KINDS["Birder"].wrap(parameters_of(torch.float32), hierarchical=rank_of(session) > 0 or "auto")
+
+    on_devices(range(4), range(4))
+    run_ranks(4, insists, Settings(nccl="1"), hosts=ON_TWO_HOSTS)
+    run_ranks(4, differs, hosts=ON_TWO_HOSTS)
+
+
 COMPRESSED = ("1-bit Adam, compressed", "Birder", "Lion")
 
 
@@ -324,7 +506,7 @@ def test_lamb_and_a_forced_hierarchy_are_refused_on_devices(on_devices: Any) -> 
             KINDS["1-bit LAMB, dense"].wrap(parameters_of(torch.float32))
 
     def hierarchy(session: Session) -> str:
-        with pytest.raises(InvalidRequestError, match="hierarchical=True needs an MPI that takes device pointers"):
+        with pytest.raises(InvalidRequestError, match=r"It needs NCCL \(rank 0: no NCCL\), or an MPI"):
             KINDS["Birder"].wrap(parameters_of(torch.float32), hierarchical=True)
         return KINDS["Birder"].wrap(parameters_of(torch.float32)).compression_report()["form"]
 

@@ -1,0 +1,161 @@
+"""How the ranks of a set come to the bridges of their nodes (``collectives.bridge``): on all nodes, or on none."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from ocomm.collectives.bridge import Bridge, Inside
+from ocomm.errors import HorovodInternalError, OcommError
+from ocomm.kernels.base import Memory
+from ocomm.kernels.device import DeviceMemory, Lane
+from ocomm.session import Session, bounded
+from ocomm.training.agreement import gather
+from ocomm.transport import nccl
+from ocomm.types import Nodes
+
+#: Bytes that each rank sends to each other one before a bridge is used.
+_TRIAL_NBYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """What a rank tells the others: why it cannot, "" if it can; its library, its device, the bridge that it has."""
+
+    why: str
+    version: str = ""
+    device: str = ""
+    bridge: str = ""
+
+
+def open_bridge(session: Session, number: int, name: str, nodes: Nodes, memory: Memory) -> tuple[Inside | None, str]:
+    """NCCL between the devices of each node of process set ``number``, and its version; or None, and why not.
+
+    Collective: all ranks of the set come to the same. May take until ``start_timeout_s`` is over. A process has one
+    bridge at most, because NCCL wants the calls of all its communicators in one order: optimizers of the same ranks
+    share it, and one of other ranks gets none.
+    """
+    ranks = session.set_ranks[number]
+    me = ranks.index(session.require_topology().rank)
+    node = nodes.node_of(me)
+    members = tuple(ranks[rank] for rank in node)
+    library, word = _ability(session, members, memory)
+    said = [_Word(**json.loads(text)) for text in _tell(session, number, f"{name}.nccl", dataclasses.asdict(word))]
+    if why := _objection(said, nodes, ranks):
+        return None, why
+    assert library is not None and isinstance(memory, DeviceMemory)
+    version = f"NCCL {library}"
+    bridges = {said[rank].bridge for rank in node}
+    kept = len(bridges) == 1 and "" not in bridges
+    # All ranks go through all rounds, whoever has a bridge already.
+    unique_id, why = "", ""
+    if node[0] == me and len(node) > 1 and not kept:
+        try:
+            unique_id = library.unique_id().hex()
+        except OcommError as error:
+            why = str(error)
+    ids = [json.loads(text) for text in _tell(session, number, f"{name}.nccl.ids", [unique_id, why])]
+    why = next((f"rank {ranks[rank]}: {words}" for rank, (_, words) in enumerate(ids) if words), "")
+    if why:
+        return None, why
+    if len(node) > 1 and not kept:
+        if session.bridge is not None:
+            session.bridge.end("another rank's has failed")
+        try:
+            session.bridge = _opened(session, library, bytes.fromhex(ids[node[0]][0]), memory, members)
+        except (OcommError, MemoryError) as error:
+            why = str(error) or "out of memory"
+    outcomes = [json.loads(text) for text in _tell(session, number, f"{name}.nccl.open", why)]
+    if any(outcomes):
+        if session.bridge is not None and not kept:
+            session.bridge.end("another rank could not open it")
+        return None, next(f"rank {ranks[rank]}: {words}" for rank, words in enumerate(outcomes) if words)
+    return Inside(session.bridge if len(node) > 1 else None, node), version
+
+
+def _tell(session: Session, number: int, name: str, what: object) -> list[str]:
+    return gather(session, number, name, json.dumps(what))
+
+
+def _ability(session: Session, members: tuple[int, ...], memory: Memory) -> tuple[nccl.Library | None, _Word]:
+    """This rank's library, and what it says of itself."""
+    if session.settings.nccl == "0":
+        return None, _Word("OCOMM_NCCL=0")
+    if not isinstance(memory, DeviceMemory):
+        return None, _Word("its parameters are in the host's memory")
+    bridge = session.bridge
+    if bridge is not None and not bridge.ended and (bridge.ranks, bridge.device) != (members, memory.device):
+        return None, _Word(f"its process has one between ranks {list(bridge.ranks)} on {bridge.device.name} already")
+    try:
+        library = nccl.load()
+    except OcommError as error:
+        return None, _Word(str(error))
+    known = bridge.name if bridge is not None and not bridge.ended else ""
+    return library, _Word("", str(library), memory.device.identity, known)
+
+
+def _objection(said: list[_Word], nodes: Nodes, ranks: tuple[int, ...]) -> str:
+    """Why there can be no bridges, as all ranks see it; "" if there can."""
+    for rank, word in enumerate(said):
+        if word.why:
+            return f"rank {ranks[rank]}: {word.why}"
+    for node in nodes.members:
+        first = node[0]
+        for place, rank in enumerate(node):
+            if said[rank].version != said[first].version:
+                versions = f"{said[first].version}, rank {ranks[rank]} {said[rank].version}"
+                return f"rank {ranks[first]} has NCCL {versions}"
+            twin = next((other for other in node[:place] if said[other].device == said[rank].device), None)
+            if twin is not None:
+                return f"ranks {ranks[twin]} and {ranks[rank]} share a GPU; give each its own"
+    return ""
+
+
+def _opened(
+    session: Session, library: nccl.Library, unique_id: bytes, memory: DeviceMemory, members: tuple[int, ...]
+) -> Bridge:
+    """The bridge, after a trial: connections are made by the first transfer, which may wait for other ranks."""
+    place = members.index(session.require_topology().rank)
+    seconds = session.settings.start_timeout_s
+    device = memory.device
+    lane = device.lane()
+
+    def connect() -> nccl.Communicator:
+        device.enter()
+        communicator = library.communicator(unique_id, len(members), place)
+        try:
+            _try(communicator, memory, lane, len(members), place, seconds)
+        except BaseException:
+            communicator.abort()
+            raise
+        return communicator
+
+    communicator = bounded(connect, seconds, f"communicator of NCCL between ranks {list(members)}")
+    name = f"NCCL {hashlib.blake2b(unique_id, digest_size=4).hexdigest()}"
+    return Bridge(name, communicator, device, lane, members, place, session.settings.peer_timeout_s)
+
+
+def _try(
+    communicator: nccl.Communicator, memory: DeviceMemory, lane: Lane, size: int, place: int, seconds: float
+) -> None:
+    """Everyone sends everyone else its number, many times. HorovodInternalError if that does not arrive."""
+    mine, theirs = memory.empty(_TRIAL_NBYTES, np.uint8), memory.empty(size * _TRIAL_NBYTES, np.uint8)
+    mine[:] = np.full(_TRIAL_NBYTES, place + 1, np.uint8)
+    memory.wait()
+    others = [peer for peer in range(size) if peer != place]
+    sends = [nccl.Piece(peer, mine.address, _TRIAL_NBYTES) for peer in others]
+    receives = [nccl.Piece(peer, theirs.address + peer * _TRIAL_NBYTES, _TRIAL_NBYTES) for peer in others]
+    communicator.exchange(sends, receives, lane.handle)
+    event, end = lane.record(), time.monotonic() + seconds
+    while not event.is_over():
+        if (words := communicator.failure()) or time.monotonic() > end:
+            raise HorovodInternalError(f"NCCL: a trial transfer failed: {words or f'not over after {seconds:.0f} s'}")
+        time.sleep(1e-4)
+    found = memory.host(theirs).reshape(size, _TRIAL_NBYTES)
+    if any((found[peer] != peer + 1).any() for peer in others):
+        raise HorovodInternalError("NCCL: a trial transfer has arrived as something else")
