@@ -28,6 +28,16 @@ from ocomm.types import DType, ReduceOp
 _NOTHING = np.zeros(0, np.uint8)
 
 
+class Copies(Protocol):
+    """Copies to the host's memory that a device makes."""
+
+    def is_over(self) -> bool:
+        """Never waits."""
+        ...
+
+    def wait(self) -> None: ...
+
+
 class Adapter(Protocol):
     """How a framework's tensors become bytes and back. ``host`` tensors are contiguous and in this process's memory."""
 
@@ -36,7 +46,11 @@ class Adapter(Protocol):
         ...
 
     def host(self, tensor: Any) -> tuple[Any, bool]:
-        """The tensor as a host tensor, and whether it shares the memory of ``tensor``."""
+        """The tensor as a host tensor, and whether it shares the memory of ``tensor``. See ``copies``."""
+        ...
+
+    def copies(self, tensors: Sequence[Any]) -> Copies | None:
+        """What ``host`` has begun for them in this thread and must be over before anyone reads; None: nothing."""
         ...
 
     def view(self, host: Any) -> Bytes:
@@ -66,6 +80,9 @@ class NumpyAdapter:
         if tensor.flags.c_contiguous and tensor.dtype.isnative:
             return tensor, True
         return tensor.astype(tensor.dtype.newbyteorder("="), order="C"), False
+
+    def copies(self, tensors: Sequence[Any]) -> None:
+        return None
 
     def view(self, host: Any) -> Bytes:
         return host.reshape(-1).view(np.uint8)
@@ -240,6 +257,36 @@ class Operation:
         return Operation(self._handles, lambda results: change(finish(results)))
 
 
+class Prepared:
+    """One call that is to be submitted, when its tensors have come to the host's memory."""
+
+    __slots__ = ("_finish", "_number", "_operation", "_session", "_submissions", "copies")
+
+    def __init__(
+        self,
+        session: Session,
+        number: int,
+        submissions: Sequence[Submission],
+        copies: Copies | None,
+        finish: Callable[[list[Any]], Any],
+    ) -> None:
+        self._session = session
+        self._number = number
+        self._submissions = submissions
+        self._finish = finish
+        self._operation: Operation | None = None
+        #: What is on its way; None if nothing is.
+        self.copies = copies
+
+    def submit(self) -> Operation:
+        """Waits for the copies, and submits; the same operation when called again."""
+        if self._operation is None:
+            if self.copies is not None:
+                self.copies.wait()
+            self._operation = Operation(self._session.submit(self._number, self._submissions), self._finish)
+        return self._operation
+
+
 def without_sizes(operation: Operation) -> Operation:
     """An allgather or alltoall whose result is the tensor alone."""
     return operation.then(lambda result: result[0])
@@ -353,6 +400,24 @@ def allreduce(
     grouped: bool,
 ) -> Operation:
     """Reduces every tensor over the ranks of the set; the operation's result is the tensor, or the list of a group."""
+    return prepare_allreduce(
+        session, adapter, tensors, name, op, prescale, postscale, process_set, in_place, grouped
+    ).submit()
+
+
+def prepare_allreduce(
+    session: Session,
+    adapter: Adapter,
+    tensors: Sequence[Any],
+    name: str | None,
+    op: int,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    in_place: bool,
+    grouped: bool,
+) -> Prepared:
+    """An ``allreduce`` whose tensors are on their way to the host's memory."""
     number = process_set.number(session)
     names = _names(session, number, "allreduce", name, len(tensors) if grouped else None)
     group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
@@ -389,7 +454,7 @@ def allreduce(
             outputs = [adapter.deliver(host, tensor) for host, tensor, _ in finishing]
         return outputs if grouped else outputs[0]
 
-    return Operation(session.submit(number, submissions), finish)
+    return Prepared(session, number, submissions, adapter.copies(tensors), finish)
 
 
 class RepeatedAllreduce:
@@ -530,7 +595,7 @@ def allgather(
         ]
         return found if grouped else found[0]
 
-    return Operation(session.submit(number, submissions), finish)
+    return Prepared(session, number, submissions, adapter.copies(tensors), finish).submit()
 
 
 def broadcast(
@@ -563,7 +628,8 @@ def broadcast(
             adapter.store(host, tensor)
         return tensor
 
-    return Operation(session.submit(number, [Submission(request, source, target)]), finish)
+    submissions = [Submission(request, source, target)]
+    return Prepared(session, number, submissions, adapter.copies([tensor]), finish).submit()
 
 
 def root_in_set(session: Session, number: int, root_rank: int, name: str) -> int:
@@ -607,7 +673,7 @@ def alltoall(
     def finish(received: list[Any]) -> Any:
         return adapter.deliver(result.tensor, tensor), received[0]
 
-    return Operation(session.submit(number, [submission]), finish)
+    return Prepared(session, number, [submission], adapter.copies([tensor]), finish).submit()
 
 
 def _splits(splits: Any, rows: int, size: int, name: str) -> tuple[int, ...]:
@@ -673,7 +739,7 @@ def reducescatter(
         found = [adapter.deliver(result.tensor, tensor) for result, tensor in outputs]
         return found if grouped else found[0]
 
-    return Operation(session.submit(number, submissions), finish)
+    return Prepared(session, number, submissions, adapter.copies(tensors), finish).submit()
 
 
 def barrier(session: Session, process_set: ProcessSet) -> None:

@@ -100,6 +100,9 @@ class TensorAdapter:
     def host(self, tensor: Any) -> tuple[Any, bool]:
         return tensor, True
 
+    def copies(self, tensors: Sequence[Any]) -> None:
+        return None
+
     def view(self, host: Any) -> Bytes:
         if type(host) is _Tensor:
             return _bytes(host.c.input, host.c.nbytes)

@@ -56,6 +56,9 @@ class TensorFlowAdapter:
             return np.asarray(memoryview(plain)).view(tensor.dtype.as_numpy_dtype), True
         return tensor.numpy(), False
 
+    def copies(self, tensors: Sequence[Any]) -> None:
+        return None
+
     def view(self, host: Any) -> Bytes:
         return host.reshape(-1).view(np.uint8)
 

@@ -43,6 +43,20 @@ _DTYPES = {
 }
 
 
+class _Copies:
+    """See ``operations.Copies``: those of each GPU's current stream."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def is_over(self) -> bool:
+        return all(event.query() for event in self._events)
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+
 class TorchAdapter:
     """See ``operations.Adapter``."""
 
@@ -66,8 +80,11 @@ class TorchAdapter:
         # device is done with it.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(tensor.device).synchronize()
         return host, False
+
+    def copies(self, tensors: Sequence[Any]) -> operations.Copies | None:
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        return _Copies(devices) if devices else None
 
     def view(self, host: Any) -> Bytes:
         if host.dtype is torch.bfloat16:
@@ -180,6 +197,9 @@ def _onebit_allreduce(
         )
     session = sessions.current()
     host, _ = TORCH.host(tensor)
+    copies = TORCH.copies([tensor])
+    if copies is not None:
+        copies.wait()
     averaged = session.compressed_allreduce(process_set.number(session), name, host.numpy())
     return TORCH.deliver(torch.from_numpy(averaged), tensor)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -79,6 +80,7 @@ class _DistributedOptimizer(NamesParameters):
         self._delay = dict.fromkeys(names, backward_passes_per_step)
         self._waiting: set[Tensor] = set()  # gradients that are ready, in groups that are not
         self._exchanges: dict[Tensor, _Exchange] = {}  # by parameter; a group's is there once per member
+        self._copied: deque[operations.Prepared] = deque()  # started and not submitted: copies of a GPU's gradients
         self._callback_queued = False
         self._busy = False
         self._synchronized = False  # by a call of synchronize()
@@ -124,6 +126,7 @@ class _DistributedOptimizer(NamesParameters):
     def _on_backward_end(self) -> None:
         """Waits only if this rank's step is complete: what is missing elsewhere may need this rank to go on."""
         self._callback_queued = False
+        self._submit_copied(wait=True)
         if all(p in self._exchanges for p in self._hooked if p.requires_grad):
             # An error here would come out of backward(); synchronize() raises it again.
             with contextlib.suppress(OcommError):
@@ -146,7 +149,7 @@ class _DistributedOptimizer(NamesParameters):
 
     def _start(self, parameters: tuple[Tensor, ...], grads: list[Tensor]) -> _Exchange:
         pairs = [self._compression.compress(grad) for grad in grads]
-        operation = operations.allreduce(
+        prepared = operations.prepare_allreduce(
             self._session,
             TORCH,
             [compressed for compressed, _ in pairs],
@@ -158,15 +161,25 @@ class _DistributedOptimizer(NamesParameters):
             True,
             parameters[0] in self._group_of,
         )
+        self._copied.append(prepared)
+        self._submit_copied(wait=False)
 
         def finish() -> None:
-            operation.wait()
+            prepared.submit().wait()
             for grad, (compressed, context) in zip(grads, pairs, strict=True):
                 reduced = self._compression.decompress(compressed, context)
                 if reduced.data_ptr() != grad.data_ptr():
                     grad.copy_(reduced)
 
         return _Exchange(finish)
+
+    def _submit_copied(self, wait: bool) -> None:
+        """Submits what has come to the host's memory by now, or, with ``wait``, all that is on its way there."""
+        while self._copied:
+            copies = self._copied[0].copies
+            if not (wait or copies is None or copies.is_over()):
+                return
+            self._copied.popleft().submit()
 
     def _start_sparse(self, p: Tensor) -> _Exchange:
         assert p.grad is not None
@@ -178,6 +191,7 @@ class _DistributedOptimizer(NamesParameters):
         return _Exchange(finish)
 
     def _deliver(self) -> None:
+        self._submit_copied(wait=True)
         failure = None
         for exchange in dict.fromkeys(self._exchanges.values()):
             try:
@@ -215,6 +229,7 @@ class _DistributedOptimizer(NamesParameters):
 
     def _forget(self) -> None:
         self._exchanges.clear()
+        self._copied.clear()
         self._waiting.clear()
         self._callback_queued = False
         self._delay = dict.fromkeys(self._delay, self.backward_passes_per_step)
