@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -39,10 +40,13 @@ from ocomm.compression.layout import SegmentLayout
 from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError, OcommError, PeerError, StallError
 from ocomm.kernels.base import TENSOR, Bytes, Floats, Table
 from ocomm.kernels.device import DeviceArray
+from ocomm.optim.buckets import Stopwatch, even, timed
 from ocomm.optim.core import Bools, Core, address
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
+#: Compressed steps with overlap, counted from 0, whose times are taken to cut the buckets of later ones.
+_TIMED = range(2, 7)
 #: ``attempt`` of the vote in which ranks say whose gradients were not finite.
 _INQUEST = 2
 
@@ -171,6 +175,13 @@ class Stepper:
         count = len(self.layout.tensors)
         self.order = list(range(count - 1, -1, -1))
         self.arrivals: list[int] = []
+        self._moments: list[float] = []  # of the arrivals, where the step's times are taken
+        self._stopwatch = Stopwatch(count)
+        self._overlapped = 0  # compressed steps with overlap so far
+        #: Was the last step that has been taken the last of those that are timed? The same on all ranks.
+        self.has_timed = False
+        #: When each tensor's gradient arrives, and what the exchange of an element costs; None: not known.
+        self._timing: tuple[NDArray[np.float64], float] | None = None
         # What this rank objects to; `_flags` is written by the engine's thread alone.
         self._objections = Flag(0)
         self._flags = np.zeros(1, np.uint32)
@@ -203,7 +214,7 @@ class Stepper:
         self._located = False
         #: sqrt(mean over ranks of |g|^2), as the ranks have said in the last round that asked for it.
         self.norm = 0.0
-        self._early = False
+        self._early = self._is_timed = False
         self._vote = self._ballot(self.layout.digest, count if core.steps_locally else 0)
         self._survey: _Ballot | None = None
         self._surveyed = False
@@ -222,7 +233,7 @@ class Stepper:
             return
         # Steps without one kind or the other come and go; its buckets stay as they are until other tensors are in them.
         if compressed.any() and self._cut_for.get("compressed") != wanted[0]:
-            groups = self._cut([t for t in self.order if compressed[t]])
+            groups = self._cut([t for t in self.order if compressed[t]], self._timing)
             self.core.set_buckets(groups, self.segment_nbytes)
             spans = self.core.bucket_segments
             self._compressed_buckets = [
@@ -252,17 +263,16 @@ class Stepper:
         self._buckets_of = [tuple(buckets) for buckets in of]
         self._arranged = wanted
 
-    def _cut(self, tensors: list[int]) -> list[list[int]]:
-        """At most ``bucket_count`` runs of about equal numbers of elements, small models in one."""
-        numels = self.layout.numels
-        total = int(sum(numels[t] for t in tensors))
-        count = max(1, min(self.bucket_count, total // 65536))
-        groups: list[list[int]] = [[] for _ in range(count)]
-        done = 0
-        for tensor in tensors:
-            groups[min(done * count // max(total, 1), count - 1)].append(tensor)
-            done += int(numels[tensor])
-        return [group for group in groups if group]
+    def _cut(self, tensors: list[int], timing: tuple[NDArray[np.float64], float] | None = None) -> list[list[int]]:
+        """At most ``bucket_count`` runs, small models in one."""
+        numels = self.layout.numels[tensors].tolist()
+        count = max(1, min(self.bucket_count, sum(numels) // 65536))
+        if timing is None:
+            ends = even(numels, count)
+        else:
+            moments, cost = timing
+            ends = timed(numels, np.maximum.accumulate(moments[tensors]).tolist(), cost, count)
+        return [tensors[start:end] for start, end in pairwise([0, *ends])]
 
     def _envelope(self, segment: SegmentLayout, compressor: str, *, for_node: bool = False) -> Envelope:
         signature, shared = segment.signature(compressor), (self._flags, self._heard_flags, self._announcement)
@@ -392,8 +402,11 @@ class Stepper:
         self._located = self._surveyed = False
         self._early = early and self.overlapping
         self.arrivals.clear()
+        self._moments.clear()
         self._arrange()
         self._reset_buckets()
+        self.has_timed = False
+        self._is_timed = self._early and self._overlapped in _TIMED
 
     def _clear_flags(self) -> None:
         self._objections = Flag(0)
@@ -411,6 +424,8 @@ class Stepper:
         A bucket that is full is posted when it is its turn.
         """
         self.arrivals.append(tensor)
+        if self._is_timed:
+            self._moments.append(time.perf_counter())
         if not self.expected[tensor]:
             if self.is_posted(tensor):
                 self.object(Flag.UNHANDED)
@@ -557,7 +572,19 @@ class Stepper:
                 "the step was discarded on all ranks. Use a GradScaler, clip, or lower the learning rate."
             )
         self._account(self._exchanged, skipped=False)
+        self._take_times()
         return Verdict.TAKE
+
+    def _take_times(self) -> None:
+        if not self._early or not all(bucket.kind == "compressed" for bucket in self._buckets):
+            return
+        self._overlapped += 1
+        self.has_timed = self._overlapped == _TIMED.stop
+        if self._is_timed and len(self._moments) == len(self.arrivals):
+            exchanges = [
+                (int(self.layout.numels[b.indices].sum()), b.ticket.seconds[1]) for b in self._buckets if b.ticket
+            ]
+            self._stopwatch.saw(self.arrivals, self._moments, exchanges)
 
     def _skipped(self, heard: Flag, sent: Sequence[_Sent]) -> Verdict:
         self._account(sent, skipped=True)
@@ -729,6 +756,18 @@ class Stepper:
         self.order = list(order)
         self._arranged = None
         self._cut_for.clear()
+
+    def timing(self) -> NDArray[np.float64]:
+        """What this rank has measured: when each tensor's gradient arrives, and what the exchange of an element costs;
+        seconds."""
+        return np.append(self._stopwatch.moments(), self._stopwatch.cost)
+
+    def adopt_timing(self, timing: NDArray[np.float64]) -> None:
+        """Cuts buckets by what a rank has measured (rank 0, the same on all ranks) in all later steps."""
+        assert timing.size == len(self.order) + 1 and not self.begun
+        self._timing = timing[:-1], float(timing[-1])
+        self._arranged = None
+        self._cut_for.pop("compressed", None)
 
     def _fail(self, ticket: Ticket, envelopes: Sequence[Envelope]) -> None:
         state = ticket.state

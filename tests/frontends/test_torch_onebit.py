@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -612,6 +614,32 @@ def test_buckets_follow_the_order_in_which_rank_0s_gradients_arrive() -> None:
         return found
 
     assert run_ranks(2, body) == [[1, 3, 0, 2], [1, 3, 0, 2]]
+
+
+def test_what_comes_late_travels_by_itself_once_some_steps_were_timed_and_changes_no_bit() -> None:
+    shapes = ((200, 200),) * 8
+
+    def late(step: int, rank: int) -> Iterator[int]:
+        yield from range(7, 0, -1)
+        if 3 <= step <= 9:
+            time.sleep(0.05)
+        yield 0
+
+    def body(session: Session) -> tuple[list[list[int]], list[list[int]]]:
+        rank = rank_of(session)
+        buckets: list[list[list[int]]] = []
+        settings: dict[str, Any] = {"shapes": shapes, "grads": lambda s, r: gradients(s, r, shapes), "freeze_step": 2}
+        watch = {"order": late, "watch": lambda o: buckets.append([b.tensors for b in o._stepper._buckets])}
+        timed = train(rank, 12, **settings, **watch)
+        assert timed["digests"] == train(rank, 12, overlap=False, **settings)["digests"]
+        # Two dense steps, seven whose times are taken from the third on, and the first with other buckets.
+        assert buckets[8] == buckets[2] and buckets[9] == buckets[11]
+        return buckets[8], buckets[9]
+
+    (before, after), *others = run_ranks(2, body)
+    assert [len(bucket) for bucket in before] == [3, 3, 2]
+    assert after[-1] == [0] and sorted(tensor for bucket in after for tensor in bucket) == list(range(8))
+    assert others == [(before, after)]
 
 
 def test_an_optimizer_that_is_dropped_takes_its_buffers_and_hooks_with_it() -> None:
