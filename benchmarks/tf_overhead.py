@@ -52,7 +52,7 @@ def main() -> int:
     arrays = [np.ones(options.elements, np.float32) for _ in xs]
 
     def nothing(session: Any, adapter: Any, tensors: Any, name: str | None) -> Operation:
-        return Operation([], lambda results: tensors)
+        return Operation(None, lambda results: tensors)
 
     @tf.function
     def plain(xs: Any) -> Any:

@@ -70,6 +70,10 @@ enum { DESTROY = 3 };
     X(void, TF_RegisterKernelBuilder, (const char *, TF_KernelBuilder *, TF_Status *))                                 \
     X(TF_StringView, TF_OpKernelConstruction_GetName, (TF_OpKernelConstruction *))                                     \
     X(void, TF_OpKernelConstruction_GetAttrInt64, (TF_OpKernelConstruction *, const char *, int64_t *, TF_Status *))   \
+    X(void, TF_OpKernelConstruction_GetAttrSize,                                                                       \
+      (TF_OpKernelConstruction *, const char *, int32_t *, int32_t *, TF_Status *))                                    \
+    X(void, TF_OpKernelConstruction_GetAttrInt64List,                                                                  \
+      (TF_OpKernelConstruction *, const char *, int64_t *, int, TF_Status *))                                          \
     X(void, TF_OpKernelConstruction_Failure, (TF_OpKernelConstruction *, TF_Status *))                                 \
     X(int, TF_NumInputs, (TF_OpKernelContext *))                                                                       \
     X(void, TF_GetInput, (TF_OpKernelContext *, int, TF_Tensor **, TF_Status *))                                       \
@@ -87,6 +91,8 @@ API(DECLARE)
 typedef struct {
     int64_t call;
     int gathers;
+    int32_t known;    /* tensors whose size the graph knows: all or none */
+    int64_t *nbytes;  /* of those, after the name */
     size_t name_length;
     char name[];
 } kernel;
@@ -106,11 +112,18 @@ static int woken, waiting;
 static void *create(TF_OpKernelConstruction *construction, int gathers) {
     TF_StringView name = TF_OpKernelConstruction_GetName(construction);
     TF_Status *status = TF_NewStatus();
-    kernel *self = malloc(sizeof *self + name.len);
+    int32_t known = 0, total;
+    TF_OpKernelConstruction_GetAttrSize(construction, "nbytes", &known, &total, status);
+    size_t start = (sizeof(kernel) + name.len + 7) / 8 * 8;
+    kernel *self = malloc(start + (size_t)(known < 0 ? 0 : known) * sizeof(int64_t));
     self->gathers = gathers;
+    self->known = known;
+    self->nbytes = (int64_t *)((char *)self + start);
     self->name_length = name.len;
     memcpy(self->name, name.data, name.len);
-    TF_OpKernelConstruction_GetAttrInt64(construction, "call", &self->call, status);
+    if (!TF_GetCode(status) && known > 0)
+        TF_OpKernelConstruction_GetAttrInt64List(construction, "nbytes", self->nbytes, known, status);
+    if (!TF_GetCode(status)) TF_OpKernelConstruction_GetAttrInt64(construction, "call", &self->call, status);
     if (TF_GetCode(status)) TF_OpKernelConstruction_Failure(construction, status);
     TF_DeleteStatus(status);
     return self;
@@ -119,12 +132,10 @@ static void *create(TF_OpKernelConstruction *construction, int gathers) {
 static void *create_exchange(TF_OpKernelConstruction *construction) { return create(construction, 0); }
 static void *create_gather(TF_OpKernelConstruction *construction) { return create(construction, 1); }
 
-/* Fills in tensor `index`, whose shape is kept after those of the tensors before it. */
-static void locate(execution *e, int index, int gathers, int64_t **shapes, TF_Status *status) {
-    TF_Tensor *input, *output;
+/* Fills in tensor `index`, whose shape is kept after those of the tensors before it, and lets go of `input`. */
+static void locate(execution *e, int index, TF_Tensor *input, int gathers, int64_t **shapes, TF_Status *status) {
+    TF_Tensor *output;
     ocomm_tf_tensor *tensor = &e->work.tensors[index];
-    TF_GetInput(e->context, index, &input, status);
-    if (TF_GetCode(status)) return;
     tensor->dtype = TF_TensorType(input);
     tensor->rank = TF_NumDims(input);
     tensor->shape = *shapes;
@@ -132,7 +143,7 @@ static void locate(execution *e, int index, int gathers, int64_t **shapes, TF_St
     tensor->nbytes = (int64_t)TF_TensorByteSize(input);
     tensor->input = TF_TensorData(input);
     TF_DeleteTensor(input); /* the context keeps it; a second reference would keep it from becoming the output */
-    if (gathers) return;
+    if (gathers || TF_GetCode(status)) return;
     int chosen;
     output = TF_ForwardInputOrAllocateOutput(e->context, &index, 1, index, tensor->shape, tensor->rank, &chosen, status);
     if (TF_GetCode(status)) return;
@@ -140,23 +151,17 @@ static void locate(execution *e, int index, int gathers, int64_t **shapes, TF_St
     TF_DeleteTensor(output);
 }
 
-static int total_rank(TF_OpKernelContext *context, int count, TF_Status *status) {
-    int total = 0;
-    for (int i = 0; i < count; i++) {
-        TF_Tensor *input;
-        TF_GetInput(context, i, &input, status);
-        if (TF_GetCode(status)) return 0;
-        total += TF_NumDims(input);
-        TF_DeleteTensor(input);
-    }
-    return total;
-}
-
 static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
     const kernel *self = self_;
     TF_Status *status = TF_NewStatus();
-    int count = TF_NumInputs(context) - self->gathers;
-    size_t dimensions = (size_t)total_rank(context, count, status);
+    int count = TF_NumInputs(context) - self->gathers, got = 0;
+    size_t dimensions = 0;
+    TF_Tensor *inputs[count + 1];
+    for (; got < count; got++) {
+        TF_GetInput(context, got, &inputs[got], status);
+        if (TF_GetCode(status)) break;
+        dimensions += (size_t)TF_NumDims(inputs[got]);
+    }
     execution *e = calloc(1, sizeof *e + (size_t)count * sizeof(ocomm_tf_tensor) + dimensions * sizeof(int64_t));
     e->context = context;
     e->work.call = self->call;
@@ -165,7 +170,9 @@ static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
     e->work.count = count;
     e->work.tensors = (ocomm_tf_tensor *)(e + 1);
     int64_t *shapes = (int64_t *)(e->work.tensors + count);
-    for (int i = 0; i < count && !TF_GetCode(status); i++) locate(e, i, self->gathers, &shapes, status);
+    for (int i = 0; i < got; i++) locate(e, i, inputs[i], self->gathers, &shapes, status);
+    e->work.is_known = count > 0 && self->known == count;
+    for (int i = 0; i < count && e->work.is_known; i++) e->work.is_known = e->work.tensors[i].nbytes == self->nbytes[i];
     if (self->gathers && !TF_GetCode(status)) {
         TF_GetInput(context, count, &e->splits, status);
         if (!TF_GetCode(status)) {
@@ -180,7 +187,7 @@ static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
     e->done = *done;
     done->manager = NULL;
     if (failed) {
-        ocomm_tf_work *work = &e->work;
+        const intptr_t work = (intptr_t)e;
         ocomm_tf_finish(&work, 1, 0, NULL);
         return;
     }
@@ -194,21 +201,61 @@ static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
 
 /* The queue */
 
-ocomm_tf_work *ocomm_tf_take(double seconds) {
-    struct timespec end;
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    int64_t nanoseconds = end.tv_nsec + (int64_t)(seconds * 1e9);
-    end.tv_sec += nanoseconds / 1000000000;
-    end.tv_nsec = nanoseconds % 1000000000;
+static void *grown(void *array, int64_t count, int64_t *room) {
+    if (count > *room) array = realloc(array, (size_t)(*room = 2 * count) * sizeof(int64_t));
+    return array;
+}
+
+/* Of one ocomm_tf_take, until the next. */
+static ocomm_tf_batch batch;
+static int64_t works_room, calls_room, counts_room, inputs_room, outputs_room;
+static struct timespec paced;
+
+static struct timespec after(struct timespec time, int64_t nanoseconds) {
+    nanoseconds += time.tv_nsec;
+    time.tv_sec += nanoseconds / 1000000000;
+    time.tv_nsec = nanoseconds % 1000000000;
+    return time;
+}
+
+const ocomm_tf_batch *ocomm_tf_take(double seconds, double pace) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    const struct timespec end = after(now, (int64_t)(seconds * 1e9));
     pthread_mutex_lock(&lock);
     waiting = 1;
     while (!first && !woken && pthread_cond_timedwait(&changed, &lock, &end) != ETIMEDOUT) {}
-    waiting = woken = 0;
-    ocomm_tf_work *works = first;
+    waiting = 0;
+    pthread_mutex_unlock(&lock);
+    /* What comes in a burst is taken in few portions: a thread that is woken for each tensor costs more than they do. */
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &paced, NULL) == EINTR) {}
+    pthread_mutex_lock(&lock);
+    woken = 0;
+    ocomm_tf_work *work = first;
     first = NULL;
     last = &first;
     pthread_mutex_unlock(&lock);
-    return works;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    paced = after(now, (int64_t)(pace * 1e9));
+    int64_t count = 0, tensors = 0;
+    for (; work; work = work->next) {
+        batch.works = grown(batch.works, count + 1, &works_room);
+        batch.calls = grown(batch.calls, count + 1, &calls_room);
+        batch.counts = grown(batch.counts, count + 1, &counts_room);
+        batch.works[count] = (intptr_t)work;
+        batch.calls[count] = work->call;
+        batch.counts[count] = work->is_known ? work->count : 0;
+        batch.inputs = grown(batch.inputs, tensors + batch.counts[count], &inputs_room);
+        batch.outputs = grown(batch.outputs, tensors + batch.counts[count], &outputs_room);
+        for (int64_t i = 0; i < batch.counts[count]; i++, tensors++) {
+            batch.inputs[tensors] = (intptr_t)work->tensors[i].input;
+            batch.outputs[tensors] = (intptr_t)work->tensors[i].output;
+        }
+        count++;
+    }
+    batch.count = count;
+    batch.tensors = tensors;
+    return &batch;
 }
 
 void ocomm_tf_wake(void) {
@@ -231,7 +278,7 @@ void *ocomm_tf_output(ocomm_tf_work *work, int index, int32_t dtype, const int64
     return data;
 }
 
-void ocomm_tf_finish(ocomm_tf_work *const *works, int64_t count, int code, const char *message) {
+void ocomm_tf_finish(const intptr_t *works, int64_t count, int code, const char *message) {
     for (int64_t i = 0; i < count; i++) {
         execution *e = (execution *)works[i];
         if (code) {
@@ -266,6 +313,7 @@ static void unknown_shape(TF_ShapeInferenceContext *context, TF_Status *status) 
 static void define(const char *name, const char *const *inputs, const char *const *outputs, TF_Status *status) {
     TF_OpDefinitionBuilder *builder = TF_NewOpDefinitionBuilder(name);
     TF_OpDefinitionBuilderAddAttr(builder, "call: int");
+    TF_OpDefinitionBuilderAddAttr(builder, "nbytes: list(int)");
     TF_OpDefinitionBuilderAddAttr(builder,
                                   "T: list({uint8, int8, int16, int32, int64, bool, half, bfloat16, float, double})");
     for (; *inputs; inputs++) TF_OpDefinitionBuilderAddInput(builder, *inputs);

@@ -33,23 +33,34 @@ typedef struct ocomm_tf_work {
     const char *name;      /* the node's name in the graph, not terminated */
     int64_t name_length;
     int64_t count;
+    int is_known;          /* its tensors have the sizes in the operation's attribute `nbytes` */
     ocomm_tf_tensor *tensors;
     const int64_t *splits; /* OcommGather */
     int64_t split_count;
     struct ocomm_tf_work *next;
 } ocomm_tf_work;
 
+/* Works in order of arrival, and the addresses of the tensors of all of them in turn. */
+typedef struct {
+    int64_t count, tensors;
+    intptr_t *works;       /* ocomm_tf_work * */
+    int64_t *calls;
+    int64_t *counts;       /* of a work's tensors; 0 if it is not known, and has to be looked at */
+    intptr_t *inputs, *outputs;
+} ocomm_tf_batch;
+
 /* Registers the operations with the TensorFlow in `library` (libtensorflow_framework). 0, or -1 with a sentence in
  * `problem`. Once per process. */
 int ocomm_tf_register(const char *library, char *problem, int64_t room);
-/* Waits until there is work, a wake or the end of `seconds`; returns the work as a list in order of arrival, or NULL. */
-ocomm_tf_work *ocomm_tf_take(double seconds);
+/* Waits until there is work, a wake or the end of `seconds`, and at least `pace` seconds since its last return, whose
+ * result ends with the call. For one thread. */
+const ocomm_tf_batch *ocomm_tf_take(double seconds, double pace);
 /* Makes the waiting ocomm_tf_take return. */
 void ocomm_tf_wake(void);
 /* Memory for output `index` of an OcommGather (its rows are the last one); NULL if there is none. */
 void *ocomm_tf_output(ocomm_tf_work *work, int index, int32_t dtype, const int64_t *shape, int rank, int64_t nbytes);
 /* Ends works and frees them: with TensorFlow's status `code` and `message`, or well if `code` is 0. */
-void ocomm_tf_finish(ocomm_tf_work *const *works, int64_t count, int code, const char *message);
+void ocomm_tf_finish(const intptr_t *works, int64_t count, int code, const char *message);
 
 /* cffi: end tensorflow */
 

@@ -20,12 +20,10 @@ from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.kernels.base import Bytes
 from ocomm.negotiation.coordinator import JOIN_NAME
 from ocomm.negotiation.request import Kind, Request
-from ocomm.runtime.handle import Handle, Submission
+from ocomm.runtime.handle import NOTHING, Handle, Submission
 from ocomm.runtime.process_set import ProcessSet as ProcessSetAtRunTime
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
-
-_NOTHING = np.zeros(0, np.uint8)
 
 
 class Copies(Protocol):
@@ -214,65 +212,51 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 class Operation:
-    """One call under way: its tensors belong to the runtime until it is over."""
+    """One call under way: its tensors belong to the runtime until it is over. Without a handle it is over."""
 
-    __slots__ = ("_finish", "_handles")
+    __slots__ = ("_finish", "_handle")
 
-    def __init__(self, handles: Sequence[Handle], finish: Callable[[list[Any]], Any]) -> None:
-        self._handles = handles
+    def __init__(self, handle: Handle | None, finish: Callable[[list[Any]], Any]) -> None:
+        self._handle = handle
         self._finish = finish
 
     def poll(self) -> bool:
         """True once ``wait`` will not block."""
-        return all(handle.poll() for handle in self._handles)
+        return self._handle is None or self._handle.poll()
 
     def notify(self, listener: Callable[[], None]) -> None:
         """Calls ``listener`` once ``wait`` will not block, on the background thread or here and now."""
-        handles = iter(self._handles)
-
-        def proceed() -> None:
-            for handle in handles:
-                if not handle.poll():
-                    handle.notify(proceed)
-                    return
+        if self._handle is None:
             listener()
-
-        proceed()
+        else:
+            self._handle.notify(listener)
 
     def wait(self) -> Any:
         """Waits for the end and returns the result. Raises what went wrong, when no tensor is in use any more."""
-        results, failure = [], None
-        for handle in self._handles:
-            try:
-                results.append(handle.wait())
-            except OcommError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
-        return self._finish(results)
+        return self._finish([] if self._handle is None else self._handle.wait())
 
     def then(self, change: Callable[[Any], Any]) -> Operation:
         """The same operation with another result."""
         finish = self._finish
-        return Operation(self._handles, lambda results: change(finish(results)))
+        return Operation(self._handle, lambda results: change(finish(results)))
 
 
 class Prepared:
     """One call that is to be submitted, when its tensors have come to the host's memory."""
 
-    __slots__ = ("_finish", "_number", "_operation", "_session", "_submissions", "copies")
+    __slots__ = ("_finish", "_number", "_operation", "_session", "_submission", "copies")
 
     def __init__(
         self,
         session: Session,
         number: int,
-        submissions: Sequence[Submission],
+        submission: Submission,
         copies: Copies | None,
         finish: Callable[[list[Any]], Any],
     ) -> None:
         self._session = session
         self._number = number
-        self._submissions = submissions
+        self._submission = submission
         self._finish = finish
         self._operation: Operation | None = None
         #: What is on its way; None if nothing is.
@@ -283,7 +267,7 @@ class Prepared:
         if self._operation is None:
             if self.copies is not None:
                 self.copies.wait()
-            self._operation = Operation(self._session.submit(self._number, self._submissions), self._finish)
+            self._operation = Operation(self._session.submit(self._number, self._submission), self._finish)
         return self._operation
 
 
@@ -421,7 +405,7 @@ def prepare_allreduce(
     number = process_set.number(session)
     names = _names(session, number, "allreduce", name, len(tensors) if grouped else None)
     group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
-    submissions = []
+    submission = Submission([], [], [])
     finishing: list[tuple[Any, Any, bool]] = []  # host result, the user's tensor, whether they share memory
     targets: list[tuple[Bytes, DType]] = []
     for tensor, full_name in zip(tensors, names, strict=True):
@@ -437,7 +421,7 @@ def prepare_allreduce(
         request = Request(
             Kind.ALLREDUCE, full_name, dtype, shape, checked, 0, prescale, postscale, (), "torch", group, group_size
         )
-        submissions.append(Submission(request, source, target))
+        submission.add(request, source, target)
         finishing.append((host, tensor, shared))
         targets.append((target, dtype))
 
@@ -454,7 +438,7 @@ def prepare_allreduce(
             outputs = [adapter.deliver(host, tensor) for host, tensor, _ in finishing]
         return outputs if grouped else outputs[0]
 
-    return Prepared(session, number, submissions, adapter.copies(tensors), finish)
+    return Prepared(session, number, submission, adapter.copies(tensors), finish)
 
 
 class RepeatedAllreduce:
@@ -501,68 +485,69 @@ class RepeatedAllreduce:
         self._described = tensors
 
 
-class UnderWay:
-    """One of the operations that a ``Together`` has submitted; the handles of its tensors are a part of all handles."""
+class _Batch:
+    """What a ``Together`` submits to one process set."""
 
-    __slots__ = ("_end", "_handles", "_left", "_listener", "_start", "owner")
+    __slots__ = ("_failures", "_left", "_listener", "_owners", "submission")
 
-    def __init__(self, owner: Any, start: int, end: int, listener: Callable[[UnderWay], None]) -> None:
-        #: Whatever the caller knows it by.
-        self.owner = owner
-        self._start = start
-        self._end = end
-        self._left = end - start
+    def __init__(self, listener: Callable[[list[int], OcommError | None], None]) -> None:
+        self.submission = Submission([], [], [])
+        self._owners: list[int] = []  # by tensor
+        self._left: dict[int, int] = {}  # tensors which are not over of those owners that have several
+        self._failures: dict[int, OcommError] = {}
         self._listener = listener
-        self._handles: Sequence[Handle] = ()
 
-    def begin(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
+    def add(self, repeated: RepeatedAllreduce, owner: int, sources: list[int], targets: list[int]) -> None:
+        self.submission.requests += repeated.requests
+        self.submission.sources += sources
+        self.submission.targets += targets
+        if len(sources) == 1:
+            self._owners.append(owner)
+        else:
+            self._owners += [owner] * len(sources)
+            self._left[owner] = len(sources)
 
-    def __call__(self) -> None:
-        """One of its tensors is over."""
-        self._left -= 1
+    @property
+    def owners(self) -> list[int]:
+        return list(dict.fromkeys(self._owners))
+
+    def hear(self, positions: Sequence[int], error: OcommError | None) -> None:
+        """Tensors are over."""
+        owners = [self._owners[position] for position in positions]
         if not self._left:
-            self._listener(self)
-
-    def wait(self) -> None:
-        """Raises what went wrong. After the listener has been called, and ``Together.submit`` has returned."""
-        for position in range(self._start, self._end):
-            self._handles[position].wait()
+            self._listener(owners, error)
+            return
+        for owner in owners:
+            if error is not None:
+                self._failures[owner] = error
+            self._left[owner] = self._left.get(owner, 1) - 1
+            if not self._left[owner]:
+                self._listener([owner], self._failures.get(owner))
 
 
 class Together:
     """Repeated allreduces that are submitted at once: each is matched by itself, as if it had been submitted alone."""
 
-    def __init__(self, listener: Callable[[UnderWay], None]) -> None:
-        """``listener`` hears, on the background thread, of each operation that is over."""
+    def __init__(self, listener: Callable[[list[int], OcommError | None], None]) -> None:
+        """``listener`` hears, on the background thread, whose operations are over, and what went wrong with them."""
         self._listener = listener
-        self._submissions: dict[ProcessSetAtRunTime, list[Submission]] = {}
-        self._operations: dict[ProcessSetAtRunTime, list[UnderWay]] = {}  # one for each submission
+        self._batches: dict[ProcessSetAtRunTime, _Batch] = {}
 
-    def add(self, repeated: RepeatedAllreduce, owner: Any, buffers: Sequence[tuple[Bytes, Bytes]]) -> None:
-        """Another operation; ``buffers``, at least one, are the bytes of its tensors and of their results."""
-        member = repeated.member
-        submissions = self._submissions.get(member)
-        if submissions is None:
-            submissions = self._submissions[member] = []
-            self._operations[member] = []
-        start = len(submissions)
-        operation = UnderWay(owner, start, start + len(buffers), self._listener)
-        for request, (source, target) in zip(repeated.requests, buffers, strict=True):
-            submissions.append(Submission(request, source, target))
-        self._operations[member] += [operation] * len(buffers)
+    def add(self, repeated: RepeatedAllreduce, owner: int, sources: list[int], targets: list[int]) -> None:
+        """Another operation, known as ``owner``: addresses of its tensors, at least one, and of their results."""
+        batch = self._batches.get(repeated.member)
+        if batch is None:
+            batch = self._batches[repeated.member] = _Batch(self._listener)
+        batch.add(repeated, owner, sources, targets)
 
-    def submit(self) -> list[Any]:
+    def submit(self) -> list[int]:
         """Submits all. Returns the owners of those that could not be: one of them cannot, or the set is closed."""
-        refused: list[Any] = []
-        for member, operations in self._operations.items():
+        refused: list[int] = []
+        for member, batch in self._batches.items():
             try:
-                handles = member.submit(self._submissions[member], operations)
+                member.submit(batch.submission, batch.hear)
             except OcommError:
-                refused += [operation.owner for operation in dict.fromkeys(operations)]
-                continue
-            for operation in operations:
-                operation.begin(handles)
+                refused += batch.owners
         return refused
 
 
@@ -579,13 +564,13 @@ def allgather(
     session.member_set(number)
     names = _names(session, number, "allgather", name, len(tensors) if grouped else None)
     group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
-    submissions, outputs = [], []
+    submission, outputs = Submission([], [], []), []
     for tensor, full_name in zip(tensors, names, strict=True):
         dtype, shape = _describe(adapter, tensor, full_name)
         _need_dimension("allgather", full_name, shape)
         result = _Result(adapter, tensor)
         request = Request(Kind.ALLGATHER, full_name, dtype, shape, group=group, group_size=group_size)
-        submissions.append(Submission(request, adapter.view(adapter.host(tensor)[0]), None, result))
+        submission.add(request, adapter.view(adapter.host(tensor)[0]), result)
         outputs.append((result, tensor))
 
     def finish(rows: list[Any]) -> Any:
@@ -595,7 +580,7 @@ def allgather(
         ]
         return found if grouped else found[0]
 
-    return Prepared(session, number, submissions, adapter.copies(tensors), finish).submit()
+    return Prepared(session, number, submission, adapter.copies(tensors), finish).submit()
 
 
 def broadcast(
@@ -628,8 +613,8 @@ def broadcast(
             adapter.store(host, tensor)
         return tensor
 
-    submissions = [Submission(request, source, target)]
-    return Prepared(session, number, submissions, adapter.copies([tensor]), finish).submit()
+    submission = Submission.of(request, source, target)
+    return Prepared(session, number, submission, adapter.copies([tensor]), finish).submit()
 
 
 def root_in_set(session: Session, number: int, root_rank: int, name: str) -> int:
@@ -668,12 +653,12 @@ def alltoall(
     result = _Result(adapter, tensor)
     # Rows beyond the splits stay at home.
     request = Request(Kind.ALLTOALL, full_name, dtype, (sum(parts), *shape[1:]), splits=parts)
-    submission = Submission(request, adapter.view(adapter.host(tensor)[0])[: request.nbytes], None, result)
+    submission = Submission.of(request, adapter.view(adapter.host(tensor)[0])[: request.nbytes], result)
 
     def finish(received: list[Any]) -> Any:
         return adapter.deliver(result.tensor, tensor), received[0]
 
-    return Prepared(session, number, [submission], adapter.copies([tensor]), finish).submit()
+    return Prepared(session, number, submission, adapter.copies([tensor]), finish).submit()
 
 
 def _splits(splits: Any, rows: int, size: int, name: str) -> tuple[int, ...]:
@@ -721,7 +706,7 @@ def reducescatter(
     session.member_set(number)
     names = _names(session, number, "reducescatter", name, len(tensors) if grouped else None)
     group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
-    submissions, outputs = [], []
+    submission, outputs = Submission([], [], []), []
     for tensor, full_name in zip(tensors, names, strict=True):
         dtype, shape = _describe(adapter, tensor, full_name)
         _need_dimension("reducescatter", full_name, shape)
@@ -732,14 +717,14 @@ def reducescatter(
         request = Request(
             Kind.REDUCESCATTER, full_name, dtype, shape, checked, 0, prescale, postscale, (), "torch", group, group_size
         )
-        submissions.append(Submission(request, adapter.view(adapter.host(tensor)[0]), None, result))
+        submission.add(request, adapter.view(adapter.host(tensor)[0]), result)
         outputs.append((result, tensor))
 
     def finish(_: list[Any]) -> Any:
         found = [adapter.deliver(result.tensor, tensor) for result, tensor in outputs]
         return found if grouped else found[0]
 
-    return Prepared(session, number, submissions, adapter.copies(tensors), finish).submit()
+    return Prepared(session, number, submission, adapter.copies(tensors), finish).submit()
 
 
 def barrier(session: Session, process_set: ProcessSet) -> None:
@@ -747,14 +732,14 @@ def barrier(session: Session, process_set: ProcessSet) -> None:
     number = process_set.number(session)
     session.member_set(number)
     request = Request(Kind.BARRIER, session.automatic_name("barrier", number))
-    session.submit(number, [Submission(request, _NOTHING)])[0].wait()
+    session.submit(number, Submission.of(request)).wait()
 
 
 def join(session: Session, process_set: ProcessSet) -> int:
     """Takes part in what the others of the set ask for until all have joined; returns the last, as world rank."""
     number = process_set.number(session)
     session.member_set(number)
-    return session.submit(number, [Submission(Request(Kind.JOIN, JOIN_NAME), _NOTHING)])[0].wait()
+    return session.submit(number, Submission.of(Request(Kind.JOIN, JOIN_NAME))).wait()[0]
 
 
 def broadcast_object(session: Session, obj: Any, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
@@ -765,7 +750,7 @@ def broadcast_object(session: Session, obj: Any, root_rank: int, name: str | Non
         name = session.automatic_name("broadcast_object", number)
     root_in_set(session, number, root_rank, name)
     is_root = session.require_topology().rank == root_rank
-    data = np.frombuffer(_dumps(obj), np.uint8) if is_root else _NOTHING
+    data = np.frombuffer(_dumps(obj), np.uint8) if is_root else NOTHING
     length = np.array([data.size], np.int64)
     broadcast(session, NUMPY, length, root_rank, name + ".size", process_set, True).wait()
     if not is_root:

@@ -229,7 +229,7 @@ class Session:
         _check_sets([added], topology.size, number)
         # On a copy of the world's communicator: MPI's own messages for this would be taken for control messages.
         request = Request(Kind.DUPLICATE, f"add_process_set.{number}", detail=f"ranks {list(added)}")
-        world: Transport = self.submit(0, [Submission(request, np.zeros(0, np.uint8))])[0].wait()
+        world: Transport = self.submit(0, Submission.of(request)).wait()[0]
         member = None
         if topology.rank in added:
             seconds = self.settings.start_timeout_s
@@ -337,9 +337,9 @@ class Session:
         ranks = self.member_set(number).ranks
         return arrange([hosts[rank] for rank in ranks], hierarchical, self.settings.direct_peers)
 
-    def submit(self, number: int, submissions: Sequence[Submission]) -> list[Handle]:
+    def submit(self, number: int, submission: Submission) -> Handle:
         """Queues tensors in process set ``number``, all or none."""
-        return self.member_set(number).submit(submissions)
+        return self.member_set(number).submit(submission)
 
     def automatic_name(self, operation: str, number: int = 0) -> str:
         """A name for a tensor that the user gave none.
@@ -353,8 +353,7 @@ class Session:
     def open_channel(self, number: int, name: str, digest: int, detail: str) -> Channel:
         """A channel for fixed-layout exchanges. Collective in the set; MismatchError if ``digest`` differs."""
         request = Request(Kind.CHANNEL, name, digest=digest, detail=detail)
-        handle = self.submit(number, [Submission(request, np.zeros(0, np.uint8))])[0]
-        return handle.wait()
+        return self.submit(number, Submission.of(request)).wait()[0]
 
     def watch(self) -> Watch:
         """What a thread that waits for an exchange looks at."""
@@ -370,7 +369,7 @@ class Session:
     def agree(self, number: int, name: str, detail: str) -> None:
         """Waits until all ranks of the set say the same ``detail`` about ``name``; MismatchError if they do not."""
         request = Request(Kind.BARRIER, name, detail=detail)
-        self.submit(number, [Submission(request, np.zeros(0, np.uint8))])[0].wait()
+        self.submit(number, Submission.of(request)).wait()
 
     def device_kernels(self, number: int) -> Kernels:
         """Those of CUDA device ``number`` of this process. InvalidRequestError if numba-cuda is missing."""
@@ -427,13 +426,13 @@ class Session:
         dtype = DType.from_numpy(array.dtype)
         flat = array.reshape(-1).view(np.uint8)
         request = Request(Kind.ALLREDUCE, name, dtype, array.shape, op)
-        self.submit(number, [Submission(request, flat, flat)])[0].wait()
+        self.submit(number, Submission.of(request, flat, flat)).wait()
 
     def broadcast(self, number: int, name: str, array: np.ndarray) -> None:
         """The array of the set's first rank replaces everyone's, in place; waits."""
         flat = array.reshape(-1).view(np.uint8)
         request = Request(Kind.BROADCAST, name, DType.from_numpy(array.dtype), array.shape, root=0)
-        self.submit(number, [Submission(request, flat, flat)])[0].wait()
+        self.submit(number, Submission.of(request, flat, flat)).wait()
 
 
 def _tuner(settings: Settings) -> Tuner:

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 #: Raw memory: a one-dimensional, contiguous uint8 array.
 Bytes = NDArray[np.uint8]
+#: The same, or the address of memory that somebody else keeps.
+Location = Bytes | int
 
 
 class DType(enum.IntEnum):

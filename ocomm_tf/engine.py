@@ -24,11 +24,12 @@ import tensorflow as tf
 
 from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.kernels.base import Bytes
-from ocomm.operations import Operation, RepeatedAllreduce, Together, UnderWay
+from ocomm.operations import Operation, RepeatedAllreduce, Together
 from ocomm.types import DType
 
 _INVALID_ARGUMENT, _FAILED_PRECONDITION, _UNKNOWN = 3, 9, 2  # TensorFlow's status codes
 _IDLE_S = 3600.0
+_PACE_S = 100e-6
 
 #: TensorFlow's numbers of the element types.
 DTYPES = {
@@ -66,7 +67,6 @@ class Call:
     repeat: Callable[[str], RepeatedAllreduce] | None = None
     repeated: dict[str, RepeatedAllreduce] = field(default_factory=dict)  # by name
     static: list[tuple[DType, tuple[int, ...]]] = field(default_factory=list)
-    static_nbytes: list[int] = field(default_factory=list)
     runs: int = 0
 
 
@@ -198,7 +198,6 @@ def exchange(call: Call, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Te
     """
     if all(tensor.shape.is_fully_defined() and tensor.dtype in DTYPES for tensor in tensors):
         call.static = [(DTYPES[tensor.dtype], tuple(tensor.shape)) for tensor in tensors]
-        call.static_nbytes = [dtype.itemsize * math.prod(shape) for dtype, shape in call.static]
     outputs = _create("OcommExchange", call, tensors, [], label)
     for output, tensor in zip(outputs, tensors, strict=True):
         output.set_shape(tensor.shape)
@@ -246,6 +245,7 @@ def _create(kind: str, call: Call, tensors: Sequence[tf.Tensor], extra: list[tf.
     attributes = {
         "call": value(i=number),
         "T": value(list=value.ListValue(type=[dtype.as_datatype_enum for dtype in types])),
+        "nbytes": value(list=value.ListValue(i=[dtype.itemsize * math.prod(shape) for dtype, shape in call.static])),
     }
     graph = tf.compat.v1.get_default_graph()
     with tf.device("CPU:0"):  # TensorFlow moves tensors of other devices
@@ -262,111 +262,108 @@ def _create(kind: str, call: Call, tensors: Sequence[tf.Tensor], extra: list[tf.
     return list(operation.outputs)
 
 
-class _Single:
-    """A work under way that was submitted by itself; see ``UnderWay``."""
-
-    __slots__ = ("operation", "owner")
-
-    def __init__(self, work: Any, operation: Operation) -> None:
-        self.owner = work
-        self.operation = operation
-
-    def wait(self) -> None:
-        """Raises what went wrong."""
-        rows = self.operation.wait()
-        if rows is not None:
-            _write_rows(self.owner, rows)
-
-
 class _Courier:
     """The thread between TensorFlow's queue and the runtime. A second's work of it is hundreds of thousands of tensors:
-    what it makes for each is little, and few objects, for the garbage collector of a process with TensorFlow is slow.
+    a work is the number that C knows it by, and of what is repeated nothing is made for each tensor, for the garbage
+    collector of a process with TensorFlow is slow.
     """
 
     def __init__(self) -> None:
-        self._over: deque[UnderWay | _Single] = deque()  # the runtime's thread appends
+        # The runtime's thread appends: works that are over, and what is left to do for them or what went wrong.
+        self._over: deque[tuple[list[int], Operation | OcommError | None]] = deque()
         self._told = False  # that there is something
 
     def run(self) -> None:
         while not _stopping:
-            work = _lib.ocomm_tf_take(_IDLE_S)
-            works = []
-            while work != _ffi.NULL:
-                works.append(work)
-                work = work.next
-            self._start_all(works)
+            batch = _lib.ocomm_tf_take(_IDLE_S, _PACE_S)
+            if batch.count:
+                self._start_all(batch)
             self._told = False
             self._finish()
 
-    def _start_all(self, works: list[Any]) -> None:
+    def _start_all(self, batch: Any) -> None:
         together = Together(self.hear)
-        for work in works:
-            if not 0 <= work.call < len(_calls):
+        works = _ffi.unpack(batch.works, batch.count)
+        numbers = _ffi.unpack(batch.calls, batch.count)
+        counts = _ffi.unpack(batch.counts, batch.count)
+        inputs = _ffi.unpack(batch.inputs, batch.tensors) if batch.tensors else []
+        outputs = _ffi.unpack(batch.outputs, batch.tensors) if batch.tensors else []
+        start = 0
+        for work, number, count in zip(works, numbers, counts, strict=True):
+            end = start + count
+            if not 0 <= number < len(_calls):
                 text = "a graph with collectives runs in the process which traced it; trace it here again"
                 self._fail(work, InvalidRequestError(text))
-                continue
-            call = _calls[work.call]
-            call.runs += 1
-            if call.repeat is None or not work.count or not self._add(together, work, call):
-                self._start(work, call)
+            else:
+                call = _calls[number]
+                call.runs += 1
+                if call.repeat is None or not self._add(together, work, call, inputs[start:end], outputs[start:end]):
+                    self._start(work, call)
+            start = end
         for work in together.submit():  # each by itself, and by another one, as its set may have been
-            call = _calls[work.call]
+            call = _calls[_pointer(work).call]
             call.repeated.clear()
             self._start(work, call)
 
-    def _add(self, together: Together, work: Any, call: Call) -> bool:
-        """False: to be started by itself, which will say why."""
+    def _add(self, together: Together, work: int, call: Call, inputs: list[int], outputs: list[int]) -> bool:
+        """False: to be started by itself, which will say why. Without ``inputs`` the tensors are to be looked at."""
+        assert call.repeat is not None
+        known = call.static
+        if not inputs:
+            c = _pointer(work)
+            tensors = [c.tensors[position] for position in range(c.count)]
+            if not tensors:
+                return False
+            known = [_described(tensor) for tensor in tensors]
+            inputs = [int(_ffi.cast("intptr_t", tensor.input)) for tensor in tensors]
+            outputs = [int(_ffi.cast("intptr_t", tensor.output)) for tensor in tensors]
         name = call.name or _name_of(work)
         repeated = call.repeated.get(name)
-        tensors = [work.tensors[position] for position in range(work.count)]
-        sizes = [c.nbytes for c in tensors]
-        # A program may have told the graph a shape that is none.
-        known = call.static if sizes == call.static_nbytes else [_described(c) for c in tensors]
         try:
             if repeated is None:
-                assert call.repeat is not None
                 repeated = call.repeated[name] = call.repeat(name)
             repeated.describe(known)
         except OcommError:
             return False
-        buffers = []
-        for c, nbytes in zip(tensors, sizes, strict=True):
-            source = _bytes(c.input, nbytes)
-            buffers.append((source, source if c.output == c.input else _bytes(c.output, nbytes)))
-        together.add(repeated, work, buffers)
+        together.add(repeated, work, inputs, outputs)
         return True
 
-    def _start(self, work: Any, call: Call) -> None:
+    def _start(self, work: int, call: Call) -> None:
         try:
-            tensors = [_Tensor(work, position) for position in range(work.count)]
+            c = _pointer(work)
+            tensors = [_Tensor(c, position) for position in range(c.count)]
             operation = call.start(tensors, call.name or _name_of(work))
         except Exception as error:  # TensorFlow must hear of it, whatever it is: it waits
             self._fail(work, error)
             return
-        single = _Single(work, operation)
-        operation.notify(lambda: self.hear(single))
+        operation.notify(lambda: self.hear([work], operation))
 
-    def hear(self, over: UnderWay | _Single) -> None:
-        """A work is over. From any thread."""
-        self._over.append(over)
+    def hear(self, works: list[int], what: Operation | OcommError | None) -> None:
+        """Works are over. From any thread."""
+        self._over.append((works, what))
         if not self._told:
             self._told = True
             _lib.ocomm_tf_wake()
 
     def _finish(self) -> None:
-        good = []
+        good: list[int] = []
         while self._over:
-            over = self._over.popleft()
+            works, what = self._over.popleft()
             try:
-                over.wait()
+                if isinstance(what, OcommError):
+                    raise what
+                rows = None if what is None else what.wait()
+                if rows is not None:
+                    _write_rows(_pointer(works[0]), rows)
             except Exception as error:
-                self._fail(over.owner, error)
+                for work in works:
+                    self._fail(work, error)
             else:
-                good.append(over.owner)
+                good += works
         if good:
             _lib.ocomm_tf_finish(good, len(good), 0, _ffi.NULL)
 
-    def _fail(self, work: Any, error: Exception) -> None:
+    def _fail(self, work: int, error: Exception) -> None:
         code = _UNKNOWN
         if isinstance(error, OcommError):
             code = _INVALID_ARGUMENT if isinstance(error, InvalidRequestError) else _FAILED_PRECONDITION
@@ -377,8 +374,13 @@ def _described(c: Any) -> tuple[DType, tuple[int, ...]]:
     return _DTYPE_OF_NUMBER[c.dtype], tuple(_ffi.unpack(c.shape, c.rank)) if c.rank else ()
 
 
-def _name_of(work: Any) -> str:
-    return _ffi.unpack(work.name, work.name_length).decode()
+def _pointer(work: int) -> Any:
+    return _ffi.cast("ocomm_tf_work *", work)
+
+
+def _name_of(work: int) -> str:
+    c = _pointer(work)
+    return _ffi.unpack(c.name, c.name_length).decode()
 
 
 def _write_rows(work: Any, rows: Sequence[Sequence[int]]) -> None:

@@ -372,11 +372,11 @@ def _dense(session: Session, elements: int) -> Operation:
     topology = session.require_topology()
     source, target = _ramp(elements, topology.rank), np.zeros(elements, np.float32)
     request = Request(Kind.ALLREDUCE, "bench.dense", DType.FLOAT32, source.shape, ReduceOp.SUM)
-    submission = Submission(request, source.view(np.uint8), target.view(np.uint8))
+    submission = Submission.of(request, source.view(np.uint8), target.view(np.uint8))
     return Operation(
         "dense",
         lambda: None,
-        lambda: session.submit(0, [submission])[0].wait(),
+        lambda: session.submit(0, submission).wait(),
         lambda: _demand_sum("dense", target, topology.size),
         _counter(session),
         [],

@@ -11,18 +11,19 @@ that peer has received our part of it.
 from __future__ import annotations
 
 import bisect
-import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, compress
 
 import numpy as np
 
 from ocomm.collectives.pipeline import SMALLEST_NBYTES, message_nbytes, segment_nbytes
 from ocomm.collectives.plan import Copy, CopyIn, CopyOut, Message, Plan, Reduce, Stage
 from ocomm.collectives.routes import after
-from ocomm.kernels.base import Bytes
-from ocomm.types import DType, Nodes, ReduceOp
+from ocomm.kernels.base import Bytes, view
+from ocomm.types import DType, Location, Nodes, ReduceOp
 
 ALIGNMENT = 64
 #: Below this many bytes everybody sends everything to everybody and sums alone: one message time instead of two.
@@ -89,13 +90,15 @@ def average_factor(dtype: DType, op: ReduceOp, postscale: float, size: int) -> f
 
 def allreduce(
     place: Place,
-    tensors: Sequence[tuple[Bytes, Bytes]],
+    sources: Sequence[Location],
+    results: Sequence[Location],
+    nbytes: Sequence[int],
     dtype: DType,
     op: ReduceOp,
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Plan:
-    """Reduces each (input, output) pair of equal length. In place where both are one.
+    """Reduces each of ``sources`` into its result, of ``nbytes`` both. In place where they are one.
 
     Small tensors are fused: they travel side by side in a buffer. A large one goes from where it is to where it shall
     be, because copies cost as much as all else that a sum does to memory.
@@ -112,44 +115,53 @@ def allreduce(
         return buffer[:nbytes]
 
     reduction = _Reduction(place, stage_memory, dtype, op, prescale, postscale)
-    lengths = [source.nbytes for source, _ in tensors]
-    piece = segment_nbytes(sum(lengths), reduction.shares, place.segment_nbytes)
+    piece = segment_nbytes(sum(nbytes), reduction.shares, place.segment_nbytes)
     alone_nbytes = max(piece // 4, SMALLEST_NBYTES)  # a segment is worth its messages
-    fused = [pair for pair, nbytes in zip(tensors, lengths, strict=True) if nbytes < alone_nbytes]
-    if len(fused) < 2:
-        fused = []
-    segments = _fused(reduction, fused, piece) if fused else []
-    for (source, result), nbytes in zip(tensors, lengths, strict=True):
-        if nbytes >= alone_nbytes or not fused:
-            segments += reduction.segments(source, result, piece)
+    alone = [k for k, n in enumerate(nbytes) if n >= alone_nbytes]
+    if len(nbytes) - len(alone) < 2:
+        alone = list(range(len(nbytes)))
+    segments: list[list[Stage]] = []
+    if len(alone) < len(nbytes):
+        small = [n < alone_nbytes for n in nbytes]
+        fused = list(compress(sources, small)), list(compress(results, small)), list(compress(nbytes, small))
+        segments += _fused(reduction, *fused, piece)
+    for k in alone:
+        segments += reduction.segments(view(sources[k], nbytes[k]), view(results[k], nbytes[k]), piece)
     return Plan("allreduce", segments, staging)
 
 
-def _fused(reduction: _Reduction, tensors: Sequence[tuple[Bytes, Bytes]], piece: int) -> list[list[Stage]]:
+def _fused(
+    reduction: _Reduction, sources: Sequence[Location], results: Sequence[Location], nbytes: Sequence[int], piece: int
+) -> list[list[Stage]]:
     """The segments of tensors that travel in one buffer: copied in, reduced, copied out."""
-    ends = list(itertools.accumulate(source.nbytes for source, _ in tensors))
+    ends = list(accumulate(nbytes))
     buffer = reduction.memory(ends[-1])
     segments = reduction.segments(buffer, buffer, piece)
-    in_place = all(source is result for source, result in tensors)
+    in_place = all(map(operator.is_, sources, results))
     for stages, (low, high) in zip(segments, _pieces(ends[-1], piece) or [(0, 0)], strict=True):
-        sources = _cut([source for source, _ in tensors], ends, low, high)
-        results = sources if in_place else _cut([result for _, result in tensors], ends, low, high)
-        stages[0].compute.insert(0, CopyIn(sources, buffer[low:high]))
+        cut = _cut(sources, nbytes, ends, low, high)
+        written = cut if in_place else _cut(results, nbytes, ends, low, high)
+        stages[0].compute.insert(0, CopyIn(*cut, buffer[low:high]))
         if stages[-1].sends or stages[-1].receives:
             stages.append(Stage())
-        stages[-1].compute.append(CopyOut(buffer[low:high], results))
+        stages[-1].compute.append(CopyOut(buffer[low:high], *written))
     return segments
 
 
-def _cut(arrays: list[Bytes], ends: list[int], low: int, high: int) -> list[Bytes]:
-    """What of arrays that lie side by side, each up to its end, lies in [low, high)."""
+def _cut(
+    places: Sequence[Location], nbytes: Sequence[int], ends: list[int], low: int, high: int
+) -> tuple[list[Location], list[int]]:
+    """What of tensors that lie side by side, each up to its end, lies in [low, high): where, and how much."""
     first, last = bisect.bisect_right(ends, low), bisect.bisect_left(ends, high) + 1
-    found = arrays[first:last]
+    found, lengths = list(places[first:last]), list(nbytes[first:last])
     if found:
-        start = ends[first] - found[0].nbytes
-        found[-1] = found[-1][: found[-1].nbytes - (ends[last - 1] - high)]
-        found[0] = found[0][max(low - start, 0) :]
-    return found
+        lengths[-1] -= ends[last - 1] - high
+        skipped = max(low - (ends[first] - nbytes[first]), 0)
+        lengths[0] -= skipped
+        for k, start in {len(found) - 1: 0, 0: skipped}.items():
+            place = found[k]
+            found[k] = place + start if isinstance(place, int) else place[start : start + lengths[k]]
+    return found, lengths
 
 
 @dataclass(frozen=True, slots=True)

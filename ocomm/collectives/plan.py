@@ -22,7 +22,7 @@ from ocomm.compression.wire import HEADER as HEADER
 from ocomm.compression.wire import MAGIC as MAGIC
 from ocomm.compression.wire import header_nbytes as header_nbytes
 from ocomm.kernels.base import Bytes, Floats, Table
-from ocomm.types import DType, ReduceOp
+from ocomm.types import DType, Location, ReduceOp
 
 
 @dataclass(slots=True, eq=False)
@@ -35,18 +35,20 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class CopyIn:
-    """memcpy of ``sources`` side by side into ``destination``, which they fill."""
+    """memcpy of ``sources``, so many ``nbytes`` each, side by side into ``destination``, which they fill."""
 
-    sources: Sequence[Bytes]
+    sources: Sequence[Location]
+    nbytes: Sequence[int]
     destination: Bytes
 
 
 @dataclass(slots=True, eq=False)
 class CopyOut:
-    """The inverse: ``source``, cut into the lengths of ``destinations``."""
+    """The inverse: ``source``, cut into ``nbytes``."""
 
     source: Bytes
-    destinations: Sequence[Bytes]
+    destinations: Sequence[Location]
+    nbytes: Sequence[int]
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ from ocomm.collectives.tracing import Trace, new_trace, record
 from ocomm.compression.wire import COMPARED, DISAGREEMENT
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels import reference
-from ocomm.kernels.base import Kernels
+from ocomm.kernels.base import Kernels, view
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request, Transport
 from ocomm.types import Flag
@@ -393,14 +393,14 @@ class PythonEngine:
                 c.destination[...] = c.source
             case plans.CopyIn():
                 at = 0
-                for source in c.sources:
-                    c.destination[at : at + source.nbytes] = source
-                    at += source.nbytes
+                for source, nbytes in zip(c.sources, c.nbytes, strict=True):
+                    c.destination[at : at + nbytes] = view(source, nbytes)
+                    at += nbytes
             case plans.CopyOut():
                 at = 0
-                for destination in c.destinations:
-                    destination[:] = c.source[at : at + destination.nbytes]
-                    at += destination.nbytes
+                for destination, nbytes in zip(c.destinations, c.nbytes, strict=True):
+                    view(destination, nbytes)[:] = c.source[at : at + nbytes]
+                    at += nbytes
             case plans.Pack():
                 reference.pack(c.runs, c.tensors, c.destination)
             case plans.Place():

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ocomm.types import Bytes as Bytes
-from ocomm.types import DType, ReduceOp
+from ocomm.types import DType, Location, ReduceOp
 
 #: One row per scale block; fields as in ``ocomm_block``.
 BLOCK = np.dtype(
@@ -79,6 +79,13 @@ def aligned(nbytes: int) -> Bytes:
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.__array_interface__["data"][0] % ALIGNMENT
     return raw[start : start + nbytes]
+
+
+def view(location: Location, nbytes: int) -> Bytes:
+    """So many bytes at an address, or the array itself."""
+    if not isinstance(location, int):
+        return location
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(location))
 
 
 def aligned_zeros(numel: int) -> Floats:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,17 +64,14 @@ class Request:
     group_size: int = 0
     digest: int = 0
     detail: str = ""
+    nbytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)
 
     @property
     def numel(self) -> int:
-        count = 1
-        for n in self.shape:
-            count *= n
-        return count
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

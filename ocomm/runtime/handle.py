@@ -3,80 +3,105 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ocomm.errors import OcommError
 from ocomm.kernels.base import Bytes
 from ocomm.negotiation.request import Request
 from ocomm.telemetry.timeline import Timeline
+from ocomm.types import Location
 
+NOTHING: Bytes = np.zeros(0, np.uint8)
 _events = threading.Lock()  # held while a handle gets its event, or its list of listeners
+
+#: Makes room for a result of this shape; called on the background thread, returns the bytes of the new tensor.
+Allocate = Callable[[tuple[int, ...]], Bytes]
+#: Hears, on the background thread, of tensors of a submission that are over, by position, and what went wrong.
+Listener = Callable[[Sequence[int], OcommError | None], None]
 
 
 @dataclass(slots=True)
 class Submission:
-    """One tensor of one operation, as a frontend hands it over.
+    """Tensors that a frontend hands over at once: of each a request, where it is, and where its result goes.
 
-    ``source`` and ``target`` are the tensor's bytes (uint8, contiguous), which belong to the runtime until the handle
-    is done; they may be the same. Where the result's size is only known to all ranks together, ``target`` is None and
-    ``allocate`` is called with the result's shape, on the background thread; it returns the bytes of the new tensor.
+    Contiguous bytes, as many as the request says, which belong to the runtime until the tensor is over; source and
+    target may be the same. An ``Allocate`` where the result's size is only known to all ranks together.
     """
 
-    request: Request
-    source: Bytes
-    target: Bytes | None = None
-    allocate: Callable[[tuple[int, ...]], Bytes] | None = None
+    requests: list[Request]
+    sources: list[Location]
+    targets: list[Location | Allocate]
+
+    def add(self, request: Request, source: Location, target: Location | Allocate) -> None:
+        self.requests.append(request)
+        self.sources.append(source)
+        self.targets.append(target)
+
+    @classmethod
+    def of(cls, request: Request, source: Location = NOTHING, target: Location | Allocate = NOTHING) -> Submission:
+        """A single tensor."""
+        return cls([request], [source], [target])
 
 
 class Handle:
-    """Completed once, by the background thread. ``result`` is whatever the operation made: sizes, a channel.
+    """Of a submission. Its tensors are completed by the background thread, each once, in any order."""
 
-    There is one for every tensor of every step, and most are never waited for: an event is made for who waits.
-    """
-
-    __slots__ = ("_error", "_event", "_expect", "_listeners", "_over", "name", "result", "submission", "timeline")
+    __slots__ = (
+        "_errors", "_event", "_expect", "_left", "_listener", "_listeners", "_results", "positions", "submission",
+        "timeline",
+    )  # fmt: skip
 
     def __init__(
         self,
         submission: Submission,
-        expect: Callable[[int, str], None],
+        expect: Callable[[int, Handle], None],
         timeline: Timeline | None = None,
-        listener: Callable[[], None] | None = None,
+        listener: Listener | None = None,
     ) -> None:
-        self.name = submission.request.name
         #: The runtime's, until it is over.
         self.submission = submission
+        #: By name.
+        self.positions = {request.name: position for position, request in enumerate(submission.requests)}
         #: The one that has its beginning.
         self.timeline = timeline
-        self.result: Any = None
         self._expect = expect
-        self._error: OcommError | None = None
-        self._over = False
+        self._listener = listener
+        self._left = len(submission.requests)
+        self._results: list[Any] = [None] * self._left
+        self._errors: dict[int, OcommError] = {}
         self._event: threading.Event | None = None
-        self._listeners: list[Callable[[], None]] | None = None if listener is None else [listener]
+        self._listeners: list[Callable[[], None]] | None = None
 
     def poll(self) -> bool:
         """True once ``wait`` will not block."""
-        return self._over
+        return not self._left
 
-    def complete(self, result: Any = None, error: OcommError | None = None) -> None:
-        self.result = result
-        self._error = error
-        self._over = True  # before looking who is there: whoever comes later looks at this first
-        if self._event is not None:
-            self._event.set()
-        if self._listeners is not None:
-            self._tell()
+    def complete(self, positions: Sequence[int], result: Any = None, error: OcommError | None = None) -> None:
+        """``result``, of a tensor that was not fused, is whatever the operation made: sizes, a channel."""
+        if error is not None:
+            self._errors.update(dict.fromkeys(positions, error))
+        elif result is not None:
+            self._results[positions[0]] = result
+        if self._listener is not None:
+            self._listener(positions, error)
+        self._left -= len(positions)  # before looking who is there: whoever comes later looks at this first
+        if not self._left:
+            if self._event is not None:
+                self._event.set()
+            if self._listeners is not None:
+                self._tell()
 
     def notify(self, listener: Callable[[], None]) -> None:
-        """Calls ``listener`` once it is over: on the background thread, whose time is everybody's, or here and now."""
+        """Calls ``listener`` once all is over: on the background thread, whose time is everybody's, or here and now."""
         with _events:
             if self._listeners is None:
                 self._listeners = []
         self._listeners.append(listener)
-        if self._over:
+        if self.poll():
             self._tell()
 
     def _tell(self) -> None:
@@ -88,27 +113,28 @@ class Handle:
             listener()
 
     def _awaited(self) -> threading.Event:
-        """The event that is set when it is over."""
+        """The event that is set when all is over."""
         with _events:
             if self._event is None:
                 self._event = threading.Event()
-        if self._over:
+        if self.poll():
             self._event.set()
         return self._event
 
-    def wait(self, seconds: float | None = None) -> Any:
-        """Waits for the end and returns ``result``; raises what went wrong. TimeoutError after ``seconds``.
+    def wait(self, seconds: float | None = None) -> list[Any]:
+        """Waits for the end of all tensors and returns their results, in order; raises what went wrong with the first
+        that failed. TimeoutError after ``seconds``.
 
         The runtime bounds every operation by its own deadlines, so waiting without a limit ends too.
         """
-        if not self._over:
+        if not self.poll():
             event = self._awaited()
-            self._expect(1, self.name)
+            self._expect(1, self)
             try:
                 if not event.wait(seconds):
-                    raise TimeoutError(f"'{self.name}' is not over after {seconds} s")
+                    raise TimeoutError(f"'{next(iter(self.positions))}' is not over after {seconds} s")
             finally:
-                self._expect(-1, self.name)
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        return self.result
+                self._expect(-1, self)
+        if self._errors:
+            raise self._errors[min(self._errors)].with_traceback(None)
+        return self._results

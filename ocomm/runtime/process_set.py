@@ -5,13 +5,12 @@ Users and that thread meet in the queue, under its lock; nothing is called back 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,6 +21,7 @@ from ocomm.collectives.plan import Plan, Stage
 from ocomm.collectives.scratch import Scratch, aligned
 from ocomm.collectives.tracing import activities
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, OcommError, PeerError, StallError
+from ocomm.kernels.base import view
 from ocomm.kernels.reference import reject_unsupported
 from ocomm.negotiation.autotune import Tuned
 from ocomm.negotiation.cache import RankCache
@@ -35,13 +35,13 @@ from ocomm.negotiation.request import (
     write_responses,
 )
 from ocomm.runtime.control import Link, Word
-from ocomm.runtime.handle import Handle, Submission
+from ocomm.runtime.handle import Handle, Listener, Submission
 from ocomm.runtime.tuner import Tuner
 from ocomm.runtime.whereabouts import whereabouts
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request as TransportRequest
 from ocomm.transport.base import Transport
-from ocomm.types import Bytes, DType, Nodes, ReduceOp, Settings
+from ocomm.types import Bytes, DType, Location, Nodes, ReduceOp, Settings
 
 _log = logging.getLogger("ocomm")
 _ANSWER_S = 2.0  # how long a rank that is late may take to say where it is
@@ -53,8 +53,8 @@ class _Running:
     """A submitted plan and whom it serves."""
 
     ticket: Ticket
-    handles: list[Handle]
-    results: list[object]
+    parts: dict[Handle, list[int]]
+    result: object
     buffers: list = field(default_factory=list)
     submitted_ns: int = 0  # with a timeline only
 
@@ -114,7 +114,7 @@ class ProcessSet:
         self._announced_s = -1e9
         self._warned: dict[str, float] = {}
         self.users: set[int] = set()  # threads that have submitted; grows only
-        self.waiting: dict[int, str] = {}  # thread -> what it waits for; single dict operations
+        self.waiting: dict[int, Handle] = {}  # thread -> what it waits for; single dict operations
         self.progress = 0  # counts whatever moves; background thread only
         self._asked_s: dict[int, float] = {}  # world rank -> when it was asked where it is
         self._where: dict[int, str] = {}
@@ -125,34 +125,26 @@ class ProcessSet:
 
     # Users' side
 
-    def submit(
-        self, submissions: Sequence[Submission], listeners: Sequence[Callable[[], None]] | None = None
-    ) -> list[Handle]:
-        """Queues tensors, all or none. InvalidRequestError if a name is in use; what closed the set if it is closed.
-
-        ``listeners``, one per tensor, are called on the background thread when it is over.
-        """
+    def submit(self, submission: Submission, listener: Listener | None = None) -> Handle:
+        """Queues tensors, all or none. InvalidRequestError if a name is in use; what closed the set if it is closed."""
         timeline = self.timeline
-        told: Iterable[Callable[[], None] | None] = listeners or itertools.repeat(None, len(submissions))
-        handles = [
-            Handle(submission, self.expect, timeline, listener)
-            for submission, listener in zip(submissions, told, strict=True)
-        ]
-        requests = [submission.request for submission in submissions]
+        requests = submission.requests
         for request in requests:
             _check_reduction(request)
-        names = [request.name for request in requests]
+        handle = Handle(submission, self.expect, timeline, listener)
+        names = handle.positions.keys()
         self.users.add(threading.get_ident())
         with self._lock:
             if self._closed is not None:
                 raise type(self._closed)(*self._closed.args)
             if JOIN_NAME in self._entries:
                 raise InvalidRequestError(
-                    f"tensor '{names[0]}': rank {self.ranks[self.rank]} has joined; it may submit again when join() "
-                    "has returned."
+                    f"tensor '{next(iter(names))}': rank {self.ranks[self.rank]} has joined; it may submit again when "
+                    "join() has returned."
                 )
-            if len(set(names)) < len(names) or not self._entries.keys().isdisjoint(names):
-                taken = next(n for n in names if n in self._entries or names.count(n) > 1)
+            if len(names) < len(requests) or not self._entries.keys().isdisjoint(names):
+                said = [request.name for request in requests]
+                taken = next(n for n in said if n in self._entries or said.count(n) > 1)
                 raise InvalidRequestError(
                     f"tensor '{taken}' is already being processed on rank {self.ranks[self.rank]}. Wait for its handle "
                     "first, or give this operation another name."
@@ -161,16 +153,16 @@ class ProcessSet:
             if timeline is not None:
                 for request in requests:
                     timeline.begin(request.name + self._suffix, f"NEGOTIATE_{request.kind.name}")
-            self._entries.update(zip(names, handles, strict=True))
+            self._entries.update(dict.fromkeys(names, handle))
             self._queue += requests
         if first:  # else the thread knows that something is queued, and when to announce it
             self.engine.wake()
-        return handles
+        return handle
 
-    def expect(self, waiters: int, name: str) -> None:
-        """One thread more (or fewer) waits for ``name``. What is queued is announced at once for someone who waits."""
+    def expect(self, waiters: int, handle: Handle) -> None:
+        """One thread more (or fewer) waits for ``handle``. What is queued is announced at once for who waits."""
         if waiters > 0:
-            self.waiting[threading.get_ident()] = name
+            self.waiting[threading.get_ident()] = handle
         else:
             self.waiting.pop(threading.get_ident(), None)
         hurried = waiters > 0 and bool(self._queue)
@@ -183,17 +175,17 @@ class ProcessSet:
         with self._lock:
             if self._closed is None:
                 self._closed = error
-            handles = list(self._entries.values())
+            ended = list(_by_handle(list(self._entries.items())).items())
             self._entries.clear()
             self._queue.clear()
         if self._tuner is not None:
             self._tuner.close()
-        handles += [handle for running in self._running for handle in running.handles]
-        handles += [opening.handle for opening in self._opening]
+        ended += [part for running in self._running for part in running.parts.items()]
+        ended += [(opening.handle, [0]) for opening in self._opening]
         self._running.clear()  # the engine keeps the memory of plans that are not over
         self._opening.clear()
-        for handle in handles:
-            handle.complete(error=type(error)(*error.args))
+        for handle, positions in ended:
+            handle.complete(positions, error=type(error)(*error.args))
 
     def retire(self) -> None:
         """The end of a set which was removed while the job goes on. From the background thread, when it is quiet."""
@@ -285,7 +277,7 @@ class ProcessSet:
         if self._queue or self._running or self._opening:
             return False
         # A thread whose handle is over may not have noticed yet.
-        return all(name in self._entries for name in list(self.waiting.values()))
+        return not any(handle.poll() for handle in list(self.waiting.values()))
 
     @property
     def is_quiet(self) -> bool:
@@ -346,29 +338,32 @@ class ProcessSet:
                 for template in response.templates:
                     if template.name not in self._entries:
                         self._entries[template.name] = self._stand_in(template)
-            handles = [self._entries.pop(name) for name in response.names if name in self._entries]
-        for handle in handles:
+            found = [(name, self._entries.pop(name)) for name in response.names if name in self._entries]
+        parts = _by_handle(found)
+        for handle in parts:
             if handle.timeline is not None:
-                handle.timeline.end(handle.name + self._suffix)
+                for position in parts[handle]:
+                    handle.timeline.end(handle.submission.requests[position].name + self._suffix)
         if response.fault:
-            for handle in handles:
-                handle.complete(error=_FAULTS[response.fault](response.error))
+            for handle, positions in parts.items():
+                handle.complete(positions, error=_FAULTS[response.fault](response.error))
             return
-        if len(handles) != len(response.names):
+        if len(found) != len(response.names):
             return  # closed meanwhile, all of them
+        tensors = [(handle.submission, handle.positions[name]) for name, handle in found]
         if response.cache_ids:
-            for handle, number in zip(handles, response.cache_ids, strict=True):
+            for name, (submission, position), number in zip(response.names, tensors, response.cache_ids, strict=True):
                 if number >= 0:
-                    self._cache.learn(handle.name, number, handle.submission.request)
+                    self._cache.learn(name, number, submission.requests[position])
         if response.kind in (Kind.CHANNEL, Kind.DUPLICATE):
-            self._opening.append(_Opening(handles[0], self.link.transport.duplicate()))
+            self._opening.append(_Opening(found[0][1], self.link.transport.duplicate()))
             return
         if self._tuner is not None and response.kind == Kind.ALLREDUCE:
-            nbytes = sum(handle.submission.request.nbytes for handle in handles)
+            nbytes = sum(submission.requests[position].nbytes for submission, position in tensors)
             self._tuner.note(response.names, nbytes, self.clock())
-        plan, results = self._plan(response, handles)
+        plan, result = self._plan(response, tensors)
         ticket = self._channel.submit(self._channel.prepare(plan), self.settings.stall_shutdown_s, True)
-        running = _Running(ticket, handles, results, plan.keepalive)
+        running = _Running(ticket, parts, result, plan.keepalive)
         if self.timeline is not None:
             running.submitted_ns = time.monotonic_ns()
         self._running.append(running)
@@ -390,65 +385,73 @@ class ProcessSet:
         if handle is None:
             return
         if handle.timeline is not None:
-            handle.timeline.end(handle.name + self._suffix)
+            handle.timeline.end(JOIN_NAME + self._suffix)
         if response.fault:
-            handle.complete(error=_FAULTS[response.fault](response.error))
+            handle.complete([0], error=_FAULTS[response.fault](response.error))
         else:
-            handle.complete(self.ranks[response.sizes[0][0]])
+            handle.complete([0], self.ranks[response.sizes[0][0]])
 
     def _stand_in(self, template: Request) -> Handle:
         """What this rank, which has joined, puts into an operation of the others: nothing that changes the result."""
         if template.kind == Kind.ALLREDUCE:
             nothing = neutral(template.dtype, template.op, template.numel)
-            return Handle(Submission(template, nothing, nothing), self.expect)
+            return Handle(Submission.of(template, nothing, nothing), self.expect)
         if template.kind == Kind.BROADCAST:
             room = np.empty(template.nbytes, np.uint8)
-            return Handle(Submission(template, room, room), self.expect)
+            return Handle(Submission.of(template, room, room), self.expect)
 
         def allocate(shape: tuple[int, ...]) -> Bytes:
             return np.empty(math.prod(shape) * template.dtype.itemsize, np.uint8)
 
-        return Handle(Submission(template, np.zeros(0, np.uint8), None, allocate), self.expect)
+        return Handle(Submission.of(template, np.zeros(0, np.uint8), allocate), self.expect)
 
-    def _plan(self, response: Response, handles: list[Handle]) -> tuple[Plan, list[object]]:
-        """What to do for a response, and what each handle will return."""
-        first = handles[0].submission
-        request = first.request
-        results: list[object] = [None] * len(handles)
+    def _plan(self, response: Response, tensors: Sequence[tuple[Submission, int]]) -> tuple[Plan, object]:
+        """What to do for a response, and what a tensor that is not fused will return."""
+        submission, position = tensors[0]
+        request = submission.requests[position]
+        source = view(submission.sources[position], request.nbytes)
+        result: object = None
         match response.kind:
             case Kind.ALLREDUCE if request.op == ReduceOp.ADASUM:
                 everyone = aligned(self.size * request.nbytes)
-                plan = dense.allgather(self._place, [(first.source, everyone, [request.nbytes] * self.size)])
-                results[0] = everyone.reshape(self.size, request.nbytes)
+                plan = dense.allgather(self._place, [(source, everyone, [request.nbytes] * self.size)])
+                result = everyone.reshape(self.size, request.nbytes)
             case Kind.ALLREDUCE:
-                pairs = [(s.source, _target(s)) for s in (handle.submission for handle in handles)]
                 plan = dense.allreduce(
-                    self._place, pairs, request.dtype, request.op, request.prescale, request.postscale
+                    self._place,
+                    [submission.sources[position] for submission, position in tensors],
+                    [_target(submission, position) for submission, position in tensors],
+                    [submission.requests[position].nbytes for submission, position in tensors],
+                    request.dtype,
+                    request.op,
+                    request.prescale,
+                    request.postscale,
                 )
             case Kind.ALLGATHER:
                 lengths = response.sizes[0]
                 row_nbytes = _row_nbytes(request)
-                target = _allocate(first, (sum(lengths), *request.shape[1:]))
-                plan = dense.allgather(self._place, [(first.source, target, [n * row_nbytes for n in lengths])])
-                results[0] = lengths
+                target = _allocate(submission, position, (sum(lengths), *request.shape[1:]))
+                plan = dense.allgather(self._place, [(source, target, [n * row_nbytes for n in lengths])])
+                result = lengths
             case Kind.BROADCAST:
-                plan = dense.broadcast(self._place, first.source, _target(first), request.root)
+                target = view(_target(submission, position), request.nbytes)
+                plan = dense.broadcast(self._place, source, target, request.root)
             case Kind.ALLTOALL:
                 table = response.sizes[0]
                 row_nbytes = _row_nbytes(request)
                 splits = [table[r * self.size : (r + 1) * self.size] for r in range(self.size)]
                 received = tuple(row[self.rank] for row in splits)
-                target = _allocate(first, (sum(received), *request.shape[1:]))
+                target = _allocate(submission, position, (sum(received), *request.shape[1:]))
                 nbytes = [[n * row_nbytes for n in row] for row in splits]
-                plan = dense.alltoall(self._place, first.source, target, nbytes)
-                results[0] = received
+                plan = dense.alltoall(self._place, source, target, nbytes)
+                result = received
             case Kind.REDUCESCATTER:
                 rows = split_rows(request.shape[0] if request.shape else 1, self.size)
                 row_nbytes = _row_nbytes(request)
-                target = _allocate(first, (rows[self.rank], *request.shape[1:]))
+                target = _allocate(submission, position, (rows[self.rank], *request.shape[1:]))
                 plan = dense.reducescatter(
                     self._place,
-                    first.source,
+                    source,
                     target,
                     [n * row_nbytes for n in rows],
                     request.dtype,
@@ -459,7 +462,7 @@ class ProcessSet:
             case _:
                 plan = Plan("barrier", [[Stage()]])
         plan.name = response.names[0] if len(response.names) == 1 else f"{len(response.names)} fused tensors"
-        return plan, results
+        return plan, result
 
     def _open_channels(self) -> None:
         while self._opening:  # in order: MPI must see them in one order everywhere
@@ -468,12 +471,12 @@ class ProcessSet:
             if transport is None:
                 return
             self._opening.pop(0)
-            if opening.handle.submission.request.kind == Kind.DUPLICATE:
-                opening.handle.complete(transport)
+            if opening.handle.submission.requests[0].kind == Kind.DUPLICATE:
+                opening.handle.complete([0], transport)
                 continue
             self.channels.append(transport)
             self._exchanges.append(self.engine.open_channel(transport, self.settings.window))
-            opening.handle.complete(self._exchanges[-1])
+            opening.handle.complete([0], self._exchanges[-1])
 
     @property
     def wants_polling(self) -> bool:
@@ -498,8 +501,8 @@ class ProcessSet:
                 error = self._explain(running.ticket)
                 if state != State.ABORTED and failure is None:
                     failure = error
-            for handle, result in zip(running.handles, running.results, strict=True):
-                handle.complete(result, error)
+            for handle, positions in running.parts.items():
+                handle.complete(positions, running.result, error)
         self._running = still
         if failure is not None:
             raise failure
@@ -509,17 +512,17 @@ class ProcessSet:
         ticket = running.ticket
         if ticket.trace is None:
             return
-        kind = running.handles[0].submission.request.kind.name
         start, end = int(ticket.trace[:, 0].min()), int(ticket.trace[:, 2].max())
-        parts = activities(ticket.plan, ticket.trace)
-        for handle in running.handles:
-            if handle.timeline is not None:
-                request = handle.submission.request
-                track = request.name + self._suffix
+        spent = activities(ticket.plan, ticket.trace)
+        for handle, positions in running.parts.items():
+            if handle.timeline is None:
+                continue
+            for request in [handle.submission.requests[position] for position in positions]:
+                kind, track = request.kind.name, request.name + self._suffix
                 described = {"dtype": request.dtype.label, "shape": str(list(request.shape)), "bytes": request.nbytes}
                 handle.timeline.span(track, kind, running.submitted_ns, end, described)
                 handle.timeline.span(track, "QUEUE", running.submitted_ns, start)
-                for name, since, until in parts:
+                for name, since, until in spent:
                     handle.timeline.span(track, name or f"MPI_{kind}", since, until)
 
     def _explain(self, ticket: Ticket) -> OcommError:
@@ -584,11 +587,23 @@ def _row_nbytes(request: Request) -> int:
     return count
 
 
-def _target(submission: Submission) -> dense.Bytes:
-    assert submission.target is not None
-    return submission.target
+def _by_handle(entries: Sequence[tuple[str, Handle]]) -> dict[Handle, list[int]]:
+    """The positions of names in their handles."""
+    parts: dict[Handle, list[int]] = {}
+    for name, handle in entries:
+        if handle not in parts:
+            parts[handle] = []
+        parts[handle].append(handle.positions[name])
+    return parts
 
 
-def _allocate(submission: Submission, shape: tuple[int, ...]) -> dense.Bytes:
-    assert submission.allocate is not None
-    return submission.allocate(shape)
+def _target(submission: Submission, position: int) -> Location:
+    target = submission.targets[position]
+    assert not callable(target)
+    return target
+
+
+def _allocate(submission: Submission, position: int, shape: tuple[int, ...]) -> Bytes:
+    allocate = submission.targets[position]
+    assert callable(allocate)
+    return allocate(shape)

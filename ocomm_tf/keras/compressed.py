@@ -215,7 +215,7 @@ def _handed_over(
         alive = reference()
         if alive is not None:
             alive.hand_over(float(lr[0]), number, gradient)
-        return Operation([], lambda _: None)
+        return Operation(None, lambda _: None)
 
     handed = []
     for index, gradient, value in zip(indices, gradients, values, strict=True):

@@ -28,7 +28,7 @@ from ocomm.types import DType
 def allreduce(name="x"):
     raw = np.ones(100, np.float32).view(np.uint8)
     request = Request(Kind.ALLREDUCE, name, DType.FLOAT32, (100,))
-    session.current().submit(0, [Submission(request, raw, raw)])[0].wait()
+    session.current().submit(0, Submission.of(request, raw, raw)).wait()
 
 def say(text):
     sys.stdout.write(f"<{text}>\\n")

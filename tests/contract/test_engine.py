@@ -199,18 +199,21 @@ def envelope(rank: int, tensors: int = 1, signature: int = 1) -> Envelope:
 
 def dense_exchange(kind: str, size: int, dtype: DType, numels: Sequence[int]) -> list[bytes]:
     rng = np.random.default_rng(3)
-    results = []
+    given, results = [], []
     with world_of(kind, size) as world:
         plans = []
         for rank in range(size):
             place = dense.Place(rank, size, 64 * 1024, aligned, Nodes.flat(size))
-            pairs = []
+            sources, targets, nbytes = [], [], []
             for numel in numels:
                 values = (rng.normal(size=numel) * 100).astype(np.dtype(dtype.label))
                 result = np.zeros_like(values)
                 results.append(result)
-                pairs.append((raw(values), raw(result)))
-            plans.append(dense.allreduce(place, pairs, dtype, ReduceOp.AVERAGE))
+                given.append(values)
+                sources.append(raw(values) if rank % 2 else values.ctypes.data)  # the one is as good as the other
+                targets.append(raw(result) if rank % 2 else result.ctypes.data)
+                nbytes.append(values.nbytes)
+            plans.append(dense.allreduce(place, sources, targets, nbytes, dtype, ReduceOp.AVERAGE))
         assert states(submit(world.channels(window=3), plans)) == [State.DONE] * size
         for rank, plan in enumerate(plans):
             counters = world.engines[rank].counters()

@@ -34,10 +34,8 @@ def execute(plans: Sequence[Plan]) -> None:
                     elif isinstance(c, CopyIn):
                         c.destination[:] = np.concatenate(c.sources)
                     elif isinstance(c, CopyOut):
-                        lengths = [destination.nbytes for destination in c.destinations]
-                        for part, destination in zip(
-                            np.split(c.source, np.cumsum(lengths)[:-1]), c.destinations, strict=True
-                        ):
+                        parts = np.split(c.source, np.cumsum(c.nbytes)[:-1])
+                        for part, destination in zip(parts, c.destinations, strict=True):
                             destination[:] = part
                     else:
                         assert isinstance(c, Reduce)
@@ -58,6 +56,14 @@ def places(size: int, hosts: str = "") -> list[dense.Place]:
 
 def raw(array: np.ndarray) -> Bytes:
     return array.reshape(-1).view(np.uint8)
+
+
+def allreduce(
+    place: dense.Place, sources: Sequence[np.ndarray], results: Sequence[np.ndarray], op: ReduceOp, scale: float = 1.0
+) -> Plan:
+    dtype = DType.from_numpy(sources[0].dtype)
+    nbytes = [source.nbytes for source in sources]
+    return dense.allreduce(place, [*map(raw, sources)], [*map(raw, results)], nbytes, dtype, op, scale)
 
 
 def inputs(size: int, numel: int) -> list[np.ndarray]:
@@ -81,7 +87,7 @@ def test_allreduce_is_the_sum_in_rank_order(size: int, numel: int, in_place: boo
     sources = [array.copy() for array in given]
     results = sources if in_place else [np.full_like(array, np.nan) for array in given]
     plans = [
-        dense.allreduce(place, [(raw(source), raw(result))], DType.FLOAT32, ReduceOp.SUM)
+        allreduce(place, [source], [result], ReduceOp.SUM)
         for place, source, result in zip(places(size), sources, results, strict=True)
     ]
     execute(plans)
@@ -111,7 +117,7 @@ def test_nodes_add_up_before_they_speak_to_each_other(hosts: str, numel: int, in
     sources = [array.copy() for array in given]
     results = sources if in_place else [np.full_like(array, np.nan) for array in given]
     plans = [
-        dense.allreduce(place, [(raw(source), raw(result))], DType.FLOAT32, ReduceOp.AVERAGE)
+        allreduce(place, [source], [result], ReduceOp.AVERAGE)
         for place, source, result in zip(places(size, hosts), sources, results, strict=True)
     ]
     execute(plans)
@@ -135,7 +141,7 @@ def test_every_operation_gives_on_nodes_what_it_gives_flat(hosts: str, op: Reduc
     for way in ("", hosts):
         results = [np.zeros_like(array) for array in given]
         plans = [
-            dense.allreduce(place, [(raw(array), raw(result))], DType[dtype.upper()], op, 0.5 if dtype[0] == "f" else 1)
+            allreduce(place, [array], [result], op, 0.5 if dtype[0] == "f" else 1)
             for place, array, result in zip(places(size, way), given, results, strict=True)
         ]
         execute(plans)
@@ -148,7 +154,7 @@ def test_every_operation_gives_on_nodes_what_it_gives_flat(hosts: str, op: Reduc
 def test_the_average_of_large_values_overflows_in_no_node() -> None:
     given = [np.full(10_001, 60_000, np.float16) for _ in range(4)]
     plans = [
-        dense.allreduce(place, [(raw(array), raw(array))], DType.FLOAT16, ReduceOp.AVERAGE)
+        allreduce(place, [array], [array], ReduceOp.AVERAGE)
         for place, array in zip(places(4, "aabb"), given, strict=True)
     ]
     execute(plans)
@@ -161,24 +167,13 @@ def test_fusion_does_not_change_a_bit(size: int, hosts: str) -> None:
     given = [inputs(size, numel) for numel in numels]
     results = [[np.full_like(array, np.nan) for array in arrays] for arrays in given]
     plans = [
-        dense.allreduce(
-            place,
-            [(raw(given[i][place.rank]), raw(results[i][place.rank])) for i in range(len(numels))],
-            DType.FLOAT32,
-            ReduceOp.AVERAGE,
-            prescale=0.5,
-        )
+        allreduce(place, [a[place.rank] for a in given], [r[place.rank] for r in results], ReduceOp.AVERAGE, 0.5)
         for place in places(size, hosts)
     ]
     execute(plans)
     for arrays, outcome in zip(given, results, strict=True):
         alone = [np.full_like(array, np.nan) for array in arrays]
-        execute(
-            [
-                dense.allreduce(p, [(raw(arrays[p.rank]), raw(alone[p.rank]))], DType.FLOAT32, ReduceOp.AVERAGE, 0.5)
-                for p in places(size, hosts)
-            ]
-        )
+        execute([allreduce(p, [arrays[p.rank]], [alone[p.rank]], ReduceOp.AVERAGE, 0.5) for p in places(size, hosts)])
         assert alone[0].tobytes() == outcome[0].tobytes()
         scaled = [array * np.float32(0.5) for array in arrays]
         for result in outcome:

@@ -116,8 +116,7 @@ class TestRanksDisagree:
             kind = Kind.ALLGATHER if rank else Kind.ALLREDUCE
             data = np.zeros(4, np.uint8)
             request = Request(kind, "x", DType.UINT8, (4,))
-            submission = Submission(request, data, data, lambda shape: np.empty(shape, np.uint8))
-            sessions.current().submit(0, [submission])[0].wait()
+            sessions.current().submit(0, Submission.of(request, data, data)).wait()
 
         disagree(
             2,
@@ -131,7 +130,7 @@ class TestRanksDisagree:
             data = np.zeros(36, np.uint8)
             order = "tensorflow" if rank else "torch"
             request = Request(Kind.ALLREDUCE, "dense.kernel", DType.FLOAT32, (3, 3), order=order)
-            sessions.current().submit(0, [Submission(request, data, data)])[0].wait()
+            sessions.current().submit(0, Submission.of(request, data, data)).wait()
 
         disagree(
             2,
@@ -248,13 +247,13 @@ class TestOneRankIsWrong:
             data = np.zeros(8, np.uint8)
             request = Request(Kind.ALLREDUCE, "grouped_allreduce.g_2of2", DType.FLOAT64, (1,))
             if ocomm.rank() == 0:
-                (first,) = session.submit(0, [Submission(request, data, data)])
+                first = session.submit(0, Submission.of(request, data, data))
                 with pytest.raises(InvalidRequestError) as error:
                     ocomm.grouped_allreduce([np.ones(1), np.ones(1)], name="g")
                 assert str(error.value) == message
             ocomm.barrier()
             if ocomm.rank() == 1:
-                (first,) = session.submit(0, [Submission(request, data, data)])
+                first = session.submit(0, Submission.of(request, data, data))
             first.wait()
             out = ocomm.grouped_allreduce([np.ones(1), np.ones(1)], name="g", op=ocomm.Sum)
             assert [o.tolist() for o in out] == [[2.0], [2.0]]

@@ -124,13 +124,13 @@ def test_a_rank_that_leaves_ends_the_joins_of_the_others() -> None:
 def test_a_rank_that_has_joined_submits_nothing_more() -> None:
     def body(session: Session) -> None:
         if ocomm.rank() == 0:
-            joined = session.submit(0, [Submission(Request(Kind.JOIN, JOIN_NAME), np.zeros(0, np.uint8))])[0]
+            joined = session.submit(0, Submission.of(Request(Kind.JOIN, JOIN_NAME)))
             with pytest.raises(InvalidRequestError) as error:
                 ocomm.allreduce(np.ones(1), name="x")
             assert str(error.value) == (
                 "tensor 'allreduce.x': rank 0 has joined; it may submit again when join() has returned."
             )
-            assert joined.wait() == 1
+            assert joined.wait() == [1]
         else:
             ocomm.allreduce(np.ones(1), name="y")
             ocomm.join()

@@ -39,11 +39,11 @@ alone = pytest.mark.skipif(MPI_SIZE > 0, reason="about one process")
 
 def allreduce(array: np.ndarray, name: str, op: ReduceOp = ReduceOp.SUM) -> Submission:
     raw = array.reshape(-1).view(np.uint8)
-    return Submission(Request(Kind.ALLREDUCE, name, DType.from_numpy(array.dtype), array.shape, op), raw, raw)
+    return Submission.of(Request(Kind.ALLREDUCE, name, DType.from_numpy(array.dtype), array.shape, op), raw, raw)
 
 
 def start(session: Session, array: np.ndarray, name: str) -> Handle:
-    return session.submit(0, [allreduce(array, name)])[0]
+    return session.submit(0, allreduce(array, name))
 
 
 def rank_of(session: Session) -> int:
@@ -137,9 +137,10 @@ def test_ranks_that_disagree_hear_it_and_go_on(size: int) -> None:
 def test_a_call_that_is_wrong_on_this_rank_is_refused_before_anything_is_sent(size: int) -> None:
     def body(session: Session) -> None:
         with pytest.raises(InvalidRequestError) as caught:
-            session.submit(0, [allreduce(np.ones(3, np.int32), "b", ReduceOp.ADASUM)])
+            session.submit(0, allreduce(np.ones(3, np.int32), "b", ReduceOp.ADASUM))
         assert str(caught.value) == "tensor 'b': Adasum is not defined for int32."
-        twice = [allreduce(np.ones(3, np.float32), "a"), allreduce(np.ones(3, np.float32), "a")]
+        twice = allreduce(np.ones(3, np.float32), "a")
+        twice.add(twice.requests[0], twice.sources[0], twice.targets[0])
         with pytest.raises(InvalidRequestError) as caught:
             session.submit(0, twice)
         assert str(caught.value) == (
@@ -354,7 +355,7 @@ def test_nobody_sends_a_sign_of_life_after_its_last_word() -> None:
 @alone
 def test_a_call_without_init_says_so() -> None:
     with pytest.raises(NotInitializedError) as caught:
-        Session().submit(0, [])
+        Session().submit(0, Submission([], [], []))
     assert str(caught.value) == "ocomm has not been initialized; call init() first."
 
 
@@ -362,7 +363,7 @@ def test_a_call_without_init_says_so() -> None:
 def test_a_process_set_that_does_not_exist_is_named() -> None:
     def body(session: Session) -> None:
         with pytest.raises(InvalidRequestError) as caught:
-            session.submit(3, [])
+            session.submit(3, Submission([], [], []))
         assert str(caught.value) == "process set 3 does not exist, or has not been registered."
 
     run_ranks(1, body)
@@ -396,7 +397,7 @@ def test_a_forked_child_may_compute_but_not_communicate() -> None:
 
 def _submit_in_child() -> str:
     try:
-        sessions.current().submit(0, [])
+        sessions.current().submit(0, Submission([], [], []))
     except NotInitializedError as error:
         return f"NotInitializedError: {error}"
     return "nothing was raised"
