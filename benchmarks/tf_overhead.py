@@ -12,7 +12,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -28,17 +29,19 @@ from ocomm.operations import Operation
 from ocomm_tf import mpi_ops
 
 
-def cpu_us(run: Callable[[], object], repeats: int, count: int) -> float:
-    """Per tensor, median of eight times ``repeats`` runs."""
-    for _ in range(5):
-        run()
-    times = []
-    for _ in range(8):
-        started = time.process_time()
-        for _ in range(repeats):
+def cpu_us(runs: Sequence[Callable[[], object]], repeats: int, count: int) -> list[float]:
+    """Per tensor, median of eight times ``repeats`` of each, in turns: a processor's clock changes within seconds."""
+    for run in runs:
+        for _ in range(5):
             run()
-        times.append((time.process_time() - started) / repeats / count * 1e6)
-    return median(times)
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(8):
+        for run, spent in zip(runs, times, strict=True):
+            started = time.process_time()
+            for _ in range(repeats):
+                run()
+            spent.append((time.process_time() - started) / repeats / count * 1e6)
+    return [median(spent) for spent in times]
 
 
 def main() -> int:
@@ -75,13 +78,12 @@ def main() -> int:
         for handle in [ocomm.allreduce_async(array, name=f"numpy{k}") for k, array in enumerate(arrays)]:
             ocomm.synchronize(handle)
 
-    base = cpu_us(lambda: plain(xs), options.repeats, options.tensors)
+    graphs = [partial(function, xs) for function in (plain, handed, graph, group)]
+    base, *others, numpy = cpu_us([*graphs, by_numpy], options.repeats, options.tensors)
     rows = [["graph without exchanges", f"{base:.1f}", ""]]
-    for name, function in (("handed over", handed), ("graph", graph), ("group", group)):
-        spent = cpu_us(lambda function=function: function(xs), options.repeats, options.tensors)
+    for name, spent in zip(("handed over", "graph", "group"), others, strict=True):
         rows.append([name, f"{spent:.1f}", f"{spent - base:.1f}"])
-    spent = cpu_us(by_numpy, options.repeats, options.tensors)
-    rows.append(["NumPy's calls", f"{spent:.1f}", ""])
+    rows.append(["NumPy's calls", f"{numpy:.1f}", ""])
     if hvd.rank() == 0:
         print(f"{hvd.size()} ranks, {options.tensors} tensors of {options.elements} float32")
         print(tabulate(rows, ["", "us per tensor", "beyond the graph"], tablefmt="github", disable_numparse=True))

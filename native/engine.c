@@ -905,8 +905,8 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
         if (now >= end)
             return 0;
         int64_t quiet = now - engine->last_activity_ns;
-        if (moved || quiet < engine->spin_ns)
-            continue;
+        if (moved || (waiters && quiet < engine->spin_ns))
+            continue; /* who does not wait has something better to do with the core */
         if (waiters && quiet < EXPECTED_SPIN_NS) {
             sched_yield(); /* where ranks share a core, another one is the one we wait for */
             continue;

@@ -201,15 +201,41 @@ static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
 
 /* The queue */
 
-static void *grown(void *array, int64_t count, int64_t *room) {
-    if (count > *room) array = realloc(array, (size_t)(*room = 2 * count) * sizeof(int64_t));
-    return array;
-}
-
 /* Of one ocomm_tf_take, until the next. */
 static ocomm_tf_batch batch;
-static int64_t works_room, calls_room, counts_room, inputs_room, outputs_room;
 static struct timespec paced;
+
+static intptr_t *resized(intptr_t *array, int64_t count) { return realloc(array, (size_t)count * sizeof *array); }
+
+static void describe(ocomm_tf_work *works) {
+    static int64_t work_room, tensor_room;
+    batch.count = batch.tensors = 0;
+    for (ocomm_tf_work *work = works; work; work = work->next) {
+        batch.count++;
+        batch.tensors += work->is_known ? work->count : 0;
+    }
+    if (batch.count > work_room) {
+        work_room = 2 * batch.count;
+        batch.works = resized(batch.works, work_room);
+        batch.calls = resized(batch.calls, work_room);
+        batch.counts = resized(batch.counts, work_room);
+    }
+    if (batch.tensors > tensor_room) {
+        tensor_room = 2 * batch.tensors;
+        batch.inputs = resized(batch.inputs, tensor_room);
+        batch.outputs = resized(batch.outputs, tensor_room);
+    }
+    int64_t at = 0, tensor = 0;
+    for (ocomm_tf_work *work = works; work; work = work->next, at++) {
+        batch.works[at] = (intptr_t)work;
+        batch.calls[at] = (intptr_t)work->call;
+        batch.counts[at] = work->is_known ? (intptr_t)work->count : 0;
+        for (int64_t i = 0; i < batch.counts[at]; i++, tensor++) {
+            batch.inputs[tensor] = (intptr_t)work->tensors[i].input;
+            batch.outputs[tensor] = (intptr_t)work->tensors[i].output;
+        }
+    }
+}
 
 static struct timespec after(struct timespec time, int64_t nanoseconds) {
     nanoseconds += time.tv_nsec;
@@ -237,24 +263,7 @@ const ocomm_tf_batch *ocomm_tf_take(double seconds, double pace) {
     pthread_mutex_unlock(&lock);
     clock_gettime(CLOCK_MONOTONIC, &now);
     paced = after(now, (int64_t)(pace * 1e9));
-    int64_t count = 0, tensors = 0;
-    for (; work; work = work->next) {
-        batch.works = grown(batch.works, count + 1, &works_room);
-        batch.calls = grown(batch.calls, count + 1, &calls_room);
-        batch.counts = grown(batch.counts, count + 1, &counts_room);
-        batch.works[count] = (intptr_t)work;
-        batch.calls[count] = work->call;
-        batch.counts[count] = work->is_known ? work->count : 0;
-        batch.inputs = grown(batch.inputs, tensors + batch.counts[count], &inputs_room);
-        batch.outputs = grown(batch.outputs, tensors + batch.counts[count], &outputs_room);
-        for (int64_t i = 0; i < batch.counts[count]; i++, tensors++) {
-            batch.inputs[tensors] = (intptr_t)work->tensors[i].input;
-            batch.outputs[tensors] = (intptr_t)work->tensors[i].output;
-        }
-        count++;
-    }
-    batch.count = count;
-    batch.tensors = tensors;
+    describe(work);
     return &batch;
 }
 

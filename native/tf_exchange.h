@@ -44,8 +44,8 @@ typedef struct ocomm_tf_work {
 typedef struct {
     int64_t count, tensors;
     intptr_t *works;       /* ocomm_tf_work * */
-    int64_t *calls;
-    int64_t *counts;       /* of a work's tensors; 0 if it is not known, and has to be looked at */
+    intptr_t *calls;
+    intptr_t *counts;      /* of a work's tensors; 0 if it is not known, and has to be looked at */
     intptr_t *inputs, *outputs;
 } ocomm_tf_batch;
 

@@ -29,7 +29,7 @@ from ocomm.types import DType
 
 _INVALID_ARGUMENT, _FAILED_PRECONDITION, _UNKNOWN = 3, 9, 2  # TensorFlow's status codes
 _IDLE_S = 3600.0
-_PACE_S = 100e-6
+_PACE_S = 100e-6  # between two looks at the queue
 
 #: TensorFlow's numbers of the element types.
 DTYPES = {

@@ -117,16 +117,17 @@ def allreduce(
     reduction = _Reduction(place, stage_memory, dtype, op, prescale, postscale)
     piece = segment_nbytes(sum(nbytes), reduction.shares, place.segment_nbytes)
     alone_nbytes = max(piece // 4, SMALLEST_NBYTES)  # a segment is worth its messages
-    alone = [k for k, n in enumerate(nbytes) if n >= alone_nbytes]
-    if len(nbytes) - len(alone) < 2:
-        alone = list(range(len(nbytes)))
+    is_fused = [n < alone_nbytes for n in nbytes]
+    count = sum(is_fused)
+    if count == len(nbytes) > 1:
+        return Plan("allreduce", _fused(reduction, sources, results, nbytes, piece), staging)
     segments: list[list[Stage]] = []
-    if len(alone) < len(nbytes):
-        small = [n < alone_nbytes for n in nbytes]
-        fused = list(compress(sources, small)), list(compress(results, small)), list(compress(nbytes, small))
+    if count > 1:
+        fused = list(compress(sources, is_fused)), list(compress(results, is_fused)), list(compress(nbytes, is_fused))
         segments += _fused(reduction, *fused, piece)
-    for k in alone:
-        segments += reduction.segments(view(sources[k], nbytes[k]), view(results[k], nbytes[k]), piece)
+    for source, result, n, one in zip(sources, results, nbytes, is_fused, strict=True):
+        if count < 2 or not one:
+            segments += reduction.segments(view(source, n), view(result, n), piece)
     return Plan("allreduce", segments, staging)
 
 

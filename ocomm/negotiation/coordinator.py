@@ -204,7 +204,7 @@ class Coordinator:
         answers = self._answers.get(key)
         if answers is None:
             asked_for = self.cache.agreeing(ready)
-            sizes_of = {ordered[0].name: _sizes(ordered) for ordered in asked_for}
+            sizes_of = {o[0].name: _sizes(o) for o in asked_for if o[0].kind is not Kind.ALLREDUCE}
             answers = [response for response, _ in self._fused([ordered[0] for ordered in asked_for], sizes_of)]
             if len(self._answers) >= _ANSWERS:
                 self._answers.clear()
@@ -217,7 +217,7 @@ class Coordinator:
         """What goes together, with its requests; ``sizes_of``: what ranks must know of a name, () for nothing."""
         for group in fuse(requests, self.fusion_threshold, self.group_fusion):
             names = tuple(request.name for request in group)
-            sizes = tuple(sizes_of[name] for name in names if sizes_of[name])
+            sizes = tuple(sizes_of[name] for name in names if sizes_of.get(name)) if sizes_of else ()
             yield Response(group[0].kind, names, sizes=sizes), group
 
     def _answer_names(self) -> list[Response]:

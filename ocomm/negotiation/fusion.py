@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from ocomm.negotiation.request import Kind, Request
@@ -23,11 +24,13 @@ def fuse(ready: Sequence[Request], threshold_nbytes: int, across_groups: bool = 
         group, nbytes, skipped = [first], first.nbytes, 0
         if first.kind == Kind.ALLREDUCE and first.op != ReduceOp.ADASUM:
             left: list[Request] = []
+            likeness = _likeness(first)
             for position, request in enumerate(waiting):
                 if nbytes + skipped >= threshold_nbytes:
                     left += waiting[position:]
                     break
-                is_alike = _alike(first, request) and (across_groups or first.group == request.group)
+                is_alike = request.kind is Kind.ALLREDUCE and likeness == _likeness(request)
+                is_alike = is_alike and (across_groups or first.group == request.group)
                 if is_alike and nbytes + skipped + request.nbytes <= threshold_nbytes:
                     group.append(request)
                     nbytes += request.nbytes
@@ -39,8 +42,4 @@ def fuse(ready: Sequence[Request], threshold_nbytes: int, across_groups: bool = 
     return groups
 
 
-def _alike(a: Request, b: Request) -> bool:
-    return (
-        b.kind == Kind.ALLREDUCE
-        and (a.dtype, a.op, a.prescale, a.postscale) == (b.dtype, b.op, b.prescale, b.postscale)
-    )  # fmt: skip
+_likeness = operator.attrgetter("dtype", "op", "prescale", "postscale")
