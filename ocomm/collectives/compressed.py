@@ -30,7 +30,7 @@ def compressed_staging(layout: SegmentLayout, memory: Memory = HOST) -> Staging:
 
 def node_staging(layout: SegmentLayout, memory: Memory = HOST) -> NodeStaging:
     """The memory of a ``node_segment``."""
-    messages = [memory.staging(nbytes) for nbytes in _slice_nbytes(layout)]
+    messages = [memory.staging(nbytes, headers_only=True) for nbytes in _slice_nbytes(layout)]
     return NodeStaging(layout.nodes, layout.rank, messages, memory)
 
 

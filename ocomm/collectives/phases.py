@@ -30,7 +30,8 @@ from ocomm.types import DType, Nodes, ReduceOp
 class NodeStaging:
     """Messages inside a node: this rank's part of each slice, and all ranks' parts of its own slice.
 
-    ``messages`` go to the workers of the node, one per slice.
+    ``messages`` go to the workers of the node, one per slice. Beside a device they are of headers alone for the host:
+    payloads go from device to device, or there are no nodes.
     """
 
     def __init__(self, nodes: Nodes, rank: int, messages: Sequence[Bytes], memory: Memory = HOST) -> None:
@@ -43,7 +44,7 @@ class NodeStaging:
         if self.place < len(self.messages):
             own = self.messages[self.place]
             room = -(-own.nbytes // ALIGNMENT) * ALIGNMENT
-            self.memory = memory.staging(room * (len(self.ranks) - 1))
+            self.memory = memory.staging(room * (len(self.ranks) - 1), headers_only=True)
             spare = [self.memory[k * room : k * room + own.nbytes] for k in range(len(self.ranks) - 1)]
             self.rows = [*spare[: self.place], own, *spare[self.place :]]
 
@@ -79,7 +80,7 @@ class Staging:
         if not layout.nodes.is_flat:
             messages = slices(layout, self.send)
             if node_nbytes is not None:
-                messages = [memory.staging(nbytes) for nbytes in node_nbytes]
+                messages = [memory.staging(nbytes, headers_only=True) for nbytes in node_nbytes]
                 self.node_memory += messages
             self.node = NodeStaging(layout.nodes, layout.rank, messages, memory)
             self.node_memory.append(self.node.memory)

@@ -111,11 +111,20 @@ def sparse_zeros(numel: int) -> Floats:
 
     NumPy asks for pages of 2 MiB where an array is large; of those, every one would soon be written.
     """
-    pages = mmap.mmap(-1, max(4 * numel, 1))
+    return np.frombuffer(_pages(4 * numel), np.float32, numel)
+
+
+def sparse_bytes(nbytes: int) -> Bytes:
+    """As ``sparse_zeros``, of bytes."""
+    return np.frombuffer(_pages(nbytes), np.uint8, nbytes)
+
+
+def _pages(nbytes: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, max(nbytes, 1))
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel that knows no others
             pages.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(pages, np.float32, numel)
+    return pages
 
 
 class Memory(Protocol):
@@ -131,10 +140,11 @@ class Memory(Protocol):
         """A new float32 array of zeros."""
         ...
 
-    def staging(self, nbytes: int) -> Bytes:
+    def staging(self, nbytes: int, *, headers_only: bool = False) -> Bytes:
         """New memory for messages, and for other bytes that host and kernels share; contents undefined.
 
-        A NumPy array. Kernels on a device work on a copy of it; see ``changed``.
+        A NumPy array. Kernels on a device work on a copy of it; see ``changed``. ``headers_only``: beside a device the
+        host touches no more of it, so that the rest takes none of its memory.
         """
         ...
 
@@ -163,7 +173,7 @@ class HostMemory:
     def zeros(self, numel: int) -> Floats:
         return aligned_zeros(numel)
 
-    def staging(self, nbytes: int) -> Bytes:
+    def staging(self, nbytes: int, *, headers_only: bool = False) -> Bytes:
         return aligned(nbytes)
 
     def changed(self, staging: Bytes) -> None:

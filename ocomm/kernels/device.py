@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.kernels.base import PIECE, Bytes, Floats, Kernels, Table
+from ocomm.kernels.base import PIECE, Bytes, Floats, Kernels, Table, sparse_bytes
 from ocomm.kernels.reference import CHECKSUM_SPREAD, ReferenceKernels
 
 #: Tables that are on the device without being in use: those of buckets that are cut anew every now and then.
@@ -225,8 +225,9 @@ class DeviceMemory:
         self.assign(array, 0)
         return cast(Floats, array)
 
-    def staging(self, nbytes: int) -> Bytes:
-        staging = self.device.pinned(max(nbytes, 1))
+    def staging(self, nbytes: int, *, headers_only: bool = False) -> Bytes:
+        # Pages of the latter that nobody touches are none.
+        staging = sparse_bytes(max(nbytes, 1)) if headers_only else self.device.pinned(max(nbytes, 1))
         first = staging.__array_interface__["data"][0]
         with self.lock:
             self._staged[first] = nbytes, self.empty(nbytes, np.uint8)

@@ -272,7 +272,7 @@ def test_nodes_add_up_over_nccl_what_they_do_in_the_hosts_memory(
     assert MPI_SIZE or len(library.communicators) == sum(hosts.count(host) > 1 for host in hosts)
 
 
-def test_dense_values_inside_a_host_are_not_copied_over_the_bus(on_devices: Any) -> None:
+def test_dense_values_inside_a_host_are_neither_copied_over_the_bus_nor_kept_by_the_host(on_devices: Any) -> None:
     shape = (40, 1000)
     devices = on_devices(range(4), [], FakeNccl())
 
@@ -288,6 +288,9 @@ def test_dense_values_inside_a_host_are_not_copied_over_the_bus(on_devices: Any)
             parameter.backward(torch.full(shape, float(step + rank_of(session))))
             optimizer.step()
             seen.append(copied(devices[rank_of(session)]))
+        for staging in optimizer._driver.stepper._compressed_buckets[0].staging:
+            payloads = [m[staging.layout.header_nbytes :] for m in (*staging.node.messages, *staging.node.rows)]
+            assert payloads[0].size and not any(payload.any() for payload in payloads), "the host has touched them"
         return seen
 
     nbytes = 4 * 40 * 1000
