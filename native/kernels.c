@@ -773,6 +773,15 @@ int ocomm_finite(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, con
     return on_blocks(pool, active->finite, &(apply_call){.tensors = tensors}, blocks, count);
 }
 
+int ocomm_finite_scales(const ocomm_block *blocks, int64_t count, const uint8_t *packed) {
+    int finite = 1;
+    for (int64_t k = 0; k < count; k++) {
+        const float scale = read_float(packed + blocks[k].scale);
+        finite &= scale - scale == 0;
+    }
+    return finite;
+}
+
 int ocomm_quantize(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
                    const float *momentum, float *momentum_out, const float *magnitude, float *magnitude_out,
                    const float *error, float *error_out, float eps, int amsgrad, const ocomm_noise *noise,

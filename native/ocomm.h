@@ -92,6 +92,8 @@ void ocomm_apply_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t cou
                         float *update, float *synced);
 /* 1 if every element of the blocks' gradients is finite. */
 int ocomm_finite(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors);
+/* 1 if the scales of all blocks are finite. */
+int ocomm_finite_scales(const ocomm_block *blocks, int64_t count, const uint8_t *packed);
 /* Birder and SoftSignSGD; no scales, no mask. A result is 1 if everything computed is finite, else 0. Each `_out` may
  * be the array it follows.
  * momentum_out = m = beta1 * momentum + one_minus_beta1 * grad, magnitude_out = b = the same of |grad|, with amsgrad no

@@ -302,13 +302,13 @@ class CompressedOptimizer(StepsTogether):
 
         The stepper sees the bytes that it reads; those of gradients that were widened are looked at here.
         """
-        versions = self._versions
+        parameters, recorded, versions, low = self._parameters, self._recorded, self._versions, self._masters
         widened: dict[int, torch.Tensor] = {}
         for index in self._stepper.posted_tensors:
-            grad = self._parameters[index].grad
-            if grad is not self._recorded[index] or (grad is not None and grad._version != versions[index]):
+            grad = parameters[index].grad
+            if grad is not recorded[index] or (grad is not None and grad._version != versions[index]):
                 return True
-            if grad is not None and grad.dtype is not torch.float32:
+            if index in low and grad is not None and grad.dtype is not torch.float32:
                 widened[index] = grad
         if not widened or self._stepper.verify == "version":
             return False

@@ -49,6 +49,8 @@ class Masters:
 
     def follow(self) -> bool:
         """Takes over what was written to parameters. Was anything?"""
+        if not self._parameters:
+            return False
         now = self.checksums(self._parameters)
         known, written = self._known, False
         for place, (index, parameter) in enumerate(self._parameters.items()):
@@ -76,6 +78,8 @@ class Masters:
 
     def write(self) -> None:
         """Makes every parameter its rounded master."""
+        if not self._parameters:
+            return
         for index, parameter in self._parameters.items():
             parameter.detach().copy_(self._masters[index])
         self._known = self.checksums(self._parameters)

@@ -36,7 +36,7 @@ from ocomm.bench._lab import Lab, LabError, bits_per_second
 from ocomm.bench.kernels import commit, processor, torch_or_none
 from ocomm.collectives.compressed import compressed_segment, compressed_staging
 from ocomm.collectives.engine import State
-from ocomm.collectives.envelope import Envelope
+from ocomm.collectives.envelope import Envelopes
 from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.collectives.plan import Average, Compress, Plan, Stage, Unpack
 from ocomm.collectives.scratch import aligned
@@ -293,10 +293,11 @@ class Exchange:
         self.owner_error = np.zeros(self.layout.owned_numel(self.rank), np.float32)
         self.out = np.zeros(self.layout.flat_numel if with_kernels else 0, np.float32)
         nbytes = segment_nbytes(elements // 8, self.size, session.settings.segment_nbytes)
-        self.envelopes: list[Envelope] = []
+        layouts = self.layout.segments([0], self.rank, nbytes)
+        contents = [(segment.signature("bench"), 1) for segment in layouts]
+        self.envelopes = Envelopes(self.rank, contents, self.flags, self.heard, announcement)
         segments: list[list[Stage]] = []
-        for segment in self.layout.segments([0], self.rank, nbytes):
-            envelope = Envelope.new(self.rank, segment.signature("bench"), 1, self.flags, self.heard, announcement)
+        for segment, envelope in zip(layouts, self.envelopes, strict=True):
             staging, result = compressed_staging(segment), aligned(segment.packed_nbytes)
             compress = Compress(
                 segment.blocks, self.values, None, None, self.error, self.error, None, "l1", staging.send, self.flags
@@ -312,15 +313,13 @@ class Exchange:
             if not with_kernels:
                 stages = [Stage([], stage.sends, stage.receives) for stage in stages]
             segments.append(stages)
-            self.envelopes.append(envelope)
         name = f"bench.{'compressed' if with_kernels else 'packed'}"
         self.channel = session.open_channel(0, name, self.layout.digest, "benchmark")
         self.prepared = self.channel.prepare(Plan(name, segments))
 
     def run(self) -> None:
         self.step += 1
-        for envelope in self.envelopes:
-            envelope.begin(self.step, 0, 0, 0)
+        self.envelopes.begin(self.step, 0, 0, 0)
         state = self.channel.submit(self.prepared, _TIMEOUT_S, False).wait(_TIMEOUT_S)
         if state != State.DONE:
             raise RuntimeError(f"the exchange ended as {state.name}; waits for ranks {self.channel.waiting_for()}")

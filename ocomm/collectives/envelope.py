@@ -35,35 +35,6 @@ class Envelope:
     node_flags: np.ndarray
     received: list[Bytes] = field(default_factory=list)
 
-    @classmethod
-    def new(
-        cls,
-        rank: int,
-        signature: int,
-        tensors: int,
-        flags: np.ndarray,
-        heard_flags: np.ndarray,
-        announcement: np.ndarray,
-        *,
-        for_node: bool = False,
-    ) -> Envelope:
-        """``for_node``: this rank speaks for its node, not only for itself."""
-        header = np.zeros(1, HEADER)
-        header["magic"], header["rank"], header["signature"], header["tensors"] = MAGIC, rank, signature, tensors
-        nbytes = header_nbytes(tensors) - HEADER.itemsize
-        presence, heard = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-        node_flags = np.zeros(1, np.uint32) if for_node else flags
-        return cls(header, presence, heard, flags, heard_flags, announcement, header.copy(), node_flags)
-
-    def begin(self, step: int, attempt: int, hyper: int, announcement: int) -> None:
-        """Fills in what changes from step to step, and forgets what was heard."""
-        row = self.header[0]
-        row["step"], row["attempt"], row["hyper"], row["announcement"] = step, attempt, hyper, announcement
-        self.heard[:] = 0
-        self.passed_on[0] = row
-        if self.node_flags is not self.flags:
-            self.node_flags[0] = 0
-
     def seal(self, messages: Sequence[Bytes]) -> Seal:
         """What this rank says for itself."""
         return Seal(self.header, self.flags, self.presence, messages)
@@ -123,3 +94,57 @@ class Envelope:
             if len(set(values.values())) > 1:
                 found.append((name, values))
         return found
+
+
+class Envelopes(list[Envelope]):
+    """Those of segments that travel together, side by side in memory, so that all begin at once.
+
+    ``contents``: signature and number of tensors of each. ``for_node``: this rank speaks for its node, not only for
+    itself.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        contents: Sequence[tuple[int, int]],
+        flags: np.ndarray,
+        heard_flags: np.ndarray,
+        announcement: np.ndarray,
+        *,
+        for_node: bool = False,
+    ) -> None:
+        count = len(contents)
+        headers = np.zeros(count, HEADER)
+        headers["magic"], headers["rank"] = MAGIC, rank
+        headers["signature"] = np.array([signature for signature, _ in contents], np.uint64)
+        headers["tensors"] = [tensors for _, tensors in contents]
+        passed_on = headers.copy()
+        ends = np.cumsum([0, *(header_nbytes(tensors) - HEADER.itemsize for _, tensors in contents)]).tolist()
+        presence, heard = np.zeros(ends[-1], np.uint8), np.zeros(ends[-1], np.uint8)
+        node_flags = np.zeros(count, np.uint32)
+        super().__init__(
+            Envelope(
+                headers[k : k + 1],
+                presence[ends[k] : ends[k + 1]],
+                heard[ends[k] : ends[k + 1]],
+                flags,
+                heard_flags,
+                announcement,
+                passed_on[k : k + 1],
+                node_flags[k : k + 1] if for_node else flags,
+            )
+            for k in range(count)
+        )
+        #: What was heard in all of them.
+        self.heard: Bytes = heard
+        self._node_flags = node_flags
+        self._columns = [headers[name] for name in ("step", "attempt", "hyper", "announcement")]
+        self._headers, self._passed_on = headers.view(np.uint8), passed_on.view(np.uint8)
+
+    def begin(self, step: int, attempt: int, hyper: int, announcement: int) -> None:
+        """Fills in what changes from step to step, and forgets what was heard."""
+        for column, value in zip(self._columns, (step, attempt, hyper, announcement), strict=True):
+            column.fill(value)
+        self._passed_on[:] = self._headers
+        self.heard.fill(0)
+        self._node_flags.fill(0)

@@ -14,7 +14,7 @@ import numpy as np
 from ocomm.collectives import pipeline
 from ocomm.collectives.compressed import NodeSum, compressed_segment, compressed_staging, vote
 from ocomm.collectives.engine import Channel, State, Ticket
-from ocomm.collectives.envelope import Envelope
+from ocomm.collectives.envelope import Envelopes
 from ocomm.collectives.phases import Staging
 from ocomm.collectives.plan import Average, Compress, Plan, Stage, Unpack
 from ocomm.collectives.routes import vote_groups
@@ -71,17 +71,14 @@ class OneBitAllreduce:
         packed_nbytes = int(payload_nbytes(layout.blocks["length"]).sum())
         cut = pipeline.segment_nbytes(packed_nbytes, len(self.ranks), segment_nbytes)
         segments = layout.segments([0], rank, cut)
-        self._envelopes = [self._envelope(segment) for segment in segments]
+        contents = [(segment.signature("onebit-l1"), 1) for segment in segments]
+        shared = self._flags, self._heard, self._announcement
+        self._envelopes = Envelopes(rank, contents, *shared, for_node=not nodes.is_flat)
         stagings = [compressed_staging(segment) for segment in segments]
         results = [aligned(segment.packed_nbytes) for segment in segments]
         # Errors are written beside the old ones; the roles of the two alternate.
         self._prepared = [channel.prepare(self._plan(stagings, results, turn)) for turn in (0, 1)]
         self._turn = 0
-
-    def _envelope(self, segment: SegmentLayout) -> Envelope:
-        signature = segment.signature("onebit-l1")
-        shared = self._flags, self._heard, self._announcement
-        return Envelope.new(self.rank, signature, 1, *shared, for_node=not self.layout.nodes.is_flat)
 
     def _plan(self, stagings: list[Staging], results: list[Bytes], turn: int) -> Plan:
         segments: list[list[Stage]] = []
@@ -136,8 +133,7 @@ class OneBitAllreduce:
             )
         self._values[: array.size] = array.reshape(-1)
         self._flags[0] = self._owner_flags[0] = self._heard[0] = 0
-        for envelope in self._envelopes:
-            envelope.begin(self.calls + 1, 0, 0, 0)
+        self._envelopes.begin(self.calls + 1, 0, 0, 0)
         return self.channel.submit(self._prepared[self._turn], timeout_s, False)
 
     def finish(self, ticket: Ticket, timeout_s: float) -> np.ndarray:
@@ -168,8 +164,9 @@ class OneBitAllreduce:
         if self.layout.nodes.is_flat:
             return sorted({rank for envelope in self._envelopes for rank in envelope.ranks_with(Flag.NON_FINITE)})
         own = np.array([0 if np.isfinite(self._values).all() else Flag.NON_FINITE], np.uint32)
-        envelope = Envelope.new(self.rank, self.layout.digest, 0, own, self._heard, self._announcement)
-        envelope.begin(self.calls, 1, 0, 0)
+        envelopes = Envelopes(self.rank, [(self.layout.digest, 0)], own, self._heard, self._announcement)
+        envelopes.begin(self.calls, 1, 0, 0)
+        (envelope,) = envelopes
         plan = vote(self.rank, vote_groups(self.layout.nodes), envelope)
         ticket = self.channel.submit(self.channel.prepare(plan), timeout_s, False)
         wait(ticket, self.channel, self.ranks, self._watch, f"compressed_allreduce of '{self.name}'")

@@ -25,6 +25,7 @@ _STAGES_PER_SEGMENT = 16  # as STAGES_PER_TAG in engine.c
 
 
 _INTPTR = ffi.typeof("intptr_t")
+_PLAN = ffi.typeof("ocomm_plan *")
 
 
 def _address(array: np.ndarray | None) -> int:
@@ -196,14 +197,16 @@ class _Prepared:
         self.stages = np.array(stages, np.int32).reshape(-1)
         self.segments = np.array(segments, np.int32).reshape(-1)
         self.pointers = compiler.keep
-
-    def row(self, notify: bool, timeout_s: float) -> Any:
-        row = ffi.new("ocomm_plan *")
+        row = self._row = ffi.new(_PLAN)
         row.ops = ffi.cast("ocomm_op *", _address(self.ops))
         row.messages = ffi.cast("ocomm_message *", _address(self.messages))
         row.stages = ffi.cast("ocomm_stage *", _address(self.stages))
         row.segments = ffi.cast("ocomm_segment *", _address(self.segments))
         row.segment_count = len(self.segments) // 2
+
+    def row(self, notify: bool, timeout_s: float) -> Any:
+        """Of one submission."""
+        row = ffi.new(_PLAN, self._row[0])
         row.notify = notify
         row.timeout_ns = int(timeout_s * 1e9)
         return row

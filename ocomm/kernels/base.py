@@ -320,6 +320,10 @@ class Kernels(Protocol):
         """Whether every element of the blocks' gradients is finite."""
         ...
 
+    def finite_scales(self, blocks: Table, packed: Bytes) -> bool:
+        """Whether the scale of every block is finite. ``packed`` is in the host's memory, wherever kernels are."""
+        ...
+
     # Birder, SoftSignSGD and Lion. No scales, no mask. Workers' buffers are indexed by ``local``, owners' errors by
     # ``owned``, ``out`` by ``offset``; ``x_out`` is written beside ``x``, or is the same array. ``noise`` is one row
     # of NOISE.

@@ -260,6 +260,12 @@ class CpuKernels:
             )
         )
 
+    def finite_scales(self, blocks: Table, packed: Bytes) -> bool:
+        """Reads the scales only."""
+        return bool(
+            lib.ocomm_finite_scales(_pointer("ocomm_block[]", blocks), len(blocks), _pointer("uint8_t[]", packed))
+        )
+
     def quantize(
         self,
         blocks: Table,

@@ -443,6 +443,9 @@ class DeviceKernels:
             memory.wait()
             return not self._status[0]
 
+    # What was gathered is in the host's memory.
+    finite_scales = ReferenceKernels.finite_scales
+
     def checksum(self, data: Any, full: bool) -> int:
         """Of an array of the device."""
         return int(self.checksums(np.array([data.address], np.uint64), np.array([data.nbytes]), full)[0])

@@ -226,6 +226,11 @@ class ReferenceKernels:
         """Reads the gradients only; a gradient of 0 in the table is finite."""
         return all(np.isfinite(_tensor_part(tensors["grad"][block["tensor"]], block)).all() for block in blocks)
 
+    def finite_scales(self, blocks: Table, packed: Bytes) -> bool:
+        """Reads the scales only."""
+        scales = packed[blocks["scale"][:, np.newaxis] + np.arange(4)]
+        return bool(np.isfinite(scales.view(np.float32)).all())
+
     def quantize(
         self,
         blocks: Table,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import abc
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,11 +47,6 @@ class Segment:
 
     layout: SegmentLayout
     result: Bytes | None = None
-    #: (blocks, 4): the bytes of the scales.
-    scales: NDArray[np.int64] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.scales = self.layout.blocks["scale"][:, np.newaxis] + np.arange(4)
 
 
 class Core(abc.ABC):
@@ -110,7 +105,10 @@ class Core(abc.ABC):
 
     @abc.abstractmethod
     def exchange(self) -> Exchange:
-        """What the next step sends; the same on all ranks, and the same however often it is asked in one step."""
+        """What the next step sends; the same on all ranks, and the same however often it is asked in one step.
+
+        The very object of the last step only if nothing has changed since.
+        """
 
     @abc.abstractmethod
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Computation:
@@ -145,8 +143,7 @@ class Core(abc.ABC):
 
     def is_finite(self, segment: int) -> bool:
         """Are the gathered averages finite? The same on all ranks, since all hold the same bytes."""
-        scales = self.result(segment)[self.segments[segment].scales]
-        return bool(np.isfinite(scales.view(np.float32)).all())
+        return self.kernels.finite_scales(self.segments[segment].layout.blocks, self.result(segment))
 
     def segment_mask(self, layout: SegmentLayout) -> Bytes | None:
         """One bit per flat element, 1 = masked, or None where nothing of the segment is."""

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ocomm.compression.layout import Layout
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import Bytes, Floats, HostKernels, Table, aligned_zeros
-from ocomm.optim.core import address, flat_floats
+from ocomm.optim.core import Bools, address, flat_floats
 from ocomm.optim.onebit_adam import MomentumSegment, OneBitAdam
 
 
@@ -183,8 +183,8 @@ class Lamb(OneBitAdam):
 
     # One step
 
-    def _move(self, tensors: Sequence[int]) -> None:
-        for tensor in tensors:
+    def _move(self, moved: Bools) -> None:
+        for tensor in np.flatnonzero(moved).tolist():
             if self.layout.numels[tensor]:
                 self._move_tensor(tensor)
 

@@ -75,6 +75,7 @@ class OneBitAdam(Core):
         self.mask_refresh = mask_refresh
         self.preconditioner = Preconditioner(layout, variance_floor, self.home)
         self.stage = np.zeros(len(layout.tensors), np.uint8)
+        self._exchange: Exchange | None = None  # by these stages
         self.compressed_steps = 0
         self._refreshed_at = 0
         self._dense: dict[int, Floats] = {}
@@ -102,6 +103,7 @@ class OneBitAdam(Core):
         """Common to ``freeze`` and ``load_state``: the tensor is compressed from now on, with no errors yet."""
         self.allocate()
         self.stage[tensor] = Stage.COMPRESSED
+        self._exchange = None
         self.steps[tensor] = step
         self._set_dense(tensor, momentum)
 
@@ -158,8 +160,10 @@ class OneBitAdam(Core):
 
     def exchange(self) -> Exchange:
         """Tensors in warm-up travel dense: their averages are for the wrapped optimizer."""
-        compressed = self.stage == Stage.COMPRESSED
-        return Exchange(compressed, ~compressed)
+        if self._exchange is None:
+            compressed = self.stage == Stage.COMPRESSED
+            self._exchange = Exchange(compressed, ~compressed)
+        return self._exchange
 
     def segment_mask(self, layout: SegmentLayout) -> Bytes | None:
         preconditioner = self.preconditioner
@@ -201,34 +205,36 @@ class OneBitAdam(Core):
         """
         if present.shape != self.stage.shape:
             raise ValueError(f"presence of {present.size} tensors, the layout has {self.stage.size}")
-        compressed = self.stage == Stage.COMPRESSED
+        compressed = self.exchange().compressed
         if not compressed.any():
             return
-        # All copies go to the buffers that are not yet in use: up to the swap nothing has changed.
-        for tensor in np.flatnonzero(compressed & ~present).tolist():
-            self.keep_errors(tensor)
-            self._keep_momentum(tensor)
+        moved = compressed & present
+        if moved.tobytes() != compressed.tobytes():
+            # All copies go to the buffers that are not yet in use: up to the swap nothing has changed.
+            for tensor in np.flatnonzero(compressed & ~present).tolist():
+                self.keep_errors(tensor)
+                self._keep_momentum(tensor)
         for segment in self.segments:
             assert isinstance(segment, MomentumSegment)
             segment.previous, segment.result = _result_of(segment), segment.previous
         self.swap_errors()
-        moved = compressed & present
         self.tensors["skip"] = ~moved
         self.steps += moved
         self.compressed_steps += 1
-        self._move(np.flatnonzero(moved).tolist())
+        self._move(moved)
         for tensor in [t for t in self._dense if moved[t]]:
             self._drop_dense(tensor)
 
-    def _move(self, tensors: Sequence[int]) -> None:
-        """Moves the parameters of ``tensors``, which are those without ``skip``.
+    def _move(self, moved: Bools) -> None:
+        """Moves the parameters of ``moved``, which are those without ``skip``: one bool per tensor.
 
         A segment's ``previous`` is what has just been committed, ``result`` what was there before, None at first; where
         the momentum was dense before, it still is.
         """
+        masks = self.preconditioner.masked.any()
         for segment in self.segments:
             assert isinstance(segment, MomentumSegment) and segment.previous is not None
-            mask = self.segment_mask(segment.layout)
+            mask = self.segment_mask(segment.layout) if masks else None
             self.kernels.apply(
                 segment.layout.blocks, self.tensors, segment.previous, self.preconditioner.denominator, mask
             )
@@ -333,6 +339,7 @@ class OneBitAdam(Core):
             assert isinstance(segment, MomentumSegment)
             segment.previous = None
         self.stage[:] = Stage.WARMUP
+        self._exchange = None
         self.preconditioner.masked[:] = 0
         super().load_state(state)
         for tensor, tensor_state in tensors.items():

@@ -30,7 +30,7 @@ from ocomm.collectives.compressed import (
     vote,
 )
 from ocomm.collectives.engine import Channel, State, Ticket
-from ocomm.collectives.envelope import Envelope
+from ocomm.collectives.envelope import Envelope, Envelopes
 from ocomm.collectives.phases import NodeStaging, Staging
 from ocomm.collectives.plan import Computation, Plan, Stage
 from ocomm.collectives.routes import vote_groups
@@ -41,7 +41,7 @@ from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError, Oc
 from ocomm.kernels.base import TENSOR, Bytes, Floats, Table
 from ocomm.kernels.device import DeviceArray
 from ocomm.optim.buckets import Stopwatch, even, timed
-from ocomm.optim.core import Bools, Core, address
+from ocomm.optim.core import Bools, Core, Exchange, address
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
@@ -49,6 +49,8 @@ _log = logging.getLogger("ocomm")
 _TIMED = range(2, 7)
 #: ``attempt`` of the vote in which ranks say whose gradients were not finite.
 _INQUEST = 2
+#: States of failed plans: causes before what they bring about.
+_FAILURES = (State.MISMATCH, State.TIMED_OUT, State.MPI_ERROR, State.TASK_ERROR, State.ABORTED)
 
 
 class Verdict(enum.Enum):
@@ -74,7 +76,9 @@ class _Bucket:
     tensors: list[int]
     kind: Literal["compressed", "dense", "node"]
     segments: list[SegmentLayout]
-    envelopes: list[Envelope]
+    envelopes: Envelopes
+    #: Of its tensors' gradients, in bytes.
+    nbytes: NDArray[np.int64]
     first_segment: int = 0  # of the core, where compressed
     staging: list[Staging] = field(default_factory=list)
     node_staging: list[NodeStaging] = field(default_factory=list)
@@ -83,11 +87,18 @@ class _Bucket:
     plans: dict[tuple[Hashable, ...], tuple[Any, _Sent, tuple[Any, ...]]] = field(default_factory=dict)
     plan_memory: list[Bytes] = field(default_factory=list)
     sent: _Sent = field(default_factory=lambda: _Sent(0, 0))
+    #: The plan with which it is posted before ``step()``.
+    prepared: Any = None
     left: int = 0
     ticket: Ticket | None = None
     indices: NDArray[np.int64] = field(init=False)
     #: Do the envelopes say that this rank has all gradients?
     is_full: bool = False
+    #: Of the gradients, as they were when it was posted before ``step()``.
+    checksums: NDArray[np.uint64] | None = None
+    #: The presence bits heard last, and the tensors that some rank has by them.
+    heard: bytes = b""
+    anywhere: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         self.indices = np.array(self.tensors, np.int64)
@@ -119,7 +130,7 @@ class Traffic:
 class _Ballot:
     """A round in which every rank says something to all, by headers alone."""
 
-    envelope: Envelope
+    envelopes: Envelopes
     prepared: Any
     sent: _Sent
 
@@ -191,9 +202,9 @@ class Stepper:
         self._announcement = np.zeros(1, np.int64)
         #: Tensors that the frontend expects to hand over in the step that begins: a bucket waits for those.
         self.expected: Bools = np.ones(count, np.bool_)
+        self._expected: list[bool] = [True] * count  # as the step under way has begun with
         self._present: Bools = np.zeros(count, np.bool_)
         self.present_anywhere: Bools = np.zeros(count, np.bool_)
-        self._checksums = np.zeros(count, np.uint64)
         self.begun = False
         self._hyper = 0
         #: Those of the step under way, and of the last step that had compressed, or dense ones.
@@ -202,6 +213,7 @@ class Stepper:
         self._dense_buckets: list[_Bucket] = []
         self._node_buckets: list[_Bucket] = []
         self._buckets_of: list[tuple[_Bucket, ...]] = []
+        self._exchange: Exchange | None = None
         self._arranged: tuple[bytes, bytes] | None = None
         self._cut_for: dict[str, bytes] = {}
         self._next = 0
@@ -210,7 +222,7 @@ class Stepper:
         self._local: list[int] = []
         self._outside = set(range(len(self.ranks))).difference(self.layout.nodes.node_of(self.rank))
         #: Where this rank's gradients lie, 0 for none; those of all tensors, if they were looked for all at once.
-        self._grads = np.zeros(count, np.uint64)
+        self._grads: NDArray[np.uint64] = core.gradients["grad"]
         self._located = False
         #: sqrt(mean over ranks of |g|^2), as the ranks have said in the last round that asked for it.
         self.norm = 0.0
@@ -227,7 +239,11 @@ class Stepper:
 
     def _arrange(self) -> None:
         """Makes the buckets that the core wants for the step that begins: compressed ones first, then dense ones."""
-        compressed, dense = (wanted & (self.layout.numels > 0) for wanted in self.core.exchange())
+        exchange = self.core.exchange()
+        if exchange is self._exchange:
+            return
+        self._exchange = exchange
+        compressed, dense = (wanted & (self.layout.numels > 0) for wanted in exchange)
         wanted = compressed.tobytes(), dense.tobytes()
         if wanted == self._arranged:
             return
@@ -274,36 +290,39 @@ class Stepper:
             ends = timed(numels, np.maximum.accumulate(moments[tensors]).tolist(), cost, count)
         return [tensors[start:end] for start, end in pairwise([0, *ends])]
 
-    def _envelope(self, segment: SegmentLayout, compressor: str, *, for_node: bool = False) -> Envelope:
-        signature, shared = segment.signature(compressor), (self._flags, self._heard_flags, self._announcement)
-        return Envelope.new(self.rank, signature, len(segment.tensors), *shared, for_node=for_node)
+    def _envelopes(self, contents: Sequence[tuple[int, int]], *, for_node: bool = False) -> Envelopes:
+        shared = self._flags, self._heard_flags, self._announcement
+        return Envelopes(self.rank, contents, *shared, for_node=for_node)
 
     def _bytes(self, plan: Plan) -> _Sent:
         across = plan.bytes_sent_to(self._outside)
         return _Sent(across, plan.bytes_sent - across + plan.bridged_nbytes)
 
     def _ballot(self, signature: int, tensors: int) -> _Ballot:
-        envelope = Envelope.new(self.rank, signature, tensors, self._flags, self._heard_flags, self._announcement)
-        plan = vote(self.rank, vote_groups(self.layout.nodes), envelope)
-        return _Ballot(envelope, self.channel.prepare(plan), self._bytes(plan))
+        envelopes = self._envelopes([(signature, tensors)])
+        plan = vote(self.rank, vote_groups(self.layout.nodes), envelopes[0])
+        return _Ballot(envelopes, self.channel.prepare(plan), self._bytes(plan))
+
+    def _bucket(
+        self,
+        tensors: list[int],
+        kind: Literal["compressed", "dense", "node"],
+        segments: list[SegmentLayout],
+        compressor: str,
+        **rest: Any,
+    ) -> _Bucket:
+        contents = [(segment.signature(compressor), len(segment.tensors)) for segment in segments]
+        envelopes = self._envelopes(contents, for_node=not self.layout.nodes.is_flat)
+        return _Bucket(tensors, kind, segments, envelopes, 4 * self.layout.numels[tensors], **rest)
 
     def _compressed_bucket(self, tensors: list[int], first: int, segments: list[SegmentLayout]) -> _Bucket:
         name = f"{self.core.compressor}-{self.core.scale}" if self.core.scales else self.core.compressor
-        for_node = not self.layout.nodes.is_flat
-        envelopes = [self._envelope(segment, name, for_node=for_node) for segment in segments]
-        return _Bucket(
-            tensors,
-            "compressed",
-            segments,
-            envelopes,
-            first,
-            [compressed_staging(s, self.core.home) for s in segments],
-        )
+        staging = [compressed_staging(segment, self.core.home) for segment in segments]
+        return self._bucket(tensors, "compressed", segments, name, first_segment=first, staging=staging)
 
     def _dense_bucket(self, tensors: list[int]) -> _Bucket:
         segments = self.layout.segments(tensors, self.rank, max(self.segment_nbytes // 32, 1))
-        for_node = not self.layout.nodes.is_flat
-        return _Bucket(tensors, "dense", segments, [self._envelope(s, "dense", for_node=for_node) for s in segments])
+        return self._bucket(tensors, "dense", segments, "dense")
 
     @property
     def _adds_up_locally(self) -> bool:
@@ -312,10 +331,8 @@ class Stepper:
 
     def _node_bucket(self, tensors: list[int]) -> _Bucket:
         segments = self.layout.segments(tensors, self.rank, self.segment_nbytes)
-        envelopes = [self._envelope(segment, "node", for_node=True) for segment in segments]
-        return _Bucket(
-            tensors, "node", segments, envelopes, node_staging=[node_staging(s, self.core.home) for s in segments]
-        )
+        staging = [node_staging(segment, self.core.home) for segment in segments]
+        return self._bucket(tensors, "node", segments, "node", node_staging=staging)
 
     def _prepared(self, bucket: _Bucket) -> Any:
         """The bucket's plan for the buffers that this step reads and writes."""
@@ -398,13 +415,13 @@ class Stepper:
         self._announcement[0] = 0
         self.core.clear_gradients()
         self._present[:] = False
-        self._grads[:] = 0
+        self._expected = self.expected.tolist()
         self._located = self._surveyed = False
         self._early = early and self.overlapping
         self.arrivals.clear()
         self._moments.clear()
         self._arrange()
-        self._reset_buckets()
+        self._reset_buckets(0)
         self.has_timed = False
         self._is_timed = self._early and self._overlapped in _TIMED
 
@@ -412,11 +429,16 @@ class Stepper:
         self._objections = Flag(0)
         self._flags[0] = self._heard_flags[0] = 0
 
-    def _reset_buckets(self) -> None:
+    def _reset_buckets(self, attempt: int) -> None:
+        """Does what can be done for all buckets at once: when one is posted, caches are full of what backward needs."""
         self._next = 0
+        all_expected = all(self._expected)
         for bucket in self._buckets:
-            bucket.left = int(self.expected[bucket.indices].sum())
+            bucket.left = len(bucket.tensors) if all_expected else sum(self._expected[t] for t in bucket.tensors)
             bucket.ticket = None
+            bucket.envelopes.begin(self.step + 1, attempt, self._hyper, 0)
+            if self._early:
+                bucket.prepared = self._prepared(bucket)
 
     def hand_over(self, tensor: int) -> None:
         """The gradient of ``tensor`` is there and will not change. Called from hooks, once a step: it only counts.
@@ -426,7 +448,7 @@ class Stepper:
         self.arrivals.append(tensor)
         if self._is_timed:
             self._moments.append(time.perf_counter())
-        if not self.expected[tensor]:
+        if not self._expected[tensor]:
             if self.is_posted(tensor):
                 self.object(Flag.UNHANDED)
             return
@@ -437,7 +459,7 @@ class Stepper:
 
     def _post_full(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].left == 0:
-            if not self._post(self._buckets[self._next], 0, final=False):
+            if not self._post(self._buckets[self._next], final=False):
                 return
             self._next += 1
 
@@ -454,40 +476,34 @@ class Stepper:
         """Sets a flag of this rank: all ranks will discard the step, or do it again."""
         self._objections |= flag
 
-    def _post(self, bucket: _Bucket, attempt: int, final: bool) -> bool:
+    def _post(self, bucket: _Bucket, final: bool) -> bool:
         """Sends a bucket on its way; False, and nothing done, if a gradient cannot be read before ``step()``."""
         indices = bucket.indices
         addresses = self._grads[indices] if self._located else self._locate(bucket.tensors, final)
         if addresses is None:
             return False
         self._grads[indices] = addresses
-        self.core.gradients["grad"][indices] = addresses
-        present = addresses != 0
-        self._present[indices] = present
-        was_full, bucket.is_full = bucket.is_full, bool(present.all())
-        for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
-            envelope.begin(self.step + 1, attempt, self._hyper, 0)
-            if not (was_full and bucket.is_full):
+        was_full, bucket.is_full = bucket.is_full, bool(addresses.all())
+        self._present[indices] = bucket.is_full or addresses != 0
+        if not (was_full and bucket.is_full):
+            for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
                 envelope.presence[:] = segment.presence_bits(self._present)
-        prepared = self._prepared(bucket)
-        if self._early and attempt == 0 and self.verify != "version":
-            self._checksums[indices] = self._read_checksums(indices)
+        bucket.checksums = None if final or self.verify == "version" else self._checksums(bucket, addresses)
+        # In step() hyperparameters that are built in may be others than when the step was begun.
+        prepared = self._prepared(bucket) if final else bucket.prepared
         bucket.ticket = self.channel.submit(prepared, self.timeout_s, False)
         return True
 
-    def _read_checksums(self, tensors: NDArray[np.int64]) -> NDArray[np.uint64]:
-        addresses = self.core.gradients["grad"][tensors]
-        return self.core.kernels.checksums(addresses, self.layout.numels[tensors] * 4, self.verify == "full")
+    def _checksums(self, bucket: _Bucket, addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        return self.core.kernels.checksums(addresses, bucket.nbytes, self.verify == "full")
 
     def changed_tensors(self) -> list[int]:
         """Tensors of posted buckets whose gradient's bytes are not what was handed over."""
-        if self.verify == "version":
-            return []
         changed: list[int] = []
         for bucket in self._buckets:
-            if bucket.ticket is not None:
-                now = self._read_checksums(bucket.indices)
-                changed += bucket.indices[now != self._checksums[bucket.indices]].tolist()
+            if bucket.ticket is not None and bucket.checksums is not None:
+                now = self._checksums(bucket, self._grads[bucket.indices])
+                changed += bucket.indices[now != bucket.checksums].tolist()
         return changed
 
     # The exchange
@@ -555,7 +571,7 @@ class Stepper:
                 self._hyper = hyper
                 self._located = False
                 again()
-                self._reset_buckets()
+                self._reset_buckets(attempt)
             self._hear()
         except OcommError as error:
             self._die(error)
@@ -601,7 +617,7 @@ class Stepper:
 
     def _finish(self, attempt: int, hyper: int, lr: float, announcement: int, with_norm: bool) -> None:
         for bucket in self._buckets[self._next :]:
-            self._post(bucket, attempt, final=True)
+            self._post(bucket, final=True)
         self._next = len(self._buckets)
         if self.core.steps_locally:
             self._read_local()
@@ -609,8 +625,8 @@ class Stepper:
 
     def _cast(self, ballot: _Ballot, attempt: int, hyper: int, lr: float, announcement: int, with_norm: bool) -> None:
         """Says to all what this rank has to say, and waits for it and for all that is on its way."""
-        envelope = ballot.envelope
-        envelope.begin(self.step + 1, attempt, hyper, announcement)
+        ballot.envelopes.begin(self.step + 1, attempt, hyper, announcement)
+        (envelope,) = ballot.envelopes
         envelope.header["lr"] = lr
         envelope.header["flags"] = self._objections
         if ballot is self._vote:
@@ -620,13 +636,13 @@ class Stepper:
         # Read while what has been posted travels.
         envelope.header["squares"] = self._squares() if with_norm else 0.0
         exchanges = [(bucket.ticket, bucket.envelopes) for bucket in self._buckets if bucket.ticket is not None]
-        exchanges.append((self.channel.submit(ballot.prepared, self.timeout_s, False), [envelope]))
-        for ticket, _ in exchanges:
-            wait(ticket, self.channel, self.ranks, self._watch, f"{self.name}: step {self.step + 1}")
+        exchanges.append((self.channel.submit(ballot.prepared, self.timeout_s, False), ballot.envelopes))
+        what = f"{self.name}: step {self.step + 1}"
+        states = [wait(ticket, self.channel, self.ranks, self._watch, what) for ticket, _ in exchanges]
         # One that fails takes the others of its channel with it, whichever comes first here: report the cause.
-        for state in (State.MISMATCH, State.TIMED_OUT, State.MPI_ERROR, State.TASK_ERROR, State.ABORTED):
-            for ticket, envelopes in exchanges:
-                if ticket.state == state:
+        for state in _FAILURES if any(state != State.DONE for state in states) else ():
+            for found, (ticket, envelopes) in zip(states, exchanges, strict=True):
+                if found == state:
                     self._fail(ticket, envelopes)
         if with_norm:
             squares = envelope.squares()
@@ -634,7 +650,7 @@ class Stepper:
 
     def _squares(self) -> float:
         """Sum of squares of this rank's gradients, in float64: tensor by tensor, in registration order."""
-        return sum(self.core.kernels.squares(self._grads, self.layout.numels).tolist())
+        return sum(self.core.kernels.squares(self._grads.copy(), self.layout.numels).tolist())
 
     def _read_local(self) -> None:
         """Looks at the gradients that do not travel, for the vote to tell the others."""
@@ -646,12 +662,11 @@ class Stepper:
             addresses = self._grads[unposted] if self._located else self._locate(unposted, True)
             assert addresses is not None
             self._grads[unposted] = addresses
-            self.core.gradients["grad"][unposted] = addresses
             self._present[unposted] = addresses != 0
         if self._local and not self.core.is_local_finite(self._local):
             self.object(Flag.NON_FINITE)
         bits = np.packbits(self._present, bitorder="little")
-        self._vote.envelope.presence[: bits.size] = bits
+        self._vote.envelopes[0].presence[: bits.size] = bits
 
     def _die(self, error: OcommError) -> None:
         self._dead = error
@@ -664,10 +679,15 @@ class Stepper:
         self.present_anywhere[:] = False
         if self.core.steps_locally:
             count = self.present_anywhere.size
-            self.present_anywhere[:] = np.unpackbits(self._vote.envelope.heard, count=count, bitorder="little")
+            self.present_anywhere[:] = np.unpackbits(self._vote.envelopes[0].heard, count=count, bitorder="little")
         for bucket in self._buckets:
-            for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
-                segment.read_presence(envelope.heard, self.present_anywhere)
+            heard = bucket.envelopes.heard.tobytes()
+            if bucket.anywhere is None or heard != bucket.heard:
+                present = np.zeros_like(self.present_anywhere)
+                for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
+                    segment.read_presence(envelope.heard, present)
+                bucket.heard, bucket.anywhere = heard, np.flatnonzero(present)
+            self.present_anywhere[bucket.anywhere] = True
 
     @property
     def heard_announcement(self) -> int:
@@ -695,7 +715,7 @@ class Stepper:
         Those that compressed have said so in a header, unless it spoke for a node. For the others, who only add up, the
         ranks look at their gradients and tell each other once more: all of them or none, for all have heard the same.
         """
-        vote = self._vote.envelope
+        (vote,) = self._vote.envelopes
         if self.layout.nodes.is_flat:
             envelopes = [vote, *(envelope for bucket in self._buckets for envelope in bucket.envelopes)]
             found = {rank for envelope in envelopes for rank in envelope.ranks_with(Flag.NON_FINITE)}
@@ -754,7 +774,7 @@ class Stepper:
         """Takes over the order in which gradients arrive (rank 0's, the same on all ranks) for all later steps."""
         assert sorted(order) == sorted(self.order) and not self.begun
         self.order = list(order)
-        self._arranged = None
+        self._exchange = self._arranged = None
         self._cut_for.clear()
 
     def timing(self) -> NDArray[np.float64]:
@@ -766,7 +786,7 @@ class Stepper:
         """Cuts buckets by what a rank has measured (rank 0, the same on all ranks) in all later steps."""
         assert timing.size == len(self.order) + 1 and not self.begun
         self._timing = timing[:-1], float(timing[-1])
-        self._arranged = None
+        self._exchange = self._arranged = None
         self._cut_for.pop("compressed", None)
 
     def _fail(self, ticket: Ticket, envelopes: Sequence[Envelope]) -> None:

@@ -9,7 +9,7 @@ from ocomm.compression.layout import TensorSpec
 from ocomm.optim.birder import Birder
 from ocomm.optim.soft_sign import SoftSignSGD
 from ocomm.session import Session
-from ocomm.training.driver import Common, Driver, Host
+from ocomm.training.driver import Common, Driver, Group, Host
 
 #: The cores by the names of their optimizers.
 _CORES: dict[str, type[SoftSignSGD]] = {"Birder": Birder, "SoftSignSGD": SoftSignSGD}
@@ -43,8 +43,8 @@ class BirderDriver(Driver):
             options,
         )
 
-    def set_hyper(self) -> None:
-        for group in self.groups():
+    def set_hyper(self, groups: Sequence[Group]) -> None:
+        for group in groups:
             self.core.set_hyper(group.tensors, lr=group.lr, decoupled_decay=group.decoupled_decay)
 
     # State

@@ -6,12 +6,13 @@ channel, agrees with the other ranks, and takes or skips steps. Nothing here dep
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -166,6 +167,8 @@ class Driver:
         #: N of the last step taken whose gradients were clipped: sqrt(mean over ranks of |g|^2).
         self.norm: float | None = None
         self._announcement = 0
+        #: What the core was handed last.
+        self._hyper: Hashable = None
         #: What ``load_state`` and ``load_rank_state`` have loaded, for the report.
         self.resumed: dict[str, Any] | None = None
         #: Has no step begun yet, since this driver was made or a state loaded?
@@ -196,19 +199,22 @@ class Driver:
         groups = self.host.groups()
         return [replace(g, lr=float(str(np.float32(g.lr)))) for g in groups] if self.is_mixed else groups
 
-    def set_hyper(self) -> None:
-        """Hands the core the hyperparameters as they are now."""
+    def set_hyper(self, groups: Sequence[Group]) -> None:
+        """Hands the core the hyperparameters of all groups."""
         raise NotImplementedError
 
-    def compress_hyper(self) -> int:
+    def compress_hyper(self, groups: Sequence[Group]) -> Hashable:
         """What gradients are compressed with: a change after hand-over means that the exchange must be done again."""
-        return digest([(group.betas[0], group.coupled_decay) for group in self.groups()])
+        return tuple([(group.betas[0], group.coupled_decay) for group in groups])
 
-    def full_hyper(self) -> int:
+    def full_hyper(self, groups: Sequence[Group]) -> Hashable:
         """All that must be the same on all ranks."""
-        groups = self.groups()
         values = [(g.lr, *g.betas, g.eps, g.coupled_decay, g.decoupled_decay) for g in groups]
-        return digest([*values, self.core.gradient_scale])
+        return (*values, self.core.gradient_scale)
+
+    def _set_hyper(self, groups: Sequence[Group]) -> None:
+        self.set_hyper(groups)
+        self._hyper = self.full_hyper(groups)
 
     # Clipping
 
@@ -243,8 +249,9 @@ class Driver:
             if self._at_start:
                 self._agree_on_start()
             self._clip_by(self.norm if self.clips and not self._needs_survey else None)
-            self.set_hyper()
-            self.stepper.begin(self.compress_hyper(), early=not self._needs_survey)
+            groups = self.groups()
+            self._set_hyper(groups)
+            self.stepper.begin(_known_digest(self.compress_hyper(groups)), early=not self._needs_survey)
 
     def step(self, changed: Callable[[], bool]) -> Verdict:
         """Exchanges, and takes the step if all ranks do. ``changed()``: is a gradient not what was handed over?"""
@@ -260,24 +267,27 @@ class Driver:
         return self._end()
 
     def _end(self) -> Verdict:
-        lr = self.groups()[0].lr
+        groups = self.groups()
+        lr = groups[0].lr
         if self._needs_survey:
             verdict = self.stepper.survey(lr)
             if verdict is not None:
                 return verdict
             self._clip_by(self.stepper.norm)
-            self.set_hyper()
+            self._set_hyper(groups)
         verdict = self.stepper.exchange(
-            self.compress_hyper(),
-            self.full_hyper(),
+            _known_digest(self.compress_hyper(groups)),
+            _known_digest(self.full_hyper(groups)),
             lr,
             self._announcement,
-            self.set_hyper,
+            lambda: self._set_hyper(groups),
             with_norm=self.clips and self.common.clip == "previous",
         )
         if verdict is Verdict.TAKE:
             if self.clips:
                 self.norm = self.stepper.norm
+            if self.full_hyper(groups) != self._hyper:
+                self._set_hyper(groups)
             self._take()
         return verdict
 
@@ -324,7 +334,6 @@ class Driver:
         self._loaded_replica = None
 
     def _take(self) -> None:
-        self.set_hyper()
         self.steps += 1
         self._loaded_replica = None
         order = list(self.stepper.arrivals)
@@ -484,6 +493,10 @@ class Driver:
 def digest(values: Any) -> int:
     """64-bit hash of a value by its ``repr``."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
+
+
+#: The same of hyperparameters, which most steps leave as they were.
+_known_digest = functools.lru_cache(maxsize=16)(digest)
 
 
 #: Where a rank's parameters are: in the host's memory, on a device, on one that the network reaches.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ocomm.kernels.base import Floats
 from ocomm.optim.lamb import Lamb
 from ocomm.training.adam import MomentsHost
+from ocomm.training.driver import Group
 from ocomm.training.onebit_adam import OneBitAdamDriver
 
 
@@ -25,8 +27,8 @@ class LambDriver(OneBitAdamDriver):
     label = "OneBitLamb"
     core_class = Lamb
 
-    def set_hyper(self) -> None:
-        for group in self.groups():
+    def set_hyper(self, groups: Sequence[Group]) -> None:
+        for group in groups:
             self.core.set_hyper(
                 group.tensors,
                 lr=group.lr,

@@ -8,7 +8,7 @@ from typing import Any
 from ocomm.compression.layout import TensorSpec
 from ocomm.optim.lion import Lion
 from ocomm.session import Session
-from ocomm.training.driver import Common, Driver, Host
+from ocomm.training.driver import Common, Driver, Group, Host
 
 
 class LionDriver(Driver):
@@ -37,8 +37,8 @@ class LionDriver(Driver):
             options,
         )
 
-    def set_hyper(self) -> None:
-        for group in self.groups():
+    def set_hyper(self, groups: Sequence[Group]) -> None:
+        for group in groups:
             self.core.set_hyper(group.tensors, lr=group.lr, decoupled_decay=group.decoupled_decay)
 
     # State

@@ -14,7 +14,7 @@ from ocomm.optim.onebit_adam import OneBitAdam as Core
 from ocomm.optim.onebit_adam import Stage
 from ocomm.session import Session
 from ocomm.training.adam import AdamDriver, MomentsHost
-from ocomm.training.driver import Common
+from ocomm.training.driver import Common, Group
 from ocomm.types import ReduceOp
 
 
@@ -69,8 +69,8 @@ class OneBitAdamDriver(AdamDriver):
         )
         self._fresh = self._state()
 
-    def set_hyper(self) -> None:
-        for group in self.groups():
+    def set_hyper(self, groups: Sequence[Group]) -> None:
+        for group in groups:
             self.core.set_hyper(
                 group.tensors,
                 lr=group.lr,
@@ -85,11 +85,11 @@ class OneBitAdamDriver(AdamDriver):
 
     def take(self) -> None:
         core = self.core
-        warming = [int(t) for t in np.flatnonzero(core.stage == Stage.WARMUP)]
-        present = self.stepper.present_anywhere
+        dense, present = core.exchange().dense, self.stepper.present_anywhere
         limit = None if self.clips else self.common.max_grad_norm
         self.stepper.commit()
-        if warming:
+        if dense.any():
+            warming: list[int] = np.flatnonzero(dense).tolist()
             moving = [t for t in warming if present[t]]
             for tensor in moving if core.gradient_scale != 1.0 else []:
                 average = self.stepper.average(tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from ocomm.optim.intervals import RefreshSchedule, SyncSchedule
 from ocomm.optim.zero_one_adam import ZeroOneAdam as Core
 from ocomm.session import Session
 from ocomm.training.adam import AdamDriver, MomentsHost
-from ocomm.training.driver import Common, digest
+from ocomm.training.driver import Common, Group
 from ocomm.types import ReduceOp
 
 
@@ -52,8 +52,8 @@ class ZeroOneAdamDriver(AdamDriver):
         )
         self._fresh = self._state()
 
-    def set_hyper(self) -> None:
-        for group in self.groups():
+    def set_hyper(self, groups: Sequence[Group]) -> None:
+        for group in groups:
             self.core.set_hyper(
                 group.tensors,
                 lr=group.lr,
@@ -64,9 +64,9 @@ class ZeroOneAdamDriver(AdamDriver):
                 decoupled_decay=group.decoupled_decay,
             )
 
-    def compress_hyper(self) -> int:
+    def compress_hyper(self, groups: Sequence[Group]) -> Hashable:
         """The learning rate is in what a sync sends."""
-        return digest([(group.lr, group.betas[0], group.coupled_decay) for group in self.groups()])
+        return tuple([(group.lr, group.betas[0], group.coupled_decay) for group in groups])
 
     def take(self) -> None:
         core = self.core

@@ -16,7 +16,7 @@ import pytest
 from ocomm.collectives import dense
 from ocomm.collectives.compressed import compressed_segment, compressed_staging, vote
 from ocomm.collectives.engine import Channel, Engine, Reason, State, Ticket
-from ocomm.collectives.envelope import Envelope
+from ocomm.collectives.envelope import Envelopes
 from ocomm.collectives.native_engine import NativeEngine
 from ocomm.collectives.plan import (
     Average,
@@ -192,9 +192,9 @@ def message_plan(rank: int, buffer: np.ndarray, sends: Sequence[int], receives: 
     return Plan(f"plan of rank {rank}", [[stage]])
 
 
-def envelope(rank: int, tensors: int = 1, signature: int = 1) -> Envelope:
+def sealed(rank: int, tensors: int = 1, signature: int = 1) -> Envelopes:
     flags, heard, announcement = np.zeros(1, np.uint32), np.zeros(1, np.uint32), np.zeros(1, np.int64)
-    return Envelope.new(rank, signature, tensors, flags, heard, announcement)
+    return Envelopes(rank, [(signature, tensors)], flags, heard, announcement)
 
 
 def dense_exchange(kind: str, size: int, dtype: DType, numels: Sequence[int]) -> list[bytes]:
@@ -243,9 +243,9 @@ def compressed_exchange(kind: str, size: int, steps: int, source: str = "values"
         plans, buffers = [], []
         for rank in range(size):
             (segment,) = layout.segments([0, 1, 2], rank, 1 << 20)
-            env = envelope(rank, len(segment.tensors), segment.signature("onebit-l1"))
+            (env,) = said = sealed(rank, len(segment.tensors), segment.signature("onebit-l1"))
             env.presence[:] = segment.presence_bits(np.array([True, rank == 0, False]))
-            env.begin(1, 0, 9, 4 if rank == 0 else 0)
+            said.begin(1, 0, 9, 4 if rank == 0 else 0)
             flat = layout.flat_numel
             values, error, out = (np.zeros(flat, np.float32) for _ in range(3))
             values[:] = rng.normal(size=flat)
@@ -311,8 +311,8 @@ def quantized_exchange(kind: str, size: int, steps: int) -> list[bytes]:
     with world_of(kind, size) as world:
         for rank in range(size):
             (segment,) = layout.segments([0, 1, 2], rank, 1 << 20, scales=False)
-            env = envelope(rank, len(segment.tensors), segment.signature("birder"))
-            env.begin(1, 0, 9, 0)
+            (env,) = said = sealed(rank, len(segment.tensors), segment.signature("birder"))
+            said.begin(1, 0, 9, 0)
             grads = rng.normal(size=layout.flat_numel).astype(np.float32)
             tensors = np.zeros(3, TENSOR)
             tensors["grad"][:2] = [grads[layout.offsets[t] :].ctypes.data for t in range(2)]
@@ -378,8 +378,8 @@ def voted_exchange(kind: str, size: int) -> list[bytes]:
     with world_of(kind, size) as world:
         for rank in range(size):
             (segment,) = layout.segments([0, 1], rank, 1 << 20, scales=False)
-            env = envelope(rank, len(segment.tensors), segment.signature("lion"))
-            env.begin(1, 0, 9, 0)
+            (env,) = said = sealed(rank, len(segment.tensors), segment.signature("lion"))
+            said.begin(1, 0, 9, 0)
             grads = rng.normal(size=layout.flat_numel).astype(np.float32)
             tensors = np.zeros(2, TENSOR)
             tensors["grad"] = [grads[offset:].ctypes.data for offset in layout.offsets]
@@ -478,8 +478,8 @@ def test_a_header_that_differs_ends_the_plan_on_all_ranks(kind: str) -> None:
     with world_of(kind, 3) as world:
         plans, envelopes = [], []
         for rank in range(3):
-            env = envelope(rank)
-            env.begin(8 if rank == 2 else 7, 0, 5, 0)
+            (env,) = said = sealed(rank)
+            said.begin(8 if rank == 2 else 7, 0, 5, 0)
             envelopes.append(env)
             plans.append(vote(rank, [range(3)], env))
         channels = world.channels()
@@ -494,11 +494,12 @@ def test_a_header_that_differs_ends_the_plan_on_all_ranks(kind: str) -> None:
 @pytest.mark.parametrize("kind", ENGINES)
 def test_flags_and_presence_of_all_ranks_are_known_to_all(kind: str) -> None:
     with world_of(kind, 3) as world:
-        envelopes = [envelope(rank, tensors=9) for rank in range(3)]
+        said = [sealed(rank, tensors=9) for rank in range(3)]
+        envelopes = [env for (env,) in said]
         for rank, env in enumerate(envelopes):
             env.flags[0] = 1 << rank
             env.presence[0] = 1 << rank
-            env.begin(1, 0, 0, 0)
+            said[rank].begin(1, 0, 0, 0)
         plans = [vote(rank, [range(3)], env) for rank, env in enumerate(envelopes)]
         assert states(submit(world.channels(), plans)) == [State.DONE] * 3
         for env in envelopes:
@@ -510,10 +511,11 @@ def test_flags_and_presence_of_all_ranks_are_known_to_all(kind: str) -> None:
 def test_a_vote_in_groups_brings_every_header_to_everyone(kind: str, groups: list[tuple[int, ...]]) -> None:
     size = sum(len(group) for group in groups)
     with world_of(kind, size) as world:
-        envelopes = [envelope(rank, tensors=size) for rank in range(size)]
+        said = [sealed(rank, tensors=size) for rank in range(size)]
+        envelopes = [env for (env,) in said]
         for rank, env in enumerate(envelopes):
             env.flags[0] = env.presence[0] = 1 << rank
-            env.begin(1, 0, 0, 9 if rank == 0 else 0)
+            said[rank].begin(1, 0, 0, 9 if rank == 0 else 0)
         channels = world.channels()
         assert (
             states(submit(channels, [vote(r, groups, env) for r, env in enumerate(envelopes)])) == [State.DONE] * size
@@ -522,8 +524,8 @@ def test_a_vote_in_groups_brings_every_header_to_everyone(kind: str, groups: lis
             assert (int(env.heard_flags[0]), int(env.heard[0])) == ((1 << size) - 1,) * 2
             assert int(env.announcement[0]) == 9
             assert env.ranks_with(Flag(1 << 1)) == [1]
-        for rank, env in enumerate(envelopes):
-            env.begin(2 + (rank == 1), 0, 0, 0)
+        for rank in range(size):
+            said[rank].begin(2 + (rank == 1), 0, 0, 0)
         tickets = submit(channels, [vote(r, groups, env) for r, env in enumerate(envelopes)])
         assert states(tickets) == [State.MISMATCH] * size
         wanted = [("step", {rank: 2 + (rank == 1) for rank in range(size)})]
@@ -533,10 +535,11 @@ def test_a_vote_in_groups_brings_every_header_to_everyone(kind: str, groups: lis
 @pytest.mark.parametrize("kind", ENGINES)
 def test_news_of_the_vote_stays_whichever_message_is_checked_last(kind: str) -> None:
     with world_of(kind, 1) as world:
-        news, silence = envelope(0), envelope(0)
+        said = sealed(0), sealed(0)
+        (news,), (silence,) = said
         silence.announcement = news.announcement  # as all messages of a step
-        news.begin(1, 0, 0, 4)
-        silence.begin(1, 0, 0, 0)
+        said[0].begin(1, 0, 0, 4)
+        said[1].begin(1, 0, 0, 0)
         plans = [vote(0, [range(1)], news), vote(0, [range(1)], silence)]
         assert states(submit(world.channels() * 2, plans)) == [State.DONE] * 2
         assert int(news.announcement[0]) == 4

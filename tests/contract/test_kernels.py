@@ -447,6 +447,18 @@ class TestCompress:
         for block in world.blocks:
             assert not bits_in(packed, block, count=-(-int(block["length"]) // 8) * 8)[block["length"] :].any()
 
+    def test_a_scale_that_is_not_finite_is_found(self, kernels: Kernels) -> None:
+        world = World((300, 1, 5000), block_size=128)
+        message = world.messages[0]
+        assert kernels.finite_scales(world.blocks, message)
+        assert kernels.finite_scales(world.blocks[:0], message)
+        for bad in (np.nan, np.inf, -np.inf):
+            at = int(world.blocks["scale"][-1])
+            broken = message.copy()
+            broken[at : at + 4] = np.frombuffer(np.float32(bad).tobytes(), np.uint8)
+            assert not kernels.finite_scales(world.blocks, broken)
+            assert kernels.finite_scales(world.blocks[:-1], broken)
+
     def test_the_error_may_be_updated_in_place(self, kernels: Kernels) -> None:
         world = World((9000, 100), masked=0.1)
         _, packed, expected = world.sent(kernels)

@@ -24,7 +24,7 @@ from ocomm.kernels.base import RUN, TENSOR
 from ocomm.kernels.device import DeviceArray, DeviceKernels
 from ocomm.telemetry.timeline import Timeline
 from ocomm.types import DType, Flag, ReduceOp
-from tests.contract.test_engine import ENGINES, envelope, message_plan, states, submit, world_of
+from tests.contract.test_engine import ENGINES, message_plan, sealed, states, submit, world_of
 from tests.fake_device import FakeDevice
 
 
@@ -119,8 +119,8 @@ class Exchange:
             values[:] = rng.normal(size=numel).astype(np.float32)
             stages, results = [], []
             for layout in self.layout.segments([0], rank, self.layout.numel // 8 // segments):
-                env = envelope(rank, 1, layout.signature("onebit-l1"))
-                env.begin(1, 0, 9, 0)
+                (env,) = said = sealed(rank, 1, layout.signature("onebit-l1"))
+                said.begin(1, 0, 9, 0)
                 staging, result = compressed_staging(layout, home), home.staging(layout.packed_nbytes)
                 compress = Compress(
                     layout.worker_blocks, values, None, None, error, error, None, "l1", staging.send, env.flags

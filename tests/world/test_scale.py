@@ -14,7 +14,7 @@ import pytest
 
 from ocomm.collectives.compressed import vote
 from ocomm.collectives.engine import State
-from ocomm.collectives.envelope import Envelope
+from ocomm.collectives.envelope import Envelopes
 from ocomm.collectives.error_feedback import OneBitAllreduce
 from ocomm.collectives.plan import Plan
 from ocomm.collectives.python_engine import PythonChannel, PythonEngine
@@ -78,7 +78,7 @@ def messages_of(rank: int, nodes: Nodes) -> tuple[int, int]:
     engine = PythonEngine(cpu_kernels(), threading.Event())
     channel = engine.open_channel(Fabric(nodes.ranks).endpoint(rank), 1)
     exchange = OneBitAllreduce(channel, "x", (numel,), rank, range(nodes.ranks), nodes, 1 << 20, WATCH, block_size=16)
-    headers = Envelope.new(rank, 0, 0, *(np.zeros(1, kind) for kind in (np.uint32, np.uint32, np.int64)))
+    (headers,) = Envelopes(rank, [(0, 0)], *(np.zeros(1, kind) for kind in (np.uint32, np.uint32, np.int64)))
     plans = exchange._prepared[0], vote(rank, vote_groups(nodes), headers)
     return _leaving(plans[0], nodes.node_of(rank)), _leaving(plans[1], nodes.node_of(rank))
 
