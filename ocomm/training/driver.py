@@ -465,12 +465,14 @@ class Driver:
         from the start of this process.
 
         ``form`` is ``"flat"`` or ``"hierarchical"``. In the latter ``bytes_sent`` and ``bytes_dense`` count what goes
-        to other nodes, and ``bytes_sent_inside`` what this rank sends to others of its own.
+        to other nodes, and ``bytes_sent_inside`` what this rank sends to others of its own; ``inside`` is what carries
+        its dense values there, ``"MPI"`` or ``"NCCL"``.
         """
         traffic = self.stepper.traffic
         dense = self.core.layout.dense_bytes()
         return {
             "form": "flat" if self.core.layout.nodes.is_flat else "hierarchical",
+            "inside": None if self.core.layout.nodes.is_flat else "MPI" if self.inside is None else "NCCL",
             "bytes_sent_inside": traffic.bytes_sent_inside,
             "step": self.steps,
             "dense_steps": traffic.dense_steps,

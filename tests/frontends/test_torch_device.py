@@ -16,6 +16,7 @@ import torch
 from ocomm import session as sessions
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.kernels.device import DeviceMemory
+from ocomm.operations import ProcessSet
 from ocomm.session import Session
 from ocomm.transport import nccl
 from ocomm.types import Settings
@@ -252,15 +253,16 @@ def test_nodes_add_up_over_nccl_what_they_do_in_the_hosts_memory(
 
         def watch(optimizer: Any, step: int) -> None:
             reports.append(optimizer.compression_report())
-            assert (reports[-1]["form"], optimizer._driver.direct) == ("hierarchical", direct)
+            found = reports[-1]["form"], reports[-1]["inside"], optimizer._driver.direct
+            assert found == ("hierarchical", inside, direct)
 
         run = trained(kind, rank_of(session), 7, watch=watch, hierarchical=True)
         return run, reports[-1]["bytes_sent_inside"]
 
-    direct = False
+    inside, direct = "MPI", False
     settings = Settings(segment_nbytes=512, direct_peers=peers)
     expected = run_ranks(len(hosts), body, settings, hosts=hosts)
-    direct = reached
+    inside, direct = "NCCL", reached
     library = FakeNccl()
     on_devices(range(len(hosts)), range(len(hosts)) if reached else [], library)
     got = run_ranks(len(hosts), body, settings, hosts=hosts)
@@ -383,6 +385,19 @@ def test_where_nccl_is_not_between_all_no_rank_uses_it(
     assert all(communicator.aborted for communicator in library.communicators)
     if not MPI_SIZE or caplog.text:
         assert words in caplog.text
+
+
+def test_ranks_of_another_set_get_no_second_communicator_in_a_process(on_devices: Any) -> None:
+    def body(session: Session) -> None:
+        KINDS["Birder"].wrap(parameters_of(torch.float32), hierarchical=True)
+        if rank_of(session) != 2:
+            with pytest.raises(InvalidRequestError, match=r"rank 0: its process has one between ranks \[0, 1, 2\]"):
+                KINDS["Birder"].wrap(parameters_of(torch.float32), hierarchical=True, process_set=ProcessSet([0, 1, 3]))
+        assert (session.bridge is None) == (rank_of(session) == 3)
+        assert session.bridge is None or not session.bridge.ended
+
+    on_devices(range(4), [], FakeNccl())
+    run_ranks(4, body, process_sets=[[0, 1, 3]], hosts="aaab")
 
 
 def test_who_insists_on_nccl_is_refused_without_and_forms_that_differ_are_named(on_devices: Any) -> None:
