@@ -186,8 +186,11 @@ def print_results(dense: Run, onebit: Run, dense_bytes: float) -> None:
         )
     headers = ["", "train loss", "test loss", "test accuracy", "sent per rank and step", "sent in all"]
     print(tabulate(rows, headers, disable_numparse=True))
-    print(f"\nA compressed step sends {dense_bytes / onebit.bytes_sent[-1]:.1f} times fewer bytes than a dense one,")
-    print(f"the whole run {report['ratio']:.1f} times fewer: its first {report['dense_steps']} steps are plain Adam's.")
+    print()
+    if dense_bytes:  # a rank alone sends nothing
+        times, dense_steps = report["ratio"], report["dense_steps"]
+        print(f"A compressed step sends {dense_bytes / onebit.bytes_sent[-1]:.1f} times fewer bytes than a dense one,")
+        print(f"the whole run {times:.1f} times fewer: its first {dense_steps} steps are plain Adam's.")
     for run in (dense, onebit):
         ranks = len(run.fingerprints)
         if len(set(run.fingerprints)) == 1:
@@ -254,9 +257,9 @@ def draw(dense: Run, onebit: Run, dense_bytes: float, path: Path) -> None:
         color="#c8553d",
         fontsize=9,
     )
-    figure.suptitle(
-        f"CNN on digits, {hvd.size()} ranks: {onebit.report['ratio']:.1f} times fewer bytes in the whole run"
-    )
+    ratio = onebit.report["ratio"]  # None for a rank alone
+    saved = f": {ratio:.1f} times fewer bytes in the whole run" if ratio else ""
+    figure.suptitle(f"CNN on digits, {hvd.size()} ranks{saved}")
     # Drawn first and written at once: what fails then is the disk.
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")

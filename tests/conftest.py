@@ -22,6 +22,17 @@ def _no_session_left_behind() -> Iterator[None]:
     assert not sessions.current().is_initialized, "a test left its session running"
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Under mpirun a test for another number of ranks is skipped by ``run_ranks``, and here before it works out what to
+    expect."""
+    parameters = getattr(item, "callspec", None)
+    for name in ("ranks", "size", "hosts") if MPI_SIZE and parameters is not None else ():
+        value = parameters.params.get(name, MPI_SIZE)
+        wanted = len(value) if isinstance(value, str) else value
+        if wanted != MPI_SIZE and isinstance(wanted, int):
+            pytest.skip(reason=f"needs {wanted} ranks, this run has {MPI_SIZE}")
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Under mpirun the job ends in order: MPI reports a rank that ends without this as a failure."""
     if MPI_SIZE:

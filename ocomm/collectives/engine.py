@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import os
 from typing import Any, Protocol
 
 from ocomm.collectives.plan import Plan
 from ocomm.collectives.tracing import Trace
+from ocomm.errors import NotInitializedError
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Transport
 
@@ -78,7 +80,10 @@ class Channel(Protocol):
         ...
 
     def submit(self, prepared: Any, timeout_s: float, notify: bool) -> Ticket:
-        """Queues a prepared plan; ``timeout_s`` counts from now, 0 for none. From any thread."""
+        """Queues a prepared plan; ``timeout_s`` counts from now, 0 for none. From any thread.
+
+        NotInitializedError in a forked child, and after ``Engine.close``.
+        """
         ...
 
     def abandon(self) -> None:
@@ -136,3 +141,17 @@ class Engine(Protocol):
     def close(self) -> None:
         """Refuses plans from now on and lets go of all memory. ``run`` is over, and nothing is under way."""
         ...
+
+
+def require_open(owner: int, is_closed: bool, what: str) -> None:
+    """NotInitializedError where nobody will run plan ``what`` of an engine that process ``owner`` has made."""
+    if os.getpid() != owner:
+        raise NotInitializedError(
+            f"{what}: this process (pid {os.getpid()}) was forked from a rank (pid {owner}), which is the one that may "
+            "communicate."
+        )
+    if is_closed:
+        raise NotInitializedError(
+            f"{what}: the job that this belongs to has been shut down. After init() make a new optimizer and load its "
+            "state, or call reconnect()."
+        )

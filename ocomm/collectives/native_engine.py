@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from array import array as Array
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import numpy as np
 
 from ocomm._native import ffi, lib
 from ocomm.collectives import plan as plans
-from ocomm.collectives.engine import Reason, State
+from ocomm.collectives.engine import Reason, State, require_open
 from ocomm.collectives.plan import Plan
 from ocomm.collectives.tracing import Trace, new_trace, record
 from ocomm.kernels.cpu import Pool, pointer_to
@@ -266,6 +267,7 @@ class NativeChannel:
         return _Prepared(plan)
 
     def submit(self, prepared: _Prepared, timeout_s: float, notify: bool) -> NativeTicket:
+        require_open(self._engine.owner, self._engine.is_closed, prepared.plan.name)
         row = prepared.row(notify, timeout_s)
         ticket = NativeTicket(self._engine, prepared, row)
         self._engine.remember(ticket)
@@ -302,6 +304,8 @@ class NativeEngine:
         # Freed with its last user, not by close(): another thread may be about to submit, wake or wait.
         self.pointer = ffi.gc(pointer, lib.ocomm_engine_free)
         self.timeline: Timeline | None = None
+        self.owner = os.getpid()
+        self.is_closed = False
         self._lock = threading.Lock()
         self._alive: list[NativeTicket] = []
 
@@ -355,6 +359,7 @@ class NativeEngine:
         return {name: getattr(counters, name) for name in names}
 
     def close(self) -> None:
+        self.is_closed = True
         self.fail()
         with self._lock:
             self._alive.clear()  # a cycle through the engine

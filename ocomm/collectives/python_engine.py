@@ -6,6 +6,7 @@ stages in turn, plans retired when all their segments are over.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ocomm.collectives import plan as plans
-from ocomm.collectives.engine import Reason, State
+from ocomm.collectives.engine import Reason, State, require_open
 from ocomm.collectives.plan import HEADER, Plan
 from ocomm.collectives.tracing import Trace, new_trace, record
 from ocomm.compression.wire import COMPARED, DISAGREEMENT
@@ -114,6 +115,7 @@ class PythonChannel:
         return plan
 
     def submit(self, prepared: Plan, timeout_s: float, notify: bool) -> PythonTicket:
+        require_open(self.engine.owner, self.engine.is_closed, prepared.name)
         ticket = PythonTicket(prepared, timeout_s, notify, self.engine.timeline)
         with self.engine.lock:
             refused = self.failed or self.engine.failing
@@ -303,6 +305,8 @@ class PythonEngine:
         self.arrival = arrival
         self.idle_s = idle_ms / 1e3
         self.timeline: Timeline | None = None
+        self.owner = os.getpid()
+        self.is_closed = False
         self.lock = threading.Lock()
         self.failing = False
         self.channels: list[PythonChannel] = []
@@ -345,7 +349,7 @@ class PythonEngine:
         return dict(self.totals)
 
     def close(self) -> None:
-        self.failing = True
+        self.is_closed = self.failing = True
         self.channels.clear()
         self.watched.clear()
 

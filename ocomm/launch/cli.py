@@ -160,7 +160,7 @@ def _in_allocation(environ: Mapping[str, str]) -> bool:
 
 
 def _require_program(command: tuple[str, ...], environ: Mapping[str, str]) -> None:
-    if shutil.which(command[0], path=environ.get("PATH")) is None:
+    if command and shutil.which(command[0], path=environ.get("PATH")) is None:
         raise LaunchError(f"there is no program {command[0]!r} on PATH to start.")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.jobs import MPIRUN
 
-PATIENCE_S = 6
+PATIENCE_S = 3
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from ocomm_torch.functions import broadcast_parameters
 from ocomm_torch.onebit import DistributedOneBitAdam
 from tests.frontends.every_kind import KINDS, whole_state
 from tests.frontends.onebit_jobs import gradients, initial
-from tests.worlds import run_ranks
+from tests.worlds import MPI_SIZE, run_ranks
+
+pytestmark = pytest.mark.skipif(MPI_SIZE > 0, reason="threads are enough: nothing here is of the network")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 #: Of the tensors of ``SHAPES``.

@@ -26,10 +26,12 @@ from ocomm.errors import (
     StallError,
 )
 from ocomm.negotiation.request import Kind, Request
+from ocomm.runtime import background
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.session import Session
 from ocomm.transport.local import Fabric, LocalTransport
 from ocomm.types import DType, ReduceOp, Settings
+from tests import worlds
 from tests.worlds import MPI_SIZE, run_ranks
 
 LIMIT_S = 20.0
@@ -170,7 +172,8 @@ def test_a_rank_that_leaves_fails_what_waits_for_it_and_what_comes_later() -> No
 
 @threads_only
 @pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_a_rank_that_fails_ends_all_others_with_its_reason(culprit: int) -> None:
+def test_a_rank_that_fails_ends_all_others_with_its_reason(culprit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_FAREWELL_S", 0.3)  # how long it stays for ranks that do not leave
     ranks = Ranks(3)
     others = [rank for rank in range(3) if rank != culprit]
     waiting = [start(ranks.sessions[rank], np.ones(4, np.float32), "x") for rank in others]
@@ -203,6 +206,7 @@ class Torn(LocalTransport):
 @threads_only
 def test_handles_of_plans_under_way_end_when_the_job_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Torn, "cut", True)
+    monkeypatch.setattr(background, "_FAREWELL_S", 0.3)
     ranks = Ranks(2, Settings(engine="python"), Torn)
     handles = [start(session, np.ones(4, np.float32), "x") for session in ranks.sessions]
     end = time.monotonic() + LIMIT_S
@@ -245,10 +249,14 @@ class Mute(LocalTransport):
 @threads_only
 @pytest.mark.parametrize(
     "silent, settings",
-    [(0, Settings(peer_timeout_s=0.6)), (1, Settings(peer_timeout_s=0.6)), (0, Settings(stall_shutdown_s=1.0))],
+    [(0, Settings(peer_timeout_s=0.6)), (1, Settings(peer_timeout_s=0.6)), (0, Settings(stall_shutdown_s=1.5))],
     ids=["rank 0", "rank 1", "rank 0, by the deadline of stalls"],
 )
-def test_a_rank_that_shows_no_sign_of_life_is_named(silent: int, settings: Settings) -> None:
+def test_a_rank_that_shows_no_sign_of_life_is_named(
+    silent: int, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_HEARTBEAT_S", 0.5)
+    monkeypatch.setattr(background, "_FAREWELL_S", 0.3)
     ranks = Ranks(3, settings, Mute)
     others = [rank for rank in range(3) if rank != silent]
     handles = [start(ranks.sessions[rank], np.ones(4, np.float32), "x") for rank in others]
@@ -377,6 +385,7 @@ def _square(number: int) -> int:
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_may_compute_but_not_communicate() -> None:
     sessions.initialize()
+    sessions.current().compressed_allreduce(0, "x", np.ones(8, np.float32))
     try:
         with multiprocessing.get_context("fork").Pool(2) as pool:
             assert pool.map(_square, range(5)) == [0, 1, 4, 9, 16]
@@ -384,6 +393,11 @@ def test_a_forked_child_may_compute_but_not_communicate() -> None:
             assert message.startswith("NotInitializedError: this process (pid ")
             assert message.endswith(
                 f") was forked from rank 0 (pid {os.getpid()}), which is the one that may communicate."
+            )
+            message = pool.apply(_exchange_in_child)
+            assert message.startswith("NotInitializedError: x: this process (pid ")
+            assert message.endswith(
+                f") was forked from a rank (pid {os.getpid()}), which is the one that may communicate."
             )
             message = pool.apply(_init_in_child)
             assert message.startswith("LaunchError: init() was called in process ")
@@ -398,6 +412,14 @@ def test_a_forked_child_may_compute_but_not_communicate() -> None:
 def _submit_in_child() -> str:
     try:
         sessions.current().submit(0, Submission([], [], []))
+    except NotInitializedError as error:
+        return f"NotInitializedError: {error}"
+    return "nothing was raised"
+
+
+def _exchange_in_child() -> str:
+    try:
+        sessions.current().compressed_allreduce(0, "x", np.ones(8, np.float32))
     except NotInitializedError as error:
         return f"NotInitializedError: {error}"
     return "nothing was raised"
@@ -428,7 +450,8 @@ def test_a_forked_child_that_ends_in_the_ordinary_way_does_not_hang() -> None:
 
 
 @alone
-def test_the_background_thread_runs_on_the_core_that_a_setting_names() -> None:
+def test_the_background_thread_runs_on_the_core_that_a_setting_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds, "GRACE_S", 0.2)  # of a rank whose other cannot start
     core = min(os.sched_getaffinity(0))
 
     def body(session: Session) -> None:
