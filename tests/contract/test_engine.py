@@ -35,6 +35,7 @@ from ocomm.collectives.plan import (
 from ocomm.collectives.python_engine import PythonEngine, PythonTicket
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import Layout, TensorSpec
+from ocomm.errors import NotInitializedError
 from ocomm.kernels.base import NOISE, OWNERS, TENSOR
 from ocomm.kernels.cpu import CpuKernels, Pool
 from ocomm.kernels.reference import ReferenceKernels
@@ -603,7 +604,8 @@ def test_a_world_of_one_runs_plans_without_messages(kind: str) -> None:
     assert [ticket.state for ticket in tickets] == [State.DONE] * 2
     assert target.tobytes() == source.tobytes()
     engine.close()
-    assert channel.submit(channel.prepare(Plan("late", [])), 0.0, False).wait(1.0) == State.ABORTED
+    with pytest.raises(NotInitializedError, match="late: the job that this belongs to has been shut down"):
+        channel.submit(channel.prepare(Plan("late", [])), 0.0, False)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
