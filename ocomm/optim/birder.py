@@ -15,6 +15,7 @@ Memory per parameter, besides the parameter and its gradient, for n ranks: m, b 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,8 @@ class Birder(SoftSignSGD):
 
     # One step
 
-    def exchange(self) -> Exchange:
+    @cached_property
+    def _exchange(self) -> Exchange:
         everything = np.ones(len(self.layout.tensors), np.bool_)
         return Exchange(everything, ~everything)
 

@@ -18,6 +18,7 @@ Memory per parameter, besides the parameter and its gradient: m 2 * 4 B.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -82,9 +83,13 @@ class Lion(Core):
 
     # One step
 
-    def exchange(self) -> Exchange:
+    @cached_property
+    def _exchange(self) -> Exchange:
         everything = np.ones(len(self.layout.tensors), np.bool_)
         return Exchange(everything, ~everything)
+
+    def exchange(self) -> Exchange:
+        return self._exchange
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> CompressSigns:
         """This step's signs into ``packed``. Reads gradients; writes the momentum."""

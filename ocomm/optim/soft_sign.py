@@ -11,6 +11,7 @@ Memory per parameter, besides the parameter and its gradient: m and b 2 * 8 B, t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,13 @@ class SoftSignSGD(Core):
 
     # One step
 
-    def exchange(self) -> Exchange:
+    @cached_property
+    def _exchange(self) -> Exchange:
         everything = np.ones(len(self.layout.tensors), np.bool_)
         return Exchange(~everything, everything)
+
+    def exchange(self) -> Exchange:
+        return self._exchange
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Computation:
         raise AssertionError("nothing travels compressed")
