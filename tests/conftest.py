@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +18,9 @@ from tests.worlds import MPI_SIZE
 if MPI_SIZE:
     # mpirun ends a rank that hangs with this signal, once another has given up on it: say where it was.
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
+    # Ranks end at the same moment, and would stumble over each other when pytest removes what older runs have left.
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix="ocomm-tests-")
+    atexit.register(shutil.rmtree, os.environ["PYTEST_DEBUG_TEMPROOT"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
