@@ -31,8 +31,8 @@ SMALL_NBYTES = 8192
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a plan is built: this rank of ``size``, the largest segment in bytes, and a source of staging memory.
+class Context:
+    """What a plan is built in: this rank of ``size``, the largest segment in bytes, and a source of staging memory.
 
     ``nodes`` say how an allreduce goes: flat, or with a sum inside each node first.
     """
@@ -89,7 +89,7 @@ def average_factor(dtype: DType, op: ReduceOp, postscale: float, size: int) -> f
 
 
 def allreduce(
-    place: Place,
+    context: Context,
     sources: Sequence[Location],
     results: Sequence[Location],
     nbytes: Sequence[int],
@@ -110,12 +110,12 @@ def allreduce(
     staging: list[Bytes] = []
 
     def stage_memory(nbytes: int) -> Bytes:
-        buffer = place.scratch(nbytes)
+        buffer = context.scratch(nbytes)
         staging.append(buffer)
         return buffer[:nbytes]
 
-    reduction = _Reduction(place, stage_memory, dtype, op, prescale, postscale)
-    piece = segment_nbytes(sum(nbytes), reduction.shares, place.segment_nbytes)
+    reduction = _Reduction(context, stage_memory, dtype, op, prescale, postscale)
+    piece = segment_nbytes(sum(nbytes), reduction.shares, context.segment_nbytes)
     alone_nbytes = max(piece // 4, SMALLEST_NBYTES)  # a segment is worth its messages
     is_fused = [n < alone_nbytes for n in nbytes]
     count = sum(is_fused)
@@ -160,8 +160,8 @@ def _cut(
         skipped = max(low - (ends[first] - nbytes[first]), 0)
         lengths[0] -= skipped
         for k, start in {len(found) - 1: 0, 0: skipped}.items():
-            place = found[k]
-            found[k] = place + start if isinstance(place, int) else place[start : start + lengths[k]]
+            whole = found[k]
+            found[k] = whole + start if isinstance(whole, int) else whole[start : start + lengths[k]]
     return found, lengths
 
 
@@ -169,7 +169,7 @@ def _cut(
 class _Reduction:
     """How tensors are reduced; ``memory`` lasts as long as the plan."""
 
-    place: Place
+    context: Context
     memory: Callable[[int], Bytes]
     dtype: DType
     op: ReduceOp
@@ -179,12 +179,12 @@ class _Reduction:
     @property
     def in_nodes(self) -> bool:
         """Whether nodes reduce first: then they do for every number of bytes, so that fusion changes no bit."""
-        return not self.place.nodes.is_flat and (self.dtype.is_floating or self.op != ReduceOp.AVERAGE)
+        return not self.context.nodes.is_flat and (self.dtype.is_floating or self.op != ReduceOp.AVERAGE)
 
     @property
     def shares(self) -> int:
         """Into how many parts a segment is cut, each of which is reduced by another rank."""
-        return len(self.place.nodes.owners) if self.in_nodes else self.place.size
+        return len(self.context.nodes.owners) if self.in_nodes else self.context.size
 
     def segments(self, source: Bytes, result: Bytes, largest_nbytes: int) -> list[list[Stage]]:
         """The stages of an allreduce of ``source`` into ``result``, which may be the same, piece by piece."""
@@ -195,48 +195,48 @@ class _Reduction:
 
     def _at_once(self, source: Bytes, result: Bytes) -> list[Stage]:
         """Everybody sends everything to everybody, and reduces alone."""
-        place = self.place
-        rows = self._rows(range(place.size), source)
-        received = dict(rows) | {place.rank: source}
+        context = self.context
+        rows = self._rows(range(context.size), source)
+        received = dict(rows) | {context.rank: source}
         send = Stage(
             [],
-            [Message(peer, source) for peer in place.peers],
-            [Message(peer, received[peer]) for peer in place.peers],
+            [Message(peer, source) for peer in context.peers],
+            [Message(peer, received[peer]) for peer in context.peers],
         )
         if not self.in_nodes:
             # The sends are over when the stage is, so a sum in place may overwrite what was sent.
-            return [send, Stage([self._reduce(list(received.values()), result, place.size, self.prescale)])]
-        inner = [self._inner([received[r] for r in node], rows[node[0]]) for node in place.nodes.members]
-        outer = self._reduce([rows[node[0]] for node in place.nodes.members], result, len(inner))
+            return [send, Stage([self._reduce(list(received.values()), result, context.size, self.prescale)])]
+        inner = [self._inner([received[r] for r in node], rows[node[0]]) for node in context.nodes.members]
+        outer = self._reduce([rows[node[0]] for node in context.nodes.members], result, len(inner))
         return [send, Stage([*inner, outer])]
 
     def _flat(self, source: Bytes, result: Bytes, low: int, high: int) -> list[Stage]:
         """The bytes [low, high): each rank sums its slice in the order of ranks, and gives it to everyone."""
-        ranks = range(self.place.size)
+        ranks = range(self.context.size)
         return self._between(_shares(low, high, ranks), ranks, source, result, self.prescale)
 
     def _through_nodes(self, source: Bytes, result: Bytes, low: int, high: int) -> list[Stage]:
         """The bytes [low, high), cut into slices: each node reduces them in the order of its ranks, the ranks that have
         a slice reduce that in the order of nodes, and give it to their node."""
-        place = self.place
-        slices = _shares(low, high, place.members[: place.nodes.slices])
-        collect = Stage([], [Message(peer, source[slices[peer]]) for peer in place.mates if peer in slices])
-        spread = Stage([], [], [Message(peer, result[slices[peer]]) for peer in place.mates if peer in slices])
-        if place.rank not in slices:
+        context = self.context
+        slices = _shares(low, high, context.members[: context.nodes.slices])
+        collect = Stage([], [Message(peer, source[slices[peer]]) for peer in context.mates if peer in slices])
+        spread = Stage([], [], [Message(peer, result[slices[peer]]) for peer in context.mates if peer in slices])
+        if context.rank not in slices:
             return [collect, Stage(), Stage(), spread]
-        mine = slices[place.rank]
-        rows = self._rows(place.members, source[mine]) | {place.rank: source[mine]}
-        collect.receives = [Message(peer, rows[peer]) for peer in place.mates]
-        across = self._between(_shares(mine.start, mine.stop, place.workers), place.workers, result, result)
+        mine = slices[context.rank]
+        rows = self._rows(context.members, source[mine]) | {context.rank: source[mine]}
+        collect.receives = [Message(peer, rows[peer]) for peer in context.mates]
+        across = self._between(_shares(mine.start, mine.stop, context.workers), context.workers, result, result)
         across[0].compute.append(self._inner(list(rows.values()), result[mine]))
-        spread.sends = [Message(peer, result[mine]) for peer in place.mates]
+        spread.sends = [Message(peer, result[mine]) for peer in context.mates]
         return [collect, *across, spread]
 
     def _between(
         self, owners: dict[int, slice], ranks: Sequence[int], source: Bytes, result: Bytes, prescale: float = 1.0
     ) -> list[Stage]:
         """Each of ``ranks`` sends its ``source`` to the owners, who reduce it into ``result`` and send that back."""
-        rank = self.place.rank
+        rank = self.context.rank
         others = after(ranks, ranks.index(rank))
         scatter = Stage([], [Message(peer, source[owners[peer]]) for peer in others if peer in owners])
         gather = Stage([], [], [Message(peer, result[owners[peer]]) for peer in others if peer in owners])
@@ -255,7 +255,7 @@ class _Reduction:
 
     def _inner(self, sources: list[Bytes], out: Bytes) -> Reduce:
         """The ranks of a node. For an average times nodes/n, so that it overflows no sooner than the values do."""
-        weight = self.place.nodes.weight if self.op == ReduceOp.AVERAGE else 1.0
+        weight = self.context.nodes.weight if self.op == ReduceOp.AVERAGE else 1.0
         return Reduce(self.dtype, self.op, sources, self.prescale, weight, out)
 
     def _rows(self, ranks: Sequence[int], like: Bytes) -> dict[int, Bytes]:
@@ -271,22 +271,22 @@ def _shares(low: int, high: int, ranks: Sequence[int]) -> dict[int, slice]:
     return {rank: part for rank, part in cut if part.stop > part.start}
 
 
-def allgather(place: Place, tensors: Sequence[tuple[Bytes, Bytes, Sequence[int]]]) -> Plan:
+def allgather(context: Context, tensors: Sequence[tuple[Bytes, Bytes, Sequence[int]]]) -> Plan:
     """For each (input, output, bytes of every rank): the inputs of all ranks side by side in ``output``."""
     segments = []
     for source, result, nbytes in tensors:
         starts = np.concatenate([[0], np.cumsum(nbytes)]).tolist()
-        pieces = max(-(-max(nbytes, default=0) // place.message_nbytes), 1)
+        pieces = max(-(-max(nbytes, default=0) // context.message_nbytes), 1)
         for piece in range(pieces):
-            spans = [_piece(start, n, piece, place.message_nbytes) for start, n in zip(starts, nbytes, strict=False)]
-            own = spans[place.rank]
-            mine = source[own.start - starts[place.rank] : own.stop - starts[place.rank]]
+            spans = [_piece(start, n, piece, context.message_nbytes) for start, n in zip(starts, nbytes, strict=False)]
+            own = spans[context.rank]
+            mine = source[own.start - starts[context.rank] : own.stop - starts[context.rank]]
             segments.append(
                 [
                     Stage(
                         [Copy(mine, result[own])] if mine.nbytes else [],
-                        [Message(peer, mine) for peer in place.peers] if mine.nbytes else [],
-                        [Message(p, result[spans[p]]) for p in place.peers if spans[p].stop > spans[p].start],
+                        [Message(peer, mine) for peer in context.peers] if mine.nbytes else [],
+                        [Message(p, result[spans[p]]) for p in context.peers if spans[p].stop > spans[p].start],
                     )
                 ]
             )
@@ -298,27 +298,27 @@ def _piece(start: int, nbytes: int, piece: int, piece_nbytes: int) -> slice:
     return slice(start + low, start + min(low + piece_nbytes, nbytes))
 
 
-def broadcast(place: Place, source: Bytes, result: Bytes, root: int) -> Plan:
+def broadcast(context: Context, source: Bytes, result: Bytes, root: int) -> Plan:
     """``result`` on every rank becomes the root's ``source``. Large: the root deals slices, owners pass them on."""
-    copy = [Copy(source, result)] if place.rank == root and source is not result and source.nbytes else []
-    is_root = place.rank == root
+    copy = [Copy(source, result)] if context.rank == root and source is not result and source.nbytes else []
+    is_root = context.rank == root
     segments: list[list[Stage]] = [[Stage(list(copy))]] if copy else [[Stage()]]
-    is_dealt = result.nbytes > SMALL_NBYTES and place.size > 2
-    piece = segment_nbytes(result.nbytes, place.size if is_dealt else 1, place.segment_nbytes)
+    is_dealt = result.nbytes > SMALL_NBYTES and context.size > 2
+    piece = segment_nbytes(result.nbytes, context.size if is_dealt else 1, context.segment_nbytes)
     for low, high in _pieces(result.nbytes, piece):
         if not is_dealt:
             part = slice(low, high)
-            sends = [Message(peer, source[part]) for peer in place.peers] if is_root else []
+            sends = [Message(peer, source[part]) for peer in context.peers] if is_root else []
             segments.append([Stage([], sends, [] if is_root else [Message(root, result[part])])])
             continue
-        slices = _slices(low, high, place.size)
-        mine = slices[place.rank]
-        filled = [peer for peer in place.peers if slices[peer].stop > slices[peer].start]
+        slices = _slices(low, high, context.size)
+        mine = slices[context.rank]
+        filled = [peer for peer in context.peers if slices[peer].stop > slices[peer].start]
         has_mine = mine.stop > mine.start
-        leaves = [peer for peer in place.peers if peer != root]
+        leaves = [peer for peer in context.peers if peer != root]
         if is_root:
             deal = Stage([], [Message(peer, source[slices[peer]]) for peer in filled])
-            share = Stage([], [Message(peer, source[mine]) for peer in place.peers] if has_mine else [])
+            share = Stage([], [Message(peer, source[mine]) for peer in context.peers] if has_mine else [])
         else:
             deal = Stage([], [], [Message(root, result[mine])] if has_mine else [])
             share = Stage(
@@ -330,24 +330,24 @@ def broadcast(place: Place, source: Bytes, result: Bytes, root: int) -> Plan:
     return Plan("broadcast", segments)
 
 
-def alltoall(place: Place, source: Bytes, result: Bytes, nbytes: Sequence[Sequence[int]]) -> Plan:
+def alltoall(context: Context, source: Bytes, result: Bytes, nbytes: Sequence[Sequence[int]]) -> Plan:
     """Row r of ``nbytes`` says how many bytes rank r sends to each rank; parts lie in rank order on both sides."""
-    sent = nbytes[place.rank]
-    got = [row[place.rank] for row in nbytes]
+    sent = nbytes[context.rank]
+    got = [row[context.rank] for row in nbytes]
     send_starts = np.concatenate([[0], np.cumsum(sent)]).tolist()
     receive_starts = np.concatenate([[0], np.cumsum(got)]).tolist()
-    pieces = max(-(-max((n for row in nbytes for n in row), default=0) // place.message_nbytes), 1)
+    pieces = max(-(-max((n for row in nbytes for n in row), default=0) // context.message_nbytes), 1)
     segments = []
     for piece in range(pieces):
-        out = [_piece(send_starts[p], sent[p], piece, place.message_nbytes) for p in range(place.size)]
-        into = [_piece(receive_starts[p], got[p], piece, place.message_nbytes) for p in range(place.size)]
-        own = Copy(source[out[place.rank]], result[into[place.rank]])
+        out = [_piece(send_starts[p], sent[p], piece, context.message_nbytes) for p in range(context.size)]
+        into = [_piece(receive_starts[p], got[p], piece, context.message_nbytes) for p in range(context.size)]
+        own = Copy(source[out[context.rank]], result[into[context.rank]])
         segments.append(
             [
                 Stage(
                     [own] if own.source.nbytes else [],
-                    [Message(p, source[out[p]]) for p in place.peers if out[p].stop > out[p].start],
-                    [Message(p, result[into[p]]) for p in place.peers if into[p].stop > into[p].start],
+                    [Message(p, source[out[p]]) for p in context.peers if out[p].stop > out[p].start],
+                    [Message(p, result[into[p]]) for p in context.peers if into[p].stop > into[p].start],
                 )
             ]
         )
@@ -355,7 +355,7 @@ def alltoall(place: Place, source: Bytes, result: Bytes, nbytes: Sequence[Sequen
 
 
 def reducescatter(
-    place: Place,
+    context: Context,
     source: Bytes,
     result: Bytes,
     nbytes: Sequence[int],
@@ -365,26 +365,26 @@ def reducescatter(
     postscale: float = 1.0,
 ) -> Plan:
     """Rank r gets the reduced r-th part of the inputs, ``nbytes[r]`` bytes."""
-    factor = average_factor(dtype, op, postscale, place.size)
+    factor = average_factor(dtype, op, postscale, context.size)
     starts = np.concatenate([[0], np.cumsum(nbytes)]).tolist()
     staging: list[Bytes] = []
     segments = []
-    piece_nbytes = -(-place.message_nbytes // ALIGNMENT) * ALIGNMENT  # no element is cut
+    piece_nbytes = -(-context.message_nbytes // ALIGNMENT) * ALIGNMENT  # no element is cut
     for piece in range(max(-(-max(nbytes, default=0) // piece_nbytes), 1)):
-        spans = [_piece(starts[r], nbytes[r], piece, piece_nbytes) for r in range(place.size)]
-        mine = spans[place.rank]
+        spans = [_piece(starts[r], nbytes[r], piece, piece_nbytes) for r in range(context.size)]
+        mine = spans[context.rank]
         length = mine.stop - mine.start
-        rows = [source[mine]] * place.size
+        rows = [source[mine]] * context.size
         if length:
-            received = place.scratch(length * place.size)
+            received = context.scratch(length * context.size)
             staging.append(received)
-            rows = [received[r * length : (r + 1) * length] for r in range(place.size)]
-            rows[place.rank] = source[mine]
-        out = result[mine.start - starts[place.rank] : mine.stop - starts[place.rank]]
+            rows = [received[r * length : (r + 1) * length] for r in range(context.size)]
+            rows[context.rank] = source[mine]
+        out = result[mine.start - starts[context.rank] : mine.stop - starts[context.rank]]
         exchange = Stage(
             [],
-            [Message(p, source[spans[p]]) for p in place.peers if spans[p].stop > spans[p].start],
-            [Message(p, rows[p]) for p in place.peers] if length else [],
+            [Message(p, source[spans[p]]) for p in context.peers if spans[p].stop > spans[p].start],
+            [Message(p, rows[p]) for p in context.peers] if length else [],
         )
         segments.append([exchange, Stage([Reduce(dtype, op, rows, prescale, factor, out)] if length else [])])
     return Plan("reducescatter", segments, staging)

@@ -94,7 +94,7 @@ class ProcessSet:
         self.engine = engine
         self.clock = clock
         self._channel = engine.open_channel(data, settings.window)
-        self._place = dense.Place(self.rank, self.size, settings.segment_nbytes, scratch.take, nodes)
+        self._context = dense.Context(self.rank, self.size, settings.segment_nbytes, scratch.take, nodes)
         self._scratch = scratch
         self._cache = RankCache()
         self.coordinator = (
@@ -372,7 +372,7 @@ class ProcessSet:
     def _tune(self, tuned: Tuned) -> None:
         """Goes by other settings from the next response on; so do all ranks."""
         self._cycle_s = tuned.cycle_time_ms / 1e3
-        self._place = replace(self._place, segment_nbytes=tuned.segment_nbytes)
+        self._context = replace(self._context, segment_nbytes=tuned.segment_nbytes)
         if self.coordinator is not None:
             self.coordinator.fusion_threshold = tuned.fusion_threshold
 
@@ -415,11 +415,11 @@ class ProcessSet:
         match response.kind:
             case Kind.ALLREDUCE if request.op == ReduceOp.ADASUM:
                 everyone = aligned(self.size * request.nbytes)
-                plan = dense.allgather(self._place, [(source, everyone, [request.nbytes] * self.size)])
+                plan = dense.allgather(self._context, [(source, everyone, [request.nbytes] * self.size)])
                 result = everyone.reshape(self.size, request.nbytes)
             case Kind.ALLREDUCE:
                 plan = dense.allreduce(
-                    self._place,
+                    self._context,
                     [submission.sources[position] for submission, position in tensors],
                     [_target(submission, position) for submission, position in tensors],
                     [submission.requests[position].nbytes for submission, position in tensors],
@@ -432,11 +432,11 @@ class ProcessSet:
                 lengths = response.sizes[0]
                 row_nbytes = _row_nbytes(request)
                 target = _allocate(submission, position, (sum(lengths), *request.shape[1:]))
-                plan = dense.allgather(self._place, [(source, target, [n * row_nbytes for n in lengths])])
+                plan = dense.allgather(self._context, [(source, target, [n * row_nbytes for n in lengths])])
                 result = lengths
             case Kind.BROADCAST:
                 target = view(_target(submission, position), request.nbytes)
-                plan = dense.broadcast(self._place, source, target, request.root)
+                plan = dense.broadcast(self._context, source, target, request.root)
             case Kind.ALLTOALL:
                 table = response.sizes[0]
                 row_nbytes = _row_nbytes(request)
@@ -444,14 +444,14 @@ class ProcessSet:
                 received = tuple(row[self.rank] for row in splits)
                 target = _allocate(submission, position, (sum(received), *request.shape[1:]))
                 nbytes = [[n * row_nbytes for n in row] for row in splits]
-                plan = dense.alltoall(self._place, source, target, nbytes)
+                plan = dense.alltoall(self._context, source, target, nbytes)
                 result = received
             case Kind.REDUCESCATTER:
                 rows = split_rows(request.shape[0] if request.shape else 1, self.size)
                 row_nbytes = _row_nbytes(request)
                 target = _allocate(submission, position, (rows[self.rank], *request.shape[1:]))
                 plan = dense.reducescatter(
-                    self._place,
+                    self._context,
                     source,
                     target,
                     [n * row_nbytes for n in rows],

@@ -25,8 +25,8 @@ session = sessions.current()
 topology = session.require_topology()
 channel = session.open_channel(0, "load", 1, "load")
 data = aligned(24 << 20)
-place = dense.Place(topology.rank, topology.size, 1 << 20, aligned, Nodes.flat(topology.size))
-plan = dense.allreduce(place, [data], [data], [data.nbytes], DType.FLOAT32, ReduceOp.AVERAGE)
+context = dense.Context(topology.rank, topology.size, 1 << 20, aligned, Nodes.flat(topology.size))
+plan = dense.allreduce(context, [data], [data], [data.nbytes], DType.FLOAT32, ReduceOp.AVERAGE)
 prepared = channel.prepare(plan)
 assert len(plan.segments) == 24
 

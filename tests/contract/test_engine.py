@@ -204,7 +204,7 @@ def dense_exchange(kind: str, size: int, dtype: DType, numels: Sequence[int]) ->
     with world_of(kind, size) as world:
         plans = []
         for rank in range(size):
-            place = dense.Place(rank, size, 64 * 1024, aligned, Nodes.flat(size))
+            context = dense.Context(rank, size, 64 * 1024, aligned, Nodes.flat(size))
             sources, targets, nbytes = [], [], []
             for numel in numels:
                 values = (rng.normal(size=numel) * 100).astype(np.dtype(dtype.label))
@@ -214,7 +214,7 @@ def dense_exchange(kind: str, size: int, dtype: DType, numels: Sequence[int]) ->
                 sources.append(raw(values) if rank % 2 else values.ctypes.data)  # the one is as good as the other
                 targets.append(raw(result) if rank % 2 else result.ctypes.data)
                 nbytes.append(values.nbytes)
-            plans.append(dense.allreduce(place, sources, targets, nbytes, dtype, ReduceOp.AVERAGE))
+            plans.append(dense.allreduce(context, sources, targets, nbytes, dtype, ReduceOp.AVERAGE))
         assert states(submit(world.channels(window=3), plans)) == [State.DONE] * size
         for rank, plan in enumerate(plans):
             counters = world.engines[rank].counters()

@@ -48,10 +48,10 @@ def execute(plans: Sequence[Plan]) -> None:
             assert not any(mail.values()), "a message that nobody received"
 
 
-def places(size: int, hosts: str = "") -> list[dense.Place]:
+def contexts(size: int, hosts: str = "") -> list[dense.Context]:
     """``hosts``: a letter per rank; ranks with the same one share a node."""
     nodes = Nodes.of_hosts(hosts) if hosts else Nodes.flat(size)
-    return [dense.Place(rank, size, SEGMENT, aligned, nodes) for rank in range(size)]
+    return [dense.Context(rank, size, SEGMENT, aligned, nodes) for rank in range(size)]
 
 
 def raw(array: np.ndarray) -> Bytes:
@@ -59,11 +59,15 @@ def raw(array: np.ndarray) -> Bytes:
 
 
 def allreduce(
-    place: dense.Place, sources: Sequence[np.ndarray], results: Sequence[np.ndarray], op: ReduceOp, scale: float = 1.0
+    context: dense.Context,
+    sources: Sequence[np.ndarray],
+    results: Sequence[np.ndarray],
+    op: ReduceOp,
+    scale: float = 1.0,
 ) -> Plan:
     dtype = DType.from_numpy(sources[0].dtype)
     nbytes = [source.nbytes for source in sources]
-    return dense.allreduce(place, [*map(raw, sources)], [*map(raw, results)], nbytes, dtype, op, scale)
+    return dense.allreduce(context, [*map(raw, sources)], [*map(raw, results)], nbytes, dtype, op, scale)
 
 
 def inputs(size: int, numel: int) -> list[np.ndarray]:
@@ -87,8 +91,8 @@ def test_allreduce_is_the_sum_in_rank_order(size: int, numel: int, in_place: boo
     sources = [array.copy() for array in given]
     results = sources if in_place else [np.full_like(array, np.nan) for array in given]
     plans = [
-        allreduce(place, [source], [result], ReduceOp.SUM)
-        for place, source, result in zip(places(size), sources, results, strict=True)
+        allreduce(context, [source], [result], ReduceOp.SUM)
+        for context, source, result in zip(contexts(size), sources, results, strict=True)
     ]
     execute(plans)
     for result in results:
@@ -117,8 +121,8 @@ def test_nodes_add_up_before_they_speak_to_each_other(hosts: str, numel: int, in
     sources = [array.copy() for array in given]
     results = sources if in_place else [np.full_like(array, np.nan) for array in given]
     plans = [
-        allreduce(place, [source], [result], ReduceOp.AVERAGE)
-        for place, source, result in zip(places(size, hosts), sources, results, strict=True)
+        allreduce(context, [source], [result], ReduceOp.AVERAGE)
+        for context, source, result in zip(contexts(size, hosts), sources, results, strict=True)
     ]
     execute(plans)
     for source, array, result in zip(sources, given, results, strict=True):
@@ -141,8 +145,8 @@ def test_every_operation_gives_on_nodes_what_it_gives_flat(hosts: str, op: Reduc
     for way in ("", hosts):
         results = [np.zeros_like(array) for array in given]
         plans = [
-            allreduce(place, [array], [result], op, 0.5 if dtype[0] == "f" else 1)
-            for place, array, result in zip(places(size, way), given, results, strict=True)
+            allreduce(context, [array], [result], op, 0.5 if dtype[0] == "f" else 1)
+            for context, array, result in zip(contexts(size, way), given, results, strict=True)
         ]
         execute(plans)
         assert len({result.tobytes() for result in results}) == 1
@@ -154,8 +158,8 @@ def test_every_operation_gives_on_nodes_what_it_gives_flat(hosts: str, op: Reduc
 def test_the_average_of_large_values_overflows_in_no_node() -> None:
     given = [np.full(10_001, 60_000, np.float16) for _ in range(4)]
     plans = [
-        allreduce(place, [array], [array], ReduceOp.AVERAGE)
-        for place, array in zip(places(4, "aabb"), given, strict=True)
+        allreduce(context, [array], [array], ReduceOp.AVERAGE)
+        for context, array in zip(contexts(4, "aabb"), given, strict=True)
     ]
     execute(plans)
     assert all((array == 60_000).all() for array in given)
@@ -167,13 +171,13 @@ def test_fusion_does_not_change_a_bit(size: int, hosts: str) -> None:
     given = [inputs(size, numel) for numel in numels]
     results = [[np.full_like(array, np.nan) for array in arrays] for arrays in given]
     plans = [
-        allreduce(place, [a[place.rank] for a in given], [r[place.rank] for r in results], ReduceOp.AVERAGE, 0.5)
-        for place in places(size, hosts)
+        allreduce(context, [a[context.rank] for a in given], [r[context.rank] for r in results], ReduceOp.AVERAGE, 0.5)
+        for context in contexts(size, hosts)
     ]
     execute(plans)
     for arrays, outcome in zip(given, results, strict=True):
         alone = [np.full_like(array, np.nan) for array in arrays]
-        execute([allreduce(p, [arrays[p.rank]], [alone[p.rank]], ReduceOp.AVERAGE, 0.5) for p in places(size, hosts)])
+        execute([allreduce(p, [arrays[p.rank]], [alone[p.rank]], ReduceOp.AVERAGE, 0.5) for p in contexts(size, hosts)])
         assert alone[0].tobytes() == outcome[0].tobytes()
         scaled = [array * np.float32(0.5) for array in arrays]
         for result in outcome:
@@ -188,7 +192,7 @@ def test_allgather_puts_the_ranks_side_by_side(size: int) -> None:
     given = [np.full(n, rank, np.float32) for rank, n in enumerate(lengths)]
     results = [np.full(sum(lengths), np.nan, np.float32) for _ in range(size)]
     nbytes = [4 * n for n in lengths]
-    plans = [dense.allgather(p, [(raw(given[p.rank]), raw(results[p.rank]), nbytes)]) for p in places(size)]
+    plans = [dense.allgather(p, [(raw(given[p.rank]), raw(results[p.rank]), nbytes)]) for p in contexts(size)]
     execute(plans)
     for result in results:
         np.testing.assert_array_equal(result, np.concatenate(given))
@@ -201,7 +205,7 @@ def test_broadcast_gives_everybody_what_the_root_has(size: int, numel: int) -> N
     for root in {0, size - 1}:
         given = inputs(size, numel)
         results = [np.full_like(array, np.nan) for array in given]
-        plans = [dense.broadcast(p, raw(given[p.rank]), raw(results[p.rank]), root) for p in places(size)]
+        plans = [dense.broadcast(p, raw(given[p.rank]), raw(results[p.rank]), root) for p in contexts(size)]
         execute(plans)
         for result in results:
             np.testing.assert_array_equal(result, given[root])
@@ -222,7 +226,7 @@ def test_alltoall_transposes(size: int) -> None:
     ]
     results = [np.full(sum(row[rank] for row in counts), np.nan, np.float32) for rank in range(size)]
     nbytes = [[4 * n for n in row] for row in counts]
-    plans = [dense.alltoall(p, raw(given[p.rank]), raw(results[p.rank]), nbytes) for p in places(size)]
+    plans = [dense.alltoall(p, raw(given[p.rank]), raw(results[p.rank]), nbytes) for p in contexts(size)]
     execute(plans)
     for rank, result in enumerate(results):
         expected = [np.full(counts[peer][rank], 10 * peer + rank, np.float32) for peer in range(size)]
@@ -239,15 +243,15 @@ def test_reducescatter_gives_each_rank_its_part_of_the_sum(size: int, rows: int)
     nbytes = [4 * share for share in shares]
     plans = [
         dense.reducescatter(p, raw(given[p.rank]), raw(results[p.rank]), nbytes, DType.FLOAT32, ReduceOp.SUM)
-        for p in places(size)
+        for p in contexts(size)
     ]
     execute(plans)
     assert np.concatenate(results).tobytes() == rank_order_sum(given).tobytes()
     assert [plan.bytes_sent for plan in plans] == [4 * rows - n for n in nbytes]
 
 
-@pytest.mark.parametrize("build", [lambda place: dense.allgather(place, []), lambda place: Plan("nothing", [])])
-def test_a_plan_without_work_has_an_end_to_reach(build: Callable[[dense.Place], Plan]) -> None:
-    plan = build(dense.Place(0, 1, SEGMENT, aligned, Nodes.flat(1)))
+@pytest.mark.parametrize("build", [lambda context: dense.allgather(context, []), lambda context: Plan("nothing", [])])
+def test_a_plan_without_work_has_an_end_to_reach(build: Callable[[dense.Context], Plan]) -> None:
+    plan = build(dense.Context(0, 1, SEGMENT, aligned, Nodes.flat(1)))
     assert [len(stages) for stages in plan.segments] == [1]
     assert (plan.bytes_sent, plan.messages_sent) == (0, 0)

@@ -41,12 +41,12 @@ def test_all_ranks_tune_alike_and_results_stay(tmp_path: Path) -> None:
         while not is_over and len(digests) < 5000:  # the search takes as long as it takes
             results = ocomm.grouped_allreduce(gradients, name="gradients")
             digests.append(b"".join(result.tobytes()[:64] + result.tobytes()[-64:] for result in results))
-            now = Tuned(0, 1e3 * world._cycle_s, world._place.segment_nbytes)
+            now = Tuned(0, 1e3 * world._cycle_s, world._context.segment_nbytes)
             if used[-1:] != [now]:
                 used.append(now)
             mine = world._tuner is None or (world._tuner._autotune.is_over and world._tuner._next is None)
             is_over = bool(ocomm.allreduce(np.array([mine]), name="over", op=ocomm.Min)[0])
-        now = Tuned(0, 1e3 * world._cycle_s, world._place.segment_nbytes)
+        now = Tuned(0, 1e3 * world._cycle_s, world._context.segment_nbytes)
         return digests, used if used[-1] == now else [*used, now]
 
     log = tmp_path / "autotune.csv"
