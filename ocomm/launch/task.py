@@ -8,10 +8,10 @@ import pickle
 import socket
 import sys
 import traceback
-from multiprocessing.connection import Client
 from typing import Any
 
 from ocomm.config import read_launch
+from ocomm.runtime.supervisor import client
 
 #: The variable with the key that both ends must know, in hexadecimal. No setting, hence the name.
 KEY = "_OCOMM_RUN_KEY"
@@ -21,7 +21,7 @@ def main(host: str, port: int) -> int:
     """The exit status of the rank."""
     launch = read_launch(os.environ)
     rank = launch.rank if launch else 0
-    with contextlib.closing(Client((host, port), authkey=bytes.fromhex(os.environ.pop(KEY)))) as parent:
+    with contextlib.closing(client(host, port, bytes.fromhex(os.environ.pop(KEY)))) as parent:
         parent.send(("here", rank, socket.gethostname()))
         try:
             function, arguments, keywords = pickle.loads(parent.recv_bytes())

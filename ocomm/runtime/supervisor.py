@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import socket
 import sys
 import threading
@@ -32,6 +33,8 @@ KEY = "_OCOMM_ELASTIC_KEY"
 #: How the words begin for a rank which may be alive, behind a cable that is cut.
 SILENT = "has not answered"
 _CONNECT_S = 10.0
+#: Until the other end has shown that it knows the key; it lets in one rank after the other.
+_ANSWER_S = 60.0
 
 
 class Supervisor:
@@ -70,14 +73,37 @@ class Supervisor:
                 self.hosts_changed = True
 
 
+def client(host: str, port: int, key: bytes) -> Connection:
+    """A connection to a Listener that knows ``key``; OSError, EOFError or AuthenticationError if there is none.
+
+    multiprocessing's own waits without limit for a port that is another program's.
+    """
+    found: queue.SimpleQueue[Connection | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found.put(Client((host, port), authkey=key))
+        except (OSError, EOFError, AuthenticationError) as error:
+            found.put(error)
+
+    threading.Thread(target=ask, name="ocomm-client", daemon=True).start()
+    try:
+        answer = found.get(timeout=_ANSWER_S)
+    except queue.Empty:
+        raise TimeoutError(f"connected, but no answer after {_ANSWER_S:.0f} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
 def _connect(addresses: Sequence[str], key: bytes) -> Connection:
     reasons = []
     for address in addresses:
         host, _, port = address.rpartition(":")
         try:
-            # multiprocessing's Client has no deadline of its own.
+            # An address that nobody has is given up before the system would.
             socket.create_connection((host, int(port)), _CONNECT_S / len(addresses)).close()
-            return Client((host, int(port)), authkey=key)
+            return client(host, int(port), key)
         except (OSError, EOFError, AuthenticationError) as error:
             reasons.append(f"{address}: {error}")
     raise LaunchError(
