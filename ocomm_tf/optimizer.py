@@ -1,7 +1,8 @@
 """DistributedGradientTape and DistributedOptimizer: gradients averaged over the ranks while backward goes on.
 
 Of an optimizer that was never wrapped nothing here hears. Keras' callbacks of ours refuse it before the first batch; if
-there are none the ranks train apart, and the end of the process says so.
+there are none, or it is a loop with a plain tape, the ranks train apart, and the end of the process says so, if the
+model or the loop's optimizer is still there.
 """
 
 from __future__ import annotations
@@ -199,16 +200,25 @@ def DistributedOptimizer(
 
 
 def trained_alone(things: Iterable[Any]) -> list[str]:
-    """Names of the Keras models among ``things`` which this process has trained by ``fit`` or ``train_on_batch``; none
-    if one of the optimizers among them, ours, has exchanged anything."""
+    """Keras models among ``things`` which this process has trained by ``fit`` or ``train_on_batch``, and optimizers
+    that have taken steps and are no model's, as those of a loop with a tape; none if one of ours has exchanged
+    anything.
+
+    A model's optimizer says nothing: it may have been loaded with its steps, by who only looks at the model.
+    """
     keras: Any = sys.modules.get("keras")
-    names: set[str] = set()
+    found: set[str] = set()
+    stepped: dict[int, str] = {}
     for thing in things if keras is not None else ():
         if hasattr(type(thing), "ocomm_exchanges") and thing.ocomm_exchanges:
             return []
-        if issubclass(type(thing), keras.Model) and getattr(thing, "train_function", None) is not None:
-            names.add(thing.name)
-    return sorted(names)
+        if issubclass(type(thing), keras.optimizers.Optimizer) and thing.built and int(thing.iterations.numpy()):
+            stepped.setdefault(id(thing), f"optimizer '{thing.name}'")
+        elif issubclass(type(thing), keras.Model):
+            stepped[id(getattr(thing, "optimizer", None))] = ""
+            if getattr(thing, "train_function", None) is not None:
+                found.add(f"model '{thing.name}'")
+    return sorted(found.union(filter(None, stepped.values())))
 
 
 @atexit.register
@@ -221,7 +231,8 @@ def _say_alone() -> None:
         _log.warning(
             "%s: trained in a job of %d ranks without any exchange of gradients, so every rank has trained alone. "
             "Compile with hvd.DistributedOptimizer(optimizer), and fit with "
-            "hvd.callbacks.BroadcastGlobalVariablesCallback(0), which refuses any other before the first batch.",
-            ", ".join(f"model '{name}'" for name in names),
+            "hvd.callbacks.BroadcastGlobalVariablesCallback(0), which refuses any other before the first batch; in a "
+            "loop of your own take gradients of hvd.DistributedGradientTape(tape).",
+            ", ".join(names),
             topology.size,
         )

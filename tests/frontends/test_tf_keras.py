@@ -525,13 +525,19 @@ class TestNeverAlone:
             plain, other = (compiled(make_model(), keras.optimizers.Adam(1e-3)) for _ in range(2))
             assert trained_alone([plain, other]) == []
             fit(plain, 0, 1, 1)
-            assert trained_alone([other, plain, plain.optimizer]) == ["digits"]
+            assert trained_alone([other, plain, plain.optimizer]) == ["model 'digits'"]
             plain.save(tmp_path / "trained.keras")
-            assert trained_alone([keras.models.load_model(tmp_path / "trained.keras")]) == []
+            loaded = keras.models.load_model(tmp_path / "trained.keras")
+            assert trained_alone([loaded.optimizer, loaded]) == []
+            of_a_loop = keras.optimizers.SGD(0.1, name="mine")
+            of_a_loop.build(other.trainable_variables)
+            assert trained_alone([of_a_loop, loaded]) == []
+            of_a_loop.apply([tf.zeros(v.shape) for v in other.trainable_variables])
+            assert trained_alone([of_a_loop, loaded.optimizer, loaded]) == ["optimizer 'mine'"]
             wrapped = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3))
-            assert trained_alone([plain, wrapped]) == ["digits"]
+            assert trained_alone([plain, wrapped]) == ["model 'digits'"]
             fit(compiled(other, wrapped), 0, 1, 1)
-            assert trained_alone([plain, wrapped]) == []
+            assert trained_alone([plain, of_a_loop, wrapped]) == []
 
         run_ranks(1, body)
 
