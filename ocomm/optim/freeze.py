@@ -32,8 +32,11 @@ class FreezeSchedule:
     """
 
     def __init__(self, freeze_step: int | Literal["auto"], beta2: float) -> None:
-        if freeze_step != "auto" and (isinstance(freeze_step, str) or freeze_step < 1):
-            raise SettingsError(f"freeze_step must be a positive number of steps or 'auto', got {freeze_step!r}")
+        if freeze_step != "auto":
+            whole = not isinstance(freeze_step, bool) and isinstance(freeze_step, (int, float, np.number))
+            if not whole or freeze_step < 1 or freeze_step % 1:
+                raise SettingsError(f"freeze_step must be a positive number of steps or 'auto', got {freeze_step!r}")
+            freeze_step = int(freeze_step)
         if not 0.0 <= beta2 < 1.0:
             raise SettingsError(f"beta2 must be in [0, 1), got {beta2}")
         self.freeze_step = freeze_step

@@ -65,7 +65,12 @@ class OneBitAdamDriver(AdamDriver):
             lambda layout, rank, kernels: self.core_class(layout, rank, kernels, **core_options),
             host,
             common,
-            {"optimizer": optimizer, "freeze_step": freeze_step, "warm_start": warm_start, **core_options},
+            {
+                "optimizer": optimizer,
+                "freeze_step": self.schedule.freeze_step,
+                "warm_start": warm_start,
+                **core_options,
+            },
         )
         self._fresh = self._state()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,10 +100,16 @@ def test_stability_does_not_depend_on_the_direction(a, b):
     assert is_stable(a, a)
 
 
-@pytest.mark.parametrize("freeze_step", [0, -3, "soon"])
+@pytest.mark.parametrize("freeze_step", [0, -3, "soon", 5.5, float("nan"), None, True])
 def test_other_freeze_steps_are_errors(freeze_step):
     with pytest.raises(SettingsError, match="freeze_step"):
         FreezeSchedule(freeze_step, 0.999)
+
+
+@pytest.mark.parametrize("freeze_step", [5, 5.0, np.int64(5)])
+def test_a_whole_number_of_any_type_is_one(freeze_step):
+    chosen = FreezeSchedule(freeze_step, 0.999).freeze_step
+    assert chosen == 5 and type(chosen) is int
 
 
 def test_a_beta2_of_one_is_an_error():
