@@ -319,7 +319,7 @@ _USABLE = frozenset(op for op in ReduceOp if op != ReduceOp.BITWISE_OR)
 def _check_reduction(name: str, dtype: DType, op: int, prescale: float, postscale: float) -> ReduceOp:
     if (op is ReduceOp.AVERAGE or op is ReduceOp.SUM) and dtype is not DType.BOOL:
         return op  # the usual case, once per gradient
-    if op not in _USABLE:
+    if not isinstance(op, int) or op not in _USABLE:
         raise InvalidRequestError(
             f"tensor '{name}': op={op!r} is no reduction; use Average, Sum, Adasum, Min, Max or Product."
         )

@@ -20,7 +20,6 @@ Memory per parameter, besides the parameter and its gradient, for n ranks (``mem
 from __future__ import annotations
 
 import enum
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +33,6 @@ from ocomm.errors import SettingsError
 from ocomm.kernels.base import Bytes, Floats, Kernels
 from ocomm.optim.core import Bools, Core, Exchange, Flags, Segment, address, flat_floats
 from ocomm.optim.preconditioner import Preconditioner
-
-_HYPER_FIELDS = ["beta1", "one_minus_beta1", "weight_decay", "step_size", "decay"]
 
 
 class Stage(enum.IntEnum):
@@ -149,12 +146,6 @@ class OneBitAdam(Core):
         steps = self.steps[index] + 1
         for step in set(steps.tolist()):
             rows["step_size"][index[steps == step]] = lr / (1.0 - beta1**step)
-
-    def hyper_digest(self) -> int:
-        """64-bit hash of the hyperparameters of all compressed tensors, for the exchange header."""
-        values = self.tensors[_HYPER_FIELDS][self.stage == Stage.COMPRESSED]
-        data = b"".join(np.ascontiguousarray(values[field]).tobytes() for field in _HYPER_FIELDS)
-        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
     # One step
 

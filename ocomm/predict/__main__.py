@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--gpu", action="store_true", help="compress on a GPU of 1.5 TB/s, not on a core")
     add("--table", action="store_true", help="8 to 4,096 ranks on 10 and 100 Gbit/s Ethernet and 200 Gbit/s")
     args = parser.parse_args(argv)
+    if min(args.nodes or 1, args.ranks_per_node or 1) < 1 or not (args.dense_step_ms is None or args.dense_step_ms > 0):
+        parser.error("nodes, ranks per node and step times are numbers above 0")
     try:
         training = Training(int(args.parameters), args.compute_ms / 1e3, args.dense_bytes, args.backward, args.last)
         inside = args.node_gbytes or (200.0 if args.gpu else 5.0)

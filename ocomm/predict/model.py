@@ -42,6 +42,10 @@ class Network:
     node_rate: float = 5e9
     efficiency: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.rate <= 0 or self.message_s < 0 or self.node_rate <= 0 or self.efficiency <= 0:
+            raise ValueError("rates must be > 0, and what a message costs not below 0")
+
     @property
     def cable(self) -> float:
         """Payload bytes per second."""
@@ -72,13 +76,19 @@ class Training:
 
     ``backward`` is the part of compute during which gradients are there to be sent; ``last`` the part of the bytes that
     comes with the last gradient (a tied embedding) and can hide behind nothing; ``segments`` into which an exchange is
-    cut."""
+    cut. ValueError for what cannot be."""
 
     parameters: int
     compute_s: float
     dense_nbytes: float = 4.0
     backward: float = 0.6
     last: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.parameters < 1 or self.compute_s <= 0 or self.dense_nbytes <= 0:
+            raise ValueError("parameters, compute and bytes of an element must be > 0")
+        if not (0 <= self.backward <= 1 and 0 <= self.last <= 1):
+            raise ValueError("backward and last are parts of a whole, from 0 to 1")
 
     @property
     def segments(self) -> int:

@@ -84,12 +84,15 @@ class Common:
     hierarchical: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.backward_passes_per_step < 1:
-            raise InvalidRequestError("backward_passes_per_step must be > 0")
+        size, passes, norm = self.block_size, self.backward_passes_per_step, self.max_grad_norm
+        if size != "tensor" and not isinstance(size, (int, np.integer)):
+            raise InvalidRequestError(f"block_size must be a whole number or 'tensor', got {size!r}")
+        if not isinstance(passes, (int, np.integer)) or passes < 1:
+            raise InvalidRequestError(f"backward_passes_per_step must be > 0, got {passes!r}")
         if self.clip not in ("exact", "previous"):
             raise InvalidRequestError(f"clip must be 'exact' or 'previous', got {self.clip!r}")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise InvalidRequestError(f"max_grad_norm must be > 0 or None, got {self.max_grad_norm}")
+        if norm is not None and not (isinstance(norm, (int, float, np.number)) and norm > 0):
+            raise InvalidRequestError(f"max_grad_norm must be > 0 or None, got {norm!r}")
         if self.verify not in ("sampled", "full", "version"):
             raise InvalidRequestError(f"verify must be 'sampled', 'full' or 'version', got {self.verify!r}")
 
@@ -129,13 +132,14 @@ class Driver:
         #: Do messages go from device to device? And what carries dense values inside nodes? As all ranks have agreed.
         self.direct = direct
         self.inside = inside
-        layout = Layout(specs, len(ranks), common.block_size, nodes)
+        block_size = common.block_size if common.block_size == "tensor" else int(common.block_size)
+        layout = Layout(specs, len(ranks), block_size, nodes)
         self.session = session
         self.number = number
         self.kind = kind
         self.common = common
         self.core = make_core(layout, ranks.index(topology.rank), kernels)
-        self.options = {
+        options = {
             "block_size": common.block_size,
             "overlap": common.overlap,
             "max_grad_norm": common.max_grad_norm,
@@ -144,6 +148,7 @@ class Driver:
             "hierarchical": common.hierarchical,
             **options,
         }
+        self.options = {key: value.item() if isinstance(value, np.generic) else value for key, value in options.items()}
         channel = _open_channel(session, number, name, layout, self.options)
         # The driver belongs to its host: a reference back would keep both alive, and their buffers.
         self._host = weakref.ref(host)

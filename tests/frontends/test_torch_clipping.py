@@ -339,6 +339,9 @@ def test_gradients_that_the_user_has_clipped_on_all_ranks_are_exchanged_as_they_
         ({"clip": "last"}, "clip must be 'exact' or 'previous', got 'last'"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be > 0 or None, got 0.0"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm must be > 0 or None, got nan"),
+        ({"max_grad_norm": "1"}, "max_grad_norm must be > 0 or None, got '1'"),
+        ({"block_size": "x"}, "block_size must be a whole number or 'tensor', got 'x'"),
+        ({"backward_passes_per_step": 1.5}, "backward_passes_per_step must be > 0, got 1.5"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
@@ -348,6 +351,15 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
         assert str(raised.value) == message
 
     run_ranks(1, body)
+
+
+def test_options_may_be_numbers_of_numpy() -> None:
+    numbers = {"block_size": np.int64(64), "max_grad_norm": np.float32(0.5), "backward_passes_per_step": np.int32(1)}
+
+    def body(session: Session) -> None:
+        KINDS["Birder"].wrap([torch.nn.Parameter(torch.zeros(4))], **numbers)
+
+    run_ranks(2, body)
 
 
 def test_ranks_that_clip_differently_are_an_error_that_names_the_option() -> None:

@@ -51,7 +51,6 @@ class World:
     def set_hyper(self, lr, beta1=0.9, **decay):
         for core in self.cores:
             core.set_hyper(range(len(self.layout.tensors)), lr=lr, beta1=beta1, **decay)
-        assert len({core.hyper_digest() for core in self.cores}) == 1
 
     def exchange(self, gradients):
         """All that happens before the commit; returns which tensors have a gradient on some rank."""
@@ -555,11 +554,6 @@ def test_hyperparameters_are_rounded_once_from_double():
     assert row["step_size"] == np.float32(0.1 / (1 - 0.9**4))
     assert core.tensors["step_size"][1] == np.float32(0.1 / (1 - 0.9**11))
     assert row["decay"] == np.float32(1 - 0.1 * 0.7)
-    digest = core.hyper_digest()
-    core.set_hyper([1], lr=0.1000001, beta1=0.9, coupled_decay=0.3, decoupled_decay=0.7)
-    assert core.hyper_digest() != digest
-    core.set_hyper([1], lr=0.1, beta1=0.9, coupled_decay=0.3, decoupled_decay=0.7)
-    assert core.hyper_digest() == digest
 
 
 @pytest.mark.parametrize("option", [{"variance_floor": 1.5}, {"scale": "max"}, {"mask_refresh": 0}])

@@ -75,3 +75,10 @@ def test_the_program_prints_a_line_per_method_and_an_advice(capsys):
     assert lines[-1].startswith("use hierarchical: ")
     assert main(["--parameters", "336e6", "--compute-ms", "120", "--table"]) == 0
     assert "4096" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", ["--nodes=-1", "--last=2", "--parameters=0", "--rate=0mbit", "--dense-step-ms=-3"])
+def test_what_cannot_be_is_refused(wrong: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["--parameters", "1e6", "--compute-ms", "10", wrong])
+    assert "error: " in capsys.readouterr().err

@@ -162,6 +162,10 @@ class TestOneRankIsWrong:
                 "tensor 'allreduce.x': prescale_factor and postscale_factor must be numbers, got None and 1.0.",
             ),
             (
+                lambda: ocomm.allreduce(np.ones(2), name="x", op=[1]),  # type: ignore[arg-type]
+                "tensor 'allreduce.x': op=[1] is no reduction; use Average, Sum, Adasum, Min, Max or Product.",
+            ),
+            (
                 lambda: ocomm.allreduce(np.ones(2), name="x", op=17),
                 "tensor 'allreduce.x': op=17 is no reduction; use Average, Sum, Adasum, Min, Max or Product.",
             ),
