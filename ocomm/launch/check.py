@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 
 from ocomm.errors import LaunchError
-from ocomm.launch.flavour import PROBE_TIMEOUT_S, check_match, find_launcher, find_library
+from ocomm.launch.flavour import PROBE_TIMEOUT_S, check_match, find_launcher, find_library, probe
 from ocomm.transport import cuda_probe
 from ocomm.transport.cuda_probe import Verdict
 from ocomm.version import __version__
@@ -91,17 +91,9 @@ def _controllers(python: str, environ: Mapping[str, str]) -> list[Item]:
 
 
 def _native(python: str, environ: Mapping[str, str]) -> Item:
-    # In a process of its own: a library that crashes while it is loaded shall be a line of the report, not its end.
     name = "native CPU kernels (ocomm._native)"
     try:
-        done = subprocess.run(
-            [python, "-c", "import ocomm._native"],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PROBE_TIMEOUT_S,
-        )
+        done = probe([python, "-c", "import ocomm._native"], environ)
     except subprocess.TimeoutExpired:
         return Item(name, False, f"importing it did not end within {PROBE_TIMEOUT_S:.0f} s", needed=True)
     if done.returncode == 0:
@@ -131,17 +123,8 @@ def _gpu(driver: Item, kernels: Item, messages: Callable[[], Verdict], nccl: Cal
 def _nccl(python: str, environ: Mapping[str, str]) -> Verdict:
     if environ.get("OCOMM_NCCL") == "0":
         return Verdict(False, "OCOMM_NCCL=0")
-    # In a process of its own, as for the native kernels.
-    command = [python, "-m", "ocomm.transport.nccl"]
     try:
-        done = subprocess.run(
-            command,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PROBE_TIMEOUT_S,
-        )
+        done = probe([python, "-m", "ocomm.transport.nccl"], environ)
     except subprocess.TimeoutExpired:
         return Verdict(False, f"loading it did not end within {PROBE_TIMEOUT_S:.0f} s")
     said = done.stdout.strip() or done.stderr.strip() or f"loading it ended with exit code {done.returncode}"

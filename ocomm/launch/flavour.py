@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ocomm.errors import LaunchError
@@ -146,24 +146,30 @@ def find_launcher(python: str, environ: Mapping[str, str]) -> Launcher:
     )
 
 
+def probe(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command that looks at this installation, in a process of its own: a library that crashes while it is
+    loaded ends only that. OSError if there is no such command, TimeoutExpired after ``PROBE_TIMEOUT_S``."""
+    return subprocess.run(
+        command,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PROBE_TIMEOUT_S,
+    )
+
+
 def find_library(python: str, environ: Mapping[str, str]) -> Library:
     """The MPI library that mpi4py loads in the interpreter ``python``. Raises LaunchError if mpi4py cannot load one."""
     try:
-        probe = subprocess.run(
-            [python, "-c", _LIBRARY_PROBE],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PROBE_TIMEOUT_S,
-        )
+        found = probe([python, "-c", _LIBRARY_PROBE], environ)
     except subprocess.TimeoutExpired:
         raise LaunchError(f"importing mpi4py in {python} did not end within {PROBE_TIMEOUT_S:.0f} s.") from None
     except OSError as error:
         raise LaunchError(f"{python} cannot be executed: {error.strerror}.") from None
-    if probe.returncode == 0:
-        return classify_library(probe.stdout)
-    reason = (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    if found.returncode == 0:
+        return classify_library(found.stdout)
+    reason = (found.stderr.strip().splitlines() or [f"exit code {found.returncode}"])[-1]
     raise LaunchError(f"mpi4py cannot be used in {python}, which is to run the ranks: {reason}. {_hint(reason)}")
 
 
