@@ -6,7 +6,6 @@ channel, agrees with the other ranks, and takes or skips steps. Nothing here dep
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -256,7 +255,7 @@ class Driver:
             self._clip_by(self.norm if self.clips and not self._needs_survey else None)
             groups = self.groups()
             self._set_hyper(groups)
-            self.stepper.begin(_known_digest(self.compress_hyper(groups)), early=not self._needs_survey)
+            self.stepper.begin(digest(self.compress_hyper(groups)), early=not self._needs_survey)
 
     def step(self, changed: Callable[[], bool]) -> Verdict:
         """Exchanges, and takes the step if all ranks do. ``changed()``: is a gradient not what was handed over?"""
@@ -281,8 +280,8 @@ class Driver:
             self._clip_by(self.stepper.norm)
             self._set_hyper(groups)
         verdict = self.stepper.exchange(
-            _known_digest(self.compress_hyper(groups)),
-            _known_digest(self.full_hyper(groups)),
+            digest(self.compress_hyper(groups)),
+            digest(self.full_hyper(groups)),
             lr,
             self._announcement,
             lambda: self._set_hyper(groups),
@@ -500,10 +499,6 @@ class Driver:
 def digest(values: Any) -> int:
     """64-bit hash of a value by its ``repr``."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
-
-
-#: The same of hyperparameters, which most steps leave as they were.
-_known_digest = functools.lru_cache(maxsize=16)(digest)
 
 
 #: Where a rank's parameters are: in the host's memory, on a device, on one that the network reaches.
