@@ -1,37 +1,52 @@
-"""A hook runs once per tensor and step inside backward, so it only counts."""
+"""A hook runs once per tensor and step inside backward, so it only counts.
+
+Held as a number of calls, which is the same on every machine; docs/profile.md has the milliseconds.
+"""
 
 from __future__ import annotations
 
-import time
+import sys
+from collections import Counter
+from typing import Any
 
-import pytest
 import torch
 
 from ocomm.session import Session
 from ocomm_torch.onebit import DistributedOneBitAdam
 from tests.worlds import run_ranks
 
-TENSORS, STEPS = 2000, 60
+TENSORS, STEPS = 2000, 12
 
 
-@pytest.mark.alone
-def test_a_hook_costs_at_most_three_microseconds_at_2000_tensors() -> None:
-    def body(session: Session) -> float:
+def test_a_hook_makes_eight_calls_at_2000_tensors() -> None:
+    """Three in Python and five in C per tensor; that buckets are posted, and where, adds a few per bucket."""
+
+    def body(session: Session) -> list[Counter[str]]:
         parameters = [torch.nn.Parameter(torch.zeros(64)) for _ in range(TENSORS)]
         gradients = [torch.randn(64) for _ in parameters]
         optimizer = DistributedOneBitAdam(torch.optim.Adam(parameters), freeze_step=2)
         hooks = [next(iter(p._post_accumulate_grad_hooks.values())) for p in parameters]
-        costs = []
+        steps = []
         for _ in range(STEPS):
             optimizer.zero_grad()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient.clone()
-            started = time.perf_counter()
-            for hook, parameter in zip(reversed(hooks), reversed(parameters), strict=True):
-                hook(parameter)
-            costs.append((time.perf_counter() - started) / TENSORS)
-            optimizer.step()
-        # The posting of buckets is in it. The least of all steps: other programs only ever add to it.
-        return min(costs[2:])
+            calls: Counter[str] = Counter()
 
-    assert run_ranks(1, body)[0] <= 3e-6
+            def count(frame: Any, event: str, argument: Any, calls: Counter[str] = calls) -> None:
+                calls[event] += 1
+
+            previous = sys.getprofile()
+            sys.setprofile(count)
+            try:
+                for hook, parameter in zip(reversed(hooks), reversed(parameters), strict=True):
+                    hook(parameter)
+            finally:
+                sys.setprofile(previous)
+            optimizer.step()
+            steps.append(calls)
+        return steps
+
+    last = run_ranks(1, body)[0][-1]  # no longer warming up, and its buckets are cut already
+    assert last["call"] <= 3 * TENSORS + 200
+    assert last["c_call"] <= 5 * TENSORS + 200
