@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -160,15 +161,23 @@ def allgather_object(
 
 
 def check_replicas(variables: Sequence[Any], process_set: ProcessSet = global_process_set) -> None:
-    """MismatchError if a variable is not the same on all ranks, bit for bit. Collective."""
+    """MismatchError if a variable is not the same on all ranks, bit for bit, or their number is not. Collective."""
     sums = [hashlib.blake2b(np.ascontiguousarray(v.numpy()).tobytes(), digest_size=8).hexdigest() for v in variables]
     everyone = api.allgather_object(sums, process_set=process_set)
-    for position, variable in enumerate(variables):
-        values: dict[str, list[int]] = {}
+
+    def differing(of: Callable[[list[str]], Any]) -> str:
+        values: dict[Any, list[int]] = {}
         for rank, said in zip(process_set.ranks, everyone, strict=True):
-            values.setdefault(said[position], []).append(rank)
-        if len(values) > 1:
-            each = ", ".join(f"{checksum} on ranks {ranks}" for checksum, ranks in values.items())
+            values.setdefault(of(said), []).append(rank)
+        each = ", ".join(f"{value} on ranks {ranks}" for value, ranks in values.items())
+        return each if len(values) > 1 else ""
+
+    if each := differing(len):
+        raise MismatchError(
+            f"the number of variables is not the same on all ranks: {each}. Build the same model on every rank."
+        )
+    for position, variable in enumerate(variables):
+        if each := differing(operator.itemgetter(position)):
             raise MismatchError(
                 f"variable '{name_of(variable)}' is not the same on all ranks: {each}. Broadcast the variables before "
                 "training, and change them nowhere but in the distributed optimizer."

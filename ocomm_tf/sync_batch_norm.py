@@ -1,4 +1,7 @@
-"""Batch normalization over the batches of all ranks."""
+"""Batch normalization over the batches of all ranks.
+
+Statistics are gathered as count, mean and variance per rank and combined as in ``ocomm_torch.sync_batch_norm``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from ocomm import session as sessions
-from ocomm.api import Average
+from ocomm.api import Sum
 from ocomm.operations import global_process_set
 from ocomm_tf import mpi_ops
 
@@ -16,7 +19,8 @@ from ocomm_tf import mpi_ops
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """``keras.layers.BatchNormalization`` whose mean and variance in training are those of all ranks' batches together.
 
-    Ranks weigh alike, whatever their batches' sizes. Takes the arguments of the Keras layer; ValueError for ``fused``.
+    Ranks may have batches of different sizes, also none. Takes the arguments of the Keras layer; ValueError for
+    ``fused``.
     """
 
     def __init__(self, fused: bool = False, process_set: Any = global_process_set, **options: Any) -> None:
@@ -30,11 +34,29 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         mean, variance = super()._moments(inputs, mask)
         if not self._process_set.included() or self._process_set.size() == 1:
             return mean, variance
-        stacked = tf.stack([mean, variance + mean * mean])
-        name = mpi_ops.name_in_graph(self._number)
-        both = mpi_ops.allreduce(stacked, op=Average, name=name, process_set=self._process_set)
-        total, squares = tf.unstack(both)
-        return total, squares - total * total
+        numel = tf.size(inputs) // inputs.shape[self.axis] if mask is None else tf.math.count_nonzero(mask)
+        count = tf.reshape(tf.cast(numel, inputs.dtype), [1])
+        mine = tf.where(count > 0, tf.concat([tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], 0), 0)
+        rows = self._gathered(tf.concat([count, mine], 0)[None])
+        counts, means, variances = tf.split(rows, [1, mine.shape[0] // 2, mine.shape[0] // 2], axis=1)
+        weights = tf.math.divide_no_nan(counts, tf.reduce_sum(counts))
+        mean = tf.reduce_sum(weights * means, 0)
+        return mean, tf.reduce_sum(weights * (variances + tf.square(means - mean)), 0)
+
+    def _gathered(self, row: Any) -> Any:
+        """The rows of all ranks. Gradients are added up: all ranks' losses depend on this rank's row."""
+        name, me = mpi_ops.name_in_graph(self._number), self._process_set.rank()
+
+        @tf.custom_gradient
+        def gather(row: Any) -> Any:
+            def gradient(upstream: Any) -> Any:
+                back = mpi_ops.name_in_graph(f"{name}.gradient")
+                return mpi_ops.allreduce(upstream, op=Sum, name=back, process_set=self._process_set)[me : me + 1]
+
+            rows = mpi_ops.allgather(row, name=name, process_set=self._process_set)
+            return tf.ensure_shape(rows, [self._process_set.size(), row.shape[1]]), gradient
+
+        return gather(row)
 
     def build(self, input_shape: Any) -> None:
         """Numbers the layer in its set, in the order of building: Keras' own names may differ between ranks."""

@@ -232,6 +232,34 @@ class TestFit:
 
         run_ranks(2, body)
 
+    @pytest.mark.parametrize("split", [[0, 24], [0, 0]], ids=["24 and 8 rows", "no and 32 rows"])
+    def test_batch_statistics_keep_their_digits_where_the_mean_is_large(self, split: list[int]) -> None:
+        def body(session: Session) -> None:
+            start, end = [*split, 32][hvd.rank() :][:2]
+            generator = np.random.default_rng(5)
+            x, w = (generator.standard_normal((32, 4, 3), np.float32) for _ in range(2))
+            x += np.float32(1e3)
+
+            def outputs_and_gradients(layer: Any, x: Any, w: Any) -> Any:
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    out = layer(x, training=True)
+                    loss = tf.reduce_sum(out * w)
+                return out, tape.gradient(loss, x)
+
+            for use in (tf.function, lambda f: f):
+                layer, plain = hvd.SyncBatchNormalization(momentum=0.0), keras.layers.BatchNormalization()
+                own = tf.constant(x[start:end]), tf.constant(w[start:end])
+                out, gradient = use(outputs_and_gradients)(layer, *own)
+                exact, expected = outputs_and_gradients(plain, tf.constant(x), tf.constant(w))
+                wide = x.astype(np.float64)
+                np.testing.assert_allclose(layer.moving_variance.numpy(), wide.var((0, 1)), rtol=1e-5)
+                np.testing.assert_allclose(layer.moving_mean.numpy(), wide.mean((0, 1)), rtol=1e-6)
+                np.testing.assert_allclose(out.numpy(), exact.numpy()[start:end], atol=2e-3)
+                np.testing.assert_allclose(gradient.numpy(), expected.numpy()[start:end], atol=2e-3)
+
+        run_ranks(2, body)
+
 
 def adam(rate: float = 3e-3, **options: Any) -> Any:
     return keras.optimizers.Adam(rate, **options)
@@ -352,6 +380,14 @@ class TestCompressed:
                 assert np.array_equal(mine.numpy(), saved.numpy())
             fit(again, hvd.rank(), 2, 1)
             assert int(again.optimizer.iterations.numpy()) == 44
+
+        run_ranks(2, body)
+
+    def test_replicas_of_more_variables_on_one_rank_are_named(self) -> None:
+        def body(session: Session) -> None:
+            variables = [tf.Variable([1.0]) for _ in range(3)][: 2 + hvd.rank()]
+            with pytest.raises(MismatchError, match=r"number of variables .*: 2 on ranks \[0\], 3 on ranks \[1\]"):
+                hvd.check_replicas(variables)
 
         run_ranks(2, body)
 
