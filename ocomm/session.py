@@ -124,7 +124,25 @@ class Session:
         sets = [tuple(ranks) for ranks in process_sets]
         # Before anybody hears of this rank: it may fail.
         pool = _kernel_threads(settings)
-        hosts = _handshake(control, settings, sets, host or socket.gethostname())
+        try:
+            self._join(control, settings, sets, abi, host or socket.gethostname(), pool, tuner)
+        except BaseException:
+            self._end_timeline()
+            if pool is not None:
+                pool.close()
+            raise
+
+    def _join(
+        self,
+        control: Transport,
+        settings: Settings,
+        sets: Sequence[tuple[int, ...]],
+        abi: Any,
+        host: str,
+        pool: Pool | None,
+        tuner: Tuner | None,
+    ) -> None:
+        hosts = _handshake(control, settings, sets, host)
         native = settings.engine == "native" and (abi is not None or control.size == 1)
         self.kernels = _kernels(settings, pool)
         if native:
@@ -530,7 +548,7 @@ def _core(cores: Sequence[int], topology: Topology) -> int | None:
     return core
 
 
-def _handshake(control: Transport, settings: Settings, sets: list[tuple[int, ...]], host: str) -> list[str]:
+def _handshake(control: Transport, settings: Settings, sets: Sequence[tuple[int, ...]], host: str) -> list[str]:
     """Everybody tells rank 0 who it is and how it is set; rank 0 compares, and tells everybody. Returns all hosts."""
     link = Link(control)
     agreed = {name: getattr(settings, name) for name in Settings.AGREED}
@@ -593,7 +611,7 @@ def _difference(said: dict[int, dict[str, Any]]) -> str:
     return ""
 
 
-def _check_sets(sets: list[tuple[int, ...]], size: int, first: int = 1) -> None:
+def _check_sets(sets: Sequence[tuple[int, ...]], size: int, first: int = 1) -> None:
     for number, ranks in enumerate(sets, first):
         wrong = [rank for rank in ranks if not 0 <= rank < size]
         if wrong or not ranks or len(set(ranks)) != len(ranks):

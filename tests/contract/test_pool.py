@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ocomm.collectives.native_engine import NativeEngine
 from ocomm.collectives.plan import Copy, Pack, Place, Plan, Stage
+from ocomm.errors import InvalidRequestError, SettingsError
 from ocomm.kernels import TENSOR, HostKernels, cpu_kernels
 from ocomm.kernels.base import RUN
 from ocomm.kernels.cpu import GRAIN, CpuKernels, Pool
@@ -199,6 +200,19 @@ class TestNobodyWaits:
     def test_a_session_has_as_many_as_the_settings_say_until_it_shuts_down(self) -> None:
         before = kernel_threads()
         session = Session()
+        session.start(Fabric(1).endpoint(0), Settings(kernel_threads=3))
+        assert becomes(before + 2)
+        session.shutdown()
+        assert becomes(before)
+
+    @has_proc
+    @pytest.mark.parametrize(("sets", "cores"), [([[5]], ()), ([], (9999,))], ids=["process set", "core"])
+    def test_a_session_that_cannot_start_leaves_none(self, sets: list[list[int]], cores: tuple[int, ...]) -> None:
+        before, python = kernel_threads(), threading.active_count()
+        session = Session()
+        with pytest.raises((SettingsError, InvalidRequestError)):
+            session.start(Fabric(1).endpoint(0), Settings(kernel_threads=3, thread_affinity=cores), sets)
+        assert becomes(before) and threading.active_count() == python
         session.start(Fabric(1).endpoint(0), Settings(kernel_threads=3))
         assert becomes(before + 2)
         session.shutdown()
