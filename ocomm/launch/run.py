@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ocomm.errors import LaunchError, PeerError
@@ -58,7 +58,7 @@ def run(
     task = _pickle((func, tuple(args), dict(kwargs or {})))
     is_local = hosts is None and hostfile is None
     key = secrets.token_bytes(32)
-    with Listener(("127.0.0.1" if is_local else "0.0.0.0", 0), backlog=ranks, authkey=key) as listener:
+    with Door("127.0.0.1" if is_local else "0.0.0.0", key, ranks) as door:
         address = "127.0.0.1" if is_local else socket.gethostname()
         command = [sys.executable, "-m", "ocomm.launch", "-np", str(ranks)]
         for flag, value in (
@@ -74,12 +74,10 @@ def run(
         command += [f"--mpi-args={mpi_args}"] if mpi_args else []
         command += ["--verbose"] if verbose else []
         command += ["--disable-cache"] if disable_cache else []
-        port = str(listener.address[1])
-        command += [executable or sys.executable, "-m", "ocomm.launch.task", address, port]
+        command += [executable or sys.executable, "-m", "ocomm.launch.task", address, str(door.port)]
         job = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, env={**(env if env is not None else os.environ), KEY: key.hex()}
         )
-        door = Door(listener)
         try:
             return _collect(job, door, task, ranks)
         finally:

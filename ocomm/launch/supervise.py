@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ocomm.errors import LaunchError
@@ -83,17 +83,13 @@ class Supervisor:
         """The exit status of the job."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._end_on_signal)
-        with Listener(("127.0.0.1" if self._is_here else "0.0.0.0", 0), backlog=128, authkey=self._key) as listener:
-            door = Door(listener)
-            try:
-                return self._run(door, listener.address[1])
-            finally:
-                door.close()
+        with Door("127.0.0.1" if self._is_here else "0.0.0.0", self._key) as door:
+            return self._run(door)
 
     def _end_on_signal(self, number: int, frame: object) -> None:
         self._asked_to_end = number
 
-    def _run(self, door: Door, port: int) -> int:
+    def _run(self, door: Door) -> int:
         code, said = 1, ""
         while not self._asked_to_end:
             if self._discovery is not None and not self._discovery.has_looked:
@@ -117,7 +113,7 @@ class Supervisor:
                 self.generations.unreachable(time.monotonic(), failures)
                 _say("; ".join(map(str, failures)))
                 continue
-            job = self._start(step, states, port)
+            job = self._start(step, states, door.port)
             code = job.watch(door, self)
             if self._asked_to_end:
                 break

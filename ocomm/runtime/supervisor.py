@@ -33,7 +33,7 @@ KEY = "_OCOMM_ELASTIC_KEY"
 #: How the words begin for a rank which may be alive, behind a cable that is cut.
 SILENT = "has not answered"
 _CONNECT_S = 10.0
-#: Until the other end has shown that it knows the key; it lets in one rank after the other.
+#: Until the other end has shown that it knows the key.
 _ANSWER_S = 60.0
 
 

@@ -1,0 +1,78 @@
+"""Who is let in by ocommrun: callers that know the key, whoever else is at the door."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+
+import pytest
+
+from ocomm.launch.door import Door
+from ocomm.runtime.supervisor import client
+
+KEY, LIMIT_S = b"key", 20.0
+
+
+@pytest.fixture
+def strangers() -> Iterator[list[socket.socket]]:
+    made: list[socket.socket] = []
+    yield made
+    for stranger in made:
+        stranger.close()
+
+
+def call(door: Door, strangers: list[socket.socket], count: int) -> None:
+    """Strangers who have heard the question and say nothing."""
+    for _ in range(count):
+        strangers.append(socket.create_connection(("127.0.0.1", door.port), LIMIT_S))
+        assert strangers[-1].recv(1)
+
+
+def enter(door: Door) -> tuple[Connection, Connection]:
+    """A caller's end of the line, and the door's."""
+    found: list[Connection] = []
+    thread = threading.Thread(target=lambda: found.append(client("127.0.0.1", door.port, KEY)), daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    end = time.monotonic() + LIMIT_S
+    while not door.inside and time.monotonic() < end:
+        time.sleep(1e-3)
+    assert found and door.inside, "nobody is let in"
+    return found[0], door.inside[0]
+
+
+def test_silent_strangers_hold_nobody_up(strangers: list[socket.socket]) -> None:
+    with Door("127.0.0.1", KEY, patience_s=3600.0) as door:
+        call(door, strangers, 20)
+        outer, inner = enter(door)
+        with outer, inner:
+            outer.send("here")
+            assert inner.recv() == "here" and door.inside == [inner]
+
+
+def test_who_is_silent_for_long_is_sent_away_unless_inside(strangers: list[socket.socket]) -> None:
+    with Door("127.0.0.1", KEY, patience_s=0.1) as door:
+        call(door, strangers, 3)
+        for stranger in strangers:
+            while stranger.recv(100):
+                pass
+    with Door("127.0.0.1", KEY) as door:
+        outer, inner = enter(door)
+        with outer, inner, socket.socket(fileno=os.dup(inner.fileno())) as itself:
+            assert not any(itself.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
+
+
+def test_who_does_not_know_the_key_stays_outside_and_nobody_enters_a_closed_door() -> None:
+    with Door("127.0.0.1", KEY) as door, pytest.raises(AuthenticationError):
+        client("127.0.0.1", door.port, b"another")
+    assert not door.inside
+    for thread in threading.enumerate():
+        if thread.name == "ocomm-door":
+            thread.join(LIMIT_S)
+    with pytest.raises(OSError):
+        client("127.0.0.1", door.port, KEY)
