@@ -82,6 +82,8 @@ class FakeCommunicator:
         self.garbles = library.garbles
         self.sticks_at = library.sticks_at if number < (1 if worlds.MPI_SIZE else 2) else 1 << 60
         self.calls = 0
+        #: Bytes sent and received.
+        self.moved = [0, 0]
         self.aborted = False
         #: What ``failure`` says.
         self.words = ""
@@ -93,6 +95,8 @@ class FakeCommunicator:
             FakeDevice.bytes(piece.address, piece.nbytes)[:] = 0x5A
         call = _Call(self, sends, receives, self.calls >= self.sticks_at)
         self.calls += 1
+        for way, pieces in enumerate((sends, receives)):
+            self.moved[way] += sum(piece.nbytes for piece in pieces)
         lane.queue(call.goes_on)
 
     def failure(self) -> str:

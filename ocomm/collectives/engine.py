@@ -135,7 +135,8 @@ class Engine(Protocol):
         ...
 
     def counters(self) -> dict[str, int]:
-        """bytes_sent, messages_sent, plans, polls, sleeps, compute_ns, network_ns since the start."""
+        """bytes_sent, messages_sent, plans, polls, sleeps, compute_ns, network_ns since the start; bytes_bridged, not
+        among bytes_sent, are what NCCL has sent for plans that are over."""
         ...
 
     def close(self) -> None:

@@ -198,6 +198,7 @@ class _Prepared:
         self.stages = np.array(stages, np.int32).reshape(-1)
         self.segments = np.array(segments, np.int32).reshape(-1)
         self.pointers = compiler.keep
+        self.bytes_bridged = plan.bytes_bridged
         row = self._row = ffi.new(_PLAN)
         row.ops = ffi.cast("ocomm_op *", _address(self.ops))
         row.messages = ffi.cast("ocomm_message *", _address(self.messages))
@@ -229,6 +230,10 @@ class NativeTicket:
     @property
     def plan(self) -> Plan:
         return self._prepared.plan
+
+    @property
+    def bytes_bridged(self) -> int:
+        return self._prepared.bytes_bridged
 
     @property
     def state(self) -> State:
@@ -308,6 +313,7 @@ class NativeEngine:
         self.is_closed = False
         self._lock = threading.Lock()
         self._alive: list[NativeTicket] = []
+        self._bytes_bridged = 0
 
     def remember(self, ticket: NativeTicket) -> None:
         """Keeps a plan's memory until it is done; a failed one's for good, because the network may still touch it."""
@@ -320,6 +326,8 @@ class NativeEngine:
             self._alive = [t for t in everyone if t.state != State.DONE]
         if len(self._alive) < len(everyone):
             for ticket in everyone:
+                if ticket.bytes_bridged and ticket.state == State.DONE:
+                    self._bytes_bridged += ticket.bytes_bridged
                 if ticket.trace is not None and ticket.timeline is not None and ticket.state == State.DONE:
                     record(ticket.timeline, ticket.plan, ticket.trace)
 
@@ -356,7 +364,7 @@ class NativeEngine:
     def counters(self) -> dict[str, int]:
         counters = lib.ocomm_engine_counters(self.pointer)
         names = ("bytes_sent", "messages_sent", "plans", "polls", "sleeps", "compute_ns", "network_ns")
-        return {name: getattr(counters, name) for name in names}
+        return {**{name: getattr(counters, name) for name in names}, "bytes_bridged": self._bytes_bridged}
 
     def close(self) -> None:
         self.is_closed = True

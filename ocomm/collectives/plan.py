@@ -264,10 +264,15 @@ class Task(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Offload:
-    """Starts ``task``; what comes next in the stage waits until it is over. ``name`` is that of what it computes."""
+    """Starts ``task``; what comes next in the stage waits until it is over. ``name`` is that of what it computes.
+
+    ``bytes_sent`` and ``bytes_received``: what a bridge of devices carries to and from other ranks of the node.
+    """
 
     name: str
     task: Task
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
 
 Computation = (
@@ -311,15 +316,11 @@ class Stage:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """``segments[k]`` is a list of stages. ``name`` is for messages to people; ``keepalive`` holds borrowed memory.
-
-    ``bridged_nbytes``: what a bridge of devices carries to other ranks of the node, beside the messages.
-    """
+    """``segments[k]`` is a list of stages. ``name`` is for messages to people; ``keepalive`` holds borrowed memory."""
 
     name: str
     segments: list[list[Stage]]
     keepalive: list[Bytes] = field(default_factory=list)
-    bridged_nbytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.segments:  # empty tensors: nothing to send, but an end to reach
@@ -335,10 +336,18 @@ class Plan:
         stages = (stage for segment in self.segments for stage in segment)
         return sum(m.buffer.nbytes for stage in stages for m in stage.sends if m.peer in peers)
 
+    @property
+    def bytes_bridged(self) -> int:
+        """What a bridge of devices carries to other ranks of the node, beside the messages."""
+        return sum(offload.bytes_sent for offload in self._offloads())
+
     def failures(self) -> list[BaseException]:
         """Why tasks of it have raised."""
+        return [offload.task.failure for offload in self._offloads() if offload.task.failure is not None]
+
+    def _offloads(self) -> list[Offload]:
         compute = [c for stages in self.segments for stage in stages for c in stage.compute]
-        return [c.task.failure for c in compute if isinstance(c, Offload) and c.task.failure is not None]
+        return [c for c in compute if isinstance(c, Offload)]
 
     @property
     def messages_sent(self) -> int:

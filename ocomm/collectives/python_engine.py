@@ -237,6 +237,7 @@ class PythonChannel:
             with self.engine.lock:
                 self.queue.remove(ticket)
             self.engine.totals["plans"] += 1
+            self.engine.totals["bytes_bridged"] += ticket.plan.bytes_bridged
             if ticket.trace is not None and ticket.timeline is not None:
                 record(ticket.timeline, ticket.plan, ticket.trace)
             self.engine.finish(ticket, State.DONE)
@@ -312,7 +313,7 @@ class PythonEngine:
         self.channels: list[PythonChannel] = []
         self.watched: list[Transport] = []
         self.totals = dict.fromkeys(
-            ("bytes_sent", "messages_sent", "plans", "polls", "sleeps", "compute_ns", "network_ns"), 0
+            ("bytes_sent", "bytes_bridged", "messages_sent", "plans", "polls", "sleeps", "compute_ns", "network_ns"), 0
         )
         self._woken = False
         self._completed = False

@@ -148,12 +148,11 @@ def staged(
     if not memory.is_device:
         return plan
     assert isinstance(memory, DeviceMemory)
-    segments, bridged_nbytes = [], 0
+    segments = []
     for number, (stages, of) in enumerate(zip(plan.segments, heads, strict=True)):
         seen = [*results[number : number + 1]]
         segment = _Segment(memory, direct, inside, f"{plan.name}, segment {number}", of, stages, seen)
         segments.append(segment.stages)
-        bridged_nbytes += segment.bridged_nbytes
         for result in seen:
             if direct:
                 task = DeviceTask(memory)
@@ -161,7 +160,7 @@ def staged(
                 segment.stages[-1].compute.append(Offload("Download", task))
             else:
                 segment.stages[-1].compute.append(Offload("Upload", _Upload(memory, result)))
-    return Plan(plan.name, segments, plan.keepalive, bridged_nbytes)
+    return Plan(plan.name, segments, plan.keepalive)
 
 
 def _heads(stages: Sequence[Stage]) -> dict[int, int]:
@@ -217,7 +216,6 @@ class _Segment:
         seen: Sequence[Bytes],
     ) -> None:
         self.stages: list[Stage] = []
-        self.bridged_nbytes = 0
         self._memory = memory
         self._direct = direct
         self._inside = inside
@@ -291,7 +289,6 @@ class _Segment:
         if inside.bridge is None:
             return
         bridge, ranks = inside.bridge, inside.ranks
-        self.bridged_nbytes += sum(payload.nbytes for _, payload in sends)
         ready = np.full(len(ranks), zlib.crc32(f"{self._name}, stage {len(self.stages)}".encode()), np.int64)
         said, number = [ready[k : k + 1].view(np.uint8) for k in range(len(ranks))], np.zeros(8, np.uint8)
         if bridge.place == 0:
@@ -305,7 +302,8 @@ class _Segment:
         def pieces(payloads: Sequence[tuple[int, Bytes]]) -> list[Piece]:
             return [Piece(ranks.index(peer), self._memory.twin(p).address, p.nbytes) for peer, p in payloads]
 
-        self._next = [Offload("Transfer", Transfer(bridge, number, pieces(sends), pieces(receives)))]
+        sent, received = (sum(payload.nbytes for _, payload in payloads) for payloads in (sends, receives))
+        self._next = [Offload("Transfer", Transfer(bridge, number, pieces(sends), pieces(receives)), sent, received)]
 
     def _headers(self, messages: Sequence[Message]) -> list[Message]:
         return [Message(m.peer, m.buffer[: self._heads[_address(m.buffer)]]) for m in messages]

@@ -47,6 +47,10 @@ def record(timeline: Timeline, plan: Plan, trace: Trace) -> None:
         whole = {"segment": number, "of": len(plan.segments)}
         timeline.span(lane, plan.name, start, end, whole)
         for position, (stage, (begun, out, over)) in enumerate(zip(stages, times.tolist(), strict=True)):
+            for c in stage.compute:
+                if isinstance(c, Offload) and (c.bytes_sent or c.bytes_received):
+                    moved = {"bytes_sent": c.bytes_sent, "bytes_received": c.bytes_received}
+                    timeline.span(lane, "NCCL_EXCHANGE", begun, out, moved)
             work = _work(stage, position == len(stages) - 1)
             if work:
                 timeline.span(lane, work, begun, out)

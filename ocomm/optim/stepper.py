@@ -296,7 +296,7 @@ class Stepper:
 
     def _bytes(self, plan: Plan) -> _Sent:
         across = plan.bytes_sent_to(self._outside)
-        return _Sent(across, plan.bytes_sent - across + plan.bridged_nbytes)
+        return _Sent(across, plan.bytes_sent - across + plan.bytes_bridged)
 
     def _ballot(self, signature: int, tensors: int) -> _Ballot:
         envelopes = self._envelopes([(signature, tensors)])

@@ -7,17 +7,21 @@ for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import ocomm
 from ocomm import session as sessions
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.kernels.device import DeviceMemory
 from ocomm.operations import ProcessSet
 from ocomm.session import Session
+from ocomm.telemetry.timeline import path_of, read
+from ocomm.training import inside
 from ocomm.transport import nccl
 from ocomm.types import Settings
 from ocomm_torch import compressed
@@ -272,6 +276,35 @@ def test_nodes_add_up_over_nccl_what_they_do_in_the_hosts_memory(
         assert (now - before) % 8 == 0 and (now > before) == (hosts.count(host) > 1)
     assert all(c.calls > 10 and c.aborted for c in library.communicators)
     assert MPI_SIZE or len(library.communicators) == sum(hosts.count(host) > 1 for host in hosts)
+
+
+@pytest.mark.parametrize("engine", ["native", "python"])
+def test_what_nccl_sends_is_counted_by_engine_timeline_and_report(engine: str, on_devices: Any, tmp_path: Path) -> None:
+    library = FakeNccl()
+    on_devices(range(3), [], library)
+
+    def body(session: Session) -> None:
+        assert session.engine is not None
+        rank, reports = rank_of(session), []
+        path = str(tmp_path / "trace.json")
+        ocomm.start_timeline(path)
+
+        def watch(optimizer: Any, step: int) -> None:
+            reports.append(optimizer.compression_report())
+
+        trained("1-bit Adam, compressed", rank, 7, watch=watch, hierarchical=True)
+        ocomm.barrier()  # a plan is counted by the background thread, a moment after its end
+        ocomm.stop_timeline()
+        counted = session.engine.counters()["bytes_bridged"]
+        spans = [e["args"] for e in read(path_of(path, rank)) if e.get("name") == "NCCL_EXCHANGE"]
+        sent, received = (sum(span[name] for span in spans) for name in ("bytes_sent", "bytes_received"))
+        assert counted == sent and (counted > 0) == (rank < 2)
+        assert rank == 2 or counted < reports[-1]["bytes_sent_inside"]
+        if session.bridge is not None and not MPI_SIZE:
+            moved = [c.moved for c in library.communicators if c.rank == session.bridge.place]
+            assert moved == [[inside._TRIAL_NBYTES + sent, inside._TRIAL_NBYTES + received]]
+
+    run_ranks(3, body, Settings(engine=engine), hosts=["a", "a", "b"])
 
 
 def test_dense_values_inside_a_host_are_neither_copied_over_the_bus_nor_kept_by_the_host(on_devices: Any) -> None:
