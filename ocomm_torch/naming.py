@@ -14,7 +14,7 @@ from ocomm.errors import InvalidRequestError
 def names_of(parameters: Sequence[Tensor], named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
     """A name for each parameter; None: by position. InvalidRequestError, in the words of Horovod's errors."""
     if named is None:
-        return {p: _by_position(position) for position, p in enumerate(parameters)}
+        return {p: by_position(position) for position, p in enumerate(parameters)}
     pairs = list(named)
     if any(not isinstance(pair, tuple) for pair in pairs):
         raise InvalidRequestError(
@@ -37,7 +37,8 @@ def names_of(parameters: Sequence[Tensor], named: Iterable[tuple[str, Tensor]] |
     return {p: name_of[p] for p in parameters}
 
 
-def _by_position(position: int) -> str:
+def by_position(position: int) -> str:
+    """The name of a parameter that was given none."""
     return f"allreduce.noname.{position}"
 
 
@@ -50,4 +51,4 @@ class NamesParameters(torch.optim.Optimizer):
         """As the wrapped optimizer's. All ranks add the same; new parameters are named by their position."""
         super().add_param_group(param_group)
         every = [p for group in self.param_groups for p in group["params"]]
-        self._names.update({p: _by_position(position) for position, p in enumerate(every) if p not in self._names})
+        self._names.update({p: by_position(position) for position, p in enumerate(every) if p not in self._names})

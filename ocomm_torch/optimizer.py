@@ -28,7 +28,7 @@ from ocomm.types import ReduceOp
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.compression import Compression, Compressor, OneBitCompressor
 from ocomm_torch.mpi_ops import TORCH, sparse_allreduce_async
-from ocomm_torch.naming import NamesParameters, names_of
+from ocomm_torch.naming import NamesParameters, by_position, names_of
 
 
 class _Exchange:
@@ -94,9 +94,10 @@ class _DistributedOptimizer(NamesParameters):
         """Gives a hook to parameters that are trained and have none: they were frozen, or were added since."""
         if not self._is_distributed:
             return
-        for p in (p for group in self.__dict__["param_groups"] for p in group["params"]):
+        for position, p in enumerate(p for group in self.__dict__["param_groups"] for p in group["params"]):
             if p.requires_grad and p not in self._hooked:
                 self._hooked[p] = None
+                self._names.setdefault(p, by_position(position))
                 self._delay.setdefault(p, self.backward_passes_per_step)
                 p.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -162,10 +163,18 @@ class _DistributedOptimizer(NamesParameters):
             parameters[0] in self._group_of,
         )
         self._copied.append(prepared)
+        versions = [grad._version for grad in grads]
         self._submit_copied(wait=False)
 
         def finish() -> None:
+            changed = [p for p, g, version in zip(parameters, grads, versions, strict=True) if g._version != version]
             prepared.submit().wait()
+            if changed:
+                raise InvalidRequestError(
+                    f"the gradient of '{self._names[changed[0]]}' was changed while it was being averaged. backward() "
+                    "waits for averages only where it reaches every parameter: else call optimizer.synchronize() "
+                    "before you clip or change gradients."
+                )
             for grad, (compressed, context) in zip(grads, pairs, strict=True):
                 reduced = self._compression.decompress(compressed, context)
                 if reduced.data_ptr() != grad.data_ptr():
@@ -290,6 +299,7 @@ class _DistributedOptimizer(NamesParameters):
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
+        self._forget()
         self._hook_parameters()
         super().zero_grad(set_to_none=set_to_none)
 
@@ -357,6 +367,7 @@ def DistributedOptimizer(
     wrapped: Any = object.__new__(wrapper)
     # A scheduler made before has put its own step() on the object, which would hide ours.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})
+    _share_what_is_loaded(wrapped)
     if op == ReduceOp.ADASUM:
         wrapped._distribute(names, compression, backward_passes_per_step, process_set)
         return wrapped
@@ -371,6 +382,27 @@ def DistributedOptimizer(
         process_set,
     )
     return wrapped
+
+
+def _share_what_is_loaded(wrapped: torch.optim.Optimizer) -> None:
+    """Both optimizers, which have the same hooks, keep their groups and state when either loads: a scheduler of the
+    other would set rates that nobody reads."""
+    kept: list[Any] = []
+
+    def before(loading: torch.optim.Optimizer, _: Any) -> None:
+        kept[:] = loading.__dict__["param_groups"], loading.state
+
+    def after(loading: torch.optim.Optimizer) -> None:
+        groups, state = kept
+        for group, loaded in zip(groups, loading.__dict__["param_groups"], strict=True):
+            group.clear()
+            group.update(loaded)
+        state.clear()
+        state.update(loading.state)
+        loading.__dict__["param_groups"], loading.state = groups, state
+
+    wrapped.register_load_state_dict_pre_hook(before)
+    wrapped.register_load_state_dict_post_hook(after)
 
 
 def _groups(

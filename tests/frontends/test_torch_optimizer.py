@@ -126,14 +126,16 @@ class TestAgainstOneProcess:
         torch.testing.assert_close(results[0], alone("sgd"), rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("groups", [None, 2], ids=["alone", "grouped"])
-    def test_layers_may_be_frozen_thawed_and_added(self, groups: int | None) -> None:
+    @pytest.mark.parametrize("by_wrapped", [False, True])
+    def test_layers_may_be_frozen_thawed_and_added(self, groups: int | None, by_wrapped: bool) -> None:
         def train(model: Any, wrap: Callable[[Any], Any], rank: int, size: int) -> list[Any]:
             first, last = model[0], model[2]
             first.weight.requires_grad_(False)
-            optimizer = wrap(torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01))
+            wrapped = torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+            optimizer = wrap(wrapped)
             for step, (x, y) in enumerate(batches()):
                 if step == 1:
-                    optimizer.add_param_group({"params": list(last.parameters())})
+                    (wrapped if by_wrapped else optimizer).add_param_group({"params": list(last.parameters())})
                 if step == 2:
                     first.weight.requires_grad_(True)
                 if step == 4:
@@ -318,6 +320,73 @@ class TestRules:
             assert [s["step"] for s in optimizer.state_dict()["state"].values()] == [2] * 4
 
         run_ranks(2, body)
+
+    def test_both_optimizers_have_what_either_loads_and_a_schedule_goes_on(self) -> None:
+        def body(session: Session) -> float:
+            model = make_model()
+            plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+            optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+            if hvd.rank() == 0:
+                optimizer.param_groups[0]["momentum"] = 0.5
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            loss_of(model, *batches()[0]).backward()
+            optimizer.step()
+            scheduler.step()
+            assert optimizer.param_groups is plain.param_groups and optimizer.state is plain.state
+            state = optimizer.state_dict()
+            state["param_groups"][0]["lr"] *= 4
+            state["state"][0]["momentum_buffer"] = torch.full((16, 6), 3.0)
+            plain.load_state_dict(state)
+            assert float(optimizer.state[model[0].weight]["momentum_buffer"].mean()) == 3.0
+            assert optimizer.param_groups[0]["momentum"] == 0.5
+            return optimizer.param_groups[0]["lr"]
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            assert run_ranks(2, body) == [0.2, 0.2]
+
+    def test_a_gradient_that_is_changed_while_it_is_averaged_is_an_error(self) -> None:
+        def body(session: Session) -> None:
+            model = make_model()
+            model.unused = torch.nn.Parameter(torch.ones(3))
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
+            for synchronized in (True, False):
+                loss_of(model, *batches()[0]).backward()
+                if synchronized:
+                    optimizer.synchronize()
+                torch.nn.utils.clip_grad_norm_(list(model[2].parameters()), 0.01)
+                if synchronized:
+                    with optimizer.skip_synchronize():
+                        optimizer.step()
+                else:
+                    with pytest.raises(InvalidRequestError) as error:
+                        optimizer.step()
+            assert str(error.value) == (
+                "the gradient of '2.bias' was changed while it was being averaged. backward() waits for averages only "
+                "where it reaches every parameter: else call optimizer.synchronize() before you clip or change "
+                "gradients."
+            )
+
+        run_ranks(2, body)
+
+    def test_passes_before_zero_grad_do_not_count(self) -> None:
+        def body(session: Session) -> list[Any]:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(
+                OPTIMIZERS["sgd"](model.parameters()), model.named_parameters(), backward_passes_per_step=2
+            )
+            for x, y in batches():
+                loss_of(model, x, y).backward()
+                optimizer.zero_grad()
+                for quarter in (2 * hvd.rank(), 2 * hvd.rank() + 1):
+                    (loss_of(model, part(x, quarter, 4), part(y, quarter, 4)) / 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [p.detach().clone() for p in model.parameters()]
+
+        results = run_ranks(2, body)
+        torch.testing.assert_close(results[0], alone("sgd"), rtol=1e-4, atol=1e-5)
 
     def test_zero_grad_between_backward_and_step_is_refused(self) -> None:
         def body(session: Session) -> None:
