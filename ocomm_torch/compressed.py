@@ -97,7 +97,10 @@ class CompressedOptimizer(StepsTogether):
         self._connect(session)
         #: Parameters without a hook: one that is frozen cannot have any.
         self._unhooked = list(range(len(self._parameters)))
-        self._handles: list[Any] = [optimizer.register_step_pre_hook(_guard(self))]
+        self._handles: list[Any] = [
+            optimizer.register_step_pre_hook(_guard(self)),
+            optimizer.register_load_state_dict_pre_hook(_guard_loading(self)),
+        ]
         weakref.finalize(self, _remove, self._handles)
         self._hook_parameters()
 
@@ -373,6 +376,7 @@ class CompressedOptimizer(StepsTogether):
         """Clears the gradients. Between backward and ``step()`` it means that this step is skipped, on all ranks."""
         if self._stepper.begun:
             self.skip()
+        self._forget()  # passes of a step that will not come
         super().zero_grad(set_to_none)
 
     # State
@@ -508,6 +512,21 @@ def _guard(optimizer: CompressedOptimizer) -> Callable[..., None]:
             )
 
     return before_step
+
+
+def _guard_loading(optimizer: CompressedOptimizer) -> Callable[..., None]:
+    """A hook for the wrapped optimizer: what it loads would not be this one's."""
+    reference = weakref.ref(optimizer)
+
+    def before_load(inner: torch.optim.Optimizer, _: Any) -> None:
+        if (outer := reference()) is not None:
+            kind = type(outer).__name__
+            raise InvalidRequestError(
+                f"load_state_dict() of the {type(inner).__name__} that Distributed{kind} wraps was called, which would "
+                f"change nothing here; call load_state_dict() of the Distributed{kind}, or load before you wrap."
+            )
+
+    return before_load
 
 
 def _remove(handles: list[Any]) -> None:

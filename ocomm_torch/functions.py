@@ -12,6 +12,7 @@ from ocomm import api
 from ocomm import session as sessions
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
+from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.mpi_ops import broadcast_async_, synchronize
 
 
@@ -54,25 +55,27 @@ def broadcast_optimizer_state(
 ) -> None:
     """Overwrites the optimizer's state and hyper-parameters with those of ``root_rank`` (a world rank).
 
-    The other ranks need not have any state yet. ``model`` is accepted as in Horovod and not needed. InvalidRequestError
-    for LBFGS, whose state is not per parameter.
+    The other ranks need not have any state yet. After steps of a 1-bit optimizer all ranks load it, ``root_rank`` too:
+    errors start at zero. ``model`` is accepted as in Horovod and not needed. InvalidRequestError for LBFGS, whose state
+    is not per parameter.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidRequestError("cannot broadcast torch.optim.LBFGS state")
     is_root = sessions.current().require_topology().rank == root_rank
     tensors: list[torch.Tensor] = []
-    structure = _take_out(optimizer.state_dict(), tensors) if is_root else None
+    state: Any = optimizer.state_dict() if is_root else None
+    structure = _take_out(state, tensors) if is_root else None
     structure = api.broadcast_object(structure, root_rank, process_set=process_set)
     if not is_root:
-        structure = _make_room(structure, tensors)
+        state = _make_room(structure, tensors)
     started = [
         broadcast_async_(tensor, root_rank, f"optimizer_state.{position}", process_set)
         for position, tensor in enumerate(tensors)
     ]
     for handle in started:
         synchronize(handle)
-    if not is_root:
-        optimizer.load_state_dict(structure)
+    if not is_root or (isinstance(optimizer, CompressedOptimizer) and state["ocomm"]["steps"]):
+        optimizer.load_state_dict(state)
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from ocomm.errors import InvalidRequestError
 from ocomm.session import Session
+from ocomm_torch.functions import broadcast_optimizer_state
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial, state_digest
@@ -348,6 +349,23 @@ def test_accumulated_gradients_are_sums_and_a_pass_without_a_gradient_adds_nothi
     assert train(accumulated=True) == train(accumulated=False)
 
 
+def test_passes_before_zero_grad_do_not_count_and_cost_no_overlap() -> None:
+    def body(rank: int) -> tuple[str, int]:
+        parameters = make_parameters()
+        optimizer = wrap(parameters, backward_passes_per_step=2)
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            if step == 6:
+                backward(parameters, gradients(20, rank), BACKWARDS)
+                optimizer.zero_grad()
+            for part in (0, 1):
+                backward(parameters, gradients(2 * step + part, rank), BACKWARDS)
+            optimizer.step()
+        return values(parameters), optimizer.compression_report()["redone_steps"]
+
+    assert run(body)[1] == 0
+
+
 def test_step_without_a_backward_moves_nothing() -> None:
     def body(rank: int) -> str:
         parameters = make_parameters()
@@ -440,6 +458,35 @@ def test_the_wrapped_optimizers_own_step_is_refused_before_it_sets_the_replicas_
         return values(parameters)
 
     assert run(body) == plain(2)
+
+
+def test_what_the_wrapped_optimizer_would_load_alone_is_refused() -> None:
+    def body(rank: int) -> None:
+        optimizer = wrap(make_parameters())
+        with pytest.raises(InvalidRequestError) as raised:
+            optimizer._inner.load_state_dict(optimizer._inner.state_dict())
+        assert str(raised.value) == (
+            "load_state_dict() of the Adam that DistributedOneBitAdam wraps was called, which would change nothing "
+            "here; call load_state_dict() of the DistributedOneBitAdam, or load before you wrap."
+        )
+
+    run(body)
+
+
+@pytest.mark.parametrize("before", [0, 2, 6])
+def test_a_state_may_be_broadcast_in_the_middle_of_training(before: int) -> None:
+    def body(rank: int) -> tuple[str, int]:
+        parameters = make_parameters()
+        optimizer = wrap(parameters)
+        for step in range(1, 11):
+            if step == before + 1:
+                optimizer.param_groups[0]["lr"] = 0.01 + 0.01 * rank
+                broadcast_optimizer_state(optimizer, root_rank=1)
+            one_step(parameters, optimizer, step, rank)
+        assert optimizer.param_groups[0]["lr"] == 0.02
+        return values(parameters), optimizer.compression_report()["step"]
+
+    assert run(body)[1] == 10
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
