@@ -348,8 +348,13 @@ def _need_dimension(kind: str, name: str, shape: tuple[int, ...]) -> None:
         raise InvalidRequestError(f"tensor '{name}': {kind} needs at least one dimension; reshape it to (1,).")
 
 
-def _names(session: Session, number: int, operation: str, name: str | None, count: int | None) -> list[str]:
-    """Names on the wire, as Horovod forms them; ``count``: of a group, None for a single tensor."""
+def _names(
+    session: Session, number: int, operation: str, name: str | Sequence[str] | None, count: int | None
+) -> list[str]:
+    """Names on the wire, as Horovod forms them; ``count``: of a group, None for a single tensor, or for several that
+    have a name each."""
+    if name is not None and not isinstance(name, str):
+        return [f"{operation}.{each}" for each in name]
     if count is not None:
         operation = "grouped_" + operation
     base = session.automatic_name(operation, number) if name is None else f"{operation}.{name}"
@@ -393,7 +398,7 @@ def prepare_allreduce(
     session: Session,
     adapter: Adapter,
     tensors: Sequence[Any],
-    name: str | None,
+    name: str | Sequence[str] | None,
     op: int,
     prescale: float,
     postscale: float,
@@ -401,7 +406,10 @@ def prepare_allreduce(
     in_place: bool,
     grouped: bool,
 ) -> Prepared:
-    """An ``allreduce`` whose tensors are on their way to the host's memory."""
+    """An ``allreduce`` whose tensors are on their way to the host's memory.
+
+    With a sequence of names, one for each tensor, each is matched by itself, as if it had been submitted alone.
+    """
     number = process_set.number(session)
     names = _names(session, number, "allreduce", name, len(tensors) if grouped else None)
     group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
@@ -436,7 +444,7 @@ def prepare_allreduce(
             outputs = [tensor for _, tensor, _ in finishing]
         else:
             outputs = [adapter.deliver(host, tensor) for host, tensor, _ in finishing]
-        return outputs if grouped else outputs[0]
+        return outputs if len(outputs) != 1 or grouped else outputs[0]
 
     return Prepared(session, number, submission, adapter.copies(tensors), finish)
 

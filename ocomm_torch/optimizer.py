@@ -1,10 +1,10 @@
 """DistributedOptimizer: the user's optimizer, on gradients averaged over the ranks while backward goes on.
 
-Who calls what, per step: autograd calls ``_on_gradient`` as each gradient is ready, which starts its allreduce; when
-the backward pass that completed the last one ends, ``_on_backward_end`` waits for them, so that ``clip_grad_norm_`` and
-everything else between ``backward()`` and ``step()`` sees averages, as with DistributedDataParallel. What is missing
-then (parameters without a gradient) is submitted by ``synchronize``: by ``step()``, or when something looks at
-``param_groups``, which is what ``GradScaler`` does before it unscales.
+Who calls what, per step: autograd calls ``_on_gradient`` as each gradient is ready, which starts their allreduces, some
+megabytes at a time; when the backward pass that completed the last one ends, ``_on_backward_end`` waits for them, so
+that ``clip_grad_norm_`` and everything else between ``backward()`` and ``step()`` sees averages, as with
+DistributedDataParallel. What is missing then (parameters without a gradient) is submitted by ``synchronize``: by
+``step()``, or when something looks at ``param_groups``, which is what ``GradScaler`` does before it unscales.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ from ocomm_torch.compression import Compression, Compressor, OneBitCompressor
 from ocomm_torch.mpi_ops import TORCH, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters, by_position, names_of
 
+#: Bytes of gradients that are submitted at once, because each submission costs the same; fewer the first time, so that
+#: the network has something to do soon.
+BUCKET_NBYTES, FIRST_BUCKET_NBYTES = 4 << 20, 1 << 20
+
 
 class _Exchange:
-    """Gradients under way together: one parameter, or a group."""
+    """Gradients under way together: a bucket, or a group."""
 
     __slots__ = ("_done", "_error", "_finish")
 
@@ -79,7 +83,10 @@ class _DistributedOptimizer(NamesParameters):
         self._group_of = {p: group for group in groups for p in group}
         self._delay = dict.fromkeys(names, backward_passes_per_step)
         self._waiting: set[Tensor] = set()  # gradients that are ready, in groups that are not
-        self._exchanges: dict[Tensor, _Exchange] = {}  # by parameter; a group's is there once per member
+        self._bucket: list[Tensor] = []  # gradients that are ready, and wait for others to be submitted with
+        self._bucket_room = FIRST_BUCKET_NBYTES  # bytes until it is full
+        # By parameter; that of several is there once for each, and None is that of a bucket which is not full.
+        self._exchanges: dict[Tensor, _Exchange | None] = {}
         self._copied: deque[operations.Prepared] = deque()  # started and not submitted: copies of a GPU's gradients
         self._callback_queued = False
         self._busy = False
@@ -115,7 +122,7 @@ class _DistributedOptimizer(NamesParameters):
         self._synchronized = self._averaged = False
         group = self._group_of.get(p)
         if group is None:
-            self._submit((p,))
+            self._collect(p)
         else:
             self._waiting.add(p)
             if all(member in self._waiting for member in group if member.requires_grad):
@@ -127,15 +134,36 @@ class _DistributedOptimizer(NamesParameters):
     def _on_backward_end(self) -> None:
         """Waits only if this rank's step is complete: what is missing elsewhere may need this rank to go on."""
         self._callback_queued = False
+        self._submit_bucket()
         self._submit_copied(wait=True)
         if all(p in self._exchanges for p in self._hooked if p.requires_grad):
             # An error here would come out of backward(); synchronize() raises it again.
             with contextlib.suppress(OcommError):
                 self._deliver()
 
+    def _collect(self, p: Tensor) -> None:
+        """Puts a parameter that is in no group into the bucket, and submits that when it is full."""
+        if p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense:
+            self._submit((p,))
+            return
+        self._bucket.append(p)
+        self._exchanges[p] = None
+        self._bucket_room -= p.nbytes
+        if self._bucket_room <= 0:
+            self._submit_bucket()
+
+    def _submit_bucket(self) -> None:
+        if self._bucket:
+            bucket, self._bucket, self._bucket_room = tuple(self._bucket), [], BUCKET_NBYTES
+            for p in bucket:
+                del self._exchanges[p]  # until it has one
+            self._submit(bucket)
+
     def _submit(self, parameters: tuple[Tensor, ...]) -> None:
         """Starts the exchange of gradients that are ready, or zeros where there is none. Not of what is frozen."""
         parameters = tuple(p for p in parameters if p.requires_grad)
+        if not parameters:
+            return
         grads = []
         for p in parameters:
             if p.grad is None:
@@ -150,17 +178,18 @@ class _DistributedOptimizer(NamesParameters):
 
     def _start(self, parameters: tuple[Tensor, ...], grads: list[Tensor]) -> _Exchange:
         pairs = [self._compression.compress(grad) for grad in grads]
+        is_group = parameters[0] in self._group_of
         prepared = operations.prepare_allreduce(
             self._session,
             TORCH,
             [compressed for compressed, _ in pairs],
-            self._names[parameters[0]],
+            self._names[parameters[0]] if is_group else [self._names[p] for p in parameters],
             self._op,
             self._prescale,
             self._postscale,
             self._process_set,
             True,
-            parameters[0] in self._group_of,
+            is_group,
         )
         self._copied.append(prepared)
         versions = [grad._version for grad in grads]
@@ -200,9 +229,11 @@ class _DistributedOptimizer(NamesParameters):
         return _Exchange(finish)
 
     def _deliver(self) -> None:
+        self._submit_bucket()
         self._submit_copied(wait=True)
         failure = None
         for exchange in dict.fromkeys(self._exchanges.values()):
+            assert exchange is not None
             try:
                 exchange.deliver()
             except OcommError as error:
@@ -229,7 +260,10 @@ class _DistributedOptimizer(NamesParameters):
         try:
             for p in self._hooked:
                 if p.requires_grad and p not in self._exchanges:
-                    self._submit(self._group_of.get(p, (p,)))
+                    if p in self._group_of:
+                        self._submit(self._group_of[p])
+                    else:
+                        self._collect(p)
             self._deliver()
             self._averaged = True
         finally:
@@ -238,6 +272,8 @@ class _DistributedOptimizer(NamesParameters):
 
     def _forget(self) -> None:
         self._exchanges.clear()
+        self._bucket.clear()
+        self._bucket_room = FIRST_BUCKET_NBYTES
         self._copied.clear()
         self._waiting.clear()
         self._callback_queued = False

@@ -28,6 +28,9 @@ from ocomm.types import DType, Location, Nodes, ReduceOp
 ALIGNMENT = 64
 #: Below this many bytes everybody sends everything to everybody and sums alone: one message time instead of two.
 SMALL_NBYTES = 8192
+#: Bytes of a segment's messages, if there are as many: a message costs what some ten thousand bytes on the wire do, and
+#: what it is made of is memory that needs no work before.
+SMALLEST_MESSAGE_NBYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ def allreduce(
         return buffer[:nbytes]
 
     reduction = _Reduction(context, stage_memory, dtype, op, prescale, postscale)
-    piece = segment_nbytes(sum(nbytes), reduction.shares, context.segment_nbytes)
+    smallest_nbytes = reduction.shares * SMALLEST_MESSAGE_NBYTES
+    piece = segment_nbytes(sum(nbytes), reduction.shares, context.segment_nbytes, smallest_nbytes)
     alone_nbytes = max(piece // 4, SMALLEST_NBYTES)  # a segment is worth its messages
     is_fused = [n < alone_nbytes for n in nbytes]
     count = sum(is_fused)

@@ -91,8 +91,10 @@ def trained(rank: int) -> str:
 
 @pytest.mark.parametrize(("asked", "waited"), [(1, 0), (3, 7), (1 << 30, LAYERS)])
 def test_a_gradient_is_sent_when_its_copy_is_over_and_backward_goes_on_meanwhile(
-    asked: int, waited: int, use: Any
+    asked: int, waited: int, use: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(optimizer, "FIRST_BUCKET_NBYTES", 1)  # each gradient fills one
+    monkeypatch.setattr(optimizer, "BUCKET_NBYTES", 1)
     expected = run_ranks(2, lambda s: trained(s.require_topology().rank))
     adapter = use(asked)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ocomm_torch as hvd  # noqa: E402
+from ocomm import operations  # noqa: E402
 from ocomm.errors import InvalidRequestError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
+from ocomm_torch import optimizer as optimizers  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
 STEPS, BATCH = 5, 24
@@ -509,3 +512,55 @@ class TestRules:
                 hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), num_groups=1)
 
         run_ranks(1, body)
+
+
+class TestBuckets:
+    """Gradients are submitted some bytes at a time; each is still matched by its own name."""
+
+    @staticmethod
+    def recorded(monkeypatch: pytest.MonkeyPatch, first: int, others: int) -> dict[int, list[list[str]]]:
+        """By rank of this process the names of its submissions, with buckets of so many bytes."""
+        submitted: dict[int, list[list[str]]] = {}
+        prepare = operations.prepare_allreduce
+
+        def record(session: Session, adapter: Any, tensors: Any, names: Any, *rest: Any) -> Any:
+            submitted.setdefault(session.require_topology().rank, []).append(list(names))
+            return prepare(session, adapter, tensors, names, *rest)
+
+        monkeypatch.setattr(operations, "prepare_allreduce", record)
+        monkeypatch.setattr(optimizers, "FIRST_BUCKET_NBYTES", first)
+        monkeypatch.setattr(optimizers, "BUCKET_NBYTES", others)
+        return submitted
+
+    # Gradients arrive as 2.weight (64 bytes), 2.bias (4), 0.weight (384), 0.bias (64), in an order that is Torch's.
+    @pytest.mark.parametrize(("first", "others", "per_step"), [(1, 1, 4), (1, 1000, 2), (1000, 1, 1)])
+    def test_how_they_are_cut_changes_no_bit(
+        self, first: int, others: int, per_step: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        expected = together(2, "sgd")
+        submitted = self.recorded(monkeypatch, first, others)
+        for run, reference in zip(together(2, "sgd"), expected, strict=True):
+            assert all(map(torch.equal, run, reference))
+        assert submitted
+        for buckets in submitted.values():
+            assert len(buckets) == STEPS * per_step
+            steps = [buckets[k : k + per_step] for k in range(0, len(buckets), per_step)]
+            every = [sorted(itertools.chain(*of_step)) for of_step in steps]
+            assert every == [["0.bias", "0.weight", "2.bias", "2.weight"]] * STEPS
+
+    def test_ranks_may_fill_them_with_other_parameters(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A parameter that has no gradient on one rank is late there, and in another bucket."""
+        self.recorded(monkeypatch, 1, 300)
+
+        def body(session: Session) -> list[float]:
+            p = [torch.nn.Parameter(torch.zeros(20)) for _ in range(6)]
+            named = [(f"p{k}", each) for k, each in enumerate(p)]
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(p, lr=1.0), named)
+            used = p if hvd.rank() == 0 else p[1::2]
+            sum(each.sum() for each in used).backward()
+            with pytest.raises(AssertionError, match="zero_grad"):
+                optimizer.zero_grad()
+            optimizer.step()
+            return [each[0].item() for each in p]
+
+        assert run_ranks(2, body) == [[-0.5, -1.0, -0.5, -1.0, -0.5, -1.0]] * 2

@@ -107,6 +107,13 @@ def test_allreduce_is_the_sum_in_rank_order(size: int, numel: int, in_place: boo
         assert max(sent) <= 2 * (size - 1) / size * nbytes + 2 * padding
 
 
+@pytest.mark.parametrize(("nbytes", "size", "messages"), [(2_359_296, 2, 10), (2_359_296, 4, 18), (500_000, 4, 6)])
+def test_messages_are_worth_what_each_costs(nbytes: int, size: int, messages: int) -> None:
+    plan = dense.Context(0, size, 4 << 20, aligned, Nodes.flat(size))
+    tensor = np.zeros(nbytes // 4, np.float32)
+    assert allreduce(plan, [tensor], [tensor], ReduceOp.SUM).messages_sent == messages
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab", "aabcc", "aaabbb", "aabbcc"])
