@@ -22,6 +22,7 @@ from ocomm.negotiation.coordinator import JOIN_NAME
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.handle import NOTHING, Handle, Submission
 from ocomm.runtime.process_set import ProcessSet as ProcessSetAtRunTime
+from ocomm.runtime.process_set import check_reduction
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
 
@@ -483,14 +484,16 @@ class RepeatedAllreduce:
         """Makes ``requests`` those of tensors with these element types and shapes."""
         if tensors is self._described or tensors == self._described:
             return
-        self.requests = [
+        requests = [
             Request(
                 Kind.ALLREDUCE, name, dtype, shape, _check_reduction(name, dtype, self._op, *self._factors), 0,
                 *self._factors, (), "torch", *self._group,
             )
             for name, (dtype, shape) in zip(self._names, tensors, strict=True)
         ]  # fmt: skip
-        self._described = tensors
+        for request in requests:
+            check_reduction(request)
+        self.requests, self._described = requests, tensors
 
 
 class _Batch:
@@ -499,21 +502,24 @@ class _Batch:
     __slots__ = ("_failures", "_left", "_listener", "_owners", "submission")
 
     def __init__(self, listener: Callable[[list[int], OcommError | None], None]) -> None:
-        self.submission = Submission([], [], [])
+        self.submission = Submission([], [], [], is_checked=True)
         self._owners: list[int] = []  # by tensor
         self._left: dict[int, int] = {}  # tensors which are not over of those owners that have several
         self._failures: dict[int, OcommError] = {}
         self._listener = listener
 
-    def add(self, repeated: RepeatedAllreduce, owner: int, sources: list[int], targets: list[int]) -> None:
-        self.submission.requests += repeated.requests
+    def add(
+        self, repeated: Sequence[RepeatedAllreduce], owners: Sequence[int], sources: list[int], targets: list[int]
+    ) -> None:
+        if len(sources) == len(owners):
+            self._owners += owners
+        else:
+            counts = [len(one.requests) for one in repeated]
+            self._owners += [owner for owner, count in zip(owners, counts, strict=True) for _ in range(count)]
+            self._left |= {owner: count for owner, count in zip(owners, counts, strict=True) if count > 1}
+        self.submission.requests += [request for one in repeated for request in one.requests]
         self.submission.sources += sources
         self.submission.targets += targets
-        if len(sources) == 1:
-            self._owners.append(owner)
-        else:
-            self._owners += [owner] * len(sources)
-            self._left[owner] = len(sources)
 
     @property
     def owners(self) -> list[int]:
@@ -541,12 +547,16 @@ class Together:
         self._listener = listener
         self._batches: dict[ProcessSetAtRunTime, _Batch] = {}
 
-    def add(self, repeated: RepeatedAllreduce, owner: int, sources: list[int], targets: list[int]) -> None:
-        """Another operation, known as ``owner``: addresses of its tensors, at least one, and of their results."""
-        batch = self._batches.get(repeated.member)
+    def add(
+        self, repeated: Sequence[RepeatedAllreduce], owners: Sequence[int], sources: list[int], targets: list[int]
+    ) -> None:
+        """Operations of one process set, each known as its owner: addresses of their tensors, at least one of each, and
+        of the results."""
+        member = repeated[0].member
+        batch = self._batches.get(member)
         if batch is None:
-            batch = self._batches[repeated.member] = _Batch(self._listener)
-        batch.add(repeated, owner, sources, targets)
+            batch = self._batches[member] = _Batch(self._listener)
+        batch.add(repeated, owners, sources, targets)
 
     def submit(self) -> list[int]:
         """Submits all. Returns the owners of those that could not be: one of them cannot, or the set is closed."""

@@ -66,6 +66,8 @@ class Call:
     name: str | None
     repeat: Callable[[str], RepeatedAllreduce] | None = None
     repeated: dict[str, RepeatedAllreduce] = field(default_factory=dict)  # by name
+    #: What it is in every run, where the program names it.
+    ready: RepeatedAllreduce | None = None
     static: list[tuple[DType, tuple[int, ...]]] = field(default_factory=list)
     runs: int = 0
 
@@ -262,6 +264,23 @@ def _create(kind: str, call: Call, tensors: Sequence[tf.Tensor], extra: list[tf.
     return list(operation.outputs)
 
 
+class _Stretch:
+    """Works of one process set that were taken one after the other, and are what they are in every run."""
+
+    __slots__ = ("inputs", "member", "outputs", "repeated", "works")
+
+    def __init__(self, member: object = None) -> None:
+        self.member = member
+        self.repeated: list[RepeatedAllreduce] = []
+        self.works: list[int] = []
+        self.inputs: list[int] = []
+        self.outputs: list[int] = []
+
+    def end(self, together: Together) -> None:
+        if self.works:
+            together.add(self.repeated, self.works, self.inputs, self.outputs)
+
+
 class _Courier:
     """The thread between TensorFlow's queue and the runtime. A second's work of it is hundreds of thousands of tensors:
     a work is the number that C knows it by, and of what is repeated nothing is made for each tensor, for the garbage
@@ -288,21 +307,35 @@ class _Courier:
         counts = _ffi.unpack(batch.counts, batch.count)
         inputs = _ffi.unpack(batch.inputs, batch.tensors) if batch.tensors else []
         outputs = _ffi.unpack(batch.outputs, batch.tensors) if batch.tensors else []
+        known = len(_calls)
+        stretch = _Stretch()
         start = 0
         for work, number, count in zip(works, numbers, counts, strict=True):
             end = start + count
-            if not 0 <= number < len(_calls):
+            if not 0 <= number < known:
                 text = "a graph with collectives runs in the process which traced it; trace it here again"
                 self._fail(work, InvalidRequestError(text))
-            else:
-                call = _calls[number]
-                call.runs += 1
-                if call.repeat is None or not self._add(together, work, call, inputs[start:end], outputs[start:end]):
-                    self._start(work, call)
+                start = end
+                continue
+            call = _calls[number]
+            call.runs += 1
+            ready = call.ready
+            if ready is not None and count:  # without a call: there are hundreds in every step
+                if ready.member is not stretch.member:
+                    stretch.end(together)
+                    stretch = _Stretch(ready.member)
+                stretch.repeated += (ready,)
+                stretch.works += (work,)
+                stretch.inputs += inputs[start:end]
+                stretch.outputs += outputs[start:end]
+            elif call.repeat is None or not self._add(together, work, call, inputs[start:end], outputs[start:end]):
+                self._start(work, call)
             start = end
+        stretch.end(together)
         for work in together.submit():  # each by itself, and by another one, as its set may have been
             call = _calls[_pointer(work).call]
             call.repeated.clear()
+            call.ready = None
             self._start(work, call)
 
     def _add(self, together: Together, work: int, call: Call, inputs: list[int], outputs: list[int]) -> bool:
@@ -325,7 +358,9 @@ class _Courier:
             repeated.describe(known)
         except OcommError:
             return False
-        together.add(repeated, work, inputs, outputs)
+        if call.name is not None and known is call.static:
+            call.ready = repeated
+        together.add([repeated], [work], inputs, outputs)
         return True
 
     def _start(self, work: int, call: Call) -> None:

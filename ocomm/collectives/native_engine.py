@@ -61,7 +61,9 @@ class _Compiler:
     def pointers(self, arrays: Sequence[np.ndarray] | Sequence[Location]) -> int:
         known = self._pointers.get(id(arrays))
         if known is None:
-            addresses = [array if isinstance(array, int) else _address(array) for array in arrays]
+            addresses: Sequence[Any] = arrays
+            if set(map(type, arrays)) != {int}:
+                addresses = [array if isinstance(array, int) else _address(array) for array in arrays]
             known = self._pointers[id(arrays)] = arrays, self.numbers(addresses)
         return known[1]
 

@@ -36,14 +36,16 @@ class RankCache:
         """The message that announces ``requests``: bits for known ones, the others in full."""
         bits = 0
         full: list[Request] = []
-        for request in requests:
-            known = self._known.get(request.name)
-            if known is not None and (known[0] is request or known[0] == request):
-                bits |= known[1]
-            else:
-                full.append(request)
-                if known is not None:
-                    self._known[request.name] = request, known[1]
+        known = self._known
+        for request in requests:  # without a call: there are hundreds in every step
+            name = request.name
+            if name in known:
+                asked, bit = known[name]
+                if asked is request or asked == request:
+                    bits |= bit
+                    continue
+                known[name] = request, bit
+            full.append(request)
         nbytes = (bits.bit_length() + 7) // 8
         writer = Writer()
         writer.pack("III", self.epoch, nbytes, len(full))
@@ -179,10 +181,11 @@ class CoordinatorCache:
         """Whether these requests, in rank order, are those with which the name got its id: then they agree."""
         return self._epochs[self.epoch].answered.get(name) == requests
 
-    def agreeing(self, mask: int) -> list[list[Request]]:
+    def agreeing(self, mask: int) -> list[tuple[Request, ...]]:
         """The requests under ids that are agreed upon, in rank order."""
-        requests = self._epochs[self.epoch].requests
-        return [[asked[number] for asked in requests] for number in numbers_of(mask)]
+        numbers = numbers_of(mask)
+        by_rank = [[asked[number] for number in numbers] for asked in self._epochs[self.epoch].requests]
+        return list(zip(*by_rank, strict=True))
 
 
 def numbers_of(mask: int) -> list[int]:

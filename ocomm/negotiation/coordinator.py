@@ -216,7 +216,7 @@ class Coordinator:
     ) -> Iterator[tuple[Response, list[Request]]]:
         """What goes together, with its requests; ``sizes_of``: what ranks must know of a name, () for nothing."""
         for group in fuse(requests, self.fusion_threshold, self.group_fusion):
-            names = tuple(request.name for request in group)
+            names = tuple([request.name for request in group])
             sizes = tuple(sizes_of[name] for name in names if sizes_of.get(name)) if sizes_of else ()
             yield Response(group[0].kind, names, sizes=sizes), group
 

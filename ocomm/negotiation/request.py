@@ -170,7 +170,7 @@ def write_responses(responses: tuple[Response, ...]) -> bytes:
     for response in responses:
         writer.pack("BB", response.kind, response.fault)
         writer.text(response.error)
-        writer.numbers([len(name) for name in response.names])
+        writer.numbers(list(map(len, response.names)))
         writer.text("".join(response.names))
         writer.numbers(response.cache_ids)
         writer.pack("I", len(response.sizes))
@@ -192,7 +192,7 @@ def read_responses(data: bytes) -> tuple[Response, ...]:
         error = reader.text()
         ends = list(itertools.accumulate(reader.numbers()))
         joined = reader.text()
-        texts = tuple(joined[start:end] for start, end in zip([0, *ends], ends, strict=False))
+        texts = tuple([joined[start:end] for start, end in zip([0, *ends], ends, strict=False)])
         cache_ids = reader.numbers()
         (tables,) = reader.unpack("I")
         sizes = tuple(reader.numbers() for _ in range(tables))

@@ -29,12 +29,14 @@ class Submission:
     """Tensors that a frontend hands over at once: of each a request, where it is, and where its result goes.
 
     Contiguous bytes, as many as the request says, which belong to the runtime until the tensor is over; source and
-    target may be the same. An ``Allocate`` where the result's size is only known to all ranks together.
+    target may be the same. An ``Allocate`` where the result's size is only known to all ranks together. ``is_checked``:
+    the requests have passed ``process_set.check_reduction``.
     """
 
     requests: list[Request]
     sources: list[Location]
     targets: list[Location | Allocate]
+    is_checked: bool = False
 
     def add(self, request: Request, source: Location, target: Location | Allocate) -> None:
         self.requests.append(request)

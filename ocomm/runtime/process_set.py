@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 
@@ -130,8 +131,9 @@ class ProcessSet:
         """Queues tensors, all or none. InvalidRequestError if a name is in use; what closed the set if it is closed."""
         timeline = self.timeline
         requests = submission.requests
-        for request in requests:
-            _check_reduction(request)
+        if not submission.is_checked:
+            for request in requests:
+                check_reduction(request)
         handle = Handle(submission, self.expect, timeline, listener)
         names = handle.positions.keys()
         self.users.add(threading.get_ident())
@@ -339,7 +341,9 @@ class ProcessSet:
                 for template in response.templates:
                     if template.name not in self._entries:
                         self._entries[template.name] = self._stand_in(template)
-            found = [(name, self._entries.pop(name)) for name in response.names if name in self._entries]
+            found = [(name, self._entries[name]) for name in response.names if name in self._entries]
+            for name, _ in found:
+                del self._entries[name]
         parts = _by_handle(found)
         for handle in parts:
             if handle.timeline is not None:
@@ -421,7 +425,7 @@ class ProcessSet:
                 plan = dense.allreduce(
                     self._context,
                     [submission.sources[position] for submission, position in tensors],
-                    [_target(submission, position) for submission, position in tensors],
+                    cast(list[Location], [submission.targets[position] for submission, position in tensors]),
                     [submission.requests[position].nbytes for submission, position in tensors],
                     request.dtype,
                     request.op,
@@ -556,7 +560,7 @@ def neutral(dtype: DType, op: ReduceOp, numel: int) -> Bytes:
     return np.full(numel, value, kind).view(np.uint8)
 
 
-def _check_reduction(request: Request) -> None:
+def check_reduction(request: Request) -> None:
     """InvalidRequestError for a reduction which the element type does not have, or factors that are no numbers."""
     if type(request.prescale) is not float or type(request.postscale) is not float:
         try:
@@ -590,6 +594,9 @@ def _row_nbytes(request: Request) -> int:
 
 def _by_handle(entries: Sequence[tuple[str, Handle]]) -> dict[Handle, list[int]]:
     """The positions of names in their handles."""
+    handles = dict.fromkeys([handle for _, handle in entries])
+    if len(handles) < 5:  # of a graph, or groups: many tensors each
+        return {one: [one.positions[name] for name, handle in entries if handle is one] for one in handles}
     parts: dict[Handle, list[int]] = {}
     for name, handle in entries:
         if handle not in parts:
