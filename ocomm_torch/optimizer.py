@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -101,12 +102,19 @@ class _DistributedOptimizer(NamesParameters):
         """Gives a hook to parameters that are trained and have none: they were frozen, or were added since."""
         if not self._is_distributed:
             return
+        # Parameters keep their hooks: one that is held by this object would average beside those of its successor.
+        reference = weakref.ref(self)
+
+        def hook(p: Tensor) -> None:
+            if (optimizer := reference()) is not None:
+                optimizer._on_gradient(p)
+
         for position, p in enumerate(p for group in self.__dict__["param_groups"] for p in group["params"]):
             if p.requires_grad and p not in self._hooked:
                 self._hooked[p] = None
                 self._names.setdefault(p, by_position(position))
                 self._delay.setdefault(p, self.backward_passes_per_step)
-                p.register_post_accumulate_grad_hook(self._on_gradient)
+                weakref.finalize(self, p.register_post_accumulate_grad_hook(hook).remove)
 
     # Backward
 
@@ -385,6 +393,8 @@ def DistributedOptimizer(
     """
     if issubclass(compression, OneBitCompressor):
         compression.compress(optimizer.param_groups[0]["params"][0])  # says what to take instead
+    if isinstance(optimizer, NamesParameters):
+        raise InvalidRequestError(f"this {type(optimizer).__name__} is distributed already; wrap it once.")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step <= 0:

@@ -391,6 +391,22 @@ class TestRules:
         results = run_ranks(2, body)
         torch.testing.assert_close(results[0], alone("sgd"), rtol=1e-4, atol=1e-5)
 
+    def test_an_optimizer_may_be_replaced(self) -> None:
+        def body(session: Session) -> None:
+            model = make_model()
+            for names in (model.named_parameters(), None):
+                optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), names)
+                with pytest.raises(InvalidRequestError, match=r"^this SGD is distributed already; wrap it once.$"):
+                    hvd.DistributedOptimizer(optimizer)
+                for _ in range(2):
+                    before = model[2].bias.detach().clone()
+                    optimizer.zero_grad()
+                    (model[2].bias * (1.0 + hvd.rank())).sum().backward()
+                    optimizer.step()
+                    assert torch.equal(model[2].bias, before - 1.5)
+
+        run_ranks(2, body)
+
     def test_zero_grad_between_backward_and_step_is_refused(self) -> None:
         def body(session: Session) -> None:
             model = make_model()
