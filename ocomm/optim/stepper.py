@@ -524,8 +524,8 @@ class Stepper:
             self._grads[:] = addresses
             self._located = True
             self._cast(self._survey, 0, self._hyper, lr, 0, with_norm=True)
-        except OcommError as error:
-            self._die(error)
+        except BaseException as error:
+            self.give_up(error)
             raise
         heard = Flag(int(self._heard_flags[0]))
         if not heard & (Flag.SKIP | Flag.RAISED):
@@ -573,8 +573,8 @@ class Stepper:
                 again()
                 self._reset_buckets(attempt)
             self._hear()
-        except OcommError as error:
-            self._die(error)
+        except BaseException as error:
+            self.give_up(error)
             raise
         self.begun = False
         self.traffic.last_exposed_s = time.perf_counter() - started
@@ -668,7 +668,14 @@ class Stepper:
         bits = np.packbits(self._present, bitorder="little")
         self._vote.envelopes[0].presence[: bits.size] = bits
 
-    def _die(self, error: OcommError) -> None:
+    def give_up(self, error: BaseException) -> None:
+        """A step that was begun has not come to its end: there will be no other."""
+        if not isinstance(error, OcommError):
+            self.channel.abandon()
+            error = HorovodInternalError(
+                f"{self.name}: a step was interrupted by {type(error).__name__}, so this rank may have missed what the "
+                "others have done. Wrap the optimizer anew, and load a state on all ranks."
+            )
         self._dead = error
         self.begun = False
         # Some rank may have been ready for a transfer that it will not make now.

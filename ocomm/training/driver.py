@@ -341,11 +341,15 @@ class Driver:
         self.steps += 1
         self._loaded_replica = None
         order = list(self.stepper.arrivals)
-        self.take()
-        if self.stepper.overlap and not self.stepper.overlapping:
-            self._adopt_order(order)
-        elif self.stepper.has_timed:
-            self._adopt_timing()
+        try:
+            self.take()
+            if self.stepper.overlap and not self.stepper.overlapping:
+                self._adopt_order(order)
+            elif self.stepper.has_timed:
+                self._adopt_timing()
+        except BaseException as error:  # some parameters may have moved already
+            self.stepper.give_up(error)
+            raise
 
     def take(self) -> None:
         """Commits the step, and decides what the ranks decide after it."""

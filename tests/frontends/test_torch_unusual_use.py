@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from ocomm.errors import InvalidRequestError
+from ocomm.api import broadcast_object
+from ocomm.errors import HorovodInternalError, InvalidRequestError
 from ocomm.session import Session
 from ocomm_torch.functions import broadcast_optimizer_state
 from ocomm_torch.onebit import DistributedOneBitAdam
@@ -458,6 +461,40 @@ def test_the_wrapped_optimizers_own_step_is_refused_before_it_sets_the_replicas_
         return values(parameters)
 
     assert run(body) == plain(2)
+
+
+@pytest.mark.parametrize("when", ["while it waits", "while parameters move"])
+def test_a_step_that_was_interrupted_is_the_last(when: str) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def body(rank: int) -> None:
+        parameters = make_parameters()
+        optimizer = wrap(parameters)
+        one_step(parameters, optimizer, 1, rank)
+        if rank:  # comes when the other has been interrupted
+            if when == "while parameters move":
+                one_step(parameters, optimizer, 2, rank)
+            assert broadcast_object("interrupted", 0) == "interrupted"
+            return
+        if when == "while it waits":
+            thread = ctypes.c_ulong(threading.get_ident())
+            raised = ctypes.py_object(KeyboardInterrupt)
+            threading.Timer(0.2, ctypes.pythonapi.PyThreadState_SetAsyncExc, (thread, raised)).start()
+        else:
+            optimizer._inner.register_step_post_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            one_step(parameters, optimizer, 2, rank)
+        broadcast_object("interrupted", 0)
+        for use in (optimizer.step, lambda: one_step(parameters, optimizer, 3, rank)):
+            with pytest.raises(HorovodInternalError) as error:
+                use()
+            assert str(error.value) == (
+                "OneBitAdam.noname.1: a step was interrupted by KeyboardInterrupt, so this rank may have missed what "
+                "the others have done. Wrap the optimizer anew, and load a state on all ranks."
+            )
+
+    run(body)
 
 
 def test_what_the_wrapped_optimizer_would_load_alone_is_refused() -> None:
