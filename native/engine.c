@@ -196,7 +196,7 @@ ocomm_channel *ocomm_channel_new(ocomm_engine *engine, intptr_t communicator, in
 
 int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan) {
     ocomm_engine *engine = channel->engine;
-    plan->submitted_ns = now_ns();
+    plan->submitted_ns = plan->opened_ns = now_ns();
     plan->next = NULL;
     pthread_mutex_lock(&engine->lock);
     int state = engine->failed || engine->failing || channel->failed ? OCOMM_ABORTED : OCOMM_QUEUED;
@@ -212,6 +212,16 @@ int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan) {
     }
     pthread_mutex_unlock(&engine->lock);
     return state;
+}
+
+void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t gate) {
+    ocomm_engine *engine = channel->engine;
+    pthread_mutex_lock(&engine->lock);
+    plan->gate = gate;
+    plan->opened_ns = now_ns();
+    engine->submissions++;
+    pthread_cond_signal(&engine->submitted);
+    pthread_mutex_unlock(&engine->lock);
 }
 
 void ocomm_engine_wake(ocomm_engine *engine) {
@@ -251,11 +261,16 @@ int ocomm_plan_wait(ocomm_engine *engine, ocomm_plan *plan, int64_t timeout_ns) 
     return state;
 }
 
+/* Is there more to do for the channel than to wait until its oldest plan is opened further? Under the lock. */
+static int channel_busy(const ocomm_channel *channel) {
+    return channel->head && __atomic_load_n(&channel->head->segments_done, __ATOMIC_RELAXED) < channel->head->gate;
+}
+
 int ocomm_engine_busy(ocomm_engine *engine) {
     int busy = 0;
     pthread_mutex_lock(&engine->lock);
     for (int32_t i = 0; i < engine->channel_count; i++)
-        busy |= engine->channels[i]->head != NULL;
+        busy |= channel_busy(engine->channels[i]);
     pthread_mutex_unlock(&engine->lock);
     return busy;
 }
@@ -697,8 +712,7 @@ static int retire(ocomm_channel *channel, slot *s) {
         return 0; /* see conclude */
     ocomm_plan *plan = s->plan;
     s->in_use = 0;
-    plan->segments_done++;
-    if (plan->segments_done < plan->segment_count)
+    if (__atomic_add_fetch(&plan->segments_done, 1, __ATOMIC_RELAXED) < plan->segment_count)
         return 0;
     pthread_mutex_lock(&channel->engine->lock);
     /* segments of a later plan may end first, so the plan need not be the head */
@@ -728,8 +742,9 @@ static int fill_window(ocomm_channel *channel) {
         ocomm_plan *plan = channel->head;
         while (plan && plan->segments_started == plan->segment_count)
             plan = plan->next;
+        int closed = plan && plan->segments_started >= plan->gate; /* later plans wait, too: the order is everyone's */
         pthread_mutex_unlock(&channel->engine->lock);
-        if (!plan)
+        if (!plan || closed)
             break;
         memset(s, 0, sizeof *s);
         s->in_use = 1;
@@ -820,7 +835,9 @@ static int step_channel(ocomm_channel *channel) {
 static void expire(ocomm_channel *channel, int64_t now) {
     pthread_mutex_lock(&channel->engine->lock);
     ocomm_plan *plan = channel->head, *disputed = NULL;
-    while (plan && !(plan->timeout_ns > 0 && now - plan->submitted_ns > plan->timeout_ns)) {
+    /* a plan that only waits for ocomm_open waits for no other rank */
+    while (plan && !(plan->timeout_ns > 0 && plan->segments_done < plan->gate &&
+                     now - plan->opened_ns > plan->timeout_ns)) {
         if (plan->culprit && now - plan->disagreed_ns > PASSING_ON_NS)
             disputed = plan;
         plan = plan->next;
@@ -878,7 +895,9 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
                 if (!channel->head)
                     continue;
                 moved |= step_channel(channel);
-                busy |= channel->head != NULL;
+                pthread_mutex_lock(&engine->lock);
+                busy |= channel_busy(channel);
+                pthread_mutex_unlock(&engine->lock);
             }
             if (busy && now - last_expiry > 10000000) {
                 last_expiry = now;

@@ -219,7 +219,8 @@ typedef struct ocomm_plan {
     const ocomm_segment *segments;
     int32_t segment_count;
     int32_t notify;             /* ocomm_engine_run returns OCOMM_COMPLETED when it is over */
-    int64_t timeout_ns;         /* from submission; 0 for none */
+    int32_t gate;               /* segments that may start; see ocomm_open */
+    int64_t timeout_ns;         /* from the submission or the last ocomm_open; 0 for none */
     int64_t *trace;             /* NULL, or three times per stage: it begins, its messages are out, they are over */
     /* written by the engine, read once state is OCOMM_DONE or later */
     int32_t state;
@@ -227,7 +228,7 @@ typedef struct ocomm_plan {
     int32_t error_segment;      /* the segment in which it does */
     int32_t culprit;            /* 1 + that rank while others still have to hear of it through us; 0: none */
     int64_t disagreed_ns;
-    int64_t submitted_ns, started_ns, finished_ns;
+    int64_t submitted_ns, opened_ns, started_ns, finished_ns;
     int32_t segments_started, segments_done;
     struct ocomm_plan *next;
 } ocomm_plan;
@@ -251,6 +252,9 @@ void ocomm_engine_unwatch(ocomm_engine *engine, intptr_t communicator);
 ocomm_channel *ocomm_channel_new(ocomm_engine *engine, intptr_t communicator, int32_t ranks, int32_t window);
 /* Thread-safe. Returns the state OCOMM_QUEUED, or OCOMM_ABORTED when the engine or channel has failed. */
 int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan);
+/* Lets the first `gate` segments of a submitted plan start, and what comes after it once these are all of them. Any
+ * thread; without effect where the plan is over. */
+void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t gate);
 /* Moves everything on until there is a reason to return (OCOMM_WOKEN | ...) or max_ns have passed (0). One thread. */
 int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns);
 void ocomm_engine_wake(ocomm_engine *engine);
@@ -261,7 +265,7 @@ void ocomm_engine_expect(ocomm_engine *engine, int32_t waiters, int wake);
 int ocomm_plan_wait(ocomm_engine *engine, ocomm_plan *plan, int64_t timeout_ns);
 /* Ends every plan of every channel as OCOMM_ABORTED; later submissions are refused. Any thread. */
 void ocomm_engine_fail(ocomm_engine *engine);
-/* 1 while any plan of any channel is not over. Any thread. */
+/* 1 while any plan of any channel is not over, unless it waits for ocomm_open alone. Any thread. */
 int ocomm_engine_busy(ocomm_engine *engine);
 /* Ends every plan of one channel as OCOMM_ABORTED; later submissions to it are refused. Any thread. */
 void ocomm_channel_abandon(ocomm_channel *channel);

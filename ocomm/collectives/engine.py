@@ -64,6 +64,13 @@ class Ticket(Protocol):
         """The times of its stages, once it is over; None where the engine had no timeline when it was submitted."""
         ...
 
+    def open(self, segments: int) -> None:
+        """Lets the first ``segments`` of the plan start, which was submitted with fewer; ``timeout_s`` counts anew.
+
+        From any thread; without effect where the plan is over.
+        """
+        ...
+
     def wait(self, seconds: float) -> State:
         """Waits until the plan is over or the time is; from any thread, without the GIL where the engine is native."""
         ...
@@ -79,8 +86,11 @@ class Channel(Protocol):
         """Whatever of a plan can be made ready once and submitted many times."""
         ...
 
-    def submit(self, prepared: Any, timeout_s: float, notify: bool) -> Ticket:
+    def submit(self, prepared: Any, timeout_s: float, notify: bool, segments: int | None = None) -> Ticket:
         """Queues a prepared plan; ``timeout_s`` counts from now, 0 for none. From any thread.
+
+        Only its first ``segments`` may start, and nothing that is submitted later, before the ticket is opened for
+        all. Time in which it waits for that alone, and for no rank, does not count.
 
         NotInitializedError in a forked child, and after ``Engine.close``.
         """
@@ -131,7 +141,7 @@ class Engine(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """True while any plan is not over."""
+        """True while any plan is not over, unless it waits for ``Ticket.open`` alone."""
         ...
 
     def counters(self) -> dict[str, int]:

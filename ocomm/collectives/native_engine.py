@@ -208,9 +208,10 @@ class _Prepared:
         row.segments = ffi.cast("ocomm_segment *", _address(self.segments))
         row.segment_count = len(self.segments) // 2
 
-    def row(self, notify: bool, timeout_s: float) -> Any:
+    def row(self, notify: bool, timeout_s: float, segments: int | None) -> Any:
         """Of one submission."""
         row = ffi.new(_PLAN, self._row[0])
+        row.gate = row.segment_count if segments is None else segments
         row.notify = notify
         row.timeout_ns = int(timeout_s * 1e9)
         return row
@@ -219,8 +220,9 @@ class _Prepared:
 class NativeTicket:
     """See ``engine.Ticket``."""
 
-    def __init__(self, engine: NativeEngine, prepared: _Prepared, row: Any) -> None:
+    def __init__(self, engine: NativeEngine, channel: Any, prepared: _Prepared, row: Any) -> None:
         self._engine = engine
+        self._channel = channel
         self._prepared = prepared
         self._row = row
         self.timeline = engine.timeline
@@ -255,6 +257,9 @@ class NativeTicket:
         row = self._row
         return (row.started_ns - row.submitted_ns) / 1e9, (row.finished_ns - row.started_ns) / 1e9
 
+    def open(self, segments: int) -> None:
+        lib.ocomm_open(self._channel, self._row, segments)
+
     def wait(self, seconds: float) -> State:
         return State(lib.ocomm_plan_wait(self._engine.pointer, self._row, int(seconds * 1e9)))
 
@@ -273,10 +278,10 @@ class NativeChannel:
     def prepare(self, plan: Plan) -> _Prepared:
         return _Prepared(plan)
 
-    def submit(self, prepared: _Prepared, timeout_s: float, notify: bool) -> NativeTicket:
+    def submit(self, prepared: _Prepared, timeout_s: float, notify: bool, segments: int | None = None) -> NativeTicket:
         require_open(self._engine.owner, self._engine.is_closed, prepared.plan.name)
-        row = prepared.row(notify, timeout_s)
-        ticket = NativeTicket(self._engine, prepared, row)
+        row = prepared.row(notify, timeout_s, segments)
+        ticket = NativeTicket(self._engine, self._pointer, prepared, row)
         self._engine.remember(ticket)
         lib.ocomm_submit(self._pointer, row)
         return ticket

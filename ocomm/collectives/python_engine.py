@@ -35,9 +35,12 @@ _PASSING_ON_S = 5.0  # as PASSING_ON_NS in engine.c
 class PythonTicket:
     """See ``engine.Ticket``."""
 
-    def __init__(self, plan: Plan, timeout_s: float, notify: bool, timeline: Timeline | None = None) -> None:
+    def __init__(self, engine: PythonEngine, plan: Plan, timeout_s: float, notify: bool, segments: int | None) -> None:
+        timeline = engine.timeline
+        self._engine = engine
         self.plan = plan
         self.notify = notify
+        self.gate = len(plan.segments) if segments is None else segments
         self.timeline = timeline
         self.trace: Trace | None = None if timeline is None else new_trace(plan)
         self.state = State.QUEUED
@@ -47,9 +50,8 @@ class PythonTicket:
         self.disagreed = 0.0
         self.started_segments = 0
         self.done_segments = 0
-        self.submitted = time.monotonic()
-        self.deadline = self.submitted + timeout_s if timeout_s > 0 else float("inf")
-        self.started = self.finished = self.submitted
+        self.timeout_s = timeout_s
+        self.submitted = self.opened = self.started = self.finished = time.monotonic()
         self._over = threading.Event()
 
     def note(self, segment: Sequence[plans.Stage], stage: int, which: int) -> None:
@@ -61,6 +63,19 @@ class PythonTicket:
                     break
                 before += len(stages)
             self.trace[before + stage, which] = time.monotonic_ns()
+
+    def open(self, segments: int) -> None:
+        self.opened = time.monotonic()
+        self.gate = segments
+        self._engine.arrival.set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Does it wait for more than to be opened further?"""
+        return self.done_segments < self.gate
+
+    def is_late(self, now: float) -> bool:
+        return self.timeout_s > 0 and self.is_busy and now - self.opened > self.timeout_s
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -114,9 +129,9 @@ class PythonChannel:
     def prepare(self, plan: Plan) -> Plan:
         return plan
 
-    def submit(self, prepared: Plan, timeout_s: float, notify: bool) -> PythonTicket:
+    def submit(self, prepared: Plan, timeout_s: float, notify: bool, segments: int | None = None) -> PythonTicket:
         require_open(self.engine.owner, self.engine.is_closed, prepared.name)
-        ticket = PythonTicket(prepared, timeout_s, notify, self.engine.timeline)
+        ticket = PythonTicket(self.engine, prepared, timeout_s, notify, segments)
         with self.engine.lock:
             refused = self.failed or self.engine.failing
             if not refused:
@@ -158,7 +173,7 @@ class PythonChannel:
             return True
         now = time.monotonic()
         queue = list(self.queue)  # others submit meanwhile
-        late = next((t for t in queue if now > t.deadline), None)
+        late = next((t for t in queue if t.is_late(now)), None)
         disputed = next((t for t in queue if t.culprit is not None and now > t.disagreed + _PASSING_ON_S), None)
         if disputed is not None and disputed.culprit is not None:
             self.fail(disputed, State.MISMATCH, disputed.culprit)
@@ -175,7 +190,9 @@ class PythonChannel:
 
     def _next_ticket(self) -> PythonTicket | None:
         with self.engine.lock:
-            return next((t for t in self.queue if t.started_segments < len(t.plan.segments)), None)
+            ticket = next((t for t in self.queue if t.started_segments < len(t.plan.segments)), None)
+        # Later plans wait for one that is closed: the order is everyone's.
+        return ticket if ticket is not None and ticket.started_segments < ticket.gate else None
 
     def _start(self, ticket: PythonTicket) -> None:
         stages = ticket.plan.segments[ticket.started_segments]
@@ -344,7 +361,7 @@ class PythonEngine:
 
     @property
     def is_busy(self) -> bool:
-        return any(channel.queue for channel in list(self.channels))
+        return any(ticket.is_busy for channel in list(self.channels) for ticket in list(channel.queue)[:1])
 
     def counters(self) -> dict[str, int]:
         return dict(self.totals)

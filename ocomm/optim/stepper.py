@@ -40,13 +40,13 @@ from ocomm.compression.layout import SegmentLayout
 from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError, OcommError, PeerError, StallError
 from ocomm.kernels.base import TENSOR, Bytes, Floats, Table
 from ocomm.kernels.device import DeviceArray
-from ocomm.optim.buckets import Stopwatch, even, timed
+from ocomm.optim.buckets import even
 from ocomm.optim.core import Bools, Core, Exchange, address
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
-#: Compressed steps with overlap, counted from 0, whose times are taken to cut the buckets of later ones.
-_TIMED = range(2, 7)
+#: At most so many buckets, of at least so many elements: at 1 Gbit/s these take as long as posting a bucket takes.
+_BUCKETS, _BUCKET_NUMEL = 12, 1 << 17
 #: ``attempt`` of the vote in which ranks say whose gradients were not finite.
 _INQUEST = 2
 #: States of failed plans: causes before what they bring about.
@@ -71,15 +71,32 @@ class _Sent(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Tensors which travel together, and their exchange."""
+    """Tensors which leave together, in the segments of their flow up to ``end`` that were not posted before."""
 
     tensors: list[int]
-    kind: Literal["compressed", "dense", "node"]
-    segments: list[SegmentLayout]
-    envelopes: Envelopes
     #: Of its tensors' gradients, in bytes.
     nbytes: NDArray[np.int64]
-    first_segment: int = 0  # of the core, where compressed
+    segments: range
+    left: int = 0
+    is_posted: bool = False
+    #: Do the envelopes say that this rank has all gradients?
+    is_full: bool = False
+    #: Of the gradients, as they were when it was posted before ``step()``.
+    checksums: NDArray[np.uint64] | None = None
+    indices: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.indices = np.array(self.tensors, np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    """The exchange of all tensors of a kind: one plan, whose segments may start as their buckets are posted."""
+
+    kind: Literal["compressed", "dense", "node"]
+    buckets: list[_Bucket]
+    segments: list[SegmentLayout]
+    envelopes: Envelopes
     staging: list[Staging] = field(default_factory=list)
     node_staging: list[NodeStaging] = field(default_factory=list)
     #: Prepared plans with their bytes sent and what is built into them, by its identity: buffers alternate, so two are
@@ -87,21 +104,12 @@ class _Bucket:
     plans: dict[tuple[Hashable, ...], tuple[Any, _Sent, tuple[Any, ...]]] = field(default_factory=dict)
     plan_memory: list[Bytes] = field(default_factory=list)
     sent: _Sent = field(default_factory=lambda: _Sent(0, 0))
-    #: The plan with which it is posted before ``step()``.
+    #: The plan with which it begins before ``step()``.
     prepared: Any = None
-    left: int = 0
     ticket: Ticket | None = None
-    indices: NDArray[np.int64] = field(init=False)
-    #: Do the envelopes say that this rank has all gradients?
-    is_full: bool = False
-    #: Of the gradients, as they were when it was posted before ``step()``.
-    checksums: NDArray[np.uint64] | None = None
     #: The presence bits heard last, and the tensors that some rank has by them.
     heard: bytes = b""
     anywhere: NDArray[np.int64] | None = None
-
-    def __post_init__(self) -> None:
-        self.indices = np.array(self.tensors, np.int64)
 
 
 @dataclass(slots=True)
@@ -159,7 +167,7 @@ class Stepper:
         overlap: bool,
         verify: str,
         timeout_s: float,
-        bucket_count: int = 3,
+        bucket_count: int = _BUCKETS,
         direct: bool = False,
         inside: Inside | None = None,
     ) -> None:
@@ -186,13 +194,6 @@ class Stepper:
         count = len(self.layout.tensors)
         self.order = list(range(count - 1, -1, -1))
         self.arrivals: list[int] = []
-        self._moments: list[float] = []  # of the arrivals, where the step's times are taken
-        self._stopwatch = Stopwatch(count)
-        self._overlapped = 0  # compressed steps with overlap so far
-        #: Was the last step that has been taken the last of those that are timed? The same on all ranks.
-        self.has_timed = False
-        #: When each tensor's gradient arrives, and what the exchange of an element costs; None: not known.
-        self._timing: tuple[NDArray[np.float64], float] | None = None
         # What this rank objects to; `_flags` is written by the engine's thread alone.
         self._objections = Flag(0)
         self._flags = np.zeros(1, np.uint32)
@@ -208,15 +209,17 @@ class Stepper:
         self.begun = False
         self._hyper = 0
         #: Those of the step under way, and of the last step that had compressed, or dense ones.
-        self._buckets: list[_Bucket] = []
-        self._compressed_buckets: list[_Bucket] = []
-        self._dense_buckets: list[_Bucket] = []
-        self._node_buckets: list[_Bucket] = []
+        self._flows: list[_Flow] = []
+        self._compressed: _Flow | None = None
+        self._dense: _Flow | None = None
+        self._node: _Flow | None = None
+        self._buckets: list[tuple[_Flow, _Bucket]] = []  # in the order in which they are posted
         self._buckets_of: list[tuple[_Bucket, ...]] = []
         self._exchange: Exchange | None = None
         self._arranged: tuple[bytes, bytes] | None = None
         self._cut_for: dict[str, bytes] = {}
-        self._next = 0
+        #: How many buckets of the step under way have been posted.
+        self.posted = 0
         self._dead: OcommError | None = None
         #: Tensors that do not travel in the step under way.
         self._local: list[int] = []
@@ -226,7 +229,7 @@ class Stepper:
         self._located = False
         #: sqrt(mean over ranks of |g|^2), as the ranks have said in the last round that asked for it.
         self.norm = 0.0
-        self._early = self._is_timed = False
+        self._early = False
         self._vote = self._ballot(self.layout.digest, count if core.steps_locally else 0)
         self._survey: _Ballot | None = None
         self._surveyed = False
@@ -249,45 +252,36 @@ class Stepper:
             return
         # Steps without one kind or the other come and go; its buckets stay as they are until other tensors are in them.
         if compressed.any() and self._cut_for.get("compressed") != wanted[0]:
-            groups = self._cut([t for t in self.order if compressed[t]], self._timing)
+            groups = self._cut([t for t in self.order if compressed[t]])
             self.core.set_buckets(groups, self.segment_nbytes)
-            spans = self.core.bucket_segments
-            self._compressed_buckets = [
-                self._compressed_bucket(group, span.start, [self.core.segments[k].layout for k in span])
-                for group, span in zip(groups, spans, strict=True)
-            ]
+            parts = [[self.core.segments[k].layout for k in span] for span in self.core.bucket_segments]
+            self._compressed = self._compressed_flow(groups, parts)
             self._cut_for["compressed"] = wanted[0]
         if self._cut_for.get("dense") != wanted[1] and (dense.any() or not self.core.dense_again):
             self.averages = self.core.home.zeros(self.layout.flat_numel if dense.any() else 0)
             self._averages["grad"] = address(self.averages) + 4 * self.layout.offsets.astype(np.uint64)
-            self._dense_buckets = [
-                self._dense_bucket(group) for group in self._cut([t for t in self.order if dense[t]])
-            ]
+            self._dense = self._dense_flow(self._cut([t for t in self.order if dense[t]])) if dense.any() else None
             self._cut_for["dense"] = wanted[1]
-        self._buckets = self._compressed_buckets if compressed.any() else []
-        self._buckets = self._buckets + (self._dense_buckets if dense.any() else [])
         local = ~(compressed | dense)
         self._local = np.flatnonzero(local).tolist()
-        if self._adds_up_locally:
-            alone = local & (self.layout.numels > 0)
-            self._node_buckets = [self._node_bucket(group) for group in self._cut([t for t in self.order if alone[t]])]
-            self._buckets = self._buckets + self._node_buckets
+        alone = local & (self.layout.numels > 0)
+        self._node = None
+        if self._adds_up_locally and alone.any():
+            self._node = self._node_flow(self._cut([t for t in self.order if alone[t]]))
+        chosen = (compressed.any(), self._compressed), (dense.any(), self._dense), (True, self._node)
+        self._flows = [flow for travels, flow in chosen if travels and flow is not None]
+        self._buckets = [(flow, bucket) for flow in self._flows for bucket in flow.buckets]
         of: list[list[_Bucket]] = [[] for _ in self.layout.tensors]
-        for bucket in self._buckets:
+        for _, bucket in self._buckets:
             for tensor in bucket.tensors:
                 of[tensor].append(bucket)
         self._buckets_of = [tuple(buckets) for buckets in of]
         self._arranged = wanted
 
-    def _cut(self, tensors: list[int], timing: tuple[NDArray[np.float64], float] | None = None) -> list[list[int]]:
+    def _cut(self, tensors: list[int]) -> list[list[int]]:
         """At most ``bucket_count`` runs, small models in one."""
         numels = self.layout.numels[tensors].tolist()
-        count = max(1, min(self.bucket_count, sum(numels) // 65536))
-        if timing is None:
-            ends = even(numels, count)
-        else:
-            moments, cost = timing
-            ends = timed(numels, np.maximum.accumulate(moments[tensors]).tolist(), cost, count)
+        ends = even(numels, max(1, min(self.bucket_count, sum(numels) // _BUCKET_NUMEL)))
         return [tensors[start:end] for start, end in pairwise([0, *ends])]
 
     def _envelopes(self, contents: Sequence[tuple[int, int]], *, for_node: bool = False) -> Envelopes:
@@ -303,102 +297,101 @@ class Stepper:
         plan = vote(self.rank, vote_groups(self.layout.nodes), envelopes[0])
         return _Ballot(envelopes, self.channel.prepare(plan), self._bytes(plan))
 
-    def _bucket(
+    def _flow(
         self,
-        tensors: list[int],
         kind: Literal["compressed", "dense", "node"],
-        segments: list[SegmentLayout],
+        groups: list[list[int]],
+        parts: list[list[SegmentLayout]],
         compressor: str,
-        **rest: Any,
-    ) -> _Bucket:
+    ) -> _Flow:
+        """Of the buckets ``groups``, which are cut into the segments ``parts``."""
+        ends = np.cumsum([0, *(len(part) for part in parts)]).tolist()
+        buckets = [
+            _Bucket(group, 4 * self.layout.numels[group], range(start, end))
+            for group, (start, end) in zip(groups, pairwise(ends), strict=True)
+        ]
+        segments = [segment for part in parts for segment in part]
         contents = [(segment.signature(compressor), len(segment.tensors)) for segment in segments]
         envelopes = self._envelopes(contents, for_node=not self.layout.nodes.is_flat)
-        return _Bucket(tensors, kind, segments, envelopes, 4 * self.layout.numels[tensors], **rest)
+        return _Flow(kind, buckets, segments, envelopes)
 
-    def _compressed_bucket(self, tensors: list[int], first: int, segments: list[SegmentLayout]) -> _Bucket:
+    def _compressed_flow(self, groups: list[list[int]], parts: list[list[SegmentLayout]]) -> _Flow:
         name = f"{self.core.compressor}-{self.core.scale}" if self.core.scales else self.core.compressor
-        staging = [compressed_staging(segment, self.core.home) for segment in segments]
-        return self._bucket(tensors, "compressed", segments, name, first_segment=first, staging=staging)
+        flow = self._flow("compressed", groups, parts, name)
+        flow.staging = [compressed_staging(segment, self.core.home) for segment in flow.segments]
+        return flow
 
-    def _dense_bucket(self, tensors: list[int]) -> _Bucket:
-        segments = self.layout.segments(tensors, self.rank, max(self.segment_nbytes // 32, 1))
-        return self._bucket(tensors, "dense", segments, "dense")
+    def _dense_flow(self, groups: list[list[int]]) -> _Flow:
+        nbytes = max(self.segment_nbytes // 32, 1)
+        return self._flow("dense", groups, [self.layout.segments(g, self.rank, nbytes) for g in groups], "dense")
 
     @property
     def _adds_up_locally(self) -> bool:
         """Do ranks take steps of their own, and nodes take them together?"""
         return self.core.steps_locally and not self.layout.nodes.is_flat
 
-    def _node_bucket(self, tensors: list[int]) -> _Bucket:
-        segments = self.layout.segments(tensors, self.rank, self.segment_nbytes)
-        staging = [node_staging(segment, self.core.home) for segment in segments]
-        return self._bucket(tensors, "node", segments, "node", node_staging=staging)
+    def _node_flow(self, groups: list[list[int]]) -> _Flow:
+        parts = [self.layout.segments(group, self.rank, self.segment_nbytes) for group in groups]
+        flow = self._flow("node", groups, parts, "node")
+        flow.node_staging = [node_staging(segment, self.core.home) for segment in flow.segments]
+        return flow
 
-    def _prepared(self, bucket: _Bucket) -> Any:
-        """The bucket's plan for the buffers that this step reads and writes."""
+    def _prepared(self, flow: _Flow) -> Any:
+        """The flow's plan for the buffers that this step reads and writes."""
         built_in: tuple[Any, ...] = ()
-        if bucket.kind == "compressed":
-            built_in = self.core.built_in(range(bucket.first_segment, bucket.first_segment + len(bucket.segments)))
-        elif bucket.kind == "dense":
+        if flow.kind == "compressed":
+            built_in = self.core.built_in(range(len(flow.segments)))
+        elif flow.kind == "dense":
             built_in = self.core.built_in_dense()
         key = tuple([id(part) if isinstance(part, (np.ndarray, DeviceArray)) else part for part in built_in])
-        if key not in bucket.plans:
-            if len(bucket.plans) >= 4:
-                bucket.plans.clear()
-                bucket.plan_memory.clear()
-            plan = {"compressed": self._compressed_plan, "dense": self._dense_plan, "node": self._node_plan}[
-                bucket.kind
-            ](bucket)
-            spans = range(bucket.first_segment, bucket.first_segment + len(bucket.segments))
+        if key not in flow.plans:
+            if len(flow.plans) >= 4:
+                flow.plans.clear()
+                flow.plan_memory.clear()
+            plan = {"compressed": self._compressed_plan, "dense": self._dense_plan, "node": self._node_plan}[flow.kind](
+                flow
+            )
             # In the direct form a device has the averages already, and without scales the host does not look at them.
-            wanted = bucket.kind == "compressed" and (self.core.scales or not self.direct)
-            results = [self.core.result(k) for k in spans] if wanted else []
+            wanted = flow.kind == "compressed" and (self.core.scales or not self.direct)
+            results = [self.core.result(k) for k in range(len(flow.segments))] if wanted else []
             plan = staged(plan, self.core.home, results, self.direct, self.inside)
-            bucket.plans[key] = self.channel.prepare(plan), self._bytes(plan), built_in
-        prepared, bucket.sent, _ = bucket.plans[key]
+            flow.plans[key] = self.channel.prepare(plan), self._bytes(plan), built_in
+        prepared, flow.sent, _ = flow.plans[key]
         return prepared
 
-    def _compressed_plan(self, bucket: _Bucket) -> Plan:
+    def _compressed_plan(self, flow: _Flow) -> Plan:
         core = self.core
         stages = []
-        for number, (staging, envelope) in enumerate(zip(bucket.staging, bucket.envelopes, strict=True)):
-            k = bucket.first_segment + number
+        for k, (segment, staging, envelope) in enumerate(zip(flow.segments, flow.staging, flow.envelopes, strict=True)):
 
             def average(rows: Sequence[Bytes], k: int = k) -> Computation:
                 return core.average(k, rows, self._owner_flags)
 
-            stages.append(
-                compressed_segment(
-                    staging,
-                    envelope,
-                    core.result(k),
-                    core.compress(k, staging.send, envelope.node_flags),
-                    average,
-                    core.node_sum(bucket.segments[number]),
-                )
-            )
-        return Plan(f"{self.name}: compressed bucket", stages or [[Stage()]])
+            compress = core.compress(k, staging.send, envelope.node_flags)
+            node_sum = core.node_sum(segment)
+            stages.append(compressed_segment(staging, envelope, core.result(k), compress, average, node_sum))
+        return Plan(f"{self.name}: compressed", stages)
 
-    def _dense_plan(self, bucket: _Bucket) -> Plan:
+    def _dense_plan(self, flow: _Flow) -> Plan:
         stages: list[list[Stage]] = []
         memory: list[Bytes] = []
-        for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
+        for segment, envelope in zip(flow.segments, flow.envelopes, strict=True):
             before, source = self.core.dense_source(segment, envelope.flags)
             where = source, self._averages, segment.runs()
             cut, used = dense_segment(self.rank, self.layout.nodes, envelope, *where, self.core.home)
             cut[0].compute[:0] = before
             stages.append(cut)
             memory += used
-        bucket.plan_memory += memory
-        return Plan(f"{self.name}: dense bucket", stages or [[Stage()]], memory)
+        flow.plan_memory += memory
+        return Plan(f"{self.name}: dense", stages, memory)
 
-    def _node_plan(self, bucket: _Bucket) -> Plan:
+    def _node_plan(self, flow: _Flow) -> Plan:
         stages = []
-        for segment, envelope, staging in zip(bucket.segments, bucket.envelopes, bucket.node_staging, strict=True):
+        for segment, envelope, staging in zip(flow.segments, flow.envelopes, flow.node_staging, strict=True):
             node_sum = self.core.node_sum(segment)
             assert node_sum is not None
             stages.append(node_segment(segment, staging, envelope, node_sum))
-        return Plan(f"{self.name}: node bucket", stages or [[Stage()]])
+        return Plan(f"{self.name}: node", stages)
 
     # Handing over
 
@@ -419,11 +412,8 @@ class Stepper:
         self._located = self._surveyed = False
         self._early = early and self.overlapping
         self.arrivals.clear()
-        self._moments.clear()
         self._arrange()
         self._reset_buckets(0)
-        self.has_timed = False
-        self._is_timed = self._early and self._overlapped in _TIMED
 
     def _clear_flags(self) -> None:
         self._objections = Flag(0)
@@ -431,14 +421,16 @@ class Stepper:
 
     def _reset_buckets(self, attempt: int) -> None:
         """Does what can be done for all buckets at once: when one is posted, caches are full of what backward needs."""
-        self._next = 0
+        self.posted = 0
         all_expected = all(self._expected)
-        for bucket in self._buckets:
-            bucket.left = len(bucket.tensors) if all_expected else sum(self._expected[t] for t in bucket.tensors)
-            bucket.ticket = None
-            bucket.envelopes.begin(self.step + 1, attempt, self._hyper, 0)
+        for flow in self._flows:
+            flow.ticket = None
+            flow.envelopes.begin(self.step + 1, attempt, self._hyper, 0)
             if self._early:
-                bucket.prepared = self._prepared(bucket)
+                flow.prepared = self._prepared(flow)
+        for _, bucket in self._buckets:
+            bucket.left = len(bucket.tensors) if all_expected else sum(self._expected[t] for t in bucket.tensors)
+            bucket.is_posted = False
 
     def hand_over(self, tensor: int) -> None:
         """The gradient of ``tensor`` is there and will not change. Called from hooks, once a step: it only counts.
@@ -446,8 +438,6 @@ class Stepper:
         A bucket that is full is posted when it is its turn.
         """
         self.arrivals.append(tensor)
-        if self._is_timed:
-            self._moments.append(time.perf_counter())
         if not self._expected[tensor]:
             if self.is_posted(tensor):
                 self.object(Flag.UNHANDED)
@@ -458,26 +448,25 @@ class Stepper:
                 self._post_full()
 
     def _post_full(self) -> None:
-        while self._next < len(self._buckets) and self._buckets[self._next].left == 0:
-            if not self._post(self._buckets[self._next], final=False):
+        while self.posted < len(self._buckets) and self._buckets[self.posted][1].left == 0:
+            if not self._post(*self._buckets[self.posted], final=False):
                 return
-            self._next += 1
 
     @property
     def posted_tensors(self) -> list[int]:
         """Tensors whose bucket is on its way: a change of their gradient comes too late for this attempt."""
-        return list(dict.fromkeys(t for b in self._buckets if b.ticket is not None for t in b.tensors))
+        return list(dict.fromkeys(t for _, bucket in self._buckets[: self.posted] for t in bucket.tensors))
 
     def is_posted(self, tensor: int) -> bool:
         """Is a bucket of the tensor on its way?"""
-        return any(bucket.ticket is not None for bucket in self._buckets_of[tensor])
+        return any(bucket.is_posted for bucket in self._buckets_of[tensor])
 
     def object(self, flag: Flag) -> None:
         """Sets a flag of this rank: all ranks will discard the step, or do it again."""
         self._objections |= flag
 
-    def _post(self, bucket: _Bucket, final: bool) -> bool:
-        """Sends a bucket on its way; False, and nothing done, if a gradient cannot be read before ``step()``."""
+    def _post(self, flow: _Flow, bucket: _Bucket, final: bool) -> bool:
+        """Sends the next bucket on its way; False, and nothing done, if a gradient cannot be read before ``step()``."""
         indices = bucket.indices
         addresses = self._grads[indices] if self._located else self._locate(bucket.tensors, final)
         if addresses is None:
@@ -486,12 +475,17 @@ class Stepper:
         was_full, bucket.is_full = bucket.is_full, bool(addresses.all())
         self._present[indices] = bucket.is_full or addresses != 0
         if not (was_full and bucket.is_full):
-            for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
-                envelope.presence[:] = segment.presence_bits(self._present)
+            for k in bucket.segments:
+                flow.envelopes[k].presence[:] = flow.segments[k].presence_bits(self._present)
         bucket.checksums = None if final or self.verify == "version" else self._checksums(bucket, addresses)
-        # In step() hyperparameters that are built in may be others than when the step was begun.
-        prepared = self._prepared(bucket) if final else bucket.prepared
-        bucket.ticket = self.channel.submit(prepared, self.timeout_s, False)
+        bucket.is_posted = True
+        self.posted += 1
+        if flow.ticket is None:
+            # In step() hyperparameters that are built in may be others than when the step was begun.
+            prepared = self._prepared(flow) if final else flow.prepared
+            flow.ticket = self.channel.submit(prepared, self.timeout_s, False, bucket.segments.stop)
+        else:
+            flow.ticket.open(bucket.segments.stop)
         return True
 
     def _checksums(self, bucket: _Bucket, addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -500,8 +494,8 @@ class Stepper:
     def changed_tensors(self) -> list[int]:
         """Tensors of posted buckets whose gradient's bytes are not what was handed over."""
         changed: list[int] = []
-        for bucket in self._buckets:
-            if bucket.ticket is not None and bucket.checksums is not None:
+        for _, bucket in self._buckets[: self.posted]:
+            if bucket.checksums is not None:
                 now = self._checksums(bucket, self._grads[bucket.indices])
                 changed += bucket.indices[now != bucket.checksums].tolist()
         return changed
@@ -588,19 +582,7 @@ class Stepper:
                 "the step was discarded on all ranks. Use a GradScaler, clip, or lower the learning rate."
             )
         self._account(self._exchanged, skipped=False)
-        self._take_times()
         return Verdict.TAKE
-
-    def _take_times(self) -> None:
-        if not self._early or not all(bucket.kind == "compressed" for bucket in self._buckets):
-            return
-        self._overlapped += 1
-        self.has_timed = self._overlapped == _TIMED.stop
-        if self._is_timed and len(self._moments) == len(self.arrivals):
-            exchanges = [
-                (int(self.layout.numels[b.indices].sum()), b.ticket.seconds[1]) for b in self._buckets if b.ticket
-            ]
-            self._stopwatch.saw(self.arrivals, self._moments, exchanges)
 
     def _skipped(self, heard: Flag, sent: Sequence[_Sent]) -> Verdict:
         self._account(sent, skipped=True)
@@ -616,9 +598,8 @@ class Stepper:
         self.overlap = self.overlapping = self._early = False
 
     def _finish(self, attempt: int, hyper: int, lr: float, announcement: int, with_norm: bool) -> None:
-        for bucket in self._buckets[self._next :]:
-            self._post(bucket, final=True)
-        self._next = len(self._buckets)
+        for flow, bucket in self._buckets[self.posted :]:
+            self._post(flow, bucket, final=True)
         if self.core.steps_locally:
             self._read_local()
         self._cast(self._vote, attempt, hyper, lr, announcement, with_norm)
@@ -630,12 +611,12 @@ class Stepper:
         envelope.header["lr"] = lr
         envelope.header["flags"] = self._objections
         if ballot is self._vote:
-            for heard in (heard for bucket in self._node_buckets for heard in bucket.envelopes):
+            for heard in self._node.envelopes if self._node is not None else ():
                 if heard.has_disagreement:
                     envelope.header[0] = heard.passed_on[0]
         # Read while what has been posted travels.
         envelope.header["squares"] = self._squares() if with_norm else 0.0
-        exchanges = [(bucket.ticket, bucket.envelopes) for bucket in self._buckets if bucket.ticket is not None]
+        exchanges = [(flow.ticket, flow.envelopes) for flow in self._flows if flow.ticket is not None]
         exchanges.append((self.channel.submit(ballot.prepared, self.timeout_s, False), ballot.envelopes))
         what = f"{self.name}: step {self.step + 1}"
         states = [wait(ticket, self.channel, self.ranks, self._watch, what) for ticket, _ in exchanges]
@@ -654,9 +635,9 @@ class Stepper:
 
     def _read_local(self) -> None:
         """Looks at the gradients that do not travel, for the vote to tell the others."""
-        for bucket in self._node_buckets:
-            assert bucket.ticket is not None
-            wait(bucket.ticket, self.channel, self.ranks, self._watch, f"{self.name}: step {self.step + 1}")
+        if self._node is not None:
+            assert self._node.ticket is not None
+            wait(self._node.ticket, self.channel, self.ranks, self._watch, f"{self.name}: step {self.step + 1}")
         unposted = [tensor for tensor in self._local if not self._buckets_of[tensor]]
         if unposted:
             addresses = self._grads[unposted] if self._located else self._locate(unposted, True)
@@ -687,14 +668,14 @@ class Stepper:
         if self.core.steps_locally:
             count = self.present_anywhere.size
             self.present_anywhere[:] = np.unpackbits(self._vote.envelopes[0].heard, count=count, bitorder="little")
-        for bucket in self._buckets:
-            heard = bucket.envelopes.heard.tobytes()
-            if bucket.anywhere is None or heard != bucket.heard:
+        for flow in self._flows:
+            heard = flow.envelopes.heard.tobytes()
+            if flow.anywhere is None or heard != flow.heard:
                 present = np.zeros_like(self.present_anywhere)
-                for segment, envelope in zip(bucket.segments, bucket.envelopes, strict=True):
+                for segment, envelope in zip(flow.segments, flow.envelopes, strict=True):
                     segment.read_presence(envelope.heard, present)
-                bucket.heard, bucket.anywhere = heard, np.flatnonzero(present)
-            self.present_anywhere[bucket.anywhere] = True
+                flow.heard, flow.anywhere = heard, np.flatnonzero(present)
+            self.present_anywhere[flow.anywhere] = True
 
     @property
     def heard_announcement(self) -> int:
@@ -703,18 +684,18 @@ class Stepper:
 
     def _is_finite(self) -> bool:
         """The averages are finite; the same on all ranks, since all hold the same bytes."""
-        for bucket in self._buckets:
-            for number, segment in enumerate(bucket.segments):
-                if bucket.kind == "compressed":
-                    if not self.core.is_finite(bucket.first_segment + number):
+        for flow in self._flows:
+            for k, segment in enumerate(flow.segments):
+                if flow.kind == "compressed":
+                    if not self.core.is_finite(k):
                         return False
-                elif bucket.kind == "dense" and not self.core.is_dense_finite(segment, self._averages):
+                elif flow.kind == "dense" and not self.core.is_dense_finite(segment, self._averages):
                     return False
         return True
 
     def _has_finite_gradients(self) -> bool:
         core = self.core
-        return all(core.kernels.finite(s.blocks, core.gradients) for bucket in self._buckets for s in bucket.segments)
+        return all(core.kernels.finite(s.blocks, core.gradients) for flow in self._flows for s in flow.segments)
 
     def _non_finite_ranks(self) -> list[int]:
         """Ranks whose gradients have it; empty where only the average overflowed.
@@ -724,7 +705,7 @@ class Stepper:
         """
         (vote,) = self._vote.envelopes
         if self.layout.nodes.is_flat:
-            envelopes = [vote, *(envelope for bucket in self._buckets for envelope in bucket.envelopes)]
+            envelopes = [vote, *(envelope for flow in self._flows for envelope in flow.envelopes)]
             found = {rank for envelope in envelopes for rank in envelope.ranks_with(Flag.NON_FINITE)}
             if found:
                 return [self.ranks[rank] for rank in sorted(found)]
@@ -738,7 +719,7 @@ class Stepper:
     @property
     def _exchanged(self) -> list[_Sent]:
         ballots = [self._vote, self._survey] if self._surveyed else [self._vote]
-        return [*(bucket.sent for bucket in self._buckets), *(ballot.sent for ballot in ballots if ballot is not None)]
+        return [*(flow.sent for flow in self._flows), *(ballot.sent for ballot in ballots if ballot is not None)]
 
     def _account(self, sent: Sequence[_Sent], skipped: bool) -> None:
         self.step += 1
@@ -746,7 +727,7 @@ class Stepper:
         traffic = self.traffic
         traffic.steps += 1
         traffic.skipped_steps += skipped
-        kinds = {bucket.kind for bucket in self._buckets}
+        kinds = {flow.kind for flow in self._flows}
         traffic.compressed_steps += "compressed" in kinds
         traffic.dense_steps += "dense" in kinds and "compressed" not in kinds
         traffic.local_steps += kinds <= {"node"}
@@ -783,18 +764,6 @@ class Stepper:
         self.order = list(order)
         self._exchange = self._arranged = None
         self._cut_for.clear()
-
-    def timing(self) -> NDArray[np.float64]:
-        """What this rank has measured: when each tensor's gradient arrives, and what the exchange of an element costs;
-        seconds."""
-        return np.append(self._stopwatch.moments(), self._stopwatch.cost)
-
-    def adopt_timing(self, timing: NDArray[np.float64]) -> None:
-        """Cuts buckets by what a rank has measured (rank 0, the same on all ranks) in all later steps."""
-        assert timing.size == len(self.order) + 1 and not self.begun
-        self._timing = timing[:-1], float(timing[-1])
-        self._exchange = self._arranged = None
-        self._cut_for.pop("compressed", None)
 
     def _fail(self, ticket: Ticket, envelopes: Sequence[Envelope]) -> None:
         state = ticket.state
@@ -838,8 +807,8 @@ class Stepper:
         return f"{self.name}: a message with a wrong header arrived in step {self.step + 1}."
 
     def _tensors_of(self, envelope: Envelope) -> tuple[int, ...]:
-        for bucket in self._buckets:
-            for segment, candidate in zip(bucket.segments, bucket.envelopes, strict=True):
+        for flow in self._flows:
+            for segment, candidate in zip(flow.segments, flow.envelopes, strict=True):
                 if candidate is envelope:
                     return segment.tensors
         return ()
@@ -848,12 +817,12 @@ class Stepper:
         """Bytes held, by buffer: the core's state and the runtime's own."""
         own = {
             "averages": self.averages.nbytes,
-            "dense_staging": sum(b.nbytes for bucket in self._dense_buckets for b in bucket.plan_memory),
+            "dense_staging": sum(memory.nbytes for memory in self._dense.plan_memory) if self._dense else 0,
             **dict.fromkeys(("send", "receive", "node_staging"), 0),
         }
-        for staging in (staging for bucket in self._compressed_buckets for staging in bucket.staging):
+        for staging in self._compressed.staging if self._compressed else ():
             for name, nbytes in staging.held().items():
                 own[name] += nbytes
-        for node in (node for bucket in self._node_buckets for node in bucket.node_staging):
+        for node in self._node.node_staging if self._node else ():
             own["node_staging"] += node.memory.nbytes + sum(message.nbytes for message in node.messages)
         return {**self.core.memory(), **own}

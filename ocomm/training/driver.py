@@ -345,8 +345,6 @@ class Driver:
             self.take()
             if self.stepper.overlap and not self.stepper.overlapping:
                 self._adopt_order(order)
-            elif self.stepper.has_timed:
-                self._adopt_timing()
         except BaseException as error:  # some parameters may have moved already
             self.stepper.give_up(error)
             raise
@@ -362,13 +360,6 @@ class Driver:
         self.session.broadcast(self.number, f"{self.name}.order", order)
         self.stepper.adopt_order(order.tolist())
         self.stepper.overlapping = True
-
-    def _adopt_timing(self) -> None:
-        """Buckets are cut by what rank 0 has measured, from now on."""
-        timing = self.stepper.timing()
-        self.session.broadcast(self.number, f"{self.name}.timing", timing)
-        if np.isfinite(timing).all():
-            self.stepper.adopt_timing(timing)
 
     # State
 

@@ -581,6 +581,56 @@ def test_more_segments_than_the_window_pass_in_order(kind: str) -> None:
         np.testing.assert_array_equal(target, source)
 
 
+def pairs_of(segments: int) -> tuple[Plan, Plan, np.ndarray]:
+    """Plans of ranks 0 and 1, a byte from 0 to 1 in each segment, and what rank 1 has received."""
+    source, target = np.arange(1, segments + 1, dtype=np.uint8), np.zeros(segments, np.uint8)
+    out = Plan("out", [[Stage([], [Message(1, source[i : i + 1])])] for i in range(segments)])
+    into = Plan("in", [[Stage([], [], [Message(0, target[i : i + 1])])] for i in range(segments)])
+    return out, into, target
+
+
+def pause(world: World, seconds: float) -> None:
+    """Engines do what there is to do, for so long at least: in another channel a plan runs out of time."""
+    late = submit(world.channels()[:1], [message_plan(0, aligned(1), [], [1])], timeout_s=seconds)
+    assert states(late) == [State.TIMED_OUT]
+
+
+@pytest.mark.parametrize("closed", [0, 1])
+@pytest.mark.parametrize("kind", ENGINES)
+def test_segments_start_when_they_are_let_and_later_plans_after_them(kind: str, closed: int) -> None:
+    with world_of(kind, 2) as world:
+        channels = world.channels()
+        (*plans, target), (*later, last) = pairs_of(3), pairs_of(1)
+        gates = [1, None] if closed == 0 else [None, 1]
+        prepared = [channel.prepare(plan) for channel, plan in zip(channels, plans, strict=True)]
+        tickets = [c.submit(p, 0.0, False, gate) for c, p, gate in zip(channels, prepared, gates, strict=True)]
+        behind = submit(channels, later)
+        for opened in (1, 2):
+            while target[opened - 1] == 0:
+                assert tickets[1].wait(0.001) < State.DONE
+            pause(world, 0.05)
+            assert target.tolist() == [1, 2, 3][:opened] + [0] * (3 - opened) and last[0] == 0
+            assert behind[closed].state == State.QUEUED
+            tickets[closed].open(opened + 1)
+        assert states([*tickets, *behind]) == [State.DONE] * 4
+        assert target.tolist() == [1, 2, 3] and last[0] == 1
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_plan_has_no_deadline_while_it_waits_to_be_opened_and_a_new_one_after(kind: str) -> None:
+    with world_of(kind, 2) as world:
+        channels = world.channels()
+        plan = Plan("late", [[Stage()], [Stage([], [], [Message(0, aligned(1))])]])
+        late = channels[1].submit(channels[1].prepare(plan), 0.02, False, 1)
+        pause(world, 0.1)
+        assert late.state == State.ACTIVE and not world.engines[1].is_busy
+        late.open(2)
+        assert late.wait(LIMIT_S) == State.TIMED_OUT
+        assert channels[1].waiting_for() == [0]
+        late.open(2)  # of no effect
+        assert late.state == State.TIMED_OUT
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_failing_engine_ends_every_plan_and_refuses_new_ones(kind: str) -> None:
     with world_of(kind, 2) as world:
@@ -688,7 +738,7 @@ def test_a_plan_may_be_submitted_while_the_python_engine_looks_through_its_queue
             assert rank is None
 
     for peer in (1, 1):
-        channel.queue.append(Watched(message_plan(0, aligned(1), [], [peer]), 0.0, False))
+        channel.queue.append(Watched(engine, message_plan(0, aligned(1), [], [peer]), 0.0, False, None))
     engine.run(0.0)
     assert not channel.failed and len(channel.queue) > 2
     engine.close()

@@ -323,7 +323,7 @@ def test_dense_values_inside_a_host_are_neither_copied_over_the_bus_nor_kept_by_
             parameter.backward(torch.full(shape, float(step + rank_of(session))))
             optimizer.step()
             seen.append(copied(devices[rank_of(session)]))
-        for staging in optimizer._driver.stepper._compressed_buckets[0].staging:
+        for staging in optimizer._driver.stepper._compressed.staging:
             payloads = [m[staging.layout.header_nbytes :] for m in (*staging.node.messages, *staging.node.rows)]
             assert payloads[0].size and not any(payload.any() for payload in payloads), "the host has touched them"
         return seen

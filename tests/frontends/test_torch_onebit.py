@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -616,30 +617,68 @@ def test_buckets_follow_the_order_in_which_rank_0s_gradients_arrive() -> None:
     assert run_ranks(2, body) == [[1, 3, 0, 2], [1, 3, 0, 2]]
 
 
-def test_what_comes_late_travels_by_itself_once_some_steps_were_timed_and_changes_no_bit() -> None:
-    shapes = ((200, 200),) * 8
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_step_has_one_exchange_and_a_vote_however_many_buckets_leave_one_by_one(overlap: bool) -> None:
+    shapes = ((300, 500),) * 4
 
-    def late(step: int, rank: int) -> Iterator[int]:
-        yield from range(7, 0, -1)
-        if 3 <= step <= 9:
-            time.sleep(0.05)
-        yield 0
+    def body(session: Session) -> tuple[list[list[int]], list[int], int]:
+        posted: list[list[int]] = []
+        plans: list[int] = []
+        assert session.engine is not None
 
-    def body(session: Session) -> tuple[list[list[int]], list[list[int]]]:
-        rank = rank_of(session)
-        buckets: list[list[list[int]]] = []
+        def order(step: int, rank: int) -> Iterator[int]:
+            posted.append([])
+            # As the first step had it, but for the ranks' second and third gradient: a bucket waits for those before.
+            for tensor in (3, 1, 2, 0) if rank == 1 and step > 1 else (3, 2, 1, 0):
+                yield tensor
+                posted[-1].append(optimizers[0]._stepper.posted)
+
+        def watch(optimizer: Any) -> None:
+            plans.append(session.engine.counters()["plans"])
+
+        optimizers: list[Any] = []
+
+        def wrap(*arguments: Any, **options: Any) -> Any:
+            optimizers.append(DistributedOneBitAdam(*arguments, **options))
+            return optimizers[0]
+
         settings: dict[str, Any] = {"shapes": shapes, "grads": lambda s, r: gradients(s, r, shapes), "freeze_step": 2}
-        watch = {"order": late, "watch": lambda o: buckets.append([b.tensors for b in o._stepper._buckets])}
-        timed = train(rank, 12, **settings, **watch)
-        assert timed["digests"] == train(rank, 12, overlap=False, **settings)["digests"]
-        # Two dense steps, seven whose times are taken from the third on, and the first with other buckets.
-        assert buckets[8] == buckets[2] and buckets[9] == buckets[11]
-        return buckets[8], buckets[9]
+        watched = train(rank_of(session), 5, order=order, watch=watch, wrap=wrap, overlap=overlap, **settings)
+        assert watched["digests"] == train(rank_of(session), 5, overlap=False, **settings)["digests"]
+        return posted, plans, optimizers[0]._stepper.posted
 
-    (before, after), *others = run_ranks(2, body)
-    assert [len(bucket) for bucket in before] == [3, 3, 2]
-    assert after[-1] == [0] and sorted(tensor for bucket in after for tensor in bucket) == list(range(8))
-    assert others == [(before, after)]
+    for rank, (posted, plans, last) in enumerate(run_ranks(2, body)):
+        in_turn = [1, 1, 3, 4] if rank == 1 else [1, 2, 3, 4]
+        assert posted == [[0] * 4, *[in_turn if overlap else [0] * 4] * 4]
+        assert last == 4
+        assert {after - before for before, after in pairwise(plans[1:])} == {2}
+
+
+def test_a_bucket_is_exchanged_while_others_wait_for_their_gradients() -> None:
+    shapes = ((300, 500),) * 4
+
+    def body(session: Session) -> list[int]:
+        sent: list[int] = []
+        engine = session.engine
+        assert engine is not None
+
+        def order(step: int, rank: int) -> Iterator[int]:
+            for tensor in (3, 2, 1, 0):
+                before = engine.counters()["messages_sent"]
+                yield tensor
+                if step == 5 and tensor:
+                    end = time.monotonic() + 20
+                    while engine.counters()["messages_sent"] < before + 2 and time.monotonic() < end:
+                        time.sleep(0.001)
+                    sent.append(engine.counters()["messages_sent"] - before)
+
+        train(
+            rank_of(session), 5, order=order, shapes=shapes, grads=lambda s, r: gradients(s, r, shapes), freeze_step=2
+        )
+        return sent
+
+    # To the owner, and the owner's averages.
+    assert run_ranks(2, body) == [[2, 2, 2]] * 2
 
 
 def test_an_optimizer_that_is_dropped_takes_its_buffers_and_hooks_with_it() -> None:
