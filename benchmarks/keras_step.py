@@ -34,8 +34,8 @@ from benchmarks.turns import LOCAL, Method, Result
 
 INPUTS, WIDTH, LAYERS, CLASSES = 1024, 2048, 4, 10
 LR = 1e-4
-#: Steps before a method is timed; enough for 1-bit optimizers to freeze, and to cut their buckets anew.
-WARMUP, COMPRESSED_WARMUP = 5, 12
+#: Steps before a method is timed; enough for 1-bit optimizers to freeze.
+WARMUP = 5
 FREEZE_STEP = 2
 DENSE = "ocomm dense"
 
@@ -109,8 +109,8 @@ def measure(args: argparse.Namespace) -> list[Result]:
         methods.append(
             Method(title, lambda steps, m=model: fit(m, x, y, steps), lambda m=model: digest(m))  # type: ignore[misc]
         )
-    for name, method in zip(args.methods, methods, strict=True):
-        method.run(WARMUP if name in (LOCAL, "dense") else COMPRESSED_WARMUP)
+    for method in methods:
+        method.run(WARMUP)
     rows = turns.take_turns(methods, args.rounds, args.steps)
     result = {"ranks": hvd.size(), "rate": args.rate[0], "parameters": model.count_params(), "rows": rows}
     hvd.shutdown()

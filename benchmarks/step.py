@@ -41,9 +41,8 @@ from benchmarks.turns import DDP, LOCAL, Method, Result
 from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
 
 LR = 1e-4
-#: Steps before a method is timed: enough for PowerSGD to begin; and for 1-bit optimizers to freeze and to cut their
-#: buckets anew.
-WARMUP, COMPRESSED_WARMUP = 6, 12
+#: Steps before a method is timed: enough for PowerSGD to begin, and for 1-bit optimizers to freeze.
+WARMUP = 6
 FREEZE_STEP = 2
 
 #: Of a batch: the loss of the model that backward starts at.
@@ -239,8 +238,8 @@ def measure(args: argparse.Namespace) -> list[Result]:
         steps.append(make(models[-1], lambda model: task.loss(model, batch), args.clip))
         report = getattr(steps[-1], "report", dict)
         methods.append(Method(title, turns.timed(steps[-1]), lambda model=models[-1]: digest(model), report))
-    for method, step in zip(methods, steps, strict=True):
-        method.run(COMPRESSED_WARMUP if hasattr(step, "report") else WARMUP)
+    for method in methods:
+        method.run(WARMUP)
     moments = arrivals(models[0], steps[0])
     # Ranks of one host share its cable.
     hosts = hvd.cross_size()

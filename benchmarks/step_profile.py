@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,9 +44,9 @@ from ocomm.collectives.python_engine import PythonEngine
 from ocomm.telemetry import timeline
 
 MARK = "<!-- measured -->"
-#: Steps before any is measured. Once 1-bit Adam is frozen it times seven steps and cuts its buckets anew. In the step
-#: after that it reads a momentum which is gone when the step is over, so what it computes cannot be repeated.
-WARMUP = 12
+#: Steps before any is measured. In the first after its freeze 1-bit Adam reads a momentum which is gone when the step
+#: is over, so what it computes cannot be repeated.
+WARMUP = 6
 #: Steps of one kind before those of the other.
 TURN = 4
 #: Budgets, in milliseconds of CPU time: over the optimizer that is replaced, and two absolute ones.
@@ -157,23 +158,24 @@ class Trainer:
         self.model = task.model()
         self._loss = lambda: task.loss(self.model, batch)
         self.optimizer: Any = adam(self.model)
-        #: Those of the step under way: a hook that adds some has posted a bucket.
+        #: Those of the step under way.
         self.plans: list[Any] = []
-        self._hooks = 0
+        self._hooks = self._posted = 0
         # Hooks run in the order of their registration: these two are around the optimizer's own, or around nothing.
         for parameter in self.model.parameters():
             parameter.register_post_accumulate_grad_hook(self._before_hook)
         if wrap is not None:
             self.optimizer = wrap(self.optimizer, self.model.named_parameters())
+        self._stepper = SimpleNamespace(posted=0) if wrap is None else self.optimizer._driver.stepper
         for parameter in self.model.parameters():
             parameter.register_post_accumulate_grad_hook(self._after_hook)
 
     def _before_hook(self, _: torch.Tensor) -> None:
-        self._posted = len(self.plans)
+        self._posted = self._stepper.posted
         self.clock.begin("hooks")
 
     def _after_hook(self, _: torch.Tensor) -> None:
-        kind = HOOKS[0 if self._hooks == 0 else 1 if len(self.plans) > self._posted else 2]
+        kind = HOOKS[0 if self._hooks == 0 else 1 if self._stepper.posted > self._posted else 2]
         self._hooks += 1
         self.clock.end(kind)
 

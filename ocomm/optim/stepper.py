@@ -46,7 +46,7 @@ from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
 #: At most so many buckets, of at least so many elements: at 1 Gbit/s these take as long as posting a bucket takes.
-_BUCKETS, _BUCKET_NUMEL = 12, 1 << 17
+_BUCKETS, _BUCKET_NUMEL = 8, 1 << 17
 #: ``attempt`` of the vote in which ranks say whose gradients were not finite.
 _INQUEST = 2
 #: States of failed plans: causes before what they bring about.

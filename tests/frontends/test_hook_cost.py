@@ -15,7 +15,7 @@ from ocomm.session import Session
 from ocomm_torch.onebit import DistributedOneBitAdam
 from tests.worlds import run_ranks
 
-TENSORS, STEPS = 2000, 12
+TENSORS, STEPS = 2000, 6
 
 
 def test_a_hook_makes_eight_calls_at_2000_tensors() -> None:
@@ -47,6 +47,6 @@ def test_a_hook_makes_eight_calls_at_2000_tensors() -> None:
             steps.append(calls)
         return steps
 
-    last = run_ranks(1, body)[0][-1]  # no longer warming up, and its buckets are cut already
+    last = run_ranks(1, body)[0][-1]  # no longer warming up
     assert last["call"] <= 3 * TENSORS + 200
     assert last["c_call"] <= 5 * TENSORS + 200
