@@ -426,6 +426,11 @@ class CompressedAdam(Compressed):
         if int(self.iterations.numpy()):
             host.adam = [DenseAdam(*self._saved(place)) for place in host.places]
 
+    def _adopt_moments(self: Any) -> None:
+        if int(self.iterations.numpy()):
+            self._restore_moments()
+            self._host.driver.continue_plain()
+
     def _saved(self: Any, place: Place) -> tuple[Floats, Floats, int]:
         arrays = (self._momentums[place.index].numpy(), self._velocities[place.index].numpy())
         momentum, variance = (place.to_wire(array).copy() for array in arrays)
@@ -434,11 +439,6 @@ class CompressedAdam(Compressed):
 
 class OneBitAdam(CompressedAdam):
     _kind = "OneBitAdam"
-
-    def _adopt_moments(self: Any) -> None:
-        if int(self.iterations.numpy()):
-            self._restore_moments()
-            self._host.driver.continue_plain()
 
     def _moments(self: Any, host: Host, number: int) -> tuple[Floats, Floats] | None:
         state = host.adam[number]
@@ -452,12 +452,6 @@ class OneBitAdam(CompressedAdam):
 
 class _ZeroOneAdam(CompressedAdam):
     _kind = "ZeroOneAdam"
-
-    def _adopt_moments(self: Any) -> None:
-        host: Host = self._host
-        if int(self.iterations.numpy()):
-            for group in host.groups():
-                host.driver.adopt(group, lambda number: self._saved(host.places[number]))  # type: ignore[attr-defined]
 
     def _moments(self: Any, host: Host, number: int) -> tuple[Floats, Floats] | None:
         core: Any = host.driver.core

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -364,16 +365,17 @@ class TestCompressed:
         run_ranks(2, body)
 
     @pytest.mark.skipif(MPI_SIZE > 0, reason="one process is enough")
-    def test_plain_adam_goes_on_from_a_saved_model_and_so_do_we(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("wrap", [partial(hvd.DistributedOneBitAdam, freeze_step=10), hvd.DistributedZeroOneAdam])
+    def test_plain_adam_goes_on_from_a_saved_model_and_so_do_we(self, tmp_path: Path, wrap: Any) -> None:
         def body(session: Session) -> None:
             path = tmp_path / f"{hvd.rank()}.keras"
-            model = compiled(make_model(), hvd.DistributedOneBitAdam(adam(), freeze_step=10))
+            model = compiled(make_model(), wrap(adam()))
             fit(model, hvd.rank(), 2, 1)
             model.save(path)
             plain = keras.models.load_model(path)
             assert type(plain.optimizer) is keras.optimizers.Adam and int(plain.optimizer.iterations.numpy()) == 22
             assert all(np.abs(v.numpy()).max() > 0 for v in plain.optimizer._velocities)
-            again = compiled(make_model(), hvd.DistributedOneBitAdam(adam(), freeze_step=10))
+            again = compiled(make_model(), wrap(adam()))
             again.optimizer.build(again.trainable_variables)
             again.load_weights(path)
             for mine, saved in zip(again.optimizer.variables, plain.optimizer.variables, strict=True):
