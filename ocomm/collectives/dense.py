@@ -19,7 +19,7 @@ from itertools import accumulate, compress
 
 import numpy as np
 
-from ocomm.collectives.pipeline import SMALLEST_NBYTES, message_nbytes, segment_nbytes
+from ocomm.collectives.pipeline import LARGEST_MESSAGE_NBYTES, SMALLEST_NBYTES, message_nbytes, segment_nbytes
 from ocomm.collectives.plan import Copy, CopyIn, CopyOut, Message, Plan, Reduce, Stage
 from ocomm.collectives.routes import after
 from ocomm.kernels.base import Bytes, view
@@ -28,9 +28,6 @@ from ocomm.types import DType, Location, Nodes, ReduceOp
 ALIGNMENT = 64
 #: Below this many bytes everybody sends everything to everybody and sums alone: one message time instead of two.
 SMALL_NBYTES = 8192
-#: Bytes of a segment's messages, if there are as many: a message costs what some ten thousand bytes on the wire do, and
-#: what it is made of is memory that needs no work before.
-SMALLEST_MESSAGE_NBYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -118,8 +115,9 @@ def allreduce(
         return buffer[:nbytes]
 
     reduction = _Reduction(context, stage_memory, dtype, op, prescale, postscale)
-    smallest_nbytes = reduction.shares * SMALLEST_MESSAGE_NBYTES
-    piece = segment_nbytes(sum(nbytes), reduction.shares, context.segment_nbytes, smallest_nbytes)
+    # As large as messages may be: each costs as much time of a processor as some ten thousand bytes on the wire, and in
+    # front of a sum there is nothing to compute that smaller ones would hide.
+    piece = min(reduction.shares * LARGEST_MESSAGE_NBYTES, context.segment_nbytes)
     alone_nbytes = max(piece // 4, SMALLEST_NBYTES)  # a segment is worth its messages
     is_fused = [n < alone_nbytes for n in nbytes]
     count = sum(is_fused)

@@ -13,12 +13,12 @@ SMALLEST_NBYTES = 64 * 1024
 LARGEST_MESSAGE_NBYTES = 512 * 1024
 
 
-def segment_nbytes(total_nbytes: int, ranks: int, limit_nbytes: int, smallest_nbytes: int = SMALLEST_NBYTES) -> int:
+def segment_nbytes(total_nbytes: int, ranks: int, limit_nbytes: int) -> int:
     """The size of the segments in which ``total_nbytes`` are exchanged over ``ranks`` ranks, each owning a share.
 
     ``limit_nbytes`` is what the user allows, and wins.
     """
-    wanted = max(-(-total_nbytes // SEGMENTS), smallest_nbytes)
+    wanted = max(-(-total_nbytes // SEGMENTS), SMALLEST_NBYTES)
     return min(wanted, ranks * LARGEST_MESSAGE_NBYTES, limit_nbytes)
 
 
