@@ -53,7 +53,7 @@ typedef struct {
     uint8_t *bits;
     float *out, *c;
     int64_t length, masked, scale_at, bits_at;
-    float beta1, one_minus_beta1, weight_decay, decayed, step_size, over_ranks;
+    float beta1, one_minus_beta1, weight_decay, decayed, per_root, share, over_ranks;
     int ranks, rms, streams;
 } work;
 
@@ -244,7 +244,10 @@ SHARED void prepare(enum content content, const call *args, const ocomm_block *b
         prepare_gradient(args, block, w);
         w->momentum = args->momentum + block->offset;
         w->update = args->update ? args->update + block->offset : NULL;
-        w->step_size = args->tensors[block->tensor].step_size;
+        const ocomm_tensor *tensor = args->tensors + block->tensor;
+        const float root = tensor->interval_root;
+        w->per_root = root > 0 ? 1 / root : 0;
+        w->share = root > 0 ? tensor->step_size / root : 0;
     } else if (content == MOMENTUM) {
         const ocomm_tensor *tensor = args->tensors + block->tensor;
         prepare_gradient(args, block, w);

@@ -156,8 +156,8 @@ INLINE void FN(mean)(V *row, const work *w, const float *tile, int64_t j, int n)
     UNROLL for (int v = 0; v < VECTORS; v++) row[v] *= w->over_ranks;
 }
 
-/* The momentum this step sends, or in 0/1 Adam what its steps since the last sync add up to, before the worker's error;
- * `masked` as in first_pass. */
+/* The momentum this step sends, or in 0/1 Adam what its steps since the last sync add up to, over interval_root, before
+ * the worker's error; `masked` as in first_pass. */
 INLINE void FN(momentum)(enum content content, V *row, const work *w, int64_t j, int n, uint32_t masked) {
     const int usual = content == FROM_DENSE || content == FROM_BITS || content == FROM_GRADIENT;
     V gradient[VECTORS];
@@ -191,7 +191,7 @@ INLINE void FN(momentum)(enum content content, V *row, const work *w, int64_t j,
         } else {
             UNROLL for (int v = 0; v < VECTORS; v++) update[v] = (V){0};
         }
-        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = update[v] + w->step_size * row[v];
+        UNROLL for (int v = 0; v < VECTORS; v++) row[v] = w->per_root * update[v] + w->share * row[v];
     }
 }
 
@@ -558,7 +558,7 @@ TARGET static int FN(apply_update)(const void *of, const ocomm_block *blocks, in
         const ocomm_tensor *tensor = args->tensors + block->tensor;
         if (tensor->skip) continue;
         const float scale = read_float(args->packed + block->scale);
-        const V sent = FN(splat)(scale), average = FN(splat)(scale / tensor->interval_lr);
+        const V sent = FN(splat)(tensor->interval_root * scale), average = FN(splat)(scale / tensor->interval_root);
         const FN(synced) w = {
             .bits = args->packed + block->bits,
             .mask = mask_of(args->mask, block),

@@ -33,7 +33,7 @@ typedef struct {
     float weight_decay;      /* coupled decay: grad + weight_decay * param; 0 for none */
     float step_size;         /* lr / (1 - beta1^t), rounded once to float32 */
     float decay;             /* decoupled decay: param * decay before the step; 1 for none */
-    float interval_lr;       /* 0/1 Adam: sum of lr since the last sync, with this step's; not 0 */
+    float interval_root;     /* 0/1 Adam: root of the sum of lr since the last sync, with this step's */
     float interval_decay;    /* 0/1 Adam: product of the decays since the last sync, with this step's */
     int32_t skip;            /* 1: ocomm_apply, ocomm_local_step and ocomm_apply_update leave the tensor alone */
     int32_t grad_dtype;      /* of grad: 0 float32, or, on a device alone, the number of float16 or bfloat16 */
@@ -80,8 +80,9 @@ void ocomm_unpack(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, co
                   const uint8_t *mask, float *out);
 void ocomm_apply(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
                  const uint8_t *packed, const float *denominator, const uint8_t *mask);
-/* 0/1 Adam, whose momentum, update (NULL: zeros) and synced are flat buffers: the compress of a sync, the step without
- * one (update NULL: lr is 0, nothing is added up), and the end of a sync (synced NULL: it is the parameter itself). */
+/* 0/1 Adam, whose momentum, update (NULL: zeros) and synced are flat buffers: the compress of a sync (of
+ * zeros where interval_root is 0), the step without one (update NULL: lr is 0, nothing is added up), and the end of a
+ * sync (synced NULL: it is the parameter itself). */
 int ocomm_compress_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
                           const float *momentum, const float *update, const float *error, float *error_out,
                           const uint8_t *mask, int rms, uint8_t *packed);

@@ -99,7 +99,7 @@ class Arrays:
         table["grad"], table["param"] = self._address(self.grad), self._address(self.param)
         table["momentum"] = 0 if momentum is None else self._address(momentum)
         table["beta1"], table["one_minus_beta1"], table["step_size"], table["decay"] = 0.9, 0.1, 1e-6, 1
-        table["interval_lr"], table["interval_decay"] = 1, 1
+        table["interval_root"], table["interval_decay"] = 1, 1
         return self._table(table)
 
     def written(self) -> list[np.ndarray]:

@@ -276,7 +276,7 @@ class Bench:
         table["param"] = self.param.__array_interface__["data"][0]
         table["momentum"] = self.y.__array_interface__["data"][0] if dense else 0
         table["beta1"], table["one_minus_beta1"], table["step_size"], table["decay"] = 0.9, 0.1, 1e-6, 1
-        table["interval_lr"], table["interval_decay"] = 1.0, 1
+        table["interval_root"], table["interval_decay"] = 1.0, 1
         return table
 
     def measure(self, case: Case, rounds: int) -> list[Row]:

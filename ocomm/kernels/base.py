@@ -47,7 +47,7 @@ TENSOR = np.dtype(
         ("weight_decay", np.float32),
         ("step_size", np.float32),
         ("decay", np.float32),
-        ("interval_lr", np.float32),
+        ("interval_root", np.float32),
         ("interval_decay", np.float32),
         ("skip", np.int32),
         ("grad_dtype", np.int32),
@@ -274,9 +274,11 @@ class Kernels(Protocol):
         scale: str,
         packed: Bytes,
     ) -> bool:
-        """As ``compress`` of update + step_size * (beta1 * momentum + one_minus_beta1 * (grad + weight_decay * param)).
+        """As ``compress`` of (1 / interval_root) * update + (step_size / interval_root) * m, with
+        m = beta1 * momentum + one_minus_beta1 * (grad + weight_decay * param).
 
-        0/1 Adam's half of a sync. ``momentum`` and ``update`` (None: zeros) are flat, and only read.
+        0/1 Adam's half of a sync. ``momentum`` and ``update`` (None: zeros) are flat, and only read. Where
+        interval_root is 0, both factors are.
         """
         ...
 
@@ -308,8 +310,8 @@ class Kernels(Protocol):
         update: Floats | None,
         synced: Floats | None,
     ) -> None:
-        """The end of 0/1 Adam's sync, with u = scale * sign: param = synced * interval_decay - u / denominator,
-        momentum = (scale / interval_lr) * sign, synced = param, update = 0.
+        """The end of 0/1 Adam's sync: param = synced * interval_decay - ((interval_root * scale) * sign) /
+        denominator, momentum = (scale / interval_root) * sign, synced = param, update = 0.
 
         ``synced`` holds the params of the last sync; None: the params themselves are those. A masked element only
         decays and its momentum becomes 0.

@@ -58,7 +58,7 @@ _OFFSET, _START, _OWNED, _LOCAL, _BITS, _SCALE, _INDEX, _LENGTH, _ROW_OF_TENSOR 
     BLOCK.fields[name][1]  # type: ignore[index]
     for name in ("offset", "start", "owned", "local", "bits", "scale", "index", "length", "tensor")
 )
-_GRAD, _PARAM, _MOMENTUM, _BETA1, _ONE_MINUS_BETA1, _WEIGHT_DECAY, _STEP_SIZE, _DECAY, _INTERVAL_LR = (
+_GRAD, _PARAM, _MOMENTUM, _BETA1, _ONE_MINUS_BETA1, _WEIGHT_DECAY, _STEP_SIZE, _DECAY, _INTERVAL_ROOT = (
     TENSOR.fields[name][1]  # type: ignore[index]
     for name in (
         "grad",
@@ -69,7 +69,7 @@ _GRAD, _PARAM, _MOMENTUM, _BETA1, _ONE_MINUS_BETA1, _WEIGHT_DECAY, _STEP_SIZE, _
         "weight_decay",
         "step_size",
         "decay",
-        "interval_lr",
+        "interval_root",
     )
 )
 _INTERVAL_DECAY, _SKIP, _GRAD_DTYPE = (
@@ -588,7 +588,9 @@ def compress_update(
     offset = load_long(block + _OFFSET)
     signs = packed + load_long(block + _BITS)
     beta, rest = load_float(tensor + _BETA1), load_float(tensor + _ONE_MINUS_BETA1)
-    step = load_float(tensor + _STEP_SIZE)
+    step, root = load_float(tensor + _STEP_SIZE), load_float(tensor + _INTERVAL_ROOT)
+    per_root = _ONE / root if root > _ZERO else _ZERO
+    share = step / root if root > _ZERO else _ZERO
     total, hidden, masked = _ZERO, 0, 0
     for base in range(0, length, TILE):
         at = base + QUAD * cuda.threadIdx.x
@@ -599,11 +601,11 @@ def compress_update(
         _gradient(tensor, start + at, left, ROUNDS, g, c)
         _fetch(momentum + 4 * (offset + at), left, ROUNDS, c)
         for i in range(HELD):
-            c[i] = times(step, times(beta, c[i]) + times(rest, g[i]))
+            c[i] = times(share, times(beta, c[i]) + times(rest, g[i]))
         if update != 0:
             _fetch(update + 4 * (offset + at), left, ROUNDS, g)
             for i in range(HELD):
-                c[i] = g[i] + c[i]
+                c[i] = times(per_root, g[i]) + c[i]
         else:
             for i in range(HELD):
                 c[i] = _ZERO + c[i]
@@ -756,8 +758,8 @@ def apply_update(
     offset = load_long(block + _OFFSET)
     param = load_long(tensor + _PARAM) + 4 * load_long(block + _START)
     decay = load_float(tensor + _INTERVAL_DECAY)
-    scale = _read_scale(packed + load_long(block + _SCALE))
-    mean = scale / load_float(tensor + _INTERVAL_LR)
+    root, scale = load_float(tensor + _INTERVAL_ROOT), _read_scale(packed + load_long(block + _SCALE))
+    mean, sent = scale / root, times(root, scale)
     signs = packed + load_long(block + _BITS)
     for at in range(QUAD * cuda.threadIdx.x, length, ROW):
         left = length - at
@@ -768,7 +770,7 @@ def apply_update(
         masked = _bits_of(mask + (offset >> 3), at, left, 1) if mask != 0 else 0
         for k in range(QUAD):
             x = times(p[k], decay) if decay != _ONE else p[k]
-            moved = x - (scale if (positive >> k) & 1 else -scale) / below[k]
+            moved = x - (sent if (positive >> k) & 1 else -sent) / below[k]
             p[k] = x if (masked >> k) & 1 else moved
             m[k] = _ZERO if (masked >> k) & 1 else (mean if (positive >> k) & 1 else -mean)
         _put(param + 4 * at, left, 1, p)

@@ -23,7 +23,7 @@ from ocomm.kernels.base import HOST, Bytes, Floats, Table
 from ocomm.types import DType, ReduceOp
 
 LANES = 32
-_ZERO = np.float32(0)
+_ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 class ReferenceKernels:
@@ -157,7 +157,9 @@ class ReferenceKernels:
                 tensor = tensors[block["tensor"]]
                 at = _span(block["offset"], block)
                 m = tensor["beta1"] * momentum[at] + tensor["one_minus_beta1"] * _decayed_gradient(tensor, block)
-                x = (_ZERO if update is None else update[at]) + tensor["step_size"] * m
+                root = tensor["interval_root"]
+                per_root, share = (_ONE / root, tensor["step_size"] / root) if root > 0 else (_ZERO, _ZERO)
+                x = (_ZERO if update is None else per_root * update[at]) + share * m
                 kept = _span(block["local"], block)
                 c = x + error[kept]
                 finite &= _send(block, c, c, _masked(mask, block), scale, packed, error_out[kept])
@@ -214,9 +216,9 @@ class ReferenceKernels:
                 if tensor["interval_decay"] != 1:
                     base = base * tensor["interval_decay"]
                 scale, signs = _scale(packed, block), _signs(packed, block)
-                moved = base - (scale * signs) / denominator[at]
+                moved = base - ((tensor["interval_root"] * scale) * signs) / denominator[at]
                 param[:] = np.where(masked, base, moved)
-                momentum[at] = np.where(masked, _ZERO, (scale / tensor["interval_lr"]) * signs)
+                momentum[at] = np.where(masked, _ZERO, (scale / tensor["interval_root"]) * signs)
                 if synced is not None:
                     synced[at] = param
                 if update is not None:

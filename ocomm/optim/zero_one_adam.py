@@ -4,11 +4,12 @@ Each rank keeps a momentum of its own and steps with it. At a sync the ranks ave
 the last one add up to, and start again from one point; at a refresh they average the gradient densely for v:
 
     m  = beta1 * m + (1 - beta1) * g;  p = p * (1 - lr * wd) - lr * m / denominator;  u = u + lr * m
-    sync:     ubar = CompressedAllreduce(u);  m = ubar / L;  p = p_sync * W - ubar / denominator;  p_sync = p;  u = 0
+    sync:     ubar = q * CompressedAllreduce(u / q);  m = ubar / L;  p = p_sync * W - ubar / denominator;  u = 0
     refresh:  v = beta2 * v + (1 - beta2) * gbar^2, after p has moved
 
-L is the sum of lr and W the product of (1 - lr * wd) since the last sync. ``intervals`` says which steps are what:
-whole numbers alone decide, so that all ranks agree without asking. A tensor's first steps are dense: see ``Stage``.
+L is the sum of lr and W the product of (1 - lr * wd) since the last sync, and q the root of L: errors grow and shrink
+with it (decision 0009). ``intervals`` says which steps are what: whole numbers alone decide, so that all ranks agree
+without asking. A tensor's first steps are dense: see ``Stage``.
 
 Memory per parameter, besides the parameter and its gradient, for n ranks (``memory`` gives the real numbers):
 
@@ -33,6 +34,9 @@ from ocomm.kernels.base import Bytes, Floats, Kernels, Table
 from ocomm.optim.core import Bools, Core, Exchange, Flags, address, all_blocks, flat_floats
 from ocomm.optim.intervals import RefreshSchedule, SyncSchedule
 from ocomm.optim.preconditioner import Preconditioner
+
+#: Of the errors in a rank state. One that does not say it has errors in units of lr * m.
+ERROR_UNIT = "sqrt(lr) * m"
 
 
 class Stage(enum.IntEnum):
@@ -140,7 +144,7 @@ class ZeroOneAdam(Core):
         rows["weight_decay"][index] = coupled_decay / self.gradient_scale
         rows["step_size"][index] = lr
         rows["decay"][index] = decay
-        rows["interval_lr"][index] = self._interval_lr[index] + lr
+        rows["interval_root"][index] = np.sqrt(self._interval_lr[index] + lr)
         rows["interval_decay"][index] = self._interval_decay[index] * decay
 
     # One step
@@ -175,7 +179,8 @@ class ZeroOneAdam(Core):
         return preconditioner.mask if preconditioner.masked[layout.tensor_indices].any() else None
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> CompressUpdate:
-        """What the steps since the last sync add up to, with this one's. For a coupled decay it reads parameters."""
+        """What the steps since the last sync add up to, with this one's, over the root of the rates' sum. For a coupled
+        decay it reads parameters."""
         layout = self.segments[segment].layout
         return CompressUpdate(
             blocks=layout.worker_blocks,
@@ -217,7 +222,7 @@ class ZeroOneAdam(Core):
         if is_sync:
             # What took steps since the last sync moves at this one even without a gradient: all ranks meet there.
             moved |= compressed & (self._interval_lr.astype(np.float32) > 0)
-        met = compressed & moved & is_sync & (self.tensors["interval_lr"] > 0)
+        met = compressed & moved & is_sync & ((self._interval_lr + self._lr).astype(np.float32) > 0)
         local = compressed & moved & ~met
         self._start_intervals(met | local)
         refreshed = np.flatnonzero(compressed & present) if is_refresh else np.zeros(0, np.int64)
@@ -265,7 +270,10 @@ class ZeroOneAdam(Core):
             everything[:] = 255
             self.home.changed(everything)
             waiting = self.home.zeros(self.layout.flat_numel)
+            # In the unit of errors. What is masked does not move by the rate.
+            rows["step_size"][without] = np.sqrt(self._lr[without])
             self._step_locally(without, waiting, self.momentum, everything)
+            rows["step_size"][without] = self._lr[without]
             for tensor in np.flatnonzero(without).tolist():
                 part = self.layout.to_worker(tensor, self.rank, self.home.host(waiting[self.flat_span(tensor)]))
                 span = self.local_span(tensor)
@@ -532,6 +540,7 @@ class ZeroOneAdam(Core):
             **super().rank_state(),
             "flat": flat,
             "plain": {
+                "error_unit": ERROR_UNIT,
                 "interval_lr": self._interval_lr.tolist(),
                 "interval_decay": self._interval_decay.tolist(),
                 "is_average": self._is_average.tolist(),
@@ -541,6 +550,11 @@ class ZeroOneAdam(Core):
 
     def check_rank_state(self, state: Mapping[str, Any]) -> None:
         super().check_rank_state({**state, "flat": {}})
+        if state.get("plain", {}).get("error_unit") != ERROR_UNIT:
+            raise ValueError(
+                f"need errors in units of {ERROR_UNIT}, got those of an older release, in units of lr * m; leave the "
+                "rank states out, and errors start at zero"
+            )
         for name, buffer in state.get("flat", {}).items():
             if not np.isfinite(flat_floats(buffer, self.layout.flat_numel, f"flat buffer {name!r}")).all():
                 raise ValueError(f"flat buffer {name!r} has NaN or Inf")

@@ -262,6 +262,7 @@ def compressed_exchange(kind: str, size: int, steps: int, source: str = "values"
                 tensors = np.zeros(3, TENSOR)
                 tensors["grad"][:2] = [values[layout.offsets[t] :].ctypes.data for t in range(2)]
                 tensors["beta1"], tensors["one_minus_beta1"], tensors["step_size"] = 0.9, 0.1, 0.3
+                tensors["interval_root"] = 0.5
                 momentum, update, mask = values[::-1].copy(), values * np.float32(2), np.zeros(flat // 8, np.uint8)
                 mask[5:40] = rng.integers(0, 256, 35)
                 compress = CompressUpdate(
@@ -444,6 +445,7 @@ def test_an_update_that_is_not_finite_sets_the_flag(kind: str) -> None:
     tensors, flags = np.zeros(1, TENSOR), np.zeros(1, np.uint32)
     grad, flat = np.ones(40, np.float32), np.zeros(48, np.float32)
     tensors["grad"], tensors["one_minus_beta1"], tensors["step_size"] = grad.ctypes.data, 0.1, 0.3
+    tensors["interval_root"] = 0.5
     compress = CompressUpdate(
         segment.blocks, tensors, flat, None, flat, flat.copy(), None, "l1", aligned(segment.packed_nbytes), flags
     )

@@ -202,7 +202,7 @@ def update_results(world: World, kernels: Kernels, scale: str) -> tuple:
         (None, {}),
     ):
         packed, error_out = world.empty(world.local_numel)
-        tensors = world.tensors(step_size=0.03, **columns)
+        tensors = world.tensors(step_size=0.03, interval_root=0.03 if update is None else 0.07, **columns)
         finite = kernels.compress_update(
             world.blocks, tensors, flat["momentum"], update, world.error, error_out, world.mask, scale, packed
         )
@@ -241,7 +241,7 @@ def apply_update_results(world: World, kernels: Kernels) -> tuple:
     for names, decay in (((), 1), ((), 0.99), (("update", "synced"), 1), (("update", "synced"), 0.99)):
         flat = flat_buffers(world)
         params = [np.concatenate([[np.float32(7)], p]).astype(np.float32)[1:] for p in world.params]
-        tensors = world.tensors(param=params, interval_lr=0.07, interval_decay=decay)
+        tensors = world.tensors(param=params, interval_root=0.07, interval_decay=decay)
         tensors["skip"][1:2] = 1
         update, synced = (flat[name] if name in names else None for name in ("update", "synced"))
         kernels.apply_update(
@@ -534,16 +534,19 @@ class TestZeroOneAdam:
     """The loops of 0/1 Adam: compress_update, local_step, apply_update, finite."""
 
     @pytest.mark.parametrize("masked", [0.0, 0.3])
-    def test_a_sync_compresses_what_the_steps_add_up_to(self, kernels: Kernels, masked: float) -> None:
+    def test_a_sync_compresses_what_the_steps_add_up_to_over_the_root(self, kernels: Kernels, masked: float) -> None:
         world = World((5000,), masked=masked)
         flat = flat_buffers(world)
-        tensors = world.tensors(grad=world.grads, param=world.params, weight_decay=0.01, step_size=0.03)
+        tensors = world.tensors(
+            grad=world.grads, param=world.params, weight_decay=0.01, step_size=0.03, interval_root=0.07
+        )
+        lr, root = np.float32(0.03), np.float32(0.07)
         gradient = world.grads[0] + np.float32(0.01) * world.params[0]
         for block in world.blocks:
             piece = slice(int(block["start"]), int(block["start"] + block["length"]))
             at = span(block)
             m = np.float32(0.9) * flat["momentum"][at] + np.float32(0.1) * gradient[piece]
-            world.values[span(block, "local")] = flat["update"][at] + np.float32(0.03) * m
+            world.values[span(block, "local")] = 1 / root * flat["update"][at] + lr / root * m
         packed, error_out = world.empty(world.local_numel)
         before = {name: array.copy() for name, array in flat.items()}
         kernels.compress_update(
@@ -565,7 +568,7 @@ class TestZeroOneAdam:
         world = World((5000, 31), masked=0.1)
         momentum = flat_buffers(world)["momentum"]
         momentum[:100] = world.grads[0][:100] = -0.0
-        tensors = world.tensors(grad=world.grads, step_size=0.03)
+        tensors = world.tensors(grad=world.grads, step_size=0.03, interval_root=0.03)
         found = []
         for update in (None, np.zeros(world.numel, np.float32)):
             packed, error_out = world.empty(world.local_numel)
@@ -575,13 +578,15 @@ class TestZeroOneAdam:
             found.append((finite, packed, error_out))
         assert all_same(*found)
 
-    @pytest.mark.parametrize("masked", [0.0, 0.2, 2.0])
-    def test_a_gradient_that_is_not_finite_is_told_even_if_masked(self, kernels: Kernels, masked: float) -> None:
+    @pytest.mark.parametrize(("masked", "lr"), [(0.0, 0.03), (0.2, 0.03), (2.0, 0.03), (0.2, 0.0)])
+    def test_a_gradient_that_is_not_finite_is_told_even_if_masked(
+        self, kernels: Kernels, masked: float, lr: float
+    ) -> None:
         for bad in (np.inf, -np.inf, np.nan):
             for where in (0, 31, 4095, 4999):
                 world = World((5000,), masked=masked)
                 momentum = flat_buffers(world)["momentum"]
-                tensors = world.tensors(grad=world.grads, step_size=0.03)
+                tensors = world.tensors(grad=world.grads, step_size=lr, interval_root=lr)
                 assert kernels.finite(world.blocks, tensors)
                 world.grads[0][where] = bad
                 packed, error_out = world.empty(world.local_numel)
@@ -618,7 +623,7 @@ class TestZeroOneAdam:
         world = World((5000, 300), masked=0.3)
         flat, params = flat_buffers(world), [p.copy() for p in world.params]
         synced = flat["synced"] if interval > 1 else None
-        tensors = world.tensors(param=params, interval_lr=0.1, interval_decay=0.9)
+        tensors = world.tensors(param=params, interval_root=0.1, interval_decay=0.9)
         before = flat["synced"].copy()
         kernels.apply_update(
             world.blocks,
@@ -635,7 +640,7 @@ class TestZeroOneAdam:
             at, hidden = span(block), world.hidden(block)
             base = (before[at] if interval > 1 else world.params[block["tensor"]][piece]) * np.float32(0.9)
             scale, signs = scale_in(world.messages[0], block), signs_in(world.messages[0], block)
-            moved = base - scale * signs / world.denominator[at]
+            moved = base - np.float32(0.1) * scale * signs / world.denominator[at]
             param = params[block["tensor"]][piece]
             assert same_bits(param, np.where(hidden, base, moved))
             assert same_bits(flat["momentum"][at], np.where(hidden, np.float32(0), scale / np.float32(0.1) * signs))

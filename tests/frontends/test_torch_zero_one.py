@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError, NonFiniteError, SettingsError
+from ocomm.optim.checkpoint import seal
 from ocomm.session import Session
 from ocomm.types import Settings
 from ocomm_torch import DistributedOneBitAdam, DistributedZeroOneAdam
@@ -412,6 +413,22 @@ def test_a_saved_run_goes_on_bit_for_bit(stop: int) -> None:
     for expected, found, _, _ in results:
         assert found == expected
     assert results[0][2:] == results[1][2:], "without the ranks' own state all are where the last sync left them"
+
+
+def test_errors_of_an_older_release_are_refused_by_name() -> None:
+    def body(session: Session) -> str:
+        parameters = [torch.nn.Parameter(torch.from_numpy(p)) for p in initial()]
+        optimizer = DistributedZeroOneAdam(torch.optim.Adam(parameters, lr=0.01), **SHORT)
+        for step in (1, 2):
+            backward(parameters, sparse(step, rank_of(session)), range(4))
+            optimizer.step()
+        own = {key: value for key, value in optimizer._driver.rank_state().items() if key != "checksum"}
+        own["plain"] = {key: value for key, value in own["plain"].items() if key != "error_unit"}
+        with pytest.raises(CheckpointError, match=r"does not fit: need errors in units of sqrt\(lr\) \* m, got"):
+            optimizer.load_rank_state_dict(seal(own, optimizer._driver.kernels))
+        return digest([p.detach().numpy() for p in parameters])
+
+    assert len(set(run_ranks(2, body))) == 1
 
 
 def test_plain_adam_loads_its_state_and_it_goes_on_from_plain_adams() -> None:

@@ -214,7 +214,7 @@ class Simulation:
         """A gradient of a tensor without a variance: all of it is masked."""
         for worker, g in enumerate(local):
             m = F(self.beta1) * x.momenta[worker] + self.one_minus_beta1 * self._decayed(g, x.params[worker])
-            x.errors[worker] = x.errors[worker] + F(lr) * m
+            x.errors[worker] = x.errors[worker] + F(np.sqrt(lr)) * m
             x.params[worker] = x.params[worker] * F(1 - lr * self.decoupled)
         x.synced = x.params[0].copy()
         x.stage = "dense"
@@ -247,41 +247,40 @@ class Simulation:
             x.momenta[worker] = np.where(x.mask, x.momenta[worker], m)
 
     def _sync_step(self, x: Tensor, local: list[Array], lr: float) -> None:
-        c = []
+        c, root = [], F(np.sqrt(x.interval_lr))
         for worker, g in enumerate(local):
             m = F(self.beta1) * x.momenta[worker] + self.one_minus_beta1 * self._decayed(g, x.params[worker])
-            c.append((x.updates[worker] + F(lr) * m) + x.errors[worker])
-        ubar, momentum = np.zeros(x.synced.size, F), np.zeros(x.synced.size, F)
+            c.append((F(1) / root * x.updates[worker] + F(lr) / root * m) + x.errors[worker])
+        mean = np.zeros(x.synced.size, F)
         for block in self._blocks(x):
             keep = ~x.mask[block]
             total = np.zeros(keep.size, F)
             for worker in range(len(self.nodes)):
-                sent, x.errors[worker][block], _ = self._compress(c[worker][block], keep)
+                sent, x.errors[worker][block] = self._compress(c[worker][block], keep)
                 total = sent if worker == 0 else total + sent
             a = total * F(1 / len(self.nodes)) + x.owner_error[block]
-            ubar[block], x.owner_error[block], scale = self._compress(a, keep)
-            mean = scale / F(x.interval_lr)
-            momentum[block] = np.where(keep, np.where(ubar[block] >= 0, mean, -mean), F(0))
+            mean[block], x.owner_error[block] = self._compress(a, keep)
+        ubar = root * mean
         p = x.synced * F(x.interval_decay)
         x.synced = np.where(x.mask, p, p - ubar / x.denominator)
         for worker in range(len(self.nodes)):
             x.params[worker] = x.synced.copy()
-            x.momenta[worker] = momentum.copy()
+            x.momenta[worker] = mean / root
             x.updates[worker] = np.zeros(x.synced.size, F)
         x.interval_lr, x.interval_decay = 0.0, 1.0
 
-    def _compress(self, c: Array, keep: Array) -> tuple[Array, Array, F]:
-        """What is sent of one block (0 where masked), what stays behind, and the scale."""
+    def _compress(self, c: Array, keep: Array) -> tuple[Array, Array]:
+        """What is sent of one block, 0 where masked, and what stays behind."""
         count = int(keep.sum())
         if count == 0:
-            return np.zeros(c.size, F), c.copy(), F(0)
+            return np.zeros(c.size, F), c.copy()
         kept = np.where(keep, c, F(0))
         if self.scale == "l1":
             scale = _lane_sum(np.abs(kept)) * F(1 / count)
         else:
             scale = np.sqrt(_lane_sum(kept * kept) * F(1 / count))
         sent = np.where(keep, np.where(c >= 0, scale, -scale), F(0))
-        return sent, c - sent, scale
+        return sent, c - sent
 
     # The variance
 
