@@ -366,8 +366,13 @@ class ProcessSet:
         if self._tuner is not None and response.kind == Kind.ALLREDUCE:
             nbytes = sum(submission.requests[position].nbytes for submission, position in tensors)
             self._tuner.note(response.names, nbytes, self.clock())
-        plan, result = self._plan(response, tensors)
-        ticket = self._channel.submit(self._channel.prepare(plan), self.settings.stall_shutdown_s, True)
+        try:
+            plan, result = self._plan(response, tensors)
+            ticket = self._channel.submit(self._channel.prepare(plan), self.settings.stall_shutdown_s, True)
+        except BaseException:  # no memory, say: who waits is told when the set is closed for it
+            with self._lock:
+                self._entries.update(found)
+            raise
         running = _Running(ticket, parts, result, plan.keepalive)
         if self.timeline is not None:
             running.submitted_ns = time.monotonic_ns()

@@ -221,6 +221,27 @@ def test_handles_of_plans_under_way_end_when_the_job_fails(monkeypatch: pytest.M
 
 
 @threads_only
+def test_a_call_for_whose_result_there_is_no_memory_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_FAREWELL_S", 0.3)
+
+    def fail(shape: tuple[int, ...]) -> np.ndarray:
+        raise MemoryError(f"no room for {shape}")
+
+    ranks = Ranks(2)
+    request = Request(Kind.ALLGATHER, "x", DType.UINT8, (3,))
+    source = np.ones(3, np.uint8)
+    handles = [
+        session.submit(0, Submission.of(request, source, allocate))
+        for session, allocate in zip(ranks.sessions, (fail, lambda shape: np.empty(shape, np.uint8)), strict=True)
+    ]
+    assert [outcome(handle) for handle in handles] == [
+        "HorovodInternalError: rank 0: the background thread failed: MemoryError: no room for (6,)",
+        "PeerError: rank 0 failed: MemoryError: no room for (6,).",
+    ]
+    ranks.together(lambda _, session: session.shutdown())
+
+
+@threads_only
 def test_an_exchange_that_does_not_end_names_whom_it_waits_for_and_ends_the_job(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
