@@ -59,7 +59,7 @@ def run(*program: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedPr
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
 
 

@@ -56,7 +56,7 @@ def find(module: object, path: str) -> object:
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

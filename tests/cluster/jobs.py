@@ -9,10 +9,12 @@ from pathlib import Path
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
 ROOT = Path(__file__).resolve().parents[2]
+#: Seconds after which a job hangs: it takes a tenth of that on a machine of its own.
+LIMIT_S = 240.0
 
 
 def run_job(
-    ranks: int, script: str | Path, *arguments: str, timeout_s: float = 60.0, **environment: str
+    ranks: int, script: str | Path, *arguments: str, timeout_s: float = LIMIT_S, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """``mpirun -np ranks python script``; ``script`` is a file, or the program itself."""
     program = [str(script)] if isinstance(script, Path) else ["-c", script]

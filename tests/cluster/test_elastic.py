@@ -14,7 +14,7 @@ import pytest
 
 from ocomm.bench._lab import why_not
 from tests.cluster.chaos import Harm
-from tests.cluster.jobs import ROOT
+from tests.cluster.jobs import LIMIT_S, ROOT
 from tests.cluster.test_ocommrun import has_mpi
 
 pytestmark = [
@@ -62,7 +62,7 @@ def run(folder: Path, step: str, *flags: str) -> subprocess.CompletedProcess[str
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         env={**os.environ, "TMPDIR": str(folder)},
     )
 
@@ -137,12 +137,12 @@ def step(state):
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     try:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + LIMIT_S
         while len(ranks := list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert len(ranks) == 2
         job.send_signal(number)
-        assert job.wait(timeout=20) == (130 if number == signal.SIGINT else -9)
+        assert job.wait(timeout=LIMIT_S) == (130 if number == signal.SIGINT else -9)
         alive = [Path(f"/proc/{path.name[4:]}") for path in ranks]
         while any(path.exists() for path in alive) and time.monotonic() < deadline:
             time.sleep(0.05)

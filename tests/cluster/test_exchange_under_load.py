@@ -9,7 +9,7 @@ from tests.cluster.jobs import run_job
 
 
 def test_a_main_thread_in_python_pickle_or_torch_at_most_doubles_an_exchange() -> None:
-    job = run_job(2, Path(__file__).with_name("exchange_under_load.py"), timeout_s=100)
+    job = run_job(2, Path(__file__).with_name("exchange_under_load.py"))
     line = next((line for line in job.stdout.splitlines() if line.startswith("RESULT ")), None)
     assert line is not None, job.stderr
     seconds = json.loads(line.removeprefix("RESULT "))

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-import time
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,10 @@ import pytest
 
 from ocomm.errors import LaunchError
 from ocomm.launch.flavour import find_launcher
+from tests.cluster.jobs import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 PRELUDE = """
 import os, signal, sys, time
@@ -31,8 +33,8 @@ def allreduce(name="x"):
     session.current().submit(0, Submission.of(request, raw, raw)).wait()
 
 def say(text):
-    sys.stdout.write(f"<{text}>\\n")
-    sys.stdout.flush()
+    with open(os.environ["SAID"], "a") as file:  # a launcher that ends a job may lose what its ranks have printed
+        file.write(text + "\\n")
 
 def started():
     session.initialize()
@@ -67,25 +69,23 @@ pytestmark = [
 @dataclass
 class Ended:
     code: int
-    seconds: float
     said: list[str]
     stderr: str
 
 
-def launch(command: list[str], script: str, limit_s: float = 40.0, **environ: str) -> Ended:
-    begin = time.monotonic()
-    process = subprocess.run(
-        [*command, sys.executable, "-W", "error::UserWarning", "-c", PRELUDE + script],
-        cwd=ROOT,
-        env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **environ},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
-    )
-    said = sorted(re.findall(r"<(.*)>", process.stdout))
-    return Ended(process.returncode, time.monotonic() - begin, said, process.stderr)
+def launch(command: list[str], script: str, **environ: str) -> Ended:
+    with tempfile.NamedTemporaryFile("r") as said:
+        process = subprocess.run(
+            [*command, sys.executable, "-W", "error::UserWarning", "-c", PRELUDE + script],
+            cwd=ROOT,
+            env={**os.environ, **AS_ROOT, **environ, "SAID": said.name},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        return Ended(process.returncode, sorted(said.read().splitlines()), process.stderr)
 
 
 def mpirun(ranks: int, script: str, **environ: str) -> Ended:
@@ -114,8 +114,7 @@ if rank == {culprit}:
 train()
 """
     ended = mpirun(2, script)
-    assert ended.code != 0
-    assert ended.seconds < 15.0
+    assert ended.code != 0  # by these words, and neither by silence nor a stall
     assert ended.said == [f"rank {1 - culprit}: PeerError: rank {culprit} raised ValueError: no data."]
 
 
@@ -147,12 +146,11 @@ finally:
 def test_a_rank_that_never_calls_init_is_named() -> None:
     script = """
 if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-    time.sleep(30)
+    time.sleep(3600)
 session.initialize()
 """
     ended = mpirun(2, script, OCOMM_START_TIMEOUT="3")
     assert ended.code != 0
-    assert ended.seconds < 20.0
     assert re.search(
         r"ocomm: rank 0 of 2 on \S+: after 3 s these ranks have not come to init\(\) \(as seen from this host\): "
         r"\[1\]\. Look at their output for errors, or raise OCOMM_START_TIMEOUT\.",
@@ -243,15 +241,15 @@ if __name__ == "__main__":
             *(sys.executable, "-W", "ignore::DeprecationWarning", str(program)),
         ],
         cwd=tmp_path,
-        env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        env={**os.environ, **AS_ROOT, "SAID": str(tmp_path / "said")},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         check=False,
     )
     assert (process.returncode, process.stderr) == (0, "")
-    assert sorted(re.findall(r"<(.*)>", process.stdout)) == [
+    assert sorted((tmp_path / "said").read_text().splitlines()) == [
         "fork: LaunchError: init() was called in process CHILD, which was forked from a rank (pid RANK). Only the"
         " processes that the launcher started are ranks.",
         "spawn: LaunchError: init() was called in process CHILD, which multiprocessing started from process RANK. Only"

@@ -15,6 +15,7 @@ import pytest
 from ocomm.bench import _lab, allreduce
 from ocomm.bench.__main__ import main
 from ocomm.bench._lab import Lab, LabError, why_not
+from tests.cluster.jobs import LIMIT_S
 from tests.cluster.test_ocommrun import has_mpi
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,7 +178,7 @@ def test_the_allreduce_benchmark_checks_counts_and_writes_its_rows(tmp_path: Pat
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     tables = json.loads(result.read_text())["tables"]
@@ -204,7 +205,7 @@ def test_a_benchmark_of_one_rank_says_how_to_start_it():
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 2
     assert "give --hosts 4" in done.stderr

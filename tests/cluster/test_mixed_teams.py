@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.cluster.jobs import MPIRUN, ROOT, run_job
+from tests.cluster.jobs import LIMIT_S, MPIRUN, ROOT, run_job
 
 # Not imported here: TensorFlow takes seconds, and every rank imports its own.
 NEEDED = ("torch", "tensorflow", "sklearn", "tabulate")
@@ -26,7 +26,7 @@ EXAMPLE = ROOT / "examples" / "mixed_teams.py"
 
 def run(ranks: int, *arguments: str) -> dict[str, list[str]]:
     """The lines of the table by their first column."""
-    done = run_job(ranks, EXAMPLE, *arguments, timeout_s=95)
+    done = run_job(ranks, EXAMPLE, *arguments)
     assert done.returncode == 0, done.stderr
     rows = [re.split(r" {2,}", line.strip()) for line in done.stdout.splitlines()]
     return {row[0]: row[1:] for row in rows if len(row) == 7 and row[0] != "" and "---" not in row[0]}
@@ -75,7 +75,7 @@ def ocommrun(seed: int) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr

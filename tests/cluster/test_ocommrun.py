@@ -13,6 +13,7 @@ import pytest
 
 from ocomm.errors import LaunchError
 from ocomm.launch.flavour import find_launcher
+from tests.cluster.jobs import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = "from mpi4py import MPI; world = MPI.COMM_WORLD; "
@@ -38,7 +39,7 @@ def ocommrun(*args: str, python: str = sys.executable, **environ: str) -> subpro
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )
 
 
@@ -75,11 +76,11 @@ def test_an_interrupt_ends_launcher_and_ranks(tmp_path):
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + LIMIT_S
         while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         job.send_signal(signal.SIGINT)
-        assert job.wait(timeout=20) != 0
+        assert job.wait(timeout=LIMIT_S) != 0
         ranks = [int(file.name) for file in tmp_path.iterdir()]
         assert len(ranks) == 2
         while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:

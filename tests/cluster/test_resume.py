@@ -36,7 +36,7 @@ def losses(output: str) -> dict[int, str]:
 
 
 def run(ranks: int, folder: Path) -> str:
-    done = run_job(ranks, EXAMPLE, *arguments(folder), timeout_s=90)
+    done = run_job(ranks, EXAMPLE, *arguments(folder))
     assert done.returncode == 0, done.stderr
     assert f"parameters of all {ranks} ranks are equal" in done.stdout
     return done.stdout

@@ -12,6 +12,7 @@ import pytest
 import ocomm
 from ocomm.errors import LaunchError
 from ocomm.launch.flavour import find_launcher
+from tests.cluster.jobs import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,7 +82,7 @@ def test_a_script_may_keep_its_import_of_horovod(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "ocomm.launch", "--as-horovod", "-np", "2", sys.executable, str(script), "--x"]
     done = subprocess.run(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "<0 of 2: [1.0, 1.0] ['--x']>" in done.stdout

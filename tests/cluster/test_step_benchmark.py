@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ocomm.bench._lab import why_not
-from tests.cluster.jobs import MPIRUN, run_job
+from tests.cluster.jobs import LIMIT_S, MPIRUN, run_job
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +23,7 @@ def test_every_method_trains_and_sends_what_it_must(tmp_path: Path) -> None:
     few = ["--methods", "ddp", "onebit", "birder", "--rounds", "1", "--steps", "2", "--batch", "1"]
     command = [sys.executable, "-m", "benchmarks.step", "--hosts", "2", "--rate", "1gbit", "--json", str(output), *few]
     done = subprocess.run(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(output.read_text())["results"]

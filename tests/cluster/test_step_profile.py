@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ocomm.bench._lab import why_not
+from tests.cluster.jobs import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Most CPU time of a step, as a part of that of the Adam which the codec replaces. Seen: 1.0 to 1.2, 0.15 to 0.23, and,
@@ -25,7 +26,7 @@ def test_a_compressed_step_keeps_its_processor_time(tmp_path: Path) -> None:
     few = ["--hosts", "2", "--rate", "1gbit", "--steps", "16", "--batch", "1", "--json", str(output)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.step_profile", *few],
-        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=110, check=False,
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(output.read_text())["results"]

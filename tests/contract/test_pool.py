@@ -124,7 +124,7 @@ def kernel_threads() -> int:
 
 def becomes(count: int) -> bool:
     """Whether there are so many, soon: a thread names itself, and is listed for a moment after it has been joined."""
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while kernel_threads() != count and time.monotonic() < end:
         time.sleep(0.01)
     return kernel_threads() == count

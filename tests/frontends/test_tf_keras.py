@@ -434,7 +434,7 @@ class TestSaving:
             "any(name.startswith('ocomm') for name in sys.modules))"
         )
         done = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path / "0.keras")], capture_output=True, text=True, timeout=100
+            [sys.executable, "-c", script, str(tmp_path / "0.keras")], capture_output=True, text=True, timeout=200
         )
         assert done.stdout.split() == ["True", "22", "False"], done.stderr
 

@@ -68,7 +68,7 @@ def test_replicas_are_equal_and_learn_with_every_optimizer() -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         cwd=Path(__file__).parents[2],
         env={**os.environ, "KERAS_BACKEND": "torch", "TF_CPP_MIN_LOG_LEVEL": "2"},
     )

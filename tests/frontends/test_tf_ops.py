@@ -257,7 +257,7 @@ class TestErrors:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=200,
             cwd=Path(__file__).parents[2],
             env={**os.environ, "PATH": "", "CC": "", "CXX": ""},
         )

@@ -74,7 +74,7 @@ open(f"{sys.argv[1]}.{hvd.rank()}", "w").write(json.dumps(results))
 
 @pytest.mark.skipif(MPI_SIZE > 0, reason="starts jobs of its own")
 def test_a_failed_job_goes_on_from_its_last_commit_and_ends_where_it_would_have(tmp_path: Path) -> None:
-    done = run_job(2, JOB, str(tmp_path / "result"), timeout_s=90.0)
+    done = run_job(2, JOB, str(tmp_path / "result"))
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"result.{rank}").read_text()) for rank in range(2))
     assert first == second

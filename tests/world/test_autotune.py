@@ -11,6 +11,7 @@ import pytest
 import ocomm
 from ocomm.errors import SettingsError
 from ocomm.negotiation.autotune import Tuned
+from ocomm.negotiation.request import Kind, Response
 from ocomm.session import Session
 from ocomm.types import Settings
 from tests.worlds import run_ranks
@@ -31,23 +32,34 @@ def tuned_settings(log: Path) -> Settings:
 
 
 def test_all_ranks_tune_alike_and_results_stay(tmp_path: Path) -> None:
-    def body(session: Session) -> tuple[list[bytes], list[Tuned]]:
-        digests, used = [], []
+    def body(session: Session) -> tuple[list[bytes], list[tuple[int, Tuned]]]:
+        digests = []
+        executed: list[Kind] = []
+        used: list[tuple[int, Tuned]] = []  # since how many responses
         world = session.sets[0]
         assert world is not None
+        execute, tune = world._execute, world._tune
+
+        def count(response: Response) -> None:  # on the background thread, where no rank can miss one
+            executed.append(response.kind)
+            execute(response)
+
+        def note(tuned: Tuned) -> None:
+            used.append((len(executed), tuned))
+            tune(tuned)
+
+        world._execute, world._tune = count, note  # type: ignore[method-assign]
         rng = np.random.default_rng(ocomm.rank())
         gradients = [rng.normal(size=numel).astype(np.float32) for numel in (3, 70_000, 400_001)]
         is_over = False
         while not is_over and len(digests) < 5000:  # the search takes as long as it takes
             results = ocomm.grouped_allreduce(gradients, name="gradients")
             digests.append(b"".join(result.tobytes()[:64] + result.tobytes()[-64:] for result in results))
-            now = Tuned(0, 1e3 * world._cycle_s, world._context.segment_nbytes)
-            if used[-1:] != [now]:
-                used.append(now)
             mine = world._tuner is None or (world._tuner._autotune.is_over and world._tuner._next is None)
             is_over = bool(ocomm.allreduce(np.array([mine]), name="over", op=ocomm.Min)[0])
-        now = Tuned(0, 1e3 * world._cycle_s, world._context.segment_nbytes)
-        return digests, used if used[-1] == now else [*used, now]
+        now = used[-1][1] if used else Tuned.of(session.settings)
+        assert (now.cycle_time_ms / 1e3, now.segment_nbytes) == (world._cycle_s, world._context.segment_nbytes)
+        return digests, used
 
     log = tmp_path / "autotune.csv"
     plain = run_ranks(2, body, settings=SETTINGS)
@@ -61,7 +73,8 @@ def test_all_ranks_tune_alike_and_results_stay(tmp_path: Path) -> None:
     assert header == "cycle_time_ms,tensor_fusion_threshold,segment_bytes,score" and len(rows) == POINTS
     found = {tuple(map(float, row.split(",")[:3])): float(row.split(",")[3]) for row in rows}
     best = max(found, key=lambda point: found[point])
-    assert (settings[0][-1].cycle_time_ms, settings[0][-1].segment_nbytes) == pytest.approx((best[0], best[2]))
+    last = settings[0][-1][1]
+    assert (last.cycle_time_ms, last.segment_nbytes) == pytest.approx((best[0], best[2]))
     assert len(settings[0]) > 2
 
 

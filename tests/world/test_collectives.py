@@ -349,7 +349,7 @@ def test_more_elements_than_a_32_bit_count_are_reduced_in_place() -> None:
     command = [str(mpirun), "-np", "2", "--oversubscribe", "--bind-to", "none", sys.executable, "-c", HUGE]
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, env=environment, stdin=subprocess.DEVNULL
+        command, capture_output=True, text=True, timeout=200, env=environment, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(line for line in done.stdout.splitlines() if "huge" in line) == ["huge 0", "huge 1"]

@@ -32,7 +32,7 @@ def test_nodes_of_different_sizes_are_refused() -> None:
 @pytest.mark.skipif(MPI_SIZE > 0, reason="starts a job of its own")
 def test_a_job_of_its_own_prints_what_it_measured_and_what_follows() -> None:
     program = "from ocomm.predict.__main__ import main; raise SystemExit(main())"
-    done = run_job(2, program, "--probe", "--parameters", "1e6", "--compute-ms", "10", timeout_s=100)
+    done = run_job(2, program, "--probe", "--parameters", "1e6", "--compute-ms", "10")
     assert done.returncode == 0, done.stderr
     measured, head, *rows, advice = done.stdout.splitlines()
     assert measured.startswith("measured: 1 node(s) of 2 rank(s), ") and "GB/s inside a node" in measured
