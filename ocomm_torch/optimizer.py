@@ -95,6 +95,7 @@ class _DistributedOptimizer(NamesParameters):
         self._averaged = False  # every gradient is the average, for whatever reason
         self._should_synchronize = True
         self._is_distributed = process_set.included() and process_set.size() > 1
+        self._no_rows: dict[Tensor, Tensor] = {}  # what counts as zeros where gradients are sparse
         self._hooked: dict[Tensor, None] = {}  # in the order of the groups
         self._hook_parameters()
 
@@ -151,6 +152,8 @@ class _DistributedOptimizer(NamesParameters):
 
     def _collect(self, p: Tensor) -> None:
         """Puts a parameter that is in no group into the bucket, and submits that when it is full."""
+        if p.grad is None:
+            p.grad = self._no_rows.get(p)
         if p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense:
             self._submit((p,))
             return
@@ -229,6 +232,8 @@ class _DistributedOptimizer(NamesParameters):
 
     def _start_sparse(self, p: Tensor) -> _Exchange:
         assert p.grad is not None
+        indices, rows = p.grad._indices()[:, :0], p.grad._values()[:0]
+        self._no_rows[p] = torch.sparse_coo_tensor(indices, rows, p.grad.shape, check_invariants=True)
         wait = sparse_allreduce_async(p.grad, self._names[p], self._op, self._process_set)
 
         def finish() -> None:

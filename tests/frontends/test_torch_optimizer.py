@@ -230,6 +230,20 @@ class TestUnevenGradients:
 
         assert run_ranks(2, body) == [[-1.0, -1.0, -2.0, 0.0]] * 2
 
+    def test_a_missing_sparse_gradient_counts_as_no_rows(self) -> None:
+        def body(session: Session) -> Any:
+            embedding = torch.nn.Embedding(4, 2, sparse=True)
+            embedding.weight.data.zero_()
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0))
+            for users in (2, 1, 0):
+                optimizer.zero_grad()
+                if hvd.rank() < users:
+                    embedding(torch.tensor([hvd.rank(), 2])).sum().backward()
+                optimizer.step()
+            return embedding.weight.detach()[:, 0].tolist()
+
+        assert run_ranks(2, body) == [[-1.0, -0.5, -1.5, 0.0]] * 2
+
     def test_channels_last_gradients(self) -> None:
         def body(session: Session) -> Any:
             torch.manual_seed(0)
