@@ -232,7 +232,7 @@ class _DistributedOptimizer(NamesParameters):
 
     def _start_sparse(self, p: Tensor) -> _Exchange:
         assert p.grad is not None
-        indices, rows = p.grad._indices()[:, :0], p.grad._values()[:0]
+        indices, rows = p.grad._indices()[:, :0].clone(), p.grad._values()[:0].clone()  # not the whole memory
         self._no_rows[p] = torch.sparse_coo_tensor(indices, rows, p.grad.shape, check_invariants=True)
         wait = sparse_allreduce_async(p.grad, self._names[p], self._op, self._process_set)
 
