@@ -71,7 +71,7 @@ class _Sent(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Tensors which leave together, in the segments of their flow up to ``end`` that were not posted before."""
+    """Tensors which leave together, in ``segments`` of their flow."""
 
     tensors: list[int]
     #: Of its tensors' gradients, in bytes.

@@ -4,7 +4,8 @@ Each rank keeps a momentum of its own and steps with it. At a sync the ranks ave
 the last one add up to, and start again from one point; at a refresh they average the gradient densely for v:
 
     m  = beta1 * m + (1 - beta1) * g;  p = p * (1 - lr * wd) - lr * m / denominator;  u = u + lr * m
-    sync:     ubar = q * CompressedAllreduce(u / q);  m = ubar / L;  p = p_sync * W - ubar / denominator;  u = 0
+    sync:     ubar = q * CompressedAllreduce(u / q);  m = ubar / L;  u = 0
+              p = p_sync * W - ubar / denominator;  p_sync = p
     refresh:  v = beta2 * v + (1 - beta2) * gbar^2, after p has moved
 
 L is the sum of lr and W the product of (1 - lr * wd) since the last sync, and q the root of L: errors grow and shrink
