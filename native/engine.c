@@ -196,7 +196,7 @@ ocomm_channel *ocomm_channel_new(ocomm_engine *engine, intptr_t communicator, in
 
 int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan) {
     ocomm_engine *engine = channel->engine;
-    plan->submitted_ns = plan->opened_ns = now_ns();
+    plan->opened_ns = now_ns();
     plan->next = NULL;
     pthread_mutex_lock(&engine->lock);
     int state = engine->failed || engine->failing || channel->failed ? OCOMM_ABORTED : OCOMM_QUEUED;
@@ -562,7 +562,6 @@ static int post_messages(ocomm_channel *channel, slot *s, int32_t stage, int rec
 /* --- segments and plans ------------------------------------------------------------------------------------- */
 
 static void finish(ocomm_engine *engine, ocomm_plan *plan, int state, int error) {
-    plan->finished_ns = now_ns();
     plan->error = error;
     pthread_mutex_lock(&engine->lock);
     engine->counters.plans++;
@@ -751,10 +750,8 @@ static int fill_window(ocomm_channel *channel) {
         s->plan = plan;
         s->segment = plan->segments_started++;
         s->sequence = channel->sequence++;
-        if (s->segment == 0) {
-            plan->started_ns = now_ns();
+        if (s->segment == 0)
             plan->state = OCOMM_ACTIVE;
-        }
         moved = 1;
         int error = 0;
         /* receives of all stages first: a peer may be a stage ahead, and its message then needs no copy */

@@ -229,7 +229,7 @@ typedef struct ocomm_plan {
     int32_t error_segment;      /* the segment in which it does */
     int32_t culprit;            /* 1 + that rank while others still have to hear of it through us; 0: none */
     int64_t disagreed_ns;
-    int64_t submitted_ns, opened_ns, started_ns, finished_ns;
+    int64_t opened_ns;
     int32_t segments_started, segments_done;
     struct ocomm_plan *next;
 } ocomm_plan;

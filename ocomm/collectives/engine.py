@@ -55,11 +55,6 @@ class Ticket(Protocol):
         ...
 
     @property
-    def seconds(self) -> tuple[float, float]:
-        """(queued, running) once it is over."""
-        ...
-
-    @property
     def trace(self) -> Trace | None:
         """The times of its stages, once it is over; None where the engine had no timeline when it was submitted."""
         ...

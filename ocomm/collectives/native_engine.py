@@ -252,11 +252,6 @@ class NativeTicket:
     def error_segment(self) -> int:
         return self._row.error_segment
 
-    @property
-    def seconds(self) -> tuple[float, float]:
-        row = self._row
-        return (row.started_ns - row.submitted_ns) / 1e9, (row.finished_ns - row.started_ns) / 1e9
-
     def open(self, segments: int) -> None:
         lib.ocomm_open(self._channel, self._row, segments)
 

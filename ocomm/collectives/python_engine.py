@@ -51,7 +51,7 @@ class PythonTicket:
         self.started_segments = 0
         self.done_segments = 0
         self.timeout_s = timeout_s
-        self.submitted = self.opened = self.started = self.finished = time.monotonic()
+        self.opened = time.monotonic()
         self._over = threading.Event()
 
     def note(self, segment: Sequence[plans.Stage], stage: int, which: int) -> None:
@@ -77,12 +77,7 @@ class PythonTicket:
     def is_late(self, now: float) -> bool:
         return self.timeout_s > 0 and self.is_busy and now - self.opened > self.timeout_s
 
-    @property
-    def seconds(self) -> tuple[float, float]:
-        return self.started - self.submitted, self.finished - self.started
-
     def finish(self, state: State, error: int = 0) -> None:
-        self.finished = time.monotonic()
         self.error = error
         self.state = state
         self._over.set()
@@ -197,7 +192,6 @@ class PythonChannel:
     def _start(self, ticket: PythonTicket) -> None:
         stages = ticket.plan.segments[ticket.started_segments]
         if ticket.started_segments == 0:
-            ticket.started = time.monotonic()
             ticket.state = State.ACTIVE
         ticket.started_segments += 1
         segment = _Segment(ticket, stages, self.sequence)
