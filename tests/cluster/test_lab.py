@@ -90,19 +90,22 @@ def test_nothing_of_it_shows_outside():
 @needs_lab
 @pytest.mark.parametrize("rate, seconds", [("40mbit", 0.5), ("10mbit", 2.0)])
 def test_a_cable_carries_95_percent_of_its_rate(rate: str, seconds: float):
-    nbytes = 2_500_000
-    with Lab(2, "1gbit") as lab:
-        lab.set_rate(rate)
-        server = subprocess.Popen(lab.on(0, [sys.executable, "-c", SERVE]), stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        with server:
-            assert server.stdout.readline() == "listening\n"
-            took = float(lab.run(lab.on(1, [sys.executable, "-c", SEND, "host0", str(nbytes)]), 20).stdout)
-            sent = lab.sent_bytes()
-    assert took > 0.95 * seconds
-    assert took < 1.5 * seconds / _lab.PAYLOAD_FRACTION
-    assert nbytes < sent[1] < 1.05 * nbytes
-    assert sent[0] < 0.05 * nbytes
+    nbytes, most = 2_500_000, 1.5 * seconds / _lab.PAYLOAD_FRACTION
+    for _ in range(3):  # other programs make it slower, and never faster
+        with Lab(2, "1gbit") as lab:
+            lab.set_rate(rate)
+            server = subprocess.Popen(lab.on(0, [sys.executable, "-c", SERVE]), stdout=subprocess.PIPE, text=True)
+            assert server.stdout is not None
+            with server:
+                assert server.stdout.readline() == "listening\n"
+                took = float(lab.run(lab.on(1, [sys.executable, "-c", SEND, "host0", str(nbytes)]), 20).stdout)
+                sent = lab.sent_bytes()
+        assert took > 0.95 * seconds
+        assert nbytes < sent[1] < 1.05 * nbytes
+        assert sent[0] < 0.05 * nbytes
+        if took < most:
+            break
+    assert took < most
 
 
 @needs_lab
