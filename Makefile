@@ -82,12 +82,15 @@ bench: install
 	$(PY) -m ocomm.bench allreduce --hosts 4 --rate 1gbit || test $$? = 77
 	$(PY) -m ocomm.bench allreduce --hosts 4 --rate 100mbit --operations packed compressed || test $$? = 77
 	$(PY) -m benchmarks.step --hosts 2 --rate 160mbit 400mbit 850mbit 2gbit --json $(BENCH)/step-2hosts.json || test $$? = 77
+	$(PY) -m benchmarks.step --hosts 4 --rate 120mbit 680mbit --json $(BENCH)/step-4hosts.json || test $$? = 77
+	$(PY) -m benchmarks.step --hosts 2 --rate 160mbit 850mbit --clip 0.5 --json $(BENCH)/step-2hosts-clipped.json || test $$? = 77
 	$(PY) -m benchmarks.step --hosts 2 --rate 160mbit 850mbit --model resnet --json $(BENCH)/step-2hosts-resnet.json || test $$? = 77
 	$(PY) -m benchmarks.step --hosts 2 --slots 2 --rate 160mbit 850mbit --methods ddp dense dense-flat onebit onebit-flat \
 	    --json $(BENCH)/step-2hosts-slots.json || test $$? = 77
 	$(PY) -m benchmarks.keras_step --hosts 2 --rate 160mbit --json $(BENCH)/keras-step-2hosts.json || test $$? = 77
 	$(PY) -m benchmarks.step_profile --hosts 2 --rate 850mbit 160mbit --json $(BENCH)/profile-2hosts.json || test $$? = 77
 	$(PY) -m benchmarks.plots --into $(BENCH)
+	$(PY) -m benchmarks.tables --into $(BENCH)
 
 # Every optimizer against tuned Adam on real text and images, three seeds; tries the grids first where that has not been
 # done, or with TUNE=--tune.

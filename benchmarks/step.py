@@ -15,11 +15,14 @@ exposed  step - step of "local", the same training without any communication
 sent     bytes that crossed a host's interface per step, all headers included
 limits   what a perfect 1-bit exchange would reach: after backward, and overlapped with it. The second is simulated
          from the moments at which gradients arrived in "local": bytes leave in that order, none before they are there
+         speed of ours over that of the second is "of limit"
+predict  what ocomm.predict makes of the rate and of "local", with the codec of one core, or of its share of one
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import importlib
 import os
@@ -39,6 +42,7 @@ from benchmarks import turns
 from benchmarks.models import TASKS
 from benchmarks.turns import DDP, LOCAL, Method, Result
 from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
+from ocomm.predict import model as predict
 
 LR = 1e-4
 #: Steps before a method is timed: enough for PowerSGD to begin, and for 1-bit optimizers to freeze.
@@ -168,6 +172,10 @@ METHODS: dict[str, tuple[str, Callable[[nn.Module, Loss, float | None], Step]]] 
     "zero-one": ("0/1 Adam", compressed(hvd.DistributedZeroOneAdam, adam, var_freeze_step=FREEZE_STEP)),
     "birder": ("Birder", compressed(hvd.DistributedBirder, sgd)),
 }
+#: Titles of methods: of those which the limit is for, and what the cost model calls some.
+COMPRESSED = tuple(METHODS[name][0] for name in ("onebit", "onebit-flat", "onebit-exact", "zero-one", "birder"))
+MODELLED = {"ocomm dense": "dense", "1-bit Adam": "hierarchical", "1-bit Adam, flat": "flat"}
+OVERLAPPED = "limit, overlapped"
 #: In these no host adds up by itself first: where it has several ranks that is another method.
 FLAT = ("dense-flat", "onebit-flat")
 #: How all sums of a job are made is the job's choice.
@@ -250,22 +258,46 @@ def measure(args: argparse.Namespace) -> list[Result]:
         "rate": args.rate[0],
         "parameters": sum(p.numel() for p in models[0].parameters()),
         "clip": args.clip,
+        "last": moments[-1][1] / sum(numel for _, numel in moments),
+        "cores": min(1.0, (os.cpu_count() or 1) / (ranks if "BENCH_MASTER" in os.environ else hvd.local_size())),
         "rows": turns.take_turns(methods, args.rounds, args.steps),
     }
     local = turns.step_ms(result, LOCAL)
     assert local is not None
     after, overlapped = limits(local / 1e3, moments, hosts, bits_per_second(args.rate[0]))
-    result["limits"] = {"limit, after backward": 1e3 * after, "limit, overlapped": 1e3 * overlapped}
+    result["limits"] = {"limit, after backward": 1e3 * after, OVERLAPPED: 1e3 * overlapped}
     dist.destroy_process_group()
     hvd.shutdown()
     return [result]
 
 
+def predicted_ms(result: Result, method: str) -> float:
+    """Of ``predict.METHODS``."""
+    local = turns.step_ms(result, LOCAL)
+    assert local is not None
+    training = predict.Training(result["parameters"], local / 1e3, last=result["last"])
+    network = predict.Network(bits_per_second(result["rate"]))
+    slower = 1 / result["cores"]
+    codec = predict.Codec(*(slower * seconds for seconds in dataclasses.astuple(predict.Codec())))
+    hosts = result["hosts"]
+    return 1e3 * predict.predict(method, hosts, result["ranks"] // hosts, training, network, codec).step_s
+
+
 def show(result: Result) -> str:
+    limit, of_limit, predictions = result["limits"][OVERLAPPED], {}, {}
+    for row in result["rows"]:
+        name = row["method"]
+        if name in COMPRESSED:
+            of_limit[name] = f"{limit / row['step_ms']:.2f}"
+        method = "flat" if result["ranks"] == result["hosts"] and name == "1-bit Adam" else MODELLED.get(name)
+        if method is not None and result["hosts"] > 1:
+            guess = predicted_ms(result, method)
+            predictions[name] = f"{guess:.1f} ({guess / row['step_ms'] - 1:+.0%})"
     notes = [f"gradients clipped at {result['clip']:g}"] if result["clip"] is not None else []
     if result["ranks"] > result["hosts"]:
         notes.append(f"{result['ranks'] // result['hosts']} on each host")
-    return turns.show(result, DDP, result["limits"], notes)
+    further = {"of limit": of_limit, "predicted ms": predictions}
+    return turns.show(result, DDP, result["limits"], notes, further)
 
 
 def in_lab(args: argparse.Namespace, rate: str) -> list[Result]:

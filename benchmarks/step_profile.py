@@ -40,12 +40,11 @@ import ocomm_torch as hvd
 from benchmarks import turns
 from benchmarks.models import TASKS, Task
 from benchmarks.step import FREEZE_STEP, adam, digest
-from benchmarks.turns import Result
+from benchmarks.turns import MARK, Result
 from ocomm import session as sessions
 from ocomm.collectives.python_engine import PythonEngine
 from ocomm.telemetry import timeline
 
-MARK = "<!-- measured -->"
 #: Steps before any is measured. In the first after its freeze 1-bit Adam reads a momentum which is gone when the step
 #: is over, so what it computes cannot be repeated.
 WARMUP = 6

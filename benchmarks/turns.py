@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import platform
+import shlex
 import sys
 import tempfile
 import time
@@ -24,10 +25,12 @@ from typing import Any
 from tabulate import tabulate
 
 from ocomm import api
-from ocomm.bench._lab import Lab, LabError, interface_sent_bytes, why_not
+from ocomm.bench._lab import Lab, LabError, interface_sent_bytes, tcp_counters, why_not
 from ocomm.bench.kernels import commit, processor
 
 SKIPPED = 77
+#: Of a Markdown file that a benchmark writes: what stands below is replaced.
+MARK = "<!-- measured -->"
 #: What tables and pictures compare with: training without communication, and torch's.
 LOCAL, DDP = "local", "DDP fp32"
 
@@ -48,12 +51,18 @@ class Method:
     report: Callable[[], dict[str, Any]] = dict
     times: list[float] = field(default_factory=list)
     sent: int = 0
+    timeouts: int = 0
     steps: int = 0
 
 
 def sent_bytes() -> int:
     """Over all interfaces of this host but loopback, all headers included."""
     return interface_sent_bytes(Path("/proc/self/net/dev").read_text())
+
+
+def timeouts() -> int:
+    """Retransmission timers of this host's TCP that have expired: each has held a connection up for 200 ms or more."""
+    return tcp_counters(Path("/proc/self/net/netstat").read_text())["TCPTimeouts"]
 
 
 def timed(step: Callable[[], object]) -> Callable[[int], float]:
@@ -69,32 +78,36 @@ def timed(step: Callable[[], object]) -> Callable[[int], float]:
 
 
 def take_turns(methods: Sequence[Method], rounds: int, steps: int) -> list[dict[str, Any]]:
-    """A row per method: ``step_ms`` of the slowest rank, median over rounds; ``best_ms``; ``sent`` bytes of the busiest
-    host per step. Collective; the same on all ranks. SystemExit if the replicas of a method differ."""
+    """A row per method: ``step_ms`` of the slowest rank, median over rounds; ``best_ms``; bytes ``sent`` of the busiest
+    host per step; ``timeouts`` of TCP, of all hosts. Collective; the same on all ranks. SystemExit if replicas differ.
+    """
     gc.collect()
     gc.disable()
     for _ in range(rounds):
         for method in methods:
             api.barrier()
-            before = sent_bytes()
+            before, late = sent_bytes(), timeouts()
             method.times.append(method.run(steps) / steps)
             api.barrier()  # whoever is done sooner must not take the others' share of a processor
             method.sent += sent_bytes() - before
+            method.timeouts += timeouts() - late
             method.steps += steps
     gc.enable()
-    table = api.allgather_object([(m.times, m.sent / m.steps, m.digest()) for m in methods])
+    table = api.allgather_object([(m.times, m.sent / m.steps, m.timeouts, m.digest()) for m in methods])
     rows = []
     for number, method in enumerate(methods):
         of = [said[number] for said in table]
-        if method.name != LOCAL and len({digest for _, _, digest in of}) > 1:
+        if method.name != LOCAL and len({digest for *_, digest in of}) > 1:
             raise SystemExit(f"the replicas of {method.name} differ")
-        times = [max(each) for each in zip(*(t for t, _, _ in of), strict=True)]
+        times = [max(each) for each in zip(*(t for t, *_ in of), strict=True)]
         rows.append(
             {
                 "method": method.name,
                 "step_ms": 1e3 * median(times),
                 "best_ms": 1e3 * min(times),
-                "sent": max(sent for _, sent, _ in of),
+                "sent": max(sent for _, sent, _, _ in of),
+                "timeouts": sum(late for _, _, late, _ in of),
+                "times_ms": [1e3 * seconds for seconds in times],
                 "report": {k: v for k, v in method.report().items() if isinstance(v, (int, float, str))},
             }
         )
@@ -106,21 +119,29 @@ def step_ms(result: Result, method: str) -> float | None:
     return next((row["step_ms"] for row in result["rows"] if row["method"] == method), None)
 
 
-def show(result: Result, base: str, also: Mapping[str, float] | None = None, notes: Sequence[str] = ()) -> str:
-    """A headline and a table whose last column is the speed over ``base``. ``also``: further rows, name and ms."""
+def show(
+    result: Result,
+    base: str,
+    also: Mapping[str, float] | None = None,
+    notes: Sequence[str] = (),
+    further: Mapping[str, Mapping[str, str]] | None = None,
+) -> str:
+    """A headline and a table of the speed over ``base``. ``also``: further rows, name and ms; ``further``: columns."""
+    more = further or {}
     local, slow = step_ms(result, LOCAL), step_ms(result, base)
     assert local is not None
 
     def row(name: str, ms: float, sent: str) -> list[str]:
-        return [name, f"{ms:.1f}", f"{ms - local:.1f}", sent, f"{slow / ms:.2f}" if slow else "-"]
+        words = [name, f"{ms:.1f}", f"{ms - local:.1f}", sent, f"{slow / ms:.2f}" if slow else "-"]
+        return words + [cells.get(name, "") for cells in more.values()]
 
     lines = [row(r["method"], r["step_ms"], f"{r['sent'] / 1e6:.2f}") for r in result["rows"]]
     lines += [row(name, ms, "") for name, ms in (also or {}).items()]
     head = [f"{result['ranks']} ranks at {result['rate']}", f"{result['parameters'] / 1e6:.1f} M parameters", *notes]
     if slow:
         head.append(f"{1 - local / slow:.0%} of the step of {base} is communication")
-    columns = ["method", "step ms", "exposed ms", "sent MB", f"x {base}"]
-    return ", ".join(head) + "\n" + tabulate(lines, columns, "github")
+    columns = ["method", "step ms", "exposed ms", "sent MB", f"x {base}", *more]
+    return ", ".join(head) + "\n\n" + tabulate(lines, columns, "github")
 
 
 def parser(doc: str | None, methods: Sequence[str], batch: int | None, of_what: str) -> argparse.ArgumentParser:
@@ -165,6 +186,15 @@ def in_lab(module: str, args: argparse.Namespace, rate: str, environ: Mapping[st
         return json.loads(output.read_text())["results"]
 
 
+def command() -> str:
+    """What was typed, but for where its results go."""
+    words = sys.argv[1:]
+    if "--json" in words:
+        at = words.index("--json")
+        del words[at : at + 2]
+    return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *words])
+
+
 def main(
     args: argparse.Namespace,
     measure: Callable[[argparse.Namespace], list[Result]],
@@ -192,7 +222,6 @@ def main(
         if args.json:
             packages = {name: metadata.version(name) for name in ("numpy", "mpi4py")}
             about = {"processor": processor(), "python": platform.python_version(), **versions, **packages}
-            arguments = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
-            whole = {"about": {**about, "commit": commit()}, "arguments": arguments, "results": results}
+            whole = {"about": {**about, "commit": commit()}, "command": command(), "results": results}
             args.json.write_text(json.dumps(whole, indent=1))
     return 0

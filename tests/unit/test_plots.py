@@ -1,4 +1,4 @@
-"""Pictures are drawn from the results that lie beside them, and are small enough to be kept."""
+"""Pictures and tables are made from the results that lie beside them, and pictures are small enough to be kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plots
+from benchmarks import plots, tables
 
 
 def test_published_results_have_their_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +20,11 @@ def test_published_results_have_their_pictures(tmp_path: Path, monkeypatch: pyte
     assert all(len(text) < 100_000 for text in drawn.values())
     assert "1-bit Adam" in drawn["speed.svg"] and "1-bit Adam" in drawn["bytes.svg"]
     assert "COMPRESS" in drawn["timeline.svg"]
+
+
+def test_published_tables_are_those_of_the_published_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in plots.RESULTS.glob("step*"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr("sys.argv", ["tables", "--into", str(tmp_path)])
+    assert tables.main() == 0
+    assert (tmp_path / "step.md").read_text() == (plots.RESULTS / "step.md").read_text()
