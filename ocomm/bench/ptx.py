@@ -1,7 +1,7 @@
 """What the compiler makes of the CUDA kernels: registers, spills and 16-byte accesses per kernel and architecture.
 
-Needs no device: numba-cuda with NVVM and NVRTC (``pip install nvidia-nvvm nvidia-cuda-nvrtc nvidia-nvjitlink``) makes
-PTX, and ``ptxas`` of the CUDA toolkit, if it is on the PATH, says what becomes of it. Status 77: NVVM is missing.
+Needs no device, but ``pip install 'cuda-toolkit[nvcc,nvrtc,nvvm]<14'``: numba-cuda with NVVM and NVRTC makes PTX, and
+``ptxas``, where there is one, says what becomes of it. Status 77: NVVM or NVRTC is missing.
 """
 
 from __future__ import annotations
@@ -91,17 +91,28 @@ def rows(architectures: list[str], keep: Path | None = None) -> Iterator[Row]:
             )
 
 
+def assembler() -> str | None:
+    """ptxas of the wheel nvidia-cuda-nvcc, which pip keeps at NVVM's release, else the one on the PATH."""
+    try:
+        files = metadata.files("nvidia-cuda-nvcc") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    return next((str(file.locate()) for file in files if file.name == "ptxas"), None) or shutil.which("ptxas")
+
+
 def assembled(ptx: str, architecture: str, cubin: Path | None) -> tuple[int | None, int | None, int | None, int | None]:
-    """Registers, bytes of stack, of spill stores and of spill loads."""
-    ptxas = shutil.which("ptxas")
+    """Registers, bytes of stack, of spill stores and of spill loads. RuntimeError if ptxas refuses it."""
+    ptxas = assembler()
     if ptxas is None:
         return None, None, None, None
     command = [ptxas, "-v", f"-arch={architecture}", "/dev/stdin", "-o", str(cubin or "/dev/null")]
-    text = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", text)
-    stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    done = subprocess.run(command, input=ptx, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{ptxas} does not take NVVM's PTX: {done.stderr.strip()}")
+    registers = re.search(r"Used (\d+) registers", done.stderr)
+    stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
     if registers is None or stack is None:
-        raise RuntimeError(f"ptxas says something new: {text}")
+        raise RuntimeError(f"{ptxas} says something new: {done.stderr}")
     return int(registers[1]), int(stack[1]), int(stack[2]), int(stack[3])
 
 
@@ -128,8 +139,7 @@ def surroundings() -> dict[str, str | None]:
             versions.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             continue
-    ptxas = shutil.which("ptxas")
-    if ptxas:
+    if ptxas := assembler():
         answer = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True).stdout
         versions += [f"ptxas {release}" for release in re.findall(r"release ([^,]*)", answer)]
     return {

@@ -1203,7 +1203,7 @@ def compiled(loop: Any, capability: tuple[int, int]) -> str:
         nvrtc.get_supported_ccs()
         nvvm.NVVM()
     except (RuntimeError, ImportError) as error:
-        raise ImportError("no NVVM or NVRTC: pip install nvidia-nvvm nvidia-cuda-nvrtc nvidia-nvjitlink") from error
+        raise ImportError("no NVVM or NVRTC: pip install 'cuda-toolkit[nvrtc,nvvm]<14'") from error
     # numba-cuda compiles what a kernel calls for the device that it finds.
     usual = dispatcher.get_current_device
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
