@@ -273,12 +273,6 @@ def interface_sent_bytes(table: str) -> int:
     return total
 
 
-def tcp_counters(netstat: str) -> dict[str, int]:
-    """What the kernel counts of TCP, from the text of /proc/net/netstat: {"TCPTimeouts": 2, ...}."""
-    names, values = (line.split()[1:] for line in netstat.splitlines() if line.startswith("TcpExt:"))
-    return dict(zip(names, map(int, values), strict=True))
-
-
 def _port(host: int) -> str:
     return f"port{host}"
 
