@@ -45,7 +45,7 @@ test: install $(STAMP)-ptx
 # a buffer is touched and no threads race; then speed. Without a GPU all is skipped, with the reason. In an environment
 # that has a CUDA Torch and ocomm already: make -o install test-gpu PY=python3 MPIRUN='mpirun --oversubscribe'
 test-gpu: install
-	TEST_CUDA=1 NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS=0 $(PY) -m pytest -q --no-header -k cuda tests/contract/test_cuda.py \
+	TEST_CUDA=1 $(PY) -m pytest -q --no-header -k cuda tests/contract/test_cuda.py \
 	    tests/contract/test_kernels.py tests/contract/test_quantizer.py || test $$? = 5
 	$(PY) -m pytest -q --no-header tests/frontends/test_torch_cuda.py || test $$? = 5
 	$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo 'no GPU that Torch can use'; exit 0; }; \

@@ -263,13 +263,18 @@ class CompressedOptimizer(StepsTogether):
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # The parameter keeps the hook: without the weak reference it would keep this optimizer and its buffers, too.
         reference = weakref.ref(self)
+        note = self._placement.note
 
         def hook(parameter: torch.Tensor) -> None:
             optimizer = reference()
             if optimizer is not None:
                 optimizer._on_gradient(index, parameter)
 
-        return hook
+        def hook_on_device(parameter: torch.Tensor) -> None:
+            note()  # autograd may have summed up each gradient on another stream
+            hook(parameter)
+
+        return hook_on_device if self._placement.is_device else hook
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         left = self._passes_left[index] - 1
@@ -328,6 +333,7 @@ class CompressedOptimizer(StepsTogether):
                 loss = closure()
         if self._stepper.begun:
             self._find_parameters()
+            self._placement.arrive()  # what Torch has queued since the last hook may read what will be written
             self._follow()
         else:
             self._begin()

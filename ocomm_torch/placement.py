@@ -27,8 +27,11 @@ class Placement:
     def is_device(self) -> bool:
         return self.kernels.memory.is_device
 
+    def note(self) -> None:
+        """``arrive`` is to be behind what Torch has queued on this thread's stream, on whichever thread it is called."""
+
     def arrive(self) -> None:
-        """ocomm may read and write what Torch's calls so far have written."""
+        """ocomm may read and write what Torch's calls so far have written or read, in this thread and where noted."""
 
     def leave(self) -> None:
         """Torch may read and write what ocomm's calls so far have written."""
@@ -50,14 +53,20 @@ class CudaPlacement(Placement):
         self._device = device
         assert isinstance(kernels.memory, DeviceMemory)
         self._memory = kernels.memory
+        self._noted: set[int] = set()
 
     @property
     def _stream(self) -> int:
         """Torch's, in this thread."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
+    def note(self) -> None:
+        self._noted.add(self._stream)
+
     def arrive(self) -> None:
-        self._memory.device.follow(self._stream)
+        self.note()
+        while self._noted:
+            self._memory.device.follow(self._noted.pop())
 
     def leave(self) -> None:
         self._memory.device.precede(self._stream)

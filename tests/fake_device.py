@@ -239,6 +239,7 @@ class FakeDevice:
 
     def follow(self, stream: int) -> None:
         """Torch's work on tensors of the host is over when its calls return."""
+        self.log.append(("follow", str(stream), time.monotonic()))
 
     def precede(self, stream: int) -> None:
         self.advance(len(self._queue))

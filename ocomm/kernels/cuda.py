@@ -34,6 +34,8 @@ if "numba_cuda" not in (cuda.__file__ or ""):
     raise ImportError("numba's own CUDA target is deprecated and cannot run these kernels: pip install numba-cuda")
 
 SIMULATED: bool = bool(numba.config.ENABLE_CUDASIM)
+# Numba warns of every launch of fewer than 128 thread blocks: a segment has as many blocks as it has.
+numba.config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
 
 THREADS = 256
 QUAD = 4  # elements of one 16-byte access

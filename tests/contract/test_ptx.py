@@ -22,6 +22,10 @@ def rows(request: pytest.FixtureRequest) -> list[ptx.Row]:
         pytest.skip(reason=str(error))
 
 
+def test_a_small_launch_is_no_reason_to_warn() -> None:
+    assert loops.compress[1, loops.THREADS, 0, loops.SHARED_NBYTES].griddim == (1, 1, 1)
+
+
 #: Kernels that read gradients.
 LOW = {
     "compress_momentum", "compress_update", "local_step", "finite", "quantize", "compress_signs", "soft_sign", "pack",

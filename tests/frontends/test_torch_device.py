@@ -17,7 +17,7 @@ import torch
 import ocomm
 from ocomm import session as sessions
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
-from ocomm.kernels.device import DeviceMemory
+from ocomm.kernels.device import DeviceMemory, device_kernels
 from ocomm.operations import ProcessSet
 from ocomm.session import Session
 from ocomm.telemetry.timeline import path_of, read
@@ -25,7 +25,7 @@ from ocomm.training import inside
 from ocomm.transport import nccl
 from ocomm.types import Settings
 from ocomm_torch import compressed
-from ocomm_torch.placement import placement
+from ocomm_torch.placement import CudaPlacement, placement
 from tests.fake_device import FakeDevice
 from tests.fake_nccl import FakeNccl
 from tests.frontends.every_kind import KINDS, whole_state
@@ -475,6 +475,44 @@ def test_a_compressed_step_never_waits_for_the_device_and_has_three_launches_a_s
         assert waits == 0
         assert launches <= 3 * segments
         assert downloaded == downloads * segments
+
+
+@pytest.mark.parametrize("kind", ["1-bit Adam, compressed", "0/1 Adam, local steps", "SoftSignSGD", "Lion"])
+def test_parameters_are_written_behind_what_torch_was_given_to_do_before_the_step(kind: str, on_devices: Any) -> None:
+    """A forward pass between backward and step, say, when all buckets are on their way already."""
+    devices = on_devices([0, 1])
+    writes = {"apply", "apply_signs", "descend", "local_step", "apply_update"}
+
+    def body(session: Session) -> list[int]:
+        log = devices[rank_of(session)].log
+        parameters = parameters_of(torch.float32)
+        optimizer = KINDS[kind].wrap(parameters)
+        written = []
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            backward(parameters, gradients(step, rank_of(session)), range(len(parameters) - 1, -1, -1))
+            first = len(log)
+            optimizer.step()
+            queued = [verb if verb == "follow" else what for verb, what, _ in log[first:]]
+            found = [at for at, what in enumerate(queued) if what in writes]
+            assert not found or "follow" in queued[: found[0]]
+            written.append(len(found))
+        return written
+
+    for written in run_ranks(2, body):
+        assert written[-1] > 0
+
+
+def test_gradients_are_read_behind_the_streams_of_all_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, current = FakeDevice(), iter([7, 8, 7, 9, 9])
+    monkeypatch.setattr(CudaPlacement, "_stream", property(lambda _: next(current)))
+    place = CudaPlacement(device_kernels(device), torch.device("cuda:0"))
+    for _ in range(3):
+        place.note()
+    place.arrive()
+    assert {what for verb, what, _ in device.log if verb == "follow"} == {"7", "8", "9"}
+    place.arrive()
+    assert [what for verb, what, _ in device.log if verb == "follow"][3:] == ["9"]
 
 
 @pytest.mark.parametrize("kind", ["1-bit Adam, compressed", "0/1 Adam, local steps", "Birder"])
