@@ -401,7 +401,7 @@ class Session:
                 ) from error
             from ocomm.transport import cuda_probe
 
-            kernels = device_kernels(CudaDevice(number))
+            kernels = device_kernels(CudaDevice(number), self.settings.stall_shutdown_s)
             found = cuda_probe.verdict(self.settings.cuda_aware, number) if self.require_topology().size > 1 else None
             if found is not None:
                 which = "addresses on it" if found.yes else "copies in pinned memory"

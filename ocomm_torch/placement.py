@@ -28,7 +28,7 @@ class Placement:
         return self.kernels.memory.is_device
 
     def note(self) -> None:
-        """``arrive`` is to be behind what Torch has queued on this thread's stream, on whichever thread it is called."""
+        """The next ``arrive``, in whichever thread, is to be behind what Torch has queued on this thread's stream."""
 
     def arrive(self) -> None:
         """ocomm may read and write what Torch's calls so far have written or read, in this thread and where noted."""

@@ -1196,9 +1196,8 @@ def _signature(loop: Any) -> tuple[Any, ...]:
     return tuple(types.float32 if parameter.annotation == "float" else types.int64 for parameter in parameters)
 
 
-def compiled(loop: Any, capability: tuple[int, int]) -> str:
-    """PTX of one of KERNELS for a compute capability; no device is needed, but NVVM and NVRTC are, else ImportError."""
-    from numba.cuda import dispatcher
+def require_compiler() -> None:
+    """ImportError where NVVM or NVRTC is missing."""
     from numba.cuda.cudadrv import nvrtc, nvvm
 
     try:
@@ -1206,6 +1205,13 @@ def compiled(loop: Any, capability: tuple[int, int]) -> str:
         nvvm.NVVM()
     except (RuntimeError, ImportError) as error:
         raise ImportError("no NVVM or NVRTC: pip install 'cuda-toolkit[nvrtc,nvvm]<14'") from error
+
+
+def compiled(loop: Any, capability: tuple[int, int]) -> str:
+    """PTX of one of KERNELS for a compute capability; no device is needed, but NVVM and NVRTC are, else ImportError."""
+    from numba.cuda import dispatcher
+
+    require_compiler()
     # numba-cuda compiles what a kernel calls for the device that it finds.
     usual = dispatcher.get_current_device
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)

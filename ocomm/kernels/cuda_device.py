@@ -7,6 +7,7 @@ again: threads of the framework keep theirs.
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +37,7 @@ class CudaBlock:
     """See ``kernels.device.Block``."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
-        with device.current():
+        with device.current(), _named(f"{nbytes} bytes on {device.name}"):
             pointer = _check(driver.cuMemAlloc(nbytes))
         self.address = int(pointer)
         weakref.finalize(self, _freed, device, driver.cuMemFree, pointer).atexit = False
@@ -46,15 +47,26 @@ class _Pinned:
     """Page-locked memory of the host, with the array interface that keeps it alive."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
-        with device.current():
+        with device.current(), _named(f"{nbytes} bytes of the host, page-locked for {device.name}"):
             address = int(_check(driver.cuMemHostAlloc(nbytes, driver.CU_MEMHOSTALLOC_PORTABLE)))
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
         weakref.finalize(self, _freed, device, driver.cuMemFreeHost, address).atexit = False
 
 
 def _freed(device: CudaDevice, free: Any, pointer: Any) -> None:
-    with device.current():
-        free(pointer)
+    # A forked child has the objects without the device; on one that has failed there is nothing to save.
+    if os.getpid() == device.owner:
+        with contextlib.suppress(HorovodInternalError), device.current():
+            free(pointer)
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """MemoryError says for what there is none."""
+    try:
+        yield
+    except MemoryError as error:
+        raise MemoryError(f"{error}: no {what}") from None
 
 
 class CudaEvent:
@@ -94,6 +106,7 @@ class CudaDevice:
 
     def __init__(self, number: int) -> None:
         self.name = f"cuda:{number}"
+        self.owner = os.getpid()
         _check(driver.cuInit(0))
         device = _check(driver.cuDeviceGet(number))
         self.identity = bytes(_check(driver.cuDeviceGetUuid(device)).bytes).hex()

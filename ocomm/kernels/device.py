@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import functools
 import inspect
+import math
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ocomm.errors import HorovodInternalError
 from ocomm.kernels.base import PIECE, Bytes, Floats, Kernels, Table, sparse_bytes
 from ocomm.kernels.reference import CHECKSUM_SPREAD, ReferenceKernels
 
@@ -200,8 +202,10 @@ class DeviceMemory:
 
     is_device = True
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, timeout_s: float = 0.0) -> None:
         self.device = device
+        #: How long the host waits for the device at most; 0: for ever.
+        self.timeout_s = timeout_s
         #: Can the network send from this memory, and receive into it, as far as this process knows?
         self.reached_by_network = False
         #: Held while something is queued that belongs together.
@@ -261,12 +265,17 @@ class DeviceMemory:
         return cast(Floats, DeviceArray(self, address, numel, np.float32, None))
 
     def wait(self) -> None:
-        """Until all that is queued now has been done."""
+        """Until all that is queued now has been done. HorovodInternalError after ``timeout_s``."""
         self.waits += 1
         with self.lock:
             event = self.device.record()
-        nap = 5e-6
+        nap, end = 5e-6, time.monotonic() + (self.timeout_s or math.inf)
         while not event.is_over():
+            if time.monotonic() > end:
+                raise HorovodInternalError(
+                    f"{self.device.name} has not done after {self.timeout_s:.0f} s what it was given to do, by ocomm "
+                    "or by the framework, whose streams ocomm follows."
+                )
             time.sleep(nap)
             nap = min(2 * nap, 1e-3)
 
@@ -420,9 +429,9 @@ class DeviceKernels:
     Addresses in TENSOR tables are the device's.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, timeout_s: float = 0.0) -> None:
         self.name = device.name
-        self.memory = DeviceMemory(device)
+        self.memory = DeviceMemory(device, timeout_s)
         self._queue = Queue(self.memory)
         self._status = self.memory.device.pinned(4).view(np.int32)
         self._asking = threading.Lock()
@@ -491,6 +500,6 @@ def _cut(addresses: NDArray[np.uint64], counts: NDArray[np.int64], tails: NDArra
     return pieces, of
 
 
-def device_kernels(device: Device) -> Kernels:
-    """Kernels on a device."""
-    return cast(Kernels, DeviceKernels(device))
+def device_kernels(device: Device, timeout_s: float = 0.0) -> Kernels:
+    """Kernels on a device, for which the host waits ``timeout_s`` at most; 0: for ever."""
+    return cast(Kernels, DeviceKernels(device, timeout_s))

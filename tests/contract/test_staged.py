@@ -19,9 +19,10 @@ from ocomm.collectives.scratch import aligned
 from ocomm.collectives.staged import staged
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.compression.wire import header_nbytes
+from ocomm.errors import HorovodInternalError
 from ocomm.kernels import cpu_kernels
 from ocomm.kernels.base import RUN, TENSOR
-from ocomm.kernels.device import DeviceArray, DeviceKernels
+from ocomm.kernels.device import DeviceArray, DeviceKernels, device_kernels
 from ocomm.telemetry.timeline import Timeline
 from ocomm.types import DType, Flag, ReduceOp
 from tests.contract.test_engine import ENGINES, message_plan, sealed, states, submit, world_of
@@ -271,6 +272,13 @@ class TestMemory:
         assert home.host(copy[:3]).tolist() == [0, 1, 2]
         assert home.host(array[6:]).size == 0
         assert isinstance(array[1:2], DeviceArray) and len(array[9:]) == 0
+
+    def test_a_device_that_never_gets_done_is_given_up(self) -> None:
+        device = FakeDevice()
+        home: Any = device_kernels(device, timeout_s=1e-3).memory
+        device.advance = lambda count: None  # type: ignore[method-assign]
+        with pytest.raises(HorovodInternalError, match="fake:0 has not done after 0 s what it was given"):
+            home.host(home.zeros(4))
 
     def test_staging_memory_has_a_copy_while_it_lives(self) -> None:
         home = DeviceKernels(FakeDevice()).memory

@@ -1,0 +1,151 @@
+"""What ``cuda_device`` asks of the driver: through cuda.bindings and numba-cuda as on a device, of a driver that has
+none (``tests/fake_driver.c``) and says no to what a device would refuse. Nothing is computed here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ocomm.errors import HorovodInternalError
+from ocomm.kernels.base import RUN, TENSOR
+from ocomm.kernels.device import DeviceKernels, DeviceMemory
+from ocomm.types import DType, ReduceOp
+from tests.worlds import MPI_SIZE
+
+pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
+pytestmark = pytest.mark.skipif(bool(MPI_SIZE), reason="it starts processes that are alone")
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """With this driver in the place of CUDA's."""
+    folder = tmp_path_factory.mktemp("driver")
+    command = ["gcc", "-shared", "-fPIC", TESTS / "fake_driver.c", "-o", folder / "libcuda.so.1", "-ldl"]
+    subprocess.run(command, check=True)
+    search = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    return {**os.environ, "LD_LIBRARY_PATH": search, "NUMBA_ENABLE_CUDASIM": "0"}
+
+
+def said_by(body: Any, environ: dict[str, str]) -> str:
+    """What a function of this module prints in a process of its own."""
+    call = f"from tests.unit import test_cuda_device as here; here.{body.__name__}()"
+    done = subprocess.run(
+        [sys.executable, "-c", call], env=environ, cwd=TESTS.parent, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def devices() -> Any:
+    from ocomm.kernels import cuda_device
+
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.fake_allocated.restype = ctypes.c_long
+    return SimpleNamespace(made=[cuda_device.CudaDevice(number) for number in (0, 1)], driver=driver)
+
+
+def buffers_and_events() -> None:
+    there = devices()
+    before = there.driver.fake_allocated()
+    for device in there.made:
+        memory: Any = DeviceMemory(device)
+        array = memory.empty(100, np.float32)
+        array[:] = np.arange(100, dtype=np.float32)
+        copy = array.copy()
+        copy[:10] = 0
+        staging = memory.staging(64)
+        staging[:] = 7
+        memory.changed(staging)
+        assert memory.wire(staging)[5] == 7
+        with ThreadPoolExecutor(1) as another:
+            found = another.submit(memory.host, copy).result().tolist()
+        assert found == [0.0] * 10 + list(range(10, 100)) and memory.waits == 1
+        event = device.lane().record()
+        assert [event.is_over() for _ in range(3)] == [False, False, True]
+        device.follow(0)  # Torch's usual stream
+        device.precede(32)
+        assert there.driver.fake_depth() == 0, "the thread's own context is as it was"
+    assert len({device.identity for device in there.made}) == 2
+    del memory, array, copy, staging
+    gc.collect()
+    assert there.driver.fake_allocated() == before
+
+
+def test_buffers_copies_and_events_of_two_devices(environ: dict[str, str]) -> None:
+    said_by(buffers_and_events, environ)
+
+
+def failures() -> None:
+    there = devices()
+    device, driver = there.made[1], there.driver
+    memory: Any = DeviceMemory(device)
+    for allocate, what in ((memory.zeros, "on cuda:1"), (memory.staging, "of the host, page-locked for cuda:1")):
+        with pytest.raises(MemoryError, match=f"out of memory: no [0-9]+ bytes {what}"):
+            allocate(1 << 41)
+    array, before = memory.zeros(100), driver.fake_allocated()
+    child = os.fork()
+    if child == 0:  # has no device, and must not free what its parent has
+        del array
+        gc.collect()
+        os._exit(driver.fake_allocated() != before)
+    assert os.waitpid(child, 0)[1] == 0
+    driver.fake_break(700)
+    with pytest.raises(HorovodInternalError, match="CUDA error 700: an illegal memory access was encountered"):
+        memory.host(array)
+    # Nor does the collector of garbage print that it could not.
+    unraisable: list[Any] = []
+    sys.unraisablehook = unraisable.append
+    del array
+    gc.collect()
+    assert not unraisable
+
+
+def test_failures_are_named_once_and_a_forked_child_leaves_the_device_alone(environ: dict[str, str]) -> None:
+    assert not said_by(failures, environ)
+
+
+def launches() -> None:
+    from ocomm.kernels import cuda as loops
+
+    try:
+        loops.require_compiler()
+    except ImportError as error:
+        print(error)
+        return
+    for device in devices().made:
+        queue = DeviceKernels(device)._queue
+        memory: Any = queue._memory
+        for loop in ("pack", "reduce"):
+            queue.prepare(loop)
+        compiled = loops.pack.overloads.keys() | loops.reduce.overloads.keys()
+        runs, tensors, staging = np.zeros(3, RUN), np.zeros(2, TENSOR), memory.staging(64)
+
+        with ThreadPoolExecutor(1) as another:
+            another.submit(queue.call, "pack", runs, tensors, staging).result()
+            arguments = DType.FLOAT32, ReduceOp.SUM, [staging], 1.0, 0.5, staging
+            another.submit(queue.call, "reduce", *arguments).result()
+        assert loops.pack.overloads.keys() | loops.reduce.overloads.keys() == compiled, "a launch compiles"
+
+
+def test_another_thread_launches_on_the_stream_of_each_device_what_was_compiled_before(
+    environ: dict[str, str],
+) -> None:
+    said = said_by(launches, environ)
+    if said.startswith("no NVVM"):
+        pytest.skip(reason=said.strip())
+    assert said.splitlines() == [
+        f"{blocks} x 256 threads, 3072 bytes, device {number}" for number in (0, 1) for blocks in (3, 1)
+    ]
