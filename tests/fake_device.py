@@ -118,6 +118,8 @@ class FakeDevice:
     #: What was queued, and when: (verb, what, seconds).
     log: list[tuple[str, str, float]] = field(default_factory=list)
     done: int = 0
+    #: How often memory was made, on the device or page-locked.
+    allocations: int = 0
     fails: bool = False
     #: Does the network reach its memory? Then addresses there are real.
     reached: bool = False
@@ -186,6 +188,7 @@ class FakeDevice:
     # kernels.device.Device
 
     def allocate(self, nbytes: int) -> FakeBlock:
+        self.allocations += 1
         block = FakeBlock(np.empty(nbytes + 64, np.uint8), self.elsewhere)
         self.bytes(block.address, nbytes)[:] = _GARBAGE
         self._blocks.add(block)
@@ -197,6 +200,7 @@ class FakeDevice:
         return any(b.address <= first and first + array.nbytes <= b.address + b.memory.nbytes for b in self._blocks)
 
     def pinned(self, nbytes: int) -> Bytes:
+        self.allocations += 1
         return np.full(nbytes, _GARBAGE, np.uint8)
 
     def upload(self, to: int, source: Bytes) -> None:

@@ -30,6 +30,12 @@ from ocomm.kernels.reference import CHECKSUM_SPREAD, ReferenceKernels
 _REMEMBERED = 4096
 #: Copies of a table that may be on their way at once.
 _SLOTS = 4
+#: Bytes of page-locked memory through which the host reads arrays, a part at a time.
+_WINDOW_NBYTES = 1 << 22
+#: How many pieces of page-locked memory are kept for writing arrays, and up to which size.
+_SPARES, _SPARE_NBYTES = 32, 1 << 20
+#: Sizes of sums over memory whose tables are kept.
+_SUMS = 16
 #: Elements of one thread block's share of a sum over memory.
 _PIECE_NUMEL = 1 << 16
 
@@ -217,6 +223,9 @@ class DeviceMemory:
         self._tables: OrderedDict[tuple[int, int], tuple[Table, DeviceArray]] = OrderedDict()
         self._mirrors: OrderedDict[tuple[int, int], _Mirror] = OrderedDict()
         self._underway: list[tuple[Event, Bytes]] = []  # what is copied from memory that nobody else keeps
+        self._spares: list[Bytes] = []  # of such memory, what is to be used again
+        self._window: Bytes = np.zeros(0, np.uint8)
+        self._reading = threading.Lock()  # held while the window is in use
 
     def empty(self, size: int, dtype: Any) -> DeviceArray:
         """A new array; contents undefined."""
@@ -253,12 +262,17 @@ class DeviceMemory:
     def host(self, array: Any) -> Any:
         if not isinstance(array, DeviceArray):
             return array
-        # Through memory of its own size: it is a copy that the caller keeps.
-        copy = self.device.pinned(max(array.nbytes, 1))[: array.nbytes].view(array.dtype)
-        if array.nbytes:
-            with self.lock:
-                self.device.download(copy.view(np.uint8), array.address)
-            self.wait()
+        copy = np.empty(array.size, array.dtype)
+        flat = copy.view(np.uint8)
+        with self._reading:
+            if not self._window.size:
+                self._window = self.device.pinned(_WINDOW_NBYTES)
+            for first in range(0, flat.size, _WINDOW_NBYTES):
+                part = flat[first : first + _WINDOW_NBYTES]
+                with self.lock:
+                    self.device.download(self._window[: part.size], array.address + first)
+                self.wait()
+                part[:] = self._window[: part.size]
         return copy
 
     def at(self, address: int, numel: int) -> Floats:
@@ -288,14 +302,25 @@ class DeviceMemory:
                 assert value.nbytes == array.nbytes, "arrays of different sizes"
                 self.device.copy(array.address, value.address, array.nbytes)
             elif isinstance(value, np.ndarray):
-                source = self.device.pinned(array.nbytes)
+                memory = self._spare(array.nbytes)
+                source = memory[: array.nbytes]
                 source[:] = np.ascontiguousarray(value, array.dtype).reshape(-1).view(np.uint8)
                 self.device.upload(array.address, source)
-                self._underway = [(event, kept) for event, kept in self._underway if not event.is_over()]
-                self._underway.append((self.device.record(), source))
+                self._underway.append((self.device.record(), memory))
             else:
                 assert value == 0, "an array can be filled with zeros only"
                 self.device.clear(array.address, array.nbytes)
+
+    def _spare(self, nbytes: int) -> Bytes:
+        """Page-locked memory of at least so many bytes that nobody uses."""
+        underway, self._underway = self._underway, []
+        for event, memory in underway:
+            if not event.is_over():
+                self._underway.append((event, memory))
+            elif memory.size <= _SPARE_NBYTES and len(self._spares) < _SPARES:
+                self._spares.append(memory)
+        fitting = [k for k, memory in enumerate(self._spares) if nbytes <= memory.size <= 4 * nbytes]
+        return self._spares.pop(fitting[0]) if fitting else self.device.pinned(nbytes)
 
     # Staging memory
 
@@ -434,7 +459,8 @@ class DeviceKernels:
         self.memory = DeviceMemory(device, timeout_s)
         self._queue = Queue(self.memory)
         self._status = self.memory.device.pinned(4).view(np.int32)
-        self._asking = threading.Lock()
+        self._asking = threading.Lock()  # held while `_status`, or one of these, is in use
+        self._tables: dict[tuple[str, int], tuple[DeviceArray, DeviceArray]] = {}
 
     def __getattr__(self, loop: str) -> Any:
         if loop.startswith("_") or not hasattr(ReferenceKernels, loop):
@@ -479,12 +505,17 @@ class DeviceKernels:
     def _sums(self, loop: str, pieces: Table, dtype: Any) -> Any:
         if not pieces.size:
             return np.zeros(0, dtype)
-        memory = self.memory
-        with memory.lock:
-            table, sums = memory.empty(pieces.size, PIECE), memory.empty(pieces.size, dtype)
-            memory.assign(table.view(np.uint8), pieces.view(np.uint8))
-            self._queue.call(loop, table, sums)
-        return memory.host(sums)
+        memory, key = self.memory, (loop, pieces.size)
+        with self._asking:
+            if key not in self._tables:
+                if len(self._tables) == _SUMS:
+                    self._tables.clear()
+                self._tables[key] = memory.empty(pieces.size, PIECE), memory.empty(pieces.size, dtype)
+            table, sums = self._tables[key]
+            with memory.lock:
+                memory.assign(table.view(np.uint8), pieces.view(np.uint8))
+                self._queue.call(loop, table, sums)
+            return memory.host(sums)
 
 
 def _cut(addresses: NDArray[np.uint64], counts: NDArray[np.int64], tails: NDArray[np.int64]) -> tuple[Table, Any]:

@@ -272,6 +272,10 @@ class TestMemory:
         assert home.host(copy[:3]).tolist() == [0, 1, 2]
         assert home.host(array[6:]).size == 0
         assert isinstance(array[1:2], DeviceArray) and len(array[9:]) == 0
+        more = np.random.default_rng(1).integers(0, 256, (2 << 22) + 5, np.uint8)
+        long: Any = home.empty(more.size, np.uint8)
+        long[:] = more
+        assert np.array_equal(home.host(long), more) and np.array_equal(home.host(long[3:]), more[3:])
 
     def test_a_device_that_never_gets_done_is_given_up(self) -> None:
         device = FakeDevice()

@@ -542,6 +542,33 @@ def test_a_run_goes_on_from_a_device_in_the_hosts_memory_and_back(kind: str, on_
     assert run_ranks(2, lambda s: halves(s, lambda: on_devices([0, 1]))) == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "options"),
+    [
+        ("1-bit Adam, compressed", torch.float32, {}),
+        ("1-bit Adam, compressed", torch.float32, {"max_grad_norm": 0.1}),
+        ("0/1 Adam", torch.float32, {}),
+        ("Lion", torch.bfloat16, {}),
+    ],
+    ids=str,
+)
+def test_no_memory_is_made_in_a_step(kind: str, dtype: torch.dtype, options: dict[str, Any], on_devices: Any) -> None:
+    devices = on_devices([0, 1])
+
+    def body(session: Session) -> list[int]:
+        rank = rank_of(session)
+        seen: list[int] = []
+
+        def watch(optimizer: Any, step: int) -> None:
+            seen.append(devices[rank].allocations)
+
+        trained(kind, rank, 9, dtype, watch, gradients, **options)
+        return seen
+
+    for seen in run_ranks(2, body):
+        assert len(set(seen[6:])) == 1, seen
+
+
 def test_gradients_are_clipped_by_one_norm_on_all_ranks(on_devices: Any) -> None:
     on_devices([0])
     # The norm is added up in another order on a device: what it is differs in the last bits, for all ranks alike.
