@@ -364,9 +364,13 @@ class Session:
 
         Counted per process set and operation, so that calls which only some ranks make do not shift other names.
         """
-        count = self._names.get((number, operation), 0) + 1
-        self._names[number, operation] = count
-        return f"{operation}.noname.{count}"
+        return f"{operation}.noname.{self.ordinal(operation, number)}"
+
+    def ordinal(self, what: str, number: int = 0) -> int:
+        """1, 2, 3, ... for what all ranks of a process set make in the same order."""
+        count = self._names.get((number, what), 0) + 1
+        self._names[number, what] = count
+        return count
 
     def open_channel(self, number: int, name: str, digest: int, detail: str) -> Channel:
         """A channel for fixed-layout exchanges. Collective in the set; MismatchError if ``digest`` differs."""

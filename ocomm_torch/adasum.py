@@ -14,12 +14,14 @@ from ocomm import session as sessions
 from ocomm.errors import OcommError
 from ocomm.operations import ProcessSet
 from ocomm.types import ReduceOp
+from ocomm_torch import loss_scaling
+from ocomm_torch.compiling import eager
 from ocomm_torch.compression import Compressor
 from ocomm_torch.mpi_ops import TORCH
 from ocomm_torch.naming import NamesParameters
 
 
-class AdasumOptimizer(NamesParameters):
+class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
     """Mixed in before the class of the user's optimizer; see ``DistributedOptimizer``.
 
     The optimizer's state stays this rank's own, as its gradients do: only what a step changed is combined.
@@ -38,7 +40,20 @@ class AdasumOptimizer(NamesParameters):
         self._process_set = process_set
         self.backward_passes_per_step = backward_passes_per_step
         self._is_distributed = process_set.included() and process_set.size() > 1
+        loss_scaling.install()
 
+    def overflowed_anywhere(self, here: bool) -> bool:
+        """Has a GradScaler found gradients that are not finite on any rank?"""
+        if not self._is_distributed:
+            return here
+        found = torch.tensor([here])
+        name = f"adasum.overflow{self._ending}"
+        operations.allreduce(
+            self._session, TORCH, [found], name, ReduceOp.MAX, 1.0, 1.0, self._process_set, True, False
+        ).wait()
+        return bool(found)
+
+    @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes the wrapped optimizer's step and replaces it by the Adasum of all ranks' steps, in place.
 

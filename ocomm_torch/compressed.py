@@ -22,6 +22,7 @@ from ocomm.training.driver import Driver, Group
 from ocomm.types import DType, Flag
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
+from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.loss_scaling import StepsTogether
 from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.optimizer import _DistributedOptimizer
@@ -59,6 +60,7 @@ class CompressedOptimizer(StepsTogether):
                 "DistributedOptimizer."
             )
         loss_scaling.install()
+        leave_hooks_alone()
         self._inner = optimizer
         self._parameters, self._names = _named(optimizer, named_parameters)
         self._wrapping = True
@@ -324,6 +326,7 @@ class CompressedOptimizer(StepsTogether):
 
     # The step
 
+    @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on all ranks. Returns the closure's loss, if one is given."""
@@ -344,6 +347,7 @@ class CompressedOptimizer(StepsTogether):
                 self._masters.write()
         finally:
             self._forget()
+        self._inner._opt_called = True  # for a scheduler that was made of it before
         return loss
 
     def _follow(self) -> None:

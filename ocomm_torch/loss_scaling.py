@@ -24,6 +24,14 @@ class StepsTogether(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+class SharesOverflows(torch.optim.Optimizer):
+    """An optimizer that all ranks or none must step: a rank that does not would leave the others waiting."""
+
+    def overflowed_anywhere(self, here: bool) -> bool:
+        """Has any rank found gradients that are not finite? Collective."""
+        raise NotImplementedError
+
+
 # Before 2.3 there was one for CUDA only, of which the one for CPUs was a subclass.
 _GradScaler: Any = torch.amp.GradScaler if hasattr(torch.amp, "GradScaler") else torch.cuda.amp.GradScaler
 _torch_step = _GradScaler.step
@@ -31,7 +39,8 @@ _torch_unscale = _GradScaler.unscale_
 
 
 def install() -> None:
-    """From now on ``GradScaler.step`` of an optimizer that ``StepsTogether`` ends the step on all ranks alike.
+    """From now on ``GradScaler.step`` of an optimizer that ``StepsTogether`` ends the step on all ranks alike; of one
+    that ``SharesOverflows`` it begins it alike.
 
     A GradScaler looks for overflows in this rank's gradients alone. Where it finds one it does not call the optimizer,
     for which the other ranks wait; where it finds none it does not hear that the step was skipped, and keeps its scale.
@@ -46,6 +55,13 @@ def install() -> None:
 
 
 def _step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    if self.is_enabled() and isinstance(optimizer, SharesOverflows):
+        if not self._found_inf_per_device(optimizer):
+            self.unscale_(optimizer)
+        found = self._found_inf_per_device(optimizer)
+        if optimizer.overflowed_anywhere(any(bool(each) for each in found.values())):
+            for each in found.values():
+                each.fill_(1.0)
     if not (self.is_enabled() and isinstance(optimizer, StepsTogether)):
         return _torch_step(self, optimizer, *args, **kwargs)
     optimizer.verdict = None

@@ -46,9 +46,22 @@ class NamesParameters(torch.optim.Optimizer):
     """Mixed in before the class of the user's optimizer; ``_names`` are those of its parameters."""
 
     _names: dict[Tensor, str]
+    #: Ends every name.
+    _ending: str
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's. All ranks add the same; new parameters are named by their position."""
         super().add_param_group(param_group)
-        every = [p for group in self.param_groups for p in group["params"]]
-        self._names.update({p: by_position(position) for position, p in enumerate(every) if p not in self._names})
+        self._name_new()
+
+    def _name_new(self) -> None:
+        every = (p for group in self.__dict__["param_groups"] for p in group["params"])
+        for position, p in enumerate(every):
+            if p not in self._names:
+                self._names[p] = by_position(position) + self._ending
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidRequestError(
+            f"a distributed {type(self).__name__} cannot be copied or pickled: it holds connections to the other "
+            "ranks. Save its state_dict(), and load it into a new one."
+        )

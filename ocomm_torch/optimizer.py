@@ -27,13 +27,20 @@ from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.types import ReduceOp
 from ocomm_torch.adasum import AdasumOptimizer
+from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.compression import Compression, Compressor, OneBitCompressor
 from ocomm_torch.mpi_ops import TORCH, sparse_allreduce_async
-from ocomm_torch.naming import NamesParameters, by_position, names_of
+from ocomm_torch.naming import NamesParameters, names_of
 
 #: Bytes of gradients that are submitted at once, because each submission costs the same; fewer the first time, so that
 #: the network has something to do soon.
 BUCKET_NBYTES, FIRST_BUCKET_NBYTES = 4 << 20, 1 << 20
+
+#: What Horovod's words do not say: a generator's loss gives the discriminator gradients, too.
+_OF_ANOTHER = (
+    "Where a backward pass is for another optimizer, freeze the parameters of this one meanwhile: "
+    "requires_grad_(False)."
+)
 
 
 class _Exchange:
@@ -110,10 +117,10 @@ class _DistributedOptimizer(NamesParameters):
             if (optimizer := reference()) is not None:
                 optimizer._on_gradient(p)
 
-        for position, p in enumerate(p for group in self.__dict__["param_groups"] for p in group["params"]):
+        self._name_new()
+        for p in (p for group in self.__dict__["param_groups"] for p in group["params"]):
             if p.requires_grad and p not in self._hooked:
                 self._hooked[p] = None
-                self._names.setdefault(p, by_position(position))
                 self._delay.setdefault(p, self.backward_passes_per_step)
                 weakref.finalize(self, p.register_post_accumulate_grad_hook(hook).remove)
 
@@ -123,7 +130,7 @@ class _DistributedOptimizer(NamesParameters):
         if self._delay[p] <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-                "backward_passes_per_step to accumulate gradients locally."
+                "backward_passes_per_step to accumulate gradients locally. " + _OF_ANOTHER
             )
         self._delay[p] -= 1
         if self._delay[p] > 0:
@@ -141,10 +148,14 @@ class _DistributedOptimizer(NamesParameters):
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
-        """Waits only if this rank's step is complete: what is missing elsewhere may need this rank to go on."""
-        self._callback_queued = False
+        """Submits what is left, before any optimizer waits: elsewhere their gradients may come in another order."""
         self._submit_bucket()
         self._submit_copied(wait=True)
+        torch.autograd.Variable._execution_engine.queue_callback(self._await_averages)
+
+    def _await_averages(self) -> None:
+        """Waits only if this rank's step is complete: what is missing elsewhere may need this rank to go on."""
+        self._callback_queued = False
         if all(p in self._exchanges for p in self._hooked if p.requires_grad):
             # An error here would come out of backward(); synchronize() raises it again.
             with contextlib.suppress(OcommError):
@@ -256,6 +267,7 @@ class _DistributedOptimizer(NamesParameters):
 
     # Horovod's calls
 
+    @eager
     def synchronize(self) -> None:
         """Waits until every gradient is the average over the ranks; parameters without one count as zeros, unless they
         are frozen (``requires_grad_(False)``), on all ranks.
@@ -312,6 +324,7 @@ class _DistributedOptimizer(NamesParameters):
         finally:
             self._should_synchronize = True
 
+    @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Waits for the averaged gradients, then makes the wrapped optimizer's step, which changes parameters in place.
 
@@ -346,7 +359,7 @@ class _DistributedOptimizer(NamesParameters):
         if self._exchanges:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition. " + _OF_ANOTHER
             )
         self._forget()
         self._hook_parameters()
@@ -408,8 +421,10 @@ def DistributedOptimizer(
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
         if groups is None:
             groups = num_groups
+    leave_hooks_alone()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    names = names_of(parameters, named_parameters)
+    ending = _ending(process_set)
+    names = {p: name + ending for p, name in names_of(parameters, named_parameters).items()}
     chosen = _groups(groups, parameters, names, process_set)
 
     base = type(optimizer)
@@ -418,7 +433,9 @@ def DistributedOptimizer(
     wrapped: Any = object.__new__(wrapper)
     # A scheduler made before has put its own step() on the object, which would hide ours.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})
+    wrapped._ending = ending
     _share_what_is_loaded(wrapped)
+    _tell_schedulers(optimizer, wrapped)
     if op == ReduceOp.ADASUM:
         wrapped._distribute(names, compression, backward_passes_per_step, process_set)
         return wrapped
@@ -433,6 +450,25 @@ def DistributedOptimizer(
         process_set,
     )
     return wrapped
+
+
+def _ending(process_set: ProcessSet) -> str:
+    """What tells an optimizer's gradients from those of others, whose parameters may have the same names: ranks whose
+    gradients come in different orders would average one model's with another's."""
+    if not process_set.included():
+        return ""
+    session = sessions.current()
+    ordinal = session.ordinal("DistributedOptimizer", process_set.number(session))
+    return "" if ordinal == 1 else f"#{ordinal}"
+
+
+def _tell_schedulers(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optimizer) -> None:
+    """A scheduler that was made before looks at ``optimizer``, to warn of a schedule that is ahead of the steps."""
+
+    def after_step(*_: Any) -> None:
+        optimizer._opt_called = True
+
+    wrapped.register_step_post_hook(after_step)
 
 
 def _share_what_is_loaded(wrapped: torch.optim.Optimizer) -> None:

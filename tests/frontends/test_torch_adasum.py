@@ -72,3 +72,27 @@ def test_a_closure_schedulers_and_compression_work_and_nothing_can_be_skipped() 
             pass  # fmt: skip
 
     run_ranks(2, body)
+
+
+def test_a_rank_whose_gradients_overflow_makes_all_skip_the_step_and_their_scales_agree() -> None:
+    def body(session: Session) -> tuple[list[float], list[bool]]:
+        model = model_and_gradients(0).float()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+        scales, moved = [], []
+        for step in range(4):
+            optimizer.zero_grad()
+            before = [p.detach().clone() for p in model.parameters()]
+            loss = model(torch.ones(2, 4) + hvd.rank()).square().sum()
+            if step == 1 + hvd.rank():
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            moved.append(not all(map(torch.equal, before, model.parameters())))
+        return scales, moved
+
+    assert run_ranks(2, body) == [([1024.0, 512.0, 256.0, 256.0], [True, False, False, True])] * 2

@@ -310,3 +310,19 @@ def test_ranks_with_different_learning_rates_are_told() -> None:
 
 def test_the_papers_names_are_the_same_classes() -> None:
     assert (Birder, SoftSignSGD) == (DistributedBirder, DistributedSoftSignSGD)
+
+
+def test_a_schedule_made_before_wrapping_hears_of_the_steps() -> None:
+    """Torch warns of one that is ahead of its optimizer's steps, and warnings are errors here."""
+
+    def body(session: Session) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        inner = sgd([parameter])
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+        optimizer = DistributedBirder(inner)
+        parameter.sum().backward()
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 5e-3
+
+    run_ranks(1, body)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -359,9 +361,41 @@ class TestRules:
             assert optimizer.param_groups[0]["momentum"] == 0.5
             return optimizer.param_groups[0]["lr"]
 
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            assert run_ranks(2, body) == [0.2, 0.2]
+        assert run_ranks(2, body) == [0.2, 0.2]
+
+    @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
+    @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+    def test_it_cannot_be_copied_and_the_error_says_what_to_do(self, op: int, duplicate: Callable[[Any], Any]) -> None:
+        def body(session: Session) -> None:
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](make_model().parameters()), op=op)
+            with pytest.raises(InvalidRequestError) as raised:
+                duplicate(optimizer)
+            assert str(raised.value) == (
+                "a distributed SGD cannot be copied or pickled: it holds connections to the other ranks. Save its "
+                "state_dict(), and load it into a new one."
+            )
+
+        run_ranks(1, body)
+
+    @pytest.mark.parametrize("named", [False, True])
+    def test_gradients_of_equal_names_that_come_in_other_orders_are_each_models_own(self, named: bool) -> None:
+        def body(session: Session) -> list[float]:
+            models = [torch.nn.Linear(3, 1) for _ in range(2)]
+            optimizers = [
+                hvd.DistributedOptimizer(OPTIMIZERS["sgd"](m.parameters()), m.named_parameters() if named else None)
+                for m in models
+            ]
+            models[1].extra = torch.nn.Parameter(torch.ones(1))
+            optimizers[1].add_param_group({"params": [models[1].extra]})
+            losses = {}
+            for k in (0, 1) if hvd.rank() else (1, 0):
+                losses[k] = models[k](torch.ones(2, 3)).sum() * 10.0**k
+            (losses[0] + losses[1] + models[1].extra.sum()).backward()
+            for optimizer in optimizers:
+                optimizer.synchronize()
+            return [m.weight.grad[0, 0].item() for m in models] + [models[1].extra.grad.item()]
+
+        assert run_ranks(2, body) == [[2.0, 20.0, 1.0]] * 2
 
     def test_a_gradient_that_is_changed_while_it_is_averaged_is_an_error(self) -> None:
         def body(session: Session) -> None:
@@ -430,7 +464,8 @@ class TestRules:
                 optimizer.zero_grad()
             assert str(error.value) == (
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition. Where a backward pass "
+                "is for another optimizer, freeze the parameters of this one meanwhile: requires_grad_(False)."
             )
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)

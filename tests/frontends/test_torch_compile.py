@@ -1,0 +1,58 @@
+"""Training steps beneath torch.compile: exchanges stay out of the graphs, and give what they give without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ocomm.session import Session
+from ocomm_torch import DistributedBirder, DistributedOneBitAdam, DistributedOptimizer
+from tests.frontends.onebit_jobs import digest
+from tests.worlds import run_ranks
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "dense": lambda model: DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters()),
+    "1-bit Adam": lambda model: DistributedOneBitAdam(torch.optim.Adam(model.parameters()), freeze_step=2),
+    "Birder": lambda model: DistributedBirder(torch.optim.SGD(model.parameters(), lr=1e-3)),
+}
+
+
+def whole_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def passes(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+@pytest.mark.parametrize("compiled", [whole_step, passes], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_steps_in_a_compiled_function_equal_those_in_a_plain_one(
+    wrap: Callable[[Any], Any], compiled: Callable[..., None]
+) -> None:
+    def body(session: Session) -> tuple[str, str]:
+        rank = session.require_topology().rank
+
+        def train(step: Callable[..., None]) -> str:
+            generator = torch.Generator().manual_seed(3)
+            model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.ReLU(), torch.nn.Linear(9, 2))
+            for p in model.parameters():
+                p.data = torch.randn(p.shape, generator=generator)
+            optimizer = wrap(model)
+            for _ in range(4):
+                if compiled is passes:
+                    optimizer.zero_grad()
+                step(model, optimizer, torch.randn(5, 6, generator=generator) + rank)
+                if compiled is passes:
+                    optimizer.step()
+            return digest([p.detach().numpy() for p in model.parameters()])
+
+        return train(torch.compile(compiled, backend="eager")), train(compiled)
+
+    for traced, plain in run_ranks(2, body):
+        assert traced == plain
