@@ -13,7 +13,7 @@ WITH_TF := $(wildcard tests/frontends/test_tf_*.py) tests/frontends/test_teams.p
 WITHOUT_TF := tests/world tests/frontends $(addprefix --ignore=,$(WITH_TF))
 MPIRUN := timeout 600 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo test test-gpu test-mpich check bench convergence clean install
+.PHONY: demo test test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence clean install
 
 install: $(STAMP)
 
@@ -43,21 +43,32 @@ test: install $(STAMP)-ptx
 # On a GPU, which needs a Torch that can use it for the training: the kernels equal the reference and obey the laws of
 # all kernels; training equals that in the host's memory, on one rank and on several that share the GPU; nothing outside
 # a buffer is touched and no threads race; then speed. Without a GPU all is skipped, with the reason. In an environment
-# that has a CUDA Torch and ocomm already: make -o install test-gpu PY=python3 MPIRUN='mpirun --oversubscribe'
-test-gpu: install
-	TEST_CUDA=1 $(PY) -m pytest -q --no-header -k cuda tests/contract/test_cuda.py \
-	    tests/contract/test_kernels.py tests/contract/test_quantizer.py || test $$? = 5
-	$(PY) -m pytest -q --no-header tests/frontends/test_torch_cuda.py || test $$? = 5
+# that has a CUDA Torch and ocomm already: make -k -o install test-gpu PY=python3 MPIRUN='mpirun --oversubscribe'
+# (docs/gpu.md has the packages). pytest-timeout may be missing there.
+GPU_TESTS = $(PY) -m pytest -q --no-header -W ignore::pytest.PytestConfigWarning
+test-gpu: test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-sanitizer test-gpu-speed
+
+test-gpu-kernels: install
+	TEST_CUDA=1 $(GPU_TESTS) -k cuda tests/contract/test_cuda.py tests/contract/test_kernels.py \
+	    tests/contract/test_quantizer.py || test $$? = 5
+
+test-gpu-training: install
+	$(GPU_TESTS) tests/frontends/test_torch_cuda.py || test $$? = 5
+
+test-gpu-ranks: install
 	$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo 'no GPU that Torch can use'; exit 0; }; \
 	for n in 2 4; do \
-	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(PY) -m pytest -q --capture=no --no-header tests/frontends/test_torch_cuda.py \
-	        </dev/null || exit 1; \
+	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(GPU_TESTS) --capture=no tests/frontends/test_torch_cuda.py </dev/null || exit 1; \
 	done
+
+test-gpu-sanitizer: install
 	command -v compute-sanitizer >/dev/null || { echo 'compute-sanitizer is not on the PATH'; exit 0; }; \
 	for tool in memcheck racecheck; do \
-	    compute-sanitizer --tool $$tool --error-exitcode 9 $(PY) -m pytest -q --no-header --timeout 1800 \
-	        tests/contract/test_cuda.py -k 'every_length or DenseValues' || test $$? = 5 || exit 1; \
+	    PYTEST_TIMEOUT=1800 compute-sanitizer --tool $$tool --error-exitcode 9 $(GPU_TESTS) tests/contract/test_cuda.py \
+	        -k 'every_length or DenseValues' || test $$? = 5 || exit 1; \
 	done
+
+test-gpu-speed: install
 	$(PY) -m ocomm.bench kernels --device cuda --nbytes 268435456 || test $$? = 77
 
 # The same extension and mpi4py under another MPI, which has an environment of its own: two MPIs in one get in each

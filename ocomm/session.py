@@ -398,6 +398,8 @@ class Session:
         if number not in self._device_kernels:
             try:
                 from ocomm.kernels.cuda_device import CudaDevice
+
+                kernels = device_kernels(CudaDevice(number), self.settings.stall_shutdown_s)
             except ImportError as error:
                 raise InvalidRequestError(
                     f"parameters are on GPU {number}, for which ocomm needs numba-cuda: pip install 'ocomm[gpu-cu12]' "
@@ -405,7 +407,6 @@ class Session:
                 ) from error
             from ocomm.transport import cuda_probe
 
-            kernels = device_kernels(CudaDevice(number), self.settings.stall_shutdown_s)
             found = cuda_probe.verdict(self.settings.cuda_aware, number) if self.require_topology().size > 1 else None
             if found is not None:
                 which = "addresses on it" if found.yes else "copies in pinned memory"

@@ -17,7 +17,7 @@ from cuda.bindings import driver
 
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels.base import Bytes
-from ocomm.kernels.cuda import CudaKernels, stream_of
+from ocomm.kernels.cuda import CudaKernels, require_compiler, stream_of
 from ocomm.kernels.device import DeviceArray
 
 
@@ -172,6 +172,7 @@ class CudaDevice:
         return _check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
     def loops(self, status: DeviceArray) -> _Loops:
+        require_compiler()  # now, with words, and not in the first step
         return _Loops(self, CudaKernels(self._numba_stream, status))
 
     def enter(self) -> None:
