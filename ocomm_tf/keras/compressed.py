@@ -305,8 +305,8 @@ class Compressed(Distributed):
         host: Host = self._host
         indices = [self._get_variable_index(v) for v in trainable_variables]
         if keras.backend.backend() != "tensorflow":
-            values = [v.value.detach().float() for v in trainable_variables]
-            results = host.step(float(learning_rate), indices, [g.detach() for g in grads], values)
+            values = [v.value.detach().float().cpu() for v in trainable_variables]
+            results = host.step(float(learning_rate), indices, [g.detach().cpu() for g in grads], values)
         else:
             mpi_ops.refuse_xla()
             count = len(indices)
