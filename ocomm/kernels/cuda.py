@@ -15,6 +15,7 @@ is why it uses neither warp votes nor shuffles.
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -1196,6 +1197,7 @@ def _signature(loop: Any) -> tuple[Any, ...]:
     return tuple(types.float32 if parameter.annotation == "float" else types.int64 for parameter in parameters)
 
 
+@functools.cache
 def require_compiler() -> None:
     """ImportError where NVVM or NVRTC is missing."""
     from numba.cuda.cudadrv import nvrtc, nvvm

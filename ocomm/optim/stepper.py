@@ -773,10 +773,8 @@ class Stepper:
             raise MismatchError(self._explain(envelopes[ticket.error_segment]))
         if state == State.TIMED_OUT:
             late = [self.ranks[rank] for rank in self.channel.waiting_for()]
-            raise StallError(
-                f"{self.name}: step {self.step + 1} was not over after {self.timeout_s:.0f} s; "
-                f"rank(s) {late} have not sent their part."
-            )
+            why = f"rank(s) {late} have not sent their part" if late else f"{self.core.kernels.name} does not end"
+            raise StallError(f"{self.name}: step {self.step + 1} was not over after {self.timeout_s:.0f} s; {why}.")
         if state == State.TASK_ERROR:
             cause = next(iter(ticket.plan.failures()), None)
             raise HorovodInternalError(f"{self.name}: the device failed in step {self.step + 1}: {cause}") from cause

@@ -16,7 +16,7 @@ import torch
 
 import ocomm
 from ocomm import session as sessions
-from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
+from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError, StallError
 from ocomm.kernels.device import DeviceMemory, device_kernels
 from ocomm.operations import ProcessSet
 from ocomm.session import Session
@@ -613,6 +613,20 @@ def test_a_device_that_fails_ends_the_step_with_its_words(on_devices: Any) -> No
 
     with pytest.raises((HorovodInternalError, RuntimeError), match="fallen off the bus"):
         run_ranks(1, body)
+
+
+def test_a_device_that_never_gets_done_ends_the_step_and_is_named(on_devices: Any) -> None:
+    devices = on_devices([0])
+
+    def body(session: Session) -> None:
+        def watch(optimizer: Any, step: int) -> None:
+            if step == 5:
+                devices[0].advance = lambda count: None  # type: ignore[method-assign]
+
+        with pytest.raises(StallError, match="step 6 was not over after 0 s; fake:0 does not end"):
+            trained("1-bit Adam, compressed", 0, 6, watch=watch)
+
+    run_ranks(1, body, Settings(stall_shutdown_s=0.2))
 
 
 def test_lamb_and_a_forced_hierarchy_are_refused_on_devices(on_devices: Any) -> None:
