@@ -31,7 +31,7 @@ from ocomm.collectives.routes import arrange
 from ocomm.collectives.scratch import Scratch
 from ocomm.collectives.waiting import Watch
 from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings
-from ocomm.errors import InvalidRequestError, LaunchError, NotInitializedError, SettingsError
+from ocomm.errors import InvalidRequestError, LaunchError, NotInitializedError, OcommError, SettingsError
 from ocomm.kernels.base import Kernels
 from ocomm.kernels.device import device_kernels
 from ocomm.negotiation.autotune import Autotune, BayesianSearch, Tuned
@@ -377,16 +377,22 @@ class Session:
         request = Request(Kind.CHANNEL, name, digest=digest, detail=detail)
         return self.submit(number, Submission.of(request)).wait()[0]
 
-    def watch(self) -> Watch:
-        """What a thread that waits for an exchange looks at."""
+    def watch(self, number: int) -> Watch:
+        """What a thread that waits for an exchange of a process set looks at."""
         runtime = self._require()
+        ranks = list(self.set_ranks[number])
+
+        def failure() -> OcommError | None:
+            if runtime.failure is None and self.runtime is runtime and number not in self.set_ranks:
+                return InvalidRequestError(f"process set {ranks} was removed.")
+            return runtime.failure
 
         def departed() -> dict[int, str]:
             members = [member for member in list(self.sets.values()) if member is not None]
-            joined = {rank: "joined" for member in members for rank in member.joined}
+            joined = {rank: "has joined" for member in members for rank in member.joined}
             return {**joined, **runtime.departed()}
 
-        return Watch(lambda: runtime.failure, departed, self.settings.stall_check_s)
+        return Watch(failure, departed, self.settings.stall_check_s)
 
     def agree(self, number: int, name: str, detail: str) -> None:
         """Waits until all ranks of the set say the same ``detail`` about ``name``; MismatchError if they do not."""
@@ -440,7 +446,7 @@ class Session:
                 ranks,
                 nodes,
                 self.settings.segment_nbytes,
-                self.watch(),
+                self.watch(number),
             )
         return self._compressed[key](array, self.settings.stall_shutdown_s)
 

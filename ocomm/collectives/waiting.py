@@ -17,7 +17,7 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What a waiting thread looks at: whether the runtime has failed and why, which world ranks have left and why."""
+    """What a waiting thread looks at: whether the runtime has failed and why, which world ranks have left and how."""
 
     failure: Callable[[], OcommError | None]
     departed: Callable[[], Mapping[int, str]]
@@ -35,14 +35,14 @@ def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, w
     while (state := ticket.wait(min(1.0, watch.stall_check_s))) < State.DONE:
         now = time.monotonic()
         late = [ranks[rank] for rank in channel.waiting_for()]
-        departed = {rank: why for rank, why in watch.departed().items() if rank in late}
+        departed = {rank: how for rank, how in watch.departed().items() if rank in late}
         if not departed:
             owing_since = None
         elif owing_since is None:
             owing_since = now
         elif now - owing_since > _GRACE_S:
             channel.abandon()
-            reasons = "; ".join(f"rank {rank} has {why}" for rank, why in departed.items())
+            reasons = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
             raise PeerError(f"{what} cannot end: {reasons}. All ranks must take equally many steps.")
         if now - warned >= watch.stall_check_s:
             warned = now

@@ -85,8 +85,8 @@ class Runtime:
         return self._thread.is_alive()
 
     def departed(self) -> dict[int, str]:
-        """World ranks which have left the job, and why. From any thread."""
-        return {rank: why for rank, (_, why) in self._gone.copy().items()}
+        """World ranks which have left the job, and how, as "has shut down". From any thread."""
+        return {rank: _how(why) for rank, (_, why) in self._gone.copy().items()}
 
     def leave(self, failed: bool = False, why: str = "shut down") -> bool:
         """Takes this rank out of the job and ends the thread; True if every rank has left in order.
@@ -249,7 +249,7 @@ class Runtime:
     def _note_departure(self, rank: int, failed: bool, why: str) -> None:
         self._gone[rank] = (failed, why)
         for process_set in self._sets:
-            process_set.rank_left(rank, f"has {why}" if why == "shut down" else why)
+            process_set.rank_left(rank, _how(why))
         if failed and rank != self.world.rank:
             fails_itself = self._leaving is not None and self._leaving[0]
             if self.failure is None and not fails_itself:  # later ones may have failed because of this
@@ -263,3 +263,7 @@ class Runtime:
         self.engine.fail()
         for process_set in self._sets:
             process_set.close(error)
+
+
+def _how(why: str) -> str:
+    return f"has {why}" if why == "shut down" else why

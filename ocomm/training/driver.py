@@ -156,7 +156,7 @@ class Driver:
             self.core,
             channel,
             ranks,
-            session.watch(),
+            session.watch(number),
             _weakly(host.locate),
             segment_nbytes=segment_nbytes(layout.numel // 8, len(ranks), session.settings.segment_nbytes),
             overlap=common.overlap,

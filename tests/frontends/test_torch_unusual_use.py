@@ -15,6 +15,7 @@ import torch
 
 from ocomm.api import broadcast_object
 from ocomm.errors import HorovodInternalError, InvalidRequestError
+from ocomm.operations import add_process_set, remove_process_set
 from ocomm.session import Session
 from ocomm_torch.functions import broadcast_optimizer_state
 from ocomm_torch.onebit import DistributedOneBitAdam
@@ -495,6 +496,25 @@ def test_a_step_that_was_interrupted_is_the_last(when: str) -> None:
             )
 
     run(body)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_on_a_process_set_that_was_removed_says_so(overlap: bool) -> None:
+    def body(session: Session) -> None:
+        pair = add_process_set([0, 1])
+        if pair.included():
+            parameters = make_parameters()
+            optimizer = wrap(parameters, process_set=pair, overlap=overlap)
+            for step in range(1, 5):
+                one_step(parameters, optimizer, step, rank_of(session))
+        remove_process_set(pair)
+        if rank_of(session) < 2:
+            for step in (5, 6):
+                with pytest.raises(InvalidRequestError) as raised:
+                    one_step(parameters, optimizer, step, rank_of(session))
+                assert str(raised.value) == "process set [0, 1] was removed."
+
+    run_ranks(3, body)
 
 
 def test_what_the_wrapped_optimizer_would_load_alone_is_refused() -> None:
