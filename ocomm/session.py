@@ -392,7 +392,7 @@ class Session:
             joined = {rank: "has joined" for member in members for rank in member.joined}
             return {**joined, **runtime.departed()}
 
-        return Watch(failure, departed, self.settings.stall_check_s)
+        return Watch(failure, departed, self.settings.stall_check_s, runtime.stepping)
 
     def agree(self, number: int, name: str, detail: str) -> None:
         """Waits until all ranks of the set say the same ``detail`` about ``name``; MismatchError if they do not."""

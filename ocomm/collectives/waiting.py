@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ocomm.collectives.engine import Channel, State, Ticket
 from ocomm.errors import OcommError, PeerError
@@ -22,6 +23,8 @@ class Watch:
     failure: Callable[[], OcommError | None]
     departed: Callable[[], Mapping[int, str]]
     stall_check_s: float
+    #: Threads that have waited for a second -> for what, and for which world ranks; single dict operations.
+    waiting: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, what: str) -> State:
@@ -30,11 +33,22 @@ def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, w
     ``ranks`` are the channel's world ranks, ``what`` names the exchange. Warns every ``stall_check_s``. Raises the
     runtime's failure, and PeerError if a rank that has left in order owes a message.
     """
+    try:
+        state = _wait(ticket, channel, ranks, watch, what)
+    finally:
+        watch.waiting.pop(threading.get_ident(), None)
+    if state != State.DONE and (failure := watch.failure()) is not None:
+        raise type(failure)(*failure.args)
+    return state
+
+
+def _wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, what: str) -> State:
     begun = warned = time.monotonic()
     owing_since: float | None = None
     while (state := ticket.wait(min(1.0, watch.stall_check_s))) < State.DONE:
         now = time.monotonic()
         late = [ranks[rank] for rank in channel.waiting_for()]
+        watch.waiting[threading.get_ident()] = what, tuple(late)
         departed = {rank: how for rank, how in watch.departed().items() if rank in late}
         if not departed:
             owing_since = None
@@ -47,6 +61,4 @@ def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, w
         if now - warned >= watch.stall_check_s:
             warned = now
             _log.warning("%s: waited %.0f s so far for rank(s) %s", what, now - begun, late)
-    if state != State.DONE and (failure := watch.failure()) is not None:
-        raise type(failure)(*failure.args)
     return state

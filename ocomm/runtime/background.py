@@ -47,7 +47,9 @@ class Runtime:
         self._on_loss = on_loss
         self._sets = [world]
         self._retiring: list[ProcessSet] = []
-        self._deadlock = Deadlock(world, lambda: self._sets)
+        #: See ``Watch.waiting``.
+        self.stepping: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._deadlock = Deadlock(world, lambda: self._sets, self.stepping)
         self._leaving: tuple[bool, str] | None = None  # (failed, why), asked for by the user's thread
         self._left = False
         self._gone: dict[int, tuple[bool, str]] = {}

@@ -1,16 +1,17 @@
 """Finds out that no rank of the job can move, when it is certain, instead of waiting for a minute to pass.
 
 A rank is blocked when every thread of the user's that ever submitted something waits for a handle which other ranks
-have not asked for, and nothing else is under way. It tells rank 0. When all ranks have, rank 0 asks once more: if
-nothing has moved anywhere in between and no message is on its way (what all have sent is what all have received), then
-nothing ever will (Mattern, Algorithms for distributed termination detection, 1987).
+have not asked for, or for a second has waited in an optimizer's step for ranks that are in none, and nothing else is
+under way. It tells rank 0. When all ranks have, rank 0 asks once more: if nothing has moved anywhere in between and no
+message is on its way (what all have sent is what all have received), then nothing ever will (Mattern, Algorithms for
+distributed termination detection, 1987). Messages of steps are not counted: one that takes seconds is taken for none.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ocomm.runtime.control import Word
@@ -26,14 +27,23 @@ class _Report:
     progress: int = 0
     balance: int = 0
     where: str = ""
+    #: Whose messages its threads wait for in steps.
+    late: tuple[int, ...] = ()
 
 
 class Deadlock:
     """One rank's part in it. Driven by the background thread; messages travel on the world's link."""
 
-    def __init__(self, world: ProcessSet, sets: Callable[[], Sequence[ProcessSet]]) -> None:
+    def __init__(
+        self,
+        world: ProcessSet,
+        sets: Callable[[], Sequence[ProcessSet]],
+        stepping: Mapping[int, tuple[str, tuple[int, ...]]],
+    ) -> None:
+        """``stepping``: see ``Watch.waiting``."""
         self._world = world
         self._sets = sets
+        self._stepping = stepping
         self._seen = -1
         self._told: _Report | None = None
         # rank 0
@@ -59,18 +69,24 @@ class Deadlock:
         elif word == Word.STUCK:
             self._report_stuck({int(rank): where for rank, where in json.loads(payload).items()})
         else:
-            self._note(source, _Report(**json.loads(payload)))
+            said = json.loads(payload)
+            self._note(source, _Report(**{**said, "late": tuple(said["late"])}))
 
     def _report(self) -> _Report:
         sets = self._sets()
         alive = {thread.ident for thread in threading.enumerate()}
         users = {user for process_set in sets for user in process_set.users if user in alive}
         waiting = {user for process_set in sets for user in process_set.waiting}
-        progress = sum(process_set.progress for process_set in sets)
-        if not users or not users <= waiting or not all(process_set.is_blocked for process_set in sets):
+        steps = {user: step for user, step in dict(self._stepping).items() if user in users}
+        counters = self._world.engine.counters()
+        progress = (
+            sum(process_set.progress for process_set in sets) + counters["messages_sent"] + counters["compute_ns"]
+        )
+        if not users or not users <= waiting | steps.keys() or not all(process_set.is_blocked for process_set in sets):
             return _Report(False, progress)
         balance = sum(process_set.link.balance for process_set in sets)
-        return _Report(True, progress, balance, whereabouts(list(users)))
+        where = ", in ".join([whereabouts(list(users)), *(what for what, _ in steps.values())])
+        return _Report(True, progress, balance, where, tuple(sorted({r for _, late in steps.values() for r in late})))
 
     def _tell(self, report: _Report | None) -> None:
         self._told = report
@@ -95,7 +111,7 @@ class Deadlock:
         if self._confirmed is None or report != self._reports.get(rank):  # something has moved: begin again
             self._reports[rank] = report
             self._confirmed = None
-            if len(self._reports) == self._world.size and sum(r.balance for r in self._reports.values()) == 0:
+            if len(self._reports) == self._world.size and self._is_certain():
                 self._confirmed = {}
                 self._world.link.send_all(Word.CONFIRM)
             return
@@ -111,6 +127,12 @@ class Deadlock:
             where = {rank: report.where for rank, report in {0: mine, **confirmed}.items()}
             self._world.link.send_all(Word.STUCK, json.dumps(where).encode())
             self._report_stuck(where)
+
+    def _is_certain(self) -> bool:
+        """No message is on its way, and who waits in a step waits for a rank that is in none."""
+        outside = {rank for rank, report in self._reports.items() if not report.late}
+        steps = (report.late for report in self._reports.values() if report.late)
+        return sum(r.balance for r in self._reports.values()) == 0 and all(outside.intersection(late) for late in steps)
 
     def _report_stuck(self, where: dict[int, str]) -> None:
         for process_set in self._sets():

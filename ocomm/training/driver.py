@@ -299,7 +299,8 @@ class Driver:
         """Before the first step: do all ranks hold the same? MismatchError that names what they do not."""
         said = self._replicated()
         try:
-            self.session.agree(self.number, f"{self.name}.start", f"{digest(said):016x}")
+            name = f"{self.name}: first step, or first after load_state_dict()"
+            self.session.agree(self.number, name, f"{digest(said):016x}")
         except MismatchError as error:
             difference = first_difference(self.session, self.number, f"{self.name}.replicas", said, "hold")
             raise MismatchError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +15,15 @@ import pytest
 import torch
 
 from ocomm.api import broadcast_object
-from ocomm.errors import HorovodInternalError, InvalidRequestError
+from ocomm.errors import HorovodInternalError, InvalidRequestError, PeerError, StallError
 from ocomm.operations import add_process_set, remove_process_set
 from ocomm.session import Session
+from ocomm.types import Settings
 from ocomm_torch.functions import broadcast_optimizer_state
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial, state_digest
+from tests.world.test_runtime import threads_only
 from tests.worlds import run_ranks
 
 Parameters = list[torch.nn.Parameter]
@@ -528,6 +531,30 @@ def test_what_the_wrapped_optimizer_would_load_alone_is_refused() -> None:
         )
 
     run(body)
+
+
+@threads_only
+def test_a_state_that_one_rank_alone_loads_is_told_at_the_next_step() -> None:
+    def body(session: Session) -> str:
+        parameters = make_parameters()
+        optimizer = wrap(parameters)
+        for step in range(1, 5):
+            one_step(parameters, optimizer, step, rank_of(session))
+        if rank_of(session) == 0:
+            optimizer.load_state_dict(optimizer.state_dict())
+            with pytest.raises(StallError) as error:
+                one_step(parameters, optimizer, 5, 0)
+            session.shutdown(failed=True, why="has seen enough")
+            return re.sub(r"\d+ s ago", "N s ago", re.sub(r":\d+ in", ":N in", str(error.value)))
+        with pytest.raises(PeerError, match="rank 0 has seen enough"):
+            one_step(parameters, optimizer, 5, 1)
+        return ""
+
+    said = run_ranks(2, body, Settings(stall_raise=True, stall_check_s=600.0))
+    assert said[0] == (
+        "tensor 'OneBitAdam.noname.1: first step, or first after load_state_dict()': rank 0 submitted it N s ago, rank "
+        "1 did not. rank 1 is at test_torch_unusual_use.py:N in one_step, in OneBitAdam.noname.1: step 5."
+    )
 
 
 @pytest.mark.parametrize("before", [0, 2, 6])
