@@ -7,14 +7,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from ocomm import operations
 from ocomm import session as sessions
 from ocomm.api import Average
 from ocomm.errors import InvalidRequestError
-from ocomm.operations import NUMPY, ProcessSet
+from ocomm.operations import ProcessSet
 from ocomm.types import ReduceOp
 from ocomm_tf import mpi_ops
 from ocomm_tf.compression import Compressor
@@ -78,7 +76,7 @@ class Averaging:
                 continue
             if _key(variable) in self._local:
                 if self._scale_local:
-                    result[position] = gradient / self.process_set.size()
+                    result[position] = scaled(gradient, 1.0 / self.process_set.size())
             else:
                 shared.append(position)
         if shared:
@@ -102,7 +100,7 @@ class Averaging:
 
     def _average(self, gradients: list[Any], variables: list[Any], names: list[str]) -> list[Any]:
         if not isinstance(gradients[0], (tf.Tensor, tf.IndexedSlices)):
-            return self._average_arrays(gradients, names)
+            return self._average_foreign(gradients, variables, names)
         prefix = mpi_ops.name_in_graph(self.what)
         result: list[Any] = [None] * len(gradients)
         dense: dict[int, tuple[tf.Tensor, Any]] = {}
@@ -140,21 +138,25 @@ class Averaging:
         chosen = [[where.pop(_key(v)) for v in group if _key(v) in where] for group in groups]
         return [group for group in chosen if group] + [[position] for position in where.values()]
 
-    def _average_arrays(self, gradients: list[Any], names: list[str]) -> list[Any]:
-        """Gradients of Keras' other backends: in place, in host memory that NumPy can see."""
-        session = sessions.current()
-        started = []
-        for gradient, name in zip(gradients, names, strict=True):
-            array = np.asarray(gradient.detach())
-            started.append(
-                operations.allreduce(
-                    session, NUMPY, [array], f"{self.what}.{name}", self._op, *self._scales, self.process_set, True,
-                    False,
-                )
-            )  # fmt: skip
-        for operation in started:
-            operation.wait()
-        return gradients
+    def _average_foreign(self, gradients: list[Any], variables: list[Any], names: list[str]) -> list[Any]:
+        """Gradients of Keras' other backends, as new tensors."""
+        from keras import ops
+
+        tensors = [tf.convert_to_tensor(ops.convert_to_numpy(gradient)) for gradient in gradients]
+        averages = self._average(tensors, variables, names)
+        return [
+            ops.convert_to_tensor(average.numpy(), dtype=ops.dtype(gradient))
+            for average, gradient in zip(averages, gradients, strict=True)
+        ]
+
+
+def scaled(gradient: Any, factor: float) -> Any:
+    """``gradient * factor``, also of ``tf.IndexedSlices``, which stay that."""
+    if factor == 1:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
 
 
 def _key(variable: Any) -> int:

@@ -19,7 +19,7 @@ from ocomm import api, elastic, errors
 from ocomm.elastic import ObjectState, Part, State
 from ocomm.errors import HorovodInternalError
 from ocomm.operations import ProcessSet, global_process_set
-from ocomm.training.resume import Source, one_state
+from ocomm.training.resume import NO_STATE, Source, one_state
 
 __all__ = ["KerasState", "ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -143,8 +143,7 @@ class TensorFlowKerasState(ObjectState):
         if len(set(api.allgather_object(_digest(mine), "elastic.digest", self.process_set))) > 1:
             self.load_replicated(self.from_first(mine))
             if self._onebit is not None:
-                lost = Source(lambda rank: None, (), lambda rank: "the rank state", alone=True)
-                self._onebit.ocomm_load_rank_state(lost)
+                self._onebit.ocomm_load_rank_state(NO_STATE)
         self.save()
 
     def reset(self) -> None:

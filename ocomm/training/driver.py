@@ -181,6 +181,8 @@ class Driver:
         self._rank_state_due = False
         #: Says which replicas the loaded state belongs to; None once they have moved on.
         self._loaded_replica: str | None = None
+        #: What ``_state`` says before the first step.
+        self._fresh: Mapping[str, Any] = self._state()
 
     @property
     def host(self) -> Any:
@@ -305,7 +307,7 @@ class Driver:
             difference = first_difference(self.session, self.number, f"{self.name}.replicas", said, "hold")
             raise MismatchError(
                 f"{self.name}: the replicas are not alike before their first step: {difference}. Load the same "
-                "checkpoint on all ranks, or call broadcast_parameters and broadcast_optimizer_state."
+                f"checkpoint on all ranks, or {_MADE_ALIKE[self.host.framework]}."
                 if difference
                 else str(error)
             ) from None
@@ -337,6 +339,12 @@ class Driver:
         self.stepper.resume(steps, None)
         self._at_start = True
         self._loaded_replica = None
+
+    def forget(self) -> None:
+        """As before the first step. Not collective, but for all ranks: the next step compares what they hold."""
+        self._restart(0)
+        self._rank_state_due = False
+        self._load(self._fresh)
 
     def _take(self) -> None:
         self.steps += 1
@@ -497,6 +505,11 @@ def digest(values: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
 
 
+#: How a user makes replicas alike, by framework.
+_MADE_ALIKE = {
+    "torch": "call broadcast_parameters and broadcast_optimizer_state",
+    "keras": "fit with BroadcastGlobalVariablesCallback(0), or call broadcast_variables, before the first step",
+}
 #: Where a rank's parameters are: in the host's memory, on a device, on one that the network reaches.
 _ON_HOST, _ON_DEVICE, _REACHED = "0", "1", "2"
 

@@ -72,7 +72,6 @@ class OneBitAdamDriver(AdamDriver):
                 **core_options,
             },
         )
-        self._fresh = self._state()
 
     def set_hyper(self, groups: Sequence[Group]) -> None:
         for group in groups:

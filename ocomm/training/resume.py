@@ -91,6 +91,10 @@ class Source:
     partial: bool = False
 
 
+#: No rank has any: all start at zero.
+NO_STATE = Source(lambda rank: None, (), lambda rank: "the rank state", alone=True)
+
+
 def one_state(state: State) -> Source:
     """This rank's own state."""
     return Source(lambda rank: state, (), lambda rank: "the rank state", alone=True)

@@ -50,7 +50,6 @@ class ZeroOneAdamDriver(AdamDriver):
             common,
             {"optimizer": optimizer, "warm_start": warm_start, **intervals, **refreshes, **core_options},
         )
-        self._fresh = self._state()
 
     def set_hyper(self, groups: Sequence[Group]) -> None:
         for group in groups:

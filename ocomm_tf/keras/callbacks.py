@@ -1,6 +1,6 @@
 """Horovod's callbacks, for Keras 3.
 
-``process_set`` are the ranks that a callback speaks to; None: those of the model's distributed optimizer, else all.
+``process_set`` are the ranks that a callback speaks to; None: those of the model's distributed optimizers, else all.
 """
 
 from __future__ import annotations
@@ -31,8 +31,19 @@ class _Callback(keras.callbacks.Callback):
     def process_set(self) -> ProcessSet:
         if self._process_set is not None:
             return self._process_set
-        optimizer = self.model.optimizer
-        return optimizer.ocomm_process_set if isinstance(optimizer, Distributed) else global_process_set
+        distributed = self.distributed
+        return distributed[0].ocomm_process_set if distributed else global_process_set
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The model's optimizer, and those that its own ``compile`` has made attributes, as for a GAN."""
+        found = {id(v): v for v in vars(self.model).values() if isinstance(v, keras.optimizers.Optimizer)}
+        return list(found.values())
+
+    @property
+    def distributed(self) -> list[Any]:
+        """Those of them that are."""
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, Distributed)]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Refuses an optimizer which is not distributed, unless a ``train_step`` of the user's may average itself."""
@@ -48,8 +59,11 @@ class _Callback(keras.callbacks.Callback):
 class BroadcastGlobalVariablesCallback(_Callback):
     """Overwrites the model's and the optimizer's variables with those of ``root_rank``, a world rank.
 
-    The model's before the first batch, since 1-bit optimizers begin with replicas that are alike; all of them after it,
-    when all exist. InvalidRequestError if the ranks did not exchange anything in that batch: they would train apart.
+    The model's before the first batch, since 1-bit optimizers begin with replicas that are alike, and their state if
+    only some ranks have loaded one; all of them after the first step, when all exist. Optimizers are those which the
+    model has as attributes. A callback that loads, as BackupAndRestore, comes before this one.
+
+    InvalidRequestError if the ranks did not exchange anything in the first step: they would train apart.
     ``local_variables`` are left alone. Where ranks of Torch train the same model, which the optimizer's ``names`` say,
     only trainable variables are broadcast, and those ranks call ``broadcast_parameters(model.named_parameters(),
     root_rank)`` before they wrap their optimizer.
@@ -63,6 +77,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
         self._local = {id(v) for v in local_variables or ()}
         self._done = False
         self._before = 0  # exchanges of this process, when training began
+        self._batches = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts the model's variables; see also ``MetricAverageCallback``."""
@@ -71,14 +86,15 @@ class BroadcastGlobalVariablesCallback(_Callback):
             return
         if self._names is None:
             self._broadcast(self.model.weights)
+            for optimizer in self.distributed:
+                optimizer.ocomm_begin_alike(self.root_rank)
         else:
             broadcast_variables(self.model.trainable_variables, self.root_rank, self.process_set, names=self._names)
         self._before = mpi_ops.exchanged()
 
     @property
     def _names(self) -> Mapping[str, Any] | None:
-        optimizer = self.model.optimizer
-        return optimizer.ocomm_names if isinstance(optimizer, Distributed) else None
+        return next((optimizer.ocomm_names for optimizer in self.distributed), None)
 
     def _broadcast(self, variables: list[Any]) -> None:
         shared = [v for v in variables if id(v) not in self._local]
@@ -88,17 +104,19 @@ class BroadcastGlobalVariablesCallback(_Callback):
         """Broadcasts, once."""
         if self._done:
             return
-        optimizer = self.model.optimizer
-        # A distributed one counts also where nothing runs in TensorFlow.
-        counted = optimizer.ocomm_exchanges if isinstance(optimizer, Distributed) else None
-        if self.process_set.size() > 1 and not (mpi_ops.exchanged() - self._before if counted is None else counted):
+        self._batches += 1
+        # Distributed ones count also where nothing runs in TensorFlow.
+        counted = [optimizer.ocomm_exchanges for optimizer in self.distributed]
+        if self.process_set.size() > 1 and not (any(counted) if counted else mpi_ops.exchanged() - self._before):
+            if self._batches < max(map(_passes, self.optimizers), default=1):
+                return
             raise InvalidRequestError(
                 "the first batch was trained without any exchange between the ranks; they would train apart. Does the "
                 "model's train_step() use its optimizer, or a DistributedGradientTape?"
             )
         self._done = True
         if self._names is None:
-            self._broadcast([*self.model.weights, *optimizer.variables])
+            self._broadcast([*self.model.weights, *(v for o in self.optimizers for v in o.variables)])
 
 
 class MetricAverageCallback(_Callback):
@@ -323,6 +341,11 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
         """Counts."""
         assert self._before is not None
         self.state.epoch = self._before + epoch + 1
+
+
+def _passes(optimizer: Any) -> int:
+    """How many batches make a step of it."""
+    return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
 
 
 def _number(value: Any) -> float:

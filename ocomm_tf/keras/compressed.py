@@ -16,11 +16,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ocomm import api
 from ocomm import session as sessions
 from ocomm.api import Min
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import TensorSpec
-from ocomm.errors import InvalidRequestError
+from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.kernels.base import Floats, Kernels
 from ocomm.operations import Operation, ProcessSet, global_process_set
 from ocomm.optim.adam import DenseAdam
@@ -29,7 +30,7 @@ from ocomm.training.adam import dense_step
 from ocomm.training.birder import BirderDriver
 from ocomm.training.driver import Common, Driver, Group
 from ocomm.training.onebit_adam import OneBitAdamDriver
-from ocomm.training.resume import Source, one_state
+from ocomm.training.resume import NO_STATE, Source, one_state
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
 from ocomm_tf import engine, mpi_ops
 from ocomm_tf.functions import agree_on, name_of
@@ -38,6 +39,7 @@ from ocomm_tf.keras.optimizer import (
     Distributed,
     LossScaleOptimizer,
     check_wrappable,
+    not_compiled,
     refuse_loss_scaling_outside,
     subclass_of,
 )
@@ -67,10 +69,15 @@ class Host:
         #: Tensors whose gradients were handed over for the step to come.
         self._handed: set[int] = set()
         self._lr = 0.0
-        self._betas, self._eps = optimizer.ocomm_moments
-        self._decay = float(optimizer.weight_decay or 0.0)
+        self._reference = weakref.ref(optimizer)  # which owns this
         decayed = [optimizer._use_weight_decay(optimizer._trainable_variables[place.index]) for place in places]
         self._decayed = np.flatnonzero(decayed), np.flatnonzero(np.logical_not(decayed))
+
+    @property
+    def _owner(self) -> Any:
+        optimizer = self._reference()
+        assert optimizer is not None, "the optimizer is gone"
+        return optimizer
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -79,15 +86,23 @@ class Host:
 
     def connect(self, session: Session) -> None:
         """A driver that has taken no step, among the ranks that there are now. Collective."""
+        self._clear()
+        #: With whom the driver exchanges.
+        self.runtime = session.runtime
+        self.driver = self._make(session, self._process_set.number(session), self)
+        self.driver.core.tensors["param"] = [p.__array_interface__["data"][0] for p in self.parameters]
+
+    def forget(self) -> None:
+        """As if no step had been taken; see the driver's."""
+        self._clear()
+        self.driver.forget()
+
+    def _clear(self) -> None:
         self.adam = [None] * len(self.places)
         self._gradients = [None] * len(self.places)
         self._handed.clear()
         for parameter in self.parameters:  # no digits beyond those of the variables
             parameter[:] = 0.0
-        #: With whom the driver exchanges.
-        self.runtime = session.runtime
-        self.driver = self._make(session, self._process_set.number(session), self)
-        self.driver.core.tensors["param"] = [p.__array_interface__["data"][0] for p in self.parameters]
 
     def read(self, variables: Sequence[Any], masters: Mapping[int, Floats] | None = None) -> None:
         """Takes the parameters from the optimizer's variables, with the further digits of saved ``masters``, if any."""
@@ -125,6 +140,11 @@ class Host:
         """
         self._lr = _shortest(lr)
         where = {index: position for position, index in enumerate(indices)}
+        absent = [number for number, place in enumerate(self.places) if place.index not in where]
+        if self.driver.is_at_start and absent:  # the ranks compare all variables
+            variables = self._owner._trainable_variables
+            for number in absent:
+                self._take(number, np.asarray(variables[self.places[number].index].numpy(), np.float32))
         for number, place in enumerate(self.places):
             position = where.get(place.index)
             if position is not None:
@@ -136,6 +156,13 @@ class Host:
         finally:
             self._gradients = [None] * len(self.places)
             self._handed.clear()
+        moved = [number for number in absent if self.driver.stepper.present_anywhere[number]]
+        if moved:
+            raise MismatchError(
+                f"{self.driver.name}: variable '{self.places[moved[0]].name}' has a gradient on other ranks, and none "
+                "on this one, which would leave it behind. Compute the same loss on all ranks; a part that some batch "
+                "does not need can be added times 0."
+            )
         number_of = {place.index: number for number, place in enumerate(self.places)}
         return [self._given(number_of[index]) for index in indices]
 
@@ -156,10 +183,11 @@ class Host:
     # The driver's host
 
     def groups(self) -> list[Group]:
-        """Variables with and without weight decay; an empty group is left out."""
-        decays = (self._decay, 0.0)
+        """Variables with and without weight decay, as the optimizer is now; an empty group is left out."""
+        betas, eps = self._owner.ocomm_moments
+        decays = (float(self._owner.weight_decay or 0.0), 0.0)
         return [
-            Group(tensors, self._lr, self._betas, self._eps, decoupled_decay=decay)
+            Group(tensors, self._lr, betas, eps, decoupled_decay=decay)
             for tensors, decay in zip(self._decayed, decays, strict=True)
             if tensors.size
         ]
@@ -269,7 +297,14 @@ class Compressed(Distributed):
                     f"variable '{name_of(variable)}' is {variable.dtype}; Distributed{self._kind} needs float32, "
                     "bfloat16 or float16."
                 )
-        self._start()
+        process_set, names, make = self._setup
+        variables = self._trainable_variables
+        agreed = agree_on(f"Distributed{self._kind}", variables, process_set) if names is None else []
+        host = Host(self, places_of(variables, names, agreed), process_set, make)
+        self.__dict__["_host"] = host  # past Keras, which would look into it for variables
+        host.connect(sessions.current())
+        with tf.init_scope():  # a graph may be under construction, in which variables have no values
+            self._adopt_moments()
 
     def add_variable_from_reference(
         self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
@@ -281,17 +316,7 @@ class Compressed(Distributed):
         path = name_of(reference_variable).replace("/", "_").replace(":", "_")
         return self.add_variable(reference_variable.shape, initializer, "float32", name=f"{path}_{name}")
 
-    def _start(self: Any) -> None:
-        if self._host is None:
-            process_set, names, make = self._setup
-            variables = self._trainable_variables
-            agreed = agree_on(f"Distributed{self._kind}", variables, process_set) if names is None else []
-            host = Host(self, places_of(variables, names, agreed), process_set, make)
-            self.__dict__["_host"] = host  # past Keras, which would look into it for variables
-        self._host.connect(sessions.current())
-        with tf.init_scope():  # a graph may be under construction, in which variables have no values
-            self._adopt_moments()
-
+    @not_compiled
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """As the wrapped optimizer's; the step itself is made by all ranks together."""
         refuse_loss_scaling_outside(_AgreedLossScale)
@@ -379,6 +404,18 @@ class Compressed(Distributed):
             self.ocomm_load_state(kept[0])
             self.ocomm_load_rank_state(one_state(kept[1]))
 
+    def ocomm_begin_alike(self: Any, root_rank: int) -> None:
+        """See ``Distributed``; errors start at zero."""
+        if self._host is None:
+            return
+        mine = int(self.iterations.numpy()), self._host.driver.steps
+        process_set = self.ocomm_process_set
+        if len(set(api.allgather_object(mine, process_set=process_set))) > 1:
+            is_root = sessions.current().require_topology().rank == root_rank
+            state = api.broadcast_object(self.ocomm_state() if is_root else None, root_rank, process_set=process_set)
+            self.ocomm_load_state(state)
+            self.ocomm_load_rank_state(NO_STATE)
+
     def _restore_moments(self: Any) -> None:
         """Takes Adam's m and v from the optimizer's variables, before a state that has none is loaded."""
 
@@ -397,10 +434,12 @@ class Compressed(Distributed):
         super().save_own_variables(store)  # type: ignore[misc]
 
     def load_own_variables(self: Any, store: Any) -> None:
-        """The inverse; errors start at zero."""
+        """The inverse; errors start at zero. All ranks load the same, or one before a fit with
+        ``BroadcastGlobalVariablesCallback``."""
         super().load_own_variables(store)  # type: ignore[misc]
         if self._host is not None:
-            self._start()
+            self._host.forget()
+            self._adopt_moments()
 
 
 class CompressedAdam(Compressed):
@@ -485,10 +524,15 @@ class _AgreedLossScale(Distributed):
         name = mpi_ops.name_in_graph(f"{self._agreement}.finite")
         return tf.cast(mpi_ops.allreduce(finite, op=Min, name=name, process_set=self.ocomm_process_set), tf.bool)
 
+    @not_compiled
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """As the wrapped optimizer's. Gradients are divided in float32: many a quotient is too small for float16."""
         self.ocomm_exchanges += 1
         return super().apply(_widened(grads), trainable_variables)  # type: ignore[misc]
+
+    def ocomm_begin_alike(self: Any, root_rank: int) -> None:
+        """See the inner optimizer's."""
+        self.inner_optimizer.ocomm_begin_alike(root_rank)
 
     def compression_report(self: Any) -> dict[str, Any]:
         """See the inner optimizer's."""
@@ -563,8 +607,10 @@ def DistributedOneBitAdam(
 
     ``optimizer``: ``keras.optimizers.Adam`` or ``AdamW``, not used yet, or a LossScaleOptimizer around one; learning
     rate (schedules too), betas, epsilon, weight decay, clipping, gradient accumulation and averages of variables are
-    its own. Steps follow Torch's formula, which adds epsilon to sqrt(v_hat). The result is of a subclass with the same
-    name; a model that is saved with it loads without ocomm, and a plain Adam goes on from there.
+    its own; the first four are read at every step, also of a graph. Steps follow Torch's formula, which adds epsilon
+    to sqrt(v_hat). The result is of a subclass with the same name; a model that is saved with it loads without ocomm,
+    and a plain Adam goes on from there. To go on with 1 bit: compile with a new one, ``build`` it on the model's
+    variables, ``model.load_weights(file)``; errors start at zero.
 
     ``variables``: a model or its variables, to agree on them now; None: at the first step. ``freeze_step``,
     ``block_size``, ``scale``, ``variance_floor``, ``mask_refresh``, ``max_grad_norm``, ``clip``: see

@@ -16,11 +16,20 @@ from ocomm import session as sessions
 from ocomm.api import Average
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
-from ocomm_tf.averaging import Averaging
+from ocomm_tf.averaging import Averaging, scaled
 from ocomm_tf.compression import Compression, Compressor
 from ocomm_tf.optimizer import groups_of, variables_of
 
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
+
+
+def not_compiled(method: Any) -> Any:
+    """``method``, which torch.compile leaves as it is, where Keras' backend is Torch."""
+    if keras.backend.backend() != "torch":
+        return method
+    import torch
+
+    return torch.compiler.disable(method)
 
 
 class Distributed:
@@ -38,11 +47,22 @@ class Distributed:
         """The map of variables to Torch's parameters, where ranks of both frameworks train one model."""
         return None
 
+    def ocomm_begin_alike(self, root_rank: int) -> None:
+        """If the ranks are not at the same step, takes over the state of ``root_rank`` (a world rank), without which
+        the first step cannot be made. Collective, when the model's variables are alike."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """A new one of the wrapped optimizer's class, which is not distributed, as from a saved model: wrap it."""
+        return cls.__bases__[1].from_config(config, custom_objects)  # type: ignore[attr-defined]
+
 
 class _AveragesGradients(Distributed):
     """Mixed in before the class of the user's optimizer."""
 
     _averaging: Averaging
+    #: Gradients are summed over so many passes which Keras averages.
+    _summed_passes = 1
 
     @property
     def ocomm_process_set(self) -> ProcessSet:
@@ -57,8 +77,8 @@ class _Averaged(_AveragesGradients):
     """See ``DistributedOptimizer``."""
 
     _is_averaged = False
-    _sum_passes = False
 
+    @not_compiled
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """As the wrapped optimizer's, on averages."""
         refuse_loss_scaling_outside()
@@ -77,12 +97,14 @@ class _Averaged(_AveragesGradients):
         self.ocomm_exchanges += 1
         return self._averaging(grads, variables)
 
+    def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:
+        self.__dict__["_stepped"] = list(trainable_variables)  # past Keras, which would look into it for variables
+        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
     # Keras calls it on what it has accumulated, before it clips and takes the weight decay.
     def _clip_gradients(self: Any, grads: list[Any]) -> list[Any]:
         if self.gradient_accumulation_steps and not self._is_averaged:
-            if self._sum_passes:
-                grads = [gradient * self.gradient_accumulation_steps for gradient in grads]
-            grads = self._average(list(grads), self._trainable_variables)
+            grads = self._average([scaled(gradient, self._summed_passes) for gradient in grads], self._stepped)
             self._is_averaged = True
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
@@ -106,11 +128,14 @@ class _Averaged(_AveragesGradients):
 class _AveragedLossScale(_AveragesGradients):
     """Before ``LossScaleOptimizer``: averages first, so that all ranks see the same infinities."""
 
+    @not_compiled
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """As the wrapped optimizer's, on averages: an inf on one rank is one on all, which skip the step together."""
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         self.ocomm_exchanges += 1
-        return super().apply(self._averaging(list(grads), variables), trainable_variables)  # type: ignore[misc]
+        averages = self._averaging(list(grads), variables)
+        summed = [None if average is None else scaled(average, self._summed_passes) for average in averages]
+        return super().apply(summed, trainable_variables)  # type: ignore[misc]
 
 
 def refuse_loss_scaling_outside(agreeing: Any = ()) -> None:
@@ -177,12 +202,13 @@ def DistributedOptimizer(
     if backward_passes_per_step <= 0:
         raise InvalidRequestError("backward_passes_per_step must be > 0")
     if backward_passes_per_step > 1:
-        if optimizer.gradient_accumulation_steps or optimizer.built:
+        accumulating = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+        if accumulating.gradient_accumulation_steps or accumulating.built:
             raise InvalidRequestError(
                 "backward_passes_per_step needs an optimizer that is not built and has no gradient_accumulation_steps; "
                 "set one of the two, before the optimizer is used."
             )
-        optimizer.gradient_accumulation_steps = backward_passes_per_step
+        accumulating.gradient_accumulation_steps = backward_passes_per_step
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScaleOptimizer):
         optimizer = LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
     averaging = Averaging(
@@ -197,7 +223,7 @@ def DistributedOptimizer(
     )
     wrapped = subclass_of(_AveragedLossScale if isinstance(optimizer, LossScaleOptimizer) else _Averaged, optimizer)
     wrapped.__dict__["_averaging"] = averaging
-    wrapped.__dict__["_sum_passes"] = backward_passes_per_step > 1 and not average_aggregated_gradients
+    wrapped.__dict__["_summed_passes"] = 1 if average_aggregated_gradients else backward_passes_per_step
     return wrapped
 
 

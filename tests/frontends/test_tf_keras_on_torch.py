@@ -59,6 +59,17 @@ for name, make in ways.items():
     (first, accuracy), (second, again) = run_ranks(2, body)
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)) and accuracy == again
     print(f"{name}: {accuracy}")
+
+def options(session):
+    a, b = (keras.Variable(np.ones(2), dtype=dtype, name=dtype) for dtype in ("bfloat16", "float32"))
+    sgd = hvd.DistributedOptimizer(of.SGD(1.0), compression=hvd.Compression.fp16, groups=1)
+    with torch.no_grad():
+        gradients = [torch.full((2,), 1.0 + hvd.rank()).to(a.value.dtype), torch.full((2,), 1.0 + 2.0**-12)]
+        sgd.apply(gradients, [a, b])
+    return a.numpy().tolist(), b.numpy().tolist()
+
+# float16 has not the last digit of the second gradient.
+assert run_ranks(2, options) == [([-0.5, -0.5], [0.0, 0.0])] * 2
 """
 
 

@@ -1,0 +1,216 @@
+"""What Keras scripts do besides compile and fit: freeze layers, load on one rank, change a decay, train two halves."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+
+import numpy as np  # noqa: E402
+
+import ocomm_tf.keras as hvd  # noqa: E402
+from ocomm.errors import MismatchError  # noqa: E402
+from ocomm.session import Session  # noqa: E402
+from tests.worlds import run_ranks  # noqa: E402
+
+# Of Keras itself, with NumPy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+
+X = np.random.default_rng(1).standard_normal((32, 6), np.float32)
+Y = X[:, :2] * 3
+
+
+def two(second: float = 1.0) -> list[Any]:
+    return [keras.Variable(np.full(3, value, np.float32), name=name) for name, value in (("a", 1.0), ("b", second))]
+
+
+def model(seed: int = 1) -> Any:
+    start = keras.initializers.GlorotUniform(seed)
+    layers = [keras.layers.Dense(size, kernel_initializer=start) for size in (4, 2)]
+    return keras.Sequential([keras.Input((6,)), *layers])
+
+
+def fit(made: Any, callbacks: Any = ()) -> None:
+    x, y = X[hvd.rank() :: 2], Y[hvd.rank() :: 2]
+    made.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=list(callbacks))
+
+
+def values_of(variables: Any) -> list[np.ndarray]:
+    return [v.numpy() for v in variables]
+
+
+class TestDense:
+    def test_accumulated_gradients_of_some_variables_are_averaged(self) -> None:
+        def body(session: Session) -> None:
+            a, b = two()
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+            optimizer.build([a, b])
+            for _ in range(2):  # as after a layer was frozen
+                optimizer.apply([tf.fill(3, 1.0 + hvd.rank())], [b])
+            np.testing.assert_allclose([a.numpy(), b.numpy()], [[1.0] * 3, [0.85] * 3], rtol=1e-6)
+
+        run_ranks(2, body)
+
+    def test_the_broadcast_waits_for_the_first_step_of_accumulated_passes(self) -> None:
+        def body(session: Session) -> Any:
+            trained = model(1 + hvd.rank())
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+            trained.compile(optimizer, loss="mse", run_eagerly=True)
+            fit(trained, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+            return values_of(trained.trainable_variables)
+
+        first, second = run_ranks(2, body)
+        assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+    @pytest.mark.parametrize("average", [False, True])
+    def test_passes_are_summed_with_a_scaled_loss_too(self, average: bool) -> None:
+        def body(session: Session) -> None:
+            (v, _) = two()
+            scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0)
+            optimizer = hvd.DistributedOptimizer(
+                scaling, backward_passes_per_step=2, average_aggregated_gradients=average
+            )
+            seen = []
+            for _ in range(4):
+                optimizer.apply([tf.fill(3, 8.0 * (1 + hvd.rank()))], [v])
+                seen.append(float(v.numpy()[0]))
+            moved = 0.15 if average else 0.3
+            np.testing.assert_allclose(seen, [1.0, 1.0 - moved, 1.0 - moved, 1.0 - 2 * moved], rtol=1e-5)
+
+        run_ranks(2, body)
+
+    def test_the_rows_of_a_local_embedding_stay_local(self) -> None:
+        def body(session: Session) -> None:
+            table = tf.Variable(tf.ones((4, 2)))
+            with tf.GradientTape() as tape:
+                loss = (1.0 + hvd.rank()) * tf.reduce_sum(tf.gather(table, [0, 2]))
+            tape = hvd.DistributedGradientTape(tape)
+            tape.register_local_source(table)
+            gradient = tape.gradient(loss, table)
+            assert gradient.indices.numpy().tolist() == [0, 2]
+            assert gradient.values.numpy().tolist() == [[0.5 * (1 + hvd.rank())] * 2] * 2
+
+        run_ranks(2, body)
+
+    def test_a_config_makes_a_plain_optimizer(self) -> None:
+        def body(session: Session) -> None:
+            for optimizer in (hvd.DistributedOptimizer(keras.optimizers.SGD(0.25)), compressed(0.25)):
+                again = type(optimizer).from_config(optimizer.get_config())
+                assert type(again) in (keras.optimizers.SGD, keras.optimizers.Adam)
+                assert float(again.learning_rate.numpy()) == 0.25
+
+        run_ranks(1, body)
+
+
+def compressed(rate: float = 0.01, **options: Any) -> Any:
+    return hvd.DistributedOneBitAdam(keras.optimizers.Adam(rate, **options), freeze_step=3)
+
+
+class TestCompressed:
+    @pytest.mark.parametrize(
+        "wrap", [partial(hvd.DistributedOneBitAdam, freeze_step=2), hvd.DistributedZeroOneAdam], ids=["1-bit", "0/1"]
+    )
+    def test_hyperparameters_are_read_at_every_step(self, wrap: Any) -> None:
+        def body(session: Session) -> None:
+            options = {"beta_1": 0.5, "beta_2": 0.75, "epsilon": 0.125, "weight_decay": 0.25}
+            late, early = wrap(keras.optimizers.Adam(0.01)), wrap(keras.optimizers.Adam(0.01, **options))
+            trained = two()[:1], two()[:1]
+            for optimizer, variables in zip((late, early), trained, strict=True):
+                optimizer.build(variables)
+            for name, value in options.items():
+                setattr(late, name, value)
+            for step in range(5):
+                for optimizer, variables in zip((late, early), trained, strict=True):
+                    optimizer.apply([tf.constant([1.0, -2.0, step + hvd.rank()])], variables)
+            assert np.array_equal(*values_of(v for (v,) in trained))
+
+        run_ranks(2, body)
+
+    @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
+    def test_a_gradient_that_one_rank_has_not_is_an_error_there(self) -> None:
+        def body(session: Session) -> None:
+            a, b = two()
+            optimizer = compressed()
+            optimizer.build([a, b])
+            if hvd.rank() == 0:
+                optimizer.apply([tf.ones(3), tf.ones(3)], [a, b])
+            else:
+                with pytest.raises(MismatchError, match=r"variable '1.b' has a gradient on other ranks, and none on"):
+                    optimizer.apply([tf.ones(3), None], [a, b])
+
+        run_ranks(2, body)
+
+    def test_what_the_first_step_does_not_move_is_compared_too(self) -> None:
+        def body(session: Session) -> None:
+            a, b = two(1.0 + hvd.rank())
+            optimizer = compressed()
+            optimizer.build([a, b])
+            said = r"not alike before their first step: .* hold '1.b' .* or fit with BroadcastGlobalVariablesCallback"
+            with pytest.raises(MismatchError, match=said):
+                optimizer.apply([tf.ones(3)], [a])
+
+        run_ranks(2, body)
+
+    @pytest.mark.parametrize("make", [compressed, lambda: hvd.DistributedBirder(keras.optimizers.SGD(0.01))],
+                             ids=["1-bit Adam", "Birder"])  # fmt: skip
+    def test_a_checkpoint_may_be_loaded_by_one_rank_before_the_broadcast(self, make: Any, tmp_path: Path) -> None:
+        def body(session: Session) -> Any:
+            path = tmp_path / f"{hvd.rank()}.weights.h5"
+            trained = model()
+            trained.compile(make(), loss="mse")
+            fit(trained)
+            trained.save_weights(path)
+            results = []
+            for loading in ([0], [0, 1]):
+                again = model(5 + hvd.rank())
+                again.compile(make(), loss="mse")
+                again.optimizer.build(again.trainable_variables)
+                if hvd.rank() in loading:
+                    again.load_weights(path)
+                fit(again, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+                assert int(again.optimizer.iterations.numpy()) == 8
+                results.append(values_of(again.trainable_variables))
+            return results
+
+        (by_one, by_all), other = run_ranks(2, body)
+        for a, b, c, d in zip(by_one, by_all, *other, strict=True):
+            assert np.array_equal(a, b) and np.array_equal(a, c) and np.array_equal(a, d)
+
+
+class Pair(keras.Model):
+    """Two halves, each with an optimizer of its own; the one that Keras knows of is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = [model(1 + hvd.rank()), model(3 + hvd.rank())]
+        self.built = True
+
+    def compile(self, first: Any, second: Any) -> None:
+        super().compile()
+        self.first, self.second = first, second
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        for half, optimizer in zip(self.halves, (self.first, self.second), strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((half(x) - y) ** 2)
+            optimizer.apply(tape.gradient(loss, half.trainable_variables), half.trainable_variables)
+        return {"loss": loss}
+
+
+def test_callbacks_find_the_optimizers_that_a_model_has_as_attributes() -> None:
+    def body(session: Session) -> Any:
+        pair = Pair()
+        pair.compile(compressed(), compressed())
+        fit(pair, [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.ReplicaChecksumCallback()])
+        return values_of(pair.trainable_variables)
+
+    first, second = run_ranks(2, body)
+    assert len(first) == 8 and all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
