@@ -409,9 +409,11 @@ def prepare_allreduce(
 ) -> Prepared:
     """An ``allreduce`` whose tensors are on their way to the host's memory.
 
-    With a sequence of names, one for each tensor, each is matched by itself, as if it had been submitted alone.
+    With a sequence of names, one for each tensor, each is matched by itself, as if it had been submitted alone; the
+    result is a list then, too.
     """
     number = process_set.number(session)
+    is_single = not grouped and (name is None or isinstance(name, str))
     names = _names(session, number, "allreduce", name, len(tensors) if grouped else None)
     group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
     submission = Submission([], [], [])
@@ -445,7 +447,7 @@ def prepare_allreduce(
             outputs = [tensor for _, tensor, _ in finishing]
         else:
             outputs = [adapter.deliver(host, tensor) for host, tensor, _ in finishing]
-        return outputs if len(outputs) != 1 or grouped else outputs[0]
+        return outputs[0] if is_single else outputs
 
     return Prepared(session, number, submission, adapter.copies(tensors), finish)
 

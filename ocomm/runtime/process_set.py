@@ -599,14 +599,9 @@ def _row_nbytes(request: Request) -> int:
 
 def _by_handle(entries: Sequence[tuple[str, Handle]]) -> dict[Handle, list[int]]:
     """The positions of names in their handles."""
-    handles = dict.fromkeys([handle for _, handle in entries])
-    if len(handles) < 5:  # of a graph, or groups: many tensors each
-        return {one: [one.positions[name] for name, handle in entries if handle is one] for one in handles}
     parts: dict[Handle, list[int]] = {}
     for name, handle in entries:
-        if handle not in parts:
-            parts[handle] = []
-        parts[handle].append(handle.positions[name])
+        parts.setdefault(handle, []).append(handle.positions[name])
     return parts
 
 
