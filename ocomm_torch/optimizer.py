@@ -23,7 +23,7 @@ from torch import Tensor
 from ocomm import operations
 from ocomm import session as sessions
 from ocomm.api import Average, broadcast_object
-from ocomm.errors import InvalidRequestError, OcommError
+from ocomm.errors import InvalidRequestError, OcommError, StallError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.types import ReduceOp
 from ocomm_torch.adasum import AdasumOptimizer
@@ -248,7 +248,13 @@ class _DistributedOptimizer(NamesParameters):
         wait = sparse_allreduce_async(p.grad, self._names[p], self._op, self._process_set)
 
         def finish() -> None:
-            p.grad = wait()
+            try:
+                p.grad = wait()
+            except StallError as error:
+                raise StallError(
+                    f"{error} A rank where '{self._names[p]}' has had no gradient yet cannot know they are sparse: "
+                    "use it on all ranks in the first step, or pass sparse_as_dense=True."
+                ) from None
 
         return _Exchange(finish)
 

@@ -15,8 +15,9 @@ torch = pytest.importorskip("torch")
 
 import ocomm_torch as hvd  # noqa: E402
 from ocomm import operations  # noqa: E402
-from ocomm.errors import InvalidRequestError  # noqa: E402
+from ocomm.errors import InvalidRequestError, StallError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
+from ocomm.types import Settings  # noqa: E402
 from ocomm_torch import optimizer as optimizers  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
@@ -245,6 +246,24 @@ class TestUnevenGradients:
             return embedding.weight.detach()[:, 0].tolist()
 
         assert run_ranks(2, body) == [[-1.0, -0.5, -1.5, 0.0]] * 2
+
+    def test_a_sparse_gradient_that_is_missing_in_the_first_step_is_told_with_what_to_do(self) -> None:
+        def body(session: Session) -> str:
+            embedding = torch.nn.Embedding(4, 2, sparse=True)
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters()), embedding.named_parameters())
+            if hvd.rank() == 0:
+                embedding(torch.tensor([2])).sum().backward()
+            with pytest.raises(StallError) as error:
+                optimizer.step()
+            return str(error.value)
+
+        said = run_ranks(2, body, Settings(stall_raise=True, stall_check_s=600.0))
+        assert "rank 1 waits for 'allreduce.weight' instead" in said[0]
+        assert said[0].endswith(
+            " A rank where 'weight' has had no gradient yet cannot know they are sparse: use it on all ranks in the "
+            "first step, or pass sparse_as_dense=True."
+        )
+        assert "rank 0 waits for 'allgather.weight.indices', 'allgather.weight.values' instead" in said[1]
 
     def test_channels_last_gradients(self) -> None:
         def body(session: Session) -> Any:
