@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -1199,9 +1200,15 @@ def _signature(loop: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def require_compiler() -> None:
-    """ImportError where NVVM or NVRTC is missing."""
+    """ImportError, with what to install, where kernels cannot be compiled."""
     from numba.cuda.cudadrv import nvrtc, nvvm
 
+    try:
+        importlib.import_module("numba.cuda.np.arrayobj")
+    except AttributeError as error:  # numba-cuda 0.30 and NumPy 2.5
+        raise ImportError(
+            f"numba-cuda does not know NumPy {np.__version__} ({error}): pip install 'numpy<2.5'"
+        ) from error
     try:
         nvrtc.get_supported_ccs()
         nvvm.NVVM()
