@@ -38,10 +38,10 @@ def report(python: str, environ: Mapping[str, str]) -> tuple[str, bool]:
         "Available Frameworks": [_framework(*names) for names in _FRAMEWORKS],
         "Available Controllers": _controllers(python, environ),
         "Available Tensor Operations": [
-            _native(python, environ),
+            _tried("native CPU kernels (ocomm._native)", python, environ, "import ocomm._native", needed=True),
             *_gpu(
                 _cuda_driver(),
-                _numba_cuda(),
+                _numba_cuda(python, environ),
                 lambda: _device_messages(python, environ),
                 lambda: _nccl(python, environ),
             ),
@@ -90,16 +90,18 @@ def _controllers(python: str, environ: Mapping[str, str]) -> list[Item]:
     return items
 
 
-def _native(python: str, environ: Mapping[str, str]) -> Item:
-    name = "native CPU kernels (ocomm._native)"
+def _tried(
+    name: str, python: str, environ: Mapping[str, str], code: str, detail: str = "", needed: bool = False
+) -> Item:
+    """Is it there? It is if ``code`` runs."""
     try:
-        done = probe([python, "-c", "import ocomm._native"], environ)
+        done = probe([python, "-c", code], environ)
     except subprocess.TimeoutExpired:
-        return Item(name, False, f"importing it did not end within {PROBE_TIMEOUT_S:.0f} s", needed=True)
+        return Item(name, False, f"importing it did not end within {PROBE_TIMEOUT_S:.0f} s", needed)
     if done.returncode == 0:
-        return Item(name, True, needed=True)
+        return Item(name, True, detail, needed)
     reason = (done.stderr.strip().splitlines() or [f"importing it ended with exit code {done.returncode}"])[-1]
-    return Item(name, False, reason, needed=True)
+    return Item(name, False, reason, needed)
 
 
 def _gpu(driver: Item, kernels: Item, messages: Callable[[], Verdict], nccl: Callable[[], Verdict]) -> list[Item]:
@@ -151,10 +153,11 @@ def _cuda_driver() -> Item:
     return Item(name, count.value > 0, f"{count.value} device{'' if count.value == 1 else 's'}")
 
 
-def _numba_cuda() -> Item:
+def _numba_cuda(python: str, environ: Mapping[str, str]) -> Item:
+    name = "CUDA kernels (numba-cuda)"
     try:
-        return Item("CUDA kernels (numba-cuda)", True, metadata.version("numba-cuda"))
+        version = metadata.version("numba-cuda")
     except metadata.PackageNotFoundError:
-        return Item(
-            "CUDA kernels (numba-cuda)", False, "pip install 'ocomm[gpu-cu12]' or 'ocomm[gpu-cu13]' brings them"
-        )
+        return Item(name, False, "pip install 'ocomm[gpu-cu12]' or 'ocomm[gpu-cu13]' brings them")
+    code = "from ocomm.kernels.cuda import require_compiler; require_compiler()"
+    return _tried(name, python, environ, code, version)
