@@ -127,6 +127,21 @@ class TestOnAGpu:
             assert np.array_equal(memory.host(received), values + np.uint8(turn))
         communicator.abort()
 
+    def test_what_torch_was_given_before_the_step_reads_parameters_of_before(self) -> None:
+        def body(session: Session) -> None:
+            parameter = torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))
+            optimizer = KINDS["Lion"].wrap([parameter])
+            for _ in range(5):
+                optimizer.zero_grad()
+                (parameter * 2).sum().backward()
+                before = parameter.detach().cpu()
+                torch.cuda._sleep(50_000_000)  # cycles
+                read = parameter.detach().clone()
+                optimizer.step()
+                assert torch.equal(read.cpu(), before) and not torch.equal(parameter.detach().cpu(), before)
+
+        run_ranks(RANKS, body)
+
     def test_a_compressed_step_never_waits_for_the_gpu(self) -> None:
         def body(session: Session) -> list[int]:
             parameters = [torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))]
