@@ -207,15 +207,24 @@ int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan) {
         else
             channel->head = plan;
         channel->tail = plan;
-        engine->submissions++;
-        pthread_cond_signal(&engine->submitted);
+        if (plan->gate || !plan->segment_count) { /* else there is nothing to do before it is opened */
+            engine->submissions++;
+            pthread_cond_signal(&engine->submitted);
+        }
     }
     pthread_mutex_unlock(&engine->lock);
     return state;
 }
 
-void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t gate) {
+void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t gate, const ocomm_intake *intake,
+                const uint64_t *addresses, int verify) {
     ocomm_engine *engine = channel->engine;
+    if (intake) {
+        for (int64_t i = 0; i < intake->count; i++)
+            intake->tensors[intake->rows[i]].grad = (const float *)(uintptr_t)addresses[i];
+        if (verify)
+            ocomm_checksums(addresses, intake->nbytes, intake->count, verify == 2, intake->sums);
+    }
     pthread_mutex_lock(&engine->lock);
     plan->gate = gate;
     plan->opened_ns = now_ns();

@@ -239,6 +239,14 @@ typedef struct {
     int64_t compute_ns, network_ns;
 } ocomm_counters;
 
+/* Buffers that a plan finds through a table of tensors: told when the segments that read them are opened. */
+typedef struct {
+    ocomm_tensor *tensors;
+    const int64_t *rows, *nbytes; /* of each buffer: its row of the table, and its length */
+    uint64_t *sums;               /* its checksum, if one is asked for */
+    int64_t count;
+} ocomm_intake;
+
 typedef struct ocomm_engine ocomm_engine;
 typedef struct ocomm_channel ocomm_channel;
 
@@ -253,9 +261,11 @@ void ocomm_engine_unwatch(ocomm_engine *engine, intptr_t communicator);
 ocomm_channel *ocomm_channel_new(ocomm_engine *engine, intptr_t communicator, int32_t ranks, int32_t window);
 /* Thread-safe. Returns the state OCOMM_QUEUED, or OCOMM_ABORTED when the engine or channel has failed. */
 int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan);
-/* Lets the first `gate` segments of a submitted plan start, and what comes after it once these are all of them. Any
- * thread; without effect where the plan is over. */
-void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t gate);
+/* Lets the first `gate` segments of a submitted plan start, and what comes after it once these are all of them. Before
+ * that the intake's buffers, unless it is NULL, are those at `addresses` from now on (0: none), and their checksums are
+ * taken: `verify` 0 of none, 1 of a sample, 2 of every byte. Any thread; a plan that is over is left alone. */
+void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t gate, const ocomm_intake *intake,
+                const uint64_t *addresses, int verify);
 /* Moves everything on until there is a reason to return (OCOMM_WOKEN | ...) or max_ns have passed (0). One thread. */
 int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns);
 void ocomm_engine_wake(ocomm_engine *engine);

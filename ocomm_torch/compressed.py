@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from ocomm import session as sessions
+from ocomm.collectives.engine import Verify
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
@@ -206,34 +208,53 @@ class CompressedOptimizer(StepsTogether):
             decoupled_decay=float(group.get("weight_decay", 0.0)),
         )
 
-    def locate(self, tensors: list[int], final: bool) -> np.ndarray | None:
+    def locate(self, tensors: list[int], final: bool) -> list[int] | None:
         """Addresses of gradients as dense, contiguous float32; 0 for none. What is read is kept until the step is over.
 
         Before ``step()`` a gradient that would have to be copied is not ready: a copy would not show a later change.
         One that has to be widened is, because its checksum is kept. Kernels on a device read 16 bits as they are.
         """
-        addresses = []
+        parameters, recorded, versions = self._parameters, self._recorded, self._versions
+        float32, strided = torch.float32, torch.strided
+        addresses: list[int] = []
+        others: list[int] = []
+        for index in tensors:
+            grad = recorded[index]
+            if final:
+                grad = recorded[index] = parameters[index].grad
+            address = 0
+            if grad is not None:
+                versions[index] = grad._version
+                if grad.dtype is float32 and grad.layout is strided and grad.is_contiguous():
+                    address = grad.data_ptr()
+                else:
+                    others.append(len(addresses))
+            addresses.append(address)
+        if others or self._placement.is_device:
+            if not self._locate_others(tensors, addresses, others, final):
+                return None
+            self._placement.arrive()
+        return addresses
+
+    def _locate_others(self, tensors: list[int], addresses: list[int], others: list[int], final: bool) -> bool:
+        """Of ``locate`` what is left: the gradients at the places ``others`` are in 16 bits, or have gaps. False: not
+        yet."""
         low: dict[int, int] = {}
         as_they_are = self._placement.is_device and not self._driver.clips
         widened: dict[int, torch.Tensor] = {}
-        float32, strided = torch.float32, torch.strided
-        recorded, versions, parameters = self._recorded, self._versions, self._parameters
-        for index in tensors:
-            grad = parameters[index].grad if final else recorded[index]
-            recorded[index] = grad
-            if grad is None:
-                addresses.append(0)
-                continue
-            versions[index] = grad._version
-            is_wide = grad.dtype is float32
-            if not is_wide and grad.dtype is not parameters[index].dtype:
+        for place in others:
+            index = tensors[place]
+            grad = self._recorded[index]
+            assert grad is not None
+            is_wide = grad.dtype is torch.float32
+            if not is_wide and grad.dtype is not self._parameters[index].dtype:
                 raise InvalidRequestError(
-                    f"gradient of '{self._names[index]}' is {grad.dtype}, expected {parameters[index].dtype} or "
+                    f"gradient of '{self._names[index]}' is {grad.dtype}, expected {self._parameters[index].dtype} or "
                     "torch.float32."
                 )
-            if grad.layout is not strided or not grad.is_contiguous():
+            if grad.layout is not torch.strided or not grad.is_contiguous():
                 if not final:
-                    return None
+                    return False
                 grad = grad.to_dense().contiguous()
                 self._copies.append(grad)
             if not is_wide and as_they_are:
@@ -241,18 +262,17 @@ class CompressedOptimizer(StepsTogether):
             elif not is_wide:
                 widened[index] = grad
                 grad = self._masters.widened(index, grad)
-            addresses.append(grad.data_ptr())
+            addresses[place] = grad.data_ptr()
         if as_they_are:
             column = self._driver.core.gradients["grad_dtype"]
             column[tensors] = 0
             column[list(low)] = list(low.values())
-        if widened and not final and self._stepper.verify != "version":
+        if widened and not final and self._stepper.verify:
             self._checksums[list(widened)] = self._widened_checksums(widened)
-        self._placement.arrive()
-        return np.array(addresses, np.uint64)
+        return True
 
     def _widened_checksums(self, gradients: dict[int, torch.Tensor]) -> np.ndarray:
-        return self._masters.checksums(gradients, full=self._stepper.verify == "full")
+        return self._masters.checksums(gradients, full=self._stepper.verify is Verify.ALL)
 
     # Gradients
 
@@ -264,13 +284,8 @@ class CompressedOptimizer(StepsTogether):
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # The parameter keeps the hook: without the weak reference it would keep this optimizer and its buffers, too.
-        reference = weakref.ref(self)
+        hook = partial(_on_gradient, weakref.ref(self), index)
         note = self._placement.note
-
-        def hook(parameter: torch.Tensor) -> None:
-            optimizer = reference()
-            if optimizer is not None:
-                optimizer._on_gradient(index, parameter)
 
         def hook_on_device(parameter: torch.Tensor) -> None:
             note()  # autograd may have summed up each gradient on another stream
@@ -278,32 +293,19 @@ class CompressedOptimizer(StepsTogether):
 
         return hook_on_device if self._placement.is_device else hook
 
-    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        left = self._passes_left[index] - 1
-        self._passes_left[index] = left
-        if left:
-            if left < 0:
-                self._unexpected(index, parameter)
-            return
-        stepper = self._stepper
-        if not stepper.begun:
-            self._begin()
-        self._recorded[index] = parameter.grad
-        stepper.hand_over(index)
-
     def _begin(self) -> None:
         self._find_parameters()
         self._placement.arrive()
         self._masters.begin()
         self._hook_parameters()
-        self._stepper.expected[:] = [p.requires_grad for p in self._parameters]
+        self._stepper.expected = [p.requires_grad for p in self._parameters]
         self._driver.begin()
 
     def _unexpected(self, index: int, parameter: torch.Tensor) -> None:
         """More backward passes than announced: of the same step, or of the next one after a step that never came."""
         if self._recorded[index] is not parameter.grad:
             self.skip()
-            self._on_gradient(index, parameter)
+            _on_gradient(weakref.ref(self), index, parameter)
         elif self._stepper.is_posted(index):
             self._stepper.object(Flag.UNHANDED)
 
@@ -320,7 +322,7 @@ class CompressedOptimizer(StepsTogether):
                 return True
             if index in low and grad is not None and grad.dtype is not torch.float32:
                 widened[index] = grad
-        if not widened or self._stepper.verify == "version":
+        if not widened or not self._stepper.verify:
             return False
         return bool((self._widened_checksums(widened) != self._checksums[list(widened)]).any())
 
@@ -501,6 +503,24 @@ class CompressedOptimizer(StepsTogether):
         """
         report = self._driver.report()
         return {**report, "memory_bytes": {**report["memory_bytes"], **self._masters.memory()}}
+
+
+def _on_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parameter: torch.Tensor) -> None:
+    """The hook of parameter ``index``: runs for each of them, in the middle of backward."""
+    optimizer = reference()
+    if optimizer is None:
+        return
+    left = optimizer._passes_left[index] - 1
+    optimizer._passes_left[index] = left
+    if left:
+        if left < 0:
+            optimizer._unexpected(index, parameter)
+        return
+    stepper = optimizer._stepper
+    if not stepper.begun:
+        optimizer._begin()
+    optimizer._recorded[index] = parameter.grad
+    stepper.hand_over(index)
 
 
 def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:

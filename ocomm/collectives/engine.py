@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import enum
 import os
+from collections.abc import Sequence
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ocomm.collectives.plan import Plan
 from ocomm.collectives.tracing import Trace
 from ocomm.errors import NotInitializedError
+from ocomm.kernels.base import Table
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Transport
 
@@ -35,6 +40,14 @@ class Reason(enum.IntFlag):
     FAILED = 8  # the network failed
 
 
+class Verify(enum.IntEnum):
+    """How much of a buffer its checksum looks at. The numbers are those of ``native/ocomm.h``."""
+
+    NOTHING = 0
+    SAMPLE = 1
+    ALL = 2
+
+
 class Ticket(Protocol):
     """One submission of a plan. Keeps the plan's memory alive while the network may touch it."""
 
@@ -59,10 +72,13 @@ class Ticket(Protocol):
         """The times of its stages, once it is over; None where the engine had no timeline when it was submitted."""
         ...
 
-    def open(self, segments: int) -> None:
+    def open(
+        self, segments: int, intake: Any = None, addresses: Sequence[int] = (), verify: Verify = Verify.NOTHING
+    ) -> None:
         """Lets the first ``segments`` of the plan start, which was submitted with fewer; ``timeout_s`` counts anew.
 
-        From any thread; without effect where the plan is over.
+        They find the buffers of ``intake``, of ``Channel.intake``, at ``addresses``, 0 for none; before they start, the
+        checksums that ``verify`` asks for are taken. From any thread; a plan that is over is left alone.
         """
         ...
 
@@ -79,6 +95,13 @@ class Channel(Protocol):
 
     def prepare(self, plan: Plan) -> Any:
         """Whatever of a plan can be made ready once and submitted many times."""
+        ...
+
+    def intake(
+        self, tensors: Table, rows: NDArray[np.int64], nbytes: NDArray[np.int64], sums: NDArray[np.uint64]
+    ) -> Any:
+        """Buffers of so many bytes, whose addresses ``Ticket.open`` writes to ``tensors["grad"][rows]``, and whose
+        checksums to ``sums``: contiguous arrays, which stay alive with it."""
         ...
 
     def submit(self, prepared: Any, timeout_s: float, notify: bool, segments: int | None = None) -> Ticket:

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ocomm._native import ffi, lib
 from ocomm.collectives import plan as plans
-from ocomm.collectives.engine import Reason, State, require_open
+from ocomm.collectives.engine import Reason, State, Verify, require_open
 from ocomm.collectives.plan import Plan
 from ocomm.collectives.tracing import Trace, new_trace, record
+from ocomm.kernels.base import Table
 from ocomm.kernels.cpu import Pool, pointer_to
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Transport
@@ -27,6 +29,7 @@ _STAGES_PER_SEGMENT = 16  # as STAGES_PER_TAG in engine.c
 
 _INTPTR = ffi.typeof("intptr_t")
 _PLAN = ffi.typeof("ocomm_plan *")
+_NULL = ffi.NULL
 
 
 def _address(array: np.ndarray | None) -> int:
@@ -217,6 +220,21 @@ class _Prepared:
         return row
 
 
+class _Intake:
+    """The C row of buffers whose addresses come when a plan is opened, and the arrays that it points into."""
+
+    def __init__(
+        self, tensors: Table, rows: NDArray[np.int64], nbytes: NDArray[np.int64], sums: NDArray[np.uint64]
+    ) -> None:
+        self._arrays = tensors, rows, nbytes, sums
+        self.row = ffi.new("ocomm_intake *")
+        self.row.tensors = ffi.from_buffer("ocomm_tensor[]", tensors)
+        self.row.rows = ffi.from_buffer("int64_t[]", rows)
+        self.row.nbytes = ffi.from_buffer("int64_t[]", nbytes)
+        self.row.sums = ffi.from_buffer("uint64_t[]", sums)
+        self.row.count = len(rows)
+
+
 class NativeTicket:
     """See ``engine.Ticket``."""
 
@@ -252,8 +270,10 @@ class NativeTicket:
     def error_segment(self) -> int:
         return self._row.error_segment
 
-    def open(self, segments: int) -> None:
-        lib.ocomm_open(self._channel, self._row, segments)
+    def open(
+        self, segments: int, intake: Any = None, addresses: Sequence[int] = (), verify: Verify = Verify.NOTHING
+    ) -> None:
+        lib.ocomm_open(self._channel, self._row, segments, intake.row if intake else _NULL, addresses, verify)
 
     def wait(self, seconds: float) -> State:
         return State(lib.ocomm_plan_wait(self._engine.pointer, self._row, int(seconds * 1e9)))
@@ -272,6 +292,11 @@ class NativeChannel:
 
     def prepare(self, plan: Plan) -> _Prepared:
         return _Prepared(plan)
+
+    def intake(
+        self, tensors: Table, rows: NDArray[np.int64], nbytes: NDArray[np.int64], sums: NDArray[np.uint64]
+    ) -> _Intake:
+        return _Intake(tensors, rows, nbytes, sums)
 
     def submit(self, prepared: _Prepared, timeout_s: float, notify: bool, segments: int | None = None) -> NativeTicket:
         require_open(self._engine.owner, self._engine.is_closed, prepared.plan.name)

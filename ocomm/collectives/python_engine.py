@@ -15,21 +15,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ocomm.collectives import plan as plans
-from ocomm.collectives.engine import Reason, State, require_open
+from ocomm.collectives.engine import Reason, State, Verify, require_open
 from ocomm.collectives.plan import HEADER, Plan
 from ocomm.collectives.tracing import Trace, new_trace, record
 from ocomm.compression.wire import COMPARED, DISAGREEMENT
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels import reference
-from ocomm.kernels.base import Kernels, view
+from ocomm.kernels.base import Kernels, Table, view
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request, Transport
 from ocomm.types import Flag
 
 _TAGS, _STAGES_PER_SEGMENT = 2048, 16
 _PASSING_ON_S = 5.0  # as PASSING_ON_NS in engine.c
+
+
+@dataclass(frozen=True, slots=True)
+class _Intake:
+    """See ``engine.Channel.intake``."""
+
+    tensors: Table
+    rows: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    sums: NDArray[np.uint64]
 
 
 class PythonTicket:
@@ -64,7 +75,18 @@ class PythonTicket:
                 before += len(stages)
             self.trace[before + stage, which] = time.monotonic_ns()
 
-    def open(self, segments: int) -> None:
+    def open(
+        self,
+        segments: int,
+        intake: _Intake | None = None,
+        addresses: Sequence[int] = (),
+        verify: Verify = Verify.NOTHING,
+    ) -> None:
+        if intake is not None:
+            told = np.array(addresses, np.uint64)
+            intake.tensors["grad"][intake.rows] = told
+            if verify:
+                intake.sums[:] = self._engine.kernels.checksums(told, intake.nbytes, verify is Verify.ALL)
         self.opened = time.monotonic()
         self.gate = segments
         self._engine.arrival.set()
@@ -123,6 +145,11 @@ class PythonChannel:
 
     def prepare(self, plan: Plan) -> Plan:
         return plan
+
+    def intake(
+        self, tensors: Table, rows: NDArray[np.int64], nbytes: NDArray[np.int64], sums: NDArray[np.uint64]
+    ) -> _Intake:
+        return _Intake(tensors, rows, nbytes, sums)
 
     def submit(self, prepared: Plan, timeout_s: float, notify: bool, segments: int | None = None) -> PythonTicket:
         require_open(self.engine.owner, self.engine.is_closed, prepared.name)

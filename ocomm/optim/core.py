@@ -139,7 +139,7 @@ class Core(abc.ABC):
 
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
         """What the plan of segments is made for and the next step may change: arrays, and what can be hashed."""
-        return (self.error, self.owner_error, *(self.result(k) for k in segments))
+        return (self.error, self.owner_error, *[self.result(k) for k in segments])
 
     def is_finite(self, segment: int) -> bool:
         """Are the gathered averages finite? The same on all ranks, since all hold the same bytes."""

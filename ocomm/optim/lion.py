@@ -121,7 +121,7 @@ class Lion(Core):
         )
 
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
-        return self.momentum, self.zero_up, self.gradient_scale, *(self.result(k) for k in segments)
+        return self.momentum, self.zero_up, self.gradient_scale, *[self.result(k) for k in segments]
 
     def is_finite(self, segment: int) -> bool:
         """Signs always are; what a worker cannot compute is in the flags of its messages."""

@@ -185,7 +185,7 @@ class OneBitAdam(Core):
         )
 
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
-        previous = (self.segments[k].previous for k in segments)  # type: ignore[attr-defined]
+        previous = [self.segments[k].previous for k in segments]  # type: ignore[attr-defined]
         masks = self.preconditioner.masked.tobytes(), self.preconditioner.mask
         return (*super().built_in(segments), *masks, *previous)
 

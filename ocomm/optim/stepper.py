@@ -29,7 +29,7 @@ from ocomm.collectives.compressed import (
     node_staging,
     vote,
 )
-from ocomm.collectives.engine import Channel, State, Ticket
+from ocomm.collectives.engine import Channel, State, Ticket, Verify
 from ocomm.collectives.envelope import Envelope, Envelopes
 from ocomm.collectives.phases import NodeStaging, Staging
 from ocomm.collectives.plan import Computation, Plan, Stage
@@ -49,6 +49,10 @@ _log = logging.getLogger("ocomm")
 _BUCKETS, _BUCKET_NUMEL = 8, 1 << 17
 #: ``attempt`` of the vote in which ranks say whose gradients were not finite.
 _INQUEST = 2
+#: How much the checksums look at, by the user's words.
+_VERIFY = {"version": Verify.NOTHING, "sampled": Verify.SAMPLE, "full": Verify.ALL}
+#: Flags with which a step is exchanged once more, and with which it is over.
+_AGAIN, _OVER = int(Flag.CHANGED | Flag.UNHANDED), int(Flag.SKIP | Flag.RAISED)
 #: States of failed plans: causes before what they bring about.
 _FAILURES = (State.MISMATCH, State.TIMED_OUT, State.MPI_ERROR, State.TASK_ERROR, State.ABORTED)
 
@@ -74,19 +78,14 @@ class _Bucket:
     """Tensors which leave together, in ``segments`` of their flow."""
 
     tensors: list[int]
-    #: Of its tensors' gradients, in bytes.
-    nbytes: NDArray[np.int64]
     segments: range
     left: int = 0
-    is_posted: bool = False
+    #: Of all buckets, in the order in which they are posted.
+    number: int = 0
+    #: Tells the engine where its gradients are.
+    intake: Any = None
     #: Do the envelopes say that this rank has all gradients?
     is_full: bool = False
-    #: Of the gradients, as they were when it was posted before ``step()``.
-    checksums: NDArray[np.uint64] | None = None
-    indices: NDArray[np.int64] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.indices = np.array(self.tensors, np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +148,7 @@ class Stepper:
     ``ranks`` are the world ranks of the set, for messages.
     ``locate(tensors, final)`` gives the addresses of their gradients as they are now, 0 for none: contiguous float32,
     on a device of the types that ``core.gradients`` says; before ``step()`` (``final`` False) it may answer None: not
-    yet.
+    yet. It is called from hooks: a list of numbers costs them less than an array.
     ``segment_nbytes`` bounds a segment's packed bytes. ``verify`` is ``"sampled"``, ``"full"`` or ``"version"``: how
     much of a gradient is read again to notice that it changed after hand-over. ``direct``, ``inside``: see ``staged``.
     """
@@ -161,7 +160,7 @@ class Stepper:
         channel: Channel,
         ranks: Sequence[int],
         watch: Watch,
-        locate: Callable[[list[int], bool], NDArray[np.uint64] | None],
+        locate: Callable[[list[int], bool], list[int] | None],
         *,
         segment_nbytes: int,
         overlap: bool,
@@ -180,7 +179,7 @@ class Stepper:
         self.segment_nbytes = segment_nbytes
         self.overlap = overlap
         self.overlapping = False  # switched on after a first step without
-        self.verify = verify
+        self.verify = _VERIFY[verify]
         self.timeout_s = timeout_s
         self.bucket_count = bucket_count
         self.direct = direct
@@ -195,16 +194,15 @@ class Stepper:
         self.order = list(range(count - 1, -1, -1))
         self.arrivals: list[int] = []
         # What this rank objects to; `_flags` is written by the engine's thread alone.
-        self._objections = Flag(0)
+        self._objections = 0
         self._flags = np.zeros(1, np.uint32)
         # An average that overflows is seen by all in the result; in the headers stands who had a bad gradient.
         self._owner_flags = np.zeros(1, np.uint32)
         self._heard_flags = np.zeros(1, np.uint32)
         self._announcement = np.zeros(1, np.int64)
         #: Tensors that the frontend expects to hand over in the step that begins: a bucket waits for those.
-        self.expected: Bools = np.ones(count, np.bool_)
-        self._expected: list[bool] = [True] * count  # as the step under way has begun with
-        self._present: Bools = np.zeros(count, np.bool_)
+        self.expected = [True] * count
+        self._expected = self.expected  # as the step under way has begun with
         self.present_anywhere: Bools = np.zeros(count, np.bool_)
         self.begun = False
         self._hyper = 0
@@ -214,6 +212,11 @@ class Stepper:
         self._dense: _Flow | None = None
         self._node: _Flow | None = None
         self._buckets: list[tuple[_Flow, _Bucket]] = []  # in the order in which they are posted
+        # Their tensors one after the other, the bytes of the gradients, and the checksums that these had when they were
+        # posted before ``step()``.
+        self._rows = np.zeros(0, np.int64)
+        self._nbytes = np.zeros(0, np.int64)
+        self._sums = np.zeros(0, np.uint64)
         self._buckets_of: list[tuple[_Bucket, ...]] = []
         self._exchange: Exchange | None = None
         self._arranged: tuple[bytes, bytes] | None = None
@@ -271,8 +274,17 @@ class Stepper:
         chosen = (compressed.any(), self._compressed), (dense.any(), self._dense), (True, self._node)
         self._flows = [flow for travels, flow in chosen if travels and flow is not None]
         self._buckets = [(flow, bucket) for flow in self._flows for bucket in flow.buckets]
+        self._rows = np.array([tensor for _, bucket in self._buckets for tensor in bucket.tensors], np.int64)
+        self._nbytes = 4 * self.layout.numels[self._rows]
+        self._sums = np.zeros(self._rows.size, np.uint64)
         of: list[list[_Bucket]] = [[] for _ in self.layout.tensors]
-        for _, bucket in self._buckets:
+        end = 0
+        for number, (_, bucket) in enumerate(self._buckets):
+            start, end = end, end + len(bucket.tensors)
+            bucket.number = number
+            bucket.intake = self.channel.intake(
+                self.core.gradients, self._rows[start:end], self._nbytes[start:end], self._sums[start:end]
+            )
             for tensor in bucket.tensors:
                 of[tensor].append(bucket)
         self._buckets_of = [tuple(buckets) for buckets in of]
@@ -307,8 +319,7 @@ class Stepper:
         """Of the buckets ``groups``, which are cut into the segments ``parts``."""
         ends = np.cumsum([0, *(len(part) for part in parts)]).tolist()
         buckets = [
-            _Bucket(group, 4 * self.layout.numels[group], range(start, end))
-            for group, (start, end) in zip(groups, pairwise(ends), strict=True)
+            _Bucket(group, range(start, end)) for group, (start, end) in zip(groups, pairwise(ends), strict=True)
         ]
         segments = [segment for part in parts for segment in part]
         contents = [(segment.signature(compressor), len(segment.tensors)) for segment in segments]
@@ -407,8 +418,7 @@ class Stepper:
         self._clear_flags()
         self._announcement[0] = 0
         self.core.clear_gradients()
-        self._present[:] = False
-        self._expected = self.expected.tolist()
+        self._expected = self.expected.copy()
         self._located = self._surveyed = False
         self._early = early and self.overlapping
         self.arrivals.clear()
@@ -416,7 +426,7 @@ class Stepper:
         self._reset_buckets(0)
 
     def _clear_flags(self) -> None:
-        self._objections = Flag(0)
+        self._objections = 0
         self._flags[0] = self._heard_flags[0] = 0
 
     def _reset_buckets(self, attempt: int) -> None:
@@ -430,7 +440,6 @@ class Stepper:
                 flow.prepared = self._prepared(flow)
         for _, bucket in self._buckets:
             bucket.left = len(bucket.tensors) if all_expected else sum(self._expected[t] for t in bucket.tensors)
-            bucket.is_posted = False
 
     def hand_over(self, tensor: int) -> None:
         """The gradient of ``tensor`` is there and will not change. Called from hooks, once a step: it only counts.
@@ -459,48 +468,39 @@ class Stepper:
 
     def is_posted(self, tensor: int) -> bool:
         """Is a bucket of the tensor on its way?"""
-        return any(bucket.is_posted for bucket in self._buckets_of[tensor])
+        return any(bucket.number < self.posted for bucket in self._buckets_of[tensor])
 
     def object(self, flag: Flag) -> None:
         """Sets a flag of this rank: all ranks will discard the step, or do it again."""
-        self._objections |= flag
+        self._objections |= int(flag)
 
     def _post(self, flow: _Flow, bucket: _Bucket, final: bool) -> bool:
         """Sends the next bucket on its way; False, and nothing done, if a gradient cannot be read before ``step()``."""
-        indices = bucket.indices
-        addresses = self._grads[indices] if self._located else self._locate(bucket.tensors, final)
+        addresses = self._grads[bucket.tensors].tolist() if self._located else self._locate(bucket.tensors, final)
         if addresses is None:
             return False
-        self._grads[indices] = addresses
-        # NumPy's all() is Python, and ten times slower in a hook, where nothing of it is in a cache.
-        was_full, bucket.is_full = bucket.is_full, 0 not in addresses.tolist()
-        self._present[indices] = bucket.is_full or addresses != 0
+        was_full, bucket.is_full = bucket.is_full, 0 not in addresses
         if not (was_full and bucket.is_full):
+            self._grads[bucket.tensors] = addresses
             for k in bucket.segments:
-                flow.envelopes[k].presence[:] = flow.segments[k].presence_bits(self._present)
-        bucket.checksums = None
-        if not final and self.verify != "version":
-            bucket.checksums = self._checksums(addresses, bucket.nbytes)
-        bucket.is_posted = True
+                flow.envelopes[k].presence[:] = flow.segments[k].presence_bits(self._grads != 0)
         self.posted += 1
         if flow.ticket is None:
             # In step() hyperparameters that are built in may be others than when the step was begun.
             prepared = self._prepared(flow) if final else flow.prepared
-            flow.ticket = self.channel.submit(prepared, self.timeout_s, False, bucket.segments.stop)
-        else:
-            flow.ticket.open(bucket.segments.stop)
+            flow.ticket = self.channel.submit(prepared, self.timeout_s, False, 0)
+        verify = Verify.NOTHING if final else self.verify
+        flow.ticket.open(bucket.segments.stop, bucket.intake, addresses, verify)
         return True
 
-    def _checksums(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64]) -> NDArray[np.uint64]:
-        return self.core.kernels.checksums(addresses, nbytes, self.verify == "full")
-
     def changed_tensors(self) -> list[int]:
-        """Tensors of posted buckets whose gradient's bytes are not what was handed over."""
-        rows = [(b.indices, b.nbytes, b.checksums) for _, b in self._buckets[: self.posted] if b.checksums is not None]
-        if not rows:
+        """Before ``exchange``: tensors of posted buckets whose gradient's bytes are not what was handed over."""
+        if not self.posted or not self.verify:
             return []
-        indices, nbytes, before = (np.concatenate(column) for column in zip(*rows, strict=True))
-        return indices[self._checksums(self._grads[indices], nbytes) != before].tolist()
+        count = sum(len(bucket.tensors) for _, bucket in self._buckets[: self.posted])
+        rows = self._rows[:count]
+        now = self.core.kernels.checksums(self._grads[rows], self._nbytes[:count], self.verify is Verify.ALL)
+        return rows[now != self._sums[:count]].tolist()
 
     # The exchange
 
@@ -523,8 +523,8 @@ class Stepper:
         except BaseException as error:
             self.give_up(error)
             raise
-        heard = Flag(int(self._heard_flags[0]))
-        if not heard & (Flag.SKIP | Flag.RAISED):
+        heard = int(self._heard_flags[0])
+        if not heard & _OVER:
             return None
         self.begun = False
         return self._skipped(heard, sent=[self._survey.sent])
@@ -556,8 +556,8 @@ class Stepper:
         try:
             while True:
                 self._finish(attempt, hyper_now, lr, announcement, with_norm)
-                heard = Flag(int(self._heard_flags[0]))
-                if not heard & (Flag.CHANGED | Flag.UNHANDED) or heard & (Flag.SKIP | Flag.RAISED):
+                heard = int(self._heard_flags[0])
+                if not heard & _AGAIN or heard & _OVER:
                     break
                 assert attempt == 0, "a gradient changed while step() was running"
                 self._withdraw_overlap()
@@ -575,7 +575,7 @@ class Stepper:
         self.begun = False
         self.traffic.last_exposed_s = time.perf_counter() - started
         self.traffic.exposed_s += self.traffic.last_exposed_s
-        if heard & (Flag.SKIP | Flag.RAISED):
+        if heard & _OVER:
             return self._skipped(heard, self._exchanged)
         if heard & Flag.NON_FINITE or not self._is_finite():
             self._account(self._exchanged, skipped=True)
@@ -586,7 +586,7 @@ class Stepper:
         self._account(self._exchanged, skipped=False)
         return Verdict.TAKE
 
-    def _skipped(self, heard: Flag, sent: Sequence[_Sent]) -> Verdict:
+    def _skipped(self, heard: int, sent: Sequence[_Sent]) -> Verdict:
         self._account(sent, skipped=True)
         return Verdict.OVERFLOW if heard & Flag.NON_FINITE else Verdict.SKIP
 
@@ -645,10 +645,9 @@ class Stepper:
             addresses = self._grads[unposted] if self._located else self._locate(unposted, True)
             assert addresses is not None
             self._grads[unposted] = addresses
-            self._present[unposted] = addresses != 0
         if self._local and not self.core.is_local_finite(self._local):
             self.object(Flag.NON_FINITE)
-        bits = np.packbits(self._present, bitorder="little")
+        bits = np.packbits(self._grads != 0, bitorder="little")
         self._vote.envelopes[0].presence[: bits.size] = bits
 
     def give_up(self, error: BaseException) -> None:

@@ -13,6 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -58,7 +59,7 @@ class Host(Protocol):
     #: Those of the parameters' device; None: the session's.
     kernels: Kernels | None
 
-    def locate(self, tensors: list[int], final: bool) -> NDArray[np.uint64] | None:
+    def locate(self, tensors: list[int], final: bool) -> list[int] | None:
         """Addresses of gradients, contiguous float32, 0 for none; None: not to be read before ``step()``.
 
         On a device, unless ``driver.clips``, also in 16 bits, if ``core.gradients["grad_dtype"]`` says so.
@@ -150,14 +151,20 @@ class Driver:
         self.options = {key: value.item() if isinstance(value, np.generic) else value for key, value in options.items()}
         channel = _open_channel(session, number, name, layout, self.options)
         # The driver belongs to its host: a reference back would keep both alive, and their buffers.
-        self._host = weakref.ref(host)
+        self._host = reference = weakref.ref(host)
+
+        def locate(tensors: list[int], final: bool) -> list[int] | None:
+            alive = reference()
+            assert alive is not None, "the optimizer is gone"
+            return alive.locate(tensors, final)
+
         self.stepper = Stepper(
             name,
             self.core,
             channel,
             ranks,
             session.watch(number),
-            _weakly(host.locate),
+            locate,
             segment_nbytes=segment_nbytes(layout.numel // 8, len(ranks), session.settings.segment_nbytes),
             overlap=common.overlap,
             # To look at gradients on a device the host would have to wait for it.
@@ -171,8 +178,9 @@ class Driver:
         #: N of the last step taken whose gradients were clipped: sqrt(mean over ranks of |g|^2).
         self.norm: float | None = None
         self._announcement = 0
-        #: What the core was handed last.
+        #: What the core was handed last, all of it and what gradients are compressed with; None: to be handed anew.
         self._hyper: Hashable = None
+        self._compress_hyper: Hashable = None
         #: What ``load_state`` and ``load_rank_state`` have loaded, for the report.
         self.resumed: dict[str, Any] | None = None
         #: Has no step begun yet, since this driver was made or a state loaded?
@@ -218,9 +226,14 @@ class Driver:
         values = [(g.lr, *g.betas, g.eps, g.coupled_decay, g.decoupled_decay) for g in groups]
         return (*values, self.core.gradient_scale)
 
+    #: Does the core compress with nothing but ``compress_hyper`` and its ``gradient_scale``? Then what changes from
+    #: step to step is handed over when the step is taken.
+    hyper_lasts = True
+
     def _set_hyper(self, groups: Sequence[Group]) -> None:
         self.set_hyper(groups)
         self._hyper = self.full_hyper(groups)
+        self._compress_hyper = self.compress_hyper(groups), self.core.gradient_scale
 
     # Clipping
 
@@ -254,10 +267,14 @@ class Driver:
         if not self.stepper.begun:
             if self._at_start:
                 self._agree_on_start()
+                self._compress_hyper = None
             self._clip_by(self.norm if self.clips and not self._needs_survey else None)
             groups = self.groups()
-            self._set_hyper(groups)
-            self.stepper.begin(digest(self.compress_hyper(groups)), early=not self._needs_survey)
+            hyper = self.compress_hyper(groups)
+            self._hyper = None
+            if not self.hyper_lasts or (hyper, self.core.gradient_scale) != self._compress_hyper:
+                self._set_hyper(groups)
+            self.stepper.begin(_hyper_digest(hyper), early=not self._needs_survey)
 
     def step(self, changed: Callable[[], bool]) -> Verdict:
         """Exchanges, and takes the step if all ranks do. ``changed()``: is a gradient not what was handed over?"""
@@ -282,8 +299,8 @@ class Driver:
             self._clip_by(self.stepper.norm)
             self._set_hyper(groups)
         verdict = self.stepper.exchange(
-            digest(self.compress_hyper(groups)),
-            digest(self.full_hyper(groups)),
+            _hyper_digest(self.compress_hyper(groups)),
+            _hyper_digest(self.full_hyper(groups)),
             lr,
             self._announcement,
             lambda: self._set_hyper(groups),
@@ -510,6 +527,10 @@ _MADE_ALIKE = {
     "torch": "call broadcast_parameters and broadcast_optimizer_state",
     "keras": "fit with BroadcastGlobalVariablesCallback(0), or call broadcast_variables, before the first step",
 }
+
+#: Hyperparameters are most often those of the last step.
+_hyper_digest = lru_cache(maxsize=8)(digest)
+
 #: Where a rank's parameters are: in the host's memory, on a device, on one that the network reaches.
 _ON_HOST, _ON_DEVICE, _REACHED = "0", "1", "2"
 
@@ -566,18 +587,6 @@ def _arranged(
         )
     flat = session.nodes(number, False)
     return flat, reached and flat.groups == 1, None
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls a bound method without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> Any:
-        alive = reference()
-        assert alive is not None, "the optimizer is gone"
-        return alive(*arguments)
-
-    return call
 
 
 def _open_channel(session: Session, number: int, name: str, layout: Layout, options: Mapping[str, Any]) -> Channel:

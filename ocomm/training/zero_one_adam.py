@@ -63,6 +63,8 @@ class ZeroOneAdamDriver(AdamDriver):
                 decoupled_decay=group.decoupled_decay,
             )
 
+    hyper_lasts = False  # a sync sends sums of what the learning rates have been
+
     def compress_hyper(self, groups: Sequence[Group]) -> Hashable:
         """The learning rate is in what a sync sends."""
         return tuple([(group.lr, group.betas[0], group.coupled_decay) for group in groups])

@@ -192,10 +192,10 @@ class Host:
             if tensors.size
         ]
 
-    def locate(self, tensors: list[int], final: bool) -> np.ndarray:
+    def locate(self, tensors: list[int], final: bool) -> list[int]:
         """Addresses of gradients; 0 for none."""
         found = [self._gradients[tensor] for tensor in tensors]
-        return np.array([0 if g is None else g.__array_interface__["data"][0] for g in found], np.uint64)
+        return [0 if g is None else g.__array_interface__["data"][0] for g in found]
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
         """Adam's step of tensors in warm-up, on averages clipped to ``max_norm``."""
