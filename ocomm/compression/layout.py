@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -332,6 +333,17 @@ class Layout:
         """Where a tensor lies in the flat buffers."""
         start = int(self.offsets[tensor])
         return slice(start, start + int(self.numels[tensor]))
+
+    def buckets(self, tensors: Sequence[int], count: int) -> list[list[int]]:
+        """Cuts tensors, in this order, into at most ``count`` runs of about equal numbers of elements.
+
+        A bucket leaves when its last gradient is there and those before it have left. So what comes last should be
+        small, for the step waits for it, and what comes first should be early, for the network waits for that.
+        """
+        numels = self.numels[list(tensors)]
+        of = np.minimum(_starts(numels) * count // max(int(numels.sum()), 1), count - 1)
+        cuts = [0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), len(tensors)]
+        return [list(tensors[start:end]) for start, end in pairwise(cuts)]
 
     def segments(
         self, tensors: Sequence[int], rank: int, segment_nbytes: int, *, scales: bool = True

@@ -40,7 +40,6 @@ from ocomm.compression.layout import SegmentLayout
 from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError, OcommError, PeerError, StallError
 from ocomm.kernels.base import TENSOR, Bytes, Floats, Table
 from ocomm.kernels.device import DeviceArray
-from ocomm.optim.buckets import even
 from ocomm.optim.core import Bools, Core, Exchange, address
 from ocomm.types import Flag
 
@@ -292,9 +291,8 @@ class Stepper:
 
     def _cut(self, tensors: list[int]) -> list[list[int]]:
         """At most ``bucket_count`` runs, small models in one."""
-        numels = self.layout.numels[tensors].tolist()
-        ends = even(numels, max(1, min(self.bucket_count, sum(numels) // _BUCKET_NUMEL)))
-        return [tensors[start:end] for start, end in pairwise([0, *ends])]
+        numel = int(self.layout.numels[tensors].sum())
+        return self.layout.buckets(tensors, max(1, min(self.bucket_count, numel // _BUCKET_NUMEL)))
 
     def _envelopes(self, contents: Sequence[tuple[int, int]], *, for_node: bool = False) -> Envelopes:
         shared = self._flags, self._heard_flags, self._announcement

@@ -295,6 +295,17 @@ def test_an_owner_without_a_block_still_has_a_message():
     assert segment.owned_blocks.size == 0
 
 
+@law
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=50), st.integers(1, 5))
+def test_buckets_have_no_more_than_their_share_and_a_tensor(numels, count):
+    layout = Layout([TensorSpec(str(number), (numel,)) for number, numel in enumerate(numels)], 1)
+    order = list(range(len(numels)))[::-1]
+    buckets = layout.buckets(order, count)
+    assert len(buckets) <= count and all(buckets) and [tensor for bucket in buckets for tensor in bucket] == order
+    for bucket in buckets:
+        assert sum(numels[tensor] for tensor in bucket) <= sum(numels) / count + max(numels)
+
+
 def test_tensors_without_elements_travel_in_no_segment():
     layout = make([0, 5, 0], 2)
     (segment,) = layout.segments([2, 1, 0], 0, 1000)
