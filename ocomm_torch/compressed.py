@@ -314,15 +314,17 @@ class CompressedOptimizer(StepsTogether):
 
         The stepper sees the bytes that it reads; those of gradients that were widened are looked at here.
         """
-        parameters, recorded, versions, low = self._parameters, self._recorded, self._versions, self._masters
-        widened: dict[int, torch.Tensor] = {}
-        for index in self._stepper.posted_tensors:
+        parameters, recorded, versions = self._parameters, self._recorded, self._versions
+        posted = self._stepper.posted_tensors
+        for index in posted:
             grad = parameters[index].grad
             if grad is not recorded[index] or (grad is not None and grad._version != versions[index]):
                 return True
-            if index in low and grad is not None and grad.dtype is not torch.float32:
-                widened[index] = grad
-        if not widened or not self._stepper.verify:
+        if not self._masters.indices or not self._stepper.verify:
+            return False
+        low = {index: recorded[index] for index in posted if index in self._masters}
+        widened = {index: g for index, g in low.items() if g is not None and g.dtype is not torch.float32}
+        if not widened:
             return False
         return bool((self._widened_checksums(widened) != self._checksums[list(widened)]).any())
 

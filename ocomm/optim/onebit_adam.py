@@ -137,15 +137,16 @@ class OneBitAdam(Core):
         step_size = lr / (1 - beta1^t) with the t that the step will have; decay = 1 - lr * decoupled_decay. With a
         ``gradient_scale`` f, (1 - beta1) * f * (g + (wd / f) * p) is what (1 - beta1) * (f * g + wd * p) would be.
         """
-        index = np.asarray(tensors, np.int64)
+        # One group of all is what most have, and a slice is the quicker index.
+        index: Any = slice(None) if len(tensors) == self.steps.size else np.asarray(tensors, np.int64)
         rows = self.tensors
         rows["beta1"][index] = beta1
         rows["one_minus_beta1"][index] = (1.0 - beta1) * self.gradient_scale
         rows["weight_decay"][index] = coupled_decay / self.gradient_scale
         rows["decay"][index] = 1.0 - lr * decoupled_decay
-        steps = self.steps[index] + 1
-        for step in set(steps.tolist()):
-            rows["step_size"][index[steps == step]] = lr / (1.0 - beta1**step)
+        steps = (self.steps[index] + 1).tolist()
+        sizes = {step: lr / (1.0 - beta1**step) for step in set(steps)}
+        rows["step_size"][index] = sizes[steps[0]] if len(sizes) == 1 else [sizes[step] for step in steps]
 
     # One step
 

@@ -462,7 +462,11 @@ class Stepper:
     @property
     def posted_tensors(self) -> list[int]:
         """Tensors whose bucket is on its way: a change of their gradient comes too late for this attempt."""
-        return list(dict.fromkeys(t for _, bucket in self._buckets[: self.posted] for t in bucket.tensors))
+        return list(dict.fromkeys(self._rows[: self._posted_count].tolist()))
+
+    @property
+    def _posted_count(self) -> int:
+        return sum([len(bucket.tensors) for _, bucket in self._buckets[: self.posted]])
 
     def is_posted(self, tensor: int) -> bool:
         """Is a bucket of the tensor on its way?"""
@@ -495,7 +499,7 @@ class Stepper:
         """Before ``exchange``: tensors of posted buckets whose gradient's bytes are not what was handed over."""
         if not self.posted or not self.verify:
             return []
-        count = sum(len(bucket.tensors) for _, bucket in self._buckets[: self.posted])
+        count = self._posted_count
         rows = self._rows[:count]
         now = self.core.kernels.checksums(self._grads[rows], self._nbytes[:count], self.verify is Verify.ALL)
         return rows[now != self._sums[:count]].tolist()
