@@ -552,7 +552,10 @@ def wrap(
     inner = scaled.inner_optimizer if scaled is not None else optimizer
     check_wrappable(inner)
     if inner.built or (scaled is not None and scaled.built):
-        raise InvalidRequestError(f"this {type(inner).__name__} has been used already; wrap it before its first step.")
+        raise InvalidRequestError(
+            f"this {type(inner).__name__} has been used already; wrap it before its first step. To go on from a saved "
+            "model, compile with a new one, build it, and load_weights(file)."
+        )
     if getattr(inner, "amsgrad", False):
         raise InvalidRequestError("amsgrad=True is not supported; leave it out.")
     wrapped = subclass_of(mixin, inner)

@@ -121,9 +121,6 @@ class _Averaged(_AveragesGradients):
             if self.gradient_accumulation_steps:
                 self._is_averaged = False
 
-    def stateless_apply(self, *arguments: Any, **options: Any) -> Any:
-        raise InvalidRequestError("ocomm_tf trains on Keras' TensorFlow and Torch backends; JAX has no support.")
-
 
 class _AveragedLossScale(_AveragesGradients):
     """Before ``LossScaleOptimizer``: averages first, so that all ranks see the same infinities."""
@@ -165,7 +162,12 @@ def subclass_of(mixin: type, optimizer: Any) -> Any:
 
 
 def check_wrappable(optimizer: Any) -> None:
-    """InvalidRequestError if it is no Keras optimizer, or wrapped already."""
+    """InvalidRequestError if it is no Keras optimizer, or wrapped already, or Keras has another backend."""
+    if keras.backend.backend() not in ("tensorflow", "torch"):
+        raise InvalidRequestError(
+            f"ocomm_tf trains on Keras' TensorFlow and Torch backends, not on '{keras.backend.backend()}'; set "
+            "KERAS_BACKEND=tensorflow or torch before keras is imported."
+        )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise InvalidRequestError(f"expected an optimizer of Keras or of tf.compat.v1.train, got {optimizer!r}.")
     if isinstance(optimizer, Distributed) or isinstance(getattr(optimizer, "inner_optimizer", None), Distributed):

@@ -21,6 +21,7 @@ def load_model(
 ) -> Any:
     """The model saved at ``filepath``, its optimizer's state included, to be trained by the ranks of ``process_set``.
 
+    Its optimizer is dense, also where it was a 1-bit one: to go on with 1 bit see ``DistributedOneBitAdam``.
     ``custom_optimizers``: classes of your own that the model may have been trained with; ``custom_objects``: what else
     Keras needs to know. ``legacy_opts`` is accepted as in Horovod and not needed.
     """

@@ -16,7 +16,7 @@ keras = pytest.importorskip("keras")
 import numpy as np  # noqa: E402
 
 import ocomm_tf.keras as hvd  # noqa: E402
-from ocomm.errors import MismatchError  # noqa: E402
+from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
@@ -214,3 +214,10 @@ def test_callbacks_find_the_optimizers_that_a_model_has_as_attributes() -> None:
 
     first, second = run_ranks(2, body)
     assert len(first) == 8 and all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.DistributedBirder], ids=["dense", "1-bit"])
+def test_another_backend_is_refused(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(InvalidRequestError, match=r"not on 'jax'; set KERAS_BACKEND=tensorflow or torch before"):
+        wrap(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
