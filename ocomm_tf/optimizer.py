@@ -1,8 +1,8 @@
 """DistributedGradientTape and DistributedOptimizer: gradients averaged over the ranks while backward goes on.
 
-Of an optimizer that was never wrapped nothing here hears. Keras' callbacks of ours refuse it before the first batch; if
-there are none, or it is a loop with a plain tape, the ranks train apart, and the end of the process says so, if the
-model or the loop's optimizer is still there.
+An optimizer that was never wrapped trains each rank by itself. Our callbacks refuse it before the first batch. Without
+them, and in a loop with a plain tape, only the end of the process says so, and only if the model that was fitted or the
+loop's optimizer is still in memory: one that was local to a function may be gone by then.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ def not_compiled(method: Any) -> Any:
 
 
 class Distributed:
-    """What all optimizers of this package have: ``ocomm_exchanges``, steps that were exchanged with the others."""
+    """What all optimizers of this package have. ``ocomm_exchanges`` counts steps that were exchanged with the others,
+    in a graph those that were traced."""
 
     ocomm_exchanges = 0
 
@@ -195,7 +196,7 @@ def DistributedOptimizer(
     The result is of a subclass with the same name and shares the optimizer's state; models saved with it load without
     ocomm. Gradients are averaged before they are clipped, and after Keras has accumulated them where
     ``gradient_accumulation_steps`` is set. With the dtype policy ``mixed_float16`` the result is a LossScaleOptimizer:
-    all ranks skip a step together.
+    all ranks skip a step together, for which gradients are averaged in every pass.
 
     The arguments are those of ``ocomm_tf.DistributedOptimizer``. Raises InvalidRequestError (a ValueError) for what
     cannot be right; MismatchError at the first step if the ranks train different variables.
