@@ -90,6 +90,8 @@ class CompressedOptimizer(StepsTogether):
         self._passes_left = [backward_passes_per_step] * len(self._parameters)
         self._recorded: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._versions = [0] * len(self._parameters)
+        #: Where a gradient lay when it was read; 0 for a sparse one.
+        self._pointers = [0] * len(self._parameters)
         self._copies: list[torch.Tensor] = []
         #: Of gradients that were widened before ``step()``: as they were when they were read.
         self._checksums = np.zeros(len(self._parameters), np.uint64)
@@ -214,7 +216,7 @@ class CompressedOptimizer(StepsTogether):
         Before ``step()`` a gradient that would have to be copied is not ready: a copy would not show a later change.
         One that has to be widened is, because its checksum is kept. Kernels on a device read 16 bits as they are.
         """
-        parameters, recorded, versions = self._parameters, self._recorded, self._versions
+        parameters, recorded, versions, pointers = self._parameters, self._recorded, self._versions, self._pointers
         float32, strided = torch.float32, torch.strided
         addresses: list[int] = []
         others: list[int] = []
@@ -226,7 +228,7 @@ class CompressedOptimizer(StepsTogether):
             if grad is not None:
                 versions[index] = grad._version
                 if grad.dtype is float32 and grad.layout is strided and grad.is_contiguous():
-                    address = grad.data_ptr()
+                    address = pointers[index] = grad.data_ptr()
                 else:
                     others.append(len(addresses))
             addresses.append(address)
@@ -246,6 +248,7 @@ class CompressedOptimizer(StepsTogether):
             index = tensors[place]
             grad = self._recorded[index]
             assert grad is not None
+            self._pointers[index] = _pointer(grad)
             is_wide = grad.dtype is torch.float32
             if not is_wide and grad.dtype is not self._parameters[index].dtype:
                 raise InvalidRequestError(
@@ -310,15 +313,17 @@ class CompressedOptimizer(StepsTogether):
             self._stepper.object(Flag.UNHANDED)
 
     def _has_changed(self) -> bool:
-        """Is a gradient that is on its way another object, or another version, than when it was read?
+        """Is a gradient that is on its way another object, version or memory than when it was read?
 
         The stepper sees the bytes that it reads; those of gradients that were widened are looked at here.
         """
-        parameters, recorded, versions = self._parameters, self._recorded, self._versions
+        parameters, recorded, versions, pointers = self._parameters, self._recorded, self._versions, self._pointers
         posted = self._stepper.posted_tensors
         for index in posted:
             grad = parameters[index].grad
-            if grad is not recorded[index] or (grad is not None and grad._version != versions[index]):
+            if grad is not recorded[index]:
+                return True
+            if grad is not None and (grad._version != versions[index] or _pointer(grad) != pointers[index]):
                 return True
         if not self._masters.indices or not self._stepper.verify:
             return False
@@ -505,6 +510,10 @@ class CompressedOptimizer(StepsTogether):
         """
         report = self._driver.report()
         return {**report, "memory_bytes": {**report["memory_bytes"], **self._masters.memory()}}
+
+
+def _pointer(grad: torch.Tensor) -> int:
+    return grad.data_ptr() if grad.layout is torch.strided else 0
 
 
 def _on_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parameter: torch.Tensor) -> None:

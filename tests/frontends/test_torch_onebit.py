@@ -193,6 +193,13 @@ def new_gradient_object(step: int, rank: int, parameters: list[torch.Tensor], op
         parameters[2].grad = parameters[2].grad.clone() * 2
 
 
+def other_memory(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+    if step == 9 and rank == 1:
+        grad = parameters[2].grad
+        KEPT.append(grad.data)  # what was read stays as it was
+        grad.data = grad.data * 2
+
+
 def change_lr(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
     if step >= 9:
         optimizer.param_groups[0]["lr"] = 1e-3
@@ -203,12 +210,14 @@ def change_betas(step: int, rank: int, parameters: list[torch.Tensor], optimizer
         optimizer.param_groups[0]["betas"] = (0.8, 0.999)
 
 
+KEPT: list[torch.Tensor] = []
 CHANGES = [
     clip_one_rank,
     multiply_data,
     write_through_numpy,
     second_backward,
     new_gradient_object,
+    other_memory,
     change_lr,
     change_betas,
 ]
