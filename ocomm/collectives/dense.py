@@ -19,7 +19,7 @@ from itertools import accumulate, compress
 
 import numpy as np
 
-from ocomm.collectives.pipeline import LARGEST_MESSAGE_NBYTES, SMALLEST_NBYTES, message_nbytes, segment_nbytes
+from ocomm.collectives.pipeline import SMALLEST_NBYTES, message_nbytes, segment_nbytes, share_nbytes
 from ocomm.collectives.plan import Copy, CopyIn, CopyOut, Message, Plan, Reduce, Stage
 from ocomm.collectives.routes import after
 from ocomm.kernels.base import Bytes, view
@@ -117,7 +117,7 @@ def allreduce(
     reduction = _Reduction(context, stage_memory, dtype, op, prescale, postscale)
     # As large as messages may be: each costs as much time of a processor as some ten thousand bytes on the wire, and in
     # front of a sum there is nothing to compute that smaller ones would hide.
-    piece = min(reduction.shares * LARGEST_MESSAGE_NBYTES, context.segment_nbytes)
+    piece = min(reduction.shares * share_nbytes(reduction.shares), context.segment_nbytes)
     alone_nbytes = max(piece // 4, SMALLEST_NBYTES)  # a segment is worth its messages
     is_fused = [n < alone_nbytes for n in nbytes]
     count = sum(is_fused)

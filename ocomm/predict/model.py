@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ocomm.bench._lab import PAYLOAD_FRACTION
-from ocomm.collectives.pipeline import LARGEST_MESSAGE_NBYTES, SEGMENTS, SMALLEST_NBYTES
+from ocomm.collectives.pipeline import SEGMENTS, SMALLEST_NBYTES, share_nbytes
 
 BLOCK = 4096
 #: Memory traffic of a dense element: into a fusion buffer and out of it, and about 6 bytes of an owner's sum.
@@ -123,7 +123,7 @@ def predict(
     if method == "dense":
         nbytes = 2 * training.dense_nbytes * d * (nodes - 1) / nodes
         inside = 2 * training.dense_nbytes * d * (m - 1) / m
-        messages = 2.0 * (nodes - 1) * training.dense_nbytes * d / nodes / LARGEST_MESSAGE_NBYTES
+        messages = 2.0 * (nodes - 1) * training.dense_nbytes * d / nodes / share_nbytes(nodes)
         added = codec.dense * d * training.dense_nbytes / 4
     elif method == "flat":
         nbytes = m * 2 * packed * (n - m) / n

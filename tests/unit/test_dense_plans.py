@@ -107,7 +107,7 @@ def test_allreduce_is_the_sum_in_rank_order(size: int, numel: int, in_place: boo
         assert max(sent) <= 2 * (size - 1) / size * nbytes + 2 * padding
 
 
-@pytest.mark.parametrize(("nbytes", "size", "messages"), [(2_359_296, 2, 6), (2_359_296, 4, 12), (500_000, 4, 6)])
+@pytest.mark.parametrize(("nbytes", "size", "messages"), [(2_359_296, 2, 6), (2_359_296, 4, 18), (500_000, 4, 6)])
 def test_messages_are_worth_what_each_costs(nbytes: int, size: int, messages: int) -> None:
     plan = dense.Context(0, size, 4 << 20, aligned, Nodes.flat(size))
     tensor = np.zeros(nbytes // 4, np.float32)
