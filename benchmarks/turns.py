@@ -79,7 +79,7 @@ def timed(step: Callable[[], object]) -> Callable[[int], float]:
 
 
 def take_turns(methods: Sequence[Method], rounds: int, steps: int) -> list[dict[str, Any]]:
-    """A row per method: ``step_ms`` of the slowest rank, median over rounds; ``best_ms``; bytes ``sent`` of the busiest
+    """A row per method: ``step_ms`` of the slowest rank, median over ``times_ms``; bytes ``sent`` of the busiest
     host per step; ``stolen_ms`` of its machine. Collective; the same on all ranks. SystemExit if replicas differ.
     """
     gc.collect()
@@ -105,7 +105,6 @@ def take_turns(methods: Sequence[Method], rounds: int, steps: int) -> list[dict[
             {
                 "method": method.name,
                 "step_ms": 1e3 * median(times),
-                "best_ms": 1e3 * min(times),
                 "sent": max(sent for _, sent, _, _ in of),
                 "stolen_ms": max(stolen for _, _, stolen, _ in of),
                 "times_ms": [1e3 * seconds for seconds in times],
