@@ -106,7 +106,7 @@ def assembled(ptx: str, architecture: str, cubin: Path | None) -> tuple[int | No
     if ptxas is None:
         return None, None, None, None
     command = [ptxas, "-v", f"-arch={architecture}", "/dev/stdin", "-o", str(cubin or "/dev/null")]
-    done = subprocess.run(command, input=ptx, capture_output=True, text=True)
+    done = subprocess.run(command, input=ptx, capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise RuntimeError(f"{ptxas} does not take NVVM's PTX: {done.stderr.strip()}")
     registers = re.search(r"Used (\d+) registers", done.stderr)
