@@ -528,8 +528,16 @@ _MADE_ALIKE = {
     "keras": "fit with BroadcastGlobalVariablesCallback(0), or call broadcast_variables, before the first step",
 }
 
-#: Hyperparameters are most often those of the last step.
-_hyper_digest = lru_cache(maxsize=8)(digest)
+
+@lru_cache(maxsize=8)  # hyperparameters are most often those of the last step
+def _hyper_digest(values: Hashable) -> int:
+    """The same for values that compare equal, 0 and 0.0 or -0.0, say: the cache holds any for all of them."""
+    return digest(_as_floats(values))
+
+
+def _as_floats(values: Any) -> Any:
+    return tuple(map(_as_floats, values)) if isinstance(values, tuple) else float(values) + 0.0  # -0.0 + 0.0 is 0.0
+
 
 #: Where a rank's parameters are: in the host's memory, on a device, on one that the network reaches.
 _ON_HOST, _ON_DEVICE, _REACHED = "0", "1", "2"
