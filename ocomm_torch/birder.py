@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -11,9 +12,10 @@ from ocomm.compression.layout import TensorSpec
 from ocomm.errors import InvalidRequestError
 from ocomm.session import Session
 from ocomm.training.birder import BirderDriver
-from ocomm.training.driver import Common
+from ocomm.training.driver import Common, Group
 from ocomm_torch.compressed import CompressedOptimizer
 
+_log = logging.getLogger("ocomm")
 #: Options of wrapped optimizers which would change their step, and which these do not have.
 _REFUSED = (
     "momentum",
@@ -27,7 +29,40 @@ _REFUSED = (
 )
 
 
-class SoftSignSGD(CompressedOptimizer):
+class RateOptimizer(CompressedOptimizer):
+    """Takes lr and weight decay from the wrapped optimizer's groups at every step, and nothing else."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+        process_set: Any,
+        backward_passes_per_step: int,
+    ) -> None:
+        _check_groups(type(self).__name__, optimizer)
+        #: What schedulers move besides, as it was when it was wrapped; None once it was said that they do.
+        self._unread: list[Any] | None = [_moments(group) for group in optimizer.param_groups]
+        super().__init__(optimizer, named_parameters, process_set, backward_passes_per_step)
+
+    def _group(self, number: int, group: dict[str, Any]) -> Group:
+        if self._unread is not None and (moved := _moments(group)) != self._unread[number]:
+            self._unread = None
+            name = "momentum" if moved[0] else "betas"
+            _log.warning(
+                "%s: %s=%r of the param groups is ignored, and so is every later value: lr and weight_decay are what "
+                "is read. A scheduler that cycles it (OneCycleLR, CyclicLR) takes cycle_momentum=False.",
+                self._driver.name,
+                name,
+                group.get(name),
+            )
+        return Group(
+            self._group_tensors[number],
+            float(group["lr"]),
+            decoupled_decay=float(group.get("weight_decay", 0.0)),
+        )
+
+
+class SoftSignSGD(RateOptimizer):
     """Data-parallel SoftSignSGD: p = p * (1 - lr * wd) - lr * mean over ranks of m / (b + 1e-12), exchanged densely.
 
     m and b are moving averages, with ``beta``, of this rank's gradient and of its magnitude.
@@ -78,8 +113,7 @@ class SoftSignSGD(CompressedOptimizer):
         **options: Any,
     ) -> None:
         self._common, self._options = common, options
-        check_groups(self._kind, optimizer)
-        CompressedOptimizer.__init__(self, optimizer, named_parameters, process_set, common.backward_passes_per_step)
+        RateOptimizer.__init__(self, optimizer, named_parameters, process_set, common.backward_passes_per_step)
 
     def _make_driver(self, session: Session, process_set: int, specs: list[TensorSpec]) -> BirderDriver:
         return BirderDriver(session, process_set, self._kind, specs, self, self._common, self._options)
@@ -124,7 +158,11 @@ class Birder(SoftSignSGD):
         self._wrap(optimizer, named_parameters, process_set, common, **options)
 
 
-def check_groups(wrapper: str, optimizer: torch.optim.Optimizer) -> None:
+def _moments(group: dict[str, Any]) -> tuple[Any, Any]:
+    return group.get("momentum") or 0.0, group.get("betas")
+
+
+def _check_groups(wrapper: str, optimizer: torch.optim.Optimizer) -> None:
     """Raises InvalidRequestError if a group has no lr, or an option that this step would ignore."""
     for group in optimizer.param_groups:
         if "lr" not in group:

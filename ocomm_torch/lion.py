@@ -11,11 +11,10 @@ from ocomm.compression.layout import TensorSpec
 from ocomm.session import Session
 from ocomm.training.driver import Common
 from ocomm.training.lion import LionDriver
-from ocomm_torch.birder import check_groups
-from ocomm_torch.compressed import CompressedOptimizer
+from ocomm_torch.birder import RateOptimizer
 
 
-class Lion(CompressedOptimizer):
+class Lion(RateOptimizer):
     """Data-parallel Lion with a majority vote: exactly 1 bit per parameter and direction from the first step on.
 
     Each rank sends the sign of its own ``betas[0] * m + (1 - betas[0]) * g``, m being the moving average of its
@@ -61,7 +60,6 @@ class Lion(CompressedOptimizer):
     ) -> None:
         self._common = Common(block_size, overlap, max_grad_norm, clip, verify, backward_passes_per_step, hierarchical)
         self._options = {"betas": [float(beta) for beta in betas], "seed": seed}
-        check_groups("Lion", optimizer)
         super().__init__(optimizer, named_parameters, process_set, backward_passes_per_step)
 
     def _make_driver(self, session: Session, process_set: int, specs: list[TensorSpec]) -> LionDriver:

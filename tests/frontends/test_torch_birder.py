@@ -12,7 +12,7 @@ import torch
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError, NonFiniteError, SettingsError
 from ocomm.session import Session
 from ocomm.types import Settings
-from ocomm_torch import Birder, DistributedBirder, DistributedSoftSignSGD, SoftSignSGD
+from ocomm_torch import Birder, DistributedBirder, DistributedLion, DistributedSoftSignSGD, SoftSignSGD
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial, train
 from tests.frontends.test_torch_onebit import CHANGES, change_betas, change_lr, rank_of
 from tests.oracle import birder as oracle
@@ -324,5 +324,28 @@ def test_a_schedule_made_before_wrapping_hears_of_the_steps() -> None:
         optimizer.step()
         scheduler.step()
         assert optimizer.param_groups[0]["lr"] == 5e-3
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize(
+    ("inner", "said"), [(torch.optim.SGD, "momentum=0.95"), (torch.optim.Adam, "betas=(0.95, 0.999)")]
+)
+@pytest.mark.parametrize("wrap", [DistributedBirder, DistributedLion])
+def test_a_momentum_that_a_schedule_cycles_is_said_once_to_be_ignored(
+    wrap: Any, inner: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(session: Session) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = wrap(inner([parameter], lr=0.1))
+        for cycle in (False, True):
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9, cycle_momentum=cycle)
+            for _ in range(4):
+                optimizer.zero_grad()
+                parameter.sum().backward()
+                optimizer.step()
+                scheduler.step()
+            assert len(caplog.records) == cycle
+        assert f"{said} of the param groups is ignored" in caplog.text
 
     run_ranks(1, body)
