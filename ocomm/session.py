@@ -80,7 +80,7 @@ class Session:
         self._starts = 0  # with a timeline from the settings
         self._scratch = Scratch(0)
         self._next_set = 1
-        self._names: dict[tuple[int, str], int] = {}
+        self._counts: dict[str, int] = {}
         self._compressed: dict[tuple[int, str], OneBitAllreduce] = {}
         self._compressed_channels: dict[int, Channel] = {}
 
@@ -120,7 +120,6 @@ class Session:
         some do not come within ``start_timeout_s``.
         """
         tuner = _tuner(settings) if settings.autotune and control.rank == 0 else None
-        self._names.clear()  # ranks that come back from different failures must count alike
         sets = [tuple(ranks) for ranks in process_sets]
         # Before anybody hears of this rank: it may fail.
         pool = _kernel_threads(settings)
@@ -142,7 +141,7 @@ class Session:
         pool: Pool | None,
         tuner: Tuner | None,
     ) -> None:
-        hosts = _handshake(control, settings, sets, host)
+        hosts, self._counts = _handshake(control, settings, sets, host, self._counts)
         native = settings.engine == "native" and (abi is not None or control.size == 1)
         self.kernels = _kernels(settings, pool)
         if native:
@@ -367,9 +366,12 @@ class Session:
         return f"{operation}.noname.{self.ordinal(operation, number)}"
 
     def ordinal(self, what: str, number: int = 0) -> int:
-        """1, 2, 3, ... for what all ranks of a process set make in the same order."""
-        count = self._names.get((number, what), 0) + 1
-        self._names[number, what] = count
+        """1, 2, 3, ... for what all ranks of a process set make in the same order; unique in this process.
+
+        Ranks that join a job again, from different failures, go on from the highest of them.
+        """
+        key = f"{what} {number}"
+        self._counts[key] = count = self._counts.get(key, 0) + 1
         return count
 
     def open_channel(self, number: int, name: str, digest: int, detail: str) -> Channel:
@@ -559,14 +561,20 @@ def _core(cores: Sequence[int], topology: Topology) -> int | None:
     return core
 
 
-def _handshake(control: Transport, settings: Settings, sets: Sequence[tuple[int, ...]], host: str) -> list[str]:
-    """Everybody tells rank 0 who it is and how it is set; rank 0 compares, and tells everybody. Returns all hosts."""
+def _handshake(
+    control: Transport, settings: Settings, sets: Sequence[tuple[int, ...]], host: str, counts: dict[str, int]
+) -> tuple[list[str], dict[str, int]]:
+    """Everybody tells rank 0 who it is and how it is set; rank 0 compares, and tells everybody.
+
+    Returns all hosts, and ``counts`` as they are from now on: each the highest of any rank.
+    """
     link = Link(control)
     agreed = {name: getattr(settings, name) for name in Settings.AGREED}
-    mine = {"host": host, "version": __version__, "process_sets": [list(s) for s in sets], **agreed}
+    process_sets = [list(s) for s in sets]
+    mine = {"host": host, "version": __version__, "process_sets": process_sets, "counts": counts, **agreed}
     if control.size == 1:
         _check_sets(sets, 1)
-        return [host]
+        return [host], counts
     end = time.monotonic() + settings.start_timeout_s
     if control.rank == 0:
         said: dict[int, dict[str, Any]] = {0: mine}
@@ -582,7 +590,10 @@ def _handshake(control: Transport, settings: Settings, sets: Sequence[tuple[int,
                 raise LaunchError(verdict)
             else:
                 time.sleep(2e-4)
-        answer: dict[str, Any] = {"hosts": [said[rank]["host"] for rank in range(control.size)]}
+        highest: dict[str, int] = {}
+        for each in said.values():
+            highest |= {what: max(count, highest.get(what, 0)) for what, count in each["counts"].items()}
+        answer: dict[str, Any] = {"hosts": [said[rank]["host"] for rank in range(control.size)], "counts": highest}
         difference = _difference(said)
         if difference:
             answer = {"settings_error": difference}
@@ -601,7 +612,7 @@ def _handshake(control: Transport, settings: Settings, sets: Sequence[tuple[int,
     if "launch_error" in answer:
         raise LaunchError(answer["launch_error"])
     _check_sets(sets, control.size)
-    return answer["hosts"]
+    return answer["hosts"], answer["counts"]
 
 
 def _flush(link: Link) -> None:

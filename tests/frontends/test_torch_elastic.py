@@ -72,6 +72,43 @@ open(f"{sys.argv[1]}.{hvd.rank()}", "w").write(json.dumps(results))
 """
 
 
+# One optimizer is made before the loop, and one, of a model whose parameters have the same names, in each turn of it.
+TWO_MODELS = """
+import torch
+import ocomm_torch as hvd
+
+def wrapped(model):
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+
+@hvd.elastic.run
+def train(state):
+    second = wrapped(inner)
+    if state.resets == 0 and hvd.rank() == 1:
+        wrapped(torch.nn.Linear(4, 4, bias=False))  # what one rank alone had made when it failed
+    for batch in range(2):
+        first.zero_grad(), second.zero_grad()
+        outer(inner(torch.full((1, 4), 1.0 + hvd.rank()))).sum().backward()
+        first.step(), second.step()
+        if state.resets == 0:
+            raise hvd.HorovodInternalError("all ranks begin again")
+
+hvd.init()
+outer, inner = (torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+first = wrapped(outer)
+state = hvd.elastic.TorchState(outer, first, inner=inner, resets=0)
+state.register_reset_callbacks([lambda: setattr(state, "resets", state.resets + 1)])
+train(state)
+ranks = hvd.allgather_object([model.weight.tolist() for model in (outer, inner)])
+assert ranks[0] == ranks[1]
+"""
+
+
+@pytest.mark.skipif(MPI_SIZE > 0, reason="starts a job of its own")
+def test_an_optimizer_of_a_later_turn_shares_no_name_with_one_of_before() -> None:
+    done = run_job(2, TWO_MODELS)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(MPI_SIZE > 0, reason="starts jobs of its own")
 def test_a_failed_job_goes_on_from_its_last_commit_and_ends_where_it_would_have(tmp_path: Path) -> None:
     done = run_job(2, JOB, str(tmp_path / "result"))
