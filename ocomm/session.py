@@ -379,8 +379,8 @@ class Session:
         request = Request(Kind.CHANNEL, name, digest=digest, detail=detail)
         return self.submit(number, Submission.of(request)).wait()[0]
 
-    def watch(self, number: int) -> Watch:
-        """What a thread that waits for an exchange of a process set looks at."""
+    def watch(self, number: int, name: str) -> Watch:
+        """What a thread looks at that waits for an exchange of ``name``, the same in all ranks of the process set."""
         runtime = self._require()
         ranks = list(self.set_ranks[number])
 
@@ -394,7 +394,7 @@ class Session:
             joined = {rank: "has joined" for member in members for rank in member.joined}
             return {**joined, **runtime.departed()}
 
-        return Watch(failure, departed, self.settings.stall_check_s, runtime.stepping)
+        return Watch(failure, departed, self.settings.stall_check_s, f"{name} {number}", runtime.waits)
 
     def agree(self, number: int, name: str, detail: str) -> None:
         """Waits until all ranks of the set say the same ``detail`` about ``name``; MismatchError if they do not."""
@@ -448,7 +448,7 @@ class Session:
                 ranks,
                 nodes,
                 self.settings.segment_nbytes,
-                self.watch(number),
+                self.watch(number, name),
             )
         return self._compressed[key](array, self.settings.stall_shutdown_s)
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ocomm.collectives.engine import Channel, State, Ticket
 from ocomm.errors import OcommError, PeerError
@@ -16,15 +17,39 @@ _log = logging.getLogger("ocomm")
 _GRACE_S = 5.0
 
 
+class Wait(NamedTuple):
+    """What a thread waits for: the exchange ``what``, which is number ``number``, from 0 on, of those of ``name``, and
+    in it the messages of the world ranks ``late``."""
+
+    what: str
+    name: str
+    number: int
+    late: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Of this rank's threads in exchanges that all ranks make in one order. Single dict operations, from any thread.
+
+    ``waiting``: those that have waited for a second. ``ended``: how many exchanges of each name have ended.
+    """
+
+    waiting: dict[int, Wait] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What a waiting thread looks at: whether the runtime has failed and why, which world ranks have left and how."""
+    """What a waiting thread looks at: whether the runtime has failed and why, which world ranks have left and how.
+
+    ``name`` is that of what makes the exchanges, an optimizer, say: the same on all ranks.
+    """
 
     failure: Callable[[], OcommError | None]
     departed: Callable[[], Mapping[int, str]]
     stall_check_s: float
-    #: Threads that have waited for a second -> for what, and for which world ranks; single dict operations.
-    waiting: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    name: str = ""
+    waits: Waits = field(default_factory=Waits)
 
 
 def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, what: str) -> State:
@@ -36,7 +61,8 @@ def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, w
     try:
         state = _wait(ticket, channel, ranks, watch, what)
     finally:
-        watch.waiting.pop(threading.get_ident(), None)
+        watch.waits.waiting.pop(threading.get_ident(), None)
+        watch.waits.ended[watch.name] = watch.waits.ended.get(watch.name, 0) + 1
     if state != State.DONE and (failure := watch.failure()) is not None:
         raise type(failure)(*failure.args)
     return state
@@ -48,7 +74,8 @@ def _wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, 
     while (state := ticket.wait(min(1.0, watch.stall_check_s))) < State.DONE:
         now = time.monotonic()
         late = [ranks[rank] for rank in channel.waiting_for()]
-        watch.waiting[threading.get_ident()] = what, tuple(late)
+        waits = watch.waits
+        waits.waiting[threading.get_ident()] = Wait(what, watch.name, waits.ended.get(watch.name, 0), tuple(late))
         departed = {rank: how for rank, how in watch.departed().items() if rank in late}
         if not departed:
             owing_since = None

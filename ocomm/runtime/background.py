@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 
 from ocomm.collectives.engine import Engine, Reason
+from ocomm.collectives.waiting import Waits
 from ocomm.errors import HorovodInternalError, OcommError, PeerError
 from ocomm.runtime.control import Word
 from ocomm.runtime.deadlock import Deadlock
@@ -47,9 +48,8 @@ class Runtime:
         self._on_loss = on_loss
         self._sets = [world]
         self._retiring: list[ProcessSet] = []
-        #: See ``Watch.waiting``.
-        self.stepping: dict[int, tuple[str, tuple[int, ...]]] = {}
-        self._deadlock = Deadlock(world, lambda: self._sets, self.stepping)
+        self.waits = Waits()
+        self._deadlock = Deadlock(world, lambda: self._sets, self.waits)
         self._leaving: tuple[bool, str] | None = None  # (failed, why), asked for by the user's thread
         self._left = False
         self._gone: dict[int, tuple[bool, str]] = {}

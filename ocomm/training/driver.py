@@ -163,7 +163,7 @@ class Driver:
             self.core,
             channel,
             ranks,
-            session.watch(number),
+            session.watch(number, name),
             locate,
             segment_nbytes=segment_nbytes(layout.numel // 8, len(ranks), session.settings.segment_nbytes),
             overlap=common.overlap,

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import ocomm
+from ocomm.collectives.waiting import Wait
 from ocomm.errors import StallError
+from ocomm.runtime.deadlock import Report, is_certain
 from ocomm.runtime.whereabouts import whereabouts
 from ocomm.session import Session
 from ocomm.types import Settings
@@ -140,6 +142,30 @@ def test_by_default_it_is_a_warning_and_who_moves_after_all_is_served(caplog: py
     assert [text[: len("tensor 'of 0': rank 0 submitted it ")] for text in said] == [
         f"tensor 'of {k}': rank {k} submitted it " for k in range(2)
     ]
+
+
+def in_step(number: int, *late: int, name: str = "adam") -> Report:
+    return Report(True, steps=(Wait("a step", name, number, late),), ended={name: number})
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ([Report(True), in_step(3, 0)], True),  # rank 0 never came
+        ([Report(True, ended={"adam": 3}), in_step(3, 0)], True),
+        ([Report(True, ended={"adam": 4}), in_step(3, 0)], False),  # it is done, and its message still on the wire
+        ([Report(True, ended={"adam": 4}), in_step(3, 0, 2), Report(True)], True),
+        ([in_step(4, 1), in_step(3, 0)], False),  # rank 0 is a step ahead, and rank 1 will follow
+        ([in_step(3, 1), in_step(3, 0)], False),
+        ([in_step(0, 1, name="adam"), in_step(0, 0, name="lion")], True),  # each waits in another optimizer's step
+        ([in_step(0, 1), in_step(0, 2), Report(True)], False),  # rank 0 waits for what rank 1 has sent
+        ([in_step(0, 2), in_step(0, 2), Report(True)], True),
+        ([Report(True, balance=1), Report(True)], False),
+        ([Report(True, balance=1), Report(True, balance=-1)], True),
+    ],
+)
+def test_who_has_not_come_to_a_step_is_known_from_who_has_left_it(reports: list[Report], expected: bool) -> None:
+    assert is_certain(dict(enumerate(reports))) is expected
 
 
 def test_a_line_of_the_users_code_is_found_under_the_libraries() -> None:
