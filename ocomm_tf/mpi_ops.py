@@ -11,7 +11,9 @@ average of whole numbers is a floor division.
 
 Errors: InvalidRequestError (a ValueError) where this rank's arguments cannot be right, HorovodInternalError where the
 ranks do not agree or some do not come. Out of a graph they come as ``tf.errors.InvalidArgumentError`` and
-``tf.errors.FailedPreconditionError`` whose message starts with the class.
+``tf.errors.FailedPreconditionError`` whose message starts with the class, out of a 1-bit optimizer's step as
+``tf.errors.InvalidArgumentError`` and ``tf.errors.UnknownError`` whose message has it. ``hvd.elastic.run`` finds a
+HorovodInternalError in either.
 """
 
 from __future__ import annotations
