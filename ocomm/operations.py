@@ -19,7 +19,7 @@ from ocomm.collectives.adasum import adasum
 from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.kernels.base import Bytes
 from ocomm.negotiation.coordinator import JOIN_NAME
-from ocomm.negotiation.request import Kind, Request
+from ocomm.negotiation.request import Kind, Place, Request
 from ocomm.runtime.handle import NOTHING, Handle, Submission
 from ocomm.runtime.process_set import ProcessSet as ProcessSetAtRunTime
 from ocomm.runtime.process_set import check_reduction
@@ -388,10 +388,11 @@ def allreduce(
     process_set: ProcessSet,
     in_place: bool,
     grouped: bool,
+    place: Place = Place.HOST,
 ) -> Operation:
     """Reduces every tensor over the ranks of the set; the operation's result is the tensor, or the list of a group."""
     return prepare_allreduce(
-        session, adapter, tensors, name, op, prescale, postscale, process_set, in_place, grouped
+        session, adapter, tensors, name, op, prescale, postscale, process_set, in_place, grouped, place
     ).submit()
 
 
@@ -406,11 +407,13 @@ def prepare_allreduce(
     process_set: ProcessSet,
     in_place: bool,
     grouped: bool,
+    place: Place = Place.HOST,
 ) -> Prepared:
     """An ``allreduce`` whose tensors are on their way to the host's memory.
 
     With a sequence of names, one for each tensor, each is matched by itself, as if it had been submitted alone; the
-    result is a list then, too.
+    result is a list then, too. ``place``: where ``adapter`` leaves them (``training.inside.place_of``); those that are
+    ``BRIDGED`` stay on their device, and what it calls host tensors and their bytes is there.
     """
     number = process_set.number(session)
     is_single = not grouped and (name is None or isinstance(name, str))
@@ -430,8 +433,9 @@ def prepare_allreduce(
         else:
             target = source
         request = Request(
-            Kind.ALLREDUCE, full_name, dtype, shape, checked, 0, prescale, postscale, (), "torch", group, group_size
-        )
+            Kind.ALLREDUCE, full_name, dtype, shape, checked, 0, prescale, postscale, (), "torch", group, group_size, 0,
+            "", place,
+        )  # fmt: skip
         submission.add(request, source, target)
         finishing.append((host, tensor, shared))
         targets.append((target, dtype))

@@ -68,6 +68,8 @@ class Session:
         self._device_kernels: dict[int, Kernels] = {}
         #: Between this rank's device and those of other ranks of its host; one per process (``training.inside``).
         self.bridge: Bridge | None = None
+        #: Held while it is opened.
+        self.opening_bridge = threading.Lock()
         self.sets: dict[int, ProcessSet | None] = {}
         self.set_ranks: dict[int, tuple[int, ...]] = {}
         self.engine: Engine | None = None
@@ -195,6 +197,9 @@ class Session:
         assert self.runtime is not None and self.engine is not None
         runtime, self.runtime = self.runtime, None
         clean = self.left_in_order = runtime.leave(failed, why)
+        for member in self.sets.values():
+            if member is not None and member.opening_bridge is not None:  # has heard by now, unless it waits for NCCL
+                member.opening_bridge.join(self.settings.start_timeout_s)
         if self.bridge is not None:  # nobody is in a transfer any more, or the job is over
             self.bridge.end("the session is over")
             self.bridge = None

@@ -14,7 +14,7 @@ from the synchronizing call where the ranks do not agree or some do not come.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,11 +23,16 @@ from torch import Tensor
 from ocomm import operations
 from ocomm import session as sessions
 from ocomm.api import Average, Sum
-from ocomm.errors import InvalidRequestError
+from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.kernels.base import Bytes
+from ocomm.kernels.device import DeviceMemory, is_reduced_on_devices
+from ocomm.negotiation.request import Place
 from ocomm.operations import ProcessSet, choose_op, global_process_set, handles
+from ocomm.session import Session
+from ocomm.training.inside import could_be_bridged, give_up, place_of
 from ocomm.types import DType, ReduceOp
 from ocomm_torch.compression import Compression, Compressor, OneBitCompressor
+from ocomm_torch.placement import CudaPlacement
 
 _DTYPES = {
     torch.uint8: DType.UINT8,
@@ -100,8 +105,63 @@ class TorchAdapter:
     def store(self, host: Any, into: Any) -> None:
         into.detach().copy_(host, non_blocking=True)
 
+    def placement(self, session: Session, process_set: ProcessSet, tensors: Sequence[Tensor]) -> CudaPlacement | None:
+        """Of tensors that are all on one GPU, if sums over the set could stay there; else None."""
+        if not tensors or not tensors[0].is_cuda:
+            return None
+        number = process_set.number(session)
+        if not could_be_bridged(session, number):
+            return None
+        device = tensors[0].device
+        if torch.version.cuda is None or any(tensor.device != device for tensor in tensors):
+            return None
+        try:
+            return CudaPlacement(session.device_kernels(device.index or 0), device)
+        except OcommError as error:  # no numba-cuda, say
+            give_up(session.member_set(number), str(error))
+            return None
+
+
+class _OnDevice(TorchAdapter):
+    """Tensors that stay where they are: theirs is the memory that it calls the host's."""
+
+    def __init__(self, placement: CudaPlacement) -> None:
+        self._placement = placement
+
+    def host(self, tensor: Any) -> tuple[Any, bool]:
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        return (tensor, True) if tensor.is_contiguous() else (tensor.contiguous(), False)
+
+    def copies(self, tensors: Sequence[Any]) -> None:
+        """ocomm's stream comes after what Torch's has begun."""
+        self._placement.arrive()
+
+    def view(self, host: Any) -> Bytes:
+        return self._placement.bytes(host)
+
+    def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def deliver(self, host: Any, like: Any) -> Any:
+        return host
+
 
 TORCH = TorchAdapter()
+
+
+def adapter_of(
+    session: Session, tensors: Sequence[Tensor], op: int, process_set: ProcessSet
+) -> tuple[TorchAdapter, Place]:
+    """How the tensors of one allreduce reach the ranks of a set, and where they are then."""
+    placement = TORCH.placement(session, process_set, tensors)
+    if placement is None or not all(
+        tensor.dtype in _DTYPES and is_reduced_on_devices(_DTYPES[tensor.dtype], op) for tensor in tensors
+    ):
+        return TORCH, Place.HOST
+    place = place_of(session, process_set.number(session), cast(DeviceMemory, placement.kernels.memory))
+    return _OnDevice(placement) if place is Place.BRIDGED else TORCH, place
+
 
 # allreduce
 
@@ -119,9 +179,11 @@ def _submit_allreduce(
 ) -> int:
     session = sessions.current()
     chosen = choose_op(op, average)
-    return handles.add(
-        operations.allreduce(session, TORCH, tensors, name, chosen, prescale, postscale, process_set, in_place, grouped)
+    adapter, place = adapter_of(session, tensors, chosen, process_set)
+    operation = operations.allreduce(
+        session, adapter, tensors, name, chosen, prescale, postscale, process_set, in_place, grouped, place
     )
+    return handles.add(operation)
 
 
 def allreduce_async(

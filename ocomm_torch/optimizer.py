@@ -29,7 +29,7 @@ from ocomm.types import ReduceOp
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.compression import Compression, Compressor, OneBitCompressor
-from ocomm_torch.mpi_ops import TORCH, sparse_allreduce_async
+from ocomm_torch.mpi_ops import adapter_of, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters, names_of
 
 #: Bytes of gradients that are submitted at once, because each submission costs the same; fewer the first time, so that
@@ -201,10 +201,12 @@ class _DistributedOptimizer(NamesParameters):
     def _start(self, parameters: tuple[Tensor, ...], grads: list[Tensor]) -> _Exchange:
         pairs = [self._compression.compress(grad) for grad in grads]
         is_group = parameters[0] in self._group_of
+        tensors = [compressed for compressed, _ in pairs]
+        adapter, place = adapter_of(self._session, tensors, self._op, self._process_set)
         prepared = operations.prepare_allreduce(
             self._session,
-            TORCH,
-            [compressed for compressed, _ in pairs],
+            adapter,
+            tensors,
             self._names[parameters[0]] if is_group else [self._names[p] for p in parameters],
             self._op,
             self._prescale,
@@ -212,6 +214,7 @@ class _DistributedOptimizer(NamesParameters):
             self._process_set,
             True,
             is_group,
+            place,
         )
         self._copied.append(prepared)
         versions = [grad._version for grad in grads]

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from ocomm.errors import InvalidRequestError
-from ocomm.kernels.base import Floats, Kernels
+from ocomm.kernels.base import Bytes, Floats, Kernels
 from ocomm.kernels.device import DeviceArray, DeviceMemory
 from ocomm.session import Session
 
@@ -74,6 +74,10 @@ class CudaPlacement(Placement):
     def flat(self, tensor: torch.Tensor) -> Floats:
         tensor = tensor.detach().reshape(-1)
         return cast(Floats, DeviceArray(self._memory, tensor.data_ptr(), tensor.numel(), "float32", tensor))
+
+    def bytes(self, tensor: torch.Tensor) -> Bytes:
+        """Those of a contiguous tensor of any type, in the form of the host's arrays."""
+        return cast(Bytes, DeviceArray(self._memory, tensor.data_ptr(), tensor.nbytes, "uint8", tensor))
 
     def tensor(self, array: Any) -> torch.Tensor:
         return torch.as_tensor(array, device=self._device)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ocomm.collectives.plan import Message, Offload, Stage
 from ocomm.collectives.turns import Turns
 from ocomm.errors import HorovodInternalError, OcommError
 from ocomm.kernels.device import Device, Event, Lane
@@ -110,6 +112,26 @@ class Inside:
 
     bridge: Bridge | None
     ranks: tuple[int, ...]
+
+
+def take_turn(
+    inside: Inside, what: str, first: Stage, second: Stage, sends: Sequence[Piece], receives: Sequence[Piece]
+) -> Offload:
+    """A transfer among the ranks of ``inside``, who all call it ``what``. Two stages end with its messages: ``first``
+    says that this rank is ready, ``second`` gives the number. The next stage is to begin with the task."""
+    assert inside.bridge is not None
+    bridge, ranks = inside.bridge, inside.ranks
+    ready = np.full(len(ranks), zlib.crc32(what.encode()), np.int64)
+    said, number = [ready[k : k + 1].view(np.uint8) for k in range(len(ranks))], np.zeros(8, np.uint8)
+    if bridge.place == 0:
+        first.receives += [Message(peer, said[k]) for k, peer in enumerate(ranks) if k]
+        second.compute.append(Offload("Order", Order(bridge, ready, number)))
+        second.sends = [Message(peer, number) for peer in ranks[1:]]
+    else:
+        first.sends.append(Message(ranks[0], said[bridge.place]))
+        second.receives.append(Message(ranks[0], number))
+    sent, received = (sum(piece.nbytes for piece in pieces) for pieces in (sends, receives))
+    return Offload("Transfer", Transfer(bridge, number, sends, receives), sent, received)
 
 
 class Order:

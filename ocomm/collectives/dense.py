@@ -97,11 +97,13 @@ def allreduce(
     op: ReduceOp,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    copied: bool = False,
 ) -> Plan:
     """Reduces each of ``sources`` into its result, of ``nbytes`` both. In place where they are one.
 
     Small tensors are fused: they travel side by side in a buffer. A large one goes from where it is to where it shall
-    be, because copies cost as much as all else that a sum does to memory.
+    be, because copies cost as much as all else that a sum does to memory. With ``copied`` it is copied in and out, too,
+    and messages are the same: no other computation sees what is not in memory from ``scratch``.
 
     Bytes sent per rank: 2 (n-1)/n of the total; (n-1) times what is fused if that is below ``SMALL_NBYTES``. On N nodes
     of M ranks 2 (N-1)/(N M) of the total to other nodes, and twice (M-1)/M inside: not for averages of integers, whose
@@ -121,7 +123,7 @@ def allreduce(
     alone_nbytes = max(piece // 4, SMALLEST_NBYTES)  # a segment is worth its messages
     is_fused = [n < alone_nbytes for n in nbytes]
     count = sum(is_fused)
-    if count == len(nbytes) > 1:
+    if count == len(nbytes) > 1:  # the usual case
         return Plan("allreduce", _fused(reduction, sources, results, nbytes, piece), staging)
     segments: list[list[Stage]] = []
     if count > 1:
@@ -129,7 +131,10 @@ def allreduce(
         segments += _fused(reduction, *fused, piece)
     for source, result, n, one in zip(sources, results, nbytes, is_fused, strict=True):
         if count < 2 or not one:
-            segments += reduction.segments(view(source, n), view(result, n), piece)
+            if copied:
+                segments += _fused(reduction, [source], [result], [n], piece)
+            else:
+                segments += reduction.segments(view(source, n), view(result, n), piece)
     return Plan("allreduce", segments, staging)
 
 

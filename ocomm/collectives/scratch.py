@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from ocomm.kernels.base import ALIGNMENT as ALIGNMENT
 from ocomm.kernels.base import Bytes
@@ -10,10 +11,11 @@ from ocomm.kernels.base import aligned as aligned
 
 
 class Scratch:
-    """Owner of idle buffers, at most ``limit_nbytes`` of them. Thread-safe."""
+    """Owner of idle buffers, at most ``limit_nbytes`` of them. ``new`` makes one of a number of bytes. Thread-safe."""
 
-    def __init__(self, limit_nbytes: int) -> None:
+    def __init__(self, limit_nbytes: int, new: Callable[[int], Bytes] = aligned) -> None:
         self.limit_nbytes = limit_nbytes
+        self._new = new
         self._lock = threading.Lock()
         self._idle: list[Bytes] = []
         self._idle_nbytes = 0
@@ -27,7 +29,7 @@ class Scratch:
                 self._idle = [b for b in self._idle if b is not best]
                 self._idle_nbytes -= best.nbytes
                 return best
-        return aligned(max(nbytes, 1))
+        return self._new(max(nbytes, 1))
 
     def give(self, buffers: list[Bytes]) -> None:
         """Takes buffers back; drops the oldest idle ones over the limit."""

@@ -16,14 +16,13 @@ copied to the host at all.
 from __future__ import annotations
 
 import bisect
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
 from ocomm.collectives import plan as plans
-from ocomm.collectives.bridge import Inside, Order, Transfer
+from ocomm.collectives.bridge import Inside, take_turn
 from ocomm.collectives.plan import HEADER, Computation, Message, Offload, Plan, Stage
 from ocomm.compression.wire import RUN
 from ocomm.kernels.base import ALIGNMENT, Bytes, Memory, Table
@@ -60,6 +59,10 @@ class DeviceTask:
         """Adds a copy from the device."""
         if not self._direct:
             self._steps.append(partial(self._memory.download, part))
+
+    def add(self, queue: Callable[..., None], *arguments: object) -> None:
+        """Adds what ``queue(*arguments)`` puts into the device's queue."""
+        self._steps.append(partial(queue, *arguments))
 
     def loop(self, flags: np.ndarray | None, loop: str, *arguments: object) -> None:
         """Adds a loop of ``Kernels``. If something is not finite ``flags`` says so. Compiles it, if nobody has yet: the
@@ -288,22 +291,12 @@ class _Segment:
         self.stages += [first, second]
         if inside.bridge is None:
             return
-        bridge, ranks = inside.bridge, inside.ranks
-        ready = np.full(len(ranks), zlib.crc32(f"{self._name}, stage {len(self.stages)}".encode()), np.int64)
-        said, number = [ready[k : k + 1].view(np.uint8) for k in range(len(ranks))], np.zeros(8, np.uint8)
-        if bridge.place == 0:
-            first.receives += [Message(peer, said[k]) for k, peer in enumerate(ranks) if k]
-            second.compute.append(Offload("Order", Order(bridge, ready, number)))
-            second.sends = [Message(peer, number) for peer in ranks[1:]]
-        else:
-            first.sends.append(Message(ranks[0], said[bridge.place]))
-            second.receives.append(Message(ranks[0], number))
 
         def pieces(payloads: Sequence[tuple[int, Bytes]]) -> list[Piece]:
-            return [Piece(ranks.index(peer), self._memory.twin(p).address, p.nbytes) for peer, p in payloads]
+            return [Piece(inside.ranks.index(peer), self._memory.twin(p).address, p.nbytes) for peer, p in payloads]
 
-        sent, received = (sum(payload.nbytes for _, payload in payloads) for payloads in (sends, receives))
-        self._next = [Offload("Transfer", Transfer(bridge, number, pieces(sends), pieces(receives)), sent, received)]
+        what = f"{self._name}, stage {len(self.stages)}"
+        self._next = [take_turn(inside, what, first, second, pieces(sends), pieces(receives))]
 
     def _headers(self, messages: Sequence[Message]) -> list[Message]:
         return [Message(m.peer, m.buffer[: self._heads[_address(m.buffer)]]) for m in messages]

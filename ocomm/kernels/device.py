@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels.base import PIECE, Bytes, Floats, Kernels, Table, sparse_bytes
 from ocomm.kernels.reference import CHECKSUM_SPREAD, ReferenceKernels
+from ocomm.types import DType, ReduceOp
 
 #: Tables that are on the device without being in use: those of buckets that are cut anew every now and then.
 _REMEMBERED = 4096
@@ -199,6 +200,11 @@ class _Wire:
         }
 
 
+def is_reduced_on_devices(dtype: DType, op: int) -> bool:
+    """Is there a loop for it, with whatever factors?"""
+    return dtype == DType.FLOAT32 and op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+
+
 class DeviceMemory:
     """See ``Memory``. Tables of the host and staging memory have copies on the device, which follow them.
 
@@ -258,6 +264,10 @@ class DeviceMemory:
 
     def wire(self, staging: Bytes) -> Bytes:
         return np.asarray(_Wire(self.twin(staging)))
+
+    def unreachable(self, nbytes: int) -> Bytes:
+        """New memory of the device as an array that can be cut, and that the host must not look at."""
+        return np.asarray(_Wire(self.empty(nbytes, np.uint8)))
 
     def host(self, array: Any) -> Any:
         if not isinstance(array, DeviceArray):
@@ -442,10 +452,11 @@ class Queue:
         if name == "tensors":
             return self._memory.rows(argument)
         if name in ("received", "sources"):
-            return [self._memory.twin(message) for message in argument]
-        if isinstance(argument, np.ndarray) and name != "noise":
-            return self._memory.twin(argument)
-        return argument
+            return [self._twin(message) for message in argument]
+        return argument if name == "noise" else self._twin(argument)
+
+    def _twin(self, argument: Any) -> Any:
+        return self._memory.twin(argument) if isinstance(argument, np.ndarray) else argument
 
 
 class DeviceKernels:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ocomm.negotiation.cache import CoordinatorCache
 from ocomm.negotiation.fusion import fuse
-from ocomm.negotiation.request import Fault, Kind, Request, Response
+from ocomm.negotiation.request import Fault, Kind, Place, Request, Response
 from ocomm.types import ReduceOp
 
 #: What every rank's request to join is called.
@@ -69,6 +69,7 @@ class Coordinator:
         self._absent: dict[int, str] = {}  # rank -> why it will never ask again
         self._joined: list[int] = []  # ranks without more data, in the order in which they joined
         self._news: list[Response] = []
+        self._bridge_is_asked_for = False
 
     def receive(self, rank: int, message: bytes, now_s: float) -> None:
         """Takes in one rank's announcement."""
@@ -179,6 +180,8 @@ class Coordinator:
         responses += self._answer_bits()
         if self._ready:
             responses += self._answer_names()
+        responses += self._news  # of what has just been answered
+        self._news = []
         if len(self._joined) == len(self.ranks):
             responses.append(Response(Kind.JOIN, (JOIN_NAME,), sizes=((self._joined[-1],),), cache_ids=(-1,)))
             self._joined.clear()
@@ -205,7 +208,7 @@ class Coordinator:
         if answers is None:
             asked_for = self.cache.agreeing(ready)
             sizes_of = {o[0].name: _sizes(o) for o in asked_for if o[0].kind is not Kind.ALLREDUCE}
-            answers = [response for response, _ in self._fused([ordered[0] for ordered in asked_for], sizes_of)]
+            answers = [response for response, _ in self._fused(list(map(self._agreed, asked_for)), sizes_of)]
             if len(self._answers) >= _ANSWERS:
                 self._answers.clear()
             self._answers[key] = answers
@@ -218,7 +221,21 @@ class Coordinator:
         for group in fuse(requests, self.fusion_threshold, self.group_fusion):
             names = tuple([request.name for request in group])
             sizes = tuple(sizes_of[name] for name in names if sizes_of.get(name)) if sizes_of else ()
-            yield Response(group[0].kind, names, sizes=sizes), group
+            yield Response(group[0].kind, names, sizes=sizes, bridged=group[0].place is Place.BRIDGED), group
+
+    def _agreed(self, ordered: Sequence[Request | None]) -> Request:
+        """What all ranks have asked for. The place is the host for all if one has it there, and takes part with a copy
+        where there is no bridge yet: the first time that one would help, the ranks are told to open it."""
+        first = ordered[0] or next(request for request in ordered if request is not None)
+        if first.place is Place.HOST:
+            return first
+        places = {Place.HOST if request is None else request.place for request in ordered}
+        if places == {Place.BRIDGED}:
+            return first
+        if Place.HOST not in places and not self._bridge_is_asked_for:
+            self._bridge_is_asked_for = True
+            self._news.append(Response(Kind.BRIDGE, ()))
+        return replace(first, place=Place.HOST)
 
     def _answer_names(self) -> list[Response]:
         """What else all ranks have asked for, or what is wrong with it."""
@@ -250,7 +267,7 @@ class Coordinator:
                 else:
                     incomplete[name] = asked[0]
                 number_of[name] = self.cache.epoch, number
-                healthy.append(asked[0])
+                healthy.append(self._agreed(ordered))
         self._ready.clear()
         if self._epoch != self.cache.epoch:  # the ids stand for something else
             self._name(self._bits)

@@ -10,7 +10,8 @@ from ocomm.types import ReduceOp
 
 
 def fuse(ready: Sequence[Request], threshold_nbytes: int, across_groups: bool = True) -> list[list[Request]]:
-    """Groups ready tensors in order. Only allreduces fuse: equal dtype, operation and factors, up to the threshold.
+    """Groups ready tensors in order. Only allreduces fuse: equal dtype, operation, factors and place, up to the
+    threshold.
     Unless ``across_groups``, the tensors of a group fuse with each other only. Adasum does not fuse, because its
     weights are those of a whole tensor.
 
@@ -42,4 +43,4 @@ def fuse(ready: Sequence[Request], threshold_nbytes: int, across_groups: bool = 
     return groups
 
 
-_likeness = operator.attrgetter("dtype", "op", "prescale", "postscale")
+_likeness = operator.attrgetter("dtype", "op", "prescale", "postscale", "place")

@@ -30,6 +30,7 @@ class Kind(enum.IntEnum):
     JOIN = 7  # this rank has no more data: it counts as ready for everything, until all have joined
     DUPLICATE = 8  # copies the set's communicator; ``detail`` says what for
     TUNE = 9  # a response only: what comes after it goes by other settings
+    BRIDGE = 10  # a response only: all ranks are to open a bridge between their devices, if they can
 
 
 class Fault(enum.IntEnum):
@@ -41,9 +42,18 @@ class Fault(enum.IntEnum):
     LEFT = 3  # a rank that is needed has left
 
 
+class Place(enum.IntEnum):
+    """Where a rank has a tensor that is to be added up."""
+
+    HOST = 0
+    COPIED = 1  # in the host's memory, a copy of what is on a device that could have a bridge
+    BRIDGED = 2  # on a device that has one to those of all other ranks
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One rank's wish for one tensor. All but ``shape[0]`` and ``splits`` of ragged kinds must agree everywhere.
+    """One rank's wish for one tensor. All but ``place``, and ``shape[0]`` and ``splits`` of ragged kinds, must agree
+    everywhere.
 
     ``shape`` is the canonical shape; ``order`` tags the order of its elements. ``splits`` are the first-dimension rows
     for each rank (alltoall). ``group`` and ``group_size``: tensors which become ready together or not at all.
@@ -64,6 +74,7 @@ class Request:
     group_size: int = 0
     digest: int = 0
     detail: str = ""
+    place: Place = Place.HOST
     nbytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +93,8 @@ class Response:
     ``cache_ids``: the ids under which the requests are known from now on, -1 for none; one per name, or nothing where
     all ranks have asked under the ids they know.
     ``templates``: one request per name where ranks take part that have joined and not asked; theirs is of this kind.
-    A TUNE has none; ``sizes`` are the new settings (``autotune.Tuned.pack``).
+    ``bridged``: all ranks have them on devices, between which they are to go.
+    A TUNE has no names; ``sizes`` are the new settings (``autotune.Tuned.pack``). Nor has a BRIDGE.
     A JOIN without a name is news: ``sizes`` has the set's rank that joined. With a name all have; ``sizes`` the last.
     """
 
@@ -93,6 +105,7 @@ class Response:
     sizes: tuple[tuple[int, ...], ...] = ()
     cache_ids: tuple[int, ...] = field(default=())
     templates: tuple[Request, ...] = ()
+    bridged: bool = False
 
 
 class Writer:
@@ -140,7 +153,7 @@ class Reader:
 
 
 def write_request(writer: Writer, request: Request) -> None:
-    writer.pack("BBB", request.kind, request.dtype, request.op)
+    writer.pack("BBBB", request.kind, request.dtype, request.op, request.place)
     writer.pack("iddIQ", request.root, request.prescale, request.postscale, request.group_size, request.digest)
     writer.numbers(request.shape)
     writer.numbers(request.splits)
@@ -149,7 +162,7 @@ def write_request(writer: Writer, request: Request) -> None:
 
 
 def read_request(reader: Reader) -> Request:
-    kind, dtype, op = reader.unpack("BBB")
+    kind, dtype, op, place = reader.unpack("BBBB")
     root, prescale, postscale, group_size, digest = reader.unpack("iddIQ")
     shape, splits = reader.numbers(), reader.numbers()
     name, order, group, detail = (reader.text() for _ in range(4))
@@ -159,7 +172,7 @@ def read_request(reader: Reader) -> Request:
         DType(dtype),
         shape,
         ReduceOp(op),
-        *(root, prescale, postscale, splits, order, group, group_size, digest, detail),
+        *(root, prescale, postscale, splits, order, group, group_size, digest, detail, Place(place)),
     )
 
 
@@ -168,7 +181,7 @@ def write_responses(responses: tuple[Response, ...]) -> bytes:
     writer = Writer()
     writer.pack("I", len(responses))
     for response in responses:
-        writer.pack("BB", response.kind, response.fault)
+        writer.pack("BBB", response.kind, response.fault, response.bridged)
         writer.text(response.error)
         writer.numbers(list(map(len, response.names)))
         writer.text("".join(response.names))
@@ -188,7 +201,7 @@ def read_responses(data: bytes) -> tuple[Response, ...]:
     (count,) = reader.unpack("I")
     responses = []
     for _ in range(count):
-        kind, fault = reader.unpack("BB")
+        kind, fault, bridged = reader.unpack("BBB")
         error = reader.text()
         ends = list(itertools.accumulate(reader.numbers()))
         joined = reader.text()
@@ -198,5 +211,5 @@ def read_responses(data: bytes) -> tuple[Response, ...]:
         sizes = tuple(reader.numbers() for _ in range(tables))
         (count_of_templates,) = reader.unpack("I")
         templates = tuple(read_request(reader) for _ in range(count_of_templates))
-        responses.append(Response(Kind(kind), texts, error, Fault(fault), sizes, cache_ids, templates))
+        responses.append(Response(Kind(kind), texts, error, Fault(fault), sizes, cache_ids, templates, bool(bridged)))
     return tuple(responses)

@@ -17,12 +17,14 @@ from typing import cast
 import numpy as np
 
 from ocomm.collectives import dense
+from ocomm.collectives.bridged import BridgedSums
 from ocomm.collectives.engine import Engine, State, Ticket
 from ocomm.collectives.plan import Plan, Stage
 from ocomm.collectives.scratch import Scratch, aligned
 from ocomm.collectives.tracing import activities
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, OcommError, PeerError, StallError
 from ocomm.kernels.base import view
+from ocomm.kernels.device import DeviceArray
 from ocomm.kernels.reference import reject_unsupported
 from ocomm.negotiation.autotune import Tuned
 from ocomm.negotiation.cache import RankCache
@@ -57,6 +59,7 @@ class _Running:
     ticket: Ticket
     parts: dict[Handle, list[int]]
     result: object
+    scratch: Scratch  # whose the buffers are
     buffers: list = field(default_factory=list)
     submitted_ns: int = 0  # with a timeline only
 
@@ -124,6 +127,13 @@ class ProcessSet:
         self.channels: list[Transport] = [data]
         self._exchanges = [self._channel]  # what runs on them
         self.retired = threading.Event()
+        #: Set once by the thread that opens a bridge between the ranks' devices, read by any.
+        self.bridged: BridgedSums | None = None
+        #: Why there is none, once that is known.
+        self.unbridged = ""
+        #: Opens it, in a thread of its own; set by whoever submits what could go over it, before.
+        self.open_bridge: Callable[[], None] | None = None
+        self.opening_bridge: threading.Thread | None = None
 
     # Users' side
 
@@ -183,6 +193,8 @@ class ProcessSet:
             self._queue.clear()
         if self._tuner is not None:
             self._tuner.close()
+        if self.bridged is not None and self._running:
+            self.bridged.bridge.end(str(error), wait_s=0.0)
         ended += [part for running in self._running for part in running.parts.items()]
         ended += [(opening.handle, [0]) for opening in self._opening]
         self._running.clear()  # the engine keeps the memory of plans that are not over
@@ -336,6 +348,11 @@ class ProcessSet:
         if response.kind == Kind.TUNE:
             self._tune(Tuned.unpack(response.sizes[0]))
             return
+        if response.kind == Kind.BRIDGE:
+            assert self.open_bridge is not None
+            self.opening_bridge = threading.Thread(target=self.open_bridge, name="ocomm-bridge", daemon=True)
+            self.opening_bridge.start()
+            return
         with self._lock:
             if self._closed is None and not response.fault:
                 for template in response.templates:
@@ -367,13 +384,13 @@ class ProcessSet:
             nbytes = sum(submission.requests[position].nbytes for submission, position in tensors)
             self._tuner.note(response.names, nbytes, self.clock())
         try:
-            plan, result = self._plan(response, tensors)
+            plan, result, scratch = self._plan(response, tensors)
             ticket = self._channel.submit(self._channel.prepare(plan), self.settings.stall_shutdown_s, True)
         except BaseException:  # no memory, say: who waits is told when the set is closed for it
             with self._lock:
                 self._entries.update(found)
             raise
-        running = _Running(ticket, parts, result, plan.keepalive)
+        running = _Running(ticket, parts, result, scratch, plan.keepalive)
         if self.timeline is not None:
             running.submitted_ns = time.monotonic_ns()
         self._running.append(running)
@@ -415,21 +432,22 @@ class ProcessSet:
 
         return Handle(Submission.of(template, np.zeros(0, np.uint8), allocate), self.expect)
 
-    def _plan(self, response: Response, tensors: Sequence[tuple[Submission, int]]) -> tuple[Plan, object]:
-        """What to do for a response, and what a tensor that is not fused will return."""
+    def _plan(self, response: Response, tensors: Sequence[tuple[Submission, int]]) -> tuple[Plan, object, Scratch]:
+        """What to do for a response, what a tensor that is not fused will return, and whose the plan's memory is."""
         submission, position = tensors[0]
         request = submission.requests[position]
         source = view(submission.sources[position], request.nbytes)
         result: object = None
+        scratch = self._scratch
         match response.kind:
             case Kind.ALLREDUCE if request.op == ReduceOp.ADASUM:
                 everyone = aligned(self.size * request.nbytes)
                 plan = dense.allgather(self._context, [(source, everyone, [request.nbytes] * self.size)])
                 result = everyone.reshape(self.size, request.nbytes)
             case Kind.ALLREDUCE:
-                plan = dense.allreduce(
-                    self._context,
-                    [submission.sources[position] for submission, position in tensors],
+                sources = [submission.sources[position] for submission, position in tensors]
+                what = (
+                    sources,
                     cast(list[Location], [submission.targets[position] for submission, position in tensors]),
                     [submission.requests[position].nbytes for submission, position in tensors],
                     request.dtype,
@@ -437,6 +455,12 @@ class ProcessSet:
                     request.prescale,
                     request.postscale,
                 )
+                bridged = self.bridged
+                if bridged is not None and any(isinstance(source, DeviceArray) for source in sources):
+                    context, name = self._context, response.names[0]
+                    plan, scratch = bridged.allreduce(context, name, response.bridged, *what)
+                else:
+                    plan = dense.allreduce(self._context, *what)
             case Kind.ALLGATHER:
                 lengths = response.sizes[0]
                 row_nbytes = _row_nbytes(request)
@@ -472,7 +496,7 @@ class ProcessSet:
             case _:
                 plan = Plan("barrier", [[Stage()]])
         plan.name = response.names[0] if len(response.names) == 1 else f"{len(response.names)} fused tensors"
-        return plan, result
+        return plan, result, scratch
 
     def _open_channels(self) -> None:
         while self._opening:  # in order: MPI must see them in one order everywhere
@@ -506,7 +530,7 @@ class ProcessSet:
             if state == State.DONE:
                 if running.submitted_ns:
                     self._record(running)
-                self._scratch.give(running.buffers)
+                running.scratch.give(running.buffers)
             else:
                 error = self._explain(running.ticket)
                 if state != State.ABORTED and failure is None:
@@ -541,6 +565,9 @@ class ProcessSet:
         if ticket.state == State.TIMED_OUT:
             late = [self.ranks[rank] for rank in self._channel.waiting_for()]
             return StallError(f"{what}: no end after {self.settings.stall_shutdown_s:.0f} s; waits for ranks {late}.")
+        if ticket.state == State.TASK_ERROR:
+            cause = next(iter(ticket.plan.failures()), None)
+            return HorovodInternalError(f"{what}: the device failed: {cause}")
         return HorovodInternalError(
             f"{what}: {ticket.state.name.lower()} (code {ticket.error}). The job cannot go on with these communicators."
         )

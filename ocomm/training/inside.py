@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
+import logging
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from ocomm.collectives.bridge import Bridge, Inside
-from ocomm.errors import HorovodInternalError, OcommError
+from ocomm.collectives.bridged import BridgedSums
+from ocomm.errors import HorovodInternalError, InvalidRequestError, OcommError
 from ocomm.kernels.base import Memory
 from ocomm.kernels.device import DeviceMemory, Lane
+from ocomm.negotiation.request import Place
+from ocomm.runtime.process_set import ProcessSet
 from ocomm.session import Session, bounded
 from ocomm.training.agreement import gather
 from ocomm.transport import nccl
 from ocomm.types import Nodes
 
+_log = logging.getLogger("ocomm")
 #: Bytes that each rank sends to each other one before a bridge is used.
 _TRIAL_NBYTES = 1 << 16
 
@@ -33,18 +39,34 @@ class _Word:
     bridge: str = ""
 
 
-def open_bridge(session: Session, number: int, name: str, nodes: Nodes, memory: Memory) -> tuple[Inside | None, str]:
+def open_bridge(
+    session: Session, number: int, name: str, nodes: Nodes, memory: Memory, waits: bool = True
+) -> tuple[Inside | None, str]:
     """NCCL between the devices of each node of process set ``number``, and its version; or None, and why not.
 
     Collective: all ranks of the set come to the same. May take until ``start_timeout_s`` is over. A process has one
     bridge at most, because NCCL wants the calls of all its communicators in one order: optimizers of the same ranks
-    share it, and one of other ranks gets none.
+    share it, and one of other ranks gets none. So it opens one at a time: unless it ``waits`` for another thread that
+    does, no rank gets one. The threads that wait must come in one order on all ranks.
     """
+    patience = session.settings.start_timeout_s if waits else 0
+    if not session.opening_bridge.acquire(timeout=patience):
+        _, why = _open_bridge(session, number, name, nodes, memory, "its process is opening another one")
+        return None, why
+    try:
+        return _open_bridge(session, number, name, nodes, memory, "")
+    finally:
+        session.opening_bridge.release()
+
+
+def _open_bridge(
+    session: Session, number: int, name: str, nodes: Nodes, memory: Memory, busy: str
+) -> tuple[Inside | None, str]:
     ranks = session.set_ranks[number]
     me = ranks.index(session.require_topology().rank)
     node = nodes.node_of(me)
     members = tuple(ranks[rank] for rank in node)
-    library, word = _ability(session, members, memory)
+    library, word = (None, _Word(busy)) if busy else _ability(session, members, memory)
     said = [_Word(**json.loads(text)) for text in _tell(session, number, f"{name}.nccl", dataclasses.asdict(word))]
     if why := _objection(said, nodes, ranks):
         return None, why
@@ -76,6 +98,54 @@ def open_bridge(session: Session, number: int, name: str, nodes: Nodes, memory: 
             session.bridge.end("another rank could not open it")
         return None, next(f"rank {ranks[rank]}: {words}" for rank, words in enumerate(outcomes) if words)
     return Inside(session.bridge if len(node) > 1 else None, node), version
+
+
+def could_be_bridged(session: Session, number: int) -> bool:
+    """Whether dense sums over process set ``number`` could go over a bridge: its ranks are several, on one host."""
+    member, hosts = session.member_set(number), session.require_topology().hosts
+    if session.settings.nccl == "0" or member.size == 1 or (member.unbridged and session.settings.nccl != "1"):
+        return False
+    return all(hosts[rank] == hosts[member.ranks[0]] for rank in member.ranks)
+
+
+def place_of(session: Session, number: int, memory: DeviceMemory) -> Place:
+    """Where tensors that are on this device are to be when they are added up over a set that ``could_be_bridged``.
+
+    The set's bridge is opened when all ranks have come with tensors that are ``COPIED``; this is no collective call.
+    InvalidRequestError where settings want a bridge, and the ranks have found that there can be none.
+    """
+    member = session.member_set(number)
+    if member.bridged is not None:
+        bridge = member.bridged.bridge
+        return Place.BRIDGED if bridge.device is memory.device and not bridge.ended else Place.COPIED
+    if member.unbridged and session.settings.nccl == "1":
+        raise InvalidRequestError(f"OCOMM_NCCL=1, but there is no NCCL between the ranks' GPUs ({member.unbridged}).")
+    if member.open_bridge is None:
+        member.open_bridge = functools.partial(_open_for_sums, session, number, member, memory)
+    return Place.COPIED
+
+
+def give_up(member: ProcessSet, why: str, is_news: bool = True) -> None:
+    """There will be no bridge for sums over this set."""
+    member.unbridged = why
+    if is_news:
+        _log.warning("dense sums of tensors on GPUs go through the host's memory, not over NCCL: %s.", why)
+
+
+def _open_for_sums(session: Session, number: int, member: ProcessSet, memory: DeviceMemory) -> None:
+    """On all ranks at once, in threads that nobody waits for but the end of the session."""
+    inside: Inside | None = None
+    try:
+        nodes = Nodes((tuple(range(member.size)),))
+        inside, words = open_bridge(session, number, "dense sums", nodes, memory, waits=False)
+        if inside is not None:
+            member.bridged = BridgedSums(inside, memory, session.settings.scratch_nbytes)
+    except (OcommError, MemoryError, ValueError) as error:  # the last where a rank has joined, and says nothing
+        words = str(error) or "out of memory"
+    if member.bridged is None:
+        give_up(member, words, is_news=session.is_initialized and (member.rank == 0 or inside is not None))
+    elif member.rank == 0:
+        _log.info("dense sums of tensors on GPUs go over %s.", words)
 
 
 def _tell(session: Session, number: int, name: str, what: object) -> list[str]:

@@ -32,5 +32,10 @@ class FakePlacement(Placement):
             self.kernels.memory, self.device.elsewhere + tensor.data_ptr(), tensor.numel(), np.float32, tensor
         )
 
+    def bytes(self, tensor: torch.Tensor) -> Any:
+        return DeviceArray(
+            self.kernels.memory, self.device.elsewhere + tensor.data_ptr(), tensor.nbytes, np.uint8, tensor
+        )
+
     def tensor(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(self.device.real(array))

@@ -70,7 +70,6 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Any:
     def choose(asked: int) -> LateAdapter:
         adapter = LateAdapter(asked)
         monkeypatch.setattr(mpi_ops, "TORCH", adapter)
-        monkeypatch.setattr(optimizer, "TORCH", adapter)
         return adapter
 
     return choose

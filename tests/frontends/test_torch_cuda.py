@@ -19,7 +19,7 @@ import torch
 from ocomm.kernels.device import DeviceMemory
 from ocomm.session import Session
 from ocomm.transport import nccl
-from ocomm.types import Settings
+from ocomm.types import ReduceOp, Settings
 from ocomm_torch import compressed, mpi_ops
 from ocomm_torch.placement import placement
 from tests.fake_device import FakeDevice
@@ -158,7 +158,32 @@ class TestOnAGpu:
             assert waits[5] == waits[-1]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4 or MPI_SIZE != 4, reason="no four GPUs for four ranks under mpirun")
+FOUR_GPUS = pytest.mark.skipif(
+    torch.cuda.device_count() < 4 or MPI_SIZE != 4, reason="no four GPUs for four ranks under mpirun"
+)
+
+
+@FOUR_GPUS
+def test_dense_sums_of_ranks_with_a_gpu_each_go_over_nccl() -> None:
+    def body(session: Session, device: str) -> list[np.ndarray]:
+        rank, member = session.require_topology().rank, session.member_set(0)
+        there = device.format(rank)
+        deadline = time.monotonic() + 60
+        while device != "cpu" and not mpi_ops.allreduce(torch.tensor(member.bridged is not None), op=ReduceOp.MIN):
+            mpi_ops.allreduce(torch.ones(8, device=there), name="first")
+            assert time.monotonic() < deadline, member.unbridged or "the bridge is not open yet"
+        generator = torch.Generator().manual_seed(rank)
+        tensors = [torch.randn(n, generator=generator).to(there) for n in (1, 3000, 100_003, 1 << 20)]
+        found = [*mpi_ops.grouped_allreduce(tensors), *(mpi_ops.allreduce(t * 2, op=ReduceOp.SUM) for t in tensors)]
+        return [tensor.cpu().numpy() for tensor in found]
+
+    settings = Settings(nccl="1")
+    expected = run_ranks(RANKS, lambda s: body(s, "cpu"), settings)
+    got = run_ranks(RANKS, lambda s: body(s, "cuda:{}"), settings)
+    assert [digest(arrays) for arrays in got] == [digest(arrays) for arrays in expected]
+
+
+@FOUR_GPUS
 @pytest.mark.parametrize("kind", ["Lion", "0/1 Adam, local steps"])
 def test_ranks_with_a_gpu_each_add_up_over_nccl(kind: str) -> None:
     """As two hosts with two of them each, which here are names."""

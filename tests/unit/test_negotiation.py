@@ -14,6 +14,7 @@ from ocomm.negotiation.coordinator import JOIN_NAME, Coordinator, Stall, describ
 from ocomm.negotiation.request import (
     Fault,
     Kind,
+    Place,
     Reader,
     Request,
     Response,
@@ -93,6 +94,7 @@ def test_a_request_survives_the_wire() -> None:
         2,
         2**63,
         "d",
+        Place.BRIDGED,
     )
     writer = Writer()
     write_request(writer, request)
@@ -430,3 +432,31 @@ def test_names_that_ranks_know_by_number_stay_right_while_one_has_joined() -> No
     world.decide()
     assert [r.error for r in world.ask_all(allreduce("a", 7))] == [""]
     assert [r.templates for r in world.ask_all(allreduce("a", 7))] == [()]
+
+
+@given(st.lists(st.tuples(*[st.sampled_from(Place)] * 3), min_size=1, max_size=8), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_tensors_are_bridged_where_all_ranks_have_them_on_devices_and_one_bridge_is_asked_for(
+    steps: list[tuple[Place, Place, Place]], joins: bool
+) -> None:
+    """Also of names that ranks know by number."""
+    world = World(3)
+    asked_for = 0
+    for places in steps:
+        for rank, place in enumerate(places):
+            world.ask(rank, allreduce("a", place=place), allreduce("b"))
+        answers = world.decide()
+        bridges = [response for response in answers if response.kind == Kind.BRIDGE]
+        helps = not asked_for and Place.HOST not in places and set(places) != {Place.BRIDGED}
+        assert bridges == [Response(Kind.BRIDGE, ())] * helps
+        asked_for += len(bridges)
+        bridged = {name: response.bridged for response in answers for name in response.names}
+        assert bridged == {"a": set(places) == {Place.BRIDGED}, "b": False}
+        # What goes different ways does not fuse.
+        assert not bridged["a"] or all(len(response.names) < 2 for response in answers)
+    if joins:
+        world.ask(0, JOIN)
+        world.ask(1, allreduce("a", place=Place.BRIDGED))
+        world.ask(2, allreduce("a", place=Place.BRIDGED))
+        (answer,) = [response for response in world.decide() if response.kind == Kind.ALLREDUCE]
+        assert not answer.bridged and [template.place for template in answer.templates] == [Place.HOST]

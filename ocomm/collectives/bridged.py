@@ -1,0 +1,142 @@
+"""Dense sums of tensors that are on the ranks' devices, one for each rank, over the bridge between these.
+
+The plan is the host's (``collectives.dense``), of memory of the device: tensors are copied into it side by side, the
+owner of each slice sums in the order of ranks, and what comes back is copied out. Its computations become tasks of the
+device, its messages transfers. Where some rank has a tensor in the host's memory the plan is of page-locked memory, and
+the device copies there and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ocomm.collectives import dense
+from ocomm.collectives.bridge import Inside, take_turn
+from ocomm.collectives.plan import Computation, CopyIn, CopyOut, Message, Offload, Plan, Reduce, Stage
+from ocomm.collectives.scratch import Scratch
+from ocomm.collectives.staged import DeviceTask
+from ocomm.kernels.base import Bytes
+from ocomm.kernels.device import DeviceArray, DeviceMemory, Queue
+from ocomm.transport.nccl import Piece
+from ocomm.types import DType, Location, ReduceOp
+
+
+class BridgedSums:
+    """Those of one process set, between all of whose ranks there is the bridge of ``inside``; ``memory`` is this
+    rank's device's, of which at most ``idle_nbytes`` are kept for the next plans. Makes kernels ready, which may take
+    seconds; then it is for the engine's thread, but for ``end``.
+    """
+
+    def __init__(self, inside: Inside, memory: DeviceMemory, idle_nbytes: int) -> None:
+        assert inside.bridge is not None
+        self.bridge = inside.bridge
+        self._inside = inside
+        self._memory = memory
+        self._queue = Queue(memory)
+        self._queue.prepare("reduce")
+        self._on_device = Scratch(idle_nbytes, memory.unreachable)
+        self._on_host = Scratch(idle_nbytes, memory.device.pinned)
+
+    def allreduce(
+        self,
+        context: dense.Context,
+        name: str,
+        bridged: bool,
+        sources: Sequence[Location],
+        results: Sequence[Location],
+        nbytes: Sequence[int],
+        dtype: DType,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+    ) -> tuple[Plan, Scratch]:
+        """See ``dense.allreduce``: the same plan, and where its memory is to be given back. ``bridged``: all ranks have
+        all of them on devices; else a ``DeviceArray`` is, and the other ranks may have made that plan themselves."""
+        scratch = self._on_device if bridged else self._on_host
+        context = replace(context, scratch=scratch.take)
+        plan = dense.allreduce(context, sources, results, nbytes, dtype, op, prescale, postscale, copied=True)
+        if bridged:
+            plan.segments = [self._bridged(f"{name}, segment {k}", stages) for k, stages in enumerate(plan.segments)]
+        else:
+            for stage in (stage for stages in plan.segments for stage in stages):
+                stage.compute = [part for c in stage.compute for part in self._through_the_host(c)]
+        return plan, scratch
+
+    def _bridged(self, name: str, stages: Sequence[Stage]) -> list[Stage]:
+        found: list[Stage] = []
+        transfer: list[Computation] = []
+        for stage in stages:
+            first = Stage(transfer + self._on_the_device(stage.compute))
+            found.append(first)
+            transfer = []
+            if stage.sends or stage.receives:
+                second = Stage()
+                found.append(second)
+                sends, receives = _pieces(stage.sends, self._inside), _pieces(stage.receives, self._inside)
+                transfer.append(take_turn(self._inside, f"{name}, stage {len(found)}", first, second, sends, receives))
+        assert not transfer, "a segment that ends with a transfer"
+        return found
+
+    def _on_the_device(self, computations: Sequence[Computation]) -> list[Computation]:
+        """One task for all of them."""
+        task = DeviceTask(self._memory)
+        for c in computations:
+            match c:
+                case CopyIn():
+                    for place, part in _side_by_side(c.sources, c.nbytes, c.destination):
+                        task.add(self._memory.assign, self._array(part), place)
+                case CopyOut():
+                    for place, part in _side_by_side(c.destinations, c.nbytes, c.source):
+                        task.add(self._memory.assign, place, self._array(part))
+                case Reduce():
+                    parts = [self._array(source) for source in c.sources]
+                    out = self._array(c.out)
+                    task.add(self._queue.call, "reduce", c.dtype, c.op, parts, c.prescale, c.postscale, out)
+                case _:
+                    raise AssertionError(f"{type(c).__name__} has no form on a device")
+        return [Offload(type(computations[0]).__name__, task)] if computations else []
+
+    def _through_the_host(self, c: Computation) -> list[Computation]:
+        """Copies of device arrays are the device's; what else there is stays as it is."""
+        if not isinstance(c, (CopyIn, CopyOut)):
+            return [c]
+        task, device = DeviceTask(self._memory), self._memory.device
+        others: list[Computation] = []
+        if isinstance(c, CopyIn):
+            for place, part in _side_by_side(c.sources, c.nbytes, c.destination):
+                if isinstance(place, DeviceArray):
+                    task.add(device.download, part, place.address)
+                else:
+                    others.append(CopyIn([place], [part.nbytes], part))
+        else:
+            for place, part in _side_by_side(c.destinations, c.nbytes, c.source):
+                if isinstance(place, DeviceArray):
+                    task.add(device.upload, place.address, part)
+                else:
+                    others.append(CopyOut(part, [place], [part.nbytes]))
+        return [*others, Offload(type(c).__name__, task)]
+
+    def _array(self, part: Bytes) -> DeviceArray:
+        return DeviceArray(self._memory, _address(part), part.nbytes, np.uint8, part)
+
+
+def _pieces(messages: Sequence[Message], inside: Inside) -> list[Piece]:
+    return [Piece(inside.ranks.index(m.peer), _address(m.buffer), m.buffer.nbytes) for m in messages if m.buffer.nbytes]
+
+
+def _side_by_side(places: Sequence[Any], nbytes: Sequence[int], whole: Bytes) -> list[tuple[Any, Bytes]]:
+    """Each place with its part of ``whole``."""
+    found, at = [], 0
+    for place, n in zip(places, nbytes, strict=True):
+        if n:
+            found.append((place, whole[at : at + n]))
+        at += n
+    return found
+
+
+def _address(array: Bytes) -> int:
+    return int(array.__array_interface__["data"][0])
