@@ -23,7 +23,7 @@
 #define NON_FINITE 1u
 #define DISAGREEMENT 0x4f434f44u
 #define PASSING_ON_NS 5000000000 /* how long a segment may go on after a disagreement, for others to hear of it */
-#define EXPECTED_SPIN_NS 1000000 /* how long to spin while a user's thread waits: its core is free */
+#define LONGEST_SPIN_NS 1000000 /* how long to spin at most while a user's thread waits: its core is free */
 
 typedef int (*isend_fn)(const void *, int, intptr_t, int, int, intptr_t, void *);
 typedef int (*irecv_fn)(void *, int, intptr_t, int, int, intptr_t, void *);
@@ -72,7 +72,8 @@ struct ocomm_engine {
     /* under the lock */
     ocomm_channel *channels[MAX_CHANNELS]; /* grows only, so the engine thread may read it without the lock */
     int32_t channel_count;
-    int woken, failing, failed, napping;
+    int woken, failing, failed;
+    int napping; /* 2: until somebody submits something, or a while; 1: for a moment, because plans are under way */
     int32_t waiters; /* users' threads that wait for a result */
     intptr_t watched[MAX_WATCHED];
     int32_t watched_count;
@@ -85,6 +86,7 @@ struct ocomm_engine {
     uint8_t *statuses;
     int32_t request_count, request_capacity;
     int64_t last_activity_ns;
+    int64_t spins_ns; /* how long it has lately paid to spin while a user's thread waits */
     int completed, error;
     ocomm_counters counters;
 };
@@ -127,6 +129,7 @@ ocomm_engine *ocomm_engine_new(const ocomm_mpi *mpi, ocomm_pool *pool, int64_t s
     pthread_cond_init(&engine->finished, &monotonic);
     pthread_condattr_destroy(&monotonic);
     engine->last_activity_ns = now_ns();
+    engine->spins_ns = LONGEST_SPIN_NS;
     if (mpi && reserve(engine, 64)) {
         ocomm_engine_free(engine);
         return NULL;
@@ -229,8 +232,10 @@ void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t gate, const oc
     plan->gate = gate;
     plan->opened_ns = now_ns();
     engine->submissions++;
-    pthread_cond_signal(&engine->submitted);
+    int wake = engine->napping == 2;
     pthread_mutex_unlock(&engine->lock);
+    if (wake) /* without the lock: where both threads have one core, the engine's would run into it */
+        pthread_cond_signal(&engine->submitted);
 }
 
 void ocomm_engine_wake(ocomm_engine *engine) {
@@ -855,6 +860,15 @@ static void expire(ocomm_channel *channel, int64_t now) {
         fail_channel(channel, plan, OCOMM_TIMED_OUT, 0);
 }
 
+/* Something has come after a wait: the next spin is longer if this one was too short, shorter if it was in vain. */
+static void learn_from(ocomm_engine *engine, int64_t waited_ns) {
+    const int64_t spins = engine->spins_ns, least = LONGEST_SPIN_NS / 32;
+    if (waited_ns > LONGEST_SPIN_NS)
+        engine->spins_ns = spins > least ? spins / 2 : 0;
+    else if (waited_ns > spins)
+        engine->spins_ns = spins < least ? least : spins > LONGEST_SPIN_NS / 2 ? LONGEST_SPIN_NS : 2 * spins;
+}
+
 int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
     int64_t end = now_ns() + max_ns, last_expiry = 0;
 #ifdef __linux__
@@ -864,7 +878,7 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
     sharp = 1;
 #endif
     for (;;) {
-        int reason = 0, busy = 0, moved = 0;
+        int reason = 0, busy = 0, moved = 0, came = 0;
         int32_t channels, watched, waiters;
         intptr_t communicators[MAX_WATCHED];
         pthread_mutex_lock(&engine->lock);
@@ -893,7 +907,7 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
                 fail_all(engine, OCOMM_MPI_ERROR, engine->error);
                 reason |= OCOMM_FAILED;
             }
-            moved |= polled > 0;
+            moved |= came = polled > 0;
             for (int32_t i = 0; i < channels && !engine->failed; i++) {
                 ocomm_channel *channel = engine->channels[i];
                 if (channel->abandoned && !channel->failed)
@@ -922,6 +936,8 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
             engine->completed = 0;
             reason |= OCOMM_COMPLETED;
         }
+        if (waiters && (came || reason & OCOMM_CONTROL))
+            learn_from(engine, now - engine->last_activity_ns);
         now = now_ns();
         if (moved || reason)
             engine->last_activity_ns = now;
@@ -932,18 +948,18 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
         int64_t quiet = now - engine->last_activity_ns;
         if (moved || (waiters && quiet < engine->spin_ns))
             continue; /* who does not wait has something better to do with the core */
-        if (waiters && quiet < EXPECTED_SPIN_NS) {
+        if (waiters && quiet < engine->spins_ns) {
             sched_yield(); /* where ranks share a core, another one is the one we wait for */
             continue;
         }
-        int64_t longest = busy ? 500000 : engine->idle_ns;
+        int64_t longest = !busy ? engine->idle_ns : waiters ? 250000 : 500000;
         int64_t nap = quiet / 4;
         nap = nap < 20000 ? 20000 : nap > longest ? longest : nap;
         nap = nap > end - now ? end - now : nap;
         struct timespec wake = until_ns(nap);
         pthread_mutex_lock(&engine->lock);
         engine->counters.sleeps++;
-        engine->napping = 1;
+        engine->napping = busy ? 1 : 2;
         if (!engine->woken && !engine->failing && engine->submissions == engine->seen_submissions)
             pthread_cond_timedwait(&engine->submitted, &engine->lock, &wake);
         engine->napping = 0;

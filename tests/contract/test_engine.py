@@ -17,7 +17,7 @@ from ocomm.collectives import dense
 from ocomm.collectives.compressed import compressed_segment, compressed_staging, vote
 from ocomm.collectives.engine import Channel, Engine, Reason, State, Ticket, Verify
 from ocomm.collectives.envelope import Envelopes
-from ocomm.collectives.native_engine import NativeEngine
+from ocomm.collectives.native_engine import _STAGES_PER_SEGMENT, NativeEngine
 from ocomm.collectives.plan import (
     Average,
     AverageQuantized,
@@ -714,6 +714,30 @@ def test_an_error_of_the_network_ends_all_plans_with_its_code() -> None:
         while not world.reasons[0] & Reason.FAILED:
             assert time.monotonic() < end
         assert states(submit(world.channels()[:1], [message_plan(0, aligned(1), [], [])])) == [State.ABORTED]
+
+
+def test_after_long_waits_the_native_engine_no_longer_spins_for_who_waits() -> None:
+    """But for the time that it is told to spin, here none, it sleeps after every poll that has found nothing."""
+    fabric, mpi = Fabric(2), CallbackMpi()
+    engine = NativeEngine(mpi, spin_us=0.0)
+    peer = fabric.endpoint(1)
+    channel = engine.open_channel(mpi.attach(fabric.endpoint(0)), 1)
+    engine.expect(1, False)
+    runs = before = 0
+    for wait in range(12):
+        if wait == 10:
+            counters = engine.counters()
+            runs, before = 0, counters["polls"] - counters["sleeps"]
+        (ticket,) = submit([channel], [message_plan(0, aligned(1), [], [1])])
+        assert engine.run(0.003) == Reason(0)
+        peer.isend(aligned(1), 0, wait * _STAGES_PER_SEGMENT)
+        while ticket.state != State.DONE:
+            assert engine.run(0.003) == Reason(0)
+            runs += 1
+    counters = engine.counters()
+    # Those which have seen a plan or a message, and the last of each run.
+    assert counters["polls"] - counters["sleeps"] - before <= 2 * 3 + runs
+    engine.close()
 
 
 def test_the_native_engine_lets_go_of_plans_that_are_done_and_keeps_failed_ones() -> None:
