@@ -151,12 +151,12 @@ TORCH = TorchAdapter()
 
 
 def adapter_of(
-    session: Session, tensors: Sequence[Tensor], op: int, process_set: ProcessSet
+    session: Session, tensors: Sequence[Tensor], op: int, factors: tuple[float, float], process_set: ProcessSet
 ) -> tuple[TorchAdapter, Place]:
     """How the tensors of one allreduce reach the ranks of a set, and where they are then."""
     placement = TORCH.placement(session, process_set, tensors)
     if placement is None or not all(
-        tensor.dtype in _DTYPES and is_reduced_on_devices(_DTYPES[tensor.dtype], op) for tensor in tensors
+        tensor.dtype in _DTYPES and is_reduced_on_devices(_DTYPES[tensor.dtype], op, *factors) for tensor in tensors
     ):
         return TORCH, Place.HOST
     place = place_of(session, process_set.number(session), cast(DeviceMemory, placement.kernels.memory))
@@ -179,7 +179,7 @@ def _submit_allreduce(
 ) -> int:
     session = sessions.current()
     chosen = choose_op(op, average)
-    adapter, place = adapter_of(session, tensors, chosen, process_set)
+    adapter, place = adapter_of(session, tensors, chosen, (prescale, postscale), process_set)
     operation = operations.allreduce(
         session, adapter, tensors, name, chosen, prescale, postscale, process_set, in_place, grouped, place
     )

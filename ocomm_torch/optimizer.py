@@ -202,7 +202,8 @@ class _DistributedOptimizer(NamesParameters):
         pairs = [self._compression.compress(grad) for grad in grads]
         is_group = parameters[0] in self._group_of
         tensors = [compressed for compressed, _ in pairs]
-        adapter, place = adapter_of(self._session, tensors, self._op, self._process_set)
+        factors = self._prescale, self._postscale
+        adapter, place = adapter_of(self._session, tensors, self._op, factors, self._process_set)
         prepared = operations.prepare_allreduce(
             self._session,
             adapter,

@@ -20,7 +20,7 @@ from ocomm.collectives.plan import Computation, CopyIn, CopyOut, Message, Offloa
 from ocomm.collectives.scratch import Scratch
 from ocomm.collectives.staged import DeviceTask
 from ocomm.kernels.base import Bytes
-from ocomm.kernels.device import DeviceArray, DeviceMemory, Queue
+from ocomm.kernels.device import REDUCTIONS, DeviceArray, DeviceMemory, Queue
 from ocomm.transport.nccl import Piece
 from ocomm.types import DType, Location, ReduceOp
 
@@ -37,7 +37,8 @@ class BridgedSums:
         self._inside = inside
         self._memory = memory
         self._queue = Queue(memory)
-        self._queue.prepare("reduce")
+        for loop in REDUCTIONS:
+            self._queue.prepare(loop)
         self._on_device = Scratch(idle_nbytes, memory.unreachable)
         self._on_host = Scratch(idle_nbytes, memory.device.pinned)
 
@@ -56,6 +57,7 @@ class BridgedSums:
     ) -> tuple[Plan, Scratch]:
         """See ``dense.allreduce``: the same plan, and where its memory is to be given back. ``bridged``: all ranks have
         all of them on devices; else a ``DeviceArray`` is, and the other ranks may have made that plan themselves."""
+        self._memory.device.enter()  # as NCCL expects of who calls it
         scratch = self._on_device if bridged else self._on_host
         context = replace(context, scratch=scratch.take)
         plan = dense.allreduce(context, sources, results, nbytes, dtype, op, prescale, postscale, copied=True)

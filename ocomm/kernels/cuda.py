@@ -29,7 +29,7 @@ from numba import cuda, types
 from numpy.typing import NDArray
 
 from ocomm.kernels.base import BLOCK, PIECE, RUN, TENSOR
-from ocomm.kernels.device import DeviceArray
+from ocomm.kernels.device import DeviceArray, is_reduced_on_devices
 from ocomm.types import DType, ReduceOp
 
 if "numba_cuda" not in (cuda.__file__ or ""):
@@ -149,6 +149,9 @@ if SIMULATED:
     def wrapped(value: Any) -> Any:
         return ((int(value) + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)
 
+    def store_low(address: int, value: int) -> None:
+        ctypes.c_uint16.from_address(_checked(address, 2)).value = value
+
     def store_byte(address: int, value: int) -> None:
         ctypes.c_uint8.from_address(address).value = value
 
@@ -158,8 +161,20 @@ if SIMULATED:
     def float_of(word: int) -> Any:
         return np.uint32(word).view(np.float32)
 
+    def word_of(value: Any) -> int:
+        return int(np.float32(value).view(np.uint32))
+
+    def low_of(value: Any) -> int:
+        with np.errstate(over="ignore"):
+            return int(np.float32(value).astype(np.float16).view(np.uint16))
+
+    def double_of(long: int) -> Any:
+        return np.int64(long).view(np.float64)
+
     def times(a: Any, b: Any) -> Any:
         return a * b
+
+    times_double = times
 
 else:
     from llvmlite import ir
@@ -205,6 +220,7 @@ else:
     load_int = _load(_INT, 4, types.int32)
     load_long = _load(_LONG, 8, types.int64)
     store_float = _store(_FLOAT, 4, types.float32)
+    store_low = _store(_SHORT, 2, types.int64)
     store_byte = _store(ir.IntType(8), 1, types.int64)
     store_int = _store(_INT, 4, types.int64)
     store_long = _store(_LONG, 8, types.int64)
@@ -265,14 +281,43 @@ else:
         return types.float32(types.int64), codegen
 
     @intrinsic
-    def times(typingctx: Any, a: Any, b: Any) -> Any:
-        """a * b, rounded on its own: the compiler fuses a plain product with the sum it goes into."""
+    def word_of(typingctx: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.zext(builder.bitcast(args[0], _INT), _LONG)
+
+        return types.int64(types.float32), codegen
+
+    @intrinsic
+    def low_of(typingctx: Any, value: Any) -> Any:
+        """The float16 that is nearest."""
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            product = ir.FunctionType(_FLOAT, [_FLOAT, _FLOAT])
-            return builder.asm(product, "mul.rn.f32 $0, $1, $2;", "=f,f,f", args, False)
+            half = builder.fptrunc(args[0], ir.HalfType())
+            return builder.zext(builder.bitcast(half, _SHORT), _LONG)
 
-        return types.float32(types.float32, types.float32), codegen
+        return types.int64(types.float32), codegen
+
+    @intrinsic
+    def double_of(typingctx: Any, long: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], ir.DoubleType())
+
+        return types.float64(types.int64), codegen
+
+    def _product(kind: Any, of: Any, name: str, letter: str) -> Any:
+        """a * b, rounded on its own: the compiler fuses a plain product with the sum it goes into."""
+
+        def typed(typingctx: Any, a: Any, b: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                product = ir.FunctionType(kind, [kind, kind])
+                return builder.asm(product, f"{name} $0, $1, $2;", f"={letter},{letter},{letter}", args, False)
+
+            return of(of, of), codegen
+
+        return intrinsic(typed)
+
+    times = _product(_FLOAT, types.float32, "mul.rn.f32", "f")
+    times_double = _product(ir.DoubleType(), types.float64, "mul.rn.f64", "d")
 
 
 # What a thread holds: ``rounds`` quads, a row apart. ``left`` is what the block has from the first of them on; it may
@@ -305,10 +350,16 @@ def _widened(word: int, dtype: int) -> Any:
 def _fetch_grad(tensor: int, grad: int, start: int, left: int, rounds: int, out: Any) -> None:
     """As ``_fetch``, of the gradient at ``grad``, whose element ``start`` is its first: of any type, in float32."""
     dtype = load_int(tensor + _GRAD_DTYPE)
-    first = grad + 2 * start
     if dtype == 0:
         _fetch(grad + 4 * start, left, rounds, out)
-    elif first & 7 == 0 and left >= (rounds - 1) * ROW + QUAD:
+    else:
+        _fetch_low(grad + 2 * start, left, rounds, dtype, out)
+
+
+@inline
+def _fetch_low(first: int, left: int, rounds: int, dtype: int, out: Any) -> None:
+    """As ``_fetch``, of elements of 16 bits."""
+    if first & 7 == 0 and left >= (rounds - 1) * ROW + QUAD:
         for u in range(rounds):
             a, b, c, d = load_low_quad(first + 2 * u * ROW)
             out[QUAD * u] = _widened(a, dtype)
@@ -334,6 +385,28 @@ def _put(first: int, left: int, rounds: int, values: Any) -> None:
                 j = u * ROW + k
                 if j < left:
                     store_float(first + 4 * j, values[QUAD * u + k])
+
+
+@inline
+def _narrowed(value: Any, dtype: int) -> int:
+    """The nearest element of 16 bits, of two the even one."""
+    if dtype != _BFLOAT16:
+        return low_of(value)
+    word = word_of(value)
+    if value != value:
+        return word >> 16 | 0x40
+    return (word + 0x7FFF + (word >> 16 & 1)) >> 16
+
+
+@inline
+def _put_low(first: int, left: int, dtype: int, values: Any) -> None:
+    if first & 7 == 0 and left >= QUAD:
+        low = _narrowed(values[0], dtype) | _narrowed(values[1], dtype) << 16
+        store_long(first, low | _narrowed(values[2], dtype) << 32 | _narrowed(values[3], dtype) << 48)
+    else:
+        for k in range(QUAD):
+            if k < left:
+                store_low(first + 2 * k, _narrowed(values[k], dtype))
 
 
 @inline
@@ -1128,6 +1201,69 @@ def reduce(sources: int, ranks: int, numel: int, before: float, after: float, ou
         _put(out + 4 * at, left, 1, total)
 
 
+@kernel
+def reduce_low(sources: int, ranks: int, numel: int, before: float, after: float, dtype: int, out: int) -> None:
+    """As ``reduce``, of float16 or bfloat16, in float32."""
+    total = cuda.local.array(QUAD, types.float32)
+    other = cuda.local.array(QUAD, types.float32)
+    base = TILE * cuda.blockIdx.x
+    for at in range(base + QUAD * cuda.threadIdx.x, min(base + TILE, numel), ROW):
+        left = numel - at
+        _fetch_low(load_long(sources) + 2 * at, left, 1, dtype, total)
+        for k in range(QUAD):
+            total[k] = times(total[k], before)
+        for i in range(1, ranks):
+            _fetch_low(load_long(sources + 8 * i) + 2 * at, left, 1, dtype, other)
+            for k in range(QUAD):
+                total[k] = total[k] + times(other[k], before)
+        for k in range(QUAD):
+            total[k] = times(total[k], after)
+        _put_low(out + 2 * at, left, dtype, total)
+
+
+@kernel
+def reduce_double(sources: int, ranks: int, numel: int, before: int, after: int, out: int) -> None:
+    """As ``reduce``, of float64; the factors are those bits."""
+    factor = double_of(before)
+    base = TILE * cuda.blockIdx.x
+    for at in range(base + cuda.threadIdx.x, min(base + TILE, numel), THREADS):
+        total = times_double(double_of(load_long(load_long(sources) + 8 * at)), factor)
+        for i in range(1, ranks):
+            total += times_double(double_of(load_long(load_long(sources + 8 * i) + 8 * at)), factor)
+        store_double(out + 8 * at, times_double(total, double_of(after)))
+
+
+@inline
+def _whole(address: int, nbytes: int, signed: int) -> int:
+    if nbytes == 8:
+        return load_long(address)
+    if nbytes == 4:
+        return int(load_int(address))
+    word = int(load_byte(address)) if nbytes == 1 else int(load_low(address))
+    half = 1 << (8 * nbytes - 1)
+    return word - 2 * half if signed != 0 and word >= half else word
+
+
+@kernel
+def reduce_whole(sources: int, ranks: int, numel: int, nbytes: int, signed: int, divisor: int, out: int) -> None:
+    """As ``reduce``, of whole numbers of so many ``nbytes``, in 64 bits; the sum by ``divisor``, rounded down."""
+    base = TILE * cuda.blockIdx.x
+    for at in range(base + cuda.threadIdx.x, min(base + TILE, numel), THREADS):
+        total = _whole(load_long(sources) + nbytes * at, nbytes, signed)
+        for i in range(1, ranks):
+            total = wrapped(total + _whole(load_long(sources + 8 * i) + nbytes * at, nbytes, signed))
+        if divisor > 1:
+            total //= divisor
+        if nbytes == 8:
+            store_long(out + 8 * at, total)
+        elif nbytes == 4:
+            store_int(out + 4 * at, total)
+        elif nbytes == 2:
+            store_low(out + 2 * at, total)
+        else:
+            store_byte(out + at, total)
+
+
 # Sums of what is at an address, a thread block for each row of a PIECE table.
 
 
@@ -1188,7 +1324,8 @@ def sum_squares(pieces: int, sums: int) -> None:
 
 KERNELS: tuple[Any, ...] = (
     compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite, quantize,
-    quantized_average, compress_signs, apply_signs, soft_sign, descend, pack, place, reduce, sum_words, sum_squares,
+    quantized_average, compress_signs, apply_signs, soft_sign, descend, pack, place, reduce, reduce_low,
+    reduce_double, reduce_whole, sum_words, sum_squares,
 )  # fmt: skip
 
 
@@ -1484,15 +1621,23 @@ class CudaKernels:
     def reduce(
         self, dtype: DType, op: ReduceOp, sources: Sequence[Any], prescale: float, postscale: float, out: Any
     ) -> None:
-        """Sums of float32 only, which is what is averaged on a device; ``out`` may be one of the sources."""
-        if dtype != DType.FLOAT32 or op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-            raise TypeError(f"{op.label} of {dtype.label} is not done on a device")
-        numel = len(out) // 4
-        if numel:
-            self._configured(reduce, -(-numel // TILE))(
-                address_of(self._addresses(sources)), len(sources), numel, np.float32(prescale), np.float32(postscale),
-                address_of(out),
-            )  # fmt: skip
+        """What ``is_reduced_on_devices``; ``out`` may be one of the sources. Any NaN is the device's own."""
+        if not is_reduced_on_devices(dtype, op, prescale, postscale):
+            raise TypeError(f"{op.label} of {dtype.label} by {prescale} and {postscale} is not done on a device")
+        numel, ranks = len(out) // dtype.itemsize, len(sources)
+        if not numel:
+            return
+        what: tuple[Any, ...] = np.float32(prescale), np.float32(postscale)
+        loop: Any = reduce
+        if dtype in (DType.FLOAT16, DType.BFLOAT16):
+            loop, what = reduce_low, (*what, int(dtype))
+        elif dtype == DType.FLOAT64:
+            loop, what = reduce_double, tuple(np.array([prescale, postscale]).view(np.int64).tolist())
+        elif dtype != DType.FLOAT32:
+            divisor = ranks if op == ReduceOp.AVERAGE else 1
+            loop, what = reduce_whole, (dtype.itemsize, int(dtype != DType.UINT8), divisor)
+        at = address_of(self._addresses(sources))
+        self._configured(loop, -(-numel // TILE))(at, ranks, numel, *what, address_of(out))
 
     def sum_words(self, pieces: Any, sums: Any) -> None:
         """Writes ``sums``."""

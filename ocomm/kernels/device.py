@@ -200,9 +200,15 @@ class _Wire:
         }
 
 
-def is_reduced_on_devices(dtype: DType, op: int) -> bool:
-    """Is there a loop for it, with whatever factors?"""
-    return dtype == DType.FLOAT32 and op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+#: What ``reduce`` launches, of any type; by itself it makes those of float32 ready.
+REDUCTIONS = ("reduce", "reduce_low", "reduce_double", "reduce_whole")
+
+
+def is_reduced_on_devices(dtype: DType, op: int, prescale: float, postscale: float) -> bool:
+    """Is there a loop for it? For sums; those of whole numbers without factors."""
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE) or dtype == DType.BOOL:
+        return False
+    return dtype.is_floating or prescale == postscale == 1
 
 
 class DeviceMemory:

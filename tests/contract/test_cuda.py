@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from ocomm.kernels import NOISE, TENSOR, Kernels, reference
 from ocomm.kernels.base import RUN
-from ocomm.kernels.device import DeviceArray, DeviceKernels
+from ocomm.kernels.device import REDUCTIONS, DeviceArray, DeviceKernels
 from ocomm.types import DType, ReduceOp
 from tests.contract import test_kernels as adam
 from tests.contract import test_quantizer as birder
@@ -378,6 +378,18 @@ def table_of(column: str, arrays: list[Any]) -> np.ndarray:
     return table
 
 
+def of_type(values: np.ndarray, dtype: DType) -> np.ndarray:
+    if dtype == DType.BFLOAT16:
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    return values.astype(dtype.label).view(np.uint8)
+
+
+def is_nan(data: np.ndarray, dtype: DType) -> np.ndarray:
+    if dtype == DType.BFLOAT16:
+        return np.isnan((data.view(np.uint16).astype(np.uint32) << 16).view(np.float32))
+    return np.isnan(data.view(dtype.label))
+
+
 class TestDenseValues:
     """The loops whose arguments are the device's own."""
 
@@ -420,9 +432,32 @@ class TestDenseValues:
         kernels.reduce(DType.FLOAT32, ReduceOp.AVERAGE, sources, *scales, sources[-1])
         assert same_bits(home.host(home.twin(sources[-1])), expected)
 
-    def test_other_sums_are_refused(self) -> None:
-        with pytest.raises(TypeError, match="Sum of float16"):
-            loops.CudaKernels().reduce(DType.FLOAT16, ReduceOp.SUM, [], 1.0, 1.0, None)
+    @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVERAGE], ids=lambda op: op.label)
+    @pytest.mark.parametrize("dtype", [d for d in DType if d not in (DType.FLOAT32, DType.BOOL)], ids=lambda d: d.label)
+    def test_sums_of_other_types_are_the_references(self, kernels: Any, dtype: DType, op: ReduceOp) -> None:
+        """Of all bytes that there are, but what is no number; aligned and not."""
+        home, size = kernels.memory, dtype.itemsize
+        for first, numel in ((0, 1030), (size, 1027)):
+            sources = [home.staging(size * (numel + 1))[first : first + size * numel] for _ in range(3)]
+            for rank, source in enumerate(sources):
+                words = np.random.default_rng(rank).integers(0, 256, source.size, np.uint8)
+                if dtype.is_floating:  # moderate exponents, and a few elements as they come
+                    words[40 * size :] = of_type(np.random.default_rng(rank).normal(size=numel)[40:] * 1e3, dtype)
+                source[:] = words
+                home.changed(source)
+            scales = (0.3, 1 / 3) if dtype.is_floating else (1.0, 1.0)
+            expected = np.zeros(size * numel, np.uint8)
+            reference.reduce(dtype, op, sources, *scales, expected)
+            kernels.reduce(dtype, op, sources, *scales, sources[-1])
+            found = home.host(home.twin(sources[-1]))
+            differ = np.flatnonzero((found != expected).reshape(numel, size).any(1))
+            assert is_nan(found, dtype)[differ].all() and is_nan(expected, dtype)[differ].all(), differ
+
+    def test_other_reductions_are_refused(self) -> None:
+        with pytest.raises(TypeError, match="Max of float16"):
+            loops.CudaKernels().reduce(DType.FLOAT16, ReduceOp.MAX, [], 1.0, 1.0, None)
+        with pytest.raises(TypeError, match=r"Sum of int32 by 0\.5"):
+            loops.CudaKernels().reduce(DType.INT32, ReduceOp.SUM, [], 0.5, 1.0, None)
 
     @pytest.mark.parametrize("decay", [1, 0.99])
     def test_parameters_descend(self, kernels: Any, decay: float) -> None:
@@ -491,7 +526,7 @@ def test_seeds_travel_in_halves() -> None:
 
 
 #: Of the dense warm-up and of rare sums, and what looks at gradients only.
-WITHOUT_TIMES = {"finite", "descend", "pack", "place", "reduce", "sum_words", "sum_squares"}
+WITHOUT_TIMES = {"finite", "descend", "pack", "place", "reduce", "sum_words", "sum_squares", *REDUCTIONS}
 
 
 def test_the_benchmark_checks_every_loop_before_it_times_it() -> None:

@@ -29,9 +29,12 @@ def test_a_small_launch_is_no_reason_to_warn() -> None:
 #: Kernels that read gradients.
 LOW = {
     "compress_momentum", "compress_update", "local_step", "finite", "quantize", "compress_signs", "soft_sign", "pack",
+    "reduce_low",
 }  # fmt: skip
-#: Kernels that read or write no floats but one way, and those that go through memory of any alignment once in a while.
-ONLY_WRITE, ONLY_READ, RARE = {"unpack"}, {"finite"}, {"sum_words", "sum_squares"}
+#: Kernels that read or write no floats but one way, and those that go through memory of any alignment once in a while,
+#: or through elements of other sizes.
+ONLY_WRITE, ONLY_READ = {"unpack"}, {"finite"}
+RARE = {"sum_words", "sum_squares", "reduce_low", "reduce_double", "reduce_whole"}
 
 
 def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(rows: list[ptx.Row]) -> None:

@@ -82,6 +82,8 @@ def opened(session: Session, process_set: ProcessSet = hvd.global_process_set) -
             return member.bridged is not None
 
 
+FLOATS = torch.float64, torch.float16, torch.bfloat16
+WHOLES = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
 LENGTHS = (1, 7, 0, 300, 2049, 5000, 40_001, 3)
 
 
@@ -101,7 +103,17 @@ def sums(rank: int) -> list[np.ndarray]:
         found += [hvd.synchronize(handle) for handle in handles]
     found.append(hvd.allreduce_(torch.randn(40, 50, generator=torch.Generator().manual_seed(rank)).t()))
     found.append(hvd.allreduce(torch.arange(10.0).requires_grad_() + rank))
-    return [tensor.detach().numpy() for tensor in found]
+    for dtype in (*FLOATS, *WHOLES):
+        tensor = (torch.randn(5001, generator=torch.Generator().manual_seed(rank)) * 20).to(dtype)
+        found += [hvd.allreduce(tensor, op=hvd.Sum), hvd.allreduce(tensor[:900])]
+        if dtype in FLOATS:
+            found.append(hvd.allreduce(tensor, prescale_factor=0.3, postscale_factor=1.7))
+    return list(map(bits, found))
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach().contiguous()
+    return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 @pytest.mark.parametrize("engine", ["native", "python"])
@@ -118,6 +130,7 @@ def test_sums_over_nccl_are_those_of_the_hosts_memory_and_nothing_is_copied_ther
         assert opened(session)
         before = adapter.counts(rank_of(session))
         found = sums(rank_of(session))
+        assert "ocomm" in adapter.placements[rank_of(session)].device.entered
         return found, adapter.counts(rank_of(session)) - before
 
     for (got, counts), wanted in zip(run_ranks(size, body, settings), expected, strict=True):
@@ -142,6 +155,44 @@ def test_where_a_rank_has_it_in_the_hosts_memory_all_go_that_way(on_devices: Any
         if rank_of(session) == 1:
             adapter.elsewhere.add(1)
         found = sums(rank_of(session))
+        assert [communicator.calls for communicator in library.communicators] == calls
+        return found
+
+    for got, wanted in zip(run_ranks(2, body), expected, strict=True):
+        for ours, host in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(ours, host, strict=True)
+
+
+def test_what_no_device_adds_up_goes_through_the_hosts_memory(on_devices: Any) -> None:
+    def others(session: Session) -> list[np.ndarray]:
+        rank = rank_of(session)
+        tensor = torch.randn(5001, generator=torch.Generator().manual_seed(rank))
+        whole = (tensor * 20).int()
+        return list(
+            map(
+                bits,
+                [
+                    hvd.allreduce(tensor, op=hvd.Max),
+                    hvd.allreduce(tensor, op=hvd.Adasum),
+                    hvd.allreduce(whole, op=hvd.Sum, prescale_factor=0.5),
+                    hvd.allreduce(whole > 0, op=hvd.Sum),
+                    *hvd.grouped_allreduce([tensor.half(), whole], op=hvd.Product),
+                    hvd.allgather(tensor),
+                    hvd.broadcast(tensor, 1),
+                    hvd.reducescatter(tensor),
+                    hvd.alltoall(tensor[:5000]),
+                ],
+            )
+        )
+
+    expected = run_ranks(2, others)
+    library = FakeNccl()
+    on_devices(range(2), library)
+
+    def body(session: Session) -> Any:
+        assert opened(session)
+        calls = [communicator.calls for communicator in library.communicators]
+        found = others(session)
         assert [communicator.calls for communicator in library.communicators] == calls
         return found
 
