@@ -1146,6 +1146,32 @@ def descend(blocks: int, tensors: int, averages: int) -> None:
         _put(param + 4 * at, length - at, 1, p)
 
 
+@kernel
+def adam_ratio(
+    blocks: int, gradients: int, momentum: int, variance: int, scale: float, rest1: float, beta2: float, rest2: float,
+    root: float, eps: float,
+) -> None:  # fmt: skip
+    g = cuda.local.array(QUAD, types.float32)
+    m = cuda.local.array(QUAD, types.float32)
+    v = cuda.local.array(QUAD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    length = load_int(block + _LENGTH)
+    offset = 4 * load_long(block + _OFFSET)
+    for at in range(QUAD * cuda.threadIdx.x, length, ROW):
+        left, flat = length - at, offset + 4 * at
+        _fetch(gradients + flat, left, 1, g)
+        _fetch(momentum + flat, left, 1, m)
+        _fetch(variance + flat, left, 1, v)
+        for k in range(QUAD):
+            x = times(g[k], scale) if scale != _ONE else g[k]
+            m[k] = m[k] + times(rest1, x - m[k])
+            v[k] = times(v[k], beta2) + times(times(rest2, x), x)
+            g[k] = m[k] / (types.float32(math.sqrt(v[k])) / root + eps)
+        _put(gradients + flat, left, 1, g)
+        _put(momentum + flat, left, 1, m)
+        _put(variance + flat, left, 1, v)
+
+
 # Dense values: a thread block per row of a table.
 
 
@@ -1324,7 +1350,7 @@ def sum_squares(pieces: int, sums: int) -> None:
 
 KERNELS: tuple[Any, ...] = (
     compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite, quantize,
-    quantized_average, compress_signs, apply_signs, soft_sign, descend, pack, place, reduce, reduce_low,
+    quantized_average, compress_signs, apply_signs, soft_sign, descend, adam_ratio, pack, place, reduce, reduce_low,
     reduce_double, reduce_whole, sum_words, sum_squares,
 )  # fmt: skip
 
@@ -1609,6 +1635,23 @@ class CudaKernels:
     def descend(self, blocks: Any, tensors: Any, averages: Any) -> None:
         """Updates the tensors behind the ``param`` addresses in place, except those with ``skip``."""
         self._launch(descend, blocks, tensors, averages)
+
+    def adam_ratio(
+        self,
+        blocks: Any,
+        gradients: Any,
+        momentum: Any,
+        variance: Any,
+        scale: float,
+        rest1: float,
+        beta2: float,
+        rest2: float,
+        root: float,
+        eps: float,
+    ) -> None:
+        """Updates ``momentum`` and ``variance`` in place; the ratio replaces the gradients."""
+        constants = map(np.float32, (scale, rest1, beta2, rest2, root, eps))
+        self._launch(adam_ratio, blocks, gradients, momentum, variance, *constants)
 
     def pack(self, runs: Any, tensors: Any, destination: Any) -> None:
         """Writes ``destination`` where the runs are."""

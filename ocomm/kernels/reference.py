@@ -342,6 +342,31 @@ class ReferenceKernels:
             update *= tensor["step_size"]
             param -= update
 
+    def adam_ratio(
+        self,
+        blocks: Table,
+        gradients: Floats,
+        momentum: Floats,
+        variance: Floats,
+        scale: float,
+        rest1: float,
+        beta2: float,
+        rest2: float,
+        root: float,
+        eps: float,
+    ) -> None:
+        """``optim.adam``'s m and v in place, for gradients times ``scale``, and m / (sqrt(v) / root + eps) in the
+        place of these; ``rest`` is 1 - beta. All arrays are flat. For devices: the host has ``DenseAdam``."""
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                flat = _span(block["offset"], block)
+                g, m, v = gradients[flat], momentum[flat], variance[flat]
+                g *= np.float32(scale)
+                m += np.float32(rest1) * (g - m)
+                v *= np.float32(beta2)
+                v += np.float32(rest2) * g * g
+                g[:] = m / (np.sqrt(v) / np.float32(root) + np.float32(eps))
+
     def soft_sign(
         self,
         blocks: Table,
