@@ -7,9 +7,7 @@ The algorithms are ``ocomm.optim``, and their formula is Torch's: Keras' Adam ad
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import keras
@@ -19,22 +17,19 @@ import tensorflow as tf
 from ocomm import api
 from ocomm import session as sessions
 from ocomm.api import Min
-from ocomm.collectives.scratch import aligned
-from ocomm.compression.layout import TensorSpec
-from ocomm.errors import InvalidRequestError, MismatchError
-from ocomm.kernels.base import Floats, Kernels
-from ocomm.operations import Operation, ProcessSet, global_process_set
-from ocomm.optim.adam import DenseAdam
+from ocomm.errors import InvalidRequestError
+from ocomm.kernels.base import Floats
+from ocomm.operations import ProcessSet, global_process_set
 from ocomm.session import Session
-from ocomm.training.adam import dense_step
 from ocomm.training.birder import BirderDriver
-from ocomm.training.driver import Common, Driver, Group
+from ocomm.training.driver import Common, Driver
 from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm.training.resume import NO_STATE, Source, one_state
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
-from ocomm_tf import engine, mpi_ops
+from ocomm_tf import mpi_ops
 from ocomm_tf.functions import agree_on, name_of
-from ocomm_tf.keras.masters import LOW_PRECISION, follow, rounded
+from ocomm_tf.keras.host import Host, MakeDriver
+from ocomm_tf.keras.masters import LOW_PRECISION
 from ocomm_tf.keras.optimizer import (
     Distributed,
     LossScaleOptimizer,
@@ -44,214 +39,6 @@ from ocomm_tf.keras.optimizer import (
     subclass_of,
 )
 from ocomm_tf.keras.order import Place, places_of
-
-#: (session, process set, host) -> driver
-MakeDriver = Callable[[Session, int, "Host"], Driver]
-
-
-class Host:
-    """See ``training.driver.Host``: parameters and gradients in host memory, in wire order, and float32.
-
-    Graphs that were traced know it, so an optimizer has one for good; ``connect`` gives it a driver.
-    """
-
-    framework = "keras"
-    kernels: Kernels | None = None
-    driver: Driver
-
-    def __init__(self, optimizer: Any, places: Sequence[Place], process_set: ProcessSet, make: MakeDriver) -> None:
-        self.places = places
-        self._process_set, self._make = process_set, make
-        self.parameters: list[Floats] = [aligned(4 * place.spec.numel).view(np.float32) for place in places]
-        #: Of Adam's warm-up; None once a tensor is compressed.
-        self.adam: list[DenseAdam | None] = [None] * len(places)
-        self._gradients: list[Floats | None] = [None] * len(places)
-        #: Tensors whose gradients were handed over for the step to come.
-        self._handed: set[int] = set()
-        self._lr = 0.0
-        self._reference = weakref.ref(optimizer)  # which owns this
-        decayed = [optimizer._use_weight_decay(optimizer._trainable_variables[place.index]) for place in places]
-        self._decayed = np.flatnonzero(decayed), np.flatnonzero(np.logical_not(decayed))
-
-    @property
-    def _owner(self) -> Any:
-        optimizer = self._reference()
-        assert optimizer is not None, "the optimizer is gone"
-        return optimizer
-
-    @property
-    def specs(self) -> list[TensorSpec]:
-        """What the ranks must agree on, in registration order."""
-        return [place.spec for place in self.places]
-
-    def connect(self, session: Session) -> None:
-        """A driver that has taken no step, among the ranks that there are now. Collective."""
-        self._clear()
-        #: With whom the driver exchanges.
-        self.runtime = session.runtime
-        self.driver = self._make(session, self._process_set.number(session), self)
-        self.driver.core.tensors["param"] = [p.__array_interface__["data"][0] for p in self.parameters]
-
-    def forget(self) -> None:
-        """As if no step had been taken; see the driver's."""
-        self._clear()
-        self.driver.forget()
-
-    def _clear(self) -> None:
-        self.adam = [None] * len(self.places)
-        self._gradients = [None] * len(self.places)
-        self._handed.clear()
-        for parameter in self.parameters:  # no digits beyond those of the variables
-            parameter[:] = 0.0
-
-    def read(self, variables: Sequence[Any], masters: Mapping[int, Floats] | None = None) -> None:
-        """Takes the parameters from the optimizer's variables, with the further digits of saved ``masters``, if any."""
-        for number, place in enumerate(self.places):
-            if masters is not None and place.dtype in LOW_PRECISION:
-                self.parameters[number][:] = masters[number]
-            self._take(number, np.asarray(variables[place.index].numpy(), np.float32))
-
-    def write(self, variables: Sequence[Any]) -> None:
-        """The inverse."""
-        for number, place in enumerate(self.places):
-            variables[place.index].assign(self._given(number))
-
-    def masters(self) -> dict[int, Floats]:
-        """Copies of the parameters of low-precision variables, by tensor."""
-        return {n: self.parameters[n].copy() for n, place in enumerate(self.places) if place.dtype in LOW_PRECISION}
-
-    def _take(self, number: int, value: np.ndarray) -> None:
-        """A variable's value as it is now, in float32."""
-        place, parameter = self.places[number], self.parameters[number]
-        if place.dtype in LOW_PRECISION:
-            follow(parameter, place.to_wire(value), place.dtype)
-        else:
-            parameter[:] = place.to_wire(value)
-
-    def _given(self, number: int) -> np.ndarray:
-        """What a variable becomes, in float32."""
-        place, parameter = self.places[number], self.parameters[number]
-        return place.from_wire(rounded(parameter, place.dtype) if place.dtype in LOW_PRECISION else parameter)
-
-    def step(self, lr: float, indices: Sequence[int], gradients: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """One step on all ranks. Gradients and values are those of the variables ``indices``; returns new values.
-
-        All of them are float32.
-        """
-        self._lr = _shortest(lr)
-        where = {index: position for position, index in enumerate(indices)}
-        absent = [number for number, place in enumerate(self.places) if place.index not in where]
-        if self.driver.is_at_start and absent:  # the ranks compare all variables
-            variables = self._owner._trainable_variables
-            for number in absent:
-                self._take(number, np.asarray(variables[self.places[number].index].numpy(), np.float32))
-        for number, place in enumerate(self.places):
-            position = where.get(place.index)
-            if position is not None:
-                self._take(number, np.asarray(values[position]))
-                if number not in self._handed:
-                    self._gradients[number] = place.to_wire(np.asarray(gradients[position]))
-        try:
-            self.driver.step(lambda: False)
-        finally:
-            self._gradients = [None] * len(self.places)
-            self._handed.clear()
-        moved = [number for number in absent if self.driver.stepper.present_anywhere[number]]
-        if moved:
-            raise MismatchError(
-                f"{self.driver.name}: variable '{self.places[moved[0]].name}' has a gradient on other ranks, and none "
-                "on this one, which would leave it behind. Compute the same loss on all ranks; a part that some batch "
-                "does not need can be added times 0."
-            )
-        number_of = {place.index: number for number, place in enumerate(self.places)}
-        return [self._given(number_of[index]) for index in indices]
-
-    def hand_over(self, lr: float, number: int, gradient: Floats) -> None:
-        """The gradient of tensor ``number``, as Keras has it, is there and stays until the step, which comes for sure.
-
-        Its exchange may begin. Not in a step before which the ranks agree on something, for which they must be in it.
-        """
-        if self.driver.is_at_start or not self.driver.common.overlap:
-            return
-        self._lr = _shortest(lr)
-        self.driver.begin()
-        place = self.places[number]
-        self._gradients[number] = place.to_wire(gradient.reshape(place.shape))
-        self._handed.add(number)
-        self.driver.stepper.hand_over(number)
-
-    # The driver's host
-
-    def groups(self) -> list[Group]:
-        """Variables with and without weight decay, as the optimizer is now; an empty group is left out."""
-        betas, eps = self._owner.ocomm_moments
-        decays = (float(self._owner.weight_decay or 0.0), 0.0)
-        return [
-            Group(tensors, self._lr, betas, eps, decoupled_decay=decay)
-            for tensors, decay in zip(self._decayed, decays, strict=True)
-            if tensors.size
-        ]
-
-    def locate(self, tensors: list[int], final: bool) -> list[int]:
-        """Addresses of gradients; 0 for none."""
-        found = [self._gradients[tensor] for tensor in tensors]
-        return [0 if g is None else g.__array_interface__["data"][0] for g in found]
-
-    def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
-        """Adam's step of tensors in warm-up, on averages clipped to ``max_norm``."""
-        averages = {tensor: average(tensor) for tensor in tensors}
-        self.driver.clip_averages(list(averages.values()), max_norm)  # type: ignore[attr-defined]
-        dense_step(self.groups(), averages, self.parameters.__getitem__, self._adam)
-
-    def _adam(self, tensor: int) -> DenseAdam:
-        state = self.adam[tensor] = self.adam[tensor] or DenseAdam.fresh(self.parameters[tensor].size)
-        return state
-
-    def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
-        """m, v and step count of a tensor in warm-up."""
-        state = self.adam[tensor]
-        return None if state is None else (state.momentum, state.variance, state.step)
-
-    def advance(self, tensor: int) -> tuple[Floats, Floats, int]:
-        """Counts a step of a tensor; its m, v, which begin as zeros, and the number of that step."""
-        state = self._adam(tensor)
-        state.step += 1
-        return state.momentum, state.variance, state.step
-
-    def release(self, tensor: int) -> None:
-        """Frees a tensor's m and v."""
-        self.adam[tensor] = None
-
-
-def _shortest(lr: float) -> float:
-    """The shortest number that Keras' float32 stands for, so that 0.001 is 0.001 on Torch's ranks, too."""
-    return float(str(np.float32(lr)))
-
-
-def _handed_over(
-    host: Host, rate: tf.Tensor, indices: Sequence[int], gradients: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
-) -> list[tf.Tensor]:
-    """The gradients; in a graph each is handed over when it is there, while backward goes on."""
-    if tf.executing_eagerly() or engine.problem():
-        return list(gradients)
-    number_of = {place.index: number for number, place in enumerate(host.places)}
-    reference = weakref.ref(host)  # the graph's calls are kept for good
-
-    def start(number: int, tensors: Sequence[Any], name: str) -> Operation:
-        gradient = engine.passed_on(tensors[0]).view(np.float32)
-        lr = engine.passed_on(tensors[1]).view(np.float32)
-        alive = reference()
-        if alive is not None:
-            alive.hand_over(float(lr[0]), number, gradient)
-        return Operation(None, lambda _: None)
-
-    handed = []
-    for index, gradient, value in zip(indices, gradients, values, strict=True):
-        call = engine.Call(functools.partial(start, number_of[index]), None)
-        # One that does not depend on its variable could come before the step before it is over, in a loop in a graph.
-        with tf.control_dependencies([value]):
-            handed.append(engine.exchange(call, [gradient, rate], f"handed_over_{index}")[0])
-    return handed
 
 
 def _widened(gradients: Sequence[Any]) -> list[Any]:
@@ -334,20 +121,7 @@ class Compressed(Distributed):
             results = host.step(float(learning_rate), indices, [g.detach().cpu() for g in grads], values)
         else:
             mpi_ops.refuse_xla()
-            count = len(indices)
-
-            def body(lr: Any, *arrays: Any) -> list[Any]:
-                return host.step(float(lr), indices, arrays[:count], arrays[count:])
-
-            values = [tf.cast(tf.convert_to_tensor(v), tf.float32) for v in trainable_variables]
-            rate = tf.cast(learning_rate, tf.float32)
-            dense = _handed_over(host, rate, indices, [tf.convert_to_tensor(g) for g in grads], values)
-            # Flattened: in eager mode a single result comes without its list.
-            results = tf.nest.flatten(
-                tf.numpy_function(body, [rate, *dense, *values], [tf.float32] * count, stateful=True)
-            )
-            for result, value in zip(results, values, strict=True):
-                result.set_shape(value.shape)
+            results = host.updated(tf.cast(learning_rate, tf.float32), indices, grads, trainable_variables)
         for variable, result in zip(trainable_variables, results, strict=True):
             variable.assign(result)  # which a low-precision one can hold
 
@@ -457,13 +231,15 @@ class CompressedAdam(Compressed):
         for number, place in enumerate(host.places):
             found = self._moments(host, number)
             if found is not None:
-                self._momentums[place.index].assign(place.from_wire(found[0]))
-                self._velocities[place.index].assign(place.from_wire(found[1]))
+                momentum, variance = map(host.driver.core.home.host, found)
+                self._momentums[place.index].assign(place.from_wire(momentum))
+                self._velocities[place.index].assign(place.from_wire(variance))
 
     def _restore_moments(self: Any) -> None:
         host: Host = self._host
         if int(self.iterations.numpy()):
-            host.adam = [DenseAdam(*self._saved(place)) for place in host.places]
+            for number, place in enumerate(host.places):
+                host.adopt(number, *self._saved(place))
 
     def _adopt_moments(self: Any) -> None:
         if int(self.iterations.numpy()):
@@ -480,9 +256,9 @@ class OneBitAdam(CompressedAdam):
     _kind = "OneBitAdam"
 
     def _moments(self: Any, host: Host, number: int) -> tuple[Floats, Floats] | None:
-        state = host.adam[number]
-        if state is not None:
-            return state.momentum, state.variance
+        warming = host.moments(number)
+        if warming is not None:
+            return warming[:2]
         core: Any = host.driver.core
         if not core.stage[number]:
             return None

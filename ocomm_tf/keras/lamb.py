@@ -12,7 +12,8 @@ from ocomm.operations import ProcessSet, global_process_set
 from ocomm.session import Session
 from ocomm.training.driver import Common, Driver
 from ocomm.training.lamb import LambDriver
-from ocomm_tf.keras.compressed import Host, OneBitAdam, inner_of, wrap
+from ocomm_tf.keras.compressed import OneBitAdam, inner_of, wrap
+from ocomm_tf.keras.host import Host
 
 
 class _OneBitLamb(OneBitAdam):

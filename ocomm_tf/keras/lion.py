@@ -11,7 +11,8 @@ from ocomm.operations import ProcessSet, global_process_set
 from ocomm.session import Session
 from ocomm.training.driver import Common, Driver
 from ocomm.training.lion import LionDriver
-from ocomm_tf.keras.compressed import Compressed, Host, inner_of, wrap
+from ocomm_tf.keras.compressed import Compressed, inner_of, wrap
+from ocomm_tf.keras.host import Host
 
 
 class _Lion(Compressed):
