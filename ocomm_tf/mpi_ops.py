@@ -18,6 +18,7 @@ HorovodInternalError in either.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -43,6 +44,19 @@ from ocomm_tf.compression import Compression, Compressor
 _log = logging.getLogger("ocomm")
 
 
+@functools.cache
+def _has_gpus() -> bool:
+    return bool(tf.config.list_logical_devices("GPU"))
+
+
+def _device_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
+    """In here what is eager is made where ``tensor`` is; else TensorFlow prefers its first GPU, if it has one."""
+    return tf.device(tensor.backing_device) if _has_gpus() else _ANYWHERE
+
+
+_ANYWHERE = contextlib.nullcontext()
+
+
 class TensorFlowAdapter:
     """See ``operations.Adapter``. A host tensor is a NumPy array; eager tensors in host memory share theirs with it."""
 
@@ -53,8 +67,9 @@ class TensorFlowAdapter:
         return dtype, tuple(tensor.shape)
 
     def host(self, tensor: Any) -> tuple[Any, bool]:
-        if tensor.device.endswith("CPU:0"):
-            plain = tf.bitcast(tensor, tf.uint16) if tensor.dtype == tf.bfloat16 else tensor
+        if tensor.backing_device.endswith("CPU:0"):
+            with _device_of(tensor):
+                plain = tf.bitcast(tensor, tf.uint16) if tensor.dtype == tf.bfloat16 else tensor
             return np.asarray(memoryview(plain)).view(tensor.dtype.as_numpy_dtype), True
         return tensor.numpy(), False
 
@@ -71,14 +86,11 @@ class TensorFlowAdapter:
 
     def deliver(self, host: Any, like: Any) -> Any:
         address = host.__array_interface__["data"][0]
-        if like.dtype in (tf.bool, tf.bfloat16) or address % ALIGNMENT or not host.size:
-            result = tf.convert_to_tensor(host)
-        else:
+        with _device_of(like):
+            if like.dtype in (tf.bool, tf.bfloat16) or address % ALIGNMENT or not host.size:
+                return tf.convert_to_tensor(host)
             result = tf.experimental.dlpack.from_dlpack(host.__dlpack__())
-        if like.device.endswith("CPU:0"):
-            return result
-        with tf.device(like.device):
-            return tf.identity(result)
+            return result if like.backing_device.endswith("CPU:0") else tf.identity(result)
 
     def store(self, host: Any, into: Any) -> None:
         raise NotImplementedError("eager tensors do not change")
@@ -175,8 +187,9 @@ def refuse_xla() -> None:
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise InvalidRequestError(
             "a collective cannot be inside a function with jit_compile=True: XLA compiles TensorFlow's own operations "
-            "only. Use model.compile(..., jit_compile=False) in Keras; elsewhere leave jit_compile out, or compile a "
-            "function of your own for the arithmetic and call the collective outside of it."
+            "only. Use model.compile(..., jit_compile=False) in Keras, which turns it on by itself where there is a "
+            "GPU; elsewhere leave jit_compile out, or compile a function of your own for the arithmetic and call the "
+            "collective outside of it."
         )
 
 
@@ -270,7 +283,8 @@ def _differentiable(
         outputs, context = forward(list(inputs))
         return tuple(outputs), lambda *grads: list(backward(grads, context))
 
-    return list(function(*tensors))
+    with _device_of(tensors[0]) if tf.executing_eagerly() else _ANYWHERE:  # custom_gradient makes tensors, too
+        return list(function(*tensors))
 
 
 def _tensors(values: Sequence[Any]) -> list[tf.Tensor]:

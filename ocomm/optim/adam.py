@@ -13,11 +13,15 @@ Every operation is rounded to float32, in the order of ``torch.optim.Adam``; ``g
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ocomm.kernels.base import Floats, aligned_zeros
+from ocomm.compression.layout import Layout
+from ocomm.kernels.base import TENSOR, Floats, Kernels, Table, aligned_zeros
+from ocomm.optim.core import all_blocks
 
 
 @dataclass(slots=True)
@@ -48,3 +52,77 @@ class DenseAdam:
         root /= np.float32(math.sqrt(1 - beta2**self.step))
         root += np.float32(eps)
         param -= np.float32(lr / (1 - beta1**self.step)) * (self.momentum / root)
+
+
+#: Sets of tensors whose tables are kept.
+_REMEMBERED = 64
+
+
+class DeviceAdam:
+    """The same for the tensors of ``layout`` on a device: all that are at one step of one group at once.
+
+    m and v are there from a tensor's first step, or ``adopt``, to its ``release``.
+    """
+
+    def __init__(self, layout: Layout, rank: int, kernels: Kernels) -> None:
+        self._layout = layout
+        self._kernels = kernels
+        self._momentum, self._variance = (kernels.memory.zeros(layout.flat_numel) for _ in range(2))
+        self._steps = np.zeros(len(layout.tensors), np.int64)
+        self._has = np.zeros(len(layout.tensors), np.bool_)
+        self._blocks = all_blocks(layout, rank)
+        self._blocks_of: dict[tuple[int, ...], Table] = {}
+        self._table = np.zeros(len(layout.tensors), TENSOR)
+
+    def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
+        """m, v and step count of a tensor; None without."""
+        if not self._has[tensor]:
+            return None
+        first = int(self._layout.offsets[tensor])
+        span = slice(first, first + int(self._layout.numels[tensor]))
+        return self._momentum[span], self._variance[span], int(self._steps[tensor])
+
+    def adopt(self, tensor: int, momentum: Floats, variance: Floats, step: int) -> None:
+        """A tensor's m and v become these, of the host or the device, after ``step`` steps."""
+        self._has[tensor] = True
+        found = self.moments(tensor)
+        assert found is not None
+        found[0][:], found[1][:] = momentum, variance
+        self._steps[tensor] = step
+
+    def release(self, tensor: int) -> bool:
+        """A tensor has none any more. Has no other either?"""
+        self._has[tensor] = False
+        return not self._has.any()
+
+    def update(
+        self, tensors: Sequence[int], averages: Floats, params: Any, groups: Iterable[Any], factor: float
+    ) -> None:
+        """One step of ``tensors``, whose parameters lie at the addresses ``params``, on what the flat ``averages`` have
+        times ``factor``; those are used up. ``groups`` are the ``training.driver.Group`` of all tensors. Queued."""
+        chosen = np.zeros(self._has.size, np.bool_)
+        chosen[tensors] = True
+        self._has |= chosen
+        self._steps += chosen
+        self._table["param"] = params
+        for group in groups:
+            (beta1, beta2), mine = group.betas, group.tensors[chosen[group.tensors]]
+            for step in np.unique(self._steps[mine]).tolist():
+                now = mine[self._steps[mine] == step]
+                self._table["step_size"][now] = group.lr / (1 - beta1**step)
+                self._table["decay"][now] = 1 - group.lr * group.decoupled_decay
+                moments = averages, self._momentum, self._variance
+                root = math.sqrt(1 - beta2**step)
+                self._kernels.adam_ratio(  # type: ignore[attr-defined]
+                    self._rows(now), *moments, factor, 1 - beta1, beta2, 1 - beta2, root, group.eps
+                )
+        self._kernels.descend(self._rows(np.flatnonzero(chosen)), self._table, averages)
+
+    def _rows(self, tensors: Any) -> Table:
+        """The blocks of ``tensors``: the same object every time, since devices have copies of it."""
+        key = tuple(tensors.tolist())
+        if key not in self._blocks_of:
+            if len(self._blocks_of) == _REMEMBERED:
+                self._blocks_of.clear()
+            self._blocks_of[key] = self._blocks[np.isin(self._blocks["tensor"], tensors)]
+        return self._blocks_of[key]

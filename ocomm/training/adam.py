@@ -62,13 +62,15 @@ class AdamDriver(Driver):
 
     def clip_averages(self, averages: Sequence[Floats], max_norm: float | None) -> None:
         """Clips averaged gradients in place, as ``torch.nn.utils.clip_grad_norm_``, unless ``max_norm`` is None."""
-        if max_norm is None:
-            return
+        factor = 1.0 if max_norm is None else self.clip_factor(averages, max_norm)
+        for average in averages if factor < 1.0 else ():
+            average *= np.float32(factor)
+
+    def clip_factor(self, averages: Sequence[Floats], max_norm: float) -> float:
+        """What clips averaged gradients, in the host's memory, to ``max_norm``; 1 at most."""
         addresses = np.array([address(average) for average in averages], np.uint64)
         squares = self.kernels.squares(addresses, np.array([average.size for average in averages], np.int64))
-        scale = min(1.0, max_norm / (math.sqrt(sum(squares.tolist())) + 1e-6))
-        for average in averages if scale < 1.0 else ():
-            average *= np.float32(scale)
+        return min(1.0, max_norm / (math.sqrt(sum(squares.tolist())) + 1e-6))
 
     def report(self) -> dict[str, Any]:
         """Also ``warm_start``: None, or ``step`` of the checkpoint, how many ``tensors`` had moments in it, and the

@@ -28,6 +28,7 @@ from ocomm.training.resume import NO_STATE, Source, one_state
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
 from ocomm_tf import mpi_ops
 from ocomm_tf.functions import agree_on, name_of
+from ocomm_tf.keras.gpu import GpuHost, device_of
 from ocomm_tf.keras.host import Host, MakeDriver
 from ocomm_tf.keras.masters import LOW_PRECISION
 from ocomm_tf.keras.optimizer import (
@@ -61,6 +62,7 @@ class Compressed(Distributed):
     _setup: tuple[ProcessSet, Mapping[str, Any] | None, MakeDriver]
 
     _kind: str
+    trains_on_devices = True
 
     #: beta1 and beta2, and epsilon, where the step is Adam's.
     ocomm_moments: tuple[tuple[float, float], float] = (0.0, 0.0), 0.0
@@ -87,7 +89,15 @@ class Compressed(Distributed):
         process_set, names, make = self._setup
         variables = self._trainable_variables
         agreed = agree_on(f"Distributed{self._kind}", variables, process_set) if names is None else []
-        host = Host(self, places_of(variables, names, agreed), process_set, make)
+        places = places_of(variables, names, agreed)
+        device = None
+        if keras.backend.backend() == "tensorflow":
+            device = device_of(self._kind, variables, sessions.current(), self.trains_on_devices)
+        host = (
+            Host(self, places, process_set, make)
+            if device is None
+            else GpuHost(self, places, process_set, make, device)
+        )
         self.__dict__["_host"] = host  # past Keras, which would look into it for variables
         host.connect(sessions.current())
         with tf.init_scope():  # a graph may be under construction, in which variables have no values

@@ -40,7 +40,7 @@ class Host:
     def __init__(self, optimizer: Any, places: Sequence[Place], process_set: ProcessSet, make: MakeDriver) -> None:
         self.places = places
         self._process_set, self._make = process_set, make
-        self.parameters: list[Floats] = [aligned(4 * place.spec.numel).view(np.float32) for place in places]
+        self.parameters: list[Floats] = []
         #: Of Adam's warm-up; None once a tensor is compressed.
         self.adam: list[DenseAdam | None] = [None] * len(places)
         self._gradients: list[Floats | None] = [None] * len(places)
@@ -50,6 +50,10 @@ class Host:
         self._reference = weakref.ref(optimizer)  # which owns this
         decayed = [optimizer._use_weight_decay(optimizer._trainable_variables[place.index]) for place in places]
         self._decayed = np.flatnonzero(decayed), np.flatnonzero(np.logical_not(decayed))
+        self._make_parameters()
+
+    def _make_parameters(self) -> None:
+        self.parameters = [aligned(4 * place.spec.numel).view(np.float32) for place in self.places]
 
     @property
     def _owner(self) -> Any:
@@ -136,7 +140,7 @@ class Host:
 
         All of them are float32.
         """
-        self._lr = _shortest(lr)
+        self._lr = shortest(lr)
         where = {index: position for position, index in enumerate(indices)}
         absent = [number for number, place in enumerate(self.places) if place.index not in where]
         if self.driver.is_at_start and absent:  # the ranks compare all variables
@@ -154,13 +158,7 @@ class Host:
         finally:
             self._gradients = [None] * len(self.places)
             self._handed.clear()
-        moved = [number for number in absent if self.driver.stepper.present_anywhere[number]]
-        if moved:
-            raise MismatchError(
-                f"{self.driver.name}: variable '{self.places[moved[0]].name}' has a gradient on other ranks, and none "
-                "on this one, which would leave it behind. Compute the same loss on all ranks; a part that some batch "
-                "does not need can be added times 0."
-            )
+        self._refuse_absent(absent)
         number_of = {place.index: number for number, place in enumerate(self.places)}
         return [self._given(number_of[index]) for index in indices]
 
@@ -189,6 +187,16 @@ class Host:
                 handed.append(engine.exchange(call, [gradient, rate], f"handed_over_{index}")[0])
         return handed
 
+    def _refuse_absent(self, absent: Sequence[int]) -> None:
+        """MismatchError if a tensor of ``absent``, without a gradient here, was moved by other ranks."""
+        moved = [number for number in absent if self.driver.stepper.present_anywhere[number]]
+        if moved:
+            raise MismatchError(
+                f"{self.driver.name}: variable '{self.places[moved[0]].name}' has a gradient on other ranks, and none "
+                "on this one, which would leave it behind. Compute the same loss on all ranks; a part that some batch "
+                "does not need can be added times 0."
+            )
+
     def hand_over(self, lr: float, number: int, gradient: Floats) -> None:
         """The gradient of tensor ``number``, as Keras has it, is there and stays until the step, which comes for sure.
 
@@ -196,7 +204,7 @@ class Host:
         """
         if self.driver.is_at_start or not self.driver.common.overlap:
             return
-        self._lr = _shortest(lr)
+        self._lr = shortest(lr)
         self.driver.begin()
         place = self.places[number]
         self._gradients[number] = place.to_wire(gradient.reshape(place.shape))
@@ -250,6 +258,6 @@ class Host:
         self.adam[tensor] = None
 
 
-def _shortest(lr: float) -> float:
+def shortest(lr: float) -> float:
     """The shortest number that Keras' float32 stands for, so that 0.001 is 0.001 on Torch's ranks, too."""
     return float(str(np.float32(lr)))

@@ -18,6 +18,7 @@ from ocomm_tf.keras.host import Host
 
 class _OneBitLamb(OneBitAdam):
     _kind = "OneBitLamb"
+    trains_on_devices = False
 
 
 def DistributedOneBitLamb(

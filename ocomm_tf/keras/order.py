@@ -32,6 +32,11 @@ class Place:
     def spec(self) -> TensorSpec:
         return TensorSpec(self.name, tuple(self.shape[axis] for axis in self.axes), self.order, self.dtype)
 
+    @property
+    def is_as_keras_has_it(self) -> bool:
+        """Do elements travel in Keras' own order?"""
+        return self.axes == tuple(range(len(self.axes)))
+
     def to_wire(self, array: np.ndarray) -> np.ndarray:
         """A contiguous, flat array; it shares memory with ``array`` if the order is the same."""
         return np.ascontiguousarray(array.transpose(self.axes)).reshape(-1)

@@ -1,0 +1,250 @@
+"""Keras' side of the driver where its variables are float32 on one GPU: steps are made there.
+
+Gradients and variables are read where TensorFlow has them, by DLPack, and new values are written into memory that
+TensorFlow has made for them. Of the streams of TensorFlow none is to be had, so the host waits twice in a step:
+TensorFlow itself when an address is asked for, until its stream is done, so that gradients are there; and ocomm at the
+end, until new values are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import tensorflow as tf
+
+from ocomm.errors import OcommError
+from ocomm.kernels.base import Floats
+from ocomm.kernels.device import DeviceMemory
+from ocomm.operations import ProcessSet
+from ocomm.optim.adam import DeviceAdam
+from ocomm.session import Session
+from ocomm_tf.keras.host import Host, MakeDriver, shortest
+from ocomm_tf.keras.order import Place
+
+_log = logging.getLogger("ocomm")
+
+
+class GpuHost(Host):
+    """Parameters and gradients on ``device``, TensorFlow's name of it, in wire order."""
+
+    def __init__(
+        self, optimizer: Any, places: Sequence[Place], process_set: ProcessSet, make: MakeDriver, device: str
+    ) -> None:
+        super().__init__(optimizer, places, process_set, make)
+        self._device = device
+        #: The parameters, while a step or a state is under way: TensorFlow's memory.
+        self._tensors: list[tf.Tensor | None] = [None] * len(places)
+        self._addresses = [0] * len(places)
+        self._warming: DeviceAdam | None = None
+
+    def _make_parameters(self) -> None:
+        """There are none between steps: variables have the values."""
+
+    @property
+    def _memory(self) -> DeviceMemory:
+        assert self.kernels is not None
+        return cast(DeviceMemory, self.kernels.memory)
+
+    def connect(self, session: Session) -> None:
+        self.kernels = session.device_kernels(cuda_number(self._device))
+        super().connect(session)
+
+    def _place_parameters(self) -> None:
+        self.driver.core.tensors["param"] = 0
+
+    def _clear(self) -> None:
+        self._warming = None
+
+    def _let_go(self) -> None:
+        """Gives TensorFlow its memory back, which it may use for others at once: all that is queued is done before."""
+        try:
+            if any(tensor is not None for tensor in self._tensors):
+                self._memory.wait()
+        finally:
+            self._tensors = [None] * len(self.places)
+            self._addresses = [0] * len(self.places)
+            self._place_parameters()
+
+    # Variables
+
+    def read(self, variables: Sequence[Any], masters: Mapping[int, Floats] | None = None) -> None:
+        self._let_go()
+        for number, place in enumerate(self.places):
+            self._take_copy(number, variables[place.index])
+
+    def write(self, variables: Sequence[Any]) -> None:
+        self._memory.wait()
+        for number, place in enumerate(self.places):
+            with tf.device(self._device):
+                variables[place.index].assign(_from_wire(self._tensors[number], place))
+        self._let_go()
+
+    def _take_copy(self, number: int, variable: Any) -> None:
+        with tf.device(self._device):
+            self._hold(number, _copy(_to_wire(tf.convert_to_tensor(variable), self.places[number])))
+
+    def _hold(self, number: int, tensor: tf.Tensor) -> None:
+        """The parameter is ``tensor`` for now, which nobody else reads."""
+        self._tensors[number] = tensor
+        self.driver.core.tensors["param"][number] = address_of(tensor)
+
+    # The step
+
+    def updated(
+        self, rate: tf.Tensor, indices: Sequence[int], gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> list[tf.Tensor]:
+        count = len(indices)
+        place_of = {place.index: place for place in self.places}
+        places = [place_of[index] for index in indices]
+
+        def body(lr: Any, *tensors: Any) -> list[Any]:
+            return self.step(float(lr), indices, tensors[:count], tensors[count:])
+
+        with tf.device(self._device):
+            given = [_to_wire(tf.convert_to_tensor(g), place) for g, place in zip(gradients, places, strict=True)]
+            values = [_copy(_to_wire(tf.convert_to_tensor(v), p)) for v, p in zip(variables, places, strict=True)]
+            if tf.executing_eagerly():
+                results = body(rate, *map(tf.identity, given), *values)  # which are copied there if they are elsewhere
+            else:
+                results = tf.py_function(body, [rate, *given, *values], [tf.float32] * count)
+                for result, value in zip(results, values, strict=True):
+                    result.set_shape(value.shape)
+            return [_from_wire(result, place) for result, place in zip(results, places, strict=True)]
+
+    def step(self, lr: float, indices: Sequence[int], gradients: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """As the other host's; ``values`` are changed in place and returned."""
+        self._lr = shortest(lr)
+        position_of = {index: position for position, index in enumerate(indices)}
+        absent = []
+        self._let_go()
+        try:
+            for number, place in enumerate(self.places):
+                position = position_of.get(place.index)
+                if position is None:
+                    absent.append(number)
+                    self._take_copy(number, self._owner._trainable_variables[place.index])
+                else:
+                    self._hold(number, values[position])
+                    self._addresses[number] = address_of(gradients[position])
+            self.driver.step(lambda: False)
+            self._refuse_absent(absent)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first is what went wrong
+                self._let_go()
+            raise
+        self._let_go()
+        return list(values)
+
+    # The driver's host
+
+    def locate(self, tensors: list[int], final: bool) -> list[int]:
+        return [self._addresses[tensor] for tensor in tensors]
+
+    def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
+        """The norm is added up by the host, so that it is the same on ranks without a GPU."""
+        factor, home = 1.0, self._memory
+        if max_norm is not None:
+            averages = [home.host(average(tensor)) for tensor in tensors]
+            factor = self.driver.clip_factor(averages, max_norm)  # type: ignore[attr-defined]
+        core = self.driver.core
+        addresses = core.tensors["param"]
+        self._moments.update(tensors, self.driver.stepper.averages, addresses, self.groups(), factor)
+
+    @property
+    def _moments(self) -> DeviceAdam:
+        core = self.driver.core
+        self._warming = self._warming or DeviceAdam(core.layout, core.rank, core.kernels)
+        return self._warming
+
+    def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
+        return None if self._warming is None else self._warming.moments(tensor)
+
+    def adopt(self, tensor: int, momentum: Floats, variance: Floats, step: int) -> None:
+        self._moments.adopt(tensor, momentum, variance, step)
+
+    def release(self, tensor: int) -> None:
+        if self._warming is not None and self._warming.release(tensor):
+            self._warming = None
+
+
+def _to_wire(tensor: tf.Tensor, place: Place) -> tf.Tensor:
+    return tensor if place.is_as_keras_has_it else tf.transpose(tensor, place.axes)
+
+
+def _from_wire(tensor: tf.Tensor, place: Place) -> tf.Tensor:
+    return tensor if place.is_as_keras_has_it else tf.transpose(tensor, np.argsort(place.axes))
+
+
+def _copy(tensor: tf.Tensor) -> tf.Tensor:
+    """One that shares no memory: variables lend theirs to whoever reads them."""
+    return tf.raw_ops.DeepCopy(x=tensor)
+
+
+class _DLTensor(ctypes.Structure):
+    """As in dlpack.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint8 * 4),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_pointer_in = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_in.restype, _pointer_in.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+
+
+def address_of(tensor: tf.Tensor) -> int:
+    """Where an eager tensor of a device lies, once all that TensorFlow has queued there is done; never 0."""
+    capsule = tf.experimental.dlpack.to_dlpack(tensor)
+    found = _DLTensor.from_address(_pointer_in(capsule, b"dltensor"))
+    return (found.data or 0) + found.byte_offset or 1  # without elements it has none
+
+
+def cuda_number(device: str) -> int:
+    """CUDA's number, in this process, of what TensorFlow calls ``device``: it counts those that are visible to it, and
+    what each was cut into."""
+    numbers: list[int] = []
+    for physical in tf.config.get_visible_devices("GPU"):
+        parts = tf.config.get_logical_device_configuration(physical)
+        numbers += [int(physical.name.rpartition(":")[2])] * len(parts or [None])
+    return numbers[tf.DeviceSpec.from_string(device).device_index]
+
+
+def device_of(kind: str, variables: Sequence[Any], session: Session, trains_on_devices: bool) -> str | None:
+    """TensorFlow's name of the GPU that makes the steps of ``variables``. None: the host does; if they are on a GPU
+    nevertheless, a warning says why."""
+    devices = sorted({getattr(variable, "value", variable).device for variable in variables})
+    gpus = [device for device in devices if tf.DeviceSpec.from_string(device).device_type == "GPU"]
+    if not gpus:
+        return None
+    others = sorted({tf.as_dtype(variable.dtype).name for variable in variables} - {"float32"})
+    why = ""
+    if not trains_on_devices:
+        why = "it trains in the host's memory only"
+    elif len(devices) > 1:
+        why = f"variables are on {' and '.join(devices)}"
+    elif others:
+        why = f"variables are {' and '.join(others)}"
+    else:
+        try:
+            session.device_kernels(cuda_number(gpus[0]))
+        except (OcommError, RuntimeError) as error:
+            why = str(error)
+    if not why:
+        return gpus[0]
+    _log.warning(
+        "Distributed%s: variables are on %s, and steps are made in the host's memory, through which gradients and "
+        "values are copied: %s.", kind, gpus[0], why.rstrip("."),
+    )  # fmt: skip
+    return None
