@@ -13,7 +13,7 @@ WITH_TF := $(wildcard tests/frontends/test_tf_*.py) tests/frontends/test_teams.p
 WITHOUT_TF := tests/world tests/frontends $(addprefix --ignore=,$(WITH_TF))
 MPIRUN := timeout 600 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo test test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence clean install
+.PHONY: demo test test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence clean install
 
 install: $(STAMP)
 
@@ -46,7 +46,7 @@ test: install $(STAMP)-ptx
 # that has a CUDA Torch and ocomm already: make -k -o install test-gpu PY=python3 MPIRUN='mpirun --oversubscribe'
 # (docs/gpu.md has the packages). pytest-timeout may be missing there.
 GPU_TESTS = $(PY) -m pytest -q --no-header -W ignore::pytest.PytestConfigWarning
-test-gpu: test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-sanitizer test-gpu-speed
+test-gpu: test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed
 
 test-gpu-kernels: install
 	TEST_CUDA=1 $(GPU_TESTS) -k cuda tests/contract/test_cuda.py tests/contract/test_kernels.py \
@@ -60,6 +60,12 @@ test-gpu-ranks: install
 	for n in 2 4; do \
 	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(GPU_TESTS) --capture=no tests/frontends/test_torch_cuda.py </dev/null || exit 1; \
 	done
+
+test-gpu-tensorflow: install
+	$(PY) -c 'import sys, tensorflow as tf; sys.exit(not tf.config.list_physical_devices("GPU"))' \
+	    || { echo 'no GPU that TensorFlow can use'; exit 0; }; \
+	$(GPU_TESTS) tests/frontends/test_tf_cuda.py && \
+	TEST_MPI_SIZE=2 $(MPIRUN) -np 2 $(GPU_TESTS) --capture=no tests/frontends/test_tf_cuda.py </dev/null
 
 test-gpu-sanitizer: install
 	command -v compute-sanitizer >/dev/null || { echo 'compute-sanitizer is not on the PATH'; exit 0; }; \
