@@ -192,7 +192,14 @@ class FakeDevice:
         block = FakeBlock(np.empty(nbytes + 64, np.uint8), self.elsewhere)
         self.bytes(block.address, nbytes)[:] = _GARBAGE
         self._blocks.add(block)
+        weakref.finalize(block, self._outlive, block.memory).atexit = False
         return block
+
+    def _outlive(self, memory: np.ndarray) -> None:
+        """What is queued may still write to it: a driver waits before it frees."""
+        with self._lock:
+            self._queue.append(lambda: memory[:0].fill(0))
+            self._queued += 1
 
     def has(self, array: np.ndarray) -> bool:
         """Does it lie in this device's memory?"""
