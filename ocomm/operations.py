@@ -422,6 +422,7 @@ def prepare_allreduce(
     submission = Submission([], [], [])
     finishing: list[tuple[Any, Any, bool]] = []  # host result, the user's tensor, whether they share memory
     targets: list[tuple[Bytes, DType]] = []
+    awaited = place is Place.BRIDGED  # whatever the device was given to do before
     for tensor, full_name in zip(tensors, names, strict=True):
         dtype, shape = _describe(adapter, tensor, full_name)
         checked = _check_reduction(full_name, dtype, op, prescale, postscale)
@@ -439,6 +440,8 @@ def prepare_allreduce(
         submission.add(request, source, target)
         finishing.append((host, tensor, shared))
         targets.append((target, dtype))
+        if not shared:
+            awaited = True
 
     def finish(results: list[Any]) -> Any:
         if op == ReduceOp.ADASUM:
@@ -453,7 +456,7 @@ def prepare_allreduce(
             outputs = [adapter.deliver(host, tensor) for host, tensor, _ in finishing]
         return outputs[0] if is_single else outputs
 
-    return Prepared(session, number, submission, adapter.copies(tensors), finish)
+    return Prepared(session, number, submission, adapter.copies(tensors) if awaited else None, finish)
 
 
 class RepeatedAllreduce:
