@@ -6,6 +6,7 @@ Device and NCCL are fakes (see ``tests.fake_device``, ``tests.fake_nccl``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import ocomm_torch as hvd
 from ocomm.errors import HorovodInternalError, InvalidRequestError, PeerError
 from ocomm.operations import ProcessSet
 from ocomm.session import Session
+from ocomm.telemetry.timeline import path_of, read
 from ocomm.training.inside import could_be_bridged
 from ocomm.transport import nccl
 from ocomm.types import Settings
@@ -369,3 +371,32 @@ def test_who_insists_on_nccl_is_refused_without(on_devices: Any) -> None:
     refused = [words for words in told if "OCOMM_NCCL=1, but there is no NCCL" in words and "rank 0: no NCCL" in words]
     # The other one hears so, or that this one has gone.
     assert refused and all(words in refused or "has shut down" in words for words in told), told
+
+
+@pytest.mark.parametrize("engine", ["native", "python"])
+def test_what_nccl_carries_is_all_but_words_and_is_counted_by_engine_and_timeline(
+    engine: str, on_devices: Any, tmp_path: Path
+) -> None:
+    library = FakeNccl()
+    on_devices(range(2), library)
+    numel = 40_000
+
+    def body(session: Session) -> None:
+        assert session.engine is not None and opened(session)
+        rank, path = rank_of(session), str(tmp_path / "trace.json")
+        own = [c for c in library.communicators if c.rank == rank]
+        hvd.barrier()
+        ocomm.start_timeline(path)
+        before, moved = session.engine.counters(), own[0].moved[0]
+        hvd.allreduce_(torch.ones(numel), name="counted")
+        hvd.barrier()  # a plan is counted by the background thread, a moment after its end
+        after = session.engine.counters()
+        ocomm.stop_timeline()
+        spans = [e["args"] for e in read(path_of(path, rank)) if e.get("name") == "NCCL_EXCHANGE"]
+        # To the owner of the other half, and this half's sum to it.
+        assert sum(span["bytes_sent"] for span in spans) == 4 * numel
+        assert after["bytes_bridged"] - before["bytes_bridged"] == own[0].moved[0] - moved == 4 * numel
+        # The first rank sends numbers, the other one says that it is ready.
+        assert after["bytes_sent"] - before["bytes_sent"] == 8 * len(spans)
+
+    run_ranks(2, body, Settings(engine=engine, segment_nbytes=1 << 15))
