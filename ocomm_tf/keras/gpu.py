@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -224,7 +225,8 @@ def cuda_number(device: str) -> int:
 def device_of(kind: str, variables: Sequence[Any], session: Session, trains_on_devices: bool) -> str | None:
     """TensorFlow's name of the GPU that makes the steps of ``variables``. None: the host does; if they are on a GPU
     nevertheless, a warning says why."""
-    devices = sorted({getattr(variable, "value", variable).device for variable in variables})
+    plain = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
+    devices = sorted({variable.device for variable in plain})
     gpus = [device for device in devices if tf.DeviceSpec.from_string(device).device_type == "GPU"]
     if not gpus:
         return None

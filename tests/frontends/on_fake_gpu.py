@@ -159,6 +159,22 @@ def test_neither_gradients_nor_values_pass_the_host_and_nothing_is_made(
         assert largest <= numel // 8 + 600, "more than packed bits"
 
 
+@pytest.mark.parametrize("device", [HOST, "GPU:0"])
+def test_tensorflows_own_variables_are_trained_as_those_of_keras(device: str, devices: Devices) -> None:
+    def body(session: Session) -> None:
+        with tf.device(device):
+            both = variables(device), [tf.Variable(v.numpy(), name=v.name) for v in variables(device)]
+        assert all(v.device.endswith(device) for v in both[1])
+        for mine in both:
+            optimizer = KINDS["Birder"]()
+            for step in range(3):
+                optimizer.apply(gradients(device, step, 0), mine)
+        assert all(np.array_equal(a.numpy(), b.numpy()) for a, b in zip(*both, strict=True))
+
+    run_ranks(1, body)
+    assert bool(devices.made) == (device != HOST)
+
+
 def test_the_warm_up_is_made_on_the_gpu_too(devices: Devices) -> None:
     def body(session: Session) -> None:
         def watch(optimizer: Any, step: int) -> None:
