@@ -24,6 +24,8 @@
 #define DISAGREEMENT 0x4f434f44u
 #define PASSING_ON_NS 5000000000 /* how long a segment may go on after a disagreement, for others to hear of it */
 #define LONGEST_SPIN_NS 1000000 /* how long to spin at most while a user's thread waits: its core is free */
+#define TOGETHER_NS 20000 /* messages that come within this time come together */
+#define LONGEST_PACE_NS 2000000
 
 typedef int (*isend_fn)(const void *, int, intptr_t, int, int, intptr_t, void *);
 typedef int (*irecv_fn)(void *, int, intptr_t, int, int, intptr_t, void *);
@@ -87,6 +89,7 @@ struct ocomm_engine {
     int32_t request_count, request_capacity;
     int64_t last_activity_ns;
     int64_t spins_ns; /* how long it has lately paid to spin while a user's thread waits */
+    int64_t pace_ns;  /* between messages, lately */
     int completed, error;
     ocomm_counters counters;
 };
@@ -861,8 +864,12 @@ static void expire(ocomm_channel *channel, int64_t now) {
 }
 
 /* Something has come after a wait: the next spin is longer if this one was too short, shorter if it was in vain. */
-static void learn_from(ocomm_engine *engine, int64_t waited_ns) {
+static void learn_from(ocomm_engine *engine, int64_t waited_ns, int spun) {
     const int64_t spins = engine->spins_ns, least = LONGEST_SPIN_NS / 32;
+    if (waited_ns > TOGETHER_NS)
+        engine->pace_ns += ((waited_ns < LONGEST_PACE_NS ? waited_ns : LONGEST_PACE_NS) - engine->pace_ns) / 4;
+    if (!spun)
+        return;
     if (waited_ns > LONGEST_SPIN_NS)
         engine->spins_ns = spins > least ? spins / 2 : 0;
     else if (waited_ns > spins)
@@ -936,8 +943,8 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
             engine->completed = 0;
             reason |= OCOMM_COMPLETED;
         }
-        if (waiters && (came || reason & OCOMM_CONTROL))
-            learn_from(engine, now - engine->last_activity_ns);
+        if (came || (waiters && reason & OCOMM_CONTROL))
+            learn_from(engine, now - engine->last_activity_ns, waiters > 0);
         now = now_ns();
         if (moved || reason)
             engine->last_activity_ns = now;
@@ -952,8 +959,10 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
             sched_yield(); /* where ranks share a core, another one is the one we wait for */
             continue;
         }
+        int64_t shortest = engine->pace_ns / (waiters ? 20 : 8); /* what is not due soon is not looked for often */
         int64_t longest = !busy ? engine->idle_ns : waiters ? 250000 : 500000;
         int64_t nap = quiet / 4;
+        nap = nap < shortest ? shortest : nap;
         nap = nap < 20000 ? 20000 : nap > longest ? longest : nap;
         nap = nap > end - now ? end - now : nap;
         struct timespec wake = until_ns(nap);

@@ -85,6 +85,7 @@ class CompressedOptimizer(StepsTogether):
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         groups = np.array([group_of[id(p)] for p in self._parameters], np.int64)
         self._group_tensors = [np.flatnonzero(groups == number) for number in range(len(self.param_groups))]
+        self._group_counts = [tensors.size for tensors in self._group_tensors]
         self._masters = Masters(self._parameters, self._placement)
         self.backward_passes_per_step = backward_passes_per_step
         self._passes_left = [backward_passes_per_step] * len(self._parameters)
@@ -166,7 +167,7 @@ class CompressedOptimizer(StepsTogether):
                     f"parameter '{name}' is {_dtype(parameter)} now, and was {spec.dtype} when it was wrapped. "
                     + self._fixed
                 )
-        if self._stepper.begun:
+        if self._stepper.begun and self._driver.is_decay_coupled:
             self._stepper.object(Flag.CHANGED)  # what is on its way may have read the old ones
         else:
             self._held.clear()
@@ -213,7 +214,7 @@ class CompressedOptimizer(StepsTogether):
         One that has to be widened is, because its checksum is kept. Kernels on a device read 16 bits as they are.
         """
         parameters, recorded, versions, pointers = self._parameters, self._recorded, self._versions, self._pointers
-        float32, strided = torch.float32, torch.strided
+        float32 = torch.float32
         addresses: list[int] = []
         others: list[int] = []
         for index in tensors:
@@ -223,9 +224,12 @@ class CompressedOptimizer(StepsTogether):
             address = 0
             if grad is not None:
                 versions[index] = grad._version
-                if grad.dtype is float32 and grad.layout is strided and grad.is_contiguous():
-                    address = pointers[index] = grad.data_ptr()
-                else:
+                try:  # cheaper than to ask for the layout as well
+                    if grad.dtype is float32 and grad.is_contiguous():
+                        address = pointers[index] = grad.data_ptr()
+                    else:
+                        others.append(len(addresses))
+                except RuntimeError:  # only what is sparse has no such thing
                     others.append(len(addresses))
             addresses.append(address)
         if others or self._placement.is_device:
@@ -292,11 +296,15 @@ class CompressedOptimizer(StepsTogether):
 
         return hook_on_device if self._placement.is_device else hook
 
-    def _begin(self) -> None:
-        self._find_parameters()
+    def _begin(self, early: bool = False) -> None:
+        """``early``: before ``step()``, which looks for the parameters; until then a coupled decay alone reads them."""
+        counts = [len(group["params"]) for group in self.param_groups]
+        if not early or self._driver.is_at_start or self._driver.is_decay_coupled or counts != self._group_counts:
+            self._find_parameters()
         self._placement.arrive()
         self._masters.begin()
-        self._hook_parameters()
+        if self._unhooked:
+            self._hook_parameters()
         self._stepper.expected = [p.requires_grad for p in self._parameters]
         self._driver.begin()
 
@@ -525,7 +533,7 @@ def _on_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parame
         return
     stepper = optimizer._stepper
     if not stepper.begun:
-        optimizer._begin()
+        optimizer._begin(early=True)
     optimizer._recorded[index] = parameter.grad
     stepper.hand_over(index)
 

@@ -181,6 +181,8 @@ class Driver:
         #: What the core was handed last, all of it and what gradients are compressed with; None: to be handed anew.
         self._hyper: Hashable = None
         self._compress_hyper: Hashable = None
+        #: Are gradients compressed with parameters, by what the core was handed last?
+        self.is_decay_coupled = False
         #: What ``load_state`` and ``load_rank_state`` have loaded, for the report.
         self.resumed: dict[str, Any] | None = None
         #: Has no step begun yet, since this driver was made or a state loaded?
@@ -234,6 +236,7 @@ class Driver:
         self.set_hyper(groups)
         self._hyper = self.full_hyper(groups)
         self._compress_hyper = self.compress_hyper(groups), self.core.gradient_scale
+        self.is_decay_coupled = any(group.coupled_decay for group in groups)
 
     # Clipping
 

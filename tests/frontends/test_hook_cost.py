@@ -63,7 +63,8 @@ def test_a_hook_that_counts_makes_three_calls_at_2000_tensors() -> None:
     """Two in Python, ocomm's and the one that counts, and one in C, for the order of arrivals."""
     first, *counting, last = last_step(2000, 64)
     assert set(counting) == {(2, 1, 0)}
-    assert first[0] <= 42 and first[2] == 0
+    # It asks no parameter where it lies: step() does, and compressing without a coupled decay reads none.
+    assert first[0] <= 40 and first[1] <= 28 and first[2] == 0
     assert last[0] <= 13 and last[2] == 1
 
 
@@ -73,7 +74,7 @@ def test_a_bucket_is_posted_with_eight_calls_in_python_and_few_in_c() -> None:
     first, *others = last_step(8 * per_bucket, 1 << 16)
     posting = [found for found in others if found[2]]
     assert {found for found in others if not found[2]} == {(2, 1, 0)}
-    assert first[0] <= 49 and first[1] <= 62 + 8 * per_bucket
+    assert first[0] <= 47 and first[1] <= 63
     assert [posted for _, _, posted in posting] == [1] * 8
     assert posting[0][0] <= 13 and posting[0][1] <= 9 + 3 * per_bucket  # it submits the plan
     assert all(python <= 8 and c <= 4 + 3 * per_bucket for python, c, _ in posting[1:])

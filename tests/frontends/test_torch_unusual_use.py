@@ -122,7 +122,9 @@ def test_a_parameter_that_is_frozen_in_the_compressed_stage_stands_still_and_hol
 def test_parameters_whose_memory_is_replaced_between_steps_or_before_step_are_moved_where_they_are(
     weight_decay: float,
 ) -> None:
-    def body(rank: int) -> str:
+    """What is on its way has read them only if the decay is coupled: else nothing is exchanged again."""
+
+    def body(rank: int) -> tuple[str, int]:
         parameters = make_parameters()
         optimizer = wrap(parameters, weight_decay=weight_decay)
         for step in range(1, 9):
@@ -134,9 +136,12 @@ def test_parameters_whose_memory_is_replaced_between_steps_or_before_step_are_mo
                 for parameter in parameters:
                     parameter.data = parameter.data.clone()
             optimizer.step()
-        return values(parameters)
+            assert len(optimizer._held) <= 2 * len(parameters)
+        return values(parameters), optimizer.compression_report()["redone_steps"]
 
-    assert run(body) == plain(8, weight_decay=weight_decay)
+    moved, redone = run(body)
+    assert moved == plain(8, weight_decay=weight_decay)
+    assert redone == (1 if weight_decay else 0)
 
 
 def test_a_parameter_that_becomes_something_else_is_refused_by_name() -> None:
