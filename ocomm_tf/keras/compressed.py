@@ -159,6 +159,7 @@ class Compressed(Distributed):
         host.read(self._trainable_variables, state[2])
         self._restore_moments()
         host.driver.load_state(state[1])
+        host.write(self._trainable_variables)  # between syncs they become those of the last one
 
     def ocomm_rank_state(self: Any) -> dict[str, Any]:
         """What only this rank knows."""
