@@ -50,8 +50,7 @@ SCALE_ULPS = 4
 
 LAW = importlib.import_module("ocomm.kernels.reference")
 EVERY_LENGTH = ((), (1,), (31,), (4095,), (4096,), (4097,))
-#: In a few long blocks, since the simulator takes its time for each thread block.
-MANY, MANY_PER_BLOCK = (100_003,), 1 << 15
+MANY = (100_003,)
 
 Results = Callable[[Any, Kernels], tuple]
 
@@ -147,13 +146,13 @@ class TestEqualsTheReference:
     def test_loops_of_birder_at_every_length(self, device: Any, loop: str, lengths: tuple[int, ...]) -> None:
         check(BIRDER[loop], Model(lengths, first=len(lengths)), device)
 
-    @pytest.mark.parametrize("loop", ["compress, l1", "unpack", "apply", "local_step", "finite"])
+    @pytest.mark.parametrize("loop", ADAM)
     def test_loops_of_adam_over_many_elements(self, device: Any, loop: str) -> None:
-        check(ADAM[loop], World(MANY, block_size=MANY_PER_BLOCK), device)
+        check(ADAM[loop], World(MANY), device)
 
-    @pytest.mark.parametrize("loop", ["quantized_average", "apply_signs"])
+    @pytest.mark.parametrize("loop", BIRDER)
     def test_loops_of_birder_over_many_elements(self, device: Any, loop: str) -> None:
-        check(BIRDER[loop], Model(MANY, block_size=MANY_PER_BLOCK), device)
+        check(BIRDER[loop], Model(MANY), device)
 
     def test_a_block_may_be_longer_than_a_tile(self, device: Any) -> None:
         world = World((9001,), block_size=1 << 20, masked=0.05)
