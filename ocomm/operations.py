@@ -389,11 +389,10 @@ def allreduce(
     process_set: ProcessSet,
     in_place: bool,
     grouped: bool,
-    place: Place = Place.HOST,
 ) -> Operation:
     """Reduces every tensor over the ranks of the set; the operation's result is the tensor, or the list of a group."""
     return prepare_allreduce(
-        session, adapter, tensors, name, op, prescale, postscale, process_set, in_place, grouped, place
+        session, adapter, tensors, name, op, prescale, postscale, process_set, in_place, grouped
     ).submit()
 
 

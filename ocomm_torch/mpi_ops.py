@@ -180,10 +180,10 @@ def _submit_allreduce(
     session = sessions.current()
     chosen = choose_op(op, average)
     adapter, place = adapter_of(session, tensors, chosen, (prescale, postscale), process_set)
-    operation = operations.allreduce(
+    prepared = operations.prepare_allreduce(
         session, adapter, tensors, name, chosen, prescale, postscale, process_set, in_place, grouped, place
     )
-    return handles.add(operation)
+    return handles.add(prepared.submit())
 
 
 def allreduce_async(
