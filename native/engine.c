@@ -953,14 +953,15 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
         if (now >= end)
             return 0;
         int64_t quiet = now - engine->last_activity_ns;
-        if (moved || (waiters && quiet < engine->spin_ns))
+        int64_t spin = engine->spin_ns < engine->spins_ns ? engine->spin_ns : engine->spins_ns;
+        if (moved || (waiters && quiet < spin))
             continue; /* who does not wait has something better to do with the core */
         if (waiters && quiet < engine->spins_ns) {
             sched_yield(); /* where ranks share a core, another one is the one we wait for */
             continue;
         }
-        int64_t shortest = engine->pace_ns / (waiters ? 20 : 8); /* what is not due soon is not looked for often */
-        int64_t longest = !busy ? engine->idle_ns : waiters ? 250000 : 500000;
+        int64_t shortest = engine->pace_ns / (waiters ? 10 : 3); /* what is not due soon is not looked for often */
+        int64_t longest = !busy ? engine->idle_ns : waiters ? 300000 : 1000000;
         int64_t nap = quiet / 4;
         nap = nap < shortest ? shortest : nap;
         nap = nap < 20000 ? 20000 : nap > longest ? longest : nap;

@@ -222,7 +222,7 @@ class Settings:
     direct_peers: int = 63  # with more than these a compressed exchange takes two hops
     scratch_nbytes: int = 512 * 1024 * 1024  # idle fusion and staging buffers kept
     idle_ms: float = 5.0  # longest sleep of the background thread while nothing is queued
-    spin_us: float = 50.0  # how long it spins for who waits, at least, before it sleeps
+    spin_us: float = 50.0  # how long it spins for who waits before it also lets others have its core
     stall_check: bool = True
     stall_check_s: float = 60.0
     stall_raise: bool = False  # StallError instead of a warning
