@@ -80,7 +80,8 @@ class Bridge:
     def _require(self) -> None:
         if self.ended:
             raise HorovodInternalError(
-                f"{self.name} of ranks {list(self.ranks)} was given up: {self.ended}. A new optimizer opens another."
+                f"{self.name} of ranks {list(self.ranks)} was given up: {self.ended}. A new optimizer opens "
+                "another; other sums go through the host's memory from now on."
             )
 
     def end(self, why: str, wait_s: float = _ABORT_S) -> None:
