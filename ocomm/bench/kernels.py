@@ -6,6 +6,9 @@ an in-place axpy over arrays of the same size, or a plain fill where the kernel 
 arrays reaches (y += a x + a z) is in the table, too, as the limit of kernels that read as many. Arrays are aligned as
 the runtime's own. Every kernel is compared with the NumPy reference on its first blocks before it is timed.
 
+A step writes new errors beside the old ones, past the caches; what is called "in place" has the same loops write them
+over the old ones, as the axpy does.
+
 With ``--threads N`` each C loop runs on one thread and on N in turn, each beside its yardstick on as many, and ``gain``
 is how many times faster it gets, as a part of how many times faster the yardstick gets. For ``--device cuda`` see
 ``_cuda.py``.
@@ -117,12 +120,12 @@ def run_on_cuda(args: argparse.Namespace) -> int:
     numel = max(args.nbytes // 4 // BLOCK_SIZE, CHECKED_BLOCKS) * BLOCK_SIZE
     device = _cuda.device_name()
     print(f"{device}, {4 * numel} bytes per array, blocks of {BLOCK_SIZE}, median of {args.rounds} paired rounds")
-    print(f"{'kernel':<30} {'B/element':>9} {'ms':>9} {'GB/s':>8} {'of copy':>8}")
+    print(f"{'kernel':<40} {'B/element':>9} {'ms':>9} {'GB/s':>8} {'of copy':>8}")
     found = []
     for row in _cuda.rows(numel, args.rounds, args.ranks):
         found.append(asdict(row))
         print(
-            f"{row.kernel:<30} {row.bytes_per_element:>9.3f} {row.milliseconds:>9.3f} "
+            f"{row.kernel:<40} {row.bytes_per_element:>9.3f} {row.milliseconds:>9.3f} "
             f"{row.gigabytes_per_second:>8.1f} {row.fraction:>8.3f}",
             flush=True,
         )
@@ -132,14 +135,14 @@ def run_on_cuda(args: argparse.Namespace) -> int:
 
 
 HEADING = (
-    f"{'kernel':<30} {'form':<10} {'threads':>7} {'B/element':>9} {'ms':>9} "
+    f"{'kernel':<40} {'form':<10} {'threads':>7} {'B/element':>9} {'ms':>9} "
     f"{'GB/s':>7} {'yardstick':>9} {'fraction':>8} {'times C':>7} {'gain':>6}"
 )
 
 
 def formatted(row: Row) -> str:
     return (
-        f"{row.kernel:<30} {row.form:<10} {row.threads:>7} {row.bytes_per_element:>9.3f} {row.milliseconds:>9.2f} "
+        f"{row.kernel:<40} {row.form:<10} {row.threads:>7} {row.bytes_per_element:>9.3f} {row.milliseconds:>9.2f} "
         f"{row.gigabytes_per_second:>7.2f} {row.yardstick:>9} {row.fraction:>8.3f} {row.times_c:>7.2f} {row.gain:>6.2f}"
     )
 
@@ -335,25 +338,33 @@ class Bench:
         blocks = self.blocks
         cases = [
             Case("triad, no kernel", 16, "axpy", {self.c_form: self._triad}, lambda: None),
-            self._case(
-                "compress",
-                12 + sent,
-                lambda k, b, error, out, kept: k.compress(b, self.x, error, kept, None, "rms", out),
-                {"numpy": self._numpy_compress, "torch": self._torch_compress},
-            ),
-            self._case(
-                "compress_momentum, dense",
-                16 + sent,
-                lambda k, b, error, out, kept: k.compress_momentum(b, dense, None, error, kept, None, "rms", out),
-                {"numpy": self._numpy_momentum, "torch": self._torch_momentum},
-            ),
-            self._case(
-                "compress_momentum, from 1 bit",
-                12 + 2 * sent,
-                lambda k, b, error, out, kept: k.compress_momentum(b, packed, previous, error, kept, None, "rms", out),
-                {"numpy": lambda: self._numpy_momentum(unpacked(previous))},
-            ),
         ]
+        for place, in_place in (("", False), (", in place", True)):
+            cases += [
+                self._case(
+                    f"compress{place}",
+                    12 + sent,
+                    lambda k, b, error, out, kept: k.compress(b, self.x, error, kept, None, "rms", out),
+                    {"numpy": self._numpy_compress, "torch": self._torch_compress},
+                    in_place,
+                ),
+                self._case(
+                    f"compress_momentum, dense{place}",
+                    16 + sent,
+                    lambda k, b, error, out, kept: k.compress_momentum(b, dense, None, error, kept, None, "rms", out),
+                    {"numpy": self._numpy_momentum, "torch": self._torch_momentum},
+                    in_place,
+                ),
+                self._case(
+                    f"compress_momentum, from 1 bit{place}",
+                    12 + 2 * sent,
+                    lambda k, b, error, out, kept: k.compress_momentum(
+                        b, packed, previous, error, kept, None, "rms", out
+                    ),
+                    {"numpy": lambda: self._numpy_momentum(unpacked(previous))},
+                    in_place,
+                ),
+            ]
         cases += [self._average_case(n) for n in ranks]
         forms: dict[str, Callable[[], object]] = {self.c_form: lambda: self.c.unpack(blocks, previous, None, self.out)}
         cases.append(
@@ -575,20 +586,24 @@ class Bench:
         bytes_per_element: float,
         call: Callable[[Kernels, np.ndarray, np.ndarray, np.ndarray, np.ndarray], bool],
         forms: dict[str, Callable[[], object]],
+        in_place: bool = False,
     ) -> Case:
-        """A compressing kernel; ``call`` takes kernels, blocks, error, packed and error_out."""
+        """A compressing kernel; ``call`` takes kernels, blocks, error, packed and error_out, which is error if
+        ``in_place``; the other forms are then left out, which have been timed beside the first."""
 
         def check() -> None:
             part = self.blocks[:CHECKED_BLOCKS]
             error = self.error[: CHECKED_BLOCKS * BLOCK_SIZE]
-            got, expected = ((np.zeros_like(self.packed), np.zeros_like(error), k) for k in (self.c, reference))
+            got, expected = ((np.zeros_like(self.packed), error.copy(), k) for k in (self.c, reference))
             for out, kept, k in (got, expected):
-                call(k, part, error, out, kept)
+                call(k, part, kept if in_place else error, out, kept)
             demand_equal(kernel, got[0], expected[0])
             demand_equal(kernel, got[1], expected[1])
 
-        own = {self.c_form: lambda: call(self.c, self.blocks, self.error, self.packed, self.kept)}
-        return Case(kernel, bytes_per_element, "axpy", own | self._chosen(forms), check)
+        kept = self.error if in_place else self.kept
+        own: dict[str, Callable[[], object]]
+        own = {self.c_form: lambda: call(self.c, self.blocks, self.error, self.packed, kept)}
+        return Case(kernel, bytes_per_element, "axpy", own if in_place else own | self._chosen(forms), check)
 
     def _chosen(self, forms: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
         wanted = {"numpy": self.with_numpy, "torch": self.torch is not None}
