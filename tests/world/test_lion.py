@@ -44,7 +44,8 @@ def test_every_step_equals_the_simulation_bit_for_bit(hosts: str) -> None:
         core.tensors["param"] = [p.ctypes.data for p in params]
         local: list[np.ndarray | None] = []
         stepper = Stepper(
-            "lion", core, session.open_channel(0, "lion", layout.digest, ""), range(len(hosts)), session.watch(0, "lion"),
+            "lion", core, session.open_channel(0, "lion", layout.digest, ""), range(len(hosts)),
+            session.watch(0, "lion"),
             lambda tensors, final: [0 if local[t] is None else local[t].ctypes.data for t in tensors],  # type: ignore[union-attr]
             segment_nbytes=256, overlap=False, verify="full", timeout_s=20.0,
         )  # fmt: skip
