@@ -88,7 +88,7 @@ struct ocomm_engine {
     uint8_t *statuses;
     int32_t request_count, request_capacity;
     int64_t last_activity_ns;
-    int64_t spins_ns; /* how long it has lately paid to spin while a user's thread waits */
+    int64_t learned_spin_ns; /* how long it has lately paid to spin while a user's thread waits */
     int64_t pace_ns;  /* between messages, lately */
     int completed, error;
     ocomm_counters counters;
@@ -132,7 +132,7 @@ ocomm_engine *ocomm_engine_new(const ocomm_mpi *mpi, ocomm_pool *pool, int64_t s
     pthread_cond_init(&engine->finished, &monotonic);
     pthread_condattr_destroy(&monotonic);
     engine->last_activity_ns = now_ns();
-    engine->spins_ns = LONGEST_SPIN_NS;
+    engine->learned_spin_ns = LONGEST_SPIN_NS;
     if (mpi && reserve(engine, 64)) {
         ocomm_engine_free(engine);
         return NULL;
@@ -865,15 +865,15 @@ static void expire(ocomm_channel *channel, int64_t now) {
 
 /* Something has come after a wait: the next spin is longer if this one was too short, shorter if it was in vain. */
 static void learn_from(ocomm_engine *engine, int64_t waited_ns, int spun) {
-    const int64_t spins = engine->spins_ns, least = LONGEST_SPIN_NS / 32;
+    const int64_t spins = engine->learned_spin_ns, least = LONGEST_SPIN_NS / 32;
     if (waited_ns > TOGETHER_NS)
         engine->pace_ns += ((waited_ns < LONGEST_PACE_NS ? waited_ns : LONGEST_PACE_NS) - engine->pace_ns) / 4;
     if (!spun)
         return;
     if (waited_ns > LONGEST_SPIN_NS)
-        engine->spins_ns = spins > least ? spins / 2 : 0;
+        engine->learned_spin_ns = spins > least ? spins / 2 : 0;
     else if (waited_ns > spins)
-        engine->spins_ns = spins < least ? least : spins > LONGEST_SPIN_NS / 2 ? LONGEST_SPIN_NS : 2 * spins;
+        engine->learned_spin_ns = spins < least ? least : spins > LONGEST_SPIN_NS / 2 ? LONGEST_SPIN_NS : 2 * spins;
 }
 
 int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
@@ -953,10 +953,10 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
         if (now >= end)
             return 0;
         int64_t quiet = now - engine->last_activity_ns;
-        int64_t spin = engine->spin_ns < engine->spins_ns ? engine->spin_ns : engine->spins_ns;
+        int64_t spin = engine->spin_ns < engine->learned_spin_ns ? engine->spin_ns : engine->learned_spin_ns;
         if (moved || (waiters && quiet < spin))
             continue; /* who does not wait has something better to do with the core */
-        if (waiters && quiet < engine->spins_ns) {
+        if (waiters && quiet < engine->learned_spin_ns) {
             sched_yield(); /* where ranks share a core, another one is the one we wait for */
             continue;
         }

@@ -118,6 +118,27 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
+def demand_equal(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    for ours, host in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(ours, host, strict=True)
+
+
+def demand_nothing_bridged(
+    library: FakeNccl, calls: Callable[[Session], list[np.ndarray]], expected: list[list[np.ndarray]]
+) -> None:
+    """Two ranks that have a bridge make no use of it for ``calls``, whose results are ``expected``."""
+
+    def body(session: Session) -> list[np.ndarray]:
+        assert opened(session)
+        before = [communicator.calls for communicator in library.communicators]
+        found = calls(session)
+        assert [communicator.calls for communicator in library.communicators] == before
+        return found
+
+    for got, wanted in zip(run_ranks(2, body), expected, strict=True):
+        demand_equal(got, wanted)
+
+
 @pytest.mark.parametrize("engine", ["native", "python"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_over_nccl_are_those_of_the_hosts_memory_and_nothing_is_copied_there(
@@ -136,8 +157,7 @@ def test_sums_over_nccl_are_those_of_the_hosts_memory_and_nothing_is_copied_ther
         return found, adapter.counts(rank_of(session)) - before
 
     for (got, counts), wanted in zip(run_ranks(size, body, settings), expected, strict=True):
-        for ours, host in zip(got, wanted, strict=True):
-            np.testing.assert_array_equal(ours, host, strict=True)
+        demand_equal(got, wanted)
         assert counts["download"] == counts["upload"] == 0
         assert counts["launch"] > 0
     for communicator in library.communicators:
@@ -151,18 +171,12 @@ def test_where_a_rank_has_it_in_the_hosts_memory_all_go_that_way(on_devices: Any
     library = FakeNccl()
     adapter = on_devices(range(2), library)
 
-    def body(session: Session) -> Any:
-        assert opened(session)
-        calls = [communicator.calls for communicator in library.communicators]
+    def mixed(session: Session) -> list[np.ndarray]:
         if rank_of(session) == 1:
             adapter.elsewhere.add(1)
-        found = sums(rank_of(session))
-        assert [communicator.calls for communicator in library.communicators] == calls
-        return found
+        return sums(rank_of(session))
 
-    for got, wanted in zip(run_ranks(2, body), expected, strict=True):
-        for ours, host in zip(got, wanted, strict=True):
-            np.testing.assert_array_equal(ours, host, strict=True)
+    demand_nothing_bridged(library, mixed, expected)
 
 
 def test_what_no_device_adds_up_goes_through_the_hosts_memory(on_devices: Any) -> None:
@@ -190,17 +204,7 @@ def test_what_no_device_adds_up_goes_through_the_hosts_memory(on_devices: Any) -
     expected = run_ranks(2, others)
     library = FakeNccl()
     on_devices(range(2), library)
-
-    def body(session: Session) -> Any:
-        assert opened(session)
-        calls = [communicator.calls for communicator in library.communicators]
-        found = others(session)
-        assert [communicator.calls for communicator in library.communicators] == calls
-        return found
-
-    for got, wanted in zip(run_ranks(2, body), expected, strict=True):
-        for ours, host in zip(got, wanted, strict=True):
-            np.testing.assert_array_equal(ours, host, strict=True)
+    demand_nothing_bridged(library, others, expected)
 
 
 def test_ranks_that_have_joined_take_part_with_nothing(on_devices: Any) -> None:

@@ -158,9 +158,8 @@ class TestOnAGpu:
             assert waits[5] == waits[-1]
 
 
-FOUR_GPUS = pytest.mark.skipif(
-    torch.cuda.device_count() < 4 or MPI_SIZE != 4, reason="no four GPUs for four ranks under mpirun"
-)
+_FEW = torch.cuda.device_count() < 4 or MPI_SIZE != 4
+FOUR_GPUS = pytest.mark.skipif(_FEW, reason="no four GPUs for four ranks under mpirun")
 
 
 @FOUR_GPUS
