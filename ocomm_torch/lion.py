@@ -11,7 +11,7 @@ from ocomm.compression.layout import TensorSpec
 from ocomm.session import Session
 from ocomm.training.driver import Common
 from ocomm.training.lion import LionDriver
-from ocomm_torch.birder import RateOptimizer
+from ocomm_torch.rates import RateOptimizer
 
 
 class Lion(RateOptimizer):

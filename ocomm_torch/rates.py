@@ -1,0 +1,79 @@
+"""What Birder, SoftSignSGD and Lion share: they read rates of any Torch optimizer, and step in its place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ocomm.errors import InvalidRequestError
+from ocomm.training.driver import Group
+from ocomm_torch.compressed import CompressedOptimizer
+
+_log = logging.getLogger("ocomm")
+#: Options of wrapped optimizers which would change their step, and which these do not have.
+_REFUSED = (
+    "momentum",
+    "dampening",
+    "nesterov",
+    "maximize",
+    "amsgrad",
+    "centered",
+    "capturable",
+    "differentiable",
+)
+
+
+class RateOptimizer(CompressedOptimizer):
+    """Takes lr and weight decay from the wrapped optimizer's groups at every step, and nothing else."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+        process_set: Any,
+        backward_passes_per_step: int,
+    ) -> None:
+        _check_groups(type(self).__name__, optimizer)
+        #: What schedulers move besides, as it was when it was wrapped; None once it was said that they do.
+        self._unread: list[Any] | None = [_moments(group) for group in optimizer.param_groups]
+        super().__init__(optimizer, named_parameters, process_set, backward_passes_per_step)
+
+    def _group(self, number: int, group: dict[str, Any]) -> Group:
+        if self._unread is not None and (moved := _moments(group)) != self._unread[number]:
+            self._unread = None
+            name = "momentum" if moved[0] else "betas"
+            _log.warning(
+                "%s: %s=%r of the param groups is ignored, and so is every later value: lr and weight_decay are what "
+                "is read. A scheduler that cycles it (OneCycleLR, CyclicLR) takes cycle_momentum=False.",
+                self._driver.name,
+                name,
+                group.get(name),
+            )
+        return Group(
+            self._group_tensors[number],
+            float(group["lr"]),
+            decoupled_decay=float(group.get("weight_decay", 0.0)),
+        )
+
+
+def _moments(group: dict[str, Any]) -> tuple[Any, Any]:
+    return group.get("momentum") or 0.0, group.get("betas")
+
+
+def _check_groups(wrapper: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raises InvalidRequestError if a group has no lr, or an option that this step would ignore."""
+    for group in optimizer.param_groups:
+        if "lr" not in group:
+            raise InvalidRequestError(
+                f"Distributed{wrapper} takes its lr from the wrapped optimizer's groups, and those of "
+                f"{type(optimizer).__name__} have none; wrap torch.optim.SGD."
+            )
+        for option in _REFUSED:
+            if group.get(option):
+                raise InvalidRequestError(
+                    f"Distributed{wrapper} does not support {option}={group[option]!r} of {type(optimizer).__name__}; "
+                    "leave it out."
+                )
