@@ -11,7 +11,8 @@ with ``--hold`` the exit status is 1 if one of these budgets was exceeded.
 wall     of the thread that trains: its parts add up to the step
 CPU      of each thread, by its own clock: it does not grow while other programs, or other threads, have the processor
 codec    of the background thread: the computations of the last step's own plans, the least of some repetitions
-network  of the background thread: its time in the kernel, by the kernel's count; sockets, and waiting in between
+network  of the background thread: its time in the kernel; sockets, and waiting in between. The kernel looks some
+         hundred times a second whether a thread is in it, so a short run knows this, and the runtime, only roughly
 runtime  all CPU time of the background thread that is neither, MPI's library included, and what step() does in Python
 budget   of the step in which it was least, because other programs only add to it
 """
@@ -19,6 +20,7 @@ budget   of the step in which it was least, because other programs only add to i
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -212,6 +214,13 @@ class Threads:
         return int(fields[11]), int(fields[12])
 
 
+def sampling_error(user: int, in_kernel: int) -> float:
+    """Standard error of the share that one of two kinds of samples has, if they come at random."""
+    samples = max(user + in_kernel, 1)
+    share = in_kernel / samples
+    return math.sqrt(share * (1 - share) / samples)
+
+
 def middle(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The half whose wall time is nearest to the median."""
     centre = median(step["wall"] for step in steps)
@@ -395,6 +404,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
         "codec": codec,
         "elements": replay.elements,
         "network_ms": network,
+        "network_error_ms": background * sampling_error(*ticks),
         "others_ms": mean(busy, "process") - own - background,
         "per_step": {name: total / len(together) for name, total in counters.items()},
         "budget": least(alone, together, sorted(kernel_parts), codec, network / background),
@@ -455,7 +465,8 @@ def show(result: Result) -> str:
             tabulate(local, ["thread", "without communication", "wall ms", "CPU ms"], "github"),
             tabulate(held, ["CPU, at least", "ms", "budget", "held"], "github"),
             f"Per step of the engine: {per_step}. {result['steps']} steps; load of the machine before them: "
-            f"{result['load']:.1f}.",
+            f"{result['load']:.1f}. Time in the kernel is a matter of samples, so it and the runtime are known to "
+            f"+- {result['network_error_ms']:.1f} ms.",
         ]
     )
 
@@ -463,7 +474,7 @@ def show(result: Result) -> str:
 def main() -> int:
     parser = turns.parser(__doc__, [], None, "samples")
     parser.add_argument("--model", choices=list(TASKS), default="bert")
-    parser.set_defaults(steps=40)
+    parser.set_defaults(steps=160)
     parser.add_argument("--hold", choices=list(BUDGETS), nargs="*", default=[], help="fail if these are exceeded")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there, below the mark")
     args = parser.parse_args()
