@@ -2,14 +2,15 @@
  * are done at once, a kernel is written down instead of being run, and an event is over when it has been asked twice.
  *
  * It is strict where a device is: a call needs a context in its thread, a stream and an event are used in the context that
- * they were made in, only what was allocated is freed. Streams below 256 are the framework's, of any context. */
+ * they were made in, only what was allocated is freed, a copy to the device is from page-locked memory, and while some other
+ * thread captures a graph no event is asked in the usual mode. Streams below 256 are the framework's, of any context. */
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 101, NO_CONTEXT = 201, BAD_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600 };
+enum { INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 101, NO_CONTEXT = 201, BAD_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, CAPTURING = 900 };
 typedef struct { int number; } context;
 typedef struct { context *of; int left; } thing;
 typedef uint64_t address;
@@ -17,7 +18,9 @@ typedef uint64_t address;
 static context contexts[2] = {{0}, {1}};
 static __thread context *stack[16];
 static __thread int depth;
-static long allocated, broken;
+static __thread int mode;
+static long allocated, broken, captured, refused, events;
+static struct { const char *first; size_t nbytes; } locked[64];
 
 static context *now(void) { return depth ? stack[depth - 1] : NULL; }
 static int in(const void *handle) {
@@ -35,7 +38,11 @@ static int made(void **handle) {
 /* For tests. */
 long fake_allocated(void) { return allocated; }
 void fake_break(int code) { broken = code; }
+void fake_capture(int begins) { captured = begins; }
+void fake_refuse(int code) { refused = code; }
+long fake_events(void) { return events; }
 int fake_depth(void) { return depth; }
+int fake_mode(void) { return mode; }
 
 int cuInit(unsigned flags) { return flags ? INVALID : 0; }
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
@@ -64,24 +71,41 @@ static int take(void **memory, size_t nbytes) {
 static int give(void *memory) { free(memory); allocated--; return in(0); }
 int cuMemAlloc_v2(address *memory, size_t nbytes) { return take((void **)memory, nbytes); }
 int cuMemFree_v2(address memory) { return give((void *)memory); }
-int cuMemHostAlloc(void **memory, size_t nbytes, unsigned flags) { return flags == 1 ? take(memory, nbytes) : INVALID; }
-int cuMemFreeHost(void *memory) { return give(memory); }
-int cuMemcpyHtoDAsync_v2(address to, const void *from, size_t n, void *s) { if (!in(s)) memcpy((void *)to, from, n); return in(s); }
+/* Which of the pieces of page-locked memory begins, or has n bytes, there; the first free one for NULL; -1. */
+static int piece(const char *memory, size_t n) {
+    for (int k = 0; k < 64; k++)
+        if (memory ? locked[k].first && memory >= locked[k].first && memory + n <= locked[k].first + locked[k].nbytes : !locked[k].first)
+            return k;
+    return -1;
+}
+int cuMemHostAlloc(void **memory, size_t nbytes, unsigned flags) {
+    int code = flags == 1 ? take(memory, nbytes) : INVALID, k = piece(NULL, 0);
+    if (code || k < 0) return code ? code : NO_MEMORY;
+    locked[k].first = *memory, locked[k].nbytes = nbytes;
+    return 0;
+}
+int cuMemFreeHost(void *memory) { int k = piece(memory, 0); if (k < 0) return INVALID; locked[k].first = NULL; return give(memory); }
+int cuMemcpyHtoDAsync_v2(address to, const void *from, size_t n, void *s) {
+    int code = in(s) ? in(s) : piece(from, n) < 0 ? INVALID : 0;
+    if (!code) memcpy((void *)to, from, n);
+    return code;
+}
 int cuMemcpyDtoHAsync_v2(void *to, address from, size_t n, void *s) { if (!in(s)) memcpy(to, (void *)from, n); return in(s); }
 int cuMemcpyDtoDAsync_v2(address to, address from, size_t n, void *s) { if (!in(s)) memcpy((void *)to, (void *)from, n); return in(s); }
 int cuMemsetD8Async(address to, unsigned char value, size_t n, void *s) { if (!in(s)) memset((void *)to, value, n); return in(s); }
 
 int cuStreamCreate(void **stream, unsigned flags) { return flags == 1 ? made(stream) : INVALID; }
-int cuEventCreate(void **event, unsigned flags) { return flags == 2 ? made(event) : INVALID; }
+int cuThreadExchangeStreamCaptureMode(int *other) { int was = mode; mode = *other; *other = was; return 0; }
+int cuEventCreate(void **event, unsigned flags) { events++; return flags == 2 ? made(event) : INVALID; }
 int cuEventRecord(thing *event, void *stream) { event->left = 2; return in(event) ? in(event) : in(stream); }
-int cuEventQuery(thing *event) { return in(event) ? in(event) : event->left-- > 0 ? NOT_READY : 0; }
+int cuEventQuery(thing *event) { return captured && !mode ? CAPTURING : in(event) ? in(event) : event->left-- > 0 ? NOT_READY : 0; }
 int cuStreamWaitEvent(void *stream, thing *event, unsigned flags) { return flags || in(event) ? INVALID : in(stream); }
 
 int cuLinkCreate_v2(unsigned n, void *names, void *values, void **link) { return made(link); }
 int cuLinkAddData_v2(void *link, int kind, void *data, size_t n, const char *name, unsigned m, void *a, void *b) { return in(link); }
 int cuLinkComplete(void *link, void **cubin, size_t *nbytes) { *cubin = "\x7f" "ELF"; *nbytes = 4; return in(link); }
 int cuLinkDestroy(void *link) { return in(link); }
-int cuLibraryLoadData(void **library, const void *code, void *a, void *b, unsigned n, void *c, void *d, unsigned m) { return made(library); }
+int cuLibraryLoadData(void **library, const void *code, void *a, void *b, unsigned n, void *c, void *d, unsigned m) { return refused ? refused : made(library); }
 int cuLibraryUnload(void *library) { return 0; }
 int cuLibraryGetKernel(void **kernel, void *library, const char *name) { *kernel = library; return 0; }
 int cuKernelGetFunction(void **function, void *kernel) { *function = kernel; return in(0); }

@@ -1376,7 +1376,9 @@ def require_compiler() -> None:
         nvrtc.get_supported_ccs()
         nvvm.NVVM()
     except (RuntimeError, ImportError) as error:
-        raise ImportError("no NVVM or NVRTC: pip install 'cuda-toolkit[nvrtc,nvvm]<14'") from error
+        raise ImportError(
+            "no NVVM or NVRTC: pip install 'numba-cuda[cu13]', or '[cu12]' where driver or framework are of CUDA 12"
+        ) from error
 
 
 def compiled(loop: Any, capability: tuple[int, int]) -> str:
@@ -1391,6 +1393,13 @@ def compiled(loop: Any, capability: tuple[int, int]) -> str:
         return str(cuda.compile_ptx(loop.py_func, _signature(loop), cc=capability, launch_bounds=LAUNCH_BOUNDS)[0])
     finally:
         dispatcher.get_current_device = usual
+
+
+def prepare(loop: str) -> None:
+    """Compiles a loop for the current device, which may take a second."""
+    if not SIMULATED:
+        kernel = globals()[loop]
+        kernel.compile(_signature(kernel))
 
 
 def stream_of(handle: int) -> Any:
@@ -1436,10 +1445,8 @@ class CudaKernels:
         self._messages: dict[tuple[int, ...], Any] = {}
 
     def prepare(self, loop: str) -> None:
-        """Compiles a loop for the device, which may take a second; else its first call does."""
-        if not SIMULATED:
-            kernel = globals()[loop]
-            kernel.compile(_signature(kernel))
+        """As the function ``prepare``; else the loop's first call does that."""
+        prepare(loop)
 
     def compress(
         self,
@@ -1714,8 +1721,17 @@ class CudaKernels:
         if key not in self._messages:
             if len(self._messages) == _REMEMBERED:
                 self._messages.clear()
-            self._messages[key] = cuda.to_device(np.array(key, np.int64), stream=self._stream)
+            self._messages[key] = self._there(np.array(key, np.int64))
         return self._messages[key]
+
+    def _there(self, array: np.ndarray) -> Any:
+        """A copy on the device for what is launched next. By ``DeviceMemory``, which keeps the source until then: a
+        device that reaches all of the host's memory need not have read it when the call returns."""
+        if isinstance(self._status, DeviceArray):
+            copy = self._status.memory.empty(array.size, array.dtype)
+            copy[:] = array
+            return copy
+        return cuda.to_device(array, stream=self._stream)
 
     def _all_finite(self) -> bool:
         """Whether no kernel has raised the flag since the last time."""

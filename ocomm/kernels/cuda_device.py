@@ -10,6 +10,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,14 @@ from cuda.bindings import driver
 
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels.base import Bytes
-from ocomm.kernels.cuda import CudaKernels, require_compiler, stream_of
+from ocomm.kernels.cuda import CudaKernels, prepare, require_compiler, stream_of
 from ocomm.kernels.device import DeviceArray
+
+#: Wheels that compile, of CUDA 12 or 13.
+_COMPILER = (
+    "numba-cuda", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12",
+)  # fmt: skip
+_OF_THIS_THREAD = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 def _check(answer: tuple[Any, ...]) -> Any:
@@ -80,7 +87,10 @@ class CudaEvent:
         if self._event is None:
             return True
         with self._device.current():
+            # Else a graph that another thread is capturing, as torch.cuda.graph does, would be lost by the question.
+            mode = _check(driver.cuThreadExchangeStreamCaptureMode(_OF_THIS_THREAD))
             (code,) = driver.cuEventQuery(self._event)
+            _check(driver.cuThreadExchangeStreamCaptureMode(mode))
         if code == driver.CUresult.CUDA_ERROR_NOT_READY:
             return False
         _check((code,))
@@ -171,18 +181,32 @@ class CudaDevice:
             return self.idle_events.pop()
         return _check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
+    def require_kernels(self) -> None:
+        """ImportError, with what there is, where kernels cannot be compiled and loaded. May take seconds once."""
+        require_compiler()
+        try:
+            with self.current():
+                prepare("place")  # a short one
+        except Exception as error:  # of NVVM, nvJitLink, numba-cuda, cuda.core or the driver: each has its own
+            major, minor = divmod(_check(driver.cuDriverGetVersion()) // 10, 100)
+            raise ImportError(
+                f"kernels cannot be compiled for {self.name} ({type(error).__name__}: {str(error).strip()}); NVVM must "
+                f"not be newer than nvJitLink, nor of a later CUDA than the driver, which is for {major}.{minor}, and "
+                f"there are {', '.join(_installed(_COMPILER))}"
+            ) from error
+
     def loops(self, status: DeviceArray) -> _Loops:
-        require_compiler()  # now, with words, and not in the first step
+        self.require_kernels()  # now, with words, and not in the first step
         return _Loops(self, CudaKernels(self._numba_stream, status))
 
     def enter(self) -> None:
         _check(driver.cuCtxSetCurrent(self._context))
 
     def follow(self, stream: int) -> None:
-        self._order(driver.CUstream(stream), self._stream)
+        self._order(_framework(stream), self._stream)
 
     def precede(self, stream: int) -> None:
-        self._order(self._stream, driver.CUstream(stream))
+        self._order(self._stream, _framework(stream))
 
     def _order(self, first: Any, second: Any) -> None:
         """What is put on ``second`` from now on runs after what is on ``first`` now."""
@@ -192,6 +216,17 @@ class CudaDevice:
             _check(driver.cuStreamWaitEvent(second, event, 0))
             # The wait is for what was recorded, whatever the event records later.
             self.idle_events.append(event)
+
+
+def _installed(names: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield f"{name} {metadata.version(name)}"
+
+
+def _framework(stream: int) -> Any:
+    """A framework's stream. 0 is the old default one, whatever cuda.bindings was told to take it for."""
+    return driver.CUstream(stream or driver.CU_STREAM_LEGACY)
 
 
 class _Loops:

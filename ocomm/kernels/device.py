@@ -294,11 +294,12 @@ class DeviceMemory:
     def at(self, address: int, numel: int) -> Floats:
         return cast(Floats, DeviceArray(self, address, numel, np.float32, None))
 
-    def wait(self) -> None:
-        """Until all that is queued now has been done. HorovodInternalError after ``timeout_s``."""
+    def wait(self, event: Event | None = None) -> None:
+        """Until what is queued now, or before ``event``, has been done. HorovodInternalError after ``timeout_s``."""
         self.waits += 1
-        with self.lock:
-            event = self.device.record()
+        if event is None:
+            with self.lock:
+                event = self.device.record()
         nap, end = 5e-6, time.monotonic() + (self.timeout_s or math.inf)
         while not event.is_over():
             if time.monotonic() > end:
@@ -411,7 +412,7 @@ class _Mirror:
         if now.size and (self._sent is None or not np.array_equal(now, self._sent)):
             event = self._events[self._next]
             if event is not None and not event.is_over():
-                memory.wait()
+                memory.wait(event)
             slot = self._slots[self._next][: now.size]
             slot[:] = now
             memory.device.upload(self._copy.address, slot)

@@ -34,14 +34,15 @@ class Item:
 
 def report(python: str, environ: Mapping[str, str]) -> tuple[str, bool]:
     """The text of ``--check-build`` for the interpreter ``python``, and whether ocomm can train with what is there."""
+    driver = _cuda_driver()
     sections = {
         "Available Frameworks": [_framework(*names) for names in _FRAMEWORKS],
         "Available Controllers": _controllers(python, environ),
         "Available Tensor Operations": [
             _tried("native CPU kernels (ocomm._native)", python, environ, "import ocomm._native", needed=True),
             *_gpu(
-                _cuda_driver(),
-                _numba_cuda(python, environ),
+                driver,
+                _numba_cuda(python, environ, driver.found),
                 lambda: _device_messages(python, environ),
                 lambda: _nccl(python, environ),
             ),
@@ -153,11 +154,13 @@ def _cuda_driver() -> Item:
     return Item(name, count.value > 0, f"{count.value} device{'' if count.value == 1 else 's'}")
 
 
-def _numba_cuda(python: str, environ: Mapping[str, str]) -> Item:
+def _numba_cuda(python: str, environ: Mapping[str, str], is_device: bool) -> Item:
     name = "CUDA kernels (numba-cuda)"
     try:
         version = metadata.version("numba-cuda")
     except metadata.PackageNotFoundError:
         return Item(name, False, "pip install 'ocomm[gpu-cu12]' or 'ocomm[gpu-cu13]' brings them")
     code = "from ocomm.kernels.cuda import require_compiler; require_compiler()"
+    if is_device:
+        code = "from ocomm.kernels.cuda_device import CudaDevice; CudaDevice(0).require_kernels()"
     return _tried(name, python, environ, code, version)

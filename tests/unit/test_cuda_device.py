@@ -88,6 +88,50 @@ def test_buffers_copies_and_events_of_two_devices(environ: dict[str, str]) -> No
     said_by(buffers_and_events, environ)
 
 
+def captures() -> None:
+    there = devices()
+    device, driver = there.made[0], there.driver
+    event = device.record()
+    driver.fake_capture(1)  # in another thread
+    assert [event.is_over() for _ in range(3)] == [False, False, True]
+    assert driver.fake_mode() == 0, "the thread's own mode is as it was"
+
+
+def test_an_event_may_be_asked_while_another_thread_captures_a_graph(environ: dict[str, str]) -> None:
+    said_by(captures, environ)
+
+
+def mirrors() -> None:
+    there = devices()
+    memory: Any = DeviceMemory(there.made[0])
+    table = np.zeros(2, TENSOR)
+    for number in range(1, 30):
+        table["step_size"] = number
+        memory.rows(table)
+    # No event is over before it was asked twice, so each change finds that of four changes before under way.
+    assert memory.waits == 25 and there.driver.fake_events() <= 8
+
+
+def test_events_of_tables_that_change_often_are_used_again(environ: dict[str, str]) -> None:
+    said_by(mirrors, environ)
+
+
+def refuses() -> None:
+    there = devices()
+    there.driver.fake_refuse(222)
+    with pytest.raises(ImportError) as caught:
+        DeviceKernels(there.made[0])
+    print(caught.value)
+
+
+def test_a_compiler_that_does_not_fit_is_named_when_the_device_is_taken(environ: dict[str, str]) -> None:
+    said = said_by(refuses, environ)
+    if said.startswith("no NVVM"):
+        pytest.skip(reason=said.strip())
+    assert said.startswith("kernels cannot be compiled for cuda:0 (")
+    assert "nor of a later CUDA than the driver, which is for 13.0, and there are numba-cuda " in said
+
+
 def failures() -> None:
     there = devices()
     device, driver = there.made[1], there.driver
