@@ -288,13 +288,15 @@ class CompressedOptimizer(StepsTogether):
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # The parameter keeps the hook: without the weak reference it would keep this optimizer and its buffers, too.
         hook = partial(_on_gradient, weakref.ref(self), index)
-        note = self._placement.note
+        place = self._placement
 
         def hook_on_device(parameter: torch.Tensor) -> None:
-            note()  # autograd may have summed up each gradient on another stream
+            if place.is_captured:  # each replay computes it, and calls no hook: step() finds it
+                return
+            place.note()  # autograd may have summed up each gradient on another stream
             hook(parameter)
 
-        return hook_on_device if self._placement.is_device else hook
+        return hook_on_device if place.is_device else hook
 
     def _begin(self, early: bool = False) -> None:
         """``early``: before ``step()``, which looks for the parameters; until then a coupled decay alone reads them."""

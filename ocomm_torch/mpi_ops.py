@@ -32,7 +32,7 @@ from ocomm.session import Session
 from ocomm.training.inside import could_be_bridged, give_up, place_of
 from ocomm.types import DType, ReduceOp
 from ocomm_torch.compression import Compression, Compressor, OneBitCompressor
-from ocomm_torch.placement import CudaPlacement
+from ocomm_torch.placement import CudaPlacement, refuse_in_a_graph
 
 _DTYPES = {
     torch.uint8: DType.UINT8,
@@ -52,6 +52,7 @@ class _Copies:
     """See ``operations.Copies``: those of each GPU's current stream."""
 
     def __init__(self, devices: set[torch.device]) -> None:
+        refuse_in_a_graph()
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def is_over(self) -> bool:

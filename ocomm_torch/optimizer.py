@@ -114,6 +114,8 @@ class _DistributedOptimizer(NamesParameters):
         reference = weakref.ref(self)
 
         def hook(p: Tensor) -> None:
+            if p.is_cuda and torch.cuda.is_current_stream_capturing():
+                return  # each replay of the graph computes it, and calls no hook: step() finds it
             if (optimizer := reference()) is not None:
                 optimizer._on_gradient(p)
 

@@ -27,6 +27,11 @@ class Placement:
     def is_device(self) -> bool:
         return self.kernels.memory.is_device
 
+    @property
+    def is_captured(self) -> bool:
+        """Does Torch write down what this thread calls, for a CUDA graph, instead of doing it?"""
+        return False
+
     def note(self) -> None:
         """The next ``arrive``, in whichever thread, is to be behind what Torch has queued on this thread's stream."""
 
@@ -60,10 +65,15 @@ class CudaPlacement(Placement):
         """Torch's, in this thread."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
+    @property
+    def is_captured(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def note(self) -> None:
         self._noted.add(self._stream)
 
     def arrive(self) -> None:
+        refuse_in_a_graph()
         self.note()
         while self._noted:
             self._memory.device.follow(self._noted.pop())
@@ -81,6 +91,15 @@ class CudaPlacement(Placement):
 
     def tensor(self, array: Any) -> torch.Tensor:
         return torch.as_tensor(array, device=self._device)
+
+
+def refuse_in_a_graph() -> None:
+    """InvalidRequestError while this thread captures a CUDA graph: a replay would exchange nothing."""
+    if torch.cuda.is_current_stream_capturing():
+        raise InvalidRequestError(
+            "ocomm exchanges nothing in a CUDA graph: capture forward and backward, and call step() and collectives "
+            "after replay()."
+        )
 
 
 def placement(names: Sequence[str], parameters: Sequence[torch.Tensor], session: Session) -> Placement:

@@ -142,6 +142,32 @@ class TestOnAGpu:
 
         run_ranks(RANKS, body)
 
+    @pytest.mark.parametrize("kind", ["Lion", "1-bit Adam, dense"])
+    def test_a_backward_that_is_replayed_from_a_graph_is_averaged_by_the_step(self, kind: str) -> None:
+        def body(session: Session, captures: bool) -> np.ndarray:
+            assert session.topology is not None
+            parameter = torch.nn.Parameter(torch.ones(5000, device="cuda"))
+            factor = torch.zeros(5000, device="cuda")
+            optimizer = KINDS[kind].wrap([parameter])
+            torch.autograd.grad((parameter * factor).sum(), parameter)  # what is made once is not to be captured
+            graph = torch.cuda.CUDAGraph()
+            if captures:
+                with torch.cuda.graph(graph):
+                    (parameter * factor).sum().backward()
+            for step in range(1, 6):
+                factor.copy_(torch.from_numpy(gradients(step, session.topology.rank, [(5000,)])[0]))
+                if captures:
+                    graph.replay()
+                else:
+                    optimizer.zero_grad()
+                    (parameter * factor).sum().backward()
+                optimizer.step()
+            return parameter.detach().cpu().numpy()
+
+        expected = run_ranks(RANKS, lambda s: body(s, False))
+        got = run_ranks(RANKS, lambda s: body(s, True))
+        assert [digest([array]) for array in got] == [digest([array]) for array in expected]
+
     def test_a_compressed_step_never_waits_for_the_gpu(self) -> None:
         def body(session: Session) -> list[int]:
             parameters = [torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))]

@@ -24,7 +24,7 @@ from ocomm.telemetry.timeline import path_of, read
 from ocomm.training import inside
 from ocomm.transport import nccl
 from ocomm.types import Settings
-from ocomm_torch import compressed
+from ocomm_torch import compressed, mpi_ops
 from ocomm_torch.placement import CudaPlacement, placement
 from tests.fake_device import FakeDevice
 from tests.fake_nccl import FakeNccl
@@ -503,7 +503,31 @@ def test_parameters_are_written_behind_what_torch_was_given_to_do_before_the_ste
         assert written[-1] > 0
 
 
+@pytest.mark.parametrize("kind", ["1-bit Adam, compressed", "Lion"])
+def test_gradients_of_a_captured_backward_are_left_to_the_step(
+    kind: str, on_devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_ranks(2, lambda s: trained(kind, rank_of(s), 6))
+    on_devices([0, 1])
+    # What a replay leaves behind, to which no hook was called: the same gradients.
+    monkeypatch.setattr(FakePlacement, "is_captured", True)
+    handed_over: list[int] = []
+    monkeypatch.setattr(compressed, "_on_gradient", lambda _, index, __: handed_over.append(index))
+    assert run_ranks(2, lambda s: trained(kind, rank_of(s), 6)) == expected
+    assert not handed_over
+
+
+def test_nothing_is_exchanged_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    place = CudaPlacement(device_kernels(FakeDevice()), torch.device("cuda:0"))
+    assert place.is_captured
+    for call in (place.arrive, lambda: mpi_ops._Copies(set())):
+        with pytest.raises(InvalidRequestError, match="nothing in a CUDA graph"):
+            call()
+
+
 def test_gradients_are_read_behind_the_streams_of_all_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # a CPU build cannot say
     device, current = FakeDevice(), iter([7, 8, 7, 9, 9])
     monkeypatch.setattr(CudaPlacement, "_stream", property(lambda _: next(current)))
     place = CudaPlacement(device_kernels(device), torch.device("cuda:0"))
