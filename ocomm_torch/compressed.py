@@ -397,6 +397,11 @@ class CompressedOptimizer(StepsTogether):
         """float16 gradients become float32, and arrive so from the next step on."""
         self._masters.widen_float16()
 
+    def gradients_changed(self) -> None:
+        """Those that are on their way are exchanged again by ``step()``."""
+        if self._stepper.begun and self._stepper.posted_tensors:
+            self._stepper.object(Flag.CHANGED)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. Between backward and ``step()`` it means that this step is skipped, on all ranks."""
         if self._stepper.begun:

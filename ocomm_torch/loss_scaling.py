@@ -23,6 +23,10 @@ class StepsTogether(torch.optim.Optimizer):
         """A loss scale is about to be divided out of the gradients: those in float16 become float32."""
         raise NotImplementedError
 
+    def gradients_changed(self) -> None:
+        """They are not what they were when backward handed them over."""
+        raise NotImplementedError
+
 
 class SharesOverflows(torch.optim.Optimizer):
     """An optimizer that all ranks or none must step: a rank that does not would leave the others waiting."""
@@ -48,7 +52,8 @@ def install() -> None:
     it). To be removed once Torch asks the optimizer whether a step was skipped.
 
     ``GradScaler.unscale_`` refuses float16 gradients, because what the scale has saved is lost in them when it is
-    divided out. Those of an optimizer with float32 masters are widened before.
+    divided out. Those of an optimizer with float32 masters are widened before. It leaves the versions of gradients as
+    they were, so the optimizer is told that they have changed.
     """
     _GradScaler.step = _step
     _GradScaler.unscale_ = _unscale
@@ -75,9 +80,12 @@ def _step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
 
 
 def _unscale(self: Any, optimizer: torch.optim.Optimizer) -> None:
-    if self.is_enabled() and isinstance(optimizer, StepsTogether):
-        optimizer.widen_gradients()
+    if not (self.is_enabled() and isinstance(optimizer, StepsTogether)):
+        _torch_unscale(self, optimizer)
+        return
+    optimizer.widen_gradients()
     _torch_unscale(self, optimizer)
+    optimizer.gradients_changed()
 
 
 _step.__doc__ = _torch_step.__doc__

@@ -503,6 +503,35 @@ def test_parameters_are_written_behind_what_torch_was_given_to_do_before_the_ste
         assert written[-1] > 0
 
 
+@pytest.mark.parametrize("unscale", [False, True], ids=["step unscales", "unscale_ before"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("kind", ["1-bit Adam, compressed", "1-bit Adam, dense", "Lion"])
+def test_a_loss_scale_is_divided_out_of_what_is_exchanged(
+    kind: str, on_device: bool, unscale: bool, on_devices: Any
+) -> None:
+    """Torch leaves the version of what it unscales as it was, and on a device that is all that tells a change."""
+
+    def body(session: Session, scale: float) -> str:
+        parameters = parameters_of(torch.float32)
+        optimizer = KINDS[kind].wrap(parameters, verify="version")
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1)
+        for step in range(1, 7):
+            optimizer.zero_grad()
+            for parameter, grad in zip(parameters, gradients(step, rank_of(session)), strict=True):
+                assert grad is not None
+                scaler.scale((parameter * torch.from_numpy(grad)).sum()).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        return digest([p.detach().numpy() for p in parameters])
+
+    expected = run_ranks(2, lambda s: body(s, 1.0))
+    if on_device:
+        on_devices([0, 1])
+    assert run_ranks(2, lambda s: body(s, 1024.0)) == expected
+
+
 @pytest.mark.parametrize("kind", ["1-bit Adam, compressed", "Lion"])
 def test_gradients_of_a_captured_backward_are_left_to_the_step(
     kind: str, on_devices: Any, monkeypatch: pytest.MonkeyPatch
