@@ -28,6 +28,10 @@ from ocomm_tf.keras.host import Host, MakeDriver, shortest
 from ocomm_tf.keras.order import Place
 
 _log = logging.getLogger("ocomm")
+_FULL = (
+    "TensorFlow takes nearly all memory of a GPU at its first operation, unless you call "
+    "tf.config.experimental.set_memory_growth(gpu, True) before it"
+)
 
 
 class GpuHost(Host):
@@ -52,8 +56,11 @@ class GpuHost(Host):
         return cast(DeviceMemory, self.kernels.memory)
 
     def connect(self, session: Session) -> None:
-        self.kernels = session.device_kernels(cuda_number(self._device))
-        super().connect(session)
+        try:
+            self.kernels = session.device_kernels(cuda_number(self._device))
+            super().connect(session)
+        except MemoryError as error:
+            raise MemoryError(f"{error}. {_FULL}.") from error
 
     def _place_parameters(self) -> None:
         self.driver.core.tensors["param"] = 0
@@ -243,6 +250,8 @@ def device_of(kind: str, variables: Sequence[Any], session: Session, trains_on_d
             session.device_kernels(cuda_number(gpus[0]))
         except (OcommError, RuntimeError) as error:
             why = str(error)
+        except MemoryError as error:
+            why = f"{error}. {_FULL}"
     if not why:
         return gpus[0]
     _log.warning(

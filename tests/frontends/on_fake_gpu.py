@@ -316,15 +316,18 @@ def test_a_gpu_that_never_gets_done_is_named(devices: Devices) -> None:
     run_ranks(1, body, Settings(stall_shutdown_s=0.3))
 
 
-@pytest.mark.parametrize("which", ["bfloat16", "LAMB", "two places", "no numba"])
+@pytest.mark.parametrize("which", ["bfloat16", "LAMB", "two places", "no numba", "no memory"])
 def test_steps_that_a_gpu_cannot_make_are_the_hosts_and_it_says_why(
     which: str, devices: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing(session: Session, number: int) -> Any:
+        if which == "no memory":
+            raise MemoryError("CUDA: out of memory: no 4 bytes on cuda:0")
         raise InvalidRequestError("parameters are on GPU 0, for which ocomm needs numba-cuda.")
 
     words = {"bfloat16": "variables are bfloat16", "LAMB": "in the host's memory only", "no numba": "needs numba-cuda"}
-    if which == "no numba":
+    words["no memory"] = "no 4 bytes on cuda:0. TensorFlow takes nearly all memory"
+    if which in ("no numba", "no memory"):
         monkeypatch.setattr(Session, "device_kernels", missing)
 
     def body(session: Session, device: str) -> list[bytes]:
@@ -341,6 +344,21 @@ def test_steps_that_a_gpu_cannot_make_are_the_hosts_and_it_says_why(
     assert not caplog.text
     assert run_ranks(1, lambda s: body(s, "GPU:0")) == expected
     assert not devices.made and words.get(which, "GPU:0 and /job") in caplog.text
+
+
+def test_a_gpu_without_room_for_buffers_is_named_with_what_to_do(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(device: FakeDevice, nbytes: int) -> Any:
+        raise MemoryError(f"CUDA: out of memory: no {nbytes} bytes on {device.name}")
+
+    def body(session: Session) -> None:
+        devices.of(session, 0)
+        monkeypatch.setattr(FakeDevice, "allocate", allocate)
+        KINDS["Birder"]().apply(gradients("GPU:0", 0, 0), variables("GPU:0"))
+
+    with pytest.raises(MemoryError, match=r"no [0-9]+ bytes on fake:0\. TensorFlow .*set_memory_growth\(gpu, True\)"):
+        run_ranks(1, body)
 
 
 def test_visible_devices_and_their_parts_are_counted_as_cuda_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,8 @@ def test_failures_are_named_once_and_a_forked_child_leaves_the_device_alone(envi
 def launches() -> None:
     from ocomm.kernels import cuda as loops
 
-    for device in devices().made:
+    there = devices()
+    for device in there.made:
         try:
             queue = DeviceKernels(device)._queue
         except ImportError as error:
@@ -181,6 +182,7 @@ def launches() -> None:
             arguments = DType.FLOAT32, ReduceOp.SUM, [staging], 1.0, 0.5, staging
             another.submit(queue.call, "reduce", *arguments).result()
         assert loops.pack.overloads.keys() | loops.reduce.overloads.keys() == compiled, "a launch compiles"
+        assert there.driver.fake_depth() == 0, "the thread's own context is as it was"
 
 
 def test_another_thread_launches_on_the_stream_of_each_device_what_was_compiled_before(
