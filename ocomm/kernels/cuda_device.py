@@ -189,10 +189,11 @@ class CudaDevice:
                 prepare("place")  # a short one
         except Exception as error:  # of NVVM, nvJitLink, numba-cuda, cuda.core or the driver: each has its own
             major, minor = divmod(_check(driver.cuDriverGetVersion()) // 10, 100)
+            said = " ".join(str(error).replace("\0", " ").split())
             raise ImportError(
-                f"kernels cannot be compiled for {self.name} ({type(error).__name__}: {str(error).strip()}); NVVM must "
-                f"not be newer than nvJitLink, nor of a later CUDA than the driver, which is for {major}.{minor}, and "
-                f"there are {', '.join(_installed(_COMPILER))}"
+                f"kernels cannot be compiled for {self.name} ({type(error).__name__}: {said}); NVVM must not be newer "
+                f"than nvJitLink, nor of a later CUDA than the driver, which is for {major}.{minor}, and there are "
+                f"{', '.join(_installed(_COMPILER))}"
             ) from error
 
     def loops(self, status: DeviceArray) -> _Loops:
