@@ -3,7 +3,8 @@
  *
  * It is strict where a device is: a call needs a context in its thread, a stream and an event are used in the context that
  * they were made in, only what was allocated is freed, a copy to the device is from page-locked memory, and while some other
- * thread captures a graph no event is asked in the usual mode. Streams below 256 are the framework's, of any context. */
+ * thread captures a graph nothing is allocated and no event is asked in the usual mode. Streams below 256 are the
+ * framework's, of any context. */
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -62,7 +63,7 @@ int cuCtxGetDevice(int *device) { *device = now() ? now()->number : 0; return no
 int cuMemGetInfo_v2(size_t *unused, size_t *all) { *unused = *all = (size_t)1 << 34; return 0; }
 
 static int take(void **memory, size_t nbytes) {
-    if (in(0)) return in(0);
+    if (in(0) || (captured && !mode)) return in(0) ? in(0) : CAPTURING;
     if (nbytes >> 40) return NO_MEMORY;
     *memory = aligned_alloc(256, (nbytes + 256) / 256 * 256);
     allocated++;

@@ -25,6 +25,7 @@ from ocomm.kernels.device import DeviceArray
 _COMPILER = (
     "numba-cuda", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12",
 )  # fmt: skip
+#: Of a thread: what it calls is no matter of graphs that others capture.
 _OF_THIS_THREAD = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
@@ -87,7 +88,7 @@ class CudaEvent:
         if self._event is None:
             return True
         with self._device.current():
-            # Else a graph that another thread is capturing, as torch.cuda.graph does, would be lost by the question.
+            # Else the graph that another thread may be capturing, as torch.cuda.graph does, would be lost.
             mode = _check(driver.cuThreadExchangeStreamCaptureMode(_OF_THIS_THREAD))
             (code,) = driver.cuEventQuery(self._event)
             _check(driver.cuThreadExchangeStreamCaptureMode(mode))
@@ -202,6 +203,7 @@ class CudaDevice:
 
     def enter(self) -> None:
         _check(driver.cuCtxSetCurrent(self._context))
+        _check(driver.cuThreadExchangeStreamCaptureMode(_OF_THIS_THREAD))
 
     def follow(self, stream: int) -> None:
         self._order(_framework(stream), self._stream)

@@ -136,6 +136,7 @@ def _open_for_sums(session: Session, number: int, member: ProcessSet, memory: De
     """On all ranks at once, in threads that nobody waits for but the end of the session."""
     inside: Inside | None = None
     try:
+        memory.device.enter()
         nodes = Nodes((tuple(range(member.size)),))
         inside, words = open_bridge(session, number, "dense sums", nodes, memory, waits=False)
         if inside is not None:

@@ -95,9 +95,12 @@ def captures() -> None:
     driver.fake_capture(1)  # in another thread
     assert [event.is_over() for _ in range(3)] == [False, False, True]
     assert driver.fake_mode() == 0, "the thread's own mode is as it was"
+    with ThreadPoolExecutor(1) as ours:
+        ours.submit(device.enter).result()
+        ours.submit(device.allocate, 64).result()
 
 
-def test_an_event_may_be_asked_while_another_thread_captures_a_graph(environ: dict[str, str]) -> None:
+def test_what_ocomm_does_in_other_threads_is_no_matter_of_a_graph_that_one_captures(environ: dict[str, str]) -> None:
     said_by(captures, environ)
 
 
