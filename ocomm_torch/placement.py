@@ -58,6 +58,7 @@ class CudaPlacement(Placement):
         self._device = device
         assert isinstance(kernels.memory, DeviceMemory)
         self._memory = kernels.memory
+        self._memory.device.make_room = torch.cuda.empty_cache
         self._noted: set[int] = set()
 
     @property

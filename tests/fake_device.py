@@ -123,6 +123,7 @@ class FakeDevice:
     fails: bool = False
     #: Does the network reach its memory? Then addresses there are real.
     reached: bool = False
+    make_room: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         #: What is added to an address of this process.

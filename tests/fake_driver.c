@@ -20,7 +20,7 @@ static context contexts[2] = {{0}, {1}};
 static __thread context *stack[16];
 static __thread int depth;
 static __thread int mode;
-static long allocated, broken, captured, refused, events;
+static long allocated, broken, captured, refused, events, full;
 static struct { const char *first; size_t nbytes; } locked[64];
 
 static context *now(void) { return depth ? stack[depth - 1] : NULL; }
@@ -41,6 +41,7 @@ long fake_allocated(void) { return allocated; }
 void fake_break(int code) { broken = code; }
 void fake_capture(int begins) { captured = begins; }
 void fake_refuse(int code) { refused = code; }
+void fake_fill(int allocations) { full = allocations; }
 long fake_events(void) { return events; }
 int fake_depth(void) { return depth; }
 int fake_mode(void) { return mode; }
@@ -64,7 +65,7 @@ int cuMemGetInfo_v2(size_t *unused, size_t *all) { *unused = *all = (size_t)1 <<
 
 static int take(void **memory, size_t nbytes) {
     if (in(0) || (captured && !mode)) return in(0) ? in(0) : CAPTURING;
-    if (nbytes >> 40) return NO_MEMORY;
+    if (nbytes >> 40 || full-- > 0) return NO_MEMORY;
     *memory = aligned_alloc(256, (nbytes + 256) / 256 * 256);
     allocated++;
     return 0;

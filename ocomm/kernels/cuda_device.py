@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -123,6 +123,7 @@ class CudaDevice:
         self.identity = bytes(_check(driver.cuDeviceGetUuid(device)).bytes).hex()
         self._context = _check(driver.cuDevicePrimaryCtxRetain(device))
         self.idle_events: list[Any] = []
+        self.make_room: Callable[[], None] | None = None
         self._stream = self.new_stream()
         with self.current():
             self._numba_stream = stream_of(int(self._stream))
@@ -141,6 +142,12 @@ class CudaDevice:
             _check(driver.cuCtxPopCurrent())
 
     def allocate(self, nbytes: int) -> CudaBlock:
+        try:
+            return CudaBlock(self, nbytes)
+        except MemoryError:
+            if self.make_room is None:
+                raise
+        self.make_room()
         return CudaBlock(self, nbytes)
 
     def pinned(self, nbytes: int) -> Bytes:

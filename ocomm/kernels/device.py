@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -73,6 +74,8 @@ class Device(Protocol):
     name: str
     #: The same in all processes that use it, another for every other device.
     identity: str
+    #: By which a framework gives back memory that it keeps for later; called when there is none.
+    make_room: Callable[[], None] | None
 
     def allocate(self, nbytes: int) -> Block:
         """New memory, at a multiple of 64; contents undefined. MemoryError if there is none."""

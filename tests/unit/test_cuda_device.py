@@ -119,6 +119,24 @@ def test_events_of_tables_that_change_often_are_used_again(environ: dict[str, st
     said_by(mirrors, environ)
 
 
+def runs_full() -> None:
+    there = devices()
+    device, driver = there.made[0], there.driver
+    asked: list[int] = []
+    device.make_room = lambda: asked.append(1)
+    driver.fake_fill(1)
+    block = device.allocate(100)
+    assert block.address and len(asked) == 1
+    driver.fake_fill(2)
+    with pytest.raises(MemoryError, match="no 100 bytes on cuda:0"):
+        device.allocate(100)
+    assert len(asked) == 2
+
+
+def test_a_framework_is_asked_for_room_before_there_is_none(environ: dict[str, str]) -> None:
+    said_by(runs_full, environ)
+
+
 def refuses() -> None:
     there = devices()
     there.driver.fake_refuse(222)
