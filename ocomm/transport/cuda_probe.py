@@ -105,6 +105,7 @@ class _Memory:
 
     def write(self, data: Bytes) -> None:
         self._driver.call("cuMemcpyHtoD_v2", self._address, data.ctypes.data_as(ctypes.c_void_p), self._size)
+        self._driver.call("cuCtxSynchronize")  # the copy may return before the device has the bytes
 
     def read(self) -> Bytes:
         data = np.zeros(self._size.value, np.uint8)

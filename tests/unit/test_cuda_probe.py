@@ -27,8 +27,26 @@ int cuDeviceGet(int *device, int number) { *device = number; return 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = malloc(1 + device); return 0; }
 int cuCtxSetCurrent(void *context) { return !context; }
 int cuMemAlloc_v2(uint64_t *address, size_t nbytes) { *address = (uint64_t)malloc(nbytes) + OFFSET; return 0; }
-int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t n) { memcpy((void *)(to - OFFSET), from, n); return 0; }
-int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t n) { memcpy(to, (void *)(from - OFFSET), n); return 0; }
+/* A copy from pageable memory may return before the device has the bytes. */
+static struct { void *to, *bytes; size_t n; } late[8];
+int cuCtxSynchronize(void) {
+    for (int k = 0; k < 8 && late[k].to; late[k++].to = NULL) {
+        memcpy(late[k].to, late[k].bytes, late[k].n);
+        free(late[k].bytes);
+    }
+    return 0;
+}
+int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t n) {
+    int k = 0;
+    while (late[k].to) k++;
+    late[k].to = (void *)(to - OFFSET), late[k].bytes = memcpy(malloc(n), from, n), late[k].n = n;
+    return 0;
+}
+int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t n) {
+    cuCtxSynchronize();
+    memcpy(to, (void *)(from - OFFSET), n);
+    return 0;
+}
 """
 
 
