@@ -30,8 +30,9 @@ from ocomm.types import DType, ReduceOp
 
 #: Tables that are on the device without being in use: those of buckets that are cut anew every now and then.
 _REMEMBERED = 4096
-#: Copies of a table that may be on their way at once.
-_SLOTS = 4
+#: Copies of a table that may be on their way at once: a step has one for each part that is handed over, and all of them
+#: are where the device is still busy with what Torch gave it to do.
+_SLOTS = 16
 #: Bytes of page-locked memory through which the host reads arrays, a part at a time.
 _WINDOW_NBYTES = 1 << 22
 #: How many pieces of page-locked memory are kept for writing arrays, and up to which size.
@@ -406,7 +407,7 @@ class _Mirror:
         self._table = table
         self._copy = memory.empty(table.size, table.dtype)
         self._sent: Bytes | None = None
-        self._slots = [memory.device.pinned(max(table.nbytes, 1)) for _ in range(_SLOTS)]
+        self._slots = np.split(memory.device.pinned(_SLOTS * max(table.nbytes, 1)), _SLOTS)
         self._events: list[Event | None] = [None] * _SLOTS
         self._next = 0
 

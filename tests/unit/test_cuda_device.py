@@ -111,8 +111,8 @@ def mirrors() -> None:
     for number in range(1, 30):
         table["step_size"] = number
         memory.rows(table)
-    # No event is over before it was asked twice, so each change finds that of four changes before under way.
-    assert memory.waits == 25 and there.driver.fake_events() <= 8
+    # No event is over before it was asked twice, so each change finds that of 16 changes before under way.
+    assert memory.waits == 13 and there.driver.fake_events() <= 20
 
 
 def test_events_of_tables_that_change_often_are_used_again(environ: dict[str, str]) -> None:
