@@ -168,6 +168,23 @@ class TestOnAGpu:
         got = run_ranks(RANKS, lambda s: body(s, True))
         assert [digest([array]) for array in got] == [digest([array]) for array in expected]
 
+    def test_a_loss_scale_is_divided_out_of_what_is_exchanged(self) -> None:
+        def body(session: Session, scale: float) -> str:
+            assert session.topology is not None
+            parameters = [torch.nn.Parameter(torch.from_numpy(a).to("cuda")) for a in initial(SHAPES)]
+            optimizer = KINDS["Lion"].wrap(parameters)
+            scaler = torch.amp.GradScaler("cuda", init_scale=scale, enabled=scale != 1)
+            for step in range(1, 6):
+                optimizer.zero_grad()
+                for parameter, grad in zip(parameters, gradients(step, session.topology.rank, SHAPES), strict=True):
+                    scaler.scale((parameter * torch.from_numpy(grad).to("cuda")).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            return digest([p.detach().cpu().numpy() for p in parameters])
+
+        expected = run_ranks(RANKS, lambda s: body(s, 1.0))
+        assert run_ranks(RANKS, lambda s: body(s, 1024.0)) == expected
+
     def test_a_compressed_step_never_waits_for_the_gpu(self) -> None:
         def body(session: Session) -> list[int]:
             parameters = [torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))]
