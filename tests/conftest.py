@@ -11,9 +11,14 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ocomm import session as sessions
 from tests.worlds import MPI_SIZE
+
+# The same examples in every run, and a busy machine is no reason to fail. HYPOTHESIS_PROFILE=default takes new ones.
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 if MPI_SIZE:
     # mpirun ends a rank that hangs with this signal, once another has given up on it: say where it was.

@@ -25,8 +25,12 @@ from ocomm.types import Settings
 #: Number of ranks if these tests run under mpirun, else 0.
 MPI_SIZE = int(os.environ.get("TEST_MPI_SIZE", "0"))
 _mpi_world: Any = None
-#: Seconds after which the others give up on a rank that does not come.
-PATIENCE_S = float(os.environ.get("TEST_PATIENCE_S", "20"))
+#: Seconds after which the others give up on a rank that does not come: many, for one that traces a graph on a busy
+#: machine. Only a test that fails waits for so long.
+PATIENCE_S = float(os.environ.get("TEST_PATIENCE_S", "60"))
+PATIENT = Settings(stall_check_s=PATIENCE_S / 4, stall_shutdown_s=PATIENCE_S)
+# TensorFlow runs the graphs of all ranks of a process in one pool, of a thread per core, where each rank may wait.
+os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
 #: Seconds for the other ranks to end once one has failed.
 GRACE_S = 5.0
 
@@ -36,7 +40,7 @@ def run_ranks(
     body: Callable[[Session], Any],
     settings: Settings | None = None,
     process_sets: Sequence[Sequence[int]] = (),
-    timeout_s: float = 60.0,
+    timeout_s: float = 2 * PATIENCE_S,
     hosts: Sequence[str] = (),
 ) -> list[Any]:
     """``body(session)`` on ``size`` ranks, with that session current; returns what each rank returned.
@@ -44,7 +48,7 @@ def run_ranks(
     The first exception of any rank ends all of them and is raised here. A rank that hangs ends the run after
     ``PATIENCE_S`` seconds of the others' waiting, with its stack. ``hosts`` are the host names that the ranks give.
     """
-    settings = settings or Settings(stall_check_s=PATIENCE_S / 4, stall_shutdown_s=PATIENCE_S)
+    settings = settings or PATIENT
     if MPI_SIZE:
         if size != MPI_SIZE:
             pytest.skip(reason=f"needs {size} ranks, this run has {MPI_SIZE}")

@@ -166,7 +166,7 @@ class TestEqualsTheReference:
         check(l1(adam.average_results), World((4096, 33), ranks=ranks, masked=0.05), device)
         check(birder.average_results, Model((77,), ranks=ranks, first=1), device)
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(
         loop=st.sampled_from(sorted(ADAM)),
         lengths=st.lists(st.integers(0, 60), max_size=2).map(tuple),
@@ -180,7 +180,7 @@ class TestEqualsTheReference:
     ) -> None:
         check(ADAM[loop], World(lengths, seed, 48, ranks, masked, extreme), device)
 
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=10)
     @given(
         loop=st.sampled_from(sorted(BIRDER)),
         lengths=st.lists(st.integers(0, 60), max_size=2).map(tuple),

@@ -163,7 +163,7 @@ worlds = st.builds(
     masked=st.sampled_from([0.0, 0.01, 0.5, 1.9]),
     extreme=st.booleans(),
 )
-few = settings(max_examples=100, deadline=None)
+few = settings(max_examples=100)
 
 
 def momentum_results(world: World, kernels: Kernels, scale: str) -> tuple:

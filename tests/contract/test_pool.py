@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -117,17 +118,29 @@ class TestTheSameBits:
         engine.close()
 
 
-def kernel_threads() -> int:
-    names = [task / "comm" for task in Path("/proc/self/task").iterdir()]
-    return sum(name.read_text().startswith("ocomm-kernels") for name in names)
+def kernel_threads() -> set[str]:
+    """Their numbers."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            if (task / "comm").read_text().startswith("ocomm-kernels"):
+                found.add(task.name)
+    return found
 
 
-def becomes(count: int) -> bool:
-    """Whether there are so many, soon: a thread names itself, and is listed for a moment after it has been joined."""
-    end = time.monotonic() + 20
-    while kernel_threads() != count and time.monotonic() < end:
-        time.sleep(0.01)
-    return kernel_threads() == count
+class KernelThreads:
+    """Those that are new, whatever becomes of older ones."""
+
+    def __init__(self) -> None:
+        self._older = {task.name for task in Path("/proc/self/task").iterdir()}
+
+    def become(self, count: int) -> bool:
+        """Whether there are so many, soon: a thread names itself, and is listed for a moment after it has been
+        joined."""
+        end = time.monotonic() + 20
+        while len(kernel_threads() - self._older) != count and time.monotonic() < end:
+            time.sleep(0.01)
+        return len(kernel_threads() - self._older) == count
 
 
 has_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc to count threads in")
@@ -153,12 +166,12 @@ class TestNobodyWaits:
 
     @has_proc
     def test_closing_ends_the_threads_in_the_middle_of_work_and_callers_go_on_alone(self) -> None:
-        before = kernel_threads()
+        kernel = KernelThreads()
         world = World((60000, 31), block_size=64)
         expected = world.sent(cpu_kernels())
         pool = Pool(4, grain=1)
         kernels = CpuKernels(pool)
-        assert becomes(before + 3)
+        assert kernel.become(3)
         results: list[bool] = []
         over = threading.Event()
 
@@ -171,7 +184,7 @@ class TestNobodyWaits:
         while len(results) < 3:
             time.sleep(0.001)
         pool.close()
-        assert becomes(before)
+        assert kernel.become(0)
         done = len(results)
         while len(results) < done + 3:
             time.sleep(0.001)
@@ -198,22 +211,22 @@ class TestNobodyWaits:
 
     @has_proc
     def test_a_session_has_as_many_as_the_settings_say_until_it_shuts_down(self) -> None:
-        before = kernel_threads()
+        kernel = KernelThreads()
         session = Session()
         session.start(Fabric(1).endpoint(0), Settings(kernel_threads=3))
-        assert becomes(before + 2)
+        assert kernel.become(2)
         session.shutdown()
-        assert becomes(before)
+        assert kernel.become(0)
 
     @has_proc
     @pytest.mark.parametrize(("sets", "cores"), [([[5]], ()), ([], (9999,))], ids=["process set", "core"])
     def test_a_session_that_cannot_start_leaves_none(self, sets: list[list[int]], cores: tuple[int, ...]) -> None:
-        before = kernel_threads()
+        kernel = KernelThreads()
         session = Session()
         with pytest.raises((SettingsError, InvalidRequestError)) as caught:
             session.start(Fabric(1).endpoint(0), Settings(kernel_threads=3, thread_affinity=cores), sets)
-        assert becomes(before), caught  # whose stack keeps alive what was made and threading.active_count() == python
+        assert kernel.become(0), caught  # whose stack keeps alive what was made and threading.active_count() == python
         session.start(Fabric(1).endpoint(0), Settings(kernel_threads=3))
-        assert becomes(before + 2)
+        assert kernel.become(2)
         session.shutdown()
-        assert becomes(before)
+        assert kernel.become(0)

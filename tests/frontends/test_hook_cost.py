@@ -5,6 +5,7 @@ Held as numbers of calls, which are the same on every machine; docs/profile.md h
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -27,11 +28,13 @@ def calls_of(function: Callable[[Any], Any], argument: Any) -> tuple[int, int]:
         calls[event] += 1
 
     previous = sys.getprofile()
+    gc.disable()  # it would call what others have left
     sys.setprofile(count)
     try:
         function(argument)
     finally:
         sys.setprofile(previous)
+        gc.enable()
     return calls["call"], calls["c_call"] - 1  # the other is setprofile
 
 

@@ -73,7 +73,6 @@ def test_it_equals_the_simulation_on_all_ranks_after_every_step(kind: str, optio
         lambda s: job(
             rank_of(s), steps, kind, shapes=SMALL, grads=sparse_gradients, before_step=follow_schedule, **options
         ),
-        timeout_s=100,
     )
     for result in results:
         assert result["digests"] == expected

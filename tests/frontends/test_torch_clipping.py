@@ -168,7 +168,7 @@ def test_every_bit_equals_the_simulation(kind: str, ranks: int, clip: str) -> No
     if ranks == 2:
         variants = [Settings(), replace(Settings(), engine="python", kernels="reference")]
     for settings in variants:
-        results = run_ranks(ranks, body, settings=settings, timeout_s=100)
+        results = run_ranks(ranks, body, settings=settings)
         # Between its syncs 0/1 Adam's ranks are not together; rank 0 is the one that the simulation shows.
         assert results[0]["digests"] == expected
         for result in results:

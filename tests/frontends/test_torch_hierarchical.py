@@ -27,7 +27,7 @@ from tests.frontends.onebit_jobs import digest, gradients, initial, train
 from tests.oracle import birder, lion, onebit_adam, onebit_lamb, zero_one_adam
 from tests.oracle.clipping import Clipping
 from tests.oracle.hierarchical import node_sums
-from tests.worlds import MPI_SIZE, run_ranks
+from tests.worlds import MPI_SIZE, PATIENT, run_ranks
 
 #: Many blocks of 64, a short last one, a block of less, and a single element.
 SHAPES = ((20, 33), (130,), (33,), (1,))
@@ -53,14 +53,13 @@ def no_hash(parameters: list[torch.Tensor], optimizer: Any) -> str:
 
 
 def on(hosts: str, steps: int, wrap: Callable[..., Any], settings: Settings | None = None, **options: Any) -> list[Any]:
-    settings = settings or Settings(stall_check_s=5.0, stall_shutdown_s=20.0)
     job = {"hierarchical": True, "wrap": wrap, "shapes": SHAPES, "grads": grads, "hash_state": no_hash, **BLOCKS}
 
     def body(session: Session) -> Any:
         assert session.topology is not None
         return train(session.topology.rank, steps, **{**job, **options})
 
-    return run_ranks(len(hosts), body, settings=settings, hosts=list(hosts), timeout_s=100)
+    return run_ranks(len(hosts), body, settings=settings, hosts=list(hosts))
 
 
 def in_nodes(hosts: str, simulation: type, **settings: Any) -> tuple[Any, list[int]]:
@@ -257,12 +256,11 @@ def test_the_result_does_not_depend_on_segments_window_overlap_engine_or_arrival
     def shuffled(step: int, rank: int) -> list[int]:
         return np.random.default_rng([step, rank]).permutation(len(SHAPES)).tolist()
 
-    base = Settings(stall_check_s=5.0, stall_shutdown_s=20.0)
     variants: list[tuple[Settings, dict[str, Any]]] = [
-        (base, {"overlap": False}),
-        (base, {"order": shuffled}),
-        (replace(base, segment_nbytes=64, window=1), {"order": shuffled}),
-        (replace(base, segment_nbytes=64, window=8, engine="python"), {}),
+        (PATIENT, {"overlap": False}),
+        (PATIENT, {"order": shuffled}),
+        (replace(PATIENT, segment_nbytes=64, window=1), {"order": shuffled}),
+        (replace(PATIENT, segment_nbytes=64, window=8, engine="python"), {}),
     ]
     found = set()
     for settings, variant in variants:

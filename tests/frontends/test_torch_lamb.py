@@ -91,7 +91,7 @@ def test_it_equals_the_simulation_for_200_steps_on_all_ranks(ranks: int, decay: 
         job_options = {"shapes": SMALL, "grads": uneven, "before_step": follow_schedule, "make": make}
         return job(rank_of(session), 200, hash_state=fresh_digest, **job_options, **options, **bounds)
 
-    for result in run_ranks(ranks, body, timeout_s=100):
+    for result in run_ranks(ranks, body):
         assert result["digests"] == expected
         assert result["state"] == digest([trust.fresh for trust in trusts])
         report = result["report"]

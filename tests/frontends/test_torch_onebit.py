@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -101,7 +100,7 @@ def simulate_after_adam(kind: str, steps: int, warmup: int, ranks: int) -> list[
 @pytest.mark.parametrize("kind", ADAMS)
 def test_after_the_freeze_it_equals_the_simulation_on_all_ranks_after_every_step(kind: str, ranks: int) -> None:
     steps = 200 if (kind, ranks) == ("Adam", 4) and not MPI_SIZE else 40
-    results = run_ranks(ranks, lambda s: train(rank_of(s), steps, make=ADAMS[kind], freeze_step=5), timeout_s=100)
+    results = run_ranks(ranks, lambda s: train(rank_of(s), steps, make=ADAMS[kind], freeze_step=5))
     expected = simulate_after_adam(kind, steps, 5, ranks)
     for result in results:
         assert result["digests"] == expected
@@ -121,9 +120,7 @@ def test_the_result_does_not_depend_on_fusion_segments_window_overlap_or_arrival
         (replace(base, engine="python"), {}),
     ]
     for settings, options in variants:
-        results = run_ranks(
-            ranks, lambda s, o=options: train(rank_of(s), 20, freeze_step=6, **o), settings=settings, timeout_s=100
-        )
+        results = run_ranks(ranks, lambda s, o=options: train(rank_of(s), 20, freeze_step=6, **o), settings=settings)
         for result in results:
             assert result["digests"] == plain[0]["digests"]
 
@@ -320,8 +317,7 @@ def test_grad_scaler_skips_on_all_ranks_when_one_overflows_and_steps_otherwise()
         optimizer.zero_grad()
         return digests, optimizer.compression_report()["skipped_steps"]
 
-    with warnings.catch_warnings():
-        results = run_ranks(2, body)
+    results = run_ranks(2, body)
     assert results[0] == results[1]
     digests, skipped = results[0]
     assert skipped == 1
@@ -700,7 +696,9 @@ def test_an_optimizer_that_is_dropped_takes_its_buffers_and_hooks_with_it() -> N
             optimizer.step()
         core = weakref.ref(optimizer._driver.core)
         del optimizer
-        gc.collect()
+        end = time.monotonic() + 20
+        while core() is not None and time.monotonic() < end:
+            gc.collect()  # does nothing while another thread does it
         return core() is None, [len(p._post_accumulate_grad_hooks or ()) for p in parameters]
 
     for freed, hooks in run_ranks(2, body):

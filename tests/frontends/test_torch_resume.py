@@ -129,7 +129,7 @@ def test_a_run_that_stops_and_goes_on_equals_one_that_never_stopped_in_every_bit
                 assert found.get(key) == expected.get(key), key
             assert found["resumed"]["step"] == stop
 
-    run_ranks(ranks, body, timeout_s=100)
+    run_ranks(ranks, body)
 
 
 def checkpoint(kind: str, ranks: int, steps: int) -> dict[str, Any]:

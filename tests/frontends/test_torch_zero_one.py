@@ -71,7 +71,7 @@ def trained(ranks: int, steps: int, settings: Settings | None = None, **options:
     def body(session: Session) -> Any:
         return train(rank_of(session), steps, wrap=DistributedZeroOneAdam, hash_state=state_digest, **options)
 
-    return run_ranks(ranks, body, settings=settings, timeout_s=100)
+    return run_ranks(ranks, body, settings=settings)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ syncs = st.builds(
     local_step_doubling=st.integers(1, 60),
     local_step_clip=st.integers(1, 20),
 )
-few = settings(max_examples=100, deadline=None)
+few = settings(max_examples=100)
 
 
 def taken(schedule, steps, start=1):

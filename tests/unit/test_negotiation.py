@@ -143,7 +143,7 @@ def test_ids_that_were_given_before_a_new_epoch_began_are_void() -> None:
     assert world.coordinator.cache.epoch > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_interleaving_of_announcements_answers_every_name_once_and_equally_on_all_ranks(
     data: st.DataObject,
@@ -169,7 +169,7 @@ def test_any_interleaving_of_announcements_answers_every_name_once_and_equally_o
 GROUPED = {"f": ("g", 2), "g": ("g", 2), "h": ("h", 3), "i": ("h", 3), "j": ("h", 3)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_ids_change_nothing_but_the_length_of_messages(data: st.DataObject) -> None:
     """Whatever ranks ask for, and whenever somebody looks: the answers are those of a coordinator without ids."""
@@ -435,7 +435,7 @@ def test_names_that_ranks_know_by_number_stay_right_while_one_has_joined() -> No
 
 
 @given(st.lists(st.tuples(*[st.sampled_from(Place)] * 3), min_size=1, max_size=8), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_tensors_are_bridged_where_all_ranks_have_them_on_devices_and_one_bridge_is_asked_for(
     steps: list[tuple[Place, Place, Place]], joins: bool
 ) -> None:

@@ -109,7 +109,7 @@ class Node:
             rank.done.add((channel, segment))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     size=st.integers(2, 4),
     segments=st.lists(st.integers(1, 5), min_size=1, max_size=2),

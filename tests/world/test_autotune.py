@@ -14,15 +14,14 @@ from ocomm.negotiation.autotune import Tuned
 from ocomm.negotiation.request import Kind, Response
 from ocomm.session import Session
 from ocomm.types import Settings
-from tests.worlds import run_ranks
+from tests.worlds import PATIENT, run_ranks
 
 POINTS = 5
-SETTINGS = Settings(stall_check_s=5.0, stall_shutdown_s=20.0)
 
 
 def tuned_settings(log: Path) -> Settings:
     return replace(
-        SETTINGS,
+        PATIENT,
         autotune=("fusion_threshold", "cycle_time_ms", "segment_nbytes"),
         autotune_log=str(log),
         autotune_warmup_samples=1,
@@ -62,7 +61,7 @@ def test_all_ranks_tune_alike_and_results_stay(tmp_path: Path) -> None:
         return digests, used
 
     log = tmp_path / "autotune.csv"
-    plain = run_ranks(2, body, settings=SETTINGS)
+    plain = run_ranks(2, body)
     tuned = run_ranks(2, body, settings=tuned_settings(log))
     assert {digest for digests, _ in [*plain, *tuned] for digest in digests} == {plain[0][0][0]}
     settings = [used for _, used in tuned]

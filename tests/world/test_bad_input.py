@@ -28,7 +28,7 @@ from ocomm.runtime.handle import Submission
 from ocomm.session import Session
 from ocomm.transport.local import Fabric
 from ocomm.types import DType, Settings
-from tests.worlds import MPI_SIZE, run_ranks
+from tests.worlds import MPI_SIZE, PATIENCE_S, run_ranks
 
 threads_only = pytest.mark.skipif(bool(MPI_SIZE), reason="a rank that fails ends an mpirun job")
 
@@ -265,12 +265,16 @@ class TestOneRankIsWrong:
         run_ranks(2, body)
 
 
+#: Yet so that all who want to come do so in time.
+IMPATIENT = Settings(stall_check_s=1.0, stall_shutdown_s=2.0)
+
+
 class TestSomeDoNotCome:
     @pytest.mark.skipif(bool(MPI_SIZE), reason="the ranks tell each other through an event of this process")
     def test_a_name_that_only_some_submit_is_given_up_with_their_names(self) -> None:
         def lonely(session: Session) -> str:
             if ocomm.rank() == 1:
-                come.wait(20)
+                come.wait(PATIENCE_S)
                 the_job_goes_on()
                 return ""
             try:
@@ -282,8 +286,7 @@ class TestSomeDoNotCome:
             return str(error.value)
 
         come = threading.Event()
-        settings = Settings(stall_check_s=0.2, stall_shutdown_s=0.4)
-        first, second, third = run_ranks(3, lonely, settings)
+        first, second, third = run_ranks(3, lonely, IMPATIENT)
         assert first == third and second == ""
         assert without_places(first) == ("tensor 'allreduce.lonely': ranks 0, 2 submitted it N s ago, rank 1 did not.")
 
@@ -294,7 +297,7 @@ class TestSomeDoNotCome:
                 ocomm.allreduce(np.ones(1), name=name)
             return without_places(str(error.value))
 
-        messages = run_ranks(2, body, Settings(stall_check_s=0.2, stall_shutdown_s=0.4))
+        messages = run_ranks(2, body, IMPATIENT)
         assert messages == [
             "tensor 'allreduce.a': rank 0 submitted it N s ago, rank 1 did not. rank 1 waits for 'allreduce.b' "
             "instead.",

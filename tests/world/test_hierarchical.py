@@ -17,9 +17,9 @@ import ocomm
 from ocomm import session as sessions
 from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.session import Session
-from ocomm.types import Nodes, Settings
+from ocomm.types import Nodes
 from tests.oracle.hierarchical import Simulation
-from tests.worlds import run_ranks
+from tests.worlds import PATIENT, run_ranks
 
 #: 2 x 2, the same with mixed ranks, 3 + 1, 1 + 1 + 2, 2 x 3 and 3 x 2.
 HOSTS = ["aabb", "abab", "aaab", "abcc", "aaabbb", "aabbcc"]
@@ -39,8 +39,7 @@ def reduce(array: np.ndarray, name: str = "x", hierarchical: Any = True) -> np.n
 
 
 def on(hosts: str, body: Callable[[Session], Any], **settings: Any) -> list[Any]:
-    chosen = replace(Settings(stall_check_s=5.0, stall_shutdown_s=20.0), **settings)
-    return run_ranks(len(hosts), body, settings=chosen, hosts=list(hosts))
+    return run_ranks(len(hosts), body, settings=replace(PATIENT, **settings), hosts=list(hosts))
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
@@ -211,9 +210,8 @@ def test_two_hops_bring_the_same_bits_with_few_messages(ranks: int) -> None:
         plan = state()._prepared[0]
         return found, plan.messages_sent, len(plan.segments)
 
-    settings = Settings(stall_check_s=20.0, stall_shutdown_s=60.0)
-    direct = run_ranks(ranks, body, settings=settings)
-    relayed = run_ranks(ranks, body, settings=replace(settings, direct_peers=10))
+    direct = run_ranks(ranks, body)
+    relayed = run_ranks(ranks, body, settings=replace(PATIENT, direct_peers=10))
     assert {result[0] for result in direct} == {result[0] for result in relayed} == {direct[0][0]}
     assert all(messages == 2 * (ranks - 1) * segments for _, messages, segments in direct)
     for _, messages, segments in relayed:

@@ -5,8 +5,6 @@ Hosts are names that the ranks give themselves, one letter per rank: "aab" is tw
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -14,9 +12,9 @@ from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.optim.lion import Lion
 from ocomm.optim.stepper import Stepper, Verdict
 from ocomm.session import Session
-from ocomm.types import Nodes, Settings
+from ocomm.types import Nodes
 from tests.oracle import lion as oracle
-from tests.worlds import run_ranks
+from tests.worlds import PATIENCE_S, run_ranks
 
 SHAPES = ((70, 13), (200,), (33,))
 STEPS, LR = 20, 2.0**-7
@@ -47,7 +45,7 @@ def test_every_step_equals_the_simulation_bit_for_bit(hosts: str) -> None:
             "lion", core, session.open_channel(0, "lion", layout.digest, ""), range(len(hosts)),
             session.watch(0, "lion"),
             lambda tensors, final: [0 if local[t] is None else local[t].ctypes.data for t in tensors],  # type: ignore[union-attr]
-            segment_nbytes=256, overlap=False, verify="full", timeout_s=20.0,
+            segment_nbytes=256, overlap=False, verify="full", timeout_s=PATIENCE_S,
         )  # fmt: skip
         history = []
         for step in range(STEPS):
@@ -59,8 +57,7 @@ def test_every_step_equals_the_simulation_bit_for_bit(hosts: str) -> None:
         assert sum(core.memory().values()) < 20 * core.layout.worker_numel(rank) + 4096
         return history
 
-    settings = replace(Settings(), stall_check_s=5.0, stall_shutdown_s=20.0)
-    results = run_ranks(len(hosts), body, settings=settings, hosts=list(hosts))
+    results = run_ranks(len(hosts), body, hosts=list(hosts))
     law = oracle.Lion(
         [np.ones(shape, np.float32) for shape in SHAPES],
         len(hosts),

@@ -246,10 +246,10 @@ def test_an_exchange_that_does_not_end_names_whom_it_waits_for_and_ends_the_job(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Torn, "cut", True)
-    ranks = Ranks(2, Settings(engine="python", stall_shutdown_s=0.2), Torn)
+    ranks = Ranks(2, Settings(engine="python", stall_shutdown_s=1.0), Torn)
     handles = [start(session, np.ones(4, np.float32), "x") for session in ranks.sessions]
     ends = [outcome(handle) for handle in handles]
-    stalls = [f"StallError: x on rank {rank}: no end after 0 s; waits for ranks [{1 - rank}]." for rank in range(2)]
+    stalls = [f"StallError: x on rank {rank}: no end after 1 s; waits for ranks [{1 - rank}]." for rank in range(2)]
     assert stalls[0] == ends[0] or stalls[1] == ends[1]
     ranks.together(lambda _, session: session.shutdown())
 
@@ -270,7 +270,7 @@ class Mute(LocalTransport):
 @threads_only
 @pytest.mark.parametrize(
     "silent, settings",
-    [(0, Settings(peer_timeout_s=0.6)), (1, Settings(peer_timeout_s=0.6)), (0, Settings(stall_shutdown_s=1.5))],
+    [(0, Settings(peer_timeout_s=1.5)), (1, Settings(peer_timeout_s=1.5)), (0, Settings(stall_shutdown_s=1.5))],
     ids=["rank 0", "rank 1", "rank 0, by the deadline of stalls"],
 )
 def test_a_rank_that_shows_no_sign_of_life_is_named(
@@ -286,7 +286,7 @@ def test_a_rank_that_shows_no_sign_of_life_is_named(
         for handle in handles:
             with pytest.raises(PeerError) as caught:
                 handle.wait(LIMIT_S)
-            assert re.fullmatch(rf"rank {silent} has not answered for [1-9] s\.", str(caught.value))
+            assert re.fullmatch(rf"rank {silent} has not answered for \d+ s\.", str(caught.value))
         ranks.together(lambda _, session: session.shutdown(failed=True, why="raised PeerError"))
     finally:
         Mute.silent.clear()
@@ -340,7 +340,7 @@ def test_a_stall_is_told_and_then_given_up(caplog: pytest.LogCaptureFixture) -> 
         start(ranks.sessions[0], np.ones(4, np.float32), "y")
         assert ranks.together(lambda _, session: session.shutdown()) == [True, True]
     pattern = (
-        r"tensor 'x': rank 1 submitted it [0123] s ago, rank 0 did not\. "
+        r"tensor 'x': rank 1 submitted it \d+ s ago, rank 0 did not\. "
         r"rank 0 is at test_runtime\.py:\d+ in test_a_stall_is_told_and_then_given_up\."
     )
     for text in (str(caught.value), caplog.records[0].getMessage()):
