@@ -31,11 +31,9 @@ RANKS = 4
 RATE = "200mbit"
 START_S = 90.0
 #: From the harm, or from the deadline that finds it out, to the end of the job.
-LIMIT_S = 60.0
+LIMIT_S = 25.0
 PAUSE_S = 3.0
 DEADLINE_S = 6
-#: Of ranks on a busy machine; the next deadline is many times that.
-SLACK_S = 14.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class Ended:
         if silent:
             faults.append(f"ranks {silent} blame another")
         if self.harm.kind != "kill":
-            late = [rank for rank in self.survivors if self.heard_s.get(rank, 1e9) > DEADLINE_S + SLACK_S]
+            late = [rank for rank in self.survivors if self.heard_s.get(rank, 1e9) > DEADLINE_S + 4.0]
             if late:
                 faults.append(f"ranks {late} did not say within the deadline what had happened")
         return faults
