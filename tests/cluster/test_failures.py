@@ -284,7 +284,7 @@ held = []
 for _ in range(20):
     rank = started()
     assert session.current().shutdown()
-    held.append((me.memory_info().rss >> 20, me.num_threads(), me.num_fds()))
+    held.append((me.memory_info().data >> 20, me.num_threads(), me.num_fds()))
 grown = [last - first for first, last in zip(held[4], held[-1])]
 say(f"rank {rank}: {grown[0] <= 4} {max(grown[1:]) <= 1}")  # MPI opens a descriptor now and then
 """
