@@ -13,10 +13,8 @@ from ocomm_torch import DistributedBirder, DistributedOneBitAdam, DistributedOpt
 from tests.frontends.onebit_jobs import digest
 from tests.worlds import MPI_SIZE, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not MPI_SIZE,
-    reason="ranks must be processes: while one thread compiles, Torch's Adam in another rounds as in a graph",
-)
+# While one thread of a process compiles, Torch's Adam in the others rounds as in a graph.
+pytestmark = pytest.mark.skipif(not MPI_SIZE, reason="ranks that compile must be processes: runs under mpirun")
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "dense": lambda model: DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters()),
