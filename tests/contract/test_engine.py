@@ -471,7 +471,7 @@ def test_a_peer_that_never_sends_is_named_when_the_time_is_over(kind: str) -> No
         plan.segments[0].append(Stage([], [], [Message(1, aligned(10))]))  # a later stage is nobody's fault yet
         waiting = submit(channels[:1], [plan], timeout_s=0.5)
         assert states(waiting) == [State.TIMED_OUT]
-        assert time.monotonic() - begin >= 0.5
+        assert 0.5 <= time.monotonic() - begin < 5.0
         assert channels[0].waiting_for() == [2]
         assert states(submit(channels[:1], [message_plan(0, aligned(1), [1], [])])) == [State.ABORTED]
         assert world.engines[0].is_busy is False

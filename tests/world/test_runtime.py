@@ -286,7 +286,7 @@ def test_a_rank_that_shows_no_sign_of_life_is_named(
         for handle in handles:
             with pytest.raises(PeerError) as caught:
                 handle.wait(LIMIT_S)
-            assert re.fullmatch(rf"rank {silent} has not answered for \d+ s\.", str(caught.value))
+            assert re.fullmatch(rf"rank {silent} has not answered for [1-9] s\.", str(caught.value))
         ranks.together(lambda _, session: session.shutdown(failed=True, why="raised PeerError"))
     finally:
         Mute.silent.clear()
@@ -340,7 +340,7 @@ def test_a_stall_is_told_and_then_given_up(caplog: pytest.LogCaptureFixture) -> 
         start(ranks.sessions[0], np.ones(4, np.float32), "y")
         assert ranks.together(lambda _, session: session.shutdown()) == [True, True]
     pattern = (
-        r"tensor 'x': rank 1 submitted it \d+ s ago, rank 0 did not\. "
+        r"tensor 'x': rank 1 submitted it [0123] s ago, rank 0 did not\. "
         r"rank 0 is at test_runtime\.py:\d+ in test_a_stall_is_told_and_then_given_up\."
     )
     for text in (str(caught.value), caplog.records[0].getMessage()):
