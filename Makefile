@@ -13,7 +13,7 @@ WITH_TF := $(wildcard tests/frontends/test_tf_*.py) tests/frontends/test_teams.p
 WITHOUT_TF := tests/world tests/frontends $(addprefix --ignore=,$(WITH_TF))
 MPIRUN := timeout 600 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo test test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence clean install
+.PHONY: demo test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence clean install
 
 install: $(STAMP)
 
@@ -30,15 +30,19 @@ $(STAMP)-ptx: $(STAMP)
 
 test: install $(STAMP)-ptx
 	# Ranks are threads of one process, and share its one lock: two processes keep two cores busy.
-	$(PY) -m pytest -n 2 --dist loadfile -m 'not alone' tests
-	$(PY) -m pytest -m alone tests
+	$(PY) -m pytest -n 2 --dist loadfile -m 'not alone and not long' tests
+	$(PY) -m pytest -m 'alone and not long' tests
 	# The CUDA kernels in numba's simulator: a run of its own, because numba reads the variable when it is imported.
 	NUMBA_ENABLE_CUDASIM=1 $(PY) -m pytest -q -n 2 --no-header tests/contract/test_cuda.py \
 	    tests/frontends/test_torch_cuda.py
 	for n in 2 4; do \
-	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(PY) -m pytest -q --capture=no --no-header $(WITHOUT_TF) </dev/null || exit 1; \
-	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(PY) -m pytest -q --capture=no --no-header $(WITH_TF) </dev/null || exit 1; \
+	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(PY) -m pytest -q --capture=no --no-header -m 'not long' $(WITHOUT_TF) </dev/null || exit 1; \
+	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(PY) -m pytest -q --capture=no --no-header -m 'not long' $(WITH_TF) </dev/null || exit 1; \
 	done
+
+# What is too long for every change: races repeated, whole matrices. Before a release, and before an issue is closed.
+test-long: install
+	$(PY) -m pytest -m long --timeout=1800 tests
 
 # On a GPU, which needs a Torch that can use it for the training: the kernels equal the reference and obey the laws of
 # all kernels; training equals that in the host's memory, on one rank and on several that share the GPU; nothing outside
