@@ -21,7 +21,7 @@ static void fill(float *x, int n) {
 }
 
 static void print(const char *what, int finite, const void *data, int64_t nbytes) {
-    printf("%s %d %016llx\n", what, finite, (unsigned long long)ocomm_checksum(data, nbytes, 1));
+    printf("%s %d %016llx\n", what, finite, (unsigned long long)ocomm_checksum(data, nbytes, -1));
 }
 
 int main(void) {

@@ -223,13 +223,13 @@ int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan) {
 }
 
 void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t gate, const ocomm_intake *intake,
-                const uint64_t *addresses, int verify) {
+                const uint64_t *addresses, int part) {
     ocomm_engine *engine = channel->engine;
     if (intake) {
         for (int64_t i = 0; i < intake->count; i++)
             intake->tensors[intake->rows[i]].grad = (const float *)(uintptr_t)addresses[i];
-        if (verify)
-            ocomm_checksums(addresses, intake->nbytes, intake->count, verify == 2, intake->sums);
+        if (part >= -1)
+            ocomm_checksums(addresses, intake->nbytes, intake->count, part, intake->sums);
     }
     pthread_mutex_lock(&engine->lock);
     plan->gate = gate;
@@ -330,9 +330,9 @@ static void seal(const ocomm_op *op) {
 
 /* The first of the fields that must be equal which is not, -1 for none; the order is that of wire.COMPARED. */
 static int differing(const ocomm_header *a, const ocomm_header *b, uint64_t values[2]) {
-    const uint64_t one[] = {a->magic, (uint64_t)a->step, a->signature, a->hyper, a->attempt, a->tensors};
-    const uint64_t other[] = {b->magic, (uint64_t)b->step, b->signature, b->hyper, b->attempt, b->tensors};
-    for (int field = 0; field < 6; field++)
+    const uint64_t one[] = {a->magic, (uint64_t)a->step, a->signature, a->hyper, a->attempt, a->tensors, a->replica};
+    const uint64_t other[] = {b->magic, (uint64_t)b->step, b->signature, b->hyper, b->attempt, b->tensors, b->replica};
+    for (int field = 0; field < 7; field++)
         if (one[field] != other[field]) {
             values[0] = one[field];
             values[1] = other[field];

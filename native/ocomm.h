@@ -140,11 +140,11 @@ int ocomm_reduce(ocomm_pool *pool, int dtype, int op, int ranks, const void *con
                  double prescale, double postscale, void *out);
 /* nbytes bytes; the two may not overlap. */
 void ocomm_copy(ocomm_pool *pool, void *to, const void *from, int64_t nbytes);
-/* Pseudo-random sample of the bytes of a buffer, for noticing that a gradient was changed after hand-over.
- * full = 1 reads every byte. */
-uint64_t ocomm_checksum(const void *data, int64_t nbytes, int full);
+/* Of the bytes of a buffer: all of them (part = -1), or those of one of its 64 equal parts, numbered from 0. A buffer
+ * of at most 4 KiB is always read whole. */
+uint64_t ocomm_checksum(const void *data, int64_t nbytes, int part);
 /* The same of many buffers; an address of 0 has checksum 0. */
-void ocomm_checksums(const uint64_t *addresses, const int64_t *nbytes, int64_t count, int full, uint64_t *sums);
+void ocomm_checksums(const uint64_t *addresses, const int64_t *nbytes, int64_t count, int part, uint64_t *sums);
 /* Sums of squares of float buffers, in double: lane k of 32 adds elements k, k + 32, ..., lanes fold by halves. An
  * address of 0 has sum 0. */
 void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t count, double *sums);
@@ -181,6 +181,7 @@ typedef struct {
     uint32_t flags, attempt;
     int64_t announcement;
     uint32_t tensors, reserved;
+    uint64_t replica;
     double lr, squares;
 } ocomm_header;
 
@@ -263,9 +264,10 @@ ocomm_channel *ocomm_channel_new(ocomm_engine *engine, intptr_t communicator, in
 int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan);
 /* Lets the first `gate` segments of a submitted plan start, and what comes after it once these are all of them. Before
  * that the intake's buffers, unless it is NULL, are those at `addresses` from now on (0: none), and their checksums are
- * taken: `verify` 0 of none, 1 of a sample, 2 of every byte. Any thread; a plan that is over is left alone. */
+ * taken: `part` -2 of none, -1 of every byte, else of that part (ocomm_checksum). Any thread; a plan that is over is
+ * left alone. */
 void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t gate, const ocomm_intake *intake,
-                const uint64_t *addresses, int verify);
+                const uint64_t *addresses, int part);
 /* Moves everything on until there is a reason to return (OCOMM_WOKEN | ...) or max_ns have passed (0). One thread. */
 int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns);
 void ocomm_engine_wake(ocomm_engine *engine);

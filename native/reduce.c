@@ -378,7 +378,8 @@ void ocomm_copy(ocomm_pool *pool, void *to, const void *from, int64_t nbytes) {
     pool_run(pool, copy_words, NULL, &(copying){to, from, nbytes}, (nbytes + 3) / 4);
 }
 
-#define SAMPLES 64
+#define PARTS 64
+#define SMALL 512 /* words; a buffer of no more is read whole */
 #define STEP 0x9e3779b97f4a7c15u
 #define SPREAD 0xd6e8feb86659fd93u
 
@@ -388,24 +389,18 @@ static inline uint64_t mixed(uint64_t word, uint64_t position) {
     return (x ^ x >> 32) * SPREAD;
 }
 
-/* Sum of the mixed 8-byte words and of the length: a change of any one word that is read changes the result. Of a
- * large buffer one word in each of 64 equal stretches is read, and the end. */
-uint64_t ocomm_checksum(const void *data, int64_t nbytes, int full) {
+/* Sum of the mixed 8-byte words and of the length: a change of any one word that is read changes the result. The last
+ * bytes, where the length is no multiple of 8, are always read. */
+uint64_t ocomm_checksum(const void *data, int64_t nbytes, int part) {
     const uint8_t *bytes = data;
     const uint64_t words = (uint64_t)nbytes / 8;
+    const int whole = part < 0 || words <= SMALL;
+    const uint64_t first = whole ? 0 : words * (uint64_t)part / PARTS;
+    const uint64_t end = whole ? words : words * ((uint64_t)part + 1) / PARTS;
     uint64_t sum = (uint64_t)nbytes * SPREAD, word = 0;
-    if (full || words <= 8 * SAMPLES) {
-        for (uint64_t k = 0; k < words; k++) {
-            memcpy(&word, bytes + 8 * k, 8);
-            sum += mixed(word, k);
-        }
-    } else {
-        const uint64_t stretch = words / SAMPLES;
-        for (uint64_t k = 0; k < SAMPLES; k++) {
-            const uint64_t at = k * stretch + (((k + 1) * STEP) >> 33) % stretch;
-            memcpy(&word, bytes + 8 * at, 8);
-            sum += mixed(word, at);
-        }
+    for (uint64_t k = first; k < end; k++) {
+        memcpy(&word, bytes + 8 * k, 8);
+        sum += mixed(word, k);
     }
     if (nbytes % 8) {
         word = 0;
@@ -415,7 +410,7 @@ uint64_t ocomm_checksum(const void *data, int64_t nbytes, int full) {
     return sum;
 }
 
-void ocomm_checksums(const uint64_t *addresses, const int64_t *nbytes, int64_t count, int full, uint64_t *sums) {
+void ocomm_checksums(const uint64_t *addresses, const int64_t *nbytes, int64_t count, int part, uint64_t *sums) {
     for (int64_t i = 0; i < count; i++)
-        sums[i] = addresses[i] ? ocomm_checksum((const void *)(uintptr_t)addresses[i], nbytes[i], full) : 0;
+        sums[i] = addresses[i] ? ocomm_checksum((const void *)(uintptr_t)addresses[i], nbytes[i], part) : 0;
 }

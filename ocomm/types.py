@@ -227,6 +227,7 @@ class Settings:
     stall_check_s: float = 60.0
     stall_raise: bool = False  # StallError instead of a warning
     stall_shutdown_s: float = 1800.0  # 0: never give up on a rank that is alive
+    replica_check_steps: int = 64  # within so many steps all parameters are compared between the ranks; 0: never
     peer_timeout_s: float = 60.0  # silence after which a rank counts as dead; 0: never
     start_timeout_s: float = 120.0
     engine: str = "native"  # or "python", its slow twin
@@ -256,4 +257,5 @@ class Settings:
         "segment_nbytes",
         "hierarchical_allreduce",
         "direct_peers",
+        "replica_check_steps",
     )

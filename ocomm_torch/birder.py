@@ -28,8 +28,9 @@ class SoftSignSGD(RateOptimizer):
     of steps after which b never falls; None: it may always. ``block_size``: elements per block, or ``"tensor"``.
     ``overlap``: exchange during backward. ``max_grad_norm``: clips gradients by one norm for all ranks,
     N = sqrt(mean over ranks of |g|^2). ``clip``: ``"exact"`` takes this step's N, without overlap; ``"previous"`` the
-    last step's, with it. ``verify``: how a gradient that changed after backward is noticed (``"sampled"``, ``"full"``,
-    ``"version"``). ``backward_passes_per_step``: gradients are summed over that many backward passes.
+    last step's, with it. ``verify``: how much of each gradient is read again to notice a change that Torch does not
+    show (docs/checks.md): another 64th in each step (``"sampled"``), all of it (``"full"``), nothing (``"version"``).
+    ``backward_passes_per_step``: gradients are summed over that many backward passes.
 
     ``step`` changes parameters in place, identically on all ranks, or on none: a NaN raises NonFiniteError everywhere.
     Raises InvalidRequestError for what cannot be wrapped, MismatchError if the ranks wrap different things.

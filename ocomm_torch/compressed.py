@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from ocomm import session as sessions
-from ocomm.collectives.engine import Verify
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError
+from ocomm.kernels.base import NOTHING
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.stepper import Verdict
 from ocomm.training.driver import Driver, Group
@@ -29,6 +29,7 @@ from ocomm_torch.loss_scaling import StepsTogether
 from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.optimizer import _DistributedOptimizer
 from ocomm_torch.placement import placement
+from ocomm_torch.watched import WatchedGradient, add_watcher, release
 
 #: As kernels know them.
 _LOW_DTYPES = {torch.float16: int(DType.FLOAT16), torch.bfloat16: int(DType.BFLOAT16)}
@@ -96,6 +97,8 @@ class CompressedOptimizer(StepsTogether):
         self._copies: list[torch.Tensor] = []
         #: Of gradients that were widened before ``step()``: as they were when they were read.
         self._checksums = np.zeros(len(self._parameters), np.uint64)
+        #: Checksums of gradients on their way that somebody has used since, from before that.
+        self._used: dict[int, int] = {}
         self._inner_steps = False
         self.process_set: ProcessSet = global_process_set if process_set is None else process_set
         #: Where the parameters lie, and what keeps that memory while an exchange may read it.
@@ -110,6 +113,7 @@ class CompressedOptimizer(StepsTogether):
         ]
         weakref.finalize(self, _remove, self._handles)
         self._hook_parameters()
+        add_watcher(self)
 
     def _connect(self, session: sessions.Session) -> None:
         """A new driver, which has taken no step, in the job as it is now."""
@@ -200,6 +204,10 @@ class CompressedOptimizer(StepsTogether):
 
     # The driver's host
 
+    def implementation(self) -> str:
+        """See ``Host``. Ours where no step is the wrapped optimizer's own."""
+        return "ocomm"
+
     def groups(self) -> list[Group]:
         """The param groups as they are now."""
         return [self._group(number, group) for number, group in enumerate(self.param_groups)]
@@ -215,8 +223,11 @@ class CompressedOptimizer(StepsTogether):
         """
         parameters, recorded, versions, pointers = self._parameters, self._recorded, self._versions, self._pointers
         float32 = torch.float32
+        if final:
+            release(recorded)
         addresses: list[int] = []
         others: list[int] = []
+        old: list[int] = []
         for index in tensors:
             grad = recorded[index]
             if final:
@@ -227,6 +238,8 @@ class CompressedOptimizer(StepsTogether):
                 try:  # cheaper than to ask for the layout as well
                     if grad.dtype is float32 and grad.is_contiguous():
                         address = pointers[index] = grad.data_ptr()
+                        if versions[index] and not final:
+                            old.append(index)
                     else:
                         others.append(len(addresses))
                 except RuntimeError:  # only what is sparse has no such thing
@@ -236,7 +249,22 @@ class CompressedOptimizer(StepsTogether):
             if not self._locate_others(tensors, addresses, others, final):
                 return None
             self._placement.arrive()
+            old += [tensors[place] for place in others if versions[tensors[place]] and not final]
+        if old:
+            self._keep_checksums(old)
+        if not final:
+            for index in tensors:
+                grad = recorded[index]
+                if type(grad) is torch.Tensor:
+                    grad.__class__ = WatchedGradient
         return addresses
+
+    def _keep_checksums(self, tensors: list[int]) -> None:
+        """Of all of gradients with a history, which may be changed through a view or an array of their memory that is
+        older than this step. In the host's memory: for a device would have to be waited for."""
+        if self._stepper.verified_part != NOTHING:
+            grads = {index: grad for index in tensors if (grad := self._recorded[index]) is not None}
+            self._used.update(zip(grads, self._masters.checksums(grads).tolist(), strict=True))
 
     def _locate_others(self, tensors: list[int], addresses: list[int], others: list[int], final: bool) -> bool:
         """Of ``locate`` what is left: the gradients at the places ``others`` are in 16 bits, or have gaps. False: not
@@ -270,12 +298,12 @@ class CompressedOptimizer(StepsTogether):
             column = self._driver.core.gradients["grad_dtype"]
             column[tensors] = 0
             column[list(low)] = list(low.values())
-        if widened and not final and self._stepper.verify:
+        if widened and not final and self._stepper.verified_part != NOTHING:
             self._checksums[list(widened)] = self._widened_checksums(widened)
         return True
 
     def _widened_checksums(self, gradients: dict[int, torch.Tensor]) -> np.ndarray:
-        return self._masters.checksums(gradients, full=self._stepper.verify is Verify.ALL)
+        return self._masters.checksums(gradients, self._stepper.verified_part)
 
     # Gradients
 
@@ -318,11 +346,20 @@ class CompressedOptimizer(StepsTogether):
         elif self._stepper.is_posted(index):
             self._stepper.object(Flag.UNHANDED)
 
-    def _has_changed(self) -> bool:
-        """Is a gradient that is on its way another object, version or memory than when it was read?
+    def used(self, gradients: Sequence[torch.Tensor]) -> None:
+        """See ``Watcher``: keeps what the gradients that are on their way are before they may be changed."""
+        numbers = {id(grad): index for index, grad in enumerate(self._recorded) if grad is not None}
+        found = {numbers[id(grad)]: grad for grad in gradients if id(grad) in numbers}
+        if found:
+            self._used.update(zip(found, self._masters.checksums(found).tolist(), strict=True))
 
-        The stepper sees the bytes that it reads; those of gradients that were widened are looked at here.
+    def _has_changed(self) -> bool:
+        """Is a gradient that is on its way another object, version or memory than when it was read, or has it other
+        bytes after it was used?
+
+        The stepper sees the bytes that it reads again; those of gradients that were widened are looked at here.
         """
+        release(self._recorded)
         parameters, recorded, versions, pointers = self._parameters, self._recorded, self._versions, self._pointers
         posted = self._stepper.posted_tensors
         for index in posted:
@@ -331,7 +368,10 @@ class CompressedOptimizer(StepsTogether):
                 return True
             if grad is not None and (grad._version != versions[index] or _pointer(grad) != pointers[index]):
                 return True
-        if not self._masters.indices or not self._stepper.verify:
+        used = {index: recorded[index] for index in self._used if self._stepper.is_posted(index)}
+        if used and self._masters.checksums(used).tolist() != [self._used[index] for index in used]:
+            return True
+        if not self._masters.indices or self._stepper.verified_part == NOTHING:
             return False
         low = {index: recorded[index] for index in posted if index in self._masters}
         widened = {index: g for index, g in low.items() if g is not None and g.dtype is not torch.float32}
@@ -380,6 +420,8 @@ class CompressedOptimizer(StepsTogether):
             self._inner_steps = False
 
     def _forget(self) -> None:
+        release(self._recorded)
+        self._used.clear()
         self._copies.clear()
         self._recorded[:] = [None] * len(self._recorded)
         self._passes_left[:] = [self.backward_passes_per_step] * len(self._passes_left)

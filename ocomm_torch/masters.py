@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ocomm.errors import InvalidRequestError
+from ocomm.kernels.base import WHOLE
 from ocomm_torch.placement import Placement
 
 #: Parameters of these types have a master; those of float32 are stepped themselves.
@@ -127,12 +128,12 @@ class Masters:
             parameter.grad_dtype = torch.float32
             parameter.grad = gradient.float()
 
-    def checksums(self, tensors: Mapping[int, torch.Tensor], *, full: bool = True) -> NDArray[np.uint64]:
-        """Of the bytes of contiguous tensors, in their order."""
+    def checksums(self, tensors: Mapping[int, torch.Tensor], part: int = WHOLE) -> NDArray[np.uint64]:
+        """Of the bytes of contiguous tensors, in their order; see ``Kernels.checksum`` for ``part``."""
         addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64)
         nbytes = np.array([tensor.nbytes for tensor in tensors.values()], np.int64)
         self._placement.arrive()
-        return self._placement.kernels.checksums(addresses, nbytes, full)
+        return self._placement.kernels.checksums(addresses, nbytes, part)
 
     # The wrapped optimizer
 

@@ -16,6 +16,7 @@ from ocomm.training.adam import dense_step
 from ocomm.training.driver import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm_torch.adam import AdamWrapper, is_decoupled
+from ocomm_torch.replicas import way_of
 
 
 class OneBitAdam(AdamWrapper):
@@ -33,12 +34,13 @@ class OneBitAdam(AdamWrapper):
     without moments in it; its param groups are not used. ``block_size``: elements per scale, or ``"tensor"``.
     ``scale``: ``"l1"`` or ``"rms"``. ``variance_floor``: fraction of a block's mean sqrt(v) below which no element's
     falls. ``mask_refresh``: steps between looks for elements that had no gradient before the freeze and have one now.
-    ``overlap``: exchange during backward. ``verify``: how a gradient that changed after backward is noticed
-    (``"sampled"``, ``"full"``, ``"version"``). ``max_grad_norm``: after the warm-up gradients are clipped by one norm
-    for all ranks, N = sqrt(mean over ranks of |g|^2); in it, their average by its own. ``clip``: ``"exact"`` takes this
-    step's N, without overlap; ``"previous"`` the last step's, with it. ``backward_passes_per_step``: gradients are
-    summed over that many backward passes. ``hierarchical``: the ranks of a host add up their gradients, and each
-    compresses a slice of the sum; ``"auto"``: if there are several hosts, all with several ranks.
+    ``overlap``: exchange during backward. ``verify``: how much of each gradient is read again to notice a change that
+    Torch does not show (docs/checks.md): another 64th in each step (``"sampled"``), all of it (``"full"``), nothing
+    (``"version"``). ``max_grad_norm``: after the warm-up gradients are clipped by one norm for all ranks, N = sqrt(mean
+    over ranks of |g|^2); in it, their average by its own. ``clip``: ``"exact"`` takes this step's N, without overlap;
+    ``"previous"`` the last step's, with it. ``backward_passes_per_step``: gradients are summed over that many backward
+    passes. ``hierarchical``: the ranks of a host add up their gradients, and each compresses a slice of the sum;
+    ``"auto"``: if there are several hosts, all with several ranks.
 
     ``step`` changes parameters in place, identically on all ranks, or on none: a NaN raises NonFiniteError everywhere.
     Raises InvalidRequestError for what cannot be wrapped, MismatchError if the ranks wrap different things.
@@ -82,13 +84,18 @@ class OneBitAdam(AdamWrapper):
 
     # The driver's host
 
+    def implementation(self) -> str:
+        """The wrapped class, how it computes, and with which instructions."""
+        return way_of(self._inner, self.param_groups)
+
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
         """The wrapped optimizer's own step on the averaged gradients of tensors in warm-up, clipped to ``max_norm``.
 
-        Where ranks are of several frameworks its formula, with the bits that the others get.
+        Where the ranks' own steps would round differently (several frameworks, flags or kinds of processors) its
+        formula in ocomm's arithmetic, which gives the same bits on all of them.
         """
-        if self._driver.is_mixed:
-            self._dense_step_of_all_frameworks(tensors, average, max_norm)
+        if self._driver.has_unlike_hosts:
+            self._uniform_dense_step(tensors, average, max_norm)
             return
         chosen = set(tensors)
         self._placement.leave()
@@ -105,9 +112,7 @@ class OneBitAdam(AdamWrapper):
             for tensor, grad in zip(stepped, local, strict=True):
                 tensor.grad = grad
 
-    def _dense_step_of_all_frameworks(
-        self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None
-    ) -> None:
+    def _uniform_dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
         """By the host, which is where all of them can be."""
         host = self.kernels.memory.host
         began = {tensor: self.started(tensor) for tensor in tensors}

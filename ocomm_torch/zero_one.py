@@ -36,12 +36,13 @@ class ZeroOneAdam(AdamWrapper):
     ``named_parameters``: an iterable of (name, parameter), or None for names by position. ``block_size``: elements per
     scale, or ``"tensor"``. ``scale``: ``"l1"`` or ``"rms"``. ``variance_floor``: fraction of a block's mean sqrt(v)
     below which no element's falls. ``mask_refresh``: syncs between looks for elements that had no gradient at any
-    refresh and have one now. ``overlap``: exchange during backward. ``verify``: how a gradient that changed after
-    backward is noticed (``"sampled"``, ``"full"``, ``"version"``). ``max_grad_norm``: clips gradients by one norm for
-    all ranks, N = sqrt(mean over ranks of |g|^2). ``clip``: ``"exact"`` takes this step's N, without overlap;
-    ``"previous"`` the last step's, with it. ``backward_passes_per_step``: gradients are summed over that many backward
-    passes. ``hierarchical``: the ranks of a host add up their gradients and step together, and each compresses
-    a slice; ``"auto"``: if there are several hosts, all with several ranks.
+    refresh and have one now. ``overlap``: exchange during backward. ``verify``: how much of each gradient is read again
+    to notice a change that Torch does not show (docs/checks.md): another 64th in each step (``"sampled"``), all of it
+    (``"full"``), nothing (``"version"``). ``max_grad_norm``: clips gradients by one norm for all ranks, N = sqrt(mean
+    over ranks of |g|^2). ``clip``: ``"exact"`` takes this step's N, without overlap; ``"previous"`` the last step's,
+    with it. ``backward_passes_per_step``: gradients are summed over that many backward passes. ``hierarchical``: the
+    ranks of a host add up their gradients and step together, and each compresses a slice; ``"auto"``: if there are
+    several hosts, all with several ranks.
 
     ``step`` changes parameters in place, identically on all ranks at a sync, or changes nothing on any: a NaN raises
     NonFiniteError everywhere. Raises InvalidRequestError for what cannot be wrapped, MismatchError if the ranks wrap

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ocomm.collectives.plan import Plan
 from ocomm.collectives.tracing import Trace
 from ocomm.errors import NotInitializedError
-from ocomm.kernels.base import Table
+from ocomm.kernels.base import NOTHING, Table
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Transport
 
@@ -40,14 +40,6 @@ class Reason(enum.IntFlag):
     FAILED = 8  # the network failed
 
 
-class Verify(enum.IntEnum):
-    """How much of a buffer its checksum looks at. The numbers are those of ``native/ocomm.h``."""
-
-    NOTHING = 0
-    SAMPLE = 1
-    ALL = 2
-
-
 class Ticket(Protocol):
     """One submission of a plan. Keeps the plan's memory alive while the network may touch it."""
 
@@ -72,13 +64,12 @@ class Ticket(Protocol):
         """The times of its stages, once it is over; None where the engine had no timeline when it was submitted."""
         ...
 
-    def open(
-        self, segments: int, intake: Any = None, addresses: Sequence[int] = (), verify: Verify = Verify.NOTHING
-    ) -> None:
+    def open(self, segments: int, intake: Any = None, addresses: Sequence[int] = (), part: int = NOTHING) -> None:
         """Lets the first ``segments`` of the plan start, which was submitted with fewer; ``timeout_s`` counts anew.
 
-        They find the buffers of ``intake``, of ``Channel.intake``, at ``addresses``, 0 for none; before they start, the
-        checksums that ``verify`` asks for are taken. From any thread; a plan that is over is left alone.
+        They find the buffers of ``intake``, of ``Channel.intake``, at ``addresses``, 0 for none; before they start,
+        checksums are taken of ``part`` of each buffer (see ``Kernels.checksum``), or of NOTHING. From any thread; a
+        plan that is over is left alone.
         """
         ...
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from ocomm._native import ffi, lib
 from ocomm.collectives import plan as plans
-from ocomm.collectives.engine import Reason, State, Verify, require_open
+from ocomm.collectives.engine import Reason, State, require_open
 from ocomm.collectives.plan import Plan
 from ocomm.collectives.tracing import Trace, new_trace, record
-from ocomm.kernels.base import Table
+from ocomm.kernels.base import NOTHING, Table
 from ocomm.kernels.cpu import Pool, pointer_to
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Transport
@@ -270,10 +270,8 @@ class NativeTicket:
     def error_segment(self) -> int:
         return self._row.error_segment
 
-    def open(
-        self, segments: int, intake: Any = None, addresses: Sequence[int] = (), verify: Verify = Verify.NOTHING
-    ) -> None:
-        lib.ocomm_open(self._channel, self._row, segments, intake.row if intake else _NULL, addresses, verify)
+    def open(self, segments: int, intake: Any = None, addresses: Sequence[int] = (), part: int = NOTHING) -> None:
+        lib.ocomm_open(self._channel, self._row, segments, intake.row if intake else _NULL, addresses, part)
 
     def wait(self, seconds: float) -> State:
         return State(lib.ocomm_plan_wait(self._engine.pointer, self._row, int(seconds * 1e9)))

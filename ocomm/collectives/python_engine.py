@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ocomm.collectives import plan as plans
-from ocomm.collectives.engine import Reason, State, Verify, require_open
+from ocomm.collectives.engine import Reason, State, require_open
 from ocomm.collectives.plan import HEADER, Plan
 from ocomm.collectives.tracing import Trace, new_trace, record
 from ocomm.compression.wire import COMPARED, DISAGREEMENT
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels import reference
-from ocomm.kernels.base import Kernels, Table, view
+from ocomm.kernels.base import NOTHING, Kernels, Table, view
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request, Transport
 from ocomm.types import Flag
@@ -80,13 +80,13 @@ class PythonTicket:
         segments: int,
         intake: _Intake | None = None,
         addresses: Sequence[int] = (),
-        verify: Verify = Verify.NOTHING,
+        part: int = NOTHING,
     ) -> None:
         if intake is not None:
             told = np.array(addresses, np.uint64)
             intake.tensors["grad"][intake.rows] = told
-            if verify:
-                intake.sums[:] = self._engine.kernels.checksums(told, intake.nbytes, verify is Verify.ALL)
+            if part != NOTHING:
+                intake.sums[:] = self._engine.kernels.checksums(told, intake.nbytes, part)
         self.opened = time.monotonic()
         self.gate = segments
         self._engine.arrival.set()

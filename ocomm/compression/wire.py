@@ -20,6 +20,7 @@ HEADER = np.dtype(
         ("announcement", np.int64),  # the coordinator's decision for the next step; 0 for none
         ("tensors", np.uint32),  # presence bits that follow, one per tensor: "has a gradient on this rank"
         ("reserved", np.uint32),
+        ("replica", np.uint64),  # in a ballot: checksum of the parameters that this step compares
         # In a ballot: the step's learning rate, and the sum of squares of this rank's gradients.
         ("lr", np.float64),
         ("squares", np.float64),
@@ -27,9 +28,9 @@ HEADER = np.dtype(
     align=True,
 )
 MAGIC = 0x4F434F4D
-assert HEADER.itemsize == 72
+assert HEADER.itemsize == 80
 #: What the ranks must say alike.
-COMPARED = ("magic", "step", "signature", "hyper", "attempt", "tensors")
+COMPARED = ("magic", "step", "signature", "hyper", "attempt", "tensors", "replica")
 #: Instead of MAGIC: ranks ``rank`` and ``reserved`` differ in COMPARED[``tensors``], where the one says ``signature``
 #: and the other ``hyper``. So a difference reaches ranks which see neither header.
 DISAGREEMENT = 0x4F434F44

@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from ocomm.types import Bytes as Bytes
 from ocomm.types import DType, Location, ReduceOp
 
+#: Checksums read a whole buffer, or one of its PARTS equal parts, numbered from 0, or NOTHING. As in ``ocomm.h``.
+PARTS, WHOLE, NOTHING = 64, -1, -2
+
 #: One row per scale block; fields as in ``ocomm_block``.
 BLOCK = np.dtype(
     [
@@ -424,11 +427,13 @@ class Kernels(Protocol):
         """Elementwise reduction in rank order, float32 accumulation for the 16-bit floats; raw bytes in and out."""
         ...
 
-    def checksum(self, data: Bytes, full: bool) -> int:
-        """Hash of a sample of the buffer, or of all of it."""
+    def checksum(self, data: Bytes, part: int = WHOLE) -> int:
+        """Hash of the whole buffer, or of one of its ``PARTS`` equal parts. Up to 4 KiB it is always the whole."""
         ...
 
-    def checksums(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], full: bool) -> NDArray[np.uint64]:
+    def checksums(
+        self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], part: int = WHOLE
+    ) -> NDArray[np.uint64]:
         """``checksum`` of the buffers at ``addresses``, as a new array; 0 where an address is 0."""
         ...
 

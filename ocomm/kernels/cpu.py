@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ocomm._native import ffi, lib
 from ocomm.errors import LaunchError
-from ocomm.kernels.base import HOST, Bytes, Floats, Table
+from ocomm.kernels.base import HOST, WHOLE, Bytes, Floats, Table
 from ocomm.kernels.reference import ReferenceKernels, unsupported_reduction
 from ocomm.types import DType, ReduceOp
 
@@ -418,11 +418,13 @@ class CpuKernels:
         if answer < 0:
             raise TypeError(unsupported_reduction(dtype, op, prescale, postscale))
 
-    def checksum(self, data: Bytes, full: bool) -> int:
-        """Hash of a sample of the buffer, or of all of it."""
-        return int(lib.ocomm_checksum(_pointer(data), len(data), full))
+    def checksum(self, data: Bytes, part: int = WHOLE) -> int:
+        """Hash of the whole buffer, or of a part of it."""
+        return int(lib.ocomm_checksum(_pointer(data), len(data), part))
 
-    def checksums(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], full: bool) -> NDArray[np.uint64]:
+    def checksums(
+        self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], part: int = WHOLE
+    ) -> NDArray[np.uint64]:
         """Returns a new array, one sum per address."""
         addresses, nbytes = np.ascontiguousarray(addresses), np.ascontiguousarray(nbytes)
         sums = np.empty(addresses.size, np.uint64)
@@ -430,7 +432,7 @@ class CpuKernels:
             _pointer("uint64_t[]", addresses),
             _pointer("int64_t[]", nbytes),
             addresses.size,
-            full,
+            part,
             _pointer("uint64_t[]", sums),
         )
         return sums

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ocomm.errors import HorovodInternalError
-from ocomm.kernels.base import PIECE, Bytes, Floats, Kernels, Table, sparse_bytes
+from ocomm.kernels.base import PIECE, WHOLE, Bytes, Floats, Kernels, Table, sparse_bytes
 from ocomm.kernels.reference import CHECKSUM_SPREAD, ReferenceKernels
 from ocomm.types import DType, ReduceOp
 
@@ -503,13 +503,15 @@ class DeviceKernels:
     # What was gathered is in the host's memory.
     finite_scales = ReferenceKernels.finite_scales
 
-    def checksum(self, data: Any, full: bool) -> int:
+    def checksum(self, data: Any, part: int = WHOLE) -> int:
         """Of an array of the device."""
-        return int(self.checksums(np.array([data.address], np.uint64), np.array([data.nbytes]), full)[0])
+        return int(self.checksums(np.array([data.address], np.uint64), np.array([data.nbytes]), part)[0])
 
-    def checksums(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], full: bool) -> NDArray[np.uint64]:
-        """The same numbers as on the host, of memory of the device. Waits. ``full`` only."""
-        assert full, "samples are not taken on a device"
+    def checksums(
+        self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], part: int = WHOLE
+    ) -> NDArray[np.uint64]:
+        """The same numbers as on the host, of memory of the device. Waits. Whole buffers only."""
+        assert part == WHOLE, "parts are not read on a device"
         lengths = nbytes.astype(np.uint64)
         sums = lengths * CHECKSUM_SPREAD
         pieces, of = _cut(addresses, nbytes // 8, nbytes % 8)

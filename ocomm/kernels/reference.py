@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.kernels.base import HOST, Bytes, Floats, Table
+from ocomm.kernels.base import HOST, PARTS, WHOLE, Bytes, Floats, Table
 from ocomm.types import DType, ReduceOp
 
 LANES = 32
@@ -417,16 +417,13 @@ class ReferenceKernels:
                 total = functools.reduce(_COMBINE[op], parts)
             out[:] = _store(_scaled(total, postscale), dtype)
 
-    def checksum(self, data: Bytes, full: bool) -> int:
-        """Sum of the mixed 8-byte words: all of them, or one from each of 64 stretches and the end."""
+    def checksum(self, data: Bytes, part: int = WHOLE) -> int:
+        """Sum of the mixed 8-byte words, of all or of a part, and of the end that is no whole word."""
         count = len(data) // 8
         words = data[: 8 * count].view(np.uint64)
-        if full or count <= 512:
-            at = np.arange(count, dtype=np.uint64)
-        else:
-            stretch = np.uint64(count // 64)
-            k = np.arange(64, dtype=np.uint64)
-            at = k * stretch + (((k + np.uint64(1)) * _STEP) >> np.uint64(33)) % stretch
+        whole = part == WHOLE or count <= 512
+        first, last = (0, count) if whole else (count * part // PARTS, count * (part + 1) // PARTS)
+        at = np.arange(first, last, dtype=np.uint64)
         end = np.zeros(8, np.uint8)
         end[: len(data) % 8] = data[8 * count :]
         parts = [_mixed(words[at], at), np.array([len(data)], np.uint64) * CHECKSUM_SPREAD]
@@ -448,13 +445,15 @@ class ReferenceKernels:
             values = _memory(address + 4 * first, 4 * count).view(np.float32).astype(np.float64)
             sums[k] = (values * values).sum()
 
-    def checksums(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], full: bool) -> NDArray[np.uint64]:
+    def checksums(
+        self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], part: int = WHOLE
+    ) -> NDArray[np.uint64]:
         """One by one."""
         sums = np.zeros(addresses.size, np.uint64)
         for i, (address, count) in enumerate(zip(addresses.tolist(), nbytes.tolist(), strict=True)):
             if address:
                 data = np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8)
-                sums[i] = self.checksum(data, full)
+                sums[i] = self.checksum(data, part)
         return sums
 
     def squares(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -48,7 +48,7 @@ def _outline(value: Any, kernels: Kernels) -> Any:
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value)
         address = np.array([array.ctypes.data if array.size else 0], np.uint64)
-        checksum = kernels.checksums(address, np.array([array.nbytes], np.int64), True)[0]
+        checksum = kernels.checksums(address, np.array([array.nbytes], np.int64))[0]
         return [str(array.dtype), list(array.shape), int(checksum)]
     return value
 

@@ -368,7 +368,7 @@ class Core(abc.ABC):
 
     def replica_digest(self) -> list[int]:
         """Checksums of what must be equal on all ranks between steps: one per parameter."""
-        return self.kernels.checksums(self.replica_addresses(), self.layout.numels * 4, True).tolist()
+        return self.kernels.checksums(self.replica_addresses(), self.layout.numels * 4).tolist()
 
     def _node_gradient_nbytes(self) -> int:
         whole = self.steps_locally or self.home.is_device

@@ -29,7 +29,7 @@ from ocomm.collectives.compressed import (
     node_staging,
     vote,
 )
-from ocomm.collectives.engine import Channel, State, Ticket, Verify
+from ocomm.collectives.engine import Channel, State, Ticket
 from ocomm.collectives.envelope import Envelope, Envelopes
 from ocomm.collectives.phases import NodeStaging, Staging
 from ocomm.collectives.plan import Computation, Plan, Stage
@@ -38,9 +38,10 @@ from ocomm.collectives.staged import entry, staged
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import SegmentLayout
 from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError, OcommError, PeerError, StallError
-from ocomm.kernels.base import TENSOR, Bytes, Floats, Table
+from ocomm.kernels.base import NOTHING, PARTS, TENSOR, WHOLE, Bytes, Floats, Table
 from ocomm.kernels.device import DeviceArray
 from ocomm.optim.core import Bools, Core, Exchange, address
+from ocomm.optim.replicas import ReplicasDifferError, ReplicaWindows
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
@@ -48,8 +49,6 @@ _log = logging.getLogger("ocomm")
 _BUCKETS, _BUCKET_NUMEL = 8, 1 << 17
 #: ``attempt`` of the vote in which ranks say whose gradients were not finite.
 _INQUEST = 2
-#: How much the checksums look at, by the user's words.
-_VERIFY = {"version": Verify.NOTHING, "sampled": Verify.SAMPLE, "full": Verify.ALL}
 #: Flags with which a step is exchanged once more, and with which it is over.
 _AGAIN, _OVER = int(Flag.CHANGED | Flag.UNHANDED), int(Flag.SKIP | Flag.RAISED)
 #: States of failed plans: causes before what they bring about.
@@ -148,8 +147,9 @@ class Stepper:
     ``locate(tensors, final)`` gives the addresses of their gradients as they are now, 0 for none: contiguous float32,
     on a device of the types that ``core.gradients`` says; before ``step()`` (``final`` False) it may answer None: not
     yet. It is called from hooks: a list of numbers costs them less than an array.
-    ``segment_nbytes`` bounds a segment's packed bytes. ``verify`` is ``"sampled"``, ``"full"`` or ``"version"``: how
-    much of a gradient is read again to notice that it changed after hand-over. ``direct``, ``inside``: see ``staged``.
+    ``segment_nbytes`` bounds a segment's packed bytes. ``verify``: how much of a gradient is read again
+    to notice that it changed after hand-over: ``"full"``: all of it, ``"sampled"``: another 64th in each step,
+    ``"version"``: nothing. ``replica_check_steps``: see ``ReplicaWindows``. ``direct``, ``inside``: see ``staged``.
     """
 
     def __init__(
@@ -165,6 +165,7 @@ class Stepper:
         overlap: bool,
         verify: str,
         timeout_s: float,
+        replica_check_steps: int = 0,
         bucket_count: int = _BUCKETS,
         direct: bool = False,
         inside: Inside | None = None,
@@ -178,7 +179,10 @@ class Stepper:
         self.segment_nbytes = segment_nbytes
         self.overlap = overlap
         self.overlapping = False  # switched on after a first step without
-        self.verify = _VERIFY[verify]
+        self._verify = verify
+        #: What is read again of a gradient that was handed over in the step under way: see ``Kernels.checksum``.
+        self.verified_part = NOTHING
+        self._replicas = ReplicaWindows(4 * self.layout.numels, replica_check_steps, core.kernels)
         self.timeout_s = timeout_s
         self.bucket_count = bucket_count
         self.direct = direct
@@ -412,6 +416,7 @@ class Stepper:
         if self._dead is not None:
             raise type(self._dead)(*self._dead.args)
         self.begun = True
+        self.verified_part = {"sampled": self.step % PARTS, "full": WHOLE, "version": NOTHING}[self._verify]
         self._hyper = hyper
         self._clear_flags()
         self._announcement[0] = 0
@@ -491,17 +496,16 @@ class Stepper:
             # In step() hyperparameters that are built in may be others than when the step was begun.
             prepared = self._prepared(flow) if final else flow.prepared
             flow.ticket = self.channel.submit(prepared, self.timeout_s, False, 0)
-        verify = Verify.NOTHING if final else self.verify
-        flow.ticket.open(bucket.segments.stop, bucket.intake, addresses, verify)
+        flow.ticket.open(bucket.segments.stop, bucket.intake, addresses, NOTHING if final else self.verified_part)
         return True
 
     def changed_tensors(self) -> list[int]:
         """Before ``exchange``: tensors of posted buckets whose gradient's bytes are not what was handed over."""
-        if not self.posted or not self.verify:
+        if not self.posted or self.verified_part == NOTHING:
             return []
         count = self._posted_count
         rows = self._rows[:count]
-        now = self.core.kernels.checksums(self._grads[rows], self._nbytes[:count], self.verify is Verify.ALL)
+        now = self.core.kernels.checksums(self._grads[rows], self._nbytes[:count], self.verified_part)
         return rows[now != self._sums[:count]].tolist()
 
     # The exchange
@@ -606,6 +610,8 @@ class Stepper:
             self._post(flow, bucket, final=True)
         if self.core.steps_locally:
             self._read_local()
+        vote = self._vote.envelopes[0].header
+        vote["replica"] = self._replicas.checksum(self.core.replica_addresses().__getitem__, self.step)
         self._cast(self._vote, attempt, hyper, lr, announcement, with_norm)
 
     def _cast(self, ballot: _Ballot, attempt: int, hyper: int, lr: float, announcement: int, with_norm: bool) -> None:
@@ -771,7 +777,7 @@ class Stepper:
     def _fail(self, ticket: Ticket, envelopes: Sequence[Envelope]) -> None:
         state = ticket.state
         if state == State.MISMATCH:
-            raise MismatchError(self._explain(envelopes[ticket.error_segment]))
+            raise self._explained(envelopes[ticket.error_segment])
         if state == State.TIMED_OUT:
             late = [self.ranks[rank] for rank in self.channel.waiting_for()]
             why = f"rank(s) {late} have not sent their part" if late else f"{self.core.kernels.name} does not end"
@@ -784,6 +790,12 @@ class Stepper:
         raise HorovodInternalError(
             f"{self.name}: the network failed in step {self.step + 1} (MPI error {ticket.error})."
         )
+
+    def _explained(self, envelope: Envelope) -> MismatchError:
+        differences = envelope.differences()
+        if differences and differences[0][0] == "replica":
+            return ReplicasDifferError(f"{self.name}: the ranks' parameters differ in step {self.step + 1}.")
+        return MismatchError(self._explain(envelope))
 
     def _explain(self, envelope: Envelope) -> str:
         """What the headers of all ranks disagree on."""

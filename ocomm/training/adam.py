@@ -36,14 +36,17 @@ def dense_step(
 ) -> None:
     """Adam's step of the tensors in ``averages``, in place, with the same bits in every framework.
 
-    ``parameter`` and ``state`` give a tensor's elements, flat, and its moments. No coupled decay.
+    ``parameter`` and ``state`` give a tensor's elements, flat, and its moments.
     """
     for group in groups:
         for tensor in group.tensors.tolist():
             if tensor in averages:
+                gradient = averages[tensor]
+                if group.coupled_decay:
+                    gradient = gradient + np.float32(group.coupled_decay) * parameter(tensor)
                 state(tensor).update(
                     parameter(tensor),
-                    averages[tensor],
+                    gradient,
                     lr=group.lr,
                     betas=group.betas,
                     eps=group.eps,

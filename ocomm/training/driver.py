@@ -28,10 +28,11 @@ from ocomm.kernels.base import Kernels, Memory
 from ocomm.kernels.device import DeviceMemory
 from ocomm.optim import checkpoint
 from ocomm.optim.core import Core
+from ocomm.optim.replicas import ReplicasDifferError
 from ocomm.optim.stepper import Stepper, Verdict
 from ocomm.session import Session
 from ocomm.training import resume
-from ocomm.training.agreement import first_difference, gather
+from ocomm.training.agreement import by_rank, first_difference, gather
 from ocomm.training.inside import open_bridge
 from ocomm.types import Flag, Nodes
 
@@ -58,6 +59,10 @@ class Host(Protocol):
     framework: str
     #: Those of the parameters' device; None: the session's.
     kernels: Kernels | None
+
+    def implementation(self) -> str:
+        """What decides how the host's own dense steps round, in words: equal words mean equal bits."""
+        ...
 
     def locate(self, tensors: list[int], final: bool) -> list[int] | None:
         """Addresses of gradients, contiguous float32, 0 for none; None: not to be read before ``step()``.
@@ -121,11 +126,16 @@ class Driver:
         name = session.automatic_name(kind, number)
         kernels = host.kernels or session.kernels
         assert kernels is not None
-        mine = f"{_where(kernels.memory)} {common.hierarchical} {host.framework}"
-        said = [text.split() for text in gather(session, number, f"{name}.frameworks", mine)]
-        places, forms, frameworks = (set(column) for column in zip(*said, strict=True))
+        mine = f"{_where(kernels.memory)} {common.hierarchical} {host.framework} {host.implementation()}"
+        said = [text.split(maxsplit=3) for text in gather(session, number, f"{name}.frameworks", mine)]
+        columns = list(zip(*said, strict=True))
+        places, forms, frameworks = (set(column) for column in columns[:3])
         #: Are the ranks of several frameworks?
         self.is_mixed = len(frameworks) > 1
+        #: Would the hosts' own dense steps round differently on different ranks? Then ``ocomm.optim.adam`` makes them.
+        self.has_unlike_hosts = self.is_mixed or len(set(columns[3])) > 1
+        if self.has_unlike_hosts and not self.is_mixed and topology.rank == ranks[0]:
+            _say_unlike(name, dict(zip(ranks, columns[3], strict=True)))
         direct, inside = False, None
         if len(forms) == 1:  # else the channel will be refused, with the reason
             nodes, direct, inside = _arranged(session, number, common.hierarchical, nodes, places, name, kernels.memory)
@@ -170,6 +180,7 @@ class Driver:
             # To look at gradients on a device the host would have to wait for it.
             verify="version" if kernels.memory.is_device else common.verify,
             timeout_s=session.settings.stall_shutdown_s,
+            replica_check_steps=session.settings.replica_check_steps,
             direct=self.direct,
             inside=self.inside,
         )
@@ -293,6 +304,21 @@ class Driver:
         return self._end()
 
     def _end(self) -> Verdict:
+        try:
+            return self._exchange()
+        except ReplicasDifferError as error:
+            within = self.session.settings.replica_check_steps
+            difference = first_difference(self.session, self.number, f"{self.name}.drift", self._replicated(), "hold")
+            told = MismatchError(
+                f"{self.name}: the ranks' parameters have become different within the last {within} steps: "
+                f"{difference or 'they are equal again'}. Something changed them on some ranks only: a write to a "
+                f"weight, a checkpoint that one rank loaded. Do it on all ranks, or {_MADE_ALIKE[self.host.framework]} "
+                "after it. OCOMM_REPLICA_CHECK_STEPS says how often this is checked."
+            )
+            self.stepper.give_up(told)
+            raise told from error
+
+    def _exchange(self) -> Verdict:
         groups = self.groups()
         lr = groups[0].lr
         if self._needs_survey:
@@ -544,6 +570,18 @@ def _as_floats(values: Any) -> Any:
 
 #: Where a rank's parameters are: in the host's memory, on a device, on one that the network reaches.
 _ON_HOST, _ON_DEVICE, _REACHED = "0", "1", "2"
+
+
+def _say_unlike(name: str, implementations: Mapping[int, str]) -> None:
+    by_text: dict[str, list[int]] = {}
+    for rank, text in implementations.items():
+        by_text.setdefault(text, []).append(rank)
+    _log.warning(
+        "%s: the ranks' own optimizers would round differently (%s), so ocomm's Adam makes the dense steps on all "
+        "ranks, which rounds alike everywhere. Give all ranks the same flags to keep the framework's own.",
+        name,
+        by_rank(by_text, "have"),
+    )
 
 
 def _where(memory: Memory) -> str:

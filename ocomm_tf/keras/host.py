@@ -66,6 +66,10 @@ class Host:
         """What the ranks must agree on, in registration order."""
         return [place.spec for place in self.places]
 
+    def implementation(self) -> str:
+        """See ``Host``: dense steps are ``dense_step``'s."""
+        return "ocomm"
+
     def connect(self, session: Session) -> None:
         """A driver that has taken no step, among the ranks that there are now. Collective."""
         self._clear()

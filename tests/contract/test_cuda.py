@@ -512,9 +512,9 @@ class TestDenseValues:
         first = home.twin(staging).address
         addresses = np.array([first + low for low, _ in spans] + [0], np.uint64)
         nbytes = np.array([high - low for low, high in spans] + [8])
-        expected = [reference.checksum(data[low:high], True) for low, high in spans] + [0]
-        assert kernels.checksums(addresses, nbytes, True).tolist() == expected
-        assert kernels.checksum(home.twin(staging)[8:16], True) == expected[2]
+        expected = [reference.checksum(data[low:high]) for low, high in spans] + [0]
+        assert kernels.checksums(addresses, nbytes).tolist() == expected
+        assert kernels.checksum(home.twin(staging)[8:16]) == expected[2]
 
     def test_squares_are_those_of_the_host_but_for_the_order(self, kernels: Any) -> None:
         tensors = [np.zeros(0, np.float32), *self.values()]

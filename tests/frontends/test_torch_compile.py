@@ -11,6 +11,7 @@ import torch
 from ocomm.session import Session
 from ocomm_torch import DistributedBirder, DistributedOneBitAdam, DistributedOptimizer
 from tests.frontends.onebit_jobs import digest
+from tests.frontends.test_torch_edits import Parameters, compressed, dense, grads, same_everywhere, train
 from tests.worlds import MPI_SIZE, run_ranks
 
 # While one thread of a process compiles, Torch's Adam in the others rounds as in a graph.
@@ -59,3 +60,25 @@ def test_steps_in_a_compiled_function_equal_those_in_a_plain_one(
 
     for traced, plain in run_ranks(2, body):
         assert traced == plain
+
+
+def test_a_compiled_function_that_changes_gradients_is_noticed_and_compiled_once() -> None:
+    graphs: list[Any] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=counting, fullgraph=True)
+    def halve(gradients: list[torch.Tensor]) -> None:
+        for gradient in gradients:
+            gradient[0].mul_(0.5)
+
+    def edit(parameters: Parameters) -> None:
+        halve(grads(parameters)[:3])
+
+    assert same_everywhere(lambda: train(compressed(), edit)) == same_everywhere(
+        lambda: train(compressed(overlap=False), edit)
+    )
+    assert same_everywhere(lambda: train(dense, edit)) == same_everywhere(lambda: train(dense, edit, synchronize=True))
+    assert len(graphs) <= 4  # plain and on their way

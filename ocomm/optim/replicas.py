@@ -1,0 +1,69 @@
+"""Which bytes of the parameters a step compares between the ranks, so that replicas that drift apart are noticed.
+
+A step checksums one window of the parameters, laid end to end, and every rank writes the sum into its vote. The windows
+follow each other, so all parameters are compared within ``steps`` steps, and a step reads ``1 / steps`` of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.errors import MismatchError
+from ocomm.kernels.base import Kernels
+
+Addresses = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
+#: On a device the host waits for a checksum, so only one step in so many takes one, of a window so many times as large.
+_DEVICE_STRIDE = 8
+
+
+class ReplicasDifferError(MismatchError):
+    """The ranks' parameters are not equal. All ranks raise it at the same step."""
+
+
+class ReplicaWindows:
+    """The windows of parameters of ``nbytes`` each; all of them are seen within ``steps`` steps, 0: none.
+
+    It knows no addresses and keeps no sums: the same step gives the same window on all ranks.
+    """
+
+    def __init__(self, nbytes: NDArray[np.int64], steps: int, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._stride = min(_DEVICE_STRIDE, steps) if kernels.memory.is_device else 1
+        self._ends = np.cumsum(nbytes, dtype=np.int64)
+        self._count = -(-steps // self._stride) if self._stride and self._ends.size and self._ends[-1] else 0
+        self._cut: dict[int, tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]] = {}
+
+    def checksum(self, addresses: Addresses, step: int) -> int:
+        """Of the window of ``step``; 0 where the step compares nothing. ``addresses(rows)`` are those of parameters."""
+        if not self._count or step % self._stride:
+            return 0
+        rows, starts, nbytes = self._window(step // self._stride % self._count)
+        return self._sum(addresses(rows) + starts, nbytes)
+
+    def whole(self, addresses: Addresses) -> int:
+        """Of all parameters."""
+        return self._sum(addresses(np.arange(self._ends.size)), np.diff(self._ends, prepend=0))
+
+    def _sum(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64]) -> int:
+        sums = self._kernels.checksums(addresses, nbytes)
+        return int.from_bytes(hashlib.blake2b(sums.tobytes(), digest_size=8).digest(), "little")
+
+    def _window(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]:
+        """Rows of the parameters that the window touches, and the first byte and the number of bytes of each."""
+        if number not in self._cut:
+            total = int(self._ends[-1])
+            low, high = (total * k // self._count // 4 * 4 for k in (number, number + 1))
+            high = total if number + 1 == self._count else high
+            rows = np.arange(np.searchsorted(self._ends, low, "right"), np.searchsorted(self._ends, high, "left") + 1)[
+                : self._ends.size
+            ]
+            before = np.concatenate([np.zeros(1, np.int64), self._ends])[rows]
+            first = np.maximum(low - before, 0)
+            last = np.minimum(high, self._ends[rows]) - before
+            some = last > first
+            self._cut[number] = rows[some], first[some].astype(np.uint64), (last - first)[some]
+        return self._cut[number]

@@ -1,0 +1,110 @@
+"""What ``ocomm.training.comparison`` asks a Torch optimizer: its hyperparameters, and checksums of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ocomm.kernels.base import Kernels
+from ocomm.optim.replicas import ReplicaWindows
+from ocomm.training.driver import digest
+
+#: Options that choose among kernels, which round differently, and not among results.
+_WAYS = ("foreach", "fused", "capturable", "differentiable")
+
+
+def way_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> str:
+    """How the optimizer's own step rounds, in words: equal words mean equal bits.
+
+    Args:
+        optimizer: the class counts, and where its parameters are.
+        groups: its param groups.
+    """
+    first = next((p for group in groups for p in group["params"]), None)
+    is_device = first is not None and first.is_cuda
+    unit = torch.cuda.get_device_name(first.device) if first is not None and is_device else _instruction_set()
+    kinds = sorted({_kind(group, is_device) for group in groups})
+    return f"{type(optimizer).__name__} ({', '.join(kinds)}) of torch {torch.__version__} on {unit}"
+
+
+def _kind(group: Mapping[str, Any], is_device: bool) -> str:
+    """By default an optimizer takes its tensors one by one on a CPU, and together on a GPU."""
+    if group.get("fused"):
+        return "fused"
+    foreach = group.get("foreach")
+    return "foreach" if foreach or (foreach is None and is_device) else "one by one"
+
+
+def _instruction_set() -> str:
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
+def options_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each hyperparameter of each group that the optimizer's class knows."""
+    names = [name for name in optimizer.defaults if name not in _WAYS]
+    return [
+        f"{name}={_plain(group[name])} in group {number}"
+        for number, group in enumerate(groups)
+        for name in names
+        if name in group and _plain(group[name]) is not None
+    ]
+
+
+def _plain(value: Any) -> str | None:
+    """None for what could only be read by waiting for a device, and for what is no value."""
+    if isinstance(value, Tensor):
+        return repr(value.item()) if value.numel() == 1 and not value.is_cuda else None
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(str(_plain(each)) for each in value)})"
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return repr(value)
+    return repr(float(value) + 0.0) if isinstance(value, (int, float)) else None  # 1 and 1.0, -0.0 and 0.0
+
+
+class ParameterChecksums:
+    """Checksums of parameters as they are now: of all of them, or of what one comparison in ``steps`` looks at.
+
+    On a GPU, where they have to be waited for, every ``steps``-th comparison looks at the norms of all.
+    """
+
+    def __init__(self, steps: int, kernels: Kernels) -> None:
+        self._steps, self._kernels = steps, kernels
+        self._nbytes: list[int] = []
+        self._windows = ReplicaWindows(np.zeros(0, np.int64), 0, kernels)
+
+    def of(self, parameters: Sequence[Tensor], count: int) -> int:
+        """Of what comparison ``count`` looks at; of everything at 0. Parameters are on one device."""
+        if any(p.is_cuda for p in parameters):
+            return 0 if count % self._steps else digest(_norms(parameters))
+        nbytes = [p.nbytes for p in parameters]
+        if nbytes != self._nbytes:
+            self._nbytes = nbytes
+            self._windows = ReplicaWindows(np.array(nbytes, np.int64), self._steps, self._kernels)
+        kept: list[Tensor] = []
+
+        def addresses(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+            kept[:] = [parameters[row].detach().contiguous() for row in rows]
+            return np.array([tensor.data_ptr() for tensor in kept], np.uint64)
+
+        return self._windows.checksum(addresses, count) if count else self._windows.whole(addresses)
+
+    def each(self, parameters: Sequence[Tensor], names: Sequence[str]) -> list[str]:
+        """A line for each parameter."""
+        if any(p.is_cuda for p in parameters):
+            sums = [f"norm {norm!r}" for norm in _norms(parameters)]
+        else:
+            dense = [p.detach().contiguous() for p in parameters]
+            addresses = np.array([tensor.data_ptr() for tensor in dense], np.uint64)
+            nbytes = np.array([tensor.nbytes for tensor in dense], np.int64)
+            sums = [f"checksum {sum:016x}" for sum in self._kernels.checksums(addresses, nbytes).tolist()]
+        return [f"'{name}' with {sum}" for name, sum in zip(names, sums, strict=True)]
+
+
+def _norms(parameters: Sequence[Tensor]) -> list[float]:
+    """Waits for the device."""
+    return torch.stack([norm.double() for norm in torch._foreach_norm([p.detach() for p in parameters])]).tolist()

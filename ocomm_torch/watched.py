@@ -1,0 +1,87 @@
+"""Notices that a gradient is used while an exchange reads or writes it, however the user's code does that.
+
+Torch counts a tensor's in-place changes in its version, but not those through ``.data``, ``.numpy()``, DLPack or
+``_foreach_mul_([g.data])``. All of these begin with a use of ``p.grad`` through Torch's Python API. So a gradient that
+is handed over to an exchange gets the class ``WatchedGradient``, whose ``__torch_function__`` Torch calls before any
+such use: it gives the tensor its own class back, tells who watches, and goes on. That costs two assignments per
+gradient and step.
+
+Not noticed: code that takes the tensor in C++ past Torch's argument parser (a pybind11 extension, TorchScript), and a
+write through an address, view or array that was taken before the gradient was handed over. For those a part of every
+gradient is read again in each step (``verify``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Watcher(Protocol):
+    """Who watches gradients. Held weakly."""
+
+    def used(self, gradients: Sequence[Tensor]) -> None:
+        """Some of ``gradients``, which others may watch, are about to be used: called in the thread that does it."""
+        ...
+
+
+_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class WatchedGradient(Tensor):
+    """A gradient on its way, until it is used or ``release`` is called. Never made by anything but ``watch``."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # this is traced; what the graph does comes here when it runs
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        found: list[Tensor] = []
+        _find(args, found)
+        _find(kwargs.values(), found)
+        if torch.compiler.is_compiling():  # of another class later, it would be compiled again and again
+            with torch._C.DisableTorchFunctionSubclass():
+                _report(found)
+                return func(*args, **kwargs)
+        release(found)
+        _report(found)
+        return func(*args, **kwargs)
+
+
+def _report(gradients: Sequence[Tensor]) -> None:
+    for watcher in list(_watchers):
+        watcher.used(gradients)
+
+
+def add_watcher(watcher: Watcher) -> None:
+    """``watcher.used`` is called from now on, while ``watcher`` is alive."""
+    _watchers.add(watcher)
+
+
+def watch(gradients: Iterable[Tensor | None]) -> None:
+    """Reports the next use of each gradient that is a plain tensor."""
+    for gradient in gradients:
+        if type(gradient) is Tensor:
+            gradient.__class__ = WatchedGradient
+
+
+def release(gradients: Iterable[Tensor | None]) -> None:
+    """Ends it. The tensors are plain again."""
+    for gradient in gradients:
+        if type(gradient) is WatchedGradient:
+            gradient.__class__ = Tensor
+
+
+def _find(values: Iterable[Any], found: list[Tensor]) -> None:
+    for value in values:
+        if type(value) is WatchedGradient:
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _find(value, found)
+        elif isinstance(value, dict):
+            _find(value.values(), found)

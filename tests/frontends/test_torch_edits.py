@@ -1,0 +1,289 @@
+"""What users do to gradients between backward() and step(): the step is made with what they have left there.
+
+Every way of changing a gradient is compared with the same change where nothing overlaps. The changes are small (one
+row, one element), so that a look at a part of each gradient is not enough, and come when the exchange has begun.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ocomm.api import barrier, rank
+from ocomm.errors import InvalidRequestError
+from ocomm.session import Session
+from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizer import DistributedOptimizer
+from tests.frontends.onebit_jobs import digest
+from tests.world.test_runtime import threads_only
+from tests.worlds import run_ranks
+
+pytestmark = threads_only  # nothing here depends on the network
+
+ROWS, COLUMNS = 300, 40
+STEPS, FREEZE_STEP, FIRST_EDIT = 10, 2, 6
+
+
+class Model(torch.nn.Module):
+    """An embedding of several bucket parts, a matrix, a bias, and a parameter of three that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.table = torch.nn.Parameter(torch.randn(ROWS, COLUMNS, generator=generator))
+        self.matrix = torch.nn.Parameter(torch.randn(COLUMNS, COLUMNS, generator=generator))
+        self.bias = torch.nn.Parameter(torch.randn(COLUMNS, generator=generator))
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def loss(self, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + rank())
+        rows = torch.randint(0, ROWS, (64,), generator=generator)
+        rows[0] = 0
+        return (self.table[rows].tanh() @ self.matrix + self.bias).square().mean() * 50
+
+
+Parameters = list[torch.nn.Parameter]
+
+
+def grads(parameters: Parameters) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def by_address(parameters: Parameters) -> None:
+    for grad in grads(parameters):
+        ctypes.memset(grad.data_ptr() + 4 * (grad.numel() // 2), 0, 4)
+
+
+def by_numpy(parameters: Parameters) -> None:
+    for grad in grads(parameters):
+        array = grad.numpy().reshape(-1)
+        np.multiply(array[:2], 0.5, out=array[:2])
+
+
+def by_array(parameters: Parameters) -> None:
+    for grad in grads(parameters):
+        np.asarray(grad)[-1] = 0.0
+
+
+def by_dlpack(parameters: Parameters) -> None:
+    for grad in grads(parameters):
+        torch.from_dlpack(grad)[0].mul_(0.25)
+
+
+def by_prune_mask(parameters: Parameters) -> None:
+    mask = torch.ones(ROWS, 1)
+    mask[:: ROWS // 3] = 0
+    assert parameters[0].grad is not None
+    parameters[0].grad.data.mul_(mask)
+
+
+def by_view_of_data(parameters: Parameters) -> None:
+    for grad in grads(parameters):
+        grad.view(-1).data[1] = 0.0
+
+
+def by_storage(parameters: Parameters) -> None:
+    for grad in grads(parameters):
+        torch.empty(0).set_(grad.untyped_storage())[2] = 0.0
+
+
+def by_new_data(parameters: Parameters) -> None:
+    for grad in grads(parameters):
+        grad.data = grad.data * 0.5
+
+
+def by_new_gradient(parameters: Parameters) -> None:
+    for p in parameters:
+        p.grad = None if p.grad is None else p.grad * 0.5
+
+
+def by_setting_none(parameters: Parameters) -> None:
+    parameters[1].grad = None
+
+
+EDITS: dict[str, Callable[[Parameters], Any]] = {
+    "one row by data": lambda ps: ps[0].grad.data[0].zero_(),
+    "clamped by data": lambda ps: [grad.data.clamp_(-0.05, 0.05) for grad in grads(ps)],
+    "foreach of data": lambda ps: torch._foreach_mul_([grad.data[:1] for grad in grads(ps)], 0.5),
+    "scaled in place": lambda ps: [grad.mul_(0.5) for grad in grads(ps)],
+    "one element": lambda ps: [grad.__setitem__(-1, 0.0) for grad in grads(ps)],
+    "detached": lambda ps: [grad.detach()[0].zero_() for grad in grads(ps)],
+    "clip_grad_norm_": lambda ps: torch.nn.utils.clip_grad_norm_(ps, 0.1),
+    "clip_grad_value_": lambda ps: torch.nn.utils.clip_grad_value_(ps, 0.01),
+    "out=": lambda ps: torch.mul(ps[1].detach(), 0.01, out=ps[1].grad),
+    "prune mask": by_prune_mask,
+    "address": by_address,
+    "numpy": by_numpy,
+    "asarray": by_array,
+    "dlpack": by_dlpack,
+    "view of data": by_view_of_data,
+    "storage": by_storage,
+    "new data": by_new_data,
+    "new gradient": by_new_gradient,
+    "no gradient": by_setting_none,
+}
+
+
+def train(
+    wrap: Callable[[Model], Any], edit: Callable[[Parameters], Any], *, synchronize: bool = False, zero: bool = False
+) -> str:
+    """Hash of the parameters at the end. ``synchronize`` before each edit; ``zero``: gradients keep their memory."""
+    model = Model()
+    parameters = list(model.parameters())
+    optimizer = wrap(model)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=not zero)
+        model.loss(step).backward()
+        barrier()  # the exchange of what was handed over has begun on all ranks
+        if synchronize:
+            optimizer.synchronize()
+        if step >= FIRST_EDIT:
+            edit(parameters)
+        if synchronize:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+    return digest([p.detach().numpy() for p in parameters])
+
+
+def compressed(**options: Any) -> Callable[[Model], Any]:
+    def wrap(model: Model) -> Any:
+        adam = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
+        return DistributedOneBitAdam(adam, model.named_parameters(), freeze_step=FREEZE_STEP, **options)
+
+    return wrap
+
+
+def dense(model: Model) -> Any:
+    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-2), model.named_parameters())
+
+
+def same_everywhere(body: Callable[[], str]) -> str:
+    def on_rank(session: Session) -> str:
+        return body()
+
+    results = run_ranks(2, on_rank)
+    assert len(set(results)) == 1, "the replicas differ"
+    return results[0]
+
+
+@pytest.mark.parametrize("way", EDITS)
+def test_a_compressed_step_has_every_edit_of_a_gradient(way: str) -> None:
+    edit = EDITS[way]
+    expected = same_everywhere(lambda: train(compressed(overlap=False), edit))
+    assert same_everywhere(lambda: train(compressed(), edit)) == expected
+    assert same_everywhere(lambda: train(compressed(), lambda parameters: None)) != expected
+
+
+@pytest.mark.parametrize("way", EDITS)
+def test_a_dense_step_has_every_edit_of_an_averaged_gradient_where_a_parameter_has_none(way: str) -> None:
+    edit = EDITS[way]
+    expected = same_everywhere(lambda: train(dense, edit, synchronize=True))
+    assert same_everywhere(lambda: train(dense, edit)) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", EDITS)
+def test_equal_runs_give_equal_results_fifty_times(way: str) -> None:
+    for wrap in (compressed(), dense):
+        assert len({same_everywhere(lambda wrap=wrap: train(wrap, EDITS[way])) for _ in range(50)}) == 1
+
+
+@pytest.mark.parametrize("way", ["numpy", "data"])
+def test_an_edit_through_what_was_taken_of_a_lasting_gradient_is_noticed(way: str) -> None:
+    def body(overlap: bool) -> str:
+        taken: list[Any] = []
+
+        def edit(parameters: Parameters) -> None:
+            if not taken:
+                taken.extend(grad.numpy() if way == "numpy" else grad.data for grad in grads(parameters))
+            else:
+                for alias in taken:
+                    alias[0] *= 0.5
+
+        return train(compressed(overlap=overlap), edit, zero=True)
+
+    assert same_everywhere(lambda: body(True)) == same_everywhere(lambda: body(False))
+
+
+def test_reading_gradients_costs_no_overlap() -> None:
+    def on_rank(session: Session) -> tuple[bool, int, list[str]]:
+        model = Model()
+        optimizer = compressed()(model)
+        kinds = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model.loss(step).backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.norm().item()
+                    kinds.append(type(p.grad).__name__)
+            optimizer.step()
+        report = optimizer.compression_report()
+        return report["overlap"], report["redone_steps"], sorted(set(kinds))
+
+    assert run_ranks(2, on_rank) == [(True, 0, ["Tensor"])] * 2
+
+
+def test_gradients_are_plain_tensors_after_the_step() -> None:
+    def on_rank(session: Session) -> set[type]:
+        found = set()
+        for wrap in (compressed(), dense):
+            model = Model()
+            optimizer = wrap(model)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                model.loss(step).backward()
+                optimizer.step()
+                found |= {type(p.grad) for p in model.parameters() if p.grad is not None}
+        return found
+
+    assert run_ranks(2, on_rank) == [{torch.Tensor}] * 2
+
+
+def test_every_byte_of_a_gradient_is_read_again_within_64_steps() -> None:
+    """An edit of which Torch tells nothing, by an extension say, is found out soon if it is made again and again."""
+
+    def on_rank(session: Session) -> int:
+        model = Model()
+        optimizer = compressed()(model)
+        for step in range(80):
+            optimizer.zero_grad()
+            model.loss(step).backward()
+            stepper = optimizer._stepper
+            if stepper.posted:
+                number = stepper.layout.names.index("table") if hasattr(stepper.layout, "names") else 0
+                ctypes.memset(int(stepper._grads[number]) + 4 * COLUMNS * (ROWS // 2), 1, 4)
+            optimizer.step()
+        return optimizer.compression_report()["redone_steps"]
+
+    assert run_ranks(2, on_rank) == [1, 1]  # and no overlap after that
+
+
+def test_a_sparse_gradient_that_is_used_while_it_is_averaged_is_refused_by_name() -> None:
+    def on_rank(session: Session) -> str:
+        model = torch.nn.Embedding(10, 4, sparse=True, _weight=torch.ones(10, 4))
+        unused = torch.nn.Parameter(torch.ones(2))
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([model.weight, unused], lr=0.1), [("table", model.weight), ("unused", unused)]
+        )
+        model(torch.tensor([1, 2])).sum().backward()
+        with pytest.raises(InvalidRequestError) as error:
+            model.weight.grad.mul_(2.0)
+        optimizer.step()
+        return str(error.value)
+
+    assert (
+        run_ranks(2, on_rank)
+        == [
+            "the sparse gradient of 'table' was used while it was being averaged, and its average will be another "
+            "tensor. Call optimizer.synchronize() before you use it."
+        ]
+        * 2
+    )
