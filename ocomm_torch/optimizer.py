@@ -4,7 +4,8 @@ Who calls what, per step: autograd calls ``_on_gradient`` as each gradient is re
 megabytes at a time; when the backward pass that completed the last one ends, ``_on_backward_end`` waits for them, so
 that ``clip_grad_norm_`` and everything else between ``backward()`` and ``step()`` sees averages, as with
 DistributedDataParallel. What is missing then (parameters without a gradient) is submitted by ``synchronize``: by
-``step()``, or when something looks at ``param_groups``, which is what ``GradScaler`` does before it unscales.
+``step()``, when something looks at ``param_groups``, which is what ``GradScaler`` does before it unscales, or when a
+gradient that is still on its way is used (``ocomm_torch.watched``).
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from ocomm import session as sessions
 from ocomm.api import Average, broadcast_object
 from ocomm.errors import InvalidRequestError, OcommError, StallError
 from ocomm.operations import ProcessSet, global_process_set
+from ocomm.training.comparison import StepComparison
 from ocomm.types import ReduceOp
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.compression import Compression, Compressor, OneBitCompressor
 from ocomm_torch.mpi_ops import adapter_of, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters, names_of
+from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
+from ocomm_torch.watched import add_watcher, release, watch
 
 #: Bytes of gradients that are submitted at once, because each submission costs the same; fewer the first time, so that
 #: the network has something to do soon.
@@ -104,7 +108,45 @@ class _DistributedOptimizer(NamesParameters):
         self._is_distributed = process_set.included() and process_set.size() > 1
         self._no_rows: dict[Tensor, Tensor] = {}  # what counts as zeros where gradients are sparse
         self._hooked: dict[Tensor, None] = {}  # in the order of the groups
+        self._comparison = self._make_comparison()
+        self._compared: _Exchange | None = None  # that of the step under way
         self._hook_parameters()
+        add_watcher(self)
+
+    def _make_comparison(self) -> StepComparison | None:
+        """Compares hyperparameters and parameters with the other ranks' in each step; None if that is switched off."""
+        session = self._session
+        steps = session.settings.replica_check_steps
+        if not self._is_distributed or not steps:
+            return None
+        assert session.kernels is not None
+        checksums = ParameterChecksums(steps, session.kernels)
+        reference = weakref.ref(self)  # one that is replaced is to go at once, and its hooks with it
+
+        def this() -> Any:
+            optimizer = reference()
+            assert optimizer is not None, "the optimizer is gone"
+            return optimizer
+
+        def groups() -> list[dict[str, Any]]:
+            return this().__dict__["param_groups"]
+
+        def parameters() -> list[Tensor]:
+            return [p for group in groups() for p in group["params"]]
+
+        def names() -> list[str]:
+            known = this()._names
+            return [known[p] for p in parameters()]
+
+        return StepComparison(
+            session,
+            self._process_set.number(session),
+            f"DistributedOptimizer{self._ending}",
+            way_of(self, groups()),
+            lambda: options_of(this(), groups()),
+            lambda count: checksums.of(parameters(), count),
+            lambda: checksums.each(parameters(), names()),
+        )
 
     def _hook_parameters(self) -> None:
         """Gives a hook to parameters that are trained and have none: they were frozen, or were added since."""
@@ -188,6 +230,9 @@ class _DistributedOptimizer(NamesParameters):
         parameters = tuple(p for p in parameters if p.requires_grad)
         if not parameters:
             return
+        if self._comparison is not None and self._compared is None:
+            self._comparison.start()
+            self._compared = _Exchange(self._comparison.finish)
         grads = []
         for p in parameters:
             if p.grad is None:
@@ -221,9 +266,12 @@ class _DistributedOptimizer(NamesParameters):
         )
         self._copied.append(prepared)
         versions = [grad._version for grad in grads]
+        watched = [p.grad for p in parameters]
+        watch(watched)
         self._submit_copied(wait=False)
 
         def finish() -> None:
+            release(watched)
             changed = [p for p, g, version in zip(parameters, grads, versions, strict=True) if g._version != version]
             prepared.submit().wait()
             if changed:
@@ -252,8 +300,11 @@ class _DistributedOptimizer(NamesParameters):
         indices, rows = p.grad._indices()[:, :0].clone(), p.grad._values()[:0].clone()  # not the whole memory
         self._no_rows[p] = torch.sparse_coo_tensor(indices, rows, p.grad.shape, check_invariants=True)
         wait = sparse_allreduce_async(p.grad, self._names[p], self._op, self._process_set)
+        watched = [p.grad]
+        watch(watched)
 
         def finish() -> None:
+            release(watched)
             try:
                 p.grad = wait()
             except StallError as error:
@@ -264,11 +315,37 @@ class _DistributedOptimizer(NamesParameters):
 
         return _Exchange(finish)
 
+    def used(self, gradients: Sequence[Tensor]) -> None:
+        """See ``Watcher``: a gradient is an average before anything else sees or changes it.
+
+        After backward this completes the step, as ``synchronize`` does: a rank that waited for this gradient alone
+        could wait for one that waits for another. Raises InvalidRequestError for a sparse one, since its average is
+        another tensor, and HorovodInternalError if an exchange failed.
+        """
+        used = {id(gradient) for gradient in gradients}
+        exchanges = {
+            p: exchange for p, exchange in self._exchanges.items() if p.grad is not None and id(p.grad) in used
+        }
+        if not exchanges or self._busy:
+            return
+        sparse = [self._names[p] for p in exchanges if p.grad is not None and p.grad.is_sparse]
+        if sparse:
+            raise InvalidRequestError(
+                f"the sparse gradient of '{sparse[0]}' was used while it was being averaged, and its average will be "
+                "another tensor. Call optimizer.synchronize() before you use it."
+            )
+        if not self._callback_queued:
+            self._complete()
+            return
+        for exchange in exchanges.values():  # in the middle of backward the others are not there yet
+            assert exchange is not None
+            exchange.deliver()
+
     def _deliver(self) -> None:
         self._submit_bucket()
         self._submit_copied(wait=True)
         failure = None
-        for exchange in dict.fromkeys(self._exchanges.values()):
+        for exchange in dict.fromkeys([*self._exchanges.values(), *([self._compared] if self._compared else [])]):
             assert exchange is not None
             try:
                 exchange.deliver()
@@ -309,6 +386,7 @@ class _DistributedOptimizer(NamesParameters):
 
     def _forget(self) -> None:
         self._exchanges.clear()
+        self._compared = None
         self._bucket.clear()
         self._bucket_room = FIRST_BUCKET_NBYTES
         self._copied.clear()
