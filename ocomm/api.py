@@ -465,12 +465,20 @@ def synchronize(handle: int) -> Any:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The object of ``root_rank`` (a world rank) on every rank; it must be picklable."""
+    """The object of ``root_rank`` (a world rank) on every rank; it must be picklable. Collective.
+
+    The other ranks unpickle it, which runs what code its bytes name: they trust the root, and the network that MPI
+    uses, as MPI has neither keys nor encryption (``docs/security.md``).
+    """
     return operations.broadcast_object(sessions.current(), obj, root_rank, name, process_set)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks, in rank order, without those that have joined; they must be picklable."""
+    """The objects of all ranks, in rank order, without those that have joined; they must be picklable. Collective.
+
+    Every rank unpickles those of the others, which runs what code their bytes name: ranks trust each other, and the
+    network that MPI uses, as MPI has neither keys nor encryption (``docs/security.md``).
+    """
     return operations.allgather_object(sessions.current(), obj, name, process_set)
 
 

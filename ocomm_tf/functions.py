@@ -142,7 +142,11 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of ``root_rank`` (a world rank) on every rank; it must be picklable. ``session`` is not needed."""
+    """The object of ``root_rank`` (a world rank) on every rank; it must be picklable. ``session`` is not needed.
+
+    The other ranks unpickle it, which runs what code its bytes name: they trust the root and MPI's network
+    (``docs/security.md``).
+    """
     return api.broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -156,7 +160,11 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """The objects of all ranks, in rank order; they must be picklable. ``session`` is not needed."""
+    """The objects of all ranks, in rank order; they must be picklable. ``session`` is not needed.
+
+    Every rank unpickles those of the others, which runs what code their bytes name: ranks trust each other and MPI's
+    network (``docs/security.md``).
+    """
     return api.allgather_object(obj, name, process_set)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import io
 import random
-from collections.abc import Iterable, Iterator, Sized
-from typing import IO, Any
+from collections.abc import Hashable, Iterable, Iterator, Sized
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
 from ocomm import api
-from ocomm.elastic import ObjectState, Part, State, run
+from ocomm.elastic import ObjectState, Part, State, plain, run
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training.resume import Source, one_state
 from ocomm_torch.checkpoint import to_numpy
@@ -108,6 +109,48 @@ class ElasticSampler(Sampler[int]):
         return self.num_samples
 
 
+class TensorCodec(plain.Codec):
+    """Writes tensors as their bytes, and other objects as ``torch.save`` does. Tensors come back on the CPU."""
+
+    def key(self, leaf: Any) -> Hashable:
+        """Tied parameters are several tensors of the same memory."""
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.numel():
+            return leaf.device, leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
+        return id(leaf)
+
+    def describe(self, leaf: Any) -> tuple[Any, np.ndarray] | None:
+        """The dtype, the shape in the order of memory, and that order, of a dense tensor; None for other values."""
+        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_quantized:
+            return None
+        if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
+            return None
+        order = sorted(range(leaf.ndim), key=lambda dim: -leaf.stride(dim))
+        data = leaf.cpu().permute(order).contiguous()
+        # Not a reshape, which may leave a single element the stride 0 of an expanded tensor.
+        flat = data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy()
+        return [str(leaf.dtype).removeprefix("torch."), list(data.shape), order], flat
+
+    def rebuild(self, description: Any, data: np.ndarray) -> torch.Tensor:
+        """Returns the tensor, in ``data``."""
+        name, shape, order = description
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a tensor has dtype {name!r}, which this version of Torch does not know")
+        back = [order.index(dim) for dim in range(len(order))]
+        flat = torch.from_numpy(data).view(dtype) if data.size else torch.empty(0, dtype=dtype)
+        return flat.reshape(shape).permute(back)
+
+    def pickle(self, leaf: Any) -> bytes:
+        """As ``torch.save``."""
+        file = io.BytesIO()
+        torch.save(leaf, file)
+        return file.getvalue()
+
+    def unpickle(self, data: bytes) -> Any:
+        """As ``torch.load``, which runs what code the bytes name."""
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
 class TorchState(ObjectState):
     """``TorchState(model, optimizer, epoch=0, batch=0, sampler=sampler)``: everything that training goes on from.
 
@@ -117,6 +160,8 @@ class TorchState(ObjectState):
 
     ``process_set``: the ranks that train together; by default those of the optimizer.
     """
+
+    codec = TensorCodec()
 
     def __init__(
         self, model: Any = None, optimizer: Any = None, *, process_set: ProcessSet | None = None, **kwargs: Any
@@ -174,14 +219,6 @@ class TorchState(ObjectState):
             part.reports[name] = getattr(self, name).load_rank_state_dict(source)
         if part.own is not None:
             torch.set_rng_state(part.own["random"])
-
-    def dump(self, value: Any, file: IO[bytes]) -> None:
-        """As ``torch.save``."""
-        torch.save(value, file)
-
-    def load(self, file: IO[bytes]) -> Any:
-        """The inverse, on the CPU."""
-        return torch.load(file, map_location="cpu", weights_only=False)
 
     def share(self) -> None:
         """Every rank's samplers know what all ranks have processed. Collective."""

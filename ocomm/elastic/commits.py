@@ -1,4 +1,4 @@
-"""Commits on disk: what lies in a host's folder, which commit the ranks go back to, and who still has what of it.
+"""Commits on disk: their names, which commit the ranks go back to, and who still has what of it. Decisions only.
 
 A commit has a replicated part, equal on all ranks and written once per host, and a part of each rank. Its files are
 
@@ -11,14 +11,10 @@ digits are drawn by each generation, so that what comes back on a host that was 
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-_FILE = re.compile(r"(.+)-g(\d+)-(\d+)-([0-9a-f]+)\.(all|rank(\d+)of(\d+)on(\d+))")
 #: Commits that are kept: should the last not be whole, there is the one before.
 KEPT = 2
 
@@ -48,6 +44,8 @@ class Held:
 
 
 Listing = Mapping[Label, Held]
+#: A file of a commit: the replicated part (None), or that of an old rank.
+File = tuple[Label, int | None]
 
 
 @dataclass(frozen=True)
@@ -84,6 +82,18 @@ def choose(listings: Sequence[Listing]) -> Choice | None:
     return choices[0]
 
 
+def without(listing: Listing, damaged: Container[File]) -> dict[Label, Held]:
+    """What a rank can use of ``listing``."""
+    return {
+        label: Held(
+            held.replicated and (label, None) not in damaged,
+            {rank: place for rank, place in held.places.items() if (label, rank) not in damaged},
+            held.size,
+        )
+        for label, held in listing.items()
+    }
+
+
 def _choice(label: Label, listings: Sequence[Listing]) -> Choice:
     held = [listing.get(label, Held()) for listing in listings]
     size = max(entry.size for entry in held)
@@ -96,69 +106,6 @@ def _choice(label: Label, listings: Sequence[Listing]) -> Choice:
         sources,
         places,
     )
-
-
-class Folder:
-    """One state's commits on this host. Made when it is first written to."""
-
-    def __init__(self, path: str | os.PathLike[str], stem: str) -> None:
-        self.path = Path(path)
-        self.stem = stem
-
-    def listing(self) -> dict[Label, Held]:
-        """What is there."""
-        found: dict[Label, Held] = {}
-        for label, what, _ in self._files():
-            held = found.get(label, Held())
-            if what is None:
-                found[label] = Held(True, held.places, held.size)
-            else:
-                rank, size, place = what
-                found[label] = Held(held.replicated, {**held.places, rank: place}, size)
-        return found
-
-    def _files(self) -> list[tuple[Label, tuple[int, int, int] | None, Path]]:
-        found = []
-        for path in self.path.glob(f"{self.stem}-*") if self.path.is_dir() else ():
-            match = _FILE.fullmatch(path.name)
-            if match and match[1] == self.stem:
-                label = Label(int(match[2]), int(match[3]), match[4])
-                found.append((label, (int(match[6]), int(match[7]), int(match[8])) if match[6] else None, path))
-        return found
-
-    def replicated(self, label: Label) -> Path:
-        """The file of the replicated part."""
-        return self.path / f"{self.stem}-{label}.all"
-
-    def of_rank(self, label: Label, rank: int, size: int, place: int) -> Path:
-        """The file of a rank's part."""
-        return self.path / f"{self.stem}-{label}.rank{rank}of{size}on{place}"
-
-    def write(self, path: Path, dump: Callable[[IO[bytes]], None]) -> None:
-        """The file is whole, or not there. OSError if it cannot be written."""
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.{id(dump):x}")
-        try:
-            with open(beside, "wb") as file:
-                dump(file)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
-
-    def prune(self) -> None:
-        """Keeps the last commits."""
-        files = self._files()
-        kept = sorted({label for label, what, _ in files if what is None}, reverse=True)[:KEPT]
-        if len(kept) == KEPT:
-            self._remove(path for label, _, path in files if label < kept[-1])
-
-    def forget_after(self, label: Label) -> None:
-        """Removes what is newer: the ranks have agreed to go back to ``label``."""
-        self._remove(path for other, _, path in self._files() if other > label)
-
-    def _remove(self, paths: Any) -> None:
-        for path in paths:
-            path.unlink(missing_ok=True)  # another rank of this host may have been quicker
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import logging
 import secrets
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ocomm import api
 from ocomm import session as sessions
-from ocomm.elastic.commits import Choice, Folder, Label, Part, choose
+from ocomm.elastic.commits import Choice, File, Held, Label, Listing, Part, choose, without
+from ocomm.elastic.folder import Folder, received
 from ocomm.errors import CheckpointError
 from ocomm.session import Session
 
@@ -37,7 +38,7 @@ class Keeper:
         counts[number] = counts.get(number, 0) + 1
         self.folder = Folder(session.settings.elastic_folder, f"set{number}.{counts[number]}")
         self.label = Label(session.settings.elastic_generation, 0, "0000")
-        self._warned = False
+        self._kept: Label | None = None  # the last commit that this rank has written all of its part of
 
     @property
     def _places(self) -> list[int]:
@@ -58,7 +59,7 @@ class Keeper:
     def write(self) -> None:
         """What the state has saved in memory.
 
-        What cannot be written is a warning: a full disk must not keep anyone from training.
+        What cannot be written is a warning, at every commit: a full disk must not keep anyone from training.
         """
         session = sessions.current()
         state, folder = self.state, self.folder
@@ -67,31 +68,49 @@ class Keeper:
         try:
             if own is not None:
                 me = self.set.rank()
-                path = folder.of_rank(label, me, self.set.size(), self._places[me])
-                folder.write(path, lambda file: state.dump(own, file))
+                folder.write(folder.of_rank(label, me, self.set.size(), self._places[me]), lambda f: state.dump(own, f))
             if self._is_writer:
-                folder.write(folder.replicated(label), lambda file: state.dump(replicated, file))
-                folder.prune()
+                folder.write(folder.replicated(label), lambda f: state.dump(replicated, f))
         except OSError as error:
-            if not self._warned:
-                self._warned = True
-                rank = session.require_topology().rank
-                _log.warning("rank %d cannot keep commit %d on disk: %s", rank, label.number, error)
+            rank = session.require_topology().rank
+            _log.warning(
+                "rank %d cannot keep commit %d in %s: %s. Training goes on; the last commit that this rank has kept "
+                "is %s.",
+                rank,
+                label.number,
+                folder.path,
+                error.strerror or error,
+                self._kept.number if self._kept else "none",
+            )
+            self._prune()  # what there is of the last commits that could not be kept would only grow
             return
+        self._kept = label
+        self._prune()
         if session.supervisor is not None:
             session.supervisor.say("commit", number=label.number)
+
+    def _prune(self) -> None:
+        if self._is_writer:
+            try:
+                self.folder.prune()
+            except OSError as error:
+                _log.info("old commits stay in %s: %s", self.folder.path, error)
 
     # Going back
 
     def resume(self) -> bool:
-        """Loads the newest commit that the ranks have together; False if there is none."""
+        """Loads the newest intact commit that the ranks have together; False if there is none at all.
+
+        Raises:
+            CheckpointError: On all ranks, if a rank's folder is not its user's alone or no commit in it is intact; on
+                some, if a commit whose checksum is right cannot be loaded.
+        """
         state = self.state
-        mine = self.folder.listing()
-        listings = api.allgather_object(mine, "elastic.listings", self.set)
-        choice = choose(listings)
+        listings = self._listings()
         generation = max([self.label.generation, *(label.generation + 1 for each in listings for label in each)])
         token = api.broadcast_object(secrets.token_hex(2), self.set.ranks[0], "elastic.token", self.set)
         self.label = Label(generation, 0, token)
+        choice = self._choose(listings)
         if choice is None:
             return False
         state.load_replicated(self._replicated(choice, len(listings)))
@@ -99,6 +118,7 @@ class Keeper:
         if part.size:
             state.load_own(part)
         state.commits = choice.label.number
+        self._kept = choice.label
         state.save()
         state.resumed = {
             "commit": choice.label.number,
@@ -113,29 +133,110 @@ class Keeper:
             _log.warning("goes on from commit %d%s", choice.label.number, _describe(choice, self.set.size()))
         return True
 
+    def _listings(self) -> list[Listing]:
+        """What each rank sees in its folder. CheckpointError on all ranks if one must not look at its own."""
+        mine: Listing = {}
+        problem = ""
+        try:
+            mine = self.folder.listing()
+        except OSError as error:
+            problem = error.strerror or str(error)
+        said = api.allgather_object((mine, problem), "elastic.listings", self.set)
+        for rank, (_, why) in zip(self.set.ranks, said, strict=True):
+            if why:
+                raise CheckpointError(f"rank {rank} cannot use its elastic commits: {why}")
+        return [listing for listing, _ in said]
+
+    def _choose(self, listings: list[Listing]) -> Choice | None:
+        """The newest commit of which everything that the ranks would read is intact; None if there is no commit."""
+        suspects: set[File] = set()
+        damaged: dict[tuple[int, File], str] = {}
+        choice = choose(listings)
+        last = choice.label.number if choice else 0
+        while choice is not None:
+            # Files that one rank has found damaged are looked at by all who have them: often it is the same disk.
+            names = self._names(listings[self.set.rank()], suspects | self._needed(choice))
+            mine = {file: why for file, name in names.items() if (why := self.folder.damage(name))}
+            found = {
+                (who, file): f"{why} (rank {self.set.ranks[who]})"
+                for who, each in enumerate(api.allgather_object(mine, "elastic.damage", self.set))
+                for file, why in each.items()
+            }
+            if found.keys() <= damaged.keys():
+                break
+            damaged |= found
+            suspects |= {file for _, file in found}
+            choice = choose(
+                [without(each, {file for who, file in damaged if who == at}) for at, each in enumerate(listings)]
+            )
+        if damaged:
+            # One rank's words for each file.
+            reasons = {self._title(file): why for (_, file), why in reversed(damaged.items())}
+            text = "; ".join(f"{title}: {why}" for title, why in sorted(reasons.items()))
+            if choice is None:
+                raise CheckpointError(
+                    f"no commit in {self.folder.path} can be used: {text}. Remove what begins with {self.folder.stem} "
+                    "from it to start anew, or name another folder."
+                )
+            if self.set.rank() == 0:
+                _log.warning("commit %d in %s is damaged: %s.", last, self.folder.path, text)
+        return choice
+
+    def _title(self, file: File) -> str:
+        label, rank = file
+        return self.folder.replicated(label) if rank is None else f"{self.folder.stem}-{label}, the part of rank {rank}"
+
+    def _names(self, listing: Listing, files: Iterable[File]) -> dict[File, str]:
+        """The names of those of ``files`` that this rank has."""
+        names: dict[File, str] = {}
+        for label, rank in files:
+            held = listing.get(label, Held())
+            if rank is None and held.replicated:
+                names[label, None] = self.folder.replicated(label)
+            elif rank is not None and rank in held.places:
+                names[label, rank] = self.folder.of_rank(label, rank, held.size, held.places[rank])
+        return names
+
+    def _needed(self, choice: Choice) -> set[File]:
+        """The files that this rank reads or sends when all go back to ``choice``."""
+        me, size = self.set.rank(), self.set.size()
+        needed: set[File] = set()
+        if me in (choice.replicated if len(choice.replicated) == size else choice.replicated[:1]):
+            needed.add((choice.label, None))
+        everything = self._needs_everything(choice)
+        for rank, sources in choice.sources.items():
+            if me == sources[0] or (me in sources and (everything or me == rank)):
+                needed.add((choice.label, rank))
+        return needed
+
+    def _needs_everything(self, choice: Choice) -> bool:
+        """Does every rank read all parts? With ranks as before, each needs only its own, as what stands in for a lost
+        one is made of all others."""
+        return choice.size != self.set.size() or choice.places != dict(enumerate(self._places))
+
     def _replicated(self, choice: Choice, size: int) -> Any:
-        path = self.folder.replicated(choice.label)
+        name = self.folder.replicated(choice.label)
         if len(choice.replicated) == size:
-            return self._read(path)
+            return self._read(name)
         root = choice.replicated[0]
-        data = self._send(path.read_bytes() if self.set.rank() == root else b"", root, "elastic.replicated")
-        return self.state.load(io.BytesIO(data))
+        data = self._send(self.folder.copy(name) if self.set.rank() == root else b"", root, "elastic.replicated")
+        with self._reading(name):
+            return self.state.load(received(data, name))
 
     def _parts(self, choice: Choice, size: int) -> Part:
         """The ranks' parts, once those that a host lacks have been brought there."""
         me, label, folder = self.set.rank(), choice.label, self.folder
         ranks = tuple(sorted(choice.sources))
-        # With ranks as before each needs its own, but what stands in for a lost one is made of all others.
-        everything = choice.size != size or choice.places != dict(enumerate(self._places))
+        everything = self._needs_everything(choice)
         for rank in ranks:
             needed: Iterable[int] = range(size) if everything else [rank]
             sources = choice.sources[rank]
             if set(needed) <= set(sources):
                 continue
-            path = folder.of_rank(label, rank, choice.size, choice.places[rank])
-            data = self._send(path.read_bytes() if me == sources[0] else b"", sources[0], f"elastic.part.{rank}")
-            if self._is_writer and not path.exists():
-                folder.write(path, lambda file, data=data: file.write(data))  # type: ignore[misc]
+            name = folder.of_rank(label, rank, choice.size, choice.places[rank])
+            data = self._send(folder.copy(name) if me == sources[0] else b"", sources[0], f"elastic.part.{rank}")
+            if self._is_writer and me not in sources:
+                folder.write_copy(name, data)
         api.barrier(self.set)
 
         last: dict[int, Any] = {}  # several readers ask for one rank's part after the other
@@ -150,12 +251,18 @@ class Keeper:
 
         return Part(read, ranks, choice.size, me, size)
 
-    def _read(self, path: Any) -> Any:
+    def _read(self, name: str) -> Any:
+        with self._reading(name), self.folder.payload(name) as file:
+            return self.state.load(file)
+
+    @contextlib.contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
         try:
-            with open(path, "rb") as file:
-                return self.state.load(file)
-        except Exception as error:  # what the readers of a damaged file raise, they do not say
-            raise CheckpointError(f"the commit {path} cannot be read: {type(error).__name__}: {error}") from error
+            yield
+        except Exception as error:  # what the readers of states raise, they do not say
+            raise CheckpointError(
+                f"the commit {self.folder.path / name} cannot be read: {type(error).__name__}: {error}"
+            ) from error
 
     def _send(self, data: bytes, root: int, name: str) -> bytes:
         """``data`` of the set's rank ``root``, on all ranks."""

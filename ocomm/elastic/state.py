@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 from collections.abc import Callable, Iterable
 from typing import IO, Any
@@ -12,6 +11,7 @@ import numpy as np
 
 from ocomm import api
 from ocomm import session as sessions
+from ocomm.elastic import plain
 from ocomm.elastic.commits import Part
 from ocomm.elastic.keeper import Keeper
 from ocomm.errors import HostsUpdatedInterrupt
@@ -116,8 +116,11 @@ class ObjectState(State):
 
     Kept on disk at each commit where the job has a folder for that (see ``docs/elastic.md``). A subclass for other
     values says what is equal on all ranks at a commit (``replicated``, ``load_replicated``), what only a rank knows
-    (``own``, ``load_own``), and how either is written.
+    (``own``, ``load_own``), and how a framework's tensors are written (``codec``).
     """
+
+    #: Of values other than numbers, strings, NumPy's arrays and lists, tuples, sets and dicts of such.
+    codec = plain.Codec()
 
     def __init__(self, process_set: ProcessSet = global_process_set, **values: Any) -> None:
         super().__init__(process_set)
@@ -162,12 +165,25 @@ class ObjectState(State):
         """The inverse, after ``load_replicated``. Collective. What was done goes into ``part.reports``."""
 
     def dump(self, value: Any, file: IO[bytes]) -> None:
-        """Writes what ``replicated`` or ``own`` returned."""
-        pickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)
+        """Writes what ``replicated`` or ``own`` returned; of that, only values of types unknown to us are pickled.
+
+        Args:
+            value: What is written.
+            file: Open for writing, at the place where it begins.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        plain.dump(value, file, self.codec)
 
     def load(self, file: IO[bytes]) -> Any:
-        """The inverse."""
-        return pickle.load(file)
+        """Returns what ``dump`` has written. Runs code where ``dump`` has pickled a value, and nowhere else.
+
+        Args:
+            file: Open for reading, at the place where ``dump`` began. It ends where ``dump`` ended, and its folder
+                and checksum have been looked at.
+        """
+        return plain.load(file, self.codec)
 
     def from_first(self, value: Any) -> Any:
         """The value of the first rank of the process set, pickled. Collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ocomm_torch as hvd  # noqa: E402
+from ocomm.elastic import plain  # noqa: E402
 from ocomm.errors import HostsUpdatedInterrupt  # noqa: E402
 from ocomm.session import Session  # noqa: E402
+from ocomm_torch.elastic import TensorCodec  # noqa: E402
 from tests.cluster.jobs import run_job  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
 
@@ -224,7 +227,10 @@ def train(
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_job_that_is_started_again_goes_on_bit_for_bit_wherever_its_ranks_are(kind: str, tmp_path: Path) -> None:
+def test_a_job_that_is_started_again_goes_on_bit_for_bit_wherever_its_ranks_are(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TensorCodec, "pickle", None)  # whose states need none
     whole = run_ranks(2, lambda session: train(session, kind, tmp_path / "whole", 9))
     # Of the first job what came after commit 3, of batch 6, is lost. Then the ranks have changed places.
     for hosts, batches in ((["a", "b"], 7), (["b", "a"], 9)):
@@ -237,6 +243,42 @@ def test_a_job_that_is_started_again_goes_on_bit_for_bit_wherever_its_ranks_are(
     resumed = again[0][2]
     assert (resumed["commit"], resumed["ranks"], resumed["lost_ranks"]) == (3, 2, [])
     assert kind == "dense" or resumed["optimizer"]["rank_state"] == "loaded"
+
+
+def there_and_back(value: Any) -> tuple[Any, bytes]:
+    file = io.BytesIO()
+    plain.dump(value, file, TensorCodec())
+    file.seek(0)
+    return plain.load(file, TensorCodec()), file.getvalue()
+
+
+DTYPES = "float32 float64 bfloat16 float16 int8 uint8 int64 bool complex64 float8_e4m3fn"
+
+
+@pytest.mark.parametrize("dtype", DTYPES.split())
+def test_tensors_are_written_without_pickle_and_come_back_in_every_bit(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TensorCodec, "pickle", None)
+    for shape in [(), (0,), (3,), (1, 1), (2, 0, 3), (2, 3, 4, 5)]:
+        tensor = (3 * torch.rand(shape)).to(getattr(torch, dtype))
+        views = [tensor, tensor[..., ::2] if shape else tensor, tensor.expand(2, *shape)]
+        views += [tensor.to(memory_format=torch.channels_last)] if len(shape) == 4 else []
+        for value in views:
+            back, _ = there_and_back(value)
+            assert (back.dtype, back.shape) == (value.dtype, value.shape)
+            assert back.tolist() == value.tolist()
+    assert there_and_back(views[-1])[0].stride() == views[-1].stride()  # of channels_last
+
+
+def test_tied_parameters_are_written_once_and_other_objects_as_torch_does() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 30))
+    model[2].weight = model[0].weight
+    back, data = there_and_back(model.state_dict())
+    assert back["0.weight"] is back["2.weight"] and len(data) < 2 * 30 * 30 * 4
+    assert back._metadata == model.state_dict()._metadata and b"torch" not in data
+    parameter, size = there_and_back([torch.nn.Parameter(torch.ones(2)), torch.Size([2])])[0]
+    assert type(parameter) is torch.nn.Parameter and size == torch.Size([2])
 
 
 @pytest.mark.parametrize("kind", ["1-bit Adam", "0/1 Adam"])

@@ -1,14 +1,11 @@
-"""Which commit the ranks go back to, from what each of them sees; and files that are whole or not there."""
+"""Which commit the ranks go back to, from what each of them sees."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ocomm.elastic.commits import Choice, Folder, Held, Label, choose
+from ocomm.elastic.commits import Choice, Held, Label, choose, without
 
 FIVE, SIX = Label(1, 5, "aa"), Label(1, 6, "aa")
 
@@ -38,6 +35,17 @@ def test_a_rank_that_died_while_it_wrote_brings_all_back_to_the_commit_before() 
     assert choice is not None and (choice.label, choice.lost) == (SIX, [1])
 
 
+def test_a_damaged_file_counts_as_one_that_is_not_there() -> None:
+    seen = {FIVE: held(0, 1), SIX: held(0, 1)}
+    assert without(seen, ()) == seen
+    one_part, no_label = without(seen, {(SIX, 1)}), without(seen, {(SIX, None)})
+    assert one_part == {FIVE: held(0, 1), SIX: held(0)}
+    assert no_label == {FIVE: held(0, 1), SIX: held(0, 1, replicated=False)}
+    for left in (one_part, no_label):
+        choice = choose([left, left])
+        assert choice is not None and (choice.label, choice.lost) == (FIVE, [])
+
+
 labels = st.builds(Label, st.integers(0, 3), st.integers(0, 5), st.sampled_from(["aa", "bb"]))
 parts = st.builds(Held, st.booleans(), st.dictionaries(st.integers(0, 3), st.just(0)), st.just(4))
 listings = st.lists(st.dictionaries(labels, parts, max_size=4), min_size=1, max_size=4)
@@ -56,30 +64,3 @@ def test_what_is_chosen_can_be_restored_and_is_at_most_one_commit_old(all_held: 
     )
     newest = max(restorable)
     assert choice.label == newest or (choice.label.number == newest.number - 1 and not choice.lost)
-
-
-def test_files_are_listed_and_only_the_last_two_commits_are_kept(tmp_path: Path) -> None:
-    folder, other = Folder(tmp_path / "new", "set0.1"), Folder(tmp_path / "new", "set0.11")
-    assert folder.listing() == {}
-    for number in range(1, 5):
-        label = Label(0, number, "aa")
-        for rank in (0, 1):
-            folder.write(folder.of_rank(label, rank, 2, rank), lambda file: None)
-        folder.write(folder.replicated(label), lambda file: None)
-        folder.prune()
-    other.write(other.replicated(FIVE), lambda file: None)
-    assert folder.listing() == {Label(0, number, "aa"): held(0, 1) for number in (3, 4)}
-    folder.forget_after(Label(0, 3, "aa"))
-    assert list(folder.listing()) == [Label(0, 3, "aa")]
-    assert list(other.listing()) == [FIVE]
-
-
-def test_a_file_that_could_not_be_written_is_not_there(tmp_path: Path) -> None:
-    def fail(file: object) -> None:
-        file.write(b"half")  # type: ignore[attr-defined]
-        raise OSError("full")
-
-    folder = Folder(tmp_path, "set0.1")
-    with pytest.raises(OSError, match="full"):
-        folder.write(folder.replicated(FIVE), fail)
-    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,211 @@
+"""How values of a state are written, so that reading them back runs no code: a tree in JSON, then the arrays' bytes.
+
+    length of the tree as a little-endian 64-bit integer | tree | bytes of the first array | of the second | ...
+
+In the tree None, booleans, integers of 64 bits, floats and strings stand for themselves; everything else is a list that
+begins with its kind: ``["tuple", [1, 2]]``, ``["array", ["<f4", [2, 3]], 24]``. The last number of such a leaf is how
+many bytes it has behind the tree, where leaves follow each other in the order of the tree. Only values of other types
+than the ones below are pickled, each by itself: of those, and of no others, reading runs code.
+
+A value that is in the tree twice is written once, and is one value again when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_LENGTH = struct.Struct("<Q")
+_INT64 = range(-(2**63), 2**63)
+#: Of NumPy's dtypes whose elements are their own bytes; those of ml_dtypes are "V".
+_KINDS = frozenset("biufcSUVmM")
+_MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "frozenset": frozenset}
+_NAMES = {made: name for name, made in {**_MAPPINGS, **_SEQUENCES, "list": list, "set": set}.items()}
+
+
+class Codec:
+    """Values that a framework adds to the plain ones, and how the rest is pickled. This one adds none."""
+
+    def key(self, leaf: Any) -> Hashable:
+        """Equal for two leaves of the tree that are written once."""
+        return id(leaf)
+
+    def describe(self, leaf: Any) -> tuple[Any, NDArray[np.uint8]] | None:
+        """What JSON can say about a tensor, and its bytes; None for other values."""
+        return None
+
+    def rebuild(self, description: Any, data: NDArray[np.uint8]) -> Any:
+        """Returns the tensor that ``describe`` has described; it may keep ``data``."""
+        raise ValueError(f"there is a tensor of another framework: {description!r}")
+
+    def pickle(self, leaf: Any) -> bytes:
+        """Any other value."""
+        return pickle.dumps(leaf, pickle.HIGHEST_PROTOCOL)
+
+    def unpickle(self, data: bytes) -> Any:
+        """Returns the value that ``pickle`` has written. Runs what code the bytes name."""
+        return pickle.loads(data)
+
+
+def dump(value: Any, file: IO[bytes], codec: Codec) -> None:
+    """Writes ``value``."""
+    writer = _Writer(codec)
+    tree = json.dumps(writer.node(value), separators=(",", ":")).encode()
+    file.write(_LENGTH.pack(len(tree)))
+    file.write(tree)
+    for data in writer.leaves:
+        file.write(data)
+
+
+def load(file: IO[bytes], codec: Codec) -> Any:
+    """Returns what ``dump`` has written. ValueError, or what the codec raises, if it is something else."""
+    reader = _Reader(file, codec)
+    (length,) = _LENGTH.unpack(reader.read(_LENGTH.size).tobytes())
+    return reader.value(json.loads(reader.read(length).tobytes()))
+
+
+class _Writer:
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._seen: dict[Hashable, int] = {}
+        self.leaves: list[Any] = []
+
+    def node(self, value: Any) -> Any:
+        """The value's part of the tree."""
+        kind = type(value)
+        if value is None or kind in (bool, float, str) or (kind is int and value in _INT64):
+            return value
+        if kind is int:
+            return ["int", hex(value)]
+        if kind is complex:
+            return ["complex", value.real, value.imag]
+        if kind in (tuple, frozenset):  # which have no identity
+            return [_NAMES[kind], [self.node(item) for item in value]]
+        key = self._codec.key(value)
+        if key in self._seen:
+            return ["same", self._seen[key]]
+        # Before what is in it, so that a list may hold itself.
+        self._seen[key] = len(self._seen)
+        if kind in (list, set):
+            return [_NAMES[kind], [self.node(item) for item in value]]
+        if kind in _NAMES:
+            # An OrderedDict has attributes, too: a module's state_dict keeps the versions of layers so.
+            more = [self.node(vars(value))] if kind is OrderedDict and vars(value) else []
+            return [_NAMES[kind], [[self.node(name), self.node(item)] for name, item in value.items()], *more]
+        return self._leaf(value)
+
+    def _leaf(self, value: Any) -> list[Any]:
+        if type(value) in (bytes, bytearray):
+            return self._keep("bytes" if type(value) is bytes else "bytearray", None, value)
+        is_array, is_scalar = (
+            type(value) is np.ndarray,
+            isinstance(value, np.generic) and type(value) is value.dtype.type,
+        )
+        if (is_array or is_scalar) and (name := _dtype_name(value.dtype)):
+            data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            return self._keep("array" if is_array else "scalar", [name, list(value.shape)], data)
+        described = self._codec.describe(value)
+        if described is not None:
+            return self._keep("tensor", *described)
+        return self._keep("pickle", None, self._codec.pickle(value))
+
+    def _keep(self, kind: str, description: Any, data: Any) -> list[Any]:
+        self.leaves.append(data)
+        return [kind, description, memoryview(data).nbytes]
+
+
+class _Reader:
+    def __init__(self, file: IO[bytes], codec: Codec) -> None:
+        self._file = file
+        self._codec = codec
+        self._made: list[Any] = []
+
+    def read(self, nbytes: int) -> NDArray[np.uint8]:
+        """So many bytes."""
+        data = np.empty(nbytes, np.uint8)
+        view, got = data.data, 0
+        while got < nbytes:
+            count = self._file.readinto(view[got:])  # type: ignore[attr-defined]
+            if not count:
+                raise ValueError(f"it ends {nbytes - got} bytes too early")
+            got += count
+        return data
+
+    def value(self, node: Any) -> Any:
+        """What a part of the tree stands for."""
+        if not isinstance(node, list):
+            if isinstance(node, dict):
+                raise ValueError("the tree has an object of JSON, which is never written")
+            return node
+        kind, *rest = node
+        if kind == "int":
+            return int(rest[0], 16)
+        if kind == "complex":
+            return complex(*rest)
+        if kind == "same":
+            return self._made[rest[0]]
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](self.value(item) for item in rest[0])
+        if kind == "list":
+            made: Any = []
+            self._made.append(made)
+            made.extend(self.value(item) for item in rest[0])
+            return made
+        if kind == "set":
+            made = set()
+            self._made.append(made)
+            made.update(self.value(item) for item in rest[0])
+            return made
+        if kind in _MAPPINGS:
+            made = _MAPPINGS[kind]()
+            self._made.append(made)
+            attributes = [self.value(item) for item in rest[1:]]
+            for name, item in rest[0]:
+                key = self.value(name)  # before the item, as they were written
+                made[key] = self.value(item)
+            if attributes:
+                vars(made).update(attributes[0])
+            return made
+        made = self._leaf(kind, *rest)
+        self._made.append(made)
+        return made
+
+    def _leaf(self, kind: str, description: Any, nbytes: int) -> Any:
+        data = self.read(nbytes)
+        if kind == "bytes":
+            return data.tobytes()
+        if kind == "bytearray":
+            return bytearray(data)
+        if kind in ("array", "scalar"):
+            name, shape = description
+            dtype = np.dtype(name)
+            if _dtype_name(dtype) != name:
+                raise ValueError(f"an array has dtype {name!r}, which is never written")
+            made = data.view(dtype).reshape(shape)
+            return made if kind == "array" else made[()]
+        if kind == "tensor":
+            return self._codec.rebuild(description, data)
+        if kind == "pickle":
+            return self._codec.unpickle(data.tobytes())
+        raise ValueError(f"the tree has {kind!r}, which this version of ocomm does not know")
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    """A name that ``numpy.dtype`` makes the same of, "" for dtypes whose bytes are not all that there is."""
+    if dtype.hasobject or dtype.fields is not None or dtype.kind not in _KINDS or not dtype.itemsize:
+        return ""
+    for name in (dtype.str, dtype.name):
+        try:
+            if np.dtype(name) == dtype:
+                return name
+        except TypeError:
+            continue
+    return ""

@@ -1,0 +1,190 @@
+"""Elastic states go back to the newest commit that is intact, and a commit that somebody has planted runs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ocomm
+from ocomm import elastic
+from ocomm.elastic.commits import Label
+from ocomm.elastic.folder import Folder
+from ocomm.errors import CheckpointError, PeerError
+from ocomm.session import Session
+from tests.worlds import MPI_SIZE, run_ranks
+
+pytestmark = pytest.mark.skipif(MPI_SIZE > 0, reason="looks at the folder between two jobs of its own process")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Ranked(elastic.ObjectState):
+    """Has a part of each rank, too: ``mine``."""
+
+    mine: Any = None
+
+    def own(self) -> Any:
+        return {"mine": self.mine}
+
+    def load_own(self, part: elastic.Part) -> None:
+        self.mine = None if part.own is None else part.own["mine"]
+
+
+def job(folder: Path, commits: int, hosts: tuple[str, ...] = ("a", "a"), shared: bool = True) -> list[Any]:
+    """Commits so many times more; returns what each rank began with: the commit, ``step``, ``mine``."""
+
+    def body(session: Session) -> Any:
+        place = folder if shared else folder / hosts[ocomm.rank()]
+        session.settings = dataclasses.replace(session.settings, elastic_folder=str(place))
+        state = Ranked(step=0)
+        state.mine = -1
+
+        @elastic.run
+        def train(state: Ranked) -> Any:
+            began = (state.commits, state.step, state.mine)
+            for _ in range(commits):
+                state.step += 1
+                state.mine = 100 * ocomm.rank() + state.step
+                state.commit()
+            return began
+
+        return train(state)
+
+    return run_ranks(len(hosts), body, hosts=hosts)
+
+
+def flip(path: Path, byte: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 4
+    path.write_bytes(data)
+
+
+def files(folder: Path, number: int) -> dict[str, Path]:
+    return {path.suffix[1:]: path for path in folder.rglob(f"set0.1-*-{number:08d}-*")}
+
+
+#: Of a file: its magic, its length, its checksum, the tree's length, the tree, the end.
+BOUNDARIES = [0, 7, 8, 15, 16, 47, 48, 55, 56, -1]
+
+
+@pytest.mark.parametrize("part", ["all", "rank1of2on0"])
+@pytest.mark.parametrize("harm", [*BOUNDARIES, "cut", "empty"])
+def test_ranks_go_back_to_the_older_commit_when_the_newer_is_damaged(
+    part: str, harm: int | str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job(tmp_path, 3)
+    path = files(tmp_path, 3)[part]
+    if isinstance(harm, int):
+        flip(path, harm)
+    else:
+        os.truncate(path, 0 if harm == "empty" else path.stat().st_size - 1)
+    with caplog.at_level(logging.WARNING, "ocomm"):
+        assert job(tmp_path, 1) == [(2, 2, 2), (2, 2, 102)]
+    (damaged,) = [record.message for record in caplog.records if "damaged" in record.message]
+    assert f"commit 3 in {tmp_path} is damaged: set0.1-" in damaged
+    assert job(tmp_path, 0) == [(3, 3, 3), (3, 3, 103)]
+
+
+def test_a_damaged_copy_is_replaced_by_the_one_of_another_host(tmp_path: Path) -> None:
+    # Rank 1 and its part have been on host b, and the replicated part is on both.
+    job(tmp_path, 3, ("a", "b"), shared=False)
+    flip(files(tmp_path / "b", 3)["all"], 50)
+    assert job(tmp_path, 0, ("a", "b"), shared=False) == [(3, 3, 3), (3, 3, 103)]
+    # Its part is lost with the last commit; then there is the one before, whose replicated part a has alone.
+    flip(files(tmp_path / "b", 3)["rank1of2on1"], 50)
+    flip(files(tmp_path / "b", 2)["all"], 50)
+    assert job(tmp_path, 0, ("a", "b"), shared=False) == [(2, 2, 2), (2, 2, 102)]
+
+
+def test_a_part_that_is_damaged_in_both_commits_is_lost_and_in_all_files_is_an_error(tmp_path: Path) -> None:
+    job(tmp_path, 3)
+    for number in (2, 3):
+        flip(files(tmp_path, number)["rank1of2on0"], 50)
+    assert job(tmp_path, 0) == [(3, 3, 3), (3, 3, None)]
+    for path in tmp_path.iterdir():
+        flip(path, 50)
+    with pytest.raises(CheckpointError, match=r"no commit in .* can be used: .*checksum does not match.* start anew"):
+        job(tmp_path, 0)
+
+
+class Planted:
+    """Makes a folder when it is read."""
+
+    def __init__(self, ran: Path) -> None:
+        self.ran = ran
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.ran),)
+
+
+def test_a_planted_pickle_runs_nothing(tmp_path: Path) -> None:
+    """What makes a folder, where it has run, is planted as a bare pickle and as a commit with a right checksum."""
+    place, ran = tmp_path / "commits", tmp_path / "ran"
+    job(place, 2)
+    label = Label(9, 9, "aa")
+    for name in Folder(place, "set0.1").replicated(label), Folder(place, "set0.1").of_rank(label, 0, 2, 0):
+        (place / name).write_bytes(pickle.dumps(Planted(ran)))
+    assert job(place, 0) == [(2, 2, 2), (2, 2, 102)]
+    # What others could have written is not looked at, whatever its checksum is, nor is any other file there.
+    state = elastic.ObjectState()
+    for name in Folder(place, "set0.1").replicated(label), Folder(place, "set0.1").of_rank(label, 0, 2, 0):
+        Folder(place, "set0.1").write(name, lambda file: state.dump({"step": Planted(ran)}, file))
+    place.chmod(0o777)
+    with pytest.raises((CheckpointError, PeerError), match="can be written to by others"):
+        job(place, 0)
+    place.chmod(0o700)
+    for path in place.glob("*-g0009-*"):
+        path.chmod(0o666)
+    assert job(place, 0) == [(2, 2, 2), (2, 2, 102)]
+    assert not ran.exists()
+
+
+FULL = """
+import logging, resource, sys
+import numpy as np
+import ocomm
+from ocomm import elastic
+
+logging.basicConfig(format="%(message)s")
+ocomm.init()
+state = elastic.ObjectState(data=np.zeros(1000), step=0)
+
+@elastic.run
+def train(state):
+    for limit in (-1, 4096, 4096, 4096, -1, 4096):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
+        state.step += 1
+        state.commit()
+
+train(state)
+"""
+
+
+def test_a_disk_that_is_full_says_so_at_every_commit(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FULL],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OCOMM_ELASTIC_FOLDER": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "cannot keep" in line] == [
+        f"rank 0 cannot keep commit {number} in {tmp_path}: File too large. Training goes on; the last commit that "
+        f"this rank has kept is {kept}."
+        for number, kept in ((2, 1), (3, 1), (4, 1), (6, 5))
+    ]
+    # Nothing of those is left.
+    assert sorted(label.number for label in Folder(tmp_path, "set0.1").listing()) == [1, 5]
+    assert len(list(tmp_path.iterdir())) == 2
