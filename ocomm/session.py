@@ -40,7 +40,7 @@ from ocomm.runtime.background import Runtime
 from ocomm.runtime.control import Link, Word
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.runtime.process_set import ProcessSet
-from ocomm.runtime.supervisor import KEY, Supervisor
+from ocomm.runtime.supervisor import Supervisor, take_key
 from ocomm.runtime.tuner import Tuner
 from ocomm.telemetry.timeline import Timeline, path_of
 from ocomm.transport.base import Transport
@@ -681,6 +681,7 @@ def initialize(communicator: Any = None, process_sets: Sequence[Sequence[int]] =
             "processes that the launcher started are ranks."
         )
     settings = read_settings(os.environ)
+    key = take_key(os.environ)
     logging.addLevelName(5, "TRACE")
     _log.setLevel(_LEVELS[settings.log_level])
     if multiprocessing.parent_process() is not None:
@@ -699,7 +700,7 @@ def initialize(communicator: Any = None, process_sets: Sequence[Sequence[int]] =
     if communicator is None and (launch is None or (not launch.is_mpi and launch.size == 1)):
         session.start(Fabric(1).endpoint(0), settings, process_sets)
     else:
-        _start_mpi(session, communicator, launch, settings, process_sets)
+        _start_mpi(session, communicator, launch, settings, process_sets, key)
     _hook()
 
 
@@ -709,6 +710,7 @@ def _start_mpi(
     launch: Launch | None,
     settings: Settings,
     process_sets: Sequence[Sequence[int]],
+    supervisor_key: bytes,
 ) -> None:
     from ocomm.transport import mpi
 
@@ -734,9 +736,10 @@ def _start_mpi(
         )
     if settings.elastic_supervisor and session.supervisor is None:
         rank = launch.rank if launch else world.rank
-        key = bytes.fromhex(os.environ.get(KEY, ""))
         try:
-            session.supervisor = Supervisor(settings.elastic_supervisor, key, rank, settings.elastic_generation)
+            session.supervisor = Supervisor(
+                settings.elastic_supervisor, supervisor_key, rank, settings.elastic_generation
+            )
         except LaunchError as error:
             if settings.elastic_folder:
                 raise

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import threading
 import time
-from multiprocessing import ProcessError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+from ocomm.runtime import line
+from ocomm.runtime.line import Line
 
 
 class Door:
     """A port of ``host``. Every caller has a thread of its own until it has proved that it knows ``key``, so that none
-    holds up another; one that is silent for ``patience_s`` is sent away."""
+    holds up another; one that has not after ``patience_s`` is sent away. Messages have at most ``most_bytes``."""
 
-    def __init__(self, host: str, key: bytes, backlog: int = 128, patience_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        host: str,
+        key: bytes,
+        backlog: int = 128,
+        patience_s: float = 20.0,
+        most_bytes: int = line.MOST_BYTES,
+    ) -> None:
         self._key = key
         self._patience_s = patience_s
+        self._most_bytes = most_bytes
         self._closed = False
         self._server = socket.create_server((host, 0), backlog=backlog)
         self.port: int = self._server.getsockname()[1]
-        self.inside: list[Connection] = []
+        self.inside: list[Line] = []
         threading.Thread(target=self._accept, name="ocomm-door", daemon=True).start()
 
     def __enter__(self) -> Door:
@@ -40,22 +48,18 @@ class Door:
                     time.sleep(0.0 if self._closed else 0.1)
 
     def _meet(self, caller: socket.socket) -> None:
-        with contextlib.suppress(OSError, EOFError, ProcessError), caller:
-            _limit(caller, self._patience_s)
-            line = Connection(caller.dup().detach())
-            deliver_challenge(line, self._key)
-            answer_challenge(line, self._key)
-            _limit(caller, 0.0)
-            self.inside.append(line)
+        try:
+            found = line.meet(caller, self._key, self._patience_s, self._most_bytes)
+        except (OSError, EOFError):
+            caller.close()
+            return
+        if self._closed:
+            found.close()
+        else:
+            self.inside.append(found)
 
     def close(self) -> None:
         """Lets nobody in any more."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing would not
-
-
-def _limit(connection: socket.socket, seconds: float) -> None:
-    """How long a read waits; 0: for ever. Python's own limit is not known to a ``Connection``."""
-    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

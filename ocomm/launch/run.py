@@ -12,12 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ocomm.errors import LaunchError, PeerError
 from ocomm.launch.door import Door
-from ocomm.launch.task import KEY
+from ocomm.launch.task import KEY, MOST_BYTES
+from ocomm.runtime.line import Line, TamperedError, wait
 
 #: Seconds for the launcher to end once all results are there, or a rank has failed.
 _END_S = 10.0
@@ -58,7 +58,7 @@ def run(
     task = _pickle((func, tuple(args), dict(kwargs or {})))
     is_local = hosts is None and hostfile is None
     key = secrets.token_bytes(32)
-    with Door("127.0.0.1" if is_local else "0.0.0.0", key, ranks) as door:
+    with Door("127.0.0.1" if is_local else "0.0.0.0", key, ranks, most_bytes=MOST_BYTES) as door:
         address = "127.0.0.1" if is_local else socket.gethostname()
         command = [sys.executable, "-m", "ocomm.launch", "-np", str(ranks)]
         for flag, value in (
@@ -83,6 +83,8 @@ def run(
         finally:
             door.close()
             _end(job)
+            for connection in door.inside:
+                connection.close()
 
 
 def _pickle(task: object) -> bytes:
@@ -103,21 +105,24 @@ def _pickle(task: object) -> bytes:
 def _collect(job: subprocess.Popen[bytes], door: Door, task: bytes, ranks: int) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
-    served: list[Connection] = []
+    served: list[Line] = []
     gone: set[int] = set()
     ended_at: float | None = None
     while len(results) < ranks:
         for connection in [c for c in list(door.inside) if c not in served and id(c) not in gone]:
-            connection.send_bytes(task)
             served.append(connection)
-        for ready in wait(served, timeout=0.05) if served else _nap():
-            assert isinstance(ready, Connection)
+            with contextlib.suppress(ConnectionError):  # the rank has ended: that is heard below
+                connection.send(task)
+        for ready in wait(served, 0.05) if served else _nap():
             try:
-                kind, rank, content = ready.recv()
+                message = ready.receive()
+            except (TamperedError, TimeoutError) as error:
+                raise LaunchError(f"the connection to a rank cannot be used any more: {error}.") from None
             except (EOFError, OSError):
                 served.remove(ready)
                 gone.add(id(ready))
                 continue
+            kind, rank, content = pickle.loads(message)
             if kind == "failed":
                 failures[rank] = content
             if kind == "result":
@@ -136,7 +141,7 @@ def _collect(job: subprocess.Popen[bytes], door: Door, task: bytes, ranks: int) 
     return [results[rank] for rank in range(ranks)]
 
 
-def _nap() -> list[Connection]:
+def _nap() -> list[Line]:
     time.sleep(0.05)
     return []
 

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ocomm.errors import LaunchError
@@ -30,6 +29,7 @@ from ocomm.launch.flavour import Launcher
 from ocomm.launch.generations import End, Failure, Generations, Limits, Start, Wait, blame
 from ocomm.launch.hosts import Host, parse_discovered, total_slots
 from ocomm.launch.reach import HostState
+from ocomm.runtime.line import Line, TamperedError, wait
 from ocomm.runtime.supervisor import KEY, SILENT
 
 #: From the first news of a failure, or the wish to end, until the launcher has ended by itself; and until it is killed.
@@ -237,7 +237,7 @@ class _Job:
         self.commit = 0
         self.has_left = False
         self._hosts: dict[int, str] = {}
-        self._lines: dict[Connection, int] = {}
+        self._lines: dict[Line, int] = {}
         self._reported: dict[int, str] = {}
         self._vanished: list[int] = []
         self._told = False
@@ -313,10 +313,10 @@ class _Job:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _tell(self, lines: Sequence[Connection] | Mapping[Connection, int]) -> None:
+    def _tell(self, lines: Sequence[Line] | Mapping[Line, int]) -> None:
         for line in list(lines):
             with contextlib.suppress(OSError):
-                line.send_bytes(b'{"word": "hosts"}')
+                line.send(b'{"word": "hosts"}')
 
     def _listen(self, door: Door) -> None:
         while door.inside:
@@ -324,16 +324,17 @@ class _Job:
         if not self._lines:
             time.sleep(_POLL_S)
         for line in wait(list(self._lines), _POLL_S):
-            assert isinstance(line, Connection)
             try:
-                self._hear(line, json.loads(line.recv_bytes()))
-            except (EOFError, OSError, ValueError):
+                self._hear(line, json.loads(line.receive()))
+            except (EOFError, OSError, ValueError) as error:
                 rank = self._lines.pop(line)
                 line.close()
-                if rank >= 0:
+                if rank >= 0 and isinstance(error, (TamperedError, TimeoutError)):
+                    self._reported.setdefault(rank, f"cannot be heard any more: {error}")
+                elif rank >= 0:
                     self._vanished.append(rank)
 
-    def _hear(self, line: Connection, message: dict[str, Any]) -> None:
+    def _hear(self, line: Line, message: dict[str, Any]) -> None:
         word = message["word"]
         if word == "here":
             if message["generation"] != self.step.number:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
-import socket
 import sys
 import traceback
 from typing import Any
@@ -15,24 +13,28 @@ from ocomm.runtime.supervisor import client
 
 #: The variable with the key that both ends must know, in hexadecimal. No setting, hence the name.
 KEY = "_OCOMM_RUN_KEY"
+#: Of a function with its arguments, or of a result.
+MOST_BYTES = 1 << 36
+#: For the function to come, after this rank has said that it is here: others may get a large one first.
+_TASK_S = 3600.0
 
 
 def main(host: str, port: int) -> int:
     """The exit status of the rank."""
     launch = read_launch(os.environ)
     rank = launch.rank if launch else 0
-    with contextlib.closing(client(host, port, bytes.fromhex(os.environ.pop(KEY)))) as parent:
-        parent.send(("here", rank, socket.gethostname()))
+    with client(host, port, bytes.fromhex(os.environ.pop(KEY)), most_bytes=MOST_BYTES) as parent:
+        task = parent.receive(_TASK_S)
         try:
-            function, arguments, keywords = pickle.loads(parent.recv_bytes())
+            function, arguments, keywords = pickle.loads(task)
             answer: tuple[str, int, Any] = ("result", rank, function(*arguments, **keywords))
         except BaseException:
-            parent.send(("failed", rank, traceback.format_exc()))
+            parent.send(pickle.dumps(("failed", rank, traceback.format_exc())))
             raise
         try:
-            parent.send(answer)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            parent.send(("failed", rank, f"its result cannot be pickled: {error}"))
+            parent.send(pickle.dumps(answer))
+        except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
+            parent.send(pickle.dumps(("failed", rank, f"its result cannot be sent: {error}")))
             return 1
     return 0
 

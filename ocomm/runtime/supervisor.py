@@ -1,4 +1,4 @@
-"""The line from a rank to the ``ocommrun`` that supervises its job: JSON over a socket, both ways.
+"""The line from a rank to the ``ocommrun`` that supervises its job: JSON, in messages of ``ocomm.runtime.line``.
 
 A rank says:
 
@@ -16,16 +16,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from ocomm.errors import LaunchError
+from ocomm.runtime import line
+from ocomm.runtime.line import Line
 
 _log = logging.getLogger("ocomm")
 #: The variable with the key that both ends must know, in hexadecimal. No setting, hence the name.
@@ -35,6 +34,13 @@ SILENT = "has not answered"
 _CONNECT_S = 10.0
 #: Until the other end has shown that it knows the key.
 _ANSWER_S = 60.0
+#: Of an error's words. Somebody may raise a whole file.
+_WORDS = 2000
+
+
+def take_key(environ: MutableMapping[str, str]) -> bytes:
+    """The key, which is removed from the environment: what this process starts is not to have it."""
+    return bytes.fromhex(environ.pop(KEY, ""))
 
 
 class Supervisor:
@@ -52,59 +58,53 @@ class Supervisor:
         """Sends a message; from any thread. One that cannot be sent is dropped: the other end has gone."""
         with self._lock:
             try:
-                self._connection.send_bytes(json.dumps({"word": word, **more}).encode())
-            except OSError as error:
+                self._connection.send(json.dumps({"word": word, **more}).encode())
+            except (OSError, ValueError) as error:
                 _log.info("rank %d cannot tell ocommrun '%s': %s", self._rank, word, error)
 
     def say_lost(self, ranks: Mapping[int, str]) -> None:
         """These ranks have failed, and how."""
-        self.say("lost", ranks={str(rank): why for rank, why in ranks.items()})
+        self.say("lost", ranks={str(rank): why[:_WORDS] for rank, why in ranks.items()})
 
     def _listen(self) -> None:
         while True:
             try:
-                heard = json.loads(self._connection.recv_bytes())
-            except (EOFError, OSError):
+                heard = json.loads(self._connection.receive())
+            except (EOFError, OSError) as error:
                 # Nobody would start a lost rank again, nor end this one: a job without its head is no job.
-                sys.stderr.write(f"ocomm: rank {self._rank}: ocommrun, which supervises this job, has gone.\n")
+                sys.stderr.write(f"ocomm: rank {self._rank}: ocommrun, which supervises this job, has gone: {error}.\n")
                 sys.stderr.flush()
                 os._exit(1)
             if heard["word"] == "hosts":
                 self.hosts_changed = True
 
 
-def client(host: str, port: int, key: bytes) -> Connection:
-    """A connection to a Listener that knows ``key``; OSError, EOFError or AuthenticationError if there is none.
-
-    multiprocessing's own waits without limit for a port that is another program's.
-    """
-    found: queue.SimpleQueue[Connection | Exception] = queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            found.put(Client((host, port), authkey=key))
-        except (OSError, EOFError, AuthenticationError) as error:
-            found.put(error)
-
-    threading.Thread(target=ask, name="ocomm-client", daemon=True).start()
+def client(host: str, port: int, key: bytes, connect_s: float = _CONNECT_S, most_bytes: int = line.MOST_BYTES) -> Line:
+    """A line to a door that knows ``key``. OSError or EOFError if there is none that does."""
+    connection = socket.create_connection((host, port), connect_s)
     try:
-        answer = found.get(timeout=_ANSWER_S)
-    except queue.Empty:
+        return line.call(connection, key, _ANSWER_S, most_bytes)
+    except TimeoutError:
+        connection.close()
         raise TimeoutError(f"connected, but no answer after {_ANSWER_S:.0f} s") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    except BaseException:
+        connection.close()
+        raise
 
 
-def _connect(addresses: Sequence[str], key: bytes) -> Connection:
+def _connect(addresses: Sequence[str], key: bytes) -> Line:
+    if not key:
+        raise LaunchError(
+            f"this rank has no key for the ocommrun that supervises it, which passes it on in {KEY}: the launcher has "
+            "not passed on that variable, or this process was started by a rank."
+        )
     reasons = []
     for address in addresses:
         host, _, port = address.rpartition(":")
         try:
             # An address that nobody has is given up before the system would.
-            socket.create_connection((host, int(port)), _CONNECT_S / len(addresses)).close()
-            return client(host, int(port), key)
-        except (OSError, EOFError, AuthenticationError) as error:
+            return client(host, int(port), key, _CONNECT_S / len(addresses))
+        except (OSError, EOFError) as error:
             reasons.append(f"{address}: {error}")
     raise LaunchError(
         f"this rank cannot reach the ocommrun that supervises it: {'; '.join(reasons)}. Ranks connect to a port of the "

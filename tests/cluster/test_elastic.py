@@ -24,14 +24,16 @@ pytestmark = [
 
 #: Runs ``step(state, generation, folder)`` until state.step is 0, and says how it ended.
 PRELUDE = """
-import json, os, signal, sys, time
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 import numpy as np
 import ocomm
 from ocomm import elastic
 
 folder, generation = Path(sys.argv[1]), int(os.environ["OCOMM_ELASTIC_GENERATION"])
+assert os.environ["_OCOMM_ELASTIC_KEY"]
 ocomm.init()
+assert b"_OCOMM_ELASTIC_KEY" not in subprocess.run(["env"], capture_output=True).stdout
 state = elastic.ObjectState(step=1, seen=[])
 
 @elastic.run

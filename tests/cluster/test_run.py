@@ -35,10 +35,13 @@ def test_a_function_runs_on_all_ranks_and_its_results_come_back() -> None:
     factor = 3
 
     def work(offset: int, *, scale: int) -> tuple[int, int, float]:
+        import subprocess
+
         import numpy
 
         import ocomm
 
+        assert b"_OCOMM_RUN_KEY" not in subprocess.run(["env"], capture_output=True).stdout
         ocomm.init()
         total = ocomm.allreduce(numpy.ones(4, numpy.float32) * ocomm.rank(), op=ocomm.Sum)
         return ocomm.rank(), offset + factor * scale, float(total[0])

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
 
 import pytest
 
 from ocomm.launch.door import Door
+from ocomm.runtime.line import Line, TamperedError
 from ocomm.runtime.supervisor import client
 
 KEY, LIMIT_S = b"key", 20.0
@@ -33,9 +32,9 @@ def call(door: Door, strangers: list[socket.socket], count: int) -> None:
         assert strangers[-1].recv(1)
 
 
-def enter(door: Door) -> tuple[Connection, Connection]:
+def enter(door: Door) -> tuple[Line, Line]:
     """A caller's end of the line, and the door's."""
-    found: list[Connection] = []
+    found: list[Line] = []
     thread = threading.Thread(target=lambda: found.append(client("127.0.0.1", door.port, KEY)), daemon=True)
     thread.start()
     thread.join(LIMIT_S)
@@ -51,8 +50,8 @@ def test_silent_strangers_hold_nobody_up(strangers: list[socket.socket]) -> None
         call(door, strangers, 20)
         outer, inner = enter(door)
         with outer, inner:
-            outer.send("here")
-            assert inner.recv() == "here" and door.inside == [inner]
+            outer.send(b"here")
+            assert inner.receive(LIMIT_S) == b"here" and door.inside == [inner]
 
 
 def test_who_is_silent_for_long_is_sent_away_unless_inside(strangers: list[socket.socket]) -> None:
@@ -61,14 +60,29 @@ def test_who_is_silent_for_long_is_sent_away_unless_inside(strangers: list[socke
         for stranger in strangers:
             while stranger.recv(100):
                 pass
-    with Door("127.0.0.1", KEY) as door:
+    with Door("127.0.0.1", KEY, patience_s=0.1) as door:
         outer, inner = enter(door)
-        with outer, inner, socket.socket(fileno=os.dup(inner.fileno())) as itself:
-            assert not any(itself.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
+        with outer, inner:
+            # Who is inside may be silent for as long as it likes: longer than a stranger, who is sent away meanwhile.
+            call(door, strangers, 1)
+            while strangers[-1].recv(100):
+                pass
+            outer.send(b"still here")
+            assert inner.receive(LIMIT_S) == b"still here"
+
+
+def test_a_stranger_who_says_a_little_now_and_then_is_sent_away_all_the_same() -> None:
+    with Door("127.0.0.1", KEY, patience_s=0.2) as door, socket.create_connection(("127.0.0.1", door.port)) as stranger:
+        assert stranger.recv(100)
+        end = time.monotonic() + LIMIT_S
+        while not select.select([stranger], [], [], 0.02)[0]:
+            stranger.sendall(b"x")
+            assert time.monotonic() < end
+        assert not door.inside
 
 
 def test_who_does_not_know_the_key_stays_outside_and_nobody_enters_a_closed_door() -> None:
-    with Door("127.0.0.1", KEY) as door, pytest.raises(AuthenticationError):
+    with Door("127.0.0.1", KEY) as door, pytest.raises(TamperedError, match="does not accept our key"):
         client("127.0.0.1", door.port, b"another")
     assert not door.inside
     for thread in threading.enumerate():
