@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import time
 
 import pytest
 
 from ocomm.errors import LaunchError
+from ocomm.launch.door import Door
+from ocomm.launch.generations import Start
+from ocomm.launch.hosts import Host
+from ocomm.launch.supervise import _Job
 from ocomm.runtime import supervisor
 
 
@@ -24,3 +31,20 @@ def test_the_key_leaves_the_environment_and_without_one_nobody_is_called() -> No
     assert supervisor.take_key(environ) == b""
     with pytest.raises(LaunchError, match="this rank has no key for the ocommrun"):
         supervisor.Supervisor(["127.0.0.1:1"], b"", 0, 1)
+
+
+def test_a_rank_on_whose_line_somebody_else_writes_is_named_and_nothing_of_that_is_heard() -> None:
+    job = _Job(["true"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+    with Door("127.0.0.1", b"key") as door, supervisor.client("127.0.0.1", door.port, b"key") as rank:
+        rank.send(json.dumps({"word": "here", "rank": 0, "host": "a", "generation": 1}).encode())
+        rank._connection.sendall(b'{"word": "commit", "number": 99}' + bytes(40))
+        end = time.monotonic() + 20.0
+        while not job._reported and time.monotonic() < end:
+            job._listen(door)
+    job._process.wait(20.0)
+    job._reader.join(20.0)
+    assert job._process.stderr is not None
+    job._process.stderr.close()
+    (failure,) = job.failures(lambda names: {})
+    assert str(failure).startswith("rank 0 on a cannot be heard any more: the length of message 1 is not what")
+    assert job.commit == 0
