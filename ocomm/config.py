@@ -144,16 +144,24 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 _WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "WORLD_SIZE")
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
 _JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
+#: Variables by which the launchers of Open MPI and MPICH tell how many ranks are on this host.
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+#: Variables by which srun tells how many hosts there are, of this step or of the allocation.
+_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the environment says about the job: the variable that says so, the number of ranks, this rank's number."""
+    """What the environment says about the job: the variable that says so, the number of ranks, this rank's number.
+
+    ``is_on_one_host`` is True only if the environment says that all ranks are on this host.
+    """
 
     variable: str
     size: int
     rank: int
     job: str
+    is_on_one_host: bool = False
 
     @property
     def is_mpi(self) -> bool:
@@ -167,8 +175,16 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
         if environment.get(variable, "").isdigit() and (variable != "SLURM_NTASKS" or "SLURM_PROCID" in environment):
             number = environment.get(rank, "0")
             job = next((environment[name] for name in _JOBS if name in environment), "")
-            return Launch(variable, int(environment[variable]), int(number) if number.isdigit() else 0, job)
+            size = int(environment[variable])
+            own = int(number) if number.isdigit() else 0
+            return Launch(variable, size, own, job, _is_on_one_host(variable, size, environment))
     return None
+
+
+def _is_on_one_host(variable: str, size: int, environment: Mapping[str, str]) -> bool:
+    if variable == "SLURM_NTASKS" or ("SLURM_PROCID" in environment and variable == "PMI_SIZE"):
+        return next((environment[name] for name in _NODES if name in environment), "") == "1"
+    return any(environment.get(name) == str(size) for name in _LOCAL_SIZES)
 
 
 def is_gloo_launch(environment: Mapping[str, str]) -> bool:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -720,7 +720,7 @@ def _start_mpi(
             "for MPI). Start the script with ocommrun -np N, mpirun or srun instead of torchrun."
         )
     with _Arrival(launch, settings.start_timeout_s):
-        world = mpi.open_world(communicator)
+        world = mpi.open_world(communicator, launch is not None and launch.is_on_one_host)
     session.launch_ranks = () if communicator is None else mpi.world_ranks(world.communicator)
     if communicator is None and launch is not None and launch.size != world.size:
         if launch.variable == "SLURM_NTASKS":
@@ -745,6 +745,29 @@ def _start_mpi(
                 raise
             _log.warning("%s Where a host is lost the launcher may wait for it for ever.", error)
     session.start(world, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
+    topology = session.require_topology()
+    if topology.rank == 0 and (cannot := _left_to_the_launcher(mpi.late_settings(), topology.local_size)):
+        _log.warning("%s. A job that ocommrun starts has neither problem.", "; ".join(cannot))
+
+
+def _left_to_the_launcher(late: Mapping[str, str], local_size: int) -> list[str]:
+    """What ``ocommrun`` sets and ``init()`` cannot, as sentences: parameters of an MPI that was up before, and the
+    binding of ranks to cores. ``late`` are variables with their values, ``local_size`` is that of this host."""
+    found = []
+    if late:
+        values = " ".join(f"{name}={value}" for name, value in late.items())
+        found.append(f"MPI was started before init(), which therefore could not set {values}: call init() first")
+    own = len(os.sched_getaffinity(0))
+    try:
+        launchers = len(os.sched_getaffinity(os.getppid()))
+    except OSError:  # the launcher is somebody else's
+        return found
+    if own < launchers // local_size:
+        found.append(
+            f"the launcher has bound each rank to {own} of {launchers} cores, which {local_size} ranks on this host "
+            "could share: start with --bind-to none (mpirun) or --cpu-bind=none (srun)"
+        )
+    return found
 
 
 class _Arrival:

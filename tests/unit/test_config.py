@@ -84,8 +84,17 @@ def test_a_horovod_variable_without_meaning_is_named_and_ignored(caplog: pytest.
         ({"WORLD_SIZE": "2", "RANK": "1"}, Launch("WORLD_SIZE", 2, 1, "")),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "PMIX_NAMESPACE": "job@1", "WORLD_SIZE": "2"},
          Launch("OMPI_COMM_WORLD_SIZE", 4, 3, "job@1")),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+         Launch("OMPI_COMM_WORLD_SIZE", 4, 3, "")),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+         Launch("OMPI_COMM_WORLD_SIZE", 4, 3, "", is_on_one_host=True)),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2"}, Launch("PMI_SIZE", 2, 1, "", is_on_one_host=True)),
         ({"PMI_SIZE": "2", "PMI_RANK": "0", "PMI_JOBID": "7"}, Launch("PMI_SIZE", 2, 0, "7")),
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_JOB_ID": "9"}, Launch("SLURM_NTASKS", 8, 5, "9")),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_NNODES": "1"},
+         Launch("SLURM_NTASKS", 8, 5, "", is_on_one_host=True)),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_NNODES": "1", "SLURM_STEP_NUM_NODES": "2"},
+         Launch("SLURM_NTASKS", 8, 5, "")),
         ({"SLURM_NTASKS": "8"}, None),  # a batch script, not a task
     ],
 )  # fmt: skip

@@ -18,8 +18,9 @@ INTEL_MPI = Launcher(Flavour.INTEL_MPI, "/x/mpiexec.hydra", "2021.18.1")
 SRUN = Launcher(Flavour.SRUN, "/x/srun", "23.11.4")
 TUNING = (
     "--mca btl_tcp_links 2 --mca btl_tcp_eager_limit 1048576 --mca btl_tcp_rndv_eager_limit 1048576 "
-    "--mca btl_tcp_max_send_size 1048576 --mca mpi_yield_when_idle 1"
+    "--mca btl_tcp_max_send_size 1048576 --mca mpi_yield_when_idle 1 --mca opal_abort_delay 5"
 )
+ON_ONE_HOST = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
 NO_INPUT = """sh -c 'exec "$0" "$@" </dev/null'"""
 
 
@@ -57,7 +58,7 @@ def test_open_mpi_5_on_this_machine():
     assert build(local(), OPEN_MPI_5) == CommandLine(
         words(
             "/x/mpirun -np 2 -H localhost:2 --bind-to none --map-by slot --stdin none --output tag "
-            f"--mca pml ob1 --mca btl tcp,self,sm {TUNING} python train.py"
+            f"--mca pml ob1 --mca btl self,sm {TUNING} python train.py"
         ),
         {},
     )
@@ -67,7 +68,7 @@ def test_open_mpi_4_on_this_machine():
     assert build(local(), OPEN_MPI_4) == CommandLine(
         words(
             "/x/mpirun -np 2 -H localhost:2 --bind-to none --map-by slot --stdin none --tag-output "
-            f"--mca pml ob1 --mca btl tcp,self,vader {TUNING} python train.py"
+            f"--mca pml ob1 --mca btl self,vader {TUNING} python train.py"
         ),
         {},
     )
@@ -103,7 +104,7 @@ def test_open_mpi_4_over_hosts():
 
 def test_mpich_on_this_machine():
     expected = words(f"/x/mpirun -n 2 -hosts localhost:2 -prepend-rank {NO_INPUT} python train.py")
-    assert build(local(), MPICH) == CommandLine(expected, {})
+    assert build(local(), MPICH) == CommandLine(expected, ON_ONE_HOST)
 
 
 def test_mpich_over_hosts_calls_this_one_by_a_name_that_the_others_know():
@@ -120,7 +121,7 @@ def test_mpich_over_hosts_calls_this_one_by_a_name_that_the_others_know():
 
 def test_intel_mpi_on_this_machine():
     expected = words(f"/x/mpiexec.hydra -prepend-rank -host localhost -n 2 {NO_INPUT} python train.py")
-    assert build(local(), INTEL_MPI) == CommandLine(expected, {})
+    assert build(local(), INTEL_MPI) == CommandLine(expected, ON_ONE_HOST)
 
 
 def test_intel_mpi_over_hosts_has_a_set_of_arguments_for_each():
@@ -151,6 +152,7 @@ def test_srun_sets_open_mpi_through_the_environment():
             "OMPI_MCA_btl_tcp_rndv_eager_limit": "1048576",
             "OMPI_MCA_btl_tcp_max_send_size": "1048576",
             "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_opal_abort_delay": "5",
         },
     )
 
@@ -184,9 +186,36 @@ def test_root_is_allowed_to_start_open_mpi():
 
 
 def test_tcp_only_leaves_no_other_way():
-    assert "tcp,self" in build(local(tcp_only=True), OPEN_MPI_5).argv
-    assert build(local(tcp_only=True), MPICH).added_environ == {"FI_PROVIDER": "tcp", "UCX_TLS": "tcp,self"}
-    assert build(local(tcp_only=True), INTEL_MPI).added_environ == {"FI_PROVIDER": "tcp", "I_MPI_FABRICS": "ofi"}
+    assert "--mca btl tcp,self " in str(build(local(tcp_only=True), OPEN_MPI_5))
+    assert "--mca btl_tcp_if_include lo " in str(build(local(tcp_only=True), OPEN_MPI_5))
+    tcp = {"FI_PROVIDER": "tcp", **ON_ONE_HOST}
+    assert build(local(tcp_only=True), MPICH).added_environ == {**tcp, "UCX_TLS": "tcp,self"}
+    assert build(local(tcp_only=True), INTEL_MPI).added_environ == {**tcp, "I_MPI_FABRICS": "ofi"}
+
+
+@pytest.mark.parametrize("launcher", [OPEN_MPI_4, OPEN_MPI_5, MPICH, INTEL_MPI])
+def test_the_launcher_of_one_host_keeps_to_loopback_and_that_of_several_does_not(launcher):
+    loopback = {"LD_PRELOAD": "/x/loopback.so", "_OCOMM_LOOPBACK": "prterun"}
+    assert build(local(loopback=loopback), launcher).added_environ.items() >= loopback.items()
+    assert not build(remote(loopback=loopback), launcher).added_environ.keys() & loopback.keys()
+
+
+@pytest.mark.parametrize("launcher", [OPEN_MPI_4, OPEN_MPI_5, MPICH])
+def test_interfaces_mean_nothing_on_one_host(launcher):
+    line = build(local(interfaces=("eth1",)), launcher)
+    assert "eth1" not in line.argv
+    assert line.added_environ["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
+def test_a_network_in_place_of_a_name_is_for_open_mpi_and_not_for_nccl():
+    line = build(remote(interfaces=("10.0.0.0/24",)), OPEN_MPI_5)
+    assert "--mca btl_tcp_if_include 10.0.0.0/24 --prtemca prte_if_include 10.0.0.0/24" in str(line)
+    assert "NCCL_SOCKET_IFNAME" not in line.added_environ
+
+
+def test_what_the_user_sets_for_mpich_is_not_set_again():
+    line = build(local(environ={"UCX_NET_DEVICES": "mlx5_0:1"}), MPICH)
+    assert line.added_environ == {"FI_TCP_IFACE": "lo"}
 
 
 def test_what_the_user_sets_is_not_set_again():
