@@ -124,4 +124,4 @@ convergence: install
 	PIP_ARGS='$(PIP_ARGS)' $(PY) -m ocomm.launch -np 4 $(PY) -m benchmarks.convergence $(TUNE)
 
 clean:
-	rm -rf $(VENV) build *.egg-info ocomm/_native*.so
+	rm -rf $(VENV) build *.egg-info ocomm/_native*.so ocomm/launch/_loopback*.so

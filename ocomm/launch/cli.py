@@ -16,12 +16,12 @@ from dataclasses import replace
 from typing import NoReturn
 
 from ocomm.errors import LaunchError
-from ocomm.launch import check, reach
+from ocomm.launch import check, loopback, reach
 from ocomm.launch.command import CommandLine, LaunchRequest, build
 from ocomm.launch.config_file import read_config_file
 from ocomm.launch.flavour import Flavour, Launcher, Library, check_match, find_launcher, find_library
 from ocomm.launch.generations import Limits
-from ocomm.launch.hosts import Host, parse_hostfile, parse_hosts
+from ocomm.launch.hosts import Host, is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.supervise import Supervisor
 from ocomm.version import __version__
 
@@ -44,7 +44,6 @@ _ELASTIC = {
     "--reset-limit": "reset_limit",
     "--blacklist-cooldown-range": "cooldown_range",
 }
-_ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")
 
 _EPILOG = """\
 Ranks on this machine have the environment of ocommrun. To ranks on other hosts every variable travels, as with
@@ -87,7 +86,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine:
     """The command line for ``options``, after asking this machine and the hosts. Raises LaunchError."""
-    in_allocation = _in_allocation(environ)
+    in_allocation = is_in_allocation(environ)
     hosts = _hosts(options, in_allocation)
     request, launcher = _request(options, environ)
     states = _asker(options, launcher, environ)([host.name for host in hosts])
@@ -119,7 +118,7 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
         raise LaunchError(f"--min-np {least}, -np {wanted} and --max-np {most} must not become smaller in this order.")
     fixed: tuple[Host, ...] = ()
     if options.host_discovery_script is None:
-        if options.hosts is None and options.hostfile is None and _in_allocation(environ):
+        if options.hosts is None and options.hostfile is None and is_in_allocation(environ):
             raise LaunchError("an elastic job must know its hosts, also in an allocation: name them with -H a:2,b:2.")
         fixed = _hosts(options, in_allocation=False)
         if options.hosts is None and options.hostfile is None:
@@ -153,10 +152,6 @@ def make_watcher(options: argparse.Namespace, environ: Mapping[str, str]) -> Sup
     ranks = request.num_proc
     limits = Limits(ranks, ranks, ranks, resets=0, patience_s=math.inf)
     return Supervisor(request, launcher, limits, ask, hosts, verbose=options.verbose, is_elastic=False)
-
-
-def _in_allocation(environ: Mapping[str, str]) -> bool:
-    return any(name in environ for name in _ALLOCATIONS)
 
 
 def _require_program(command: tuple[str, ...], environ: Mapping[str, str]) -> None:
@@ -197,6 +192,7 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
         mpi_args=tuple(shlex.split(options.mpi_args)),
         binding_args=None if options.binding_args is None else tuple(shlex.split(options.binding_args)),
         library_family=library.family,
+        loopback=loopback.environment(launcher, environ),
     )
     return request, launcher
 
@@ -353,7 +349,8 @@ def make_parser() -> argparse.ArgumentParser:
         type=_names,
         default=(),
         metavar="NAME,...",
-        help="interfaces that the hosts reach each other through",
+        help="interfaces, or networks such as 10.0.0.0/24, through which several hosts reach each other; jobs on one "
+        "host use none",
     )
     network.add_argument("--tcp", action="store_true", help="TCP only, under Open MPI also between ranks of one host")
     network.add_argument("--mpi", action="store_true", help="start through MPI, which is the only way there is")
@@ -422,12 +419,7 @@ def _hosts(options: argparse.Namespace, in_allocation: bool) -> tuple[Host, ...]
     if options.hosts is not None:
         return parse_hosts(options.hosts)
     if options.hostfile is not None:
-        try:
-            with open(options.hostfile, encoding="utf-8") as file:
-                text = file.read()
-        except OSError as error:
-            raise LaunchError(f"--hostfile {options.hostfile}: {error.strerror}.") from None
-        return parse_hostfile(text, options.hostfile)
+        return read_hostfile(options.hostfile)
     # In an allocation the launcher asks the batch system; outside one, Horovod's default.
     return () if in_allocation else (Host("localhost", options.num_proc),)
 
@@ -455,7 +447,7 @@ def _asker(
     words = [*environ, *shlex.split(options.mpi_args)]
     agents = ("plm_ssh_agent", "plm_rsh_agent", "-launcher", "-launcher-exec", "-bootstrap", "HYDRA_LAUNCHER")
     other_agent = any(word.endswith(agent) for word in words for agent in agents)
-    use_ssh = launcher.flavour is not Flavour.SRUN and not _in_allocation(environ) and not other_agent
+    use_ssh = launcher.flavour is not Flavour.SRUN and not is_in_allocation(environ) and not other_agent
     deadline_s = min(_REACH_DEADLINE_S, options.start_timeout or _REACH_DEADLINE_S)
     return lambda names: reach.ask(names, options.ssh_port, options.ssh_identity_file, deadline_s, use_ssh)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ocomm.errors import LaunchError
 
+_ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _FORMAT = "write host:ranks, separated by commas, as in -H worker-0:2,worker-1:2"
 _FILE_FORMAT = "write one 'worker-0 slots=2' or 'worker-0:2' on each line"
@@ -32,6 +33,21 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """
     entries = [entry.strip() for entry in text.split(",")]
     return _collect((_parse_entry(entry, f"-H {text}: {entry!r}", _FORMAT) for entry in entries), f"-H {text}")
+
+
+def is_in_allocation(environ: Mapping[str, str]) -> bool:
+    """True in a job of a batch system, which knows the hosts."""
+    return any(name in environ for name in _ALLOCATIONS)
+
+
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """The hosts of the file at ``path``. Raises LaunchError if it cannot be read or is malformed."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as error:
+        raise LaunchError(f"--hostfile {path}: {error.strerror}.") from None
+    return parse_hostfile(text, path)
 
 
 def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import ipaddress
 import queue
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -14,6 +18,7 @@ from ocomm.errors import LaunchError
 
 # ssh's own limit is below the deadline, so that its reason is heard rather than ours.
 _CONNECT_SHARE = 0.7
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,46 @@ def is_this_machine(name: str) -> bool:
         except OSError:
             continue
     return False
+
+
+def address_of(interfaces: Sequence[str]) -> str:
+    """This machine's IPv4 address on the first of ``interfaces`` that has one.
+
+    Args:
+        interfaces: names of interfaces, or networks such as ``10.0.0.0/24``, as ``--network-interfaces`` has them.
+
+    Raises:
+        LaunchError: there is no such address.
+    """
+    found = _addresses()
+    for interface in interfaces:
+        for name, address in found:
+            if name == interface or ("/" in interface and address in _network(interface)):
+                return str(address)
+    there = ", ".join(f"{name} ({address})" for name, address in found) or "none"
+    raise LaunchError(
+        f"--network-interfaces {','.join(interfaces)}: this machine, on which ocommrun itself listens, has no such "
+        f"interface with an IPv4 address; it has {there}. Name one that all machines have, or a network such as "
+        "10.0.0.0/24."
+    )
+
+
+def _network(text: str) -> ipaddress.IPv4Network:
+    try:
+        return ipaddress.IPv4Network(text, strict=False)
+    except ValueError as error:
+        raise LaunchError(f"--network-interfaces {text}: {error}.") from None
+
+
+def _addresses() -> list[tuple[str, ipaddress.IPv4Address]]:
+    """The interfaces of this machine that have an IPv4 address."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.append((name, ipaddress.IPv4Address(answer[20:24])))
+    return found
 
 
 def ask(

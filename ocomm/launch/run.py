@@ -15,12 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ocomm.errors import LaunchError, PeerError
+from ocomm.launch import reach
 from ocomm.launch.door import Door
+from ocomm.launch.hosts import is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.task import KEY, MOST_BYTES
 from ocomm.runtime.line import Line, TamperedError, wait
 
 #: Seconds for the launcher to end once all results are there, or a rank has failed.
 _END_S = 10.0
+#: For the names of hosts to be looked up.
+_REACH_S = 15.0
 #: In the traceback of a rank that failed because another did.
 _HEARSAY = f"{PeerError.__name__}: "
 
@@ -49,17 +53,17 @@ def run(
 
     The other arguments are flags of ``ocommrun``; ``executable`` is the Python of the ranks, ``env`` their environment.
     The function initializes ocomm itself, as a script does. Functions that are not importable by name (lambdas, those
-    of a notebook) need cloudpickle. The hosts must reach this machine by its name, or by loopback if the job is here.
+    of a notebook) need cloudpickle. Ranks on other hosts reach this machine by its name, or by its address
+    on the first of ``network_interfaces``; ranks on this machine by loopback.
 
     Raises LaunchError if the job cannot be started or a rank fails; the message has that rank's traceback. No rank is
     left behind.
     """
     ranks = np if np is not None else num_proc
     task = _pickle((func, tuple(args), dict(kwargs or {})))
-    is_local = hosts is None and hostfile is None
     key = secrets.token_bytes(32)
-    with Door("127.0.0.1" if is_local else "0.0.0.0", key, ranks, most_bytes=MOST_BYTES) as door:
-        address = "127.0.0.1" if is_local else socket.gethostname()
+    listens_at, address = _addresses(hosts, hostfile, network_interfaces)
+    with Door(listens_at, key, ranks, most_bytes=MOST_BYTES) as door:
         command = [sys.executable, "-m", "ocomm.launch", "-np", str(ranks)]
         for flag, value in (
             ("--hosts", hosts),
@@ -85,6 +89,18 @@ def run(
             _end(job)
             for connection in door.inside:
                 connection.close()
+
+
+def _addresses(hosts: str | None, hostfile: str | None, interfaces: str | None) -> tuple[str, str]:
+    """Where this process listens, and the address to which the ranks connect."""
+    named = parse_hosts(hosts) if hosts is not None else read_hostfile(hostfile) if hostfile is not None else ()
+    states = reach.ask([host.name for host in named], None, None, _REACH_S, use_ssh=False)
+    if all(state.is_local for state in states) and (named or not is_in_allocation(os.environ)):
+        return "127.0.0.1", "127.0.0.1"
+    if interfaces:
+        address = reach.address_of([name.strip() for name in interfaces.split(",")])
+        return address, address
+    return "0.0.0.0", socket.gethostname()
 
 
 def _pickle(task: object) -> bytes:

@@ -28,7 +28,7 @@ from ocomm.launch.door import Door
 from ocomm.launch.flavour import Launcher
 from ocomm.launch.generations import End, Failure, Generations, Limits, Start, Wait, blame
 from ocomm.launch.hosts import Host, parse_discovered, total_slots
-from ocomm.launch.reach import HostState
+from ocomm.launch.reach import HostState, address_of
 from ocomm.runtime.line import Line, TamperedError, wait
 from ocomm.runtime.supervisor import KEY, SILENT
 
@@ -83,8 +83,14 @@ class Supervisor:
         """The exit status of the job."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._end_on_signal)
-        with Door("127.0.0.1" if self._is_here else "0.0.0.0", self._key) as door:
+        with Door(self._listens_at(), self._key) as door:
             return self._run(door)
+
+    def _listens_at(self) -> str:
+        """The address of the port to which ranks connect."""
+        if self._is_here:
+            return "127.0.0.1"
+        return address_of(self.request.interfaces) if self.request.interfaces else "0.0.0.0"
 
     def _end_on_signal(self, number: int, frame: object) -> None:
         self._asked_to_end = number
@@ -167,7 +173,7 @@ class Supervisor:
             **self.request.settings,
             **({"OCOMM_ELASTIC_FOLDER": self.folder} if self.is_elastic else {}),
             "OCOMM_ELASTIC_GENERATION": str(step.number),
-            "OCOMM_ELASTIC_SUPERVISOR": ",".join(f"{name}:{port}" for name in _own_addresses(hosts)),
+            "OCOMM_ELASTIC_SUPERVISOR": ",".join(f"{name}:{port}" for name in self._addresses(hosts)),
         }
         ranks = total_slots(step.hosts)
         output = self.request.output_directory
@@ -193,6 +199,10 @@ class Supervisor:
             os.makedirs(line.make_directory, exist_ok=True)
         environ = {**self.request.environ, **line.added_environ, KEY: self._key.hex()}
         return _Job(line.argv, environ, step, self.generations.limits.patience_s)
+
+    def _addresses(self, hosts: Mapping[str, bool]) -> list[str]:
+        address = self._listens_at()
+        return _own_addresses(hosts) if address == "0.0.0.0" else [address]
 
     def _where_commits_are(self) -> str:
         if not self.generations.commit:

@@ -9,7 +9,7 @@ import pytest
 #: What only looks at how jobs end, and at what they count.
 PATIENT = {
     "test_data_loader.py", "test_mixed_teams.py", "test_ocommrun.py", "test_resume.py", "test_run.py",
-    "test_step_benchmark.py", "test_wire_bytes.py",
+    "test_start.py", "test_step_benchmark.py", "test_wire_bytes.py",
 }  # fmt: skip
 
 

@@ -1,0 +1,62 @@
+/* A library for LD_PRELOAD that keeps the launcher of a job on one host off the network.
+ *
+ * prterun, orterun and Hydra's mpiexec listen on all interfaces for daemons of other hosts, also where there are none,
+ * and have no parameter for it. In the program named by _OCOMM_LOOPBACK, bind() to all interfaces becomes bind() to
+ * loopback. That program takes both variables out of its environment before it has read it, so that ranks never see
+ * them. In any other program (the mpirun that becomes prterun, a wrapper script) nothing happens.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <netinet/in.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static int is_launcher;
+
+__attribute__((constructor)) static void begin(void)
+{
+    const char *name = getenv("_OCOMM_LOOPBACK"), *preloaded = getenv("LD_PRELOAD");
+    char program[4096];
+    ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
+    if (name == NULL || preloaded == NULL || length <= 0)
+        return;
+    program[length] = 0;
+    const char *slash = strrchr(program, '/');
+    if (slash == NULL || strcmp(slash + 1, name) != 0)
+        return;
+    is_launcher = 1;
+    unsetenv("_OCOMM_LOOPBACK");
+    /* ocommrun has put this library before those that were there. */
+    Dl_info own;
+    size_t own_length = dladdr((void *)begin, &own) ? strlen(own.dli_fname) : 0;
+    if (own_length == 0 || strncmp(preloaded, own.dli_fname, own_length) != 0)
+        return;
+    if (preloaded[own_length] == ':')
+        setenv("LD_PRELOAD", strdup(preloaded + own_length + 1), 1);
+    else
+        unsetenv("LD_PRELOAD");
+}
+
+int bind(int descriptor, const struct sockaddr *address, socklen_t length)
+{
+    struct sockaddr_in v4;
+    struct sockaddr_in6 v6;
+    if (is_launcher && address->sa_family == AF_INET && length >= sizeof v4) {
+        memcpy(&v4, address, sizeof v4);
+        if (v4.sin_addr.s_addr == htonl(INADDR_ANY)) {
+            v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+            return (int)syscall(SYS_bind, descriptor, &v4, sizeof v4);
+        }
+    }
+    if (is_launcher && address->sa_family == AF_INET6 && length >= sizeof v6) {
+        memcpy(&v6, address, sizeof v6);
+        if (IN6_IS_ADDR_UNSPECIFIED(&v6.sin6_addr)) {
+            v6.sin6_addr = in6addr_loopback;
+            return (int)syscall(SYS_bind, descriptor, &v6, sizeof v6);
+        }
+    }
+    return (int)syscall(SYS_bind, descriptor, address, length);
+}

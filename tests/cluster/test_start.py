@@ -1,0 +1,93 @@
+"""However a job is started: with the same settings of MPI, and without a port that others can reach."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ocomm import tuning
+from tests.cluster.jobs import LIMIT_S, MPIRUN, ROOT
+from tests.cluster.listeners import on_network
+
+pytestmark = [
+    pytest.mark.skipif("TEST_MPI_SIZE" in os.environ, reason="starts jobs itself"),
+    pytest.mark.skipif(not MPIRUN.exists(), reason="there is no mpirun beside this Python"),
+]
+LISTENING = str(Path(__file__).with_name("rank_listening.py"))
+PARAMETERS = str(Path(__file__).with_name("rank_parameters.py"))
+PLAIN = [str(MPIRUN), "--oversubscribe", "--bind-to", "none", "-np", "2"]
+TCP = {name: int(value) for name, value in tuning.OPEN_MPI.items()}
+
+
+def start(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    # The shell becomes the first process of the job, which is how ranks know that one's number.
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["sh", "-c", 'TEST_TOP=$$ exec "$@"', "sh", *command],
+        cwd=ROOT,
+        env={**os.environ, **root, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def seen(folder: Path) -> list[dict[str, list[str]]]:
+    """By process, what it listened on: after init() and after an exchange, of each rank."""
+    ranks = [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
+    assert all(len(rank) == 2 for rank in ranks)
+    return [look for rank in ranks for look in rank]
+
+
+@pytest.mark.parametrize("flags", [[], ["--min-np", "2"]], ids=["", "elastic"])
+def test_no_process_of_a_job_of_ocommrun_on_one_host_listens_but_on_loopback(flags: list[str], tmp_path: Path) -> None:
+    start([sys.executable, "-m", "ocomm.launch", "-np", "2", *flags, sys.executable, LISTENING, str(tmp_path)])
+    for look in seen(tmp_path):
+        assert len(look) >= 3, "the launcher and two ranks"
+        assert any(look.values()), "the launcher's own port"
+        assert not {pid: on_network(addresses) for pid, addresses in look.items() if on_network(addresses)}
+
+
+def test_no_rank_of_a_bare_mpirun_on_one_host_listens_at_all(tmp_path: Path) -> None:
+    start([*PLAIN, sys.executable, LISTENING, str(tmp_path)])
+    for look in seen(tmp_path):
+        launcher, *ranks = look.values()
+        assert ranks == [[], []]
+        assert on_network(launcher), "prterun's own, which docs/security.md is about"
+
+
+def test_under_a_bare_mpirun_open_mpi_runs_with_the_settings_of_ocommrun(tmp_path: Path) -> None:
+    # tcp is asked for, so that its parameters are there to be read.
+    start([*PLAIN, "--mca", "btl", "tcp,self", sys.executable, PARAMETERS, str(tmp_path / "values"), *TCP, "btl"])
+    assert json.loads((tmp_path / "values").read_text()) == {**TCP, "btl": "tcp,self"}
+
+
+def test_what_the_user_has_set_for_open_mpi_stays(tmp_path: Path) -> None:
+    file = tmp_path / ".openmpi" / "mca-params.conf"
+    file.parent.mkdir()
+    file.write_text("# mine\nbtl_tcp_max_send_size = 65536\n")
+    given = ["--mca", "btl", "tcp,self", "--mca", "btl_tcp_links", "3"]
+    start(
+        [*PLAIN, *given, sys.executable, PARAMETERS, str(tmp_path / "values"), *TCP],
+        OMPI_MCA_btl_tcp_eager_limit="32768",
+        HOME=str(tmp_path),
+    )
+    users = {"btl_tcp_max_send_size": 65536, "btl_tcp_links": 3, "btl_tcp_eager_limit": 32768}
+    assert json.loads((tmp_path / "values").read_text()) == {**TCP, **users}
+
+
+def test_rank_0_says_once_what_came_too_late(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from mpi4py import MPI\nimport ocomm\nocomm.init()\nocomm.barrier()\n")
+    done = start([*PLAIN, "--mca", "btl_tcp_links", "3", sys.executable, str(script)])
+    (line,) = [line for line in done.stderr.splitlines() if "init()" in line]
+    assert "MPI was started before init()" in line and "OMPI_MCA_btl=^tcp" in line
+    assert "btl_tcp_links" not in line
