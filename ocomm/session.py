@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ocomm import tuning
 from ocomm.collectives.bridge import Bridge
 from ocomm.collectives.engine import Channel, Engine
 from ocomm.collectives.error_feedback import OneBitAllreduce
@@ -719,8 +720,12 @@ def _start_mpi(
             f"{launch.variable}={launch.size}, as torchrun sets it, but this process is in no MPI job (world size 1 "
             "for MPI). Start the script with ocommrun -np N, mpirun or srun instead of torchrun."
         )
+    is_on_one_host = launch is not None and launch.is_on_one_host
+    if is_on_one_host:
+        for name, value in tuning.NCCL_ON_ONE_HOST.items():
+            os.environ.setdefault(name, value)
     with _Arrival(launch, settings.start_timeout_s):
-        world = mpi.open_world(communicator, launch is not None and launch.is_on_one_host)
+        world = mpi.open_world(communicator, is_on_one_host)
     session.launch_ranks = () if communicator is None else mpi.world_ranks(world.communicator)
     if communicator is None and launch is not None and launch.size != world.size:
         if launch.variable == "SLURM_NTASKS":

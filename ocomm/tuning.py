@@ -28,6 +28,8 @@ OPEN_MPI_ON_ONE_HOST: Mapping[str, str] = {"btl": "^tcp"}
 #: Environment for MPICH and Intel MPI where all ranks are on one host: UCX and libfabric, whichever MPICH uses, would
 #: otherwise open a port on every interface.
 MPICH_ON_ONE_HOST: Mapping[str, str] = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
+#: Environment for NCCL where all ranks are on one host: its ranks meet at a port of the first interface otherwise.
+NCCL_ON_ONE_HOST: Mapping[str, str] = {"NCCL_SOCKET_IFNAME": "lo"}
 
 
 def environment(library: str, one_host: bool) -> dict[str, str]:
