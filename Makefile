@@ -112,6 +112,7 @@ bench: install
 	$(PY) -m benchmarks.step --hosts 2 --rate 160mbit 850mbit --model resnet --json $(BENCH)/step-2hosts-resnet.json || test $$? = 77
 	$(PY) -m benchmarks.step --hosts 2 --slots 2 --rate 160mbit 850mbit --methods ddp dense dense-flat onebit onebit-flat \
 	    --json $(BENCH)/step-2hosts-slots.json || test $$? = 77
+	$(PY) -m benchmarks.launchers --hosts 2 --rate 850mbit --pairs 10 --json $(BENCH)/launchers-2hosts.json || test $$? = 77
 	$(PY) -m benchmarks.keras_step --hosts 2 --rate 160mbit --json $(BENCH)/keras-step-2hosts.json || test $$? = 77
 	$(PY) -m benchmarks.step_profile --hosts 2 --rate 850mbit 160mbit --json $(BENCH)/profile-2hosts.json || test $$? = 77
 	$(PY) -m benchmarks.plots --into $(BENCH)
