@@ -6,7 +6,7 @@ makes a lab of namespaces on this machine (exit status 77 where it cannot be had
 this machine, or in the allocation that Slurm has given, where srun is there, too. Every job is ``benchmarks.step``, of
 a BERT-like model of 13.8 M parameters. Jobs come in pairs, one of ocommrun and one of the other launcher right after or
 before it, in turn, so that whatever else the machine does, it does to both. The other launcher gets what is needed to
-reach the hosts and to bind no rank, and no setting of MPI's transports.
+reach the hosts, to fill them and to bind no rank, and no setting of MPI's transports.
 
 ratio     step time under that launcher over that of the same pair under ocommrun, median over pairs
 interval  of the median ratio, at least 95 %, from the order of the ratios (no distribution is assumed)
@@ -40,9 +40,9 @@ from ocomm.bench._lab import Lab, LabError, why_not
 from ocomm.bench.kernels import commit, processor
 
 BASE = "ocommrun"
-#: No rank is bound, as with ocommrun.
+#: No rank is bound, and hosts are filled in order, as with ocommrun.
 OTHERS = {
-    "mpirun": ["--bind-to", "none", "--oversubscribe"],
+    "mpirun": ["--bind-to", "none", "--map-by", "slot", "--oversubscribe"],
     "srun": ["--mpi=pmix", "--cpu-bind=none", "--kill-on-bad-exit=1"],
 }
 
@@ -105,8 +105,10 @@ def step_times(launcher: str, lab: Lab | None, args: argparse.Namespace) -> dict
             )
         if not output.exists():
             raise LabError(f"a job of {launcher} has no result:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-        rows = json.loads(output.read_text())["results"][0]["rows"]
-        return {row["method"]: row["step_ms"] for row in rows if row["method"] != LOCAL}
+        (result,) = json.loads(output.read_text())["results"]
+        if lab is not None and result["hosts"] != args.hosts:
+            raise LabError(f"{launcher} has put the ranks on {result['hosts']} of {args.hosts} hosts")
+        return {row["method"]: row["step_ms"] for row in result["rows"] if row["method"] != LOCAL}
 
 
 def compare(pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict[str, dict[str, Any]]:
