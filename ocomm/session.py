@@ -752,7 +752,7 @@ def _start_mpi(
     session.start(world, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
     topology = session.require_topology()
     if topology.rank == 0 and (cannot := _left_to_the_launcher(mpi.late_settings(), topology.local_size)):
-        _log.warning("%s. A job that ocommrun starts has neither problem.", "; ".join(cannot))
+        _log.warning("%s. ocommrun starts jobs without this.", "; ".join(cannot))
 
 
 def _left_to_the_launcher(late: Mapping[str, str], local_size: int) -> list[str]:
@@ -767,10 +767,11 @@ def _left_to_the_launcher(late: Mapping[str, str], local_size: int) -> list[str]
         launchers = len(os.sched_getaffinity(os.getppid()))
     except OSError:  # the launcher is somebody else's
         return found
-    if own < launchers // local_size:
+    # A rank has a thread that trains and one that communicates: one core is too few where there are more.
+    if own < launchers and own < max(2, launchers // local_size):
         found.append(
-            f"the launcher has bound each rank to {own} of {launchers} cores, which {local_size} ranks on this host "
-            "could share: start with --bind-to none (mpirun) or --cpu-bind=none (srun)"
+            f"the launcher has bound each rank to {own} of {launchers} cores, which the {local_size} ranks of this "
+            "host could share: start with --bind-to none (mpirun) or --cpu-bind=none (srun)"
         )
     return found
 

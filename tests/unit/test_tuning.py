@@ -78,8 +78,16 @@ def test_what_init_cannot_set_is_said_with_its_remedy(monkeypatch: pytest.Monkey
         "MPI was started before init(), which therefore could not set OMPI_MCA_btl_tcp_links=2: call init() first"
     )
     assert bound == (
-        "the launcher has bound each rank to 1 of 8 cores, which 2 ranks on this host could share: start with "
-        "--bind-to none (mpirun) or --cpu-bind=none (srun)"
+        "the launcher has bound each rank to 1 of 8 cores, which the 2 ranks of this host could share: start "
+        "with --bind-to none (mpirun) or --cpu-bind=none (srun)"
     )
-    # As many ranks as cores: each has its share.
-    assert _left_to_the_launcher({}, 8) == []
+    assert _left_to_the_launcher({}, 8) == [bound.replace("the 2 ranks", "the 8 ranks")]
+
+
+@pytest.mark.parametrize(("own", "launchers", "local_size"), [(8, 8, 2), (4, 8, 2), (2, 8, 8), (1, 1, 4)])
+def test_ranks_with_their_share_of_cores_are_told_nothing(
+    own: int, launchers: int, local_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = {os.getpid(): set(range(own)), os.getppid(): set(range(launchers))}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[pid or os.getpid()])
+    assert _left_to_the_launcher({}, local_size) == []
