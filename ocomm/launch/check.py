@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata, util
 
 from ocomm.errors import LaunchError
+from ocomm.launch import loopback
 from ocomm.launch.flavour import PROBE_TIMEOUT_S, check_match, find_launcher, find_library, probe
 from ocomm.transport import cuda_probe
 from ocomm.transport.cuda_probe import Verdict
@@ -76,6 +77,8 @@ def _controllers(python: str, environ: Mapping[str, str]) -> list[Item]:
     try:
         launcher = find_launcher(python, environ)
         items.append(Item("MPI launcher", True, f"{launcher} ({launcher.path})", needed=True))
+        kept = bool(loopback.environment(launcher, environ))
+        items.append(Item("local jobs on loopback alone", kept, "" if kept else "native/loopback.c is not built"))
     except LaunchError as error:
         items.append(Item("MPI launcher", False, str(error), needed=True))
     try:
