@@ -246,9 +246,9 @@ REDUCTION(float64, float64, double)
 REDUCTION(float16, float32, float)
 REDUCTION(bfloat16, float32, float)
 
-/* The mean of integers is divided towards minus infinity, as NumPy and Torch divide. Sums are made in 64 bits, so only
- * those of int64 can wrap. */
-#define INTEGER_MEAN(NAME, T)                                                                                       \
+/* The mean of integers is rounded towards zero, as Horovod's is. Sums are made in 64 bits, so only those of int64 can
+ * wrap. A factor and the division are one factor: cut twice, the mean of 3 and 0 times 2 would be 2. */
+#define INTEGER_MEAN(NAME, T, LOW, HIGH)                                                                            \
     static void mean_##NAME(const job *r, int64_t first, int64_t end) {                                            \
         T buffer[CHUNK];                                                                                           \
         int64_t sum[CHUNK];                                                                                        \
@@ -259,17 +259,18 @@ REDUCTION(bfloat16, float32, float)
                 const any_##NAME *next = fetch_##NAME(buffer, r->sources[i], at, n, r->prescale);                  \
                 for (int k = 0; k < n; k++) sum[k] = (int64_t)((uint64_t)sum[k] + (uint64_t)(int64_t)next[k]);     \
             }                                                                                                      \
-            for (int k = 0; k < n; k++) buffer[k] = (T)(sum[k] / r->ranks - (sum[k] % r->ranks < 0));              \
-            if (r->postscale != 1) scale_##NAME(buffer, r->postscale, n);                                          \
+            const double factor = r->postscale / r->ranks;                                                         \
+            for (int k = 0; k < n; k++)                                                                            \
+                buffer[k] = (T)(r->postscale == 1 ? sum[k] / r->ranks : scaled(sum[k], factor, LOW, HIGH));        \
             store_##NAME(r->out, at, buffer, n);                                                                   \
         }                                                                                                          \
     }
 
-INTEGER_MEAN(uint8, uint8_t)
-INTEGER_MEAN(int8, int8_t)
-INTEGER_MEAN(int16, int16_t)
-INTEGER_MEAN(int32, int32_t)
-INTEGER_MEAN(int64, int64_t)
+INTEGER_MEAN(uint8, uint8_t, 0, UINT8_MAX)
+INTEGER_MEAN(int8, int8_t, INT8_MIN, INT8_MAX)
+INTEGER_MEAN(int16, int16_t, INT16_MIN, INT16_MAX)
+INTEGER_MEAN(int32, int32_t, INT32_MIN, INT32_MAX)
+INTEGER_MEAN(int64, int64_t, INT64_MIN, INT64_MAX)
 
 typedef float float32x4 __attribute__((vector_size(16)));
 typedef float any_float32x4 __attribute__((vector_size(16), aligned(1), may_alias));

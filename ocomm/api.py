@@ -9,7 +9,7 @@ MismatchError, StallError or PeerError) on every waiting rank where the ranks do
 
 ``name`` tells which calls of different ranks belong together; calls without one are matched by their order. ``op`` is
 ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``; ``average`` is Horovod's older way to say it. An
-average of whole numbers is a floor division.
+average of integers is rounded towards zero, as in Horovod.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Horovod and not needed: tensors are taken from and returned to where they are, a
 
 ``name`` tells which calls of different ranks belong together. Eager calls without one are matched by their order, those
 in a graph by their place in it. ``op`` is ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``; an
-average of whole numbers is a floor division.
+average of integers is rounded towards zero.
 
 Errors: InvalidRequestError (a ValueError) where this rank's arguments cannot be right, HorovodInternalError where the
 ranks do not agree or some do not come. Out of a graph they come as ``tf.errors.InvalidArgumentError`` and

@@ -5,7 +5,8 @@ Tensors of any layout and device are taken; those which are not contiguous or no
 nor the output may be touched. A trailing underscore means in place. The others are differentiable.
 
 ``name`` tells which calls of different ranks belong together; calls without one are matched by their order. ``op`` is
-``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``; an average of whole numbers is a floor division.
+``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``. An average of integers is rounded towards zero, and
+so are integers times a factor, as in Horovod.
 
 Errors: InvalidRequestError (a ValueError) at once where this rank's arguments cannot be right, HorovodInternalError
 from the synchronizing call where the ranks do not agree or some do not come.

@@ -84,7 +84,7 @@ def _slices(low: int, high: int, size: int) -> list[slice]:
 
 
 def average_factor(dtype: DType, op: ReduceOp, postscale: float, size: int) -> float:
-    """The factor after the sum. An integer average is a floor division, made by the reduction itself."""
+    """The factor after the sum. The reduction itself divides for an integer average."""
     return postscale / size if op == ReduceOp.AVERAGE and dtype.is_floating else postscale
 
 

@@ -1272,14 +1272,15 @@ def _whole(address: int, nbytes: int, signed: int) -> int:
 
 @kernel
 def reduce_whole(sources: int, ranks: int, numel: int, nbytes: int, signed: int, divisor: int, out: int) -> None:
-    """As ``reduce``, of whole numbers of so many ``nbytes``, in 64 bits; the sum by ``divisor``, rounded down."""
+    """As ``reduce``, of integers of so many ``nbytes``, in 64 bits; the sum by ``divisor``, rounded towards zero."""
     base = TILE * cuda.blockIdx.x
     for at in range(base + cuda.threadIdx.x, min(base + TILE, numel), THREADS):
         total = _whole(load_long(sources) + nbytes * at, nbytes, signed)
         for i in range(1, ranks):
             total = wrapped(total + _whole(load_long(sources + 8 * i) + nbytes * at, nbytes, signed))
         if divisor > 1:
-            total //= divisor
+            below = total // divisor
+            total = below + 1 if total < 0 and below * divisor != total else below
         if nbytes == 8:
             store_long(out + 8 * at, total)
         elif nbytes == 4:

@@ -402,20 +402,21 @@ class ReferenceKernels:
     ) -> None:
         """Writes ``out``, which may be one of the sources.
 
-        AVERAGE of floats is SUM: its 1/n is in ``postscale``. AVERAGE of integers divides by the number of sources,
-        towards minus infinity, after a sum in 64 bits. Other integer results wrap. Factors on integers go through
-        float64 and are cut towards zero, at the type's limits at the latest.
+        AVERAGE of floats is SUM: its 1/n is in ``postscale``. AVERAGE of integers is a sum in 64 bits divided by the
+        number of sources, rounded towards zero; with a ``postscale`` it is the sum times ``postscale / n``. Other
+        integer results wrap. Factors on integers go through float64, and products are rounded towards zero and kept
+        within the type's limits.
         TypeError for an operation that the element type does not have.
         """
         reject_unsupported(dtype, op, prescale, postscale)
         with np.errstate(all="ignore"):
             parts = (_scaled(_load(source, dtype), prescale) for source in sources)
             if op == ReduceOp.AVERAGE and not dtype.is_floating:
-                mean = sum(part.astype(np.int64) for part in parts) // len(sources)
-                total: NDArray = np.asarray(mean).astype(_NUMPY_DTYPE[dtype])
+                wide = functools.reduce(np.add, (part.astype(np.int64) for part in parts))
+                total = _integer_mean(wide, len(sources), postscale, np.iinfo(_NUMPY_DTYPE[dtype]))
             else:
-                total = functools.reduce(_COMBINE[op], parts)
-            out[:] = _store(_scaled(total, postscale), dtype)
+                total = _scaled(functools.reduce(_COMBINE[op], parts), postscale)
+            out[:] = _store(total, dtype)
 
     def checksum(self, data: Bytes, part: int = WHOLE) -> int:
         """Sum of the mixed 8-byte words, of all or of a part, and of the end that is no whole word."""
@@ -738,6 +739,14 @@ def _store(total: NDArray, dtype: DType) -> Bytes:
         quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
         total = np.where(np.isnan(total), quiet, nearest)
     return total.astype(_NUMPY_DTYPE[dtype]).view(np.uint8)
+
+
+def _integer_mean(total: NDArray, ranks: int, postscale: float, limits: np.iinfo) -> NDArray:
+    """``postscale * total / ranks`` towards zero; ``total`` is int64."""
+    if postscale == 1:
+        below = total // ranks
+        return below + ((total < 0) & (below * ranks != total))
+    return np.clip(_scaled(total, postscale / ranks), limits.min, limits.max)
 
 
 def _scaled(elements: NDArray, factor: float) -> NDArray:

@@ -803,15 +803,28 @@ class TestReduce:
             assert (out.view(np.int64) == value).all()
 
     @pytest.mark.parametrize("dtype", [DType.UINT8, DType.INT8, DType.INT16, DType.INT32, DType.INT64])
-    def test_the_average_of_integers_is_a_floor_division_of_the_exact_sum(self, kernels: Kernels, dtype: DType) -> None:
+    def test_the_average_of_integers_is_the_exact_sum_divided_towards_zero(
+        self, kernels: Kernels, dtype: DType
+    ) -> None:
         numpy_dtype = np.dtype(dtype.label)
         top = np.iinfo(numpy_dtype).max if dtype != DType.INT64 else 2**40
         low = -7 if numpy_dtype.kind == "i" else 7
-        rows = np.array([[top, low, 1], [top, 2, 1], [top - 1, 0, 0]]).astype(numpy_dtype)
+        rows = np.array([[top, low, 1, low], [top, 2, 1, 1], [top - 1, 0, 0, 0]]).astype(numpy_dtype)
         out = rows[1].copy()
         sources = [rows[0].view(np.uint8), out.view(np.uint8), rows[2].view(np.uint8)]
         kernels.reduce(dtype, ReduceOp.AVERAGE, sources, 1.0, 1.0, sources[1])
-        assert out.tolist() == (rows.astype(np.int64).sum(0) // 3).tolist()
+        assert out.tolist() == [int(total / 3) for total in rows.astype(np.int64).sum(0)]
+
+    @pytest.mark.parametrize("dtype", [DType.UINT8, DType.INT8, DType.INT16, DType.INT32, DType.INT64])
+    def test_the_average_of_integers_and_a_factor_are_rounded_once(self, kernels: Kernels, dtype: DType) -> None:
+        top = np.iinfo(dtype.label).max
+        rows = np.array([[3, 1, 7, 100, 0], [0, 0, 0, 101, 1]]).astype(dtype.label)
+        out = np.empty_like(rows[0])
+        sources = [row.view(np.uint8) for row in rows]
+        kernels.reduce(dtype, ReduceOp.AVERAGE, sources, 1.0, 2.0, out.view(np.uint8))
+        assert out.tolist() == [3, 1, 7, min(201, top), 1]
+        kernels.reduce(dtype, ReduceOp.AVERAGE, sources, 0.5, 1.0, out.view(np.uint8))
+        assert out.tolist() == [0, 0, 1, 50, 0]  # each rank's own is rounded before the sum, too
 
     def test_scaled_integers_are_cut_towards_zero_and_stop_at_their_limits(self, kernels: Kernels) -> None:
         source = np.array([7, -7, 127, -128], np.int8).view(np.uint8)

@@ -29,8 +29,10 @@ class TestCollectives:
                 x = torch.arange(6).reshape(2, 3).to(dtype) + me
                 total = sum((torch.arange(6).reshape(2, 3) + rank for rank in range(size)), torch.zeros(2, 3).long())
                 assert torch.equal(hvd.allreduce(x, op=hvd.Sum), total.to(dtype))
-                mean = total // size if not dtype.is_floating_point else (total.float() * (1 / size)).to(dtype)
-                assert torch.equal(hvd.allreduce(x), mean)
+                mean = total.div(size, rounding_mode="trunc")
+                if dtype.is_floating_point:
+                    mean = total.float() * (1 / size)
+                assert torch.equal(hvd.allreduce(x), mean.to(dtype))
                 assert torch.equal(hvd.allgather(x), torch.cat([x - me + rank for rank in range(size)]))
                 assert torch.equal(hvd.broadcast(x, size - 1), x - me + size - 1)
                 assert hvd.allreduce_(x, op=hvd.Max) is x and torch.equal(x[0, 0], torch.tensor(size - 1).to(dtype))

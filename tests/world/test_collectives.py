@@ -41,7 +41,7 @@ def expected(op: int, rows: list[np.ndarray]) -> np.ndarray:
     wide = stack.astype(np.float64 if dtype.kind == "f" else np.int64)
     if op == ocomm.Average:
         if dtype.kind != "f":
-            return (wide.sum(0) // len(rows)).astype(dtype)
+            return np.trunc(wide.sum(0) / len(rows)).astype(dtype)
         work = np.dtype("float32") if dtype.itemsize == 2 else dtype
         return (wide.sum(0).astype(work) * work.type(1.0 / len(rows))).astype(dtype)
     reduce = {ocomm.Sum: wide.sum, ocomm.Min: wide.min, ocomm.Max: wide.max, ocomm.Product: wide.prod}[op]
@@ -53,6 +53,28 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 class TestAllreduce:
+    @pytest.mark.parametrize("dtype", INTEGERS)
+    def test_averages_and_factors_of_integers_are_rounded_towards_zero(self, dtype: str) -> None:
+        """In every call that reduces; those that are small go another way than those that are large."""
+        sign = 1 if dtype == "uint8" else -1
+
+        def body(session: Session) -> None:
+            for rows in (1, 9000):
+                mine = np.array([[75, 1, 3]] * 2 * rows).astype(dtype) * np.array(sign if ocomm.rank() else 0, dtype)
+                half, kept = [sign * 37, 0, sign], [sign * 75, sign, sign * 3]
+                for found in (
+                    ocomm.allreduce(mine),
+                    *ocomm.grouped_allreduce([mine, mine]),
+                    ocomm.allreduce(mine, op=ocomm.Sum, prescale_factor=0.5),
+                    ocomm.allreduce(mine, op=ocomm.Sum, postscale_factor=0.5),
+                    ocomm.reducescatter(mine),
+                    ocomm.reducescatter(mine, op=ocomm.Sum, postscale_factor=0.5),
+                ):
+                    assert (found == half).all() and found.dtype == mine.dtype, found
+                assert (ocomm.allreduce(mine, postscale_factor=2.0) == kept).all()  # 75 / 2 * 2, rounded once
+
+        run_ranks(2, body)
+
     @EVERY_SIZE
     def test_every_type_and_operation_equals_numpy(self, size: int) -> None:
         def body(session: Session) -> None:
