@@ -30,7 +30,7 @@ _HOMES = {
     ),
     "ocomm.errors": (
         "HorovodInternalError HostsUpdatedInterrupt InvalidRequestError LaunchError MismatchError NonFiniteError "
-        "NotInitializedError OcommError PeerError SettingsError StallError"
+        "NotInitializedError OcommError PeerError SettingsError StallError UnsupportedError"
     ),
     "ocomm.launch.run": "run",
     "ocomm.operations": "ProcessSet add_process_set global_process_set remove_process_set",

@@ -5,6 +5,7 @@
     |-- SettingsError (also ValueError)           an environment setting is unknown, unparsable or differs between ranks
     |-- LaunchError                               no MPI, the wrong MPI, or a launcher whose ranks MPI does not see
     |-- InvalidRequestError (also ValueError)     this rank's call cannot be right: dtype, root, splits, name in use
+    |   `-- UnsupportedError (also RuntimeError)  no tensor of this kind has the operation: Adasum of integers, say
     |-- CheckpointError (also ValueError)         a saved state is damaged, or of another model, optimizer or world
     `-- HorovodInternalError (also RuntimeError)  a collective failed; raised on every rank that waits for it
         |-- MismatchError                         ranks disagree on shape, dtype, operation, order, step, ...
@@ -36,6 +37,15 @@ class LaunchError(OcommError, RuntimeError):
 
 class InvalidRequestError(OcommError, ValueError):
     """A call which is wrong on this rank alone, found before anything is sent."""
+
+
+class UnsupportedError(InvalidRequestError, NotImplementedError):
+    """An operation that tensors of this element type, layout or shape do not have: Adasum of integers, an average of
+    bool, an allgather of a tensor without dimensions.
+
+    Horovod sends such calls and fails in all ranks with a RuntimeError, which its scripts catch; this one is raised at
+    once, and is a RuntimeError, a NotImplementedError and a ValueError.
+    """
 
 
 class CheckpointError(OcommError, ValueError):

@@ -16,7 +16,7 @@ import numpy as np
 
 from ocomm import session as sessions
 from ocomm.collectives.adasum import adasum
-from ocomm.errors import InvalidRequestError, OcommError
+from ocomm.errors import InvalidRequestError, OcommError, UnsupportedError
 from ocomm.kernels.base import Bytes
 from ocomm.negotiation.coordinator import JOIN_NAME
 from ocomm.negotiation.request import Kind, Place, Request
@@ -326,15 +326,15 @@ def _check_reduction(name: str, dtype: DType, op: int, prescale: float, postscal
             f"tensor '{name}': op={op!r} is no reduction; use Average, Sum, Adasum, Min, Max or Product."
         )
     if op == ReduceOp.ADASUM and not dtype.is_floating:
-        raise InvalidRequestError(f"tensor '{name}': Adasum needs floating-point elements, not {dtype.label}.")
+        raise UnsupportedError(f"tensor '{name}': Adasum needs floating-point elements, not {dtype.label}.")
     if dtype == DType.BOOL:
         if op == ReduceOp.AVERAGE:
-            raise InvalidRequestError(
+            raise UnsupportedError(
                 f"tensor '{name}': Average is not defined for bool; use Max or Sum (true on any rank), Min or Product "
                 "(true on all), or convert the tensor first."
             )
         if prescale != 1 or postscale != 1:
-            raise InvalidRequestError(f"tensor '{name}': a bool tensor cannot be scaled; leave out the scale factors.")
+            raise UnsupportedError(f"tensor '{name}': a bool tensor cannot be scaled; leave out the scale factors.")
     return ReduceOp(op)
 
 
@@ -342,12 +342,12 @@ def _describe(adapter: Adapter, tensor: Any, name: str) -> tuple[DType, tuple[in
     try:
         return adapter.describe(tensor)
     except TypeError as error:
-        raise InvalidRequestError(f"tensor '{name}': {error}.") from None
+        raise UnsupportedError(f"tensor '{name}': {error}.") from None
 
 
 def _need_dimension(kind: str, name: str, shape: tuple[int, ...]) -> None:
     if not shape:
-        raise InvalidRequestError(f"tensor '{name}': {kind} needs at least one dimension; reshape it to (1,).")
+        raise UnsupportedError(f"tensor '{name}': {kind} needs at least one dimension; reshape it to (1,).")
 
 
 def _names(

@@ -16,7 +16,7 @@ from ocomm.operations import ProcessSet
 from ocomm.types import ReduceOp
 from ocomm_torch import loss_scaling
 from ocomm_torch.compiling import eager
-from ocomm_torch.compression import Compressor
+from ocomm_torch.compression import UNCOMPRESSED, Compressor, has_overflowed
 from ocomm_torch.mpi_ops import TORCH
 from ocomm_torch.naming import NamesParameters
 
@@ -68,29 +68,27 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
         started = []
         for p, start in zip(trained, starts, strict=True):
             compressed, context = self._compression.compress(p.detach() - start)
-            operation = operations.allreduce(
-                self._session,
-                TORCH,
-                [compressed],
-                f"adasum.{self._names[p]}",
-                ReduceOp.ADASUM,
-                1.0,
-                1.0,
-                self._process_set,
-                False,
-                False,
-            )
-            started.append((operation, context))
+            started.append((self._combine(compressed, f"adasum.{self._names[p]}"), context))
         failure = None
         with torch.no_grad():
             for p, start, (operation, context) in zip(trained, starts, started, strict=True):
                 try:
-                    p.copy_(start + self._compression.decompress(operation.wait(), context))
+                    combined = operation.wait()
+                    if has_overflowed(self._compression, [combined], [p]):  # on all ranks, which come in this order
+                        combined = self._combine(p - start, f"adasum.{self._names[p]}{UNCOMPRESSED}").wait()
+                    else:
+                        combined = self._compression.decompress(combined, context)
+                    p.copy_(start + combined)
                 except OcommError as error:
                     failure = failure or error
         if failure is not None:
             raise failure
         return loss
+
+    def _combine(self, step: Tensor, name: str) -> operations.Operation:
+        return operations.allreduce(
+            self._session, TORCH, [step], name, ReduceOp.ADASUM, 1.0, 1.0, self._process_set, False, False
+        )
 
     # Torch wraps every optimizer class's step() to call step hooks; the wrapped optimizer's own has that already.
     step.hooked = True  # type: ignore[attr-defined]

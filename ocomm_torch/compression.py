@@ -6,6 +6,8 @@ a sign: ``allreduce`` has a way of its own for it, and training has the 1-bit op
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,10 @@ from ocomm.errors import InvalidRequestError
 
 class Compressor:
     """Two static methods; the reduction happens on what ``compress`` returns."""
+
+    #: True where a finite tensor, or the sum of some, can become infinite on the wire. It is then reduced again, as it
+    #: was before ``compress``.
+    may_overflow = False
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -56,9 +62,15 @@ class _CastCompressor(Compressor):
 
 
 class FP16Compressor(_CastCompressor):
-    """Half precision: 11 bits of mantissa, values up to 65504."""
+    """Half precision: 11 bits of mantissa, values up to 65504.
+
+    Where a reduction comes out infinite, because an element or a sum is beyond 65504, all ranks make it once more in
+    the tensor's own type. So a large gradient costs a second exchange; in Horovod it makes the parameters infinite.
+    What is infinite or NaN before it is compressed stays so, for ``GradScaler`` to find. Elements below 3e-8 become 0.
+    """
 
     wire = torch.float16
+    may_overflow = True
 
 
 class BF16Compressor(_CastCompressor):
@@ -89,3 +101,25 @@ class Compression:
     fp16 = FP16Compressor
     bf16 = BF16Compressor
     onebit = OneBitCompressor
+
+
+#: Ends the name of a tensor that is reduced again, as it was before it was compressed.
+UNCOMPRESSED = ".uncompressed"
+
+
+def has_overflowed(
+    compression: type[Compressor], reduced: Sequence[torch.Tensor], originals: Sequence[torch.Tensor]
+) -> bool:
+    """True if an element of a compressed reduction is not finite, and it may be ``compression`` that made it so.
+
+    Args:
+        reduced: Results of the reduction, before ``decompress``. The same on all ranks, and so is what is returned.
+        originals: What ``compress`` was given for each, of which the dtypes count.
+    """
+    if not getattr(compression, "may_overflow", False):  # a user's class need not be a Compressor
+        return False
+    changed = [r for r, o in zip(reduced, originals, strict=True) if r.dtype != o.dtype and r.numel()]
+    if not changed:
+        return False
+    largest = [torch.linalg.vector_norm(r.detach(), math.inf, dtype=torch.float32) for r in changed]
+    return not bool(torch.stack([norm.to(largest[0].device) for norm in largest]).isfinite().all())

@@ -56,12 +56,15 @@ def broadcast_optimizer_state(
     """Overwrites the optimizer's state and hyper-parameters with those of ``root_rank`` (a world rank).
 
     The other ranks need not have any state yet. After steps of a 1-bit optimizer all ranks load it, ``root_rank`` too:
-    errors start at zero. ``model`` is accepted as in Horovod and not needed. InvalidRequestError for LBFGS, whose state
-    is not per parameter.
+    errors start at zero. As in Horovod, parameters that have no gradient get one of zeros where an optimizer has no
+    state; unlike there, the optimizer makes no step. ``model`` is accepted as in Horovod and not needed.
+    InvalidRequestError for LBFGS, whose state is not per parameter.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidRequestError("cannot broadcast torch.optim.LBFGS state")
     is_root = sessions.current().require_topology().rank == root_rank
+    if not isinstance(optimizer, CompressedOptimizer) and not optimizer.state:
+        _make_gradients(optimizer)
     tensors: list[torch.Tensor] = []
     state: Any = optimizer.state_dict() if is_root else None
     structure = _take_out(state, tensors) if is_root else None
@@ -76,6 +79,14 @@ def broadcast_optimizer_state(
         synchronize(handle)
     if not is_root or (isinstance(optimizer, CompressedOptimizer) and state["ocomm"]["steps"]):
         optimizer.load_state_dict(state)
+
+
+def _make_gradients(optimizer: torch.optim.Optimizer) -> None:
+    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is None):
+        p.grad = torch.zeros_like(p)
+        if is_sparse:
+            p.grad = p.grad.to_sparse(1)
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ocomm import operations
 from ocomm import session as sessions
 from ocomm.api import Average, Sum
-from ocomm.errors import InvalidRequestError, OcommError
+from ocomm.errors import InvalidRequestError, OcommError, UnsupportedError
 from ocomm.kernels.base import Bytes
 from ocomm.kernels.device import DeviceMemory, is_reduced_on_devices
 from ocomm.negotiation.request import Place
@@ -32,7 +32,7 @@ from ocomm.operations import ProcessSet, choose_op, global_process_set, handles
 from ocomm.session import Session
 from ocomm.training.inside import could_be_bridged, give_up, place_of
 from ocomm.types import DType, ReduceOp
-from ocomm_torch.compression import Compression, Compressor, OneBitCompressor
+from ocomm_torch.compression import UNCOMPRESSED, Compression, Compressor, OneBitCompressor, has_overflowed
 from ocomm_torch.placement import CudaPlacement, refuse_in_a_graph
 
 _DTYPES = {
@@ -68,6 +68,8 @@ class TorchAdapter:
     """See ``operations.Adapter``."""
 
     def describe(self, tensor: Any) -> tuple[DType, tuple[int, ...]]:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"got {type(tensor).__name__}, which is no torch.Tensor")
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
             allowed = ", ".join(d.label for d in DType)
@@ -246,9 +248,17 @@ def allreduce(
     chosen = choose_op(op, average)
     if issubclass(compression, OneBitCompressor):
         return _onebit_allreduce(tensor, name, chosen, prescale_factor, postscale_factor, process_set)
+    settings = chosen, prescale_factor, postscale_factor, process_set
     compressed, context = compression.compress(tensor)
-    reduced = _Allreduce.apply(compressed, name, chosen, prescale_factor, postscale_factor, process_set)
+    reduced = _Allreduce.apply(compressed, name, *settings)
+    if has_overflowed(compression, [reduced], [tensor]):
+        return _Allreduce.apply(tensor, _again(name), *settings)
     return compression.decompress(reduced, context)
+
+
+def _again(name: str | None) -> str | None:
+    """The name of a second reduction, of what the first has sent compressed."""
+    return None if name is None else name + UNCOMPRESSED
 
 
 def _onebit_allreduce(
@@ -339,11 +349,11 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """``allreduce`` of several tensors, which are reduced when all ranks have submitted all of them."""
-    chosen = choose_op(op, average)
+    settings = choose_op(op, average), prescale_factor, postscale_factor, process_set
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = _GroupedAllreduce.apply(
-        name, chosen, prescale_factor, postscale_factor, process_set, *(compressed for compressed, _ in pairs)
-    )
+    reduced = _GroupedAllreduce.apply(name, *settings, *(compressed for compressed, _ in pairs))
+    if has_overflowed(compression, reduced, tensors):
+        return list(_GroupedAllreduce.apply(_again(name), *settings, *tensors))
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
 
@@ -371,7 +381,7 @@ def sparse_allreduce_async(
     """
     chosen = choose_op(op, None)
     if chosen not in (Average, Sum):
-        raise InvalidRequestError("a sparse allreduce has Average and Sum only.")
+        raise UnsupportedError("a sparse allreduce has Average and Sum only.")
     tensor = tensor.detach().coalesce()
     indices_name, values_name = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
     indices = allgather_async(tensor.indices().t(), indices_name, process_set)
@@ -632,9 +642,31 @@ def reducescatter(
 
     The gradient is the allgathered gradient, times the number of ranks for Sum (as in Horovod).
     """
-    compressed, context = compression.compress(tensor)
-    (part,) = _GroupedReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, False, compressed)
-    return compression.decompress(part, context)
+    (part,) = _reducescatter_compressed(
+        [tensor], name, compression, op, process_set, prescale_factor, postscale_factor, False
+    )
+    return part
+
+
+def _reducescatter_compressed(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    compression: type[Compressor],
+    op: int,
+    process_set: ProcessSet,
+    prescale: float,
+    postscale: float,
+    grouped: bool,
+) -> list[Tensor]:
+    settings = op, process_set, prescale, postscale, grouped
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    parts = _GroupedReducescatter.apply(name, *settings, *(compressed for compressed, _ in pairs))
+    if getattr(compression, "may_overflow", False):  # each rank sees its own part alone
+        found = torch.tensor([has_overflowed(compression, parts, tensors)])
+        asked = None if name is None else name + ".overflow"
+        if synchronize(allreduce_async_(found, name=asked, op=ReduceOp.MAX, process_set=process_set)):
+            return list(_GroupedReducescatter.apply(_again(name), *settings, *tensors))
+    return [compression.decompress(part, context) for part, (_, context) in zip(parts, pairs, strict=True)]
 
 
 def grouped_reducescatter(
@@ -647,11 +679,9 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """``reducescatter`` of several tensors, reduced when all ranks have submitted all of them."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    parts = _GroupedReducescatter.apply(
-        name, op, process_set, prescale_factor, postscale_factor, True, *(compressed for compressed, _ in pairs)
+    return _reducescatter_compressed(
+        tensors, name, compression, op, process_set, prescale_factor, postscale_factor, True
     )
-    return [compression.decompress(part, context) for part, (_, context) in zip(parts, pairs, strict=True)]
 
 
 # Waiting

@@ -49,6 +49,11 @@ class NamesParameters(torch.optim.Optimizer):
     #: Ends every name.
     _ending: str
 
+    @property
+    def _parameter_names(self) -> dict[Tensor, str]:
+        """Horovod's, which scripts read: the user's names of the parameters, or ``allreduce.noname.<position>``."""
+        return {p: name.removesuffix(self._ending) for p, name in self._names.items()}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's. All ranks add the same; new parameters are named by their position."""
         super().add_param_group(param_group)

@@ -30,7 +30,7 @@ from ocomm.training.comparison import StepComparison
 from ocomm.types import ReduceOp
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.compiling import eager, leave_hooks_alone
-from ocomm_torch.compression import Compression, Compressor, OneBitCompressor
+from ocomm_torch.compression import UNCOMPRESSED, Compression, Compressor, OneBitCompressor, has_overflowed
 from ocomm_torch.mpi_ops import adapter_of, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters, names_of
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
@@ -50,23 +50,33 @@ _OF_ANOTHER = (
 class _Exchange:
     """Gradients under way together: a bucket, or a group."""
 
-    __slots__ = ("_done", "_error", "_finish")
+    __slots__ = ("_error", "_finish", "_settle")
 
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
-        self._done = False
+    def __init__(self, finish: Callable[[], None], settle: Callable[[], None] | None = None) -> None:
+        self._settle = settle
+        self._finish: Callable[[], None] | None = finish
         self._error: OcommError | None = None
+
+    def settle(self) -> None:
+        """Waits for what was sent, and sends it again if need be. All exchanges settle before any is delivered, because
+        ranks deliver them in different orders."""
+        if self._settle is not None:
+            settle, self._settle = self._settle, None
+            self._try(settle)
 
     def deliver(self) -> None:
         """Waits, and writes the result into ``grad``, once: later changes of the gradient are the user's."""
-        if not self._done:
-            self._done = True
-            try:
-                self._finish()
-            except OcommError as error:
-                self._error = error
+        if self._finish is not None and self._error is None:
+            finish, self._finish = self._finish, None
+            self._try(finish)
         if self._error is not None:
             raise self._error
+
+    def _try(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except OcommError as error:
+            self._error = error
 
 
 class _DistributedOptimizer(NamesParameters):
@@ -201,9 +211,13 @@ class _DistributedOptimizer(NamesParameters):
         """Waits only if this rank's step is complete: what is missing elsewhere may need this rank to go on."""
         self._callback_queued = False
         if all(p in self._exchanges for p in self._hooked if p.requires_grad):
-            # An error here would come out of backward(); synchronize() raises it again.
-            with contextlib.suppress(OcommError):
-                self._deliver()
+            self._settle()
+            torch.autograd.Variable._execution_engine.queue_callback(self._deliver_in_backward)
+
+    def _deliver_in_backward(self) -> None:
+        # An error here would come out of backward(); synchronize() raises it again.
+        with contextlib.suppress(OcommError):
+            self._deliver()
 
     def _collect(self, p: Tensor) -> None:
         """Puts a parameter that is in no group into the bucket, and submits that when it is full."""
@@ -247,15 +261,53 @@ class _DistributedOptimizer(NamesParameters):
 
     def _start(self, parameters: tuple[Tensor, ...], grads: list[Tensor]) -> _Exchange:
         pairs = [self._compression.compress(grad) for grad in grads]
-        is_group = parameters[0] in self._group_of
         tensors = [compressed for compressed, _ in pairs]
+        prepared = self._prepare(parameters, tensors, "")
+        self._copied.append(prepared)
+        versions = [grad._version for grad in grads]
+        watched = [p.grad for p in parameters]
+        watch(watched)
+        self._submit_copied(wait=False)
+        changed: list[Tensor] = []
+        again: operations.Operation | None = None
+
+        def settle() -> None:
+            nonlocal again
+            release(watched)
+            changed.extend(p for p, g, v in zip(parameters, grads, versions, strict=True) if g._version != v)
+            prepared.submit().wait()
+            if has_overflowed(self._compression, tensors, grads):
+                again = self._prepare(parameters, grads, UNCOMPRESSED).submit()
+
+        def finish() -> None:
+            if again is not None:
+                again.wait()
+            if changed:
+                raise InvalidRequestError(
+                    f"the gradient of '{self._names[changed[0]]}' was changed while it was being averaged. backward() "
+                    "waits for averages only where it reaches every parameter: else call optimizer.synchronize() "
+                    "before you clip or change gradients."
+                )
+            for p, grad, (compressed, context) in zip(parameters, grads, pairs, strict=True):
+                if again is None:
+                    reduced = self._compression.decompress(compressed, context)
+                    if reduced.data_ptr() != grad.data_ptr():
+                        grad.copy_(reduced)
+                if isinstance(self, torch.optim.SparseAdam):  # takes no others
+                    p.grad = grad.to_sparse(1)
+
+        return _Exchange(finish, settle)
+
+    def _prepare(self, parameters: tuple[Tensor, ...], tensors: list[Tensor], ending: str) -> operations.Prepared:
+        """The allreduce of ``tensors`` in place, by the names of ``parameters`` with ``ending``."""
+        is_group = parameters[0] in self._group_of
         factors = self._prescale, self._postscale
         adapter, place = adapter_of(self._session, tensors, self._op, factors, self._process_set)
-        prepared = operations.prepare_allreduce(
+        return operations.prepare_allreduce(
             self._session,
             adapter,
             tensors,
-            self._names[parameters[0]] if is_group else [self._names[p] for p in parameters],
+            self._names[parameters[0]] + ending if is_group else [self._names[p] + ending for p in parameters],
             self._op,
             self._prescale,
             self._postscale,
@@ -264,28 +316,6 @@ class _DistributedOptimizer(NamesParameters):
             is_group,
             place,
         )
-        self._copied.append(prepared)
-        versions = [grad._version for grad in grads]
-        watched = [p.grad for p in parameters]
-        watch(watched)
-        self._submit_copied(wait=False)
-
-        def finish() -> None:
-            release(watched)
-            changed = [p for p, g, version in zip(parameters, grads, versions, strict=True) if g._version != version]
-            prepared.submit().wait()
-            if changed:
-                raise InvalidRequestError(
-                    f"the gradient of '{self._names[changed[0]]}' was changed while it was being averaged. backward() "
-                    "waits for averages only where it reaches every parameter: else call optimizer.synchronize() "
-                    "before you clip or change gradients."
-                )
-            for grad, (compressed, context) in zip(grads, pairs, strict=True):
-                reduced = self._compression.decompress(compressed, context)
-                if reduced.data_ptr() != grad.data_ptr():
-                    grad.copy_(reduced)
-
-        return _Exchange(finish)
 
     def _submit_copied(self, wait: bool) -> None:
         """Submits what has come to the host's memory by now, or, with ``wait``, all that is on its way there."""
@@ -339,11 +369,18 @@ class _DistributedOptimizer(NamesParameters):
             return
         for exchange in exchanges.values():  # in the middle of backward the others are not there yet
             assert exchange is not None
+            exchange.settle()
             exchange.deliver()
 
-    def _deliver(self) -> None:
+    def _settle(self) -> None:
         self._submit_bucket()
         self._submit_copied(wait=True)
+        for exchange in dict.fromkeys(self._exchanges.values()):
+            assert exchange is not None
+            exchange.settle()
+
+    def _deliver(self) -> None:
+        self._settle()
         failure = None
         for exchange in dict.fromkeys([*self._exchanges.values(), *([self._compared] if self._compared else [])]):
             assert exchange is not None
@@ -493,8 +530,9 @@ def DistributedOptimizer(
     passes whose gradients are summed before they are averaged. ``gradient_predivide_factor``: divides before the sum,
     the rest of the average after it. ``groups``: a number of groups, or lists of parameters, that are exchanged only
     when complete. ``num_groups``: Horovod's older name for it. ``sparse_as_dense``: sparse gradients become dense ones
-    instead of being gathered. With ``op=Adasum`` the wrapped optimizer steps on this rank's own gradients, and what the
-    steps changed is combined by Adasum; ``groups`` and ``sparse_as_dense`` then mean nothing.
+    instead of being gathered; SparseAdam, which takes no others, gets the averages as sparse ones again. With
+    ``op=Adasum`` the wrapped optimizer steps on this rank's own gradients, and what the steps changed is combined by
+    Adasum; ``groups`` and ``sparse_as_dense`` then mean nothing.
 
     Raises InvalidRequestError (a ValueError) for what cannot be right. Later, ``step()`` and ``synchronize()`` raise
     HorovodInternalError if an exchange failed.

@@ -25,11 +25,12 @@ def adasum(rows: Sequence[Bytes], dtype: DType, prescale: float, postscale: floa
     ``prescale`` multiplies every input, ``postscale`` the result. float64 is computed in float64, the others in
     float32, dot products always in float64; rounded once, at the end. The bits depend on ``rows`` alone.
     """
-    terms = [_load(row, dtype) * _factor(dtype, prescale) for row in rows]
-    while len(terms) > 1:
-        pairs = [_pair(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
-        terms = [*pairs, *terms[len(pairs) * 2 :]]
-    out[:] = _store(terms[0] * _factor(dtype, postscale), dtype)
+    with np.errstate(all="ignore"):  # what is not finite comes out as such
+        terms = [_load(row, dtype) * _factor(dtype, prescale) for row in rows]
+        while len(terms) > 1:
+            pairs = [_pair(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
+            terms = [*pairs, *terms[len(pairs) * 2 :]]
+        out[:] = _store(terms[0] * _factor(dtype, postscale), dtype)
 
 
 def _factor(dtype: DType, factor: float) -> np.floating:

@@ -22,7 +22,15 @@ from ocomm.collectives.engine import Engine, State, Ticket
 from ocomm.collectives.plan import Plan, Stage
 from ocomm.collectives.scratch import Scratch, aligned
 from ocomm.collectives.tracing import activities
-from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, OcommError, PeerError, StallError
+from ocomm.errors import (
+    HorovodInternalError,
+    InvalidRequestError,
+    MismatchError,
+    OcommError,
+    PeerError,
+    StallError,
+    UnsupportedError,
+)
 from ocomm.kernels.base import view
 from ocomm.kernels.device import DeviceArray
 from ocomm.kernels.reference import reject_unsupported
@@ -593,7 +601,8 @@ def neutral(dtype: DType, op: ReduceOp, numel: int) -> Bytes:
 
 
 def check_reduction(request: Request) -> None:
-    """InvalidRequestError for a reduction which the element type does not have, or factors that are no numbers."""
+    """UnsupportedError for a reduction which the element type does not have, InvalidRequestError for factors that are
+    no numbers."""
     if type(request.prescale) is not float or type(request.postscale) is not float:
         try:
             struct.pack("dd", request.prescale, request.postscale)
@@ -609,7 +618,7 @@ def check_reduction(request: Request) -> None:
         try:
             reject_unsupported(request.dtype, request.op, request.prescale, request.postscale)
         except TypeError as error:
-            raise InvalidRequestError(f"tensor '{request.name}': {error}.") from None
+            raise UnsupportedError(f"tensor '{request.name}': {error}.") from None
 
 
 def split_rows(rows: int, size: int) -> list[int]:

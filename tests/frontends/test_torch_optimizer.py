@@ -232,6 +232,28 @@ class TestUnevenGradients:
 
         assert run_ranks(2, body) == [[-1.0, -1.0, -2.0, 0.0]] * 2
 
+    def test_sparse_adam_gets_sparse_gradients_however_they_were_sent(self) -> None:
+        def body(session: Session) -> list[Any]:
+            results = []
+            for as_dense, groups in ((False, None), (True, None), (True, 1)):
+                embedding = torch.nn.Embedding(5, 2, sparse=True)
+                embedding.weight.data.fill_(1.0)
+                inner = torch.optim.SparseAdam(embedding.parameters(), lr=0.1)
+                optimizer = hvd.DistributedOptimizer(
+                    inner, embedding.named_parameters(), groups=groups, sparse_as_dense=as_dense
+                )
+                for step in range(3):
+                    optimizer.zero_grad()
+                    if hvd.rank() == 0 or step == 0:  # rank 1 has no gradient later
+                        embedding(torch.tensor([hvd.rank(), 2])).sum().backward()
+                    optimizer.step()
+                results.append(embedding.weight.detach().clone())
+            return results
+
+        sent, *others = itertools.chain(*run_ranks(2, body))
+        assert all(torch.equal(sent, other) for other in others) and len(others) == 5
+        assert (sent[3:] == 1).all() and (sent[:3] < 1).all()
+
     def test_a_missing_sparse_gradient_counts_as_no_rows(self) -> None:
         def body(session: Session) -> Any:
             embedding = torch.nn.Embedding(4, 2, sparse=True)
