@@ -21,7 +21,7 @@ ffibuilder.set_source(
     sources=["native/tf_exchange.c"],
     depends=["native/tf_exchange.h"],
     include_dirs=["native"],
-    extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra"],
+    extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra", "-Werror=vla"],
     extra_link_args=["-pthread", "-ldl"],
     py_limited_api=True,
 )

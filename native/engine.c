@@ -6,6 +6,7 @@
 #include "pool.h"
 
 #include <errno.h>
+#include <limits.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
@@ -31,6 +32,7 @@ typedef int (*isend_fn)(const void *, int, intptr_t, int, int, intptr_t, void *)
 typedef int (*irecv_fn)(void *, int, intptr_t, int, int, intptr_t, void *);
 typedef int (*testsome_fn)(int, void *, int *, int *, void *);
 typedef int (*iprobe_fn)(int, int, intptr_t, int *, void *);
+typedef int (*get_count_fn)(const void *, intptr_t, int *);
 
 typedef struct {
     ocomm_plan *plan;
@@ -55,12 +57,14 @@ struct ocomm_channel {
     ocomm_plan *head, *tail; /* plans with segments not yet started or not yet done, oldest first */
     slot *slots;             /* `window` segments in flight */
     int32_t *owed;           /* per rank: messages not yet here of the stages that segments are in now */
+    ocomm_plan *misfit;      /* a message for it was too short; NULL: none was */
+    int32_t misfit_peer;     /* who has sent that */
 };
 
 typedef struct {
     ocomm_channel *channel;
     slot *slot;
-    int32_t stage, peer, receive;
+    int32_t stage, peer, receive, nbytes;
 } flight;
 
 struct ocomm_engine {
@@ -270,7 +274,7 @@ int ocomm_plan_wait(ocomm_engine *engine, ocomm_plan *plan, int64_t timeout_ns) 
     engine->waiters++;
     if (engine->napping)
         pthread_cond_signal(&engine->submitted);
-    while (plan->state < OCOMM_DONE && pthread_cond_timedwait(&engine->finished, &engine->lock, &end) != ETIMEDOUT)
+    while (__atomic_load_n(&plan->state, __ATOMIC_ACQUIRE) < OCOMM_DONE && pthread_cond_timedwait(&engine->finished, &engine->lock, &end) != ETIMEDOUT)
         ;
     int state = plan->state;
     engine->waiters--;
@@ -537,6 +541,8 @@ static int post(ocomm_channel *channel, slot *s, int32_t stage, const ocomm_mess
     void *request = engine->requests + (size_t)engine->request_count * (size_t)engine->mpi.handle_nbytes;
     int tag = (int)(s->sequence % TAGS) * STAGES_PER_TAG + stage;
     int error;
+    if (message->nbytes < 0 || message->nbytes > INT_MAX)
+        return -1; /* no count of MPI's; plans with such messages are refused when they are prepared */
     if (message->receive)
         error = ((irecv_fn)engine->mpi.irecv)((void *)(intptr_t)message->address, (int)message->nbytes,
                                               engine->mpi.byte_type, message->peer, tag, channel->communicator, request);
@@ -551,6 +557,7 @@ static int post(ocomm_channel *channel, slot *s, int32_t stage, const ocomm_mess
     f->stage = stage;
     f->peer = message->peer;
     f->receive = message->receive;
+    f->nbytes = (int32_t)message->nbytes;
     s->stage_left[stage]++;
     if (!message->receive) {
         engine->counters.bytes_sent += message->nbytes;
@@ -768,7 +775,7 @@ static int fill_window(ocomm_channel *channel) {
         s->segment = plan->segments_started++;
         s->sequence = channel->sequence++;
         if (s->segment == 0)
-            plan->state = OCOMM_ACTIVE;
+            __atomic_store_n(&plan->state, OCOMM_ACTIVE, __ATOMIC_RELAXED);
         moved = 1;
         int error = 0;
         /* receives of all stages first: a peer may be a stage ahead, and its message then needs no copy */
@@ -787,6 +794,15 @@ static int fill_window(ocomm_channel *channel) {
         }
     }
     return moved;
+}
+
+/* Was the i-th message that MPI has reported as long as it should be? A longer one is an error of MPI's, a shorter one is
+ * none to MPI. */
+static int is_whole(ocomm_engine *engine, const flight *f, int i) {
+    int count = -1;
+    const void *status = engine->statuses + (size_t)i * (size_t)engine->mpi.status_nbytes;
+    return !f->receive ||
+           (!((get_count_fn)engine->mpi.get_count)(status, engine->mpi.byte_type, &count) && count == f->nbytes);
 }
 
 static int poll_requests(ocomm_engine *engine) {
@@ -809,6 +825,10 @@ static int poll_requests(ocomm_engine *engine) {
         f->slot->stage_left[f->stage]--;
         if (f->receive && f->stage == f->slot->stage)
             owe(f->channel, f->peer, -1);
+        if (!is_whole(engine, f, i)) {
+            f->channel->misfit = f->slot->plan; /* which ends it before any segment goes on */
+            f->channel->misfit_peer = f->peer;
+        }
         f->peer = -1;
     }
     int32_t kept = 0;
@@ -917,9 +937,14 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
             moved |= came = polled > 0;
             for (int32_t i = 0; i < channels && !engine->failed; i++) {
                 ocomm_channel *channel = engine->channels[i];
-                if (channel->abandoned && !channel->failed)
+                pthread_mutex_lock(&engine->lock);
+                const int abandoned = channel->abandoned, idle = !channel->head;
+                pthread_mutex_unlock(&engine->lock);
+                if (channel->misfit && !channel->failed)
+                    fail_channel(channel, channel->misfit, OCOMM_WRONG_SIZE, channel->misfit_peer);
+                else if (abandoned && !channel->failed)
                     fail_channel(channel, NULL, OCOMM_ABORTED, 0);
-                if (!channel->head)
+                if (idle || channel->failed)
                     continue;
                 moved |= step_channel(channel);
                 pthread_mutex_lock(&engine->lock);

@@ -159,7 +159,7 @@ void ocomm_triad(ocomm_pool *pool, float *y, const float *x, const float *z, flo
 /* MPI as the engine sees it: entry points of the loaded library and the sizes of its types. Handles travel as intptr_t
  * (pointers in Open MPI, ints in MPICH), so one build serves every MPI. */
 typedef struct {
-    void *isend, *irecv, *testsome, *iprobe;
+    void *isend, *irecv, *testsome, *iprobe, *get_count;
     intptr_t byte_type;
     int32_t handle_nbytes;
     int32_t status_nbytes;
@@ -171,7 +171,7 @@ enum { OCOMM_COPY, OCOMM_REDUCE, OCOMM_COMPRESS, OCOMM_COMPRESS_MOMENTUM, OCOMM_
        OCOMM_CHECK, OCOMM_PACK, OCOMM_COMPRESS_UPDATE, OCOMM_QUANTIZE, OCOMM_QUANTIZED_AVERAGE,
        OCOMM_SOFT_SIGN, OCOMM_PLACE, OCOMM_COMPRESS_SIGNS, OCOMM_OFFLOAD, OCOMM_COPY_IN, OCOMM_COPY_OUT };
 enum { OCOMM_QUEUED, OCOMM_ACTIVE, OCOMM_DONE, OCOMM_MISMATCH, OCOMM_MPI_ERROR, OCOMM_TIMED_OUT, OCOMM_ABORTED,
-       OCOMM_TASK_ERROR };
+       OCOMM_TASK_ERROR, OCOMM_WRONG_SIZE };
 enum { OCOMM_WOKEN = 1, OCOMM_COMPLETED = 2, OCOMM_CONTROL = 4, OCOMM_FAILED = 8 };
 
 typedef struct {
@@ -226,7 +226,7 @@ typedef struct ocomm_plan {
     int64_t *trace;             /* NULL, or three times per stage: it begins, its messages are out, they are over */
     /* written by the engine, read once state is OCOMM_DONE or later */
     int32_t state;
-    int32_t error;              /* MPI error code, or the rank whose header differs */
+    int32_t error;              /* MPI error code, or the rank whose header or message differs */
     int32_t error_segment;      /* the segment in which it does */
     int32_t culprit;            /* 1 + that rank while others still have to hear of it through us; 0: none */
     int64_t disagreed_ns;

@@ -34,6 +34,7 @@ typedef struct {
     void (*invoker)(const void *functor);
 } callback;
 enum { DESTROY = 3 };
+enum { RESOURCE_EXHAUSTED = 8 }; /* of TF_Code */
 /* tensorflow::ThreadPoolDevice::ComputeAsync(AsyncOpKernel*, OpKernelContext*, std::function<void()>) */
 #define PROOF_OF_CALLBACK                                                                                              \
     "_ZN10tensorflow16ThreadPoolDevice12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpKernelContextESt8functionIFvvEE"
@@ -116,6 +117,12 @@ static void *create(TF_OpKernelConstruction *construction, int gathers) {
     TF_OpKernelConstruction_GetAttrSize(construction, "nbytes", &known, &total, status);
     size_t start = (sizeof(kernel) + name.len + 7) / 8 * 8;
     kernel *self = malloc(start + (size_t)(known < 0 ? 0 : known) * sizeof(int64_t));
+    if (!self) {
+        TF_SetStatus(status, RESOURCE_EXHAUSTED, "ocomm: no memory for an operation");
+        TF_OpKernelConstruction_Failure(construction, status);
+        TF_DeleteStatus(status);
+        return NULL;
+    }
     self->gathers = gathers;
     self->known = known;
     self->nbytes = (int64_t *)((char *)self + start);
@@ -156,13 +163,23 @@ static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
     TF_Status *status = TF_NewStatus();
     int count = TF_NumInputs(context) - self->gathers, got = 0;
     size_t dimensions = 0;
-    TF_Tensor *inputs[count + 1];
-    for (; got < count; got++) {
+    TF_Tensor **inputs = calloc((size_t)count + 1, sizeof *inputs);
+    for (; inputs && got < count; got++) {
         TF_GetInput(context, got, &inputs[got], status);
         if (TF_GetCode(status)) break;
         dimensions += (size_t)TF_NumDims(inputs[got]);
     }
-    execution *e = calloc(1, sizeof *e + (size_t)count * sizeof(ocomm_tf_tensor) + dimensions * sizeof(int64_t));
+    execution *e = NULL;
+    if (inputs) e = calloc(1, sizeof *e + (size_t)count * sizeof(ocomm_tf_tensor) + dimensions * sizeof(int64_t));
+    if (!e) {
+        for (int i = 0; i < got; i++) TF_DeleteTensor(inputs[i]);
+        free(inputs);
+        TF_SetStatus(status, RESOURCE_EXHAUSTED, "ocomm: no memory for a collective");
+        TF_OpKernelContext_Failure(context, status);
+        TF_DeleteStatus(status);
+        done->invoker(done); /* the caller's, which it destroys */
+        return;
+    }
     e->context = context;
     e->work.call = self->call;
     e->work.name = self->name;
@@ -171,6 +188,7 @@ static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
     e->work.tensors = (ocomm_tf_tensor *)(e + 1);
     int64_t *shapes = (int64_t *)(e->work.tensors + count);
     for (int i = 0; i < got; i++) locate(e, i, inputs[i], self->gathers, &shapes, status);
+    free(inputs);
     e->work.is_known = count > 0 && self->known == count;
     for (int i = 0; i < count && e->work.is_known; i++) e->work.is_known = e->work.tensors[i].nbytes == self->nbytes[i];
     if (self->gathers && !TF_GetCode(status)) {
@@ -205,9 +223,14 @@ static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
 static ocomm_tf_batch batch;
 static struct timespec paced;
 
-static intptr_t *resized(intptr_t *array, int64_t count) { return realloc(array, (size_t)count * sizeof *array); }
+static int enlarge(intptr_t **array, int64_t count) {
+    intptr_t *larger = realloc(*array, (size_t)count * sizeof **array);
+    if (larger) *array = larger;
+    return larger != NULL;
+}
 
-static void describe(ocomm_tf_work *works) {
+/* Returns 0 if there is no memory for that. */
+static int describe(ocomm_tf_work *works) {
     static int64_t work_room, tensor_room;
     batch.count = batch.tensors = 0;
     for (ocomm_tf_work *work = works; work; work = work->next) {
@@ -215,15 +238,14 @@ static void describe(ocomm_tf_work *works) {
         batch.tensors += work->is_known ? work->count : 0;
     }
     if (batch.count > work_room) {
-        work_room = 2 * batch.count;
-        batch.works = resized(batch.works, work_room);
-        batch.calls = resized(batch.calls, work_room);
-        batch.counts = resized(batch.counts, work_room);
+        const int64_t room = 2 * batch.count;
+        if (!enlarge(&batch.works, room) || !enlarge(&batch.calls, room) || !enlarge(&batch.counts, room)) return 0;
+        work_room = room;
     }
     if (batch.tensors > tensor_room) {
-        tensor_room = 2 * batch.tensors;
-        batch.inputs = resized(batch.inputs, tensor_room);
-        batch.outputs = resized(batch.outputs, tensor_room);
+        const int64_t room = 2 * batch.tensors;
+        if (!enlarge(&batch.inputs, room) || !enlarge(&batch.outputs, room)) return 0;
+        tensor_room = room;
     }
     int64_t at = 0, tensor = 0;
     for (ocomm_tf_work *work = works; work; work = work->next, at++) {
@@ -235,6 +257,7 @@ static void describe(ocomm_tf_work *works) {
             batch.outputs[tensor] = (intptr_t)work->tensors[i].output;
         }
     }
+    return 1;
 }
 
 static struct timespec after(struct timespec time, int64_t nanoseconds) {
@@ -263,7 +286,14 @@ const ocomm_tf_batch *ocomm_tf_take(double seconds, double pace) {
     pthread_mutex_unlock(&lock);
     clock_gettime(CLOCK_MONOTONIC, &now);
     paced = after(now, (int64_t)(pace * 1e9));
-    describe(work);
+    if (!describe(work)) {
+        batch.count = batch.tensors = 0;
+        for (ocomm_tf_work *next; work; work = next) {
+            const intptr_t one = (intptr_t)work;
+            next = work->next;
+            ocomm_tf_finish(&one, 1, RESOURCE_EXHAUSTED, "ocomm: no memory for a batch of collectives");
+        }
+    }
     return &batch;
 }
 

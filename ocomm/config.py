@@ -42,6 +42,16 @@ def _positive(text: str) -> int:
     return number
 
 
+def _at_most(limit: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        number = _positive(text)
+        if number > limit:
+            raise ValueError(f"must be at most {limit}")
+        return number
+
+    return parse
+
+
 def _duration(text: str) -> float:
     number = float(text)
     if not 0 <= number < float("inf"):
@@ -70,6 +80,11 @@ def _timeline(text: str) -> str:
     return "" if text == "DYNAMIC" else text  # Horovod's word for: not yet, but start_timeline() may be called
 
 
+#: MPI counts the bytes of a message in an int, and a message can be a little more than a segment.
+MOST_SEGMENT_NBYTES = 2**30
+#: Segments in flight at once need tags of their own, of which MPI promises 32768: 16 for each segment.
+MOST_WINDOW = 2047
+
 #: Settings that autotuning changes, unless the environment gives them a value.
 TUNABLE = tuple(SPACE)
 
@@ -79,8 +94,8 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "DISABLE_GROUP_FUSION": ("group_fusion", lambda text: not _flag(text), True),
     "CYCLE_TIME": ("cycle_time_ms", _duration, True),
     "CACHE_CAPACITY": ("cache_capacity", _count, True),
-    "SEGMENT_BYTES": ("segment_nbytes", _positive, False),
-    "WINDOW": ("window", _positive, False),
+    "SEGMENT_BYTES": ("segment_nbytes", _at_most(MOST_SEGMENT_NBYTES), False),
+    "WINDOW": ("window", _at_most(MOST_WINDOW), False),
     "HIERARCHICAL_ALLREDUCE": ("hierarchical_allreduce", _flag, True),
     "DIRECT_PEERS": ("direct_peers", _positive, False),
     "SCRATCH_BYTES": ("scratch_nbytes", _count, False),

@@ -29,6 +29,7 @@ class State(enum.IntEnum):
     TIMED_OUT = 5
     ABORTED = 6
     TASK_ERROR = 7  # an ``Offload`` has raised
+    WRONG_SIZE = 8  # a message was shorter than it should be
 
 
 class Reason(enum.IntFlag):
@@ -51,7 +52,7 @@ class Ticket(Protocol):
 
     @property
     def error(self) -> int:
-        """The rank whose header differs (MISMATCH), or MPI's error code (MPI_ERROR)."""
+        """The rank whose header (MISMATCH) or message (WRONG_SIZE) differs, or MPI's error code (MPI_ERROR)."""
         ...
 
     @property

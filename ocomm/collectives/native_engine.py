@@ -16,6 +16,7 @@ from ocomm.collectives import plan as plans
 from ocomm.collectives.engine import Reason, State, require_open
 from ocomm.collectives.plan import Plan
 from ocomm.collectives.tracing import Trace, new_trace, record
+from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import NOTHING, Table
 from ocomm.kernels.cpu import Pool, pointer_to
 from ocomm.telemetry.timeline import Timeline
@@ -25,6 +26,9 @@ from ocomm.types import Location
 _OP = np.dtype([("code", np.int64), ("a", np.int64, 14), ("f", np.float64, 2)])
 _MESSAGE = np.dtype([("address", np.int64), ("nbytes", np.int64), ("peer", np.int32), ("receive", np.int32)])
 _STAGES_PER_SEGMENT = 16  # as STAGES_PER_TAG in engine.c
+_LARGEST_NBYTES = 2**31 - 1  # MPI counts in ints
+#: Plans which had messages under way when their engine was closed: MPI may still write to their buffers.
+_unfinished: list[_Prepared] = []
 
 
 _INTPTR = ffi.typeof("intptr_t")
@@ -200,6 +204,11 @@ class _Prepared:
                 )
         self.ops = np.array(compiler.ops, _OP)
         self.messages = np.array(compiler.messages, _MESSAGE)
+        if len(self.messages) and (largest := int(self.messages["nbytes"].max())) > _LARGEST_NBYTES:
+            raise InvalidRequestError(
+                f"{plan.name}: a message of {largest} bytes is more than MPI can send at once, {_LARGEST_NBYTES}; "
+                "choose a smaller OCOMM_SEGMENT_BYTES."
+            )
         self.stages = np.array(stages, np.int32).reshape(-1)
         self.segments = np.array(segments, np.int32).reshape(-1)
         self.pointers = compiler.keep
@@ -256,6 +265,11 @@ class NativeTicket:
     @property
     def bytes_bridged(self) -> int:
         return self._prepared.bytes_bridged
+
+    @property
+    def left_under_way(self) -> _Prepared | None:
+        """What the network may still write to, though the plan is over or will not go on; None: nothing."""
+        return self._prepared if self._row.segments_started and self._row.state != State.DONE else None
 
     @property
     def state(self) -> State:
@@ -323,7 +337,7 @@ class NativeEngine:
         mpi = ffi.NULL
         if abi is not None:
             mpi = ffi.new("ocomm_mpi *")
-            for name in ("isend", "irecv", "testsome", "iprobe"):
+            for name in ("isend", "irecv", "testsome", "iprobe", "get_count"):
                 setattr(mpi, name, ffi.cast("void *", getattr(abi, name)))
             for name in ("byte_type", "handle_nbytes", "status_nbytes", "any_source", "undefined"):
                 setattr(mpi, name, getattr(abi, name))
@@ -395,4 +409,5 @@ class NativeEngine:
         self.is_closed = True
         self.fail()
         with self._lock:
-            self._alive.clear()  # a cycle through the engine
+            alive, self._alive = self._alive, []  # a cycle through the engine
+        _unfinished.extend(prepared for ticket in alive if (prepared := ticket.left_under_way) is not None)

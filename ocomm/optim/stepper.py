@@ -52,7 +52,14 @@ _INQUEST = 2
 #: Flags with which a step is exchanged once more, and with which it is over.
 _AGAIN, _OVER = int(Flag.CHANGED | Flag.UNHANDED), int(Flag.SKIP | Flag.RAISED)
 #: States of failed plans: causes before what they bring about.
-_FAILURES = (State.MISMATCH, State.TIMED_OUT, State.MPI_ERROR, State.TASK_ERROR, State.ABORTED)
+_FAILURES = (
+    State.MISMATCH,
+    State.WRONG_SIZE,
+    State.TIMED_OUT,
+    State.MPI_ERROR,
+    State.TASK_ERROR,
+    State.ABORTED,
+)
 
 
 class Verdict(enum.Enum):
@@ -782,6 +789,11 @@ class Stepper:
             late = [self.ranks[rank] for rank in self.channel.waiting_for()]
             why = f"rank(s) {late} have not sent their part" if late else f"{self.core.kernels.name} does not end"
             raise StallError(f"{self.name}: step {self.step + 1} was not over after {self.timeout_s:.0f} s; {why}.")
+        if state == State.WRONG_SIZE:
+            raise MismatchError(
+                f"{self.name}: rank {self.ranks[ticket.error]} sent a message that is too short in step "
+                f"{self.step + 1}. All ranks must run the same version of ocomm with the same settings."
+            )
         if state == State.TASK_ERROR:
             cause = next(iter(ticket.plan.failures()), None)
             raise HorovodInternalError(f"{self.name}: the device failed in step {self.step + 1}: {cause}") from cause

@@ -573,6 +573,11 @@ class ProcessSet:
         if ticket.state == State.TIMED_OUT:
             late = [self.ranks[rank] for rank in self._channel.waiting_for()]
             return StallError(f"{what}: no end after {self.settings.stall_shutdown_s:.0f} s; waits for ranks {late}.")
+        if ticket.state == State.WRONG_SIZE:
+            return HorovodInternalError(
+                f"{what}: rank {self.ranks[ticket.error]} sent a message that is too short. All ranks must run the "
+                "same version of ocomm with the same settings."
+            )
         if ticket.state == State.TASK_ERROR:
             cause = next(iter(ticket.plan.failures()), None)
             return HorovodInternalError(f"{what}: the device failed: {cause}")

@@ -165,6 +165,7 @@ class MpiAbi:
     irecv: int
     testsome: int
     iprobe: int
+    get_count: int
     byte_type: int
     handle_nbytes: int
     status_nbytes: int
@@ -192,6 +193,7 @@ def abi() -> MpiAbi:
         irecv=address("MPI_Irecv"),
         testsome=address("MPI_Testsome"),
         iprobe=address("MPI_Iprobe"),
+        get_count=address("MPI_Get_count"),
         byte_type=_handle(mpi, mpi.BYTE),
         handle_nbytes=mpi._sizeof(mpi.Request),
         status_nbytes=mpi._sizeof(mpi.Status),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +38,7 @@ from ocomm.collectives.plan import (
 from ocomm.collectives.python_engine import PythonEngine, PythonTicket
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import Layout, TensorSpec
-from ocomm.errors import NotInitializedError
+from ocomm.errors import InvalidRequestError, NotInitializedError
 from ocomm.kernels.base import NOISE, NOTHING, OWNERS, RUN, TENSOR, WHOLE
 from ocomm.kernels.cpu import CpuKernels, Pool
 from ocomm.kernels.reference import ReferenceKernels
@@ -49,7 +51,7 @@ _INT, _PTR, _HANDLE = ctypes.c_int, ctypes.c_void_p, ctypes.c_ssize_t
 
 
 class CallbackMpi:
-    """The four MPI functions which the engine calls, over local transports: one rank's ``MpiAbi``."""
+    """The five MPI functions which the engine calls, over local transports: one rank's ``MpiAbi``."""
 
     byte_type, handle_nbytes, status_nbytes, any_source, undefined = 0, 8, 24, -1, -32766
 
@@ -58,11 +60,17 @@ class CallbackMpi:
         self.requests: dict[int, tuple[LocalTransport, Any]] = {}
         self.made = 0
         self.broken = False
+        self.missing = 0  # bytes by which every message is too short, as MPI tells it
         send = ctypes.CFUNCTYPE(_INT, _PTR, _INT, _HANDLE, _INT, _INT, _HANDLE, _PTR)
         some = ctypes.CFUNCTYPE(_INT, _INT, _PTR, _PTR, _PTR, _PTR)
         probe = ctypes.CFUNCTYPE(_INT, _INT, _INT, _HANDLE, _PTR, _PTR)
-        self._kept = [send(self._isend), send(self._irecv), some(self._testsome), probe(self._iprobe)]
-        self.isend, self.irecv, self.testsome, self.iprobe = (ctypes.cast(f, _PTR).value for f in self._kept)
+        length = ctypes.CFUNCTYPE(_INT, _PTR, _HANDLE, _PTR)
+        self._kept = [
+            send(self._isend), send(self._irecv), some(self._testsome), probe(self._iprobe), length(self._get_count)
+        ]  # fmt: skip
+        self.isend, self.irecv, self.testsome, self.iprobe, self.get_count = (
+            ctypes.cast(f, _PTR).value for f in self._kept
+        )
 
     def attach(self, transport: LocalTransport) -> LocalTransport:
         transport.handle = len(self.transports) + 1  # type: ignore[attr-defined]
@@ -89,17 +97,23 @@ class CallbackMpi:
         transport = self.transports[comm]
         return self._new(transport, transport.irecv(self._buffer(address, count), source, tag), out)
 
-    def _testsome(self, count: int, requests: int, outcount: int, indices: int, _statuses: int) -> int:
+    def _testsome(self, count: int, requests: int, outcount: int, indices: int, statuses: int) -> int:
         handles = (ctypes.c_int64 * count).from_address(requests)
         done = 0
         for i in range(count):
             if handles[i] and self.requests[handles[i]][0].test(self.requests[handles[i]][1]):
-                del self.requests[handles[i]]
+                request = self.requests.pop(handles[i])[1]
+                nbytes = 0 if request is None else request.buffer.nbytes
+                _INT.from_address(statuses + self.status_nbytes * done).value = nbytes - self.missing
                 handles[i] = 0
                 _INT.from_address(indices + 4 * done).value = i
                 done += 1
         _INT.from_address(outcount).value = done if any(handles) or done else self.undefined
         return 15 if self.broken else 0
+
+    def _get_count(self, status: int, _type: int, count: int) -> int:
+        _INT.from_address(count).value = _INT.from_address(status).value
+        return 0
 
     def _iprobe(self, _source: int, tag: int, comm: int, flag: int, _status: int) -> int:
         _INT.from_address(flag).value = self.transports[comm].probe(tag) is not None
@@ -561,6 +575,46 @@ def test_a_channel_never_waits_for_another(kind: str) -> None:
         assert (first[0].waiting_for(), second[0].waiting_for()) == ([1], [])
         submit(first[1:], [message_plan(1, aligned(1), [0], [])])
         assert states(blocked) == [State.DONE]
+
+
+def test_a_message_that_is_too_short_ends_its_channel_and_names_the_sender() -> None:
+    with world_of("native", 3) as world:
+        first, second = world.channels(), world.channels()
+        world.mpis[0].missing = 1
+        tickets = submit(first[:1], [message_plan(0, aligned(8), [], [2])])
+        submit(first[2:], [message_plan(2, aligned(8), [0], [])])
+        assert states(tickets) == [State.WRONG_SIZE] and tickets[0].error == 2
+        assert states(submit(first[:1], [message_plan(0, aligned(1), [], [])])) == [State.ABORTED]
+        world.mpis[0].missing = 0
+        plans = [message_plan(rank, aligned(8), [1 - rank], [1 - rank]) for rank in range(2)]
+        assert states(submit(second[:2], plans)) == [State.DONE] * 2
+
+
+def test_what_a_failed_plan_still_receives_into_is_never_freed() -> None:
+    """MPI keeps a receive that was posted, and writes to its buffer whenever the message comes."""
+    with world_of("native", 2) as world:
+        channels = world.channels()
+        late, done = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+        buffers = weakref.ref(late), weakref.ref(done)
+        finished = submit(channels, [Plan("sent", [[Stage([], [Message(1, done)])]]), message_plan(1, done, [], [0])])
+        assert states(finished) == [State.DONE] * 2
+        failed = submit(channels[:1], [Plan("late", [[Stage([], [], [Message(1, late)])]])], timeout_s=0.02)
+        assert states(failed) == [State.TIMED_OUT]
+        address = late.ctypes.data
+        del late, done, finished, failed, channels
+        mpi = world.mpis[0]
+    world.engines.clear()
+    gc.collect()
+    late_now, done_now = (buffer() for buffer in buffers)
+    assert done_now is None and late_now is not None and late_now.ctypes.data == address
+    assert len(mpi.requests) == 1, "the receive is still posted"
+
+
+def test_a_message_that_mpi_cannot_count_is_refused_when_its_plan_is_prepared() -> None:
+    with world_of("native", 2) as world:
+        huge = np.zeros(2**31, np.uint8)  # of memory that nobody touches, and that is not there therefore
+        with pytest.raises(InvalidRequestError, match="plan of rank 0: a message of 2147483648 bytes is more than MPI"):
+            world.channels()[0].prepare(Plan("plan of rank 0", [[Stage([], [Message(1, huge)])]]))
 
 
 @pytest.mark.parametrize("kind", ENGINES)
