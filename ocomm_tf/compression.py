@@ -54,7 +54,8 @@ class _CastCompressor(Compressor):
 
 
 class FP16Compressor(_CastCompressor):
-    """Half precision: 11 bits of mantissa, values up to 65504."""
+    """Half precision: 11 bits of mantissa. A value, or a sum, beyond 65504 becomes infinite, as in Horovod; where
+    gradients may be that large take ``bf16``."""
 
     wire = tf.float16
 
