@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from ocomm.optim.checkpoint import fingerprint
 from ocomm.training.adam import AdamDriver
 from ocomm.training.driver import Group
 from ocomm_torch.checkpoint import check_plain, read, to_numpy
-from ocomm_torch.compressed import CompressedOptimizer
+from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
 
 #: Names of m and v in the state of a parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -28,6 +29,7 @@ class AdamWrapper(CompressedOptimizer):
     """
 
     _driver: AdamDriver
+    refused_options = ("amsgrad", "maximize", "capturable", "differentiable")
 
     def __init__(
         self,
@@ -183,14 +185,23 @@ def adam_group(optimizer: torch.optim.Optimizer, tensors: np.ndarray, group: dic
 
 
 def wrappable(optimizer: torch.optim.Optimizer, wrapper: str) -> torch.optim.Optimizer:
-    """``optimizer``, if it is an Adam whose options ``wrapper`` has; InvalidRequestError that names what it has not."""
+    """``optimizer``, if it is an Adam that makes Torch's own steps; InvalidRequestError that says why it is not."""
+    check_plain_optimizer(optimizer, wrapper)
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         raise InvalidRequestError(
             f"{wrapper} wraps torch.optim.Adam or AdamW, not {type(optimizer).__name__}; use "
             "DistributedOptimizer for other optimizers."
         )
-    for group in optimizer.param_groups:
-        for option in ("amsgrad", "maximize", "capturable", "differentiable"):
-            if group.get(option):
-                raise InvalidRequestError(f"{wrapper} does not support {option}=True; leave it out.")
+    # Hooks, profilers and schedulers of Torch wrap step() and say what they have wrapped.
+    step = inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step))
+    if step not in _STEPS:
+        raise InvalidRequestError(
+            f"{wrapper} makes steps in the place of the optimizer that it wraps, and this {type(optimizer).__name__} "
+            "has a step() of its own, which would not be made. Wrap a plain torch.optim.Adam or AdamW and do what that "
+            "step() adds before or after the step, or use DistributedOptimizer, which makes it."
+        )
     return optimizer
+
+
+#: Torch's own, without the hooks that it puts around them.
+_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}

@@ -27,7 +27,7 @@ from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.loss_scaling import StepsTogether
 from ocomm_torch.masters import LOW_PRECISION, Masters
-from ocomm_torch.optimizer import _DistributedOptimizer
+from ocomm_torch.naming import NamesParameters
 from ocomm_torch.placement import placement
 from ocomm_torch.watched import WatchedGradient, add_watcher, release
 
@@ -47,6 +47,8 @@ class CompressedOptimizer(StepsTogether):
 
     framework = "torch"
     trains_on_devices = True
+    #: Options of param groups which would change the step, and which this optimizer does not have.
+    refused_options: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -57,11 +59,6 @@ class CompressedOptimizer(StepsTogether):
     ) -> None:
         session = sessions.current()
         session.require_topology()
-        if isinstance(optimizer, _DistributedOptimizer):
-            raise InvalidRequestError(
-                f"Distributed{type(self).__name__} averages by itself; wrap the plain optimizer, not a "
-                "DistributedOptimizer."
-            )
         loss_scaling.install()
         leave_hooks_alone()
         self._inner = optimizer
@@ -84,7 +81,8 @@ class CompressedOptimizer(StepsTogether):
         #: For the driver's core.
         self.kernels = self._placement.kernels
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        groups = np.array([group_of[id(p)] for p in self._parameters], np.int64)
+        self._group_of = [group_of[id(p)] for p in self._parameters]
+        groups = np.array(self._group_of, np.int64)
         self._group_tensors = [np.flatnonzero(groups == number) for number in range(len(self.param_groups))]
         self._group_counts = [tensors.size for tensors in self._group_tensors]
         self._masters = Masters(self._parameters, self._placement)
@@ -100,6 +98,7 @@ class CompressedOptimizer(StepsTogether):
         #: Checksums of gradients on their way that somebody has used since, from before that.
         self._used: dict[int, int] = {}
         self._inner_steps = False
+        self.groups()
         self.process_set: ProcessSet = global_process_set if process_set is None else process_set
         #: Where the parameters lie, and what keeps that memory while an exchange may read it.
         self._addresses: list[int] = []
@@ -110,6 +109,7 @@ class CompressedOptimizer(StepsTogether):
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(_guard(self)),
             optimizer.register_load_state_dict_pre_hook(_guard_loading(self)),
+            optimizer.register_state_dict_post_hook(_whole_state(self)),
         ]
         weakref.finalize(self, _remove, self._handles)
         self._hook_parameters()
@@ -150,14 +150,10 @@ class CompressedOptimizer(StepsTogether):
     def _find_parameters(self) -> None:
         """Where they lie. InvalidRequestError if they are not those that were wrapped."""
         addresses = [p.data_ptr() for group in self.param_groups for p in group["params"]]
-        if addresses == self._addresses:
+        counts = [len(group["params"]) for group in self.param_groups]
+        if addresses == self._addresses and counts == self._group_counts:
             return
-        now = [p for group in self.param_groups for p in group["params"]]
-        if len(now) != len(self._parameters) or any(a is not b for a, b in zip(now, self._parameters, strict=True)):
-            raise InvalidRequestError(
-                f"the param groups of {self._driver.name} have {len(now)} parameters, not the {len(self._parameters)} "
-                "that were wrapped. " + self._fixed
-            )
+        self._check_groups()
         specs = self._driver.core.layout.tensors
         for name, parameter, spec in zip(self._names, self._parameters, specs, strict=True):
             self._check_parameter(name, parameter)
@@ -178,6 +174,28 @@ class CompressedOptimizer(StepsTogether):
         self._held += [p.detach() for p in self._parameters]
         self._addresses = addresses
         self._driver.core.tensors["param"] = [tensor.data_ptr() for tensor in self._masters.stepped]
+
+    def _check_groups(self) -> None:
+        """InvalidRequestError if the groups do not have the parameters that they had when they were wrapped."""
+        now = [p for group in self.param_groups for p in group["params"]]
+        if sorted(map(id, now)) != sorted(map(id, self._parameters)):
+            raise InvalidRequestError(
+                f"the param groups of {self._driver.name} have {len(now)} parameters, not the {len(self._parameters)} "
+                "that were wrapped. " + self._fixed
+            )
+        group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        for name, parameter, before in zip(self._names, self._parameters, self._group_of, strict=True):
+            if group_of[id(parameter)] != before:
+                raise InvalidRequestError(
+                    f"parameter '{name}' is in param group {group_of[id(parameter)]} now, and was in group {before} "
+                    "when it was wrapped. Put it back: a parameter that is to get options of its own later needs a "
+                    "group of its own when the optimizer is wrapped."
+                )
+        for name, parameter, found in zip(self._names, self._parameters, now, strict=True):
+            if parameter is not found:
+                raise InvalidRequestError(
+                    f"parameter '{name}' has another place in its param group than when it was wrapped. Put it back."
+                )
 
     @property
     def _fixed(self) -> str:
@@ -209,7 +227,13 @@ class CompressedOptimizer(StepsTogether):
         return "ocomm"
 
     def groups(self) -> list[Group]:
-        """The param groups as they are now."""
+        """The param groups as they are now. InvalidRequestError if one has an option which would be ignored."""
+        for group in self.param_groups:
+            for option in self.refused_options:
+                if option in group and group[option]:  # noqa: RUF019, get() would be a call in a hook
+                    raise InvalidRequestError(
+                        f"Distributed{type(self).__name__} does not support {option}={group[option]!r}; leave it out."
+                    )
         return [self._group(number, group) for number, group in enumerate(self.param_groups)]
 
     def _group(self, number: int, group: dict[str, Any]) -> Group:
@@ -458,6 +482,7 @@ class CompressedOptimizer(StepsTogether):
 
         The same on all ranks (for optimizers that step locally: as at the last synchronisation), so one rank saves it.
         What each rank alone knows is in ``rank_state_dict``. The masters are ``["ocomm"]["masters"]``, by name.
+        ``state_dict()`` of the wrapped optimizer returns the same.
         """
         self._find_parameters()
         self._follow()
@@ -621,6 +646,28 @@ def _guard_loading(optimizer: CompressedOptimizer) -> Callable[..., None]:
             )
 
     return before_load
+
+
+def _whole_state(optimizer: CompressedOptimizer) -> Callable[..., Any]:
+    """A hook for the wrapped optimizer, which has given its moments away: what it saves is this one's state."""
+    reference = weakref.ref(optimizer)
+
+    def after_state_dict(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        outer = reference()
+        return state if outer is None else outer.state_dict()
+
+    return after_state_dict
+
+
+def check_plain_optimizer(optimizer: torch.optim.Optimizer, wrapper: str) -> None:
+    """InvalidRequestError if ``optimizer`` communicates already; ``wrapper`` names the class that is to wrap it."""
+    if isinstance(optimizer, NamesParameters):
+        found = "DistributedOptimizer"
+    elif isinstance(optimizer, CompressedOptimizer):
+        found = f"Distributed{type(optimizer).__name__}"
+    else:
+        return
+    raise InvalidRequestError(f"{wrapper} averages by itself; wrap the plain optimizer, not a {found}.")
 
 
 def _remove(handles: list[Any]) -> None:

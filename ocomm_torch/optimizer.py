@@ -11,6 +11,7 @@ gradient that is still on its way is used (``ocomm_torch.watched``).
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import warnings
 import weakref
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from ocomm import operations
 from ocomm import session as sessions
@@ -31,6 +33,7 @@ from ocomm.types import ReduceOp
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.compression import UNCOMPRESSED, Compression, Compressor, OneBitCompressor, has_overflowed
+from ocomm_torch.loss_scaling import StepsTogether
 from ocomm_torch.mpi_ops import adapter_of, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters, names_of
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
@@ -182,6 +185,14 @@ class _DistributedOptimizer(NamesParameters):
 
     def _on_gradient(self, p: Tensor) -> None:
         if self._delay[p] <= 0:
+            if _in_reentrant_checkpoint():
+                raise AssertionError(
+                    f"the gradient of '{self._names[p]}' came again after it had been submitted. It is used in several "
+                    "checkpointed parts of the model, or in one and beside it, and reentrant checkpointing makes a "
+                    "backward pass of its own for each: pass use_reentrant=False to torch.utils.checkpoint.checkpoint, "
+                    "with which it comes once. If this is a second call of backward(), increase "
+                    "backward_passes_per_step. " + _OF_ANOTHER
+                )
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally. " + _OF_ANOTHER
@@ -506,6 +517,19 @@ class _DistributedOptimizer(NamesParameters):
         super().load_state_dict(state_dict)
 
 
+def _in_reentrant_checkpoint() -> bool:
+    """Is this called from a backward pass that torch.utils.checkpoint has begun inside another one?"""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _REENTRANT:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_REENTRANT = CheckpointFunction.backward.__code__
+
+
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
@@ -539,6 +563,10 @@ def DistributedOptimizer(
     """
     if issubclass(compression, OneBitCompressor):
         compression.compress(optimizer.param_groups[0]["params"][0])  # says what to take instead
+    if isinstance(optimizer, StepsTogether):
+        raise InvalidRequestError(
+            f"Distributed{type(optimizer).__name__} averages by itself; leave DistributedOptimizer out."
+        )
     if isinstance(optimizer, NamesParameters):
         raise InvalidRequestError(f"this {type(optimizer).__name__} is distributed already; wrap it once.")
     if gradient_predivide_factor != 1.0 and op != Average:

@@ -10,24 +10,15 @@ import torch
 
 from ocomm.errors import InvalidRequestError
 from ocomm.training.driver import Group
-from ocomm_torch.compressed import CompressedOptimizer
+from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
 
 _log = logging.getLogger("ocomm")
-#: Options of wrapped optimizers which would change their step, and which these do not have.
-_REFUSED = (
-    "momentum",
-    "dampening",
-    "nesterov",
-    "maximize",
-    "amsgrad",
-    "centered",
-    "capturable",
-    "differentiable",
-)
 
 
 class RateOptimizer(CompressedOptimizer):
     """Takes lr and weight decay from the wrapped optimizer's groups at every step, and nothing else."""
+
+    refused_options = ("dampening", "nesterov", "maximize", "amsgrad", "centered", "capturable", "differentiable")
 
     def __init__(
         self,
@@ -36,6 +27,7 @@ class RateOptimizer(CompressedOptimizer):
         process_set: Any,
         backward_passes_per_step: int,
     ) -> None:
+        check_plain_optimizer(optimizer, f"Distributed{type(self).__name__}")
         _check_groups(type(self).__name__, optimizer)
         #: What schedulers move besides, as it was when it was wrapped; None once it was said that they do.
         self._unread: list[Any] | None = [_moments(group) for group in optimizer.param_groups]
@@ -64,16 +56,14 @@ def _moments(group: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _check_groups(wrapper: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raises InvalidRequestError if a group has no lr, or an option that this step would ignore."""
+    """Raises InvalidRequestError if a group has no lr, or a momentum, which this step would ignore."""
     for group in optimizer.param_groups:
         if "lr" not in group:
             raise InvalidRequestError(
                 f"Distributed{wrapper} takes its lr from the wrapped optimizer's groups, and those of "
                 f"{type(optimizer).__name__} have none; wrap torch.optim.SGD."
             )
-        for option in _REFUSED:
-            if group.get(option):
-                raise InvalidRequestError(
-                    f"Distributed{wrapper} does not support {option}={group[option]!r} of {type(optimizer).__name__}; "
-                    "leave it out."
-                )
+        if group.get("momentum"):  # a scheduler may set it later, which is said once
+            raise InvalidRequestError(
+                f"Distributed{wrapper} does not support momentum={group['momentum']!r}; leave it out."
+            )

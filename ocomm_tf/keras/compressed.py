@@ -371,6 +371,16 @@ def _adam(optimizer: Any, wrapper: str) -> None:
             f"{wrapper} wraps keras.optimizers.Adam or AdamW, not {type(inner).__name__}; use DistributedOptimizer for "
             "other optimizers."
         )
+    check_own_step(inner, wrapper, keras.optimizers.Adam)
+
+
+def check_own_step(optimizer: Any, wrapper: str, *known: type) -> None:
+    """InvalidRequestError if ``optimizer`` has another ``update_step`` than the Keras optimizers ``known``."""
+    if type(optimizer).update_step not in [kind.update_step for kind in known]:  # type: ignore[attr-defined]
+        raise InvalidRequestError(
+            f"{wrapper} makes steps in the place of the optimizer that it wraps, and this {type(optimizer).__name__} "
+            "has an update_step() of its own, which would not be made; use DistributedOptimizer, which makes it."
+        )
 
 
 def kind_of(host: Host) -> str:

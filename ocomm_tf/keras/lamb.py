@@ -12,7 +12,7 @@ from ocomm.operations import ProcessSet, global_process_set
 from ocomm.session import Session
 from ocomm.training.driver import Common, Driver
 from ocomm.training.lamb import LambDriver
-from ocomm_tf.keras.compressed import OneBitAdam, inner_of, wrap
+from ocomm_tf.keras.compressed import OneBitAdam, check_own_step, inner_of, wrap
 from ocomm_tf.keras.host import Host
 
 
@@ -55,6 +55,7 @@ def DistributedOneBitLamb(
             f"DistributedOneBitLamb wraps keras.optimizers.Lamb, Adam or AdamW, not {type(inner).__name__}; use "
             "DistributedOptimizer for other optimizers."
         )
+    check_own_step(inner, "DistributedOneBitLamb", keras.optimizers.Lamb, keras.optimizers.Adam)
     common = Common(block_size, overlap, max_grad_norm, clip, verify)
 
     def make(session: Session, number: int, host: Host) -> Driver:

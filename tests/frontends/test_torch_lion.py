@@ -229,7 +229,7 @@ def test_it_trains_about_as_well_as_adam_on_the_averaged_gradient() -> None:
 def test_options_of_the_wrapped_optimizer_that_would_be_ignored_are_refused_by_name(option: str) -> None:
     def body(session: Session) -> None:
         parameter = torch.nn.Parameter(torch.zeros(4))
-        with pytest.raises(InvalidRequestError, match=f"DistributedLion does not support {option}=True of SGD"):
+        with pytest.raises(InvalidRequestError, match=f"DistributedLion does not support {option}=True; leave"):
             DistributedLion(torch.optim.SGD([parameter], lr=0.1, **{option: True}))  # type: ignore[arg-type]
 
     run_ranks(1, body)
