@@ -23,6 +23,7 @@ from ocomm.negotiation.request import Kind, Place, Request
 from ocomm.runtime.handle import NOTHING, Handle, Submission
 from ocomm.runtime.process_set import ProcessSet as ProcessSetAtRunTime
 from ocomm.runtime.process_set import check_reduction
+from ocomm.runtime.whereabouts import NOBODY, Caller, caller
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
 
@@ -424,6 +425,7 @@ def prepare_allreduce(
     targets: list[tuple[Bytes, DType]] = []
     awaited = place is _BRIDGED  # whatever the device was given to do before
     is_adasum = op == ReduceOp.ADASUM
+    line, digest = caller() if name is None else NOBODY
     for tensor, full_name in zip(tensors, names, strict=True):
         dtype, shape = _describe(adapter, tensor, full_name)
         checked = _check_reduction(full_name, dtype, op, prescale, postscale)
@@ -435,8 +437,8 @@ def prepare_allreduce(
         else:
             target = source
         request = Request(
-            Kind.ALLREDUCE, full_name, dtype, shape, checked, 0, prescale, postscale, (), "torch", group, group_size, 0,
-            "", place,
+            Kind.ALLREDUCE, full_name, dtype, shape, checked, 0, prescale, postscale, (), "torch", group, group_size,
+            digest, line, place,
         )  # fmt: skip
         submission.add(request, source, target)
         finishing.append((host, tensor, shared))
@@ -587,18 +589,25 @@ def allgather(
     name: str | None,
     process_set: ProcessSet,
     grouped: bool,
+    called: Caller = NOBODY,
 ) -> Operation:
-    """Concatenates along the first dimension, in rank order; the result is (tensor, rows of every rank), or a list."""
+    """Concatenates along the first dimension, in rank order; the result is (tensor, rows of every rank), or a list.
+
+    ``called``: who called, where ``name`` stands for none.
+    """
     number = process_set.number(session)
     session.member_set(number)
     names = _names(session, number, "allgather", name, len(tensors) if grouped else None)
     group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
     submission, outputs = Submission([], [], []), []
+    line, digest = caller() if name is None else called
     for tensor, full_name in zip(tensors, names, strict=True):
         dtype, shape = _describe(adapter, tensor, full_name)
         _need_dimension("allgather", full_name, shape)
         result = _Result(adapter, tensor)
-        request = Request(Kind.ALLGATHER, full_name, dtype, shape, group=group, group_size=group_size)
+        request = Request(
+            Kind.ALLGATHER, full_name, dtype, shape, group=group, group_size=group_size, digest=digest, detail=line
+        )
         submission.add(request, adapter.view(adapter.host(tensor)[0]), result)
         outputs.append((result, tensor))
 
@@ -621,8 +630,12 @@ def broadcast(
     process_set: ProcessSet,
     in_place: bool,
     order: str = "torch",
+    called: Caller = NOBODY,
 ) -> Operation:
-    """The root's tensor on every rank of the set; ``root_rank`` is a world rank, ``order`` that of the elements."""
+    """The root's tensor on every rank of the set; ``root_rank`` is a world rank, ``order`` that of the elements.
+
+    ``called``: who called, where ``name`` stands for none.
+    """
     number = process_set.number(session)
     session.member_set(number)
     (full_name,) = _names(session, number, "broadcast", name, None)
@@ -633,7 +646,8 @@ def broadcast(
     if shared and not in_place:
         host = adapter.empty(tensor, shape)
         target = adapter.view(host)
-    request = Request(Kind.BROADCAST, full_name, dtype, shape, root=root, order=order)
+    line, digest = caller() if name is None else called
+    request = Request(Kind.BROADCAST, full_name, dtype, shape, root=root, order=order, digest=digest, detail=line)
 
     def finish(_: list[Any]) -> Any:
         if not in_place:
@@ -681,7 +695,9 @@ def alltoall(
     parts = _splits(splits, shape[0], size, full_name)
     result = _Result(adapter, tensor)
     # Rows beyond the splits stay at home.
-    request = Request(Kind.ALLTOALL, full_name, dtype, (sum(parts), *shape[1:]), splits=parts)
+    line, digest = caller() if name is None else NOBODY
+    rows = (sum(parts), *shape[1:])
+    request = Request(Kind.ALLTOALL, full_name, dtype, rows, splits=parts, digest=digest, detail=line)
     submission = Submission.of(request, adapter.view(adapter.host(tensor)[0])[: request.nbytes], result)
 
     def finish(received: list[Any]) -> Any:
@@ -736,6 +752,7 @@ def reducescatter(
     names = _names(session, number, "reducescatter", name, len(tensors) if grouped else None)
     group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
     submission, outputs = Submission([], [], []), []
+    line, digest = caller() if name is None else NOBODY
     for tensor, full_name in zip(tensors, names, strict=True):
         dtype, shape = _describe(adapter, tensor, full_name)
         _need_dimension("reducescatter", full_name, shape)
@@ -744,8 +761,9 @@ def reducescatter(
             raise InvalidRequestError(f"tensor '{full_name}': reducescatter has Average and Sum, not {checked.label}.")
         result = _Result(adapter, tensor)
         request = Request(
-            Kind.REDUCESCATTER, full_name, dtype, shape, checked, 0, prescale, postscale, (), "torch", group, group_size
-        )
+            Kind.REDUCESCATTER, full_name, dtype, shape, checked, 0, prescale, postscale, (), "torch",
+            group, group_size, digest, line,
+        )  # fmt: skip
         submission.add(request, adapter.view(adapter.host(tensor)[0]), result)
         outputs.append((result, tensor))
 
@@ -774,6 +792,7 @@ def join(session: Session, process_set: ProcessSet) -> int:
 def broadcast_object(session: Session, obj: Any, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
     """The root's object on every rank of the set, pickled (cloudpickle where it is installed)."""
     number = process_set.number(session)
+    called = caller() if name is None else NOBODY
     if name is None:
         session.member_set(number)
         name = session.automatic_name("broadcast_object", number)
@@ -781,7 +800,7 @@ def broadcast_object(session: Session, obj: Any, root_rank: int, name: str | Non
     is_root = session.require_topology().rank == root_rank
     data = np.frombuffer(_dumps(obj), np.uint8) if is_root else NOTHING
     length = np.array([data.size], np.int64)
-    broadcast(session, NUMPY, length, root_rank, name + ".size", process_set, True).wait()
+    broadcast(session, NUMPY, length, root_rank, name + ".size", process_set, True, called=called).wait()
     if not is_root:
         data = np.empty(int(length[0]), np.uint8)
     broadcast(session, NUMPY, data, root_rank, name + ".data", process_set, True).wait()
@@ -794,11 +813,12 @@ def allgather_object(session: Session, obj: Any, name: str | None, process_set: 
     Ranks that have joined have none.
     """
     number = process_set.number(session)
+    called = caller() if name is None else NOBODY
     if name is None:
         session.member_set(number)
         name = session.automatic_name("allgather_object", number)
     data = np.frombuffer(_dumps(obj), np.uint8)
-    every, counts = allgather(session, NUMPY, [data], name, process_set, False).wait()
+    every, counts = allgather(session, NUMPY, [data], name, process_set, False, called).wait()
     ends = list(itertools.accumulate(counts))
     return [pickle.loads(every[end - count : end].data) for end, count in zip(ends, counts, strict=True) if count]
 

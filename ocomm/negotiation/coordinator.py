@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ocomm.negotiation.cache import CoordinatorCache
+from ocomm.negotiation.call_order import CallOrder
 from ocomm.negotiation.fusion import fuse
-from ocomm.negotiation.request import Fault, Kind, Place, Request, Response
+from ocomm.negotiation.request import REGISTERED, Fault, Kind, Place, Request, Response
 from ocomm.types import ReduceOp
 
 #: What every rank's request to join is called.
@@ -70,6 +71,7 @@ class Coordinator:
         self._joined: list[int] = []  # ranks without more data, in the order in which they joined
         self._news: list[Response] = []
         self._bridge_is_asked_for = False
+        self._order = CallOrder()
 
     def receive(self, rank: int, message: bytes, now_s: float) -> None:
         """Takes in one rank's announcement."""
@@ -242,12 +244,15 @@ class Coordinator:
         responses: list[Response] = []
         ordered_of: dict[str, list[Request | None]] = {}
         for name in self._ready:
-            if name not in self._pending:
+            if name in self._pending:
+                ordered_of[name] = self._pending[name].ordered(len(self.ranks))
+                self._order.note(ordered_of[name])
+        for name, ordered in ordered_of.items():
+            if name not in self._pending:  # failed with its group
                 continue
-            ordered = ordered_of[name] = self._pending[name].ordered(len(self.ranks))
             if self.cache.has_answered(name, ordered):  # and checked
                 continue
-            if error := find_mismatch(ordered, self.ranks):
+            if error := find_mismatch(ordered, self.ranks) or find_disorder(ordered, self.ranks, self._order):
                 responses += self._fail(name, error, Fault.MISMATCH)
             elif error := find_missing(ordered, self.ranks):
                 responses += self._fail(name, error, Fault.LEFT)
@@ -394,7 +399,7 @@ _SAME: list[tuple[str, Callable[[Request], object], set[Kind]]] = [
     ("prescale and postscale", lambda r: (r.prescale, r.postscale), {Kind.ALLREDUCE, Kind.REDUCESCATTER}),
     ("root rank", lambda r: r.root, {Kind.BROADCAST}),
     ("group", lambda r: f"'{r.group}' of {r.group_size}" if r.group else "none", set(Kind)),
-    ("registration", _registration, {Kind.CHANNEL, Kind.DUPLICATE, Kind.BARRIER}),
+    ("registration", _registration, set(REGISTERED)),
 ]
 
 
@@ -417,6 +422,8 @@ def find_mismatch(requests: Sequence[Request | None], ranks: Sequence[int]) -> s
         if len(values) > 1:
             said = ", ".join(f"{_ranks(who)} submitted {value}" for value, who in values.items())
             hint = "" if what != "operation" else " Give different operations different names."
+            if first.is_automatic and len(lines := _lines(asked)) > 1:
+                hint = f" {_UNNAMED}: {_called(lines)}. Pass name=."
             return f"tensor '{first.name}': mismatched {what}: {said}.{hint}"
     if first.kind in (Kind.ALLGATHER, Kind.ALLTOALL) and not first.shape:
         return f"tensor '{first.name}': {first.kind.name.lower()} needs at least one dimension; reshape it to (1,)."
@@ -433,6 +440,37 @@ def find_mismatch(requests: Sequence[Request | None], ranks: Sequence[int]) -> s
     if first.kind == Kind.REDUCESCATTER and first.op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         return f"tensor '{first.name}': reducescatter supports Sum and Average, not {first.op.label}."
     return ""
+
+
+_UNNAMED = "Calls without a name belong together by their order"
+
+
+def _lines(asked: Sequence[tuple[int, Request]]) -> dict[str, list[int]]:
+    """The ranks that called from each line."""
+    lines: dict[str, list[int]] = {}
+    for rank, request in asked:
+        lines.setdefault(request.detail, []).append(rank)
+    return lines
+
+
+def _called(lines: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{_ranks(who)} called from {line or 'an unknown line'}" for line, who in lines.items())
+
+
+def find_disorder(requests: Sequence[Request | None], ranks: Sequence[int], order: CallOrder) -> str:
+    """How the ranks' calls without a name come in different orders, as a sentence; "" if they do not."""
+    crossed = order.crossed(requests)
+    if crossed is None:
+        return ""
+    pair, names = crossed
+    one, other = (requests[rank] for rank in pair)
+    assert one is not None and other is not None
+    return (
+        f"tensor '{one.name}': calls without a name come in different orders on {_ranks([ranks[r] for r in pair])}. "
+        f"{_UNNAMED}: rank {ranks[pair[0]]} called from {one.detail or 'an unknown line'}, rank {ranks[pair[1]]} from "
+        f"{other.detail or 'an unknown line'}, and with {_names(names)} it was the other way round, so that results "
+        "would mix different tensors. Call in the same order on all ranks, or pass name=."
+    )
 
 
 def find_missing(requests: Sequence[Request | None], ranks: Sequence[int]) -> str:

@@ -57,7 +57,8 @@ class Request:
 
     ``shape`` is the canonical shape; ``order`` tags the order of its elements. ``splits`` are the first-dimension rows
     for each rank (alltoall). ``group`` and ``group_size``: tensors which become ready together or not at all.
-    ``detail`` and ``digest`` say what a channel or barrier is for.
+    ``detail`` and ``digest`` say what a channel or barrier is for, and of another operation, if its name was automatic,
+    the line that called and a hash of it and its callers.
     """
 
     kind: Kind
@@ -83,6 +84,15 @@ class Request:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_automatic(self) -> bool:
+        """Was it given no name, and is it known who called?"""
+        return self.digest != 0 and self.kind not in REGISTERED
+
+
+#: Operations whose ``detail`` and ``digest`` all ranks must share.
+REGISTERED = frozenset({Kind.CHANNEL, Kind.DUPLICATE, Kind.BARRIER})
 
 
 @dataclass(frozen=True, slots=True)
