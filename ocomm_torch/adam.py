@@ -50,6 +50,7 @@ class AdamWrapper(CompressedOptimizer):
                 if parameter in self.state:
                     entry = self.state[parameter]
                     entry.update({name: entry[name].float() for name in MOMENTS if name in entry})
+            self._arrange_state()
             self._driver.continue_plain()
 
     def _read_warm_start(self, kernels: Kernels) -> str | None:
@@ -86,6 +87,7 @@ class AdamWrapper(CompressedOptimizer):
                 "exp_avg": _moment(entry.get("exp_avg", torch.zeros_like(variance)), self._parameters[number]),
                 "exp_avg_sq": _moment(variance, self._parameters[number]),
             }
+        self._arrange_state()
         self._driver.start_warm({number: entry["beta2"] for number, entry in self._warm.items()})
         self._warm = {}
 
@@ -98,7 +100,7 @@ class AdamWrapper(CompressedOptimizer):
         if not state or "exp_avg" not in state:
             return None
         self._placement.arrive()
-        momentum, variance = (self._placement.flat(state[name]) for name in MOMENTS)
+        momentum, variance = (self.flat(tensor, state[name]) for name in MOMENTS)
         return momentum, variance, int(state["step"])
 
     def started(self, tensor: int) -> tuple[Floats, Floats, int]:
@@ -163,7 +165,7 @@ class AdamWrapper(CompressedOptimizer):
 
 def _moment(saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A copy as the optimizer of ``parameter`` would hold it."""
-    return saved.detach().to(parameter.device, torch.float32, copy=True).contiguous()
+    return saved.detach().to(parameter.device, torch.float32, copy=True)
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

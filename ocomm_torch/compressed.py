@@ -17,7 +17,7 @@ import torch
 from ocomm import session as sessions
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError
-from ocomm.kernels.base import NOTHING
+from ocomm.kernels.base import NOTHING, Floats
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.stepper import Verdict
 from ocomm.training.driver import Driver, Group
@@ -27,6 +27,7 @@ from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.loss_scaling import StepsTogether
 from ocomm_torch.masters import LOW_PRECISION, Masters
+from ocomm_torch.memory_order import MemoryOrder, is_dense
 from ocomm_torch.naming import NamesParameters
 from ocomm_torch.placement import placement
 from ocomm_torch.watched import WatchedGradient, add_watcher, release
@@ -71,6 +72,9 @@ class CompressedOptimizer(StepsTogether):
         self.state = optimizer.state
         for name, parameter in zip(self._names, self._parameters, strict=True):
             self._check_parameter(name, parameter)
+        self._orders = [MemoryOrder(p) for p in self._parameters]
+        #: Parameters that are dense, but not contiguous.
+        self._reordered = {index for index, order in enumerate(self._orders) if order.axes is not None}
         _check_storage(self._names, self._parameters)
         self._placement = placement(self._names, self._parameters, session)
         if self._placement.is_device and not self.trains_on_devices:
@@ -118,8 +122,8 @@ class CompressedOptimizer(StepsTogether):
     def _connect(self, session: sessions.Session) -> None:
         """A new driver, which has taken no step, in the job as it is now."""
         specs = [
-            TensorSpec(name, tuple(p.shape), dtype=_dtype(p))
-            for name, p in zip(self._names, self._parameters, strict=True)
+            TensorSpec(name, tuple(p.shape), order.name, _dtype(p))
+            for name, p, order in zip(self._names, self._parameters, self._orders, strict=True)
         ]
         self._driver = self._make_driver(session, self.process_set.number(session), specs)
         self._stepper = self._driver.stepper
@@ -166,6 +170,11 @@ class CompressedOptimizer(StepsTogether):
                 raise InvalidRequestError(
                     f"parameter '{name}' is {_dtype(parameter)} now, and was {spec.dtype} when it was wrapped. "
                     + self._fixed
+                )
+            if (order := MemoryOrder(parameter).name) != spec.order:
+                raise InvalidRequestError(
+                    f"the elements of parameter '{name}' lie in memory in the order {order} now, and lay in the order "
+                    f"{spec.order} when it was wrapped: change the memory format of a model before. " + self._fixed
                 )
         if self._stepper.begun and self._driver.is_decay_coupled:
             self._stepper.object(Flag.CHANGED)  # what is on its way may have read the old ones
@@ -240,13 +249,14 @@ class CompressedOptimizer(StepsTogether):
         raise NotImplementedError
 
     def locate(self, tensors: list[int], final: bool) -> list[int] | None:
-        """Addresses of gradients as dense, contiguous float32; 0 for none. What is read is kept until the step is over.
+        """Addresses of gradients as dense float32 in the order of their parameters; 0 for none. What is read is kept
+        until the step is over.
 
         Before ``step()`` a gradient that would have to be copied is not ready: a copy would not show a later change.
         One that has to be widened is, because its checksum is kept. Kernels on a device read 16 bits as they are.
         """
         parameters, recorded, versions, pointers = self._parameters, self._recorded, self._versions, self._pointers
-        float32 = torch.float32
+        float32, reordered = torch.float32, self._reordered
         if final:
             release(recorded)
         addresses: list[int] = []
@@ -260,7 +270,7 @@ class CompressedOptimizer(StepsTogether):
             if grad is not None:
                 versions[index] = grad._version
                 try:  # cheaper than to ask for the layout as well
-                    if grad.dtype is float32 and grad.is_contiguous():
+                    if grad.dtype is float32 and index not in reordered and grad.is_contiguous():
                         address = pointers[index] = grad.data_ptr()
                         if versions[index] and not final:
                             old.append(index)
@@ -291,8 +301,8 @@ class CompressedOptimizer(StepsTogether):
             self._used.update(zip(grads, self._masters.checksums(grads).tolist(), strict=True))
 
     def _locate_others(self, tensors: list[int], addresses: list[int], others: list[int], final: bool) -> bool:
-        """Of ``locate`` what is left: the gradients at the places ``others`` are in 16 bits, or have gaps. False: not
-        yet."""
+        """Of ``locate`` what is left: the gradients at the places ``others`` are in 16 bits, or in another order than
+        that of a contiguous tensor, or have gaps. False: not yet."""
         low: dict[int, int] = {}
         as_they_are = self._placement.is_device and not self._driver.clips
         widened: dict[int, torch.Tensor] = {}
@@ -307,10 +317,10 @@ class CompressedOptimizer(StepsTogether):
                     f"gradient of '{self._names[index]}' is {grad.dtype}, expected {self._parameters[index].dtype} or "
                     "torch.float32."
                 )
-            if grad.layout is not torch.strided or not grad.is_contiguous():
+            if not self._orders[index].has(grad):
                 if not final:
                     return False
-                grad = grad.to_dense().contiguous()
+                grad = self._orders[index].arranged(grad)
                 self._copies.append(grad)
             if not is_wide and as_they_are:
                 low[index] = _LOW_DTYPES[grad.dtype]
@@ -325,6 +335,15 @@ class CompressedOptimizer(StepsTogether):
         if widened and not final and self._stepper.verified_part != NOTHING:
             self._checksums[list(widened)] = self._widened_checksums(widened)
         return True
+
+    def flat(self, index: int, tensor: torch.Tensor) -> Floats:
+        """The elements of a float32 tensor, which lie as those of parameter ``index``, in the order of the wire."""
+        return self._placement.flat(self._orders[index].flat(tensor))
+
+    def shaped(self, index: int, flat: Floats) -> np.ndarray:
+        """The inverse of ``flat`` for an array in the host's memory: contiguous, as people read it."""
+        shape = self._parameters[index].shape
+        return self._orders[index].shaped(torch.from_numpy(flat), shape).contiguous().numpy()
 
     def _widened_checksums(self, gradients: dict[int, torch.Tensor]) -> np.ndarray:
         return self._masters.checksums(gradients, self._stepper.verified_part)
@@ -496,7 +515,8 @@ class CompressedOptimizer(StepsTogether):
                 entry = state[tensor] = to_torch(moments)
                 for name, value in entry.items():
                     is_step = not isinstance(value, torch.Tensor)
-                    entry[name] = torch.tensor(float(value)) if is_step else value.view(parameter.shape)
+                    order = self._orders[tensor]
+                    entry[name] = torch.tensor(float(value)) if is_step else order.shaped(value, parameter.shape)
         full["ocomm"] = to_torch(self._driver.state(self._masters.indices))
         return full
 
@@ -546,6 +566,14 @@ class CompressedOptimizer(StepsTogether):
             super().load_state_dict(plain)
         # Its own fills in what states of other releases lack.
         self._inner.__setstate__({"state": self.state, "param_groups": self.param_groups})
+        self._arrange_state()
+
+    def _arrange_state(self) -> None:
+        """Makes the wrapped optimizer's tensors lie in memory as their parameters do."""
+        for parameter, order in zip(self._parameters, self._orders, strict=True):
+            for name, value in self.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    self.state[parameter][name] = order.arranged(value)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """What only this rank knows: errors, local moments. Tensors and plain values, sealed with a checksum.
@@ -709,9 +737,9 @@ def _check_parameter(wrapper: str, name: str, parameter: torch.Tensor) -> None:
         raise InvalidRequestError(
             f"parameter '{name}' is {parameter.dtype}; Distributed{wrapper} needs torch.float32, bfloat16 or float16."
         )
-    if not parameter.is_contiguous():
+    if not is_dense(parameter):
         raise InvalidRequestError(
-            f"parameter '{name}' is not contiguous (strides {parameter.stride()}); call "
+            f"parameter '{name}' has gaps (shape {tuple(parameter.shape)}, strides {parameter.stride()}); call "
             "parameter.data = parameter.data.contiguous() before wrapping."
         )
 

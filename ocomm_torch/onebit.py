@@ -103,7 +103,10 @@ class OneBitAdam(AdamWrapper):
         local = [tensor.grad for tensor in stepped]
         try:
             for index, tensor in enumerate(stepped):
-                tensor.grad = self._placement.tensor(average(index)).view(tensor.shape) if index in chosen else None
+                tensor.grad = None
+                if index in chosen:
+                    flat = self._placement.tensor(average(index))
+                    tensor.grad = self._orders[index].shaped(flat, tensor.shape)
             if max_norm is not None:
                 torch.nn.utils.clip_grad_norm_([stepped[t] for t in tensors], max_norm, foreach=False)
             with self._inner_may_step(), self._masters.standing_in(self._inner):
@@ -116,7 +119,7 @@ class OneBitAdam(AdamWrapper):
         """By the host, which is where all of them can be."""
         host = self.kernels.memory.host
         began = {tensor: self.started(tensor) for tensor in tensors}
-        places = {tensor: self._placement.flat(self._masters.stepped[tensor]) for tensor in tensors}
+        places = {tensor: self.flat(tensor, self._masters.stepped[tensor]) for tensor in tensors}
         parameters = {tensor: host(place) for tensor, place in places.items()}
         adams = {tensor: DenseAdam(host(m), host(v), step) for tensor, (m, v, step) in began.items()}
         averages = {tensor: host(average(tensor)) for tensor in tensors}

@@ -424,10 +424,11 @@ class Driver:
     def state(self, masters: Sequence[int] = ()) -> dict[str, Any]:
         """What is the same on all ranks, besides parameters and the wrapped optimizer's state; arrays are copies.
 
-        ``masters``: tensors whose parameters have more digits here than in the framework. They are in it by name.
+        ``masters``: tensors whose parameters have more digits here than in the framework. They are in it by name, as
+        ``host.shaped`` gives them their shape.
         """
         specs = self.core.layout.tensors
-        kept = {specs[t].name: self.core.replica(t).reshape(specs[t].shape) for t in masters}
+        kept = {specs[t].name: self.host.shaped(t, self.core.replica(t)) for t in masters}
         return checkpoint.seal({**resume.header(self), **self._state(), "masters": kept}, self.kernels)
 
     def _state(self) -> dict[str, Any]:
