@@ -40,10 +40,11 @@ class CompressedOptimizer(StepsTogether):
     """Wraps ``optimizer``, whose param groups stay live, for a ``Driver`` that ``_make_driver`` returns.
 
     Parameters are all CPU tensors, or all on one GPU: float32, or bfloat16 or float16 with a float32 master (see
-    ``Masters``). ``step`` changes them in place, identically on all ranks, or on none: a NaN raises NonFiniteError
-    everywhere. A parameter may be frozen (``requires_grad_(False)``) and thawed, written, and its ``data`` replaced by
-    a tensor of the same kind, at any time; the set of parameters is fixed. Raises InvalidRequestError for what cannot
-    be wrapped, MismatchError if the ranks wrap different things.
+    ``Masters``), contiguous or dense in another order of their axes, such as channels_last, the same on all ranks.
+    ``step`` changes them in place, identically on all ranks, or on none: a NaN raises NonFiniteError everywhere. A
+    parameter may be frozen (``requires_grad_(False)``) and thawed, written, and its ``data`` replaced by a tensor of
+    the same kind, at any time; the set of parameters is fixed. Raises InvalidRequestError for what cannot be wrapped,
+    MismatchError if the ranks wrap different things.
     """
 
     framework = "torch"
@@ -102,7 +103,7 @@ class CompressedOptimizer(StepsTogether):
         #: Checksums of gradients on their way that somebody has used since, from before that.
         self._used: dict[int, int] = {}
         self._inner_steps = False
-        self.groups()
+        self.groups()  # refuses options that would be ignored
         self.process_set: ProcessSet = global_process_set if process_set is None else process_set
         #: Where the parameters lie, and what keeps that memory while an exchange may read it.
         self._addresses: list[int] = []

@@ -1,4 +1,4 @@
-"""Keras optimizers that cannot be what a 1-bit optimizer stands for are refused by name."""
+"""Keras optimizers that a 1-bit optimizer cannot stand for, and calls in two orders, are refused by name."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
-pytest.importorskip("tensorflow")
 
+import ocomm_tf  # noqa: E402
 import ocomm_tf.keras as hvd  # noqa: E402
-from ocomm.errors import InvalidRequestError  # noqa: E402
+from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
@@ -46,5 +47,20 @@ def test_an_optimizer_that_is_distributed_is_not_wrapped_again(wrapper: Any) -> 
             hvd.DistributedOptimizer(wrapper(keras.optimizers.Adam()))
         with pytest.raises(InvalidRequestError, match="is distributed already; wrap it once"):
             wrapper(hvd.DistributedOptimizer(keras.optimizers.Adam()))
+
+    run_ranks(2, body)
+
+
+def test_eager_calls_without_a_name_that_come_in_two_orders_are_refused() -> None:
+    one, other = tf.fill(3, 1.0), tf.fill(3, 2.0)
+
+    def body(session: Session) -> None:
+        with pytest.raises(MismatchError, match=r"different orders on ranks 0, 1.*test_tf_misuse.py:"):
+            if hvd.rank() == 0:
+                ocomm_tf.allreduce(one)
+                ocomm_tf.allreduce(other)
+            else:
+                ocomm_tf.allreduce(other)
+                ocomm_tf.allreduce(one)
 
     run_ranks(2, body)
