@@ -23,7 +23,20 @@ SHAPES: tuple[tuple[int, ...], ...] = ((24, 5, 3, 7), (6, 2, 3, 2, 5), (4097,))
 BACK: tuple[tuple[int, ...], ...] = ((0, 3, 1, 2), (0, 4, 1, 2, 3), (0,))
 STEPS = 6
 
+#: In the normal tier; the others are in the long one, where a case costs as much again.
+SOME = ("1-bit Adam, compressed", "0/1 Adam, local steps", "Lion")
+
 Parameters = list[torch.nn.Parameter]
+
+
+def kinds(*dtypes: torch.dtype) -> list[Any]:
+    """All, with every dtype if there are any."""
+    return [
+        pytest.param(kind, *chosen, id=f"{name} {dtype or ''}", marks=() if name in SOME else pytest.mark.long)
+        for name, kind in KINDS.items()
+        for dtype in dtypes or (None,)
+        for chosen in [() if dtype is None else (dtype,)]
+    ]
 
 
 def arrays(*seed: int) -> list[np.ndarray]:
@@ -95,7 +108,7 @@ def test_gradients_leave_before_step_and_are_not_copied() -> None:
     assert run(body) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("kind", kinds())
 def test_gradients_in_another_order_than_their_parameters_are_right(kind: Any) -> None:
     def trained(contiguous: bool) -> str:
         def body(rank: int) -> Any:
@@ -158,8 +171,7 @@ def adam(parameters: Parameters) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-2, foreach=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize(("kind", "dtype"), kinds(torch.float32, torch.bfloat16))
 def test_a_saved_state_goes_on_in_every_bit(kind: Any, dtype: torch.dtype) -> None:
     def trained(saves: bool) -> Any:
         def body(rank: int) -> Any:
