@@ -17,8 +17,6 @@
 #include <sys/prctl.h>
 #endif
 
-#define MAX_WATCHED 256
-#define MAX_CHANNELS 1024
 #define STAGES_PER_TAG 16
 #define TAGS 2048 /* * STAGES_PER_TAG = 32768, the tag range that every MPI has */
 #define NON_FINITE 1u
@@ -59,6 +57,7 @@ struct ocomm_channel {
     int32_t *owed;           /* per rank: messages not yet here of the stages that segments are in now */
     ocomm_plan *misfit;      /* a message for it was too short; NULL: none was */
     int32_t misfit_peer;     /* who has sent that */
+    ocomm_channel *next;     /* of the engine's; see there */
 };
 
 typedef struct {
@@ -66,6 +65,11 @@ typedef struct {
     slot *slot;
     int32_t stage, peer, receive, nbytes;
 } flight;
+
+typedef struct watch {
+    intptr_t communicator;
+    struct watch *next;
+} watch;
 
 struct ocomm_engine {
     ocomm_mpi mpi;
@@ -76,13 +80,13 @@ struct ocomm_engine {
     pthread_mutex_t lock;
     pthread_cond_t submitted, finished;
     /* under the lock */
-    ocomm_channel *channels[MAX_CHANNELS]; /* grows only, so the engine thread may read it without the lock */
-    int32_t channel_count;
+    /* Lists without a limit. Any thread puts something in front, the engine's alone takes something out: it follows them
+     * without the lock, from a head that it has read under it. */
+    ocomm_channel *channels;
+    watch *watched;
     int woken, failing, failed;
     int napping; /* 2: until somebody submits something, or a while; 1: for a moment, because plans are under way */
     int32_t waiters; /* users' threads that wait for a result */
-    intptr_t watched[MAX_WATCHED];
-    int32_t watched_count;
     uint64_t submissions;
     /* engine thread only */
     uint64_t seen_submissions;
@@ -99,6 +103,7 @@ struct ocomm_engine {
 };
 
 static int reserve(ocomm_engine *engine, int32_t more);
+static void fail_channel(ocomm_channel *channel, ocomm_plan *culprit, int state, int error);
 
 static void owe(ocomm_channel *channel, int32_t peer, int32_t messages) {
     __atomic_fetch_add(&channel->owed[peer], messages, __ATOMIC_RELAXED);
@@ -147,10 +152,9 @@ ocomm_engine *ocomm_engine_new(const ocomm_mpi *mpi, ocomm_pool *pool, int64_t s
 void ocomm_engine_free(ocomm_engine *engine) {
     if (engine->owner != getpid())
         return; /* a forked child: destroying a condition waits for its waiters, who exist in the parent only */
-    for (int32_t i = 0; i < engine->channel_count; i++) {
-        free(engine->channels[i]->slots);
-        free(engine->channels[i]->owed);
-        free(engine->channels[i]);
+    for (watch *w = engine->watched, *next; w; w = next) {
+        next = w->next;
+        free(w);
     }
     free(engine->requests);
     free(engine->flights);
@@ -163,22 +167,28 @@ void ocomm_engine_free(ocomm_engine *engine) {
 }
 
 int ocomm_engine_watch(ocomm_engine *engine, intptr_t communicator) {
+    watch *w = malloc(sizeof *w);
+    if (!w)
+        return -1;
+    w->communicator = communicator;
     pthread_mutex_lock(&engine->lock);
-    int ok = engine->watched_count < MAX_WATCHED;
-    if (ok)
-        engine->watched[engine->watched_count++] = communicator;
+    w->next = engine->watched;
+    engine->watched = w;
     pthread_mutex_unlock(&engine->lock);
-    return ok ? 0 : -1;
+    return 0;
 }
 
 void ocomm_engine_unwatch(ocomm_engine *engine, intptr_t communicator) {
+    watch *found = NULL;
     pthread_mutex_lock(&engine->lock);
-    for (int32_t i = 0; i < engine->watched_count; i++)
-        if (engine->watched[i] == communicator) {
-            engine->watched[i] = engine->watched[--engine->watched_count];
+    for (watch **link = &engine->watched; *link; link = &(*link)->next)
+        if ((*link)->communicator == communicator) {
+            found = *link;
+            *link = found->next;
             break;
         }
     pthread_mutex_unlock(&engine->lock);
+    free(found);
 }
 
 ocomm_channel *ocomm_channel_new(ocomm_engine *engine, intptr_t communicator, int32_t ranks, int32_t window) {
@@ -191,17 +201,21 @@ ocomm_channel *ocomm_channel_new(ocomm_engine *engine, intptr_t communicator, in
     channel->window = window;
     channel->slots = calloc((size_t)window, sizeof(slot));
     channel->owed = calloc((size_t)ranks, sizeof(int32_t));
-    pthread_mutex_lock(&engine->lock);
-    if (channel->slots && channel->owed && engine->channel_count < MAX_CHANNELS) {
-        engine->channels[engine->channel_count++] = channel;
-    } else {
-        free(channel->slots);
-        free(channel->owed);
-        free(channel);
-        channel = NULL;
+    if (!channel->slots || !channel->owed) {
+        ocomm_channel_free(channel);
+        return NULL;
     }
+    pthread_mutex_lock(&engine->lock);
+    channel->next = engine->channels;
+    engine->channels = channel;
     pthread_mutex_unlock(&engine->lock);
     return channel;
+}
+
+void ocomm_channel_free(ocomm_channel *channel) {
+    free(channel->slots);
+    free(channel->owed);
+    free(channel);
 }
 
 int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan) {
@@ -290,8 +304,8 @@ static int channel_busy(const ocomm_channel *channel) {
 int ocomm_engine_busy(ocomm_engine *engine) {
     int busy = 0;
     pthread_mutex_lock(&engine->lock);
-    for (int32_t i = 0; i < engine->channel_count; i++)
-        busy |= channel_busy(engine->channels[i]);
+    for (const ocomm_channel *channel = engine->channels; channel; channel = channel->next)
+        busy |= channel_busy(channel);
     pthread_mutex_unlock(&engine->lock);
     return busy;
 }
@@ -302,6 +316,29 @@ void ocomm_channel_abandon(ocomm_channel *channel) {
     channel->engine->submissions++; /* wakes the engine */
     pthread_cond_signal(&channel->engine->submitted);
     pthread_mutex_unlock(&channel->engine->lock);
+}
+
+int64_t ocomm_channel_close(ocomm_channel *channel) {
+    ocomm_engine *engine = channel->engine;
+    int busy = 0;
+    for (int32_t i = 0; i < channel->window; i++)
+        busy |= channel->slots[i].in_use;
+    pthread_mutex_lock(&engine->lock);
+    busy |= channel_busy(channel);
+    const int64_t segments = channel->failed || channel->abandoned ? -1 : (int64_t)channel->sequence;
+    if (segments < 0 || !busy) {
+        for (ocomm_channel **link = &engine->channels; *link; link = &(*link)->next)
+            if (*link == channel) {
+                *link = channel->next;
+                break;
+            }
+        channel->failed = 1; /* later submissions are refused */
+    }
+    pthread_mutex_unlock(&engine->lock);
+    if (segments >= 0 && busy)
+        return -2;
+    fail_channel(channel, NULL, OCOMM_ABORTED, 0); /* what waits to be opened further */
+    return segments;
 }
 
 int ocomm_channel_waiting(ocomm_channel *channel, uint8_t *waiting) {
@@ -703,10 +740,9 @@ static int advance(ocomm_channel *channel, slot *s) {
 static void fail_all(ocomm_engine *engine, int state, int error) {
     pthread_mutex_lock(&engine->lock);
     engine->failed = 1; /* before the channels are counted: whoever opens one now is refused */
-    int32_t channels = engine->channel_count;
+    ocomm_channel *channels = engine->channels;
     pthread_mutex_unlock(&engine->lock);
-    for (int32_t i = 0; i < channels; i++) {
-        ocomm_channel *channel = engine->channels[i];
+    for (ocomm_channel *channel = channels; channel; channel = channel->next) {
         pthread_mutex_lock(&engine->lock);
         ocomm_plan *oldest = channel->head;
         pthread_mutex_unlock(&engine->lock);
@@ -906,8 +942,9 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
 #endif
     for (;;) {
         int reason = 0, busy = 0, moved = 0, came = 0;
-        int32_t channels, watched, waiters;
-        intptr_t communicators[MAX_WATCHED];
+        int32_t waiters;
+        ocomm_channel *channels;
+        const watch *watched;
         pthread_mutex_lock(&engine->lock);
         if (engine->woken) {
             engine->woken = 0;
@@ -918,10 +955,9 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
             engine->seen_submissions = engine->submissions;
             moved = 1;
         }
-        channels = engine->channel_count;
-        watched = engine->watched_count;
+        channels = engine->channels;
+        watched = engine->watched;
         waiters = engine->waiters;
-        memcpy(communicators, engine->watched, sizeof(intptr_t) * (size_t)watched);
         engine->counters.polls++;
         pthread_mutex_unlock(&engine->lock);
 
@@ -935,8 +971,7 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
                 reason |= OCOMM_FAILED;
             }
             moved |= came = polled > 0;
-            for (int32_t i = 0; i < channels && !engine->failed; i++) {
-                ocomm_channel *channel = engine->channels[i];
+            for (ocomm_channel *channel = channels; channel && !engine->failed; channel = channel->next) {
                 pthread_mutex_lock(&engine->lock);
                 const int abandoned = channel->abandoned, idle = !channel->head;
                 pthread_mutex_unlock(&engine->lock);
@@ -953,13 +988,14 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
             }
             if (busy && now - last_expiry > 10000000) {
                 last_expiry = now;
-                for (int32_t i = 0; i < channels; i++)
-                    expire(engine->channels[i], now);
+                for (ocomm_channel *channel = channels; channel; channel = channel->next)
+                    expire(channel, now);
             }
         }
-        for (int32_t i = 0; i < watched; i++) {
+        for (; watched; watched = watched->next) {
             int flag = 0;
-            if (((iprobe_fn)engine->mpi.iprobe)(engine->mpi.any_source, 0, communicators[i], &flag, engine->statuses))
+            if (((iprobe_fn)engine->mpi.iprobe)(engine->mpi.any_source, 0, watched->communicator, &flag,
+                                                engine->statuses))
                 reason |= OCOMM_FAILED;
             else if (flag)
                 reason |= OCOMM_CONTROL;

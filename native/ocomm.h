@@ -260,6 +260,12 @@ int ocomm_engine_watch(ocomm_engine *engine, intptr_t communicator);
 void ocomm_engine_unwatch(ocomm_engine *engine, intptr_t communicator);
 /* A channel has its own communicator, order and window of segments in flight. */
 ocomm_channel *ocomm_channel_new(ocomm_engine *engine, intptr_t communicator, int32_t ranks, int32_t window);
+/* Of the thread of ocomm_engine_run, between two runs. -2 while the channel is busy, and nothing is done. Else the engine
+ * forgets it, plans that wait to be opened end as OCOMM_ABORTED, and later submissions are refused: returns how many
+ * segments have started, which are all over, or -1 if it has failed. The communicator stays the caller's. */
+int64_t ocomm_channel_close(ocomm_channel *channel);
+/* Frees the memory, when the channel is closed or its engine is, or is about to be, freed. */
+void ocomm_channel_free(ocomm_channel *channel);
 /* Thread-safe. Returns the state OCOMM_QUEUED, or OCOMM_ABORTED when the engine or channel has failed. */
 int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan);
 /* Lets the first `gate` segments of a submitted plan start, and what comes after it once these are all of them. Before

@@ -40,7 +40,7 @@ from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.background import Runtime
 from ocomm.runtime.control import Link, Word
 from ocomm.runtime.handle import Handle, Submission
-from ocomm.runtime.process_set import ProcessSet
+from ocomm.runtime.process_set import ProcessSet, no_thread
 from ocomm.runtime.supervisor import Supervisor, take_key
 from ocomm.runtime.tuner import Tuner
 from ocomm.telemetry.timeline import Timeline, path_of
@@ -208,9 +208,7 @@ class Session:
         if clean:
             for member in self.sets.values():
                 if member is not None:
-                    for channel in member.channels:
-                        channel.close()
-                    member.link.transport.close()
+                    member.close_transports()
             self.engine.close()
         else:
             # The network may still touch buffers of what was under way: engine and communicators stay as they are.
@@ -287,8 +285,9 @@ class Session:
         while not member.retired.wait(1.0):
             if runtime.failure is not None:
                 raise type(runtime.failure)(*runtime.failure.args)
-        for transport in [*member.channels, member.link.transport]:
-            transport.close()
+            if not runtime.is_alive:
+                raise no_thread(self.require_topology().rank)
+        member.link.transport.close()  # the ranks have closed its channels together
 
     # Timeline
 
@@ -385,6 +384,13 @@ class Session:
         request = Request(Kind.CHANNEL, name, digest=digest, detail=detail)
         return self.submit(number, Submission.of(request)).wait()[0]
 
+    def release_channel(self, number: int, channel: Channel) -> None:
+        """This rank will not use a channel of ``open_channel`` again; when no rank does, it is closed. Not collective,
+        and safe in a finalizer."""
+        member = self.sets.get(number)
+        if member is not None:
+            member.release(channel)
+
     def watch(self, number: int, name: str) -> Watch:
         """What a thread looks at that waits for an exchange of ``name``, the same in all ranks of the process set."""
         runtime = self._require()
@@ -393,6 +399,8 @@ class Session:
         def failure() -> OcommError | None:
             if runtime.failure is None and self.runtime is runtime and number not in self.set_ranks:
                 return InvalidRequestError(f"process set {ranks} was removed.")
+            if runtime.failure is None and not runtime.is_alive:
+                return no_thread(runtime.world.rank)
             return runtime.failure
 
         def departed() -> dict[int, str]:
@@ -400,7 +408,9 @@ class Session:
             joined = {rank: "has joined" for member in members for rank in member.joined}
             return {**joined, **runtime.departed()}
 
-        return Watch(failure, departed, self.settings.stall_check_s, f"{name} {number}", runtime.waits)
+        return Watch(
+            failure, departed, self.settings.stall_check_s, f"{name} {number}", runtime.waits, runtime.is_serving
+        )
 
     def agree(self, number: int, name: str, detail: str) -> None:
         """Waits until all ranks of the set say the same ``detail`` about ``name``; MismatchError if they do not."""

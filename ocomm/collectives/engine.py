@@ -110,6 +110,15 @@ class Channel(Protocol):
         """Ends every plan of this channel as ABORTED, soon; later submissions are refused."""
         ...
 
+    def close(self) -> int | None:
+        """None while a plan that may start is not over, and nothing is done. Else the engine forgets the channel: plans
+        that wait to be opened end as ABORTED, and later submissions are refused.
+
+        Returns how many segments have started, all of which are over; -1 if the channel has failed, and messages may be
+        under way. The communicator stays the caller's. From the thread of ``Engine.run``.
+        """
+        ...
+
     def waiting_for(self) -> list[int]:
         """Ranks whose messages the stages in flight wait for, or waited for when the channel failed."""
         ...

@@ -21,7 +21,7 @@ from ocomm.collectives.routes import vote_groups
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import Layout, SegmentLayout, TensorSpec, payload_nbytes
-from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
+from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError, StallError
 from ocomm.kernels.base import TENSOR, Bytes, Floats, aligned_zeros
 from ocomm.types import Flag, Nodes
 
@@ -142,6 +142,12 @@ class OneBitAllreduce:
             raise MismatchError(
                 f"'{self.name}': the ranks do not make the same compressed_allreduce calls in the same order; "
                 f"{self._who_differs(ticket)} sent another name, shape or call number."
+            )
+        if ticket.state == State.TIMED_OUT:
+            late = [self.ranks[rank] for rank in self.channel.waiting_for()]
+            raise StallError(
+                f"compressed_allreduce of '{self.name}': call {self.calls + 1} was not over after {timeout_s:.0f} s; "
+                f"rank(s) {late} have not sent their part. All ranks must make the same calls in the same order."
             )
         if ticket.state != State.DONE:
             raise HorovodInternalError(f"compressed_allreduce of '{self.name}' failed: {ticket.state.name.lower()}.")

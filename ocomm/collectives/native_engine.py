@@ -249,7 +249,7 @@ class NativeTicket:
 
     def __init__(self, engine: NativeEngine, channel: Any, prepared: _Prepared, row: Any) -> None:
         self._engine = engine
-        self._channel = channel
+        self.channel = channel
         self._prepared = prepared
         self._row = row
         self.timeline = engine.timeline
@@ -285,7 +285,7 @@ class NativeTicket:
         return self._row.error_segment
 
     def open(self, segments: int, intake: Any = None, addresses: Sequence[int] = (), part: int = NOTHING) -> None:
-        lib.ocomm_open(self._channel, self._row, segments, intake.row if intake else _NULL, addresses, part)
+        lib.ocomm_open(self.channel, self._row, segments, intake.row if intake else _NULL, addresses, part)
 
     def wait(self, seconds: float) -> State:
         return State(lib.ocomm_plan_wait(self._engine.pointer, self._row, int(seconds * 1e9)))
@@ -298,9 +298,12 @@ class NativeChannel:
         self._engine = engine
         self._size = transport.size
         handle = getattr(transport, "handle", 0)  # a world of one has no MPI
-        self._pointer = lib.ocomm_channel_new(engine.pointer, handle, transport.size, window)
-        if self._pointer == ffi.NULL:
-            raise MemoryError("too many channels, or no memory for another")
+        pointer = lib.ocomm_channel_new(engine.pointer, handle, transport.size, window)
+        if pointer == ffi.NULL:
+            raise MemoryError("no memory for another channel")
+        # Freed with its last user: a plan that was submitted may still be opened after close().
+        self._pointer = ffi.gc(pointer, lib.ocomm_channel_free)
+        engine.channels.add(self._pointer)
 
     def prepare(self, plan: Plan) -> _Prepared:
         return _Prepared(plan)
@@ -320,6 +323,13 @@ class NativeChannel:
 
     def abandon(self) -> None:
         lib.ocomm_channel_abandon(self._pointer)
+
+    def close(self) -> int | None:
+        segments = lib.ocomm_channel_close(self._pointer)
+        if segments == -2:
+            return None
+        self._engine.forget(self._pointer, keep_plans=segments < 0)
+        return segments
 
     def waiting_for(self) -> list[int]:
         waiting = np.zeros(self._size, np.uint8)
@@ -351,6 +361,8 @@ class NativeEngine:
         self.owner = os.getpid()
         self.is_closed = False
         self._lock = threading.Lock()
+        #: Those which the C engine knows: it needs their memory.
+        self.channels: set[Any] = set()
         self._alive: list[NativeTicket] = []
         self._bytes_bridged = 0
 
@@ -358,6 +370,13 @@ class NativeEngine:
         """Keeps a plan's memory until it is done; a failed one's for good, because the network may still touch it."""
         with self._lock:
             self._alive.append(ticket)
+
+    def forget(self, channel: Any, keep_plans: bool) -> None:
+        """The C engine knows a channel no longer. Its plans, which are over, are kept if the network may touch them."""
+        self.channels.discard(channel)
+        if not keep_plans:
+            with self._lock:
+                self._alive = [t for t in self._alive if t.channel is not channel or t.state == State.DONE]
 
     def _forget_done(self) -> None:
         with self._lock:
@@ -375,7 +394,7 @@ class NativeEngine:
 
     def watch(self, transport: Transport) -> None:
         if transport.size > 1 and lib.ocomm_engine_watch(self.pointer, transport.handle):  # type: ignore[attr-defined]
-            raise MemoryError("too many process sets: at most 256 can be watched")
+            raise MemoryError("no memory for another process set")
 
     def unwatch(self, transport: Transport) -> None:
         if transport.size > 1:

@@ -144,6 +144,7 @@ class PythonChannel:
         self.sequence = 0
 
     def prepare(self, plan: Plan) -> Plan:
+        assert all(len(segment) <= _STAGES_PER_SEGMENT for segment in plan.segments)
         return plan
 
     def intake(
@@ -166,6 +167,15 @@ class PythonChannel:
     def abandon(self) -> None:
         self.abandoned_by_user = True
         self.engine.arrival.set()
+
+    def close(self) -> int | None:
+        has_failed = self.failed or self.abandoned_by_user
+        if not has_failed and (self.active or any(ticket.is_busy for ticket in list(self.queue)[:1])):
+            return None
+        self.fail(None, State.ABORTED, 0)
+        with self.engine.lock:
+            self.engine.channels.remove(self)
+        return -1 if has_failed else self.sequence
 
     def waiting_for(self) -> list[int]:
         segments = list(self.abandoned if self.failed else self.active)

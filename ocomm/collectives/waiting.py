@@ -50,6 +50,8 @@ class Watch:
     stall_check_s: float
     name: str = ""
     waits: Waits = field(default_factory=Waits)
+    #: Is there a thread that runs the engine?
+    is_served: Callable[[], bool] = lambda: True
 
 
 def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, what: str) -> State:
@@ -72,6 +74,8 @@ def _wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, 
     begun = warned = time.monotonic()
     owing_since: float | None = None
     while (state := ticket.wait(min(1.0, watch.stall_check_s))) < State.DONE:
+        if not watch.is_served() and (failure := watch.failure()) is not None:
+            raise type(failure)(*failure.args)
         now = time.monotonic()
         late = [ranks[rank] for rank in channel.waiting_for()]
         waits = watch.waits

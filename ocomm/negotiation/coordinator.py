@@ -72,6 +72,7 @@ class Coordinator:
         self._news: list[Response] = []
         self._bridge_is_asked_for = False
         self._order = CallOrder()
+        self._released: dict[int, dict[int, int]] = {}  # channel -> rank -> segments it has run there, -1 if it failed
 
     def receive(self, rank: int, message: bytes, now_s: float) -> None:
         """Takes in one rank's announcement."""
@@ -170,6 +171,19 @@ class Coordinator:
     def _without(self, pending: _Pending) -> list[int]:
         """Ranks that take part without having asked."""
         return [rank for rank in self._joined if rank not in pending.requests]
+
+    def release(self, rank: int, channel: int, segments: int) -> None:
+        """The rank uses a channel no longer, on which it has run so many segments to their end; -1 if it failed there.
+
+        Once all ranks have said so they are told to close it. Its communicator may be freed if all have run the same
+        segments: then every message that was sent has been received.
+        """
+        said = self._released.setdefault(channel, {})
+        said[rank] = segments
+        if len(said) == len(self.ranks):
+            del self._released[channel]
+            is_empty = set(said.values()) == {segments} and segments >= 0
+            self._news.append(Response(Kind.CLOSE, (), sizes=((channel, int(is_empty)),)))
 
     def remove(self, rank: int, why: str) -> None:
         """The rank has left: what waits for it, and what will, fails."""

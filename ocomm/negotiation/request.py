@@ -31,6 +31,7 @@ class Kind(enum.IntEnum):
     DUPLICATE = 8  # copies the set's communicator; ``detail`` says what for
     TUNE = 9  # a response only: what comes after it goes by other settings
     BRIDGE = 10  # a response only: all ranks are to open a bridge between their devices, if they can
+    CLOSE = 11  # a response only: no rank uses a channel any more
 
 
 class Fault(enum.IntEnum):
@@ -104,7 +105,8 @@ class Response:
     all ranks have asked under the ids they know.
     ``templates``: one request per name where ranks take part that have joined and not asked; theirs is of this kind.
     ``bridged``: all ranks have them on devices, between which they are to go.
-    A TUNE has no names; ``sizes`` are the new settings (``autotune.Tuned.pack``). Nor has a BRIDGE.
+    A TUNE has no names; ``sizes`` are the new settings (``autotune.Tuned.pack``). Nor has a BRIDGE, nor a CLOSE, whose
+    ``sizes`` are the channel's number and 1 if its communicator is to be freed, else 0.
     A JOIN without a name is news: ``sizes`` has the set's rank that joined. With a name all have; ``sizes`` the last.
     """
 

@@ -63,9 +63,11 @@ class Runtime:
         self._beat_s = self._inspected_s = self._waited_s = clock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ocomm", daemon=True)
+        world.is_served = self.is_serving
 
     def add(self, process_set: ProcessSet) -> None:
         """Serves another set. From any thread."""
+        process_set.is_served = self.is_serving
         self._sets = [*self._sets, process_set]  # a round that has begun keeps its own list
 
     def retire(self, process_set: ProcessSet) -> None:
@@ -86,6 +88,10 @@ class Runtime:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    def is_serving(self) -> bool:
+        """Does the thread run, or is it still to start? From any thread."""
+        return self._thread.ident is None or self._thread.is_alive()
+
     def departed(self) -> dict[int, str]:
         """World ranks which have left the job, and how, as "has shut down". From any thread."""
         return {rank: _how(why) for rank, (_, why) in self._gone.copy().items()}
@@ -99,7 +105,10 @@ class Runtime:
         if self._leaving is None:
             self._leaving = (failed, why)
         self.engine.wake()
-        self._over.wait(_FAREWELL_S + 1.0 if failed else None)
+        if failed:
+            self._over.wait(_FAREWELL_S + 1.0)
+        while not failed and self.is_alive and not self._over.wait(1.0):
+            pass
         self._thread.join(5.0)
         return not failed and self.failure is None and not self._thread.is_alive()
 
@@ -121,9 +130,11 @@ class Runtime:
         finally:
             self._end_plans()
             closed = HorovodInternalError("ocomm has been shut down; call init() before the next collective.")
-            for process_set in self._sets:
-                process_set.close(self.failure or closed)
-            self._over.set()
+            try:
+                for process_set in self._sets:
+                    process_set.close(self.failure or closed)
+            finally:
+                self._over.set()
 
     def _end_plans(self) -> None:
         """Nobody runs the engine after this: whoever waits for a plan must hear that it will not be done."""
@@ -162,11 +173,11 @@ class Runtime:
             if self.settings.stall_check and not self._left and self.failure is None:
                 self._deadlock.inspect()
         for process_set in self._retiring:
-            if process_set.is_quiet:
+            if process_set.is_quiet and process_set.retire():
                 self._retiring = [other for other in self._retiring if other is not process_set]
                 self._sets = [other for other in self._sets if other is not process_set]
                 self.engine.unwatch(process_set.link.transport)
-                process_set.retire()
+                process_set.retired.set()
         return self._depart()
 
     def _beat(self, now: float) -> None:
@@ -193,6 +204,8 @@ class Runtime:
     def _depart(self) -> bool:
         if self._leaving is not None and not self._left:
             self._left = True
+            for process_set in self._sets:
+                process_set.is_leaving = True
             self._waited_s = self.clock()
             self._announce_departure(self.world.rank, *self._leaving)
         if not self._left:

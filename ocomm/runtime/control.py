@@ -29,6 +29,7 @@ class Word(enum.IntEnum):
     BLOCKED = 10  # to rank 0: nothing moves here, and why; or that it does again
     CONFIRM = 11  # from rank 0: is that so?
     STUCK = 12  # from rank 0: nothing moves anywhere
+    RELEASED = 13  # to the coordinator: this rank uses a channel no longer
 
 
 class Link:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from ocomm.telemetry.timeline import Timeline
 from ocomm.types import Location
 
 NOTHING: Bytes = np.zeros(0, np.uint8)
+_LOOK_S = 1.0  # how often a wait looks whether there is still somebody to end it
 _events = threading.Lock()  # held while a handle gets its event, or its list of listeners
 
 #: Makes room for a result of this shape; called on the background thread, returns the bytes of the new tensor.
@@ -127,14 +129,18 @@ class Handle:
         """Waits for the end of all tensors and returns their results, in order; raises what went wrong with the first
         that failed. TimeoutError after ``seconds``.
 
-        The runtime bounds every operation by its own deadlines, so waiting without a limit ends too.
+        The runtime bounds every operation by its own deadlines, and a wait looks every second whether the runtime is
+        still there: so waiting without a limit ends too.
         """
         if not self.poll():
             event = self._awaited()
             self._expect(1, self)
             try:
-                if not event.wait(seconds):
-                    raise TimeoutError(f"'{next(iter(self.positions))}' is not over after {seconds} s")
+                end = None if seconds is None else time.monotonic() + seconds
+                while not event.wait(_LOOK_S if end is None else min(_LOOK_S, max(end - time.monotonic(), 0.0))):
+                    if end is not None and time.monotonic() >= end:
+                        raise TimeoutError(f"'{next(iter(self.positions))}' is not over after {seconds} s")
+                    self._expect(0, self)
             finally:
                 self._expect(-1, self)
         if self._errors:

@@ -10,7 +10,9 @@ import math
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -18,7 +20,7 @@ import numpy as np
 
 from ocomm.collectives import dense
 from ocomm.collectives.bridged import BridgedSums
-from ocomm.collectives.engine import Engine, State, Ticket
+from ocomm.collectives.engine import Channel, Engine, State, Ticket
 from ocomm.collectives.plan import Plan, Stage
 from ocomm.collectives.scratch import Scratch, aligned
 from ocomm.collectives.tracing import activities
@@ -57,6 +59,7 @@ from ocomm.types import Bytes, DType, Location, Nodes, ReduceOp, Settings
 _log = logging.getLogger("ocomm")
 _ANSWER_S = 2.0  # how long a rank that is late may take to say where it is
 _AVERAGE, _SUM, _BOOL = ReduceOp.AVERAGE, ReduceOp.SUM, DType.BOOL  # found in a fifth of the time
+_RELEASED = struct.Struct("<qq")  # channel, segments
 _FAULTS = {Fault.MISMATCH: MismatchError, Fault.STALL: StallError, Fault.LEFT: PeerError}
 
 
@@ -78,6 +81,14 @@ class _Opening:
 
     handle: Handle
     pending: TransportRequest
+
+
+@dataclass(slots=True)
+class _Open:
+    """A channel and its communicator. ``channel`` is None once this rank does not use it any more."""
+
+    channel: Channel | None
+    transport: Transport
 
 
 class ProcessSet:
@@ -132,9 +143,16 @@ class ProcessSet:
         self._asked_s: dict[int, float] = {}  # world rank -> when it was asked where it is
         self._where: dict[int, str] = {}
         self.joined: list[int] = []  # world ranks without more data; written by the background thread, read by any
-        self.channels: list[Transport] = [data]
-        self._exchanges = [self._channel]  # what runs on them
+        # By number, which is the same on all ranks: they open channels, and close them, as responses say.
+        self._channels = {0: _Open(self._channel, data)}
+        self._opened = 1
+        self._released: deque[Channel] = deque()  # what users have let go of; any thread appends
+        self._kept: list[Transport] = []  # of closed channels on which messages may be under way
+        self._retiring = False
+        self.is_leaving = False  # set once by the background thread: this rank has left the job
         self.retired = threading.Event()
+        #: Is there a thread that calls ``cycle``? Set by who has one.
+        self.is_served: Callable[[], bool] = lambda: True
         #: Set once by the thread that opens a bridge between the ranks' devices, read by any.
         self.bridged: BridgedSums | None = None
         #: Why there is none, once that is known.
@@ -181,7 +199,14 @@ class ProcessSet:
         return handle
 
     def expect(self, waiters: int, handle: Handle) -> None:
-        """One thread more (or fewer) waits for ``handle``. What is queued is announced at once for who waits."""
+        """One thread more (or fewer) waits for ``handle``. What is queued is announced at once for who waits.
+
+        0: it goes on waiting. Raises what closed the set if the background thread has ended without ending ``handle``.
+        """
+        if waiters == 0:
+            if not self.is_served() and not handle.poll():
+                raise self._closed or no_thread(self.ranks[self.rank])
+            return
         if waiters > 0:
             self.waiting[threading.get_ident()] = handle
         else:
@@ -208,14 +233,28 @@ class ProcessSet:
         self._running.clear()  # the engine keeps the memory of plans that are not over
         self._opening.clear()
         for handle, positions in ended:
-            handle.complete(positions, error=type(error)(*error.args))
+            try:
+                handle.complete(positions, error=type(error)(*error.args))
+            except Exception:  # of a listener: the others must hear of it all the same
+                _log.exception("rank %d: could not report an error", self.ranks[self.rank])
 
-    def retire(self) -> None:
-        """The end of a set which was removed while the job goes on. From the background thread, when it is quiet."""
-        self.close(InvalidRequestError(f"process set {list(self.ranks)} was removed."))
-        for channel in self._exchanges:
-            channel.abandon()
-        self.retired.set()
+    def release(self, channel: Channel) -> None:
+        """Nobody here will use ``channel``, of this set, any more: once no rank does, it is closed. From any thread.
+
+        Safe in a finalizer: it takes no lock, for the garbage collector may run while this thread holds one.
+        """
+        self._released.append(channel)
+
+    def retire(self) -> bool:
+        """The end of a set which was removed while the job goes on; True when it is over. From the background thread.
+
+        Called again and again. All ranks of the set must do so: they close its channels together.
+        """
+        if not self._retiring:
+            self._retiring = True
+            self.close(InvalidRequestError(f"process set {list(self.ranks)} was removed."))
+            self._released += [opened.channel for opened in self._channels.values() if opened.channel is not None]
+        return not self._channels and self.is_quiet
 
     # Background thread's side
 
@@ -223,6 +262,8 @@ class ProcessSet:
         """One round: announce, decide, execute, complete. Returns in how many seconds the next is due at the latest."""
         now = self.clock()
         due = self._announce(now)
+        if self._released:
+            self._close_channels()
         if self.coordinator is not None:
             self._respond(self.coordinator.decide())
             if self._tuner is not None and (tuned := self._tuner.poll()) is not None:
@@ -238,6 +279,9 @@ class ProcessSet:
             self._receive(source, payload, self.clock())
         elif word == Word.RESPOND:
             self._execute_all(payload)
+        elif word == Word.RELEASED:
+            if self.coordinator is not None and not self.is_leaving:
+                self.coordinator.release(source, *_RELEASED.unpack(payload))
         elif word == Word.WHERE:
             self.link.send(source, Word.HERE, whereabouts(list(self.users)).encode())
         elif word == Word.HERE:
@@ -356,6 +400,14 @@ class ProcessSet:
         if response.kind == Kind.TUNE:
             self._tune(Tuned.unpack(response.sizes[0]))
             return
+        if response.kind == Kind.CLOSE:
+            number, is_empty = response.sizes[0]
+            transport = self._channels.pop(number).transport
+            if is_empty:
+                transport.close()
+            else:
+                self._kept.append(transport)
+            return
         if response.kind == Kind.BRIDGE:
             assert self.open_bridge is not None
             self.opening_bridge = threading.Thread(target=self.open_bridge, name="ocomm-bridge", daemon=True)
@@ -386,22 +438,30 @@ class ProcessSet:
                 if number >= 0:
                     self._cache.learn(name, number, submission.requests[position])
         if response.kind in (Kind.CHANNEL, Kind.DUPLICATE):
-            self._opening.append(_Opening(found[0][1], self.link.transport.duplicate()))
+            with self._failing_together(found):
+                self._opening.append(_Opening(found[0][1], self.link.transport.duplicate()))
             return
         if self._tuner is not None and response.kind == Kind.ALLREDUCE:
             nbytes = sum(submission.requests[position].nbytes for submission, position in tensors)
             self._tuner.note(response.names, nbytes, self.clock())
-        try:
+        with self._failing_together(found):
             plan, result, scratch = self._plan(response, tensors)
             ticket = self._channel.submit(self._channel.prepare(plan), self.settings.stall_shutdown_s, True)
-        except BaseException:  # no memory, say: who waits is told when the set is closed for it
-            with self._lock:
-                self._entries.update(found)
-            raise
         running = _Running(ticket, parts, result, scratch, plan.keepalive)
         if self.timeline is not None:
             running.submitted_ns = time.monotonic_ns()
         self._running.append(running)
+
+    @contextmanager
+    def _failing_together(self, found: Sequence[tuple[str, Handle]]) -> Iterator[None]:
+        """What was taken from the entries goes back if there is no memory, or no communicator, for it: who waits for it
+        is told when the set is closed."""
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._entries.update(found)
+            raise
 
     def _tune(self, tuned: Tuned) -> None:
         """Goes by other settings from the next response on; so do all ranks."""
@@ -512,18 +572,47 @@ class ProcessSet:
             transport = self.link.transport.duplicated(opening.pending)
             if transport is None:
                 return
-            self._opening.pop(0)
+            # It stays in the list until nothing can fail: ``close`` ends what is in it.
             if opening.handle.submission.requests[0].kind == Kind.DUPLICATE:
+                self._opening.pop(0)
                 opening.handle.complete([0], transport)
                 continue
-            self.channels.append(transport)
-            self._exchanges.append(self.engine.open_channel(transport, self.settings.window))
-            opening.handle.complete([0], self._exchanges[-1])
+            channel = self.engine.open_channel(transport, self.settings.window)
+            self._channels[self._opened] = _Open(channel, transport)
+            self._opened += 1
+            self._opening.pop(0)
+            opening.handle.complete([0], channel)
+
+    def _close_channels(self) -> None:
+        """Tells the coordinator of channels that this rank uses no longer, once nothing of it is under way there."""
+        for _ in range(len(self._released)):
+            channel = self._released.popleft()
+            found = [(number, opened) for number, opened in self._channels.items() if opened.channel is channel]
+            if not found or self.is_leaving:
+                continue  # of another job, or not worth a message that may come too late
+            segments = channel.close()
+            if segments is None:
+                if self._retiring:
+                    channel.abandon()
+                self._released.append(channel)
+                continue
+            number, opened = found[0]
+            opened.channel = None
+            self.progress += 1
+            if self.coordinator is not None:
+                self.coordinator.release(self.rank, number, segments)
+            else:
+                self.link.send(0, Word.RELEASED, _RELEASED.pack(number, segments))
+
+    def close_transports(self) -> None:
+        """Gives all communicators back, but for those on which messages may be under way. When the job is over."""
+        for transport in [*(opened.transport for opened in self._channels.values()), self.link.transport]:
+            transport.close()
 
     @property
     def wants_polling(self) -> bool:
-        """A channel is being opened, which the engine cannot see."""
-        return bool(self._opening)
+        """A channel is being opened, or all are being closed, which the engine cannot see."""
+        return bool(self._opening) or self._retiring
 
     def _complete(self) -> None:
         """Ends the handles of plans that are over. Raises if one failed by itself: the other ranks wait for it."""
@@ -584,6 +673,14 @@ class ProcessSet:
         return HorovodInternalError(
             f"{what}: {ticket.state.name.lower()} (code {ticket.error}). The job cannot go on with these communicators."
         )
+
+
+def no_thread(rank: int) -> HorovodInternalError:
+    """What waits for a background thread that is no more."""
+    return HorovodInternalError(
+        f"rank {rank}: ocomm's background thread has ended, so this will never be over. Its error is in this rank's "
+        "output; a process that was forked from a rank has none."
+    )
 
 
 def neutral(dtype: DType, op: ReduceOp, numel: int) -> Bytes:

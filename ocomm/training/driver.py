@@ -160,6 +160,7 @@ class Driver:
         }
         self.options = {key: value.item() if isinstance(value, np.generic) else value for key, value in options.items()}
         channel = _open_channel(session, number, name, layout, self.options)
+        weakref.finalize(self, session.release_channel, number, channel).atexit = False
         # The driver belongs to its host: a reference back would keep both alive, and their buffers.
         self._host = reference = weakref.ref(host)
 

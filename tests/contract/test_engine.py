@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -136,6 +138,7 @@ class World:
     def __post_init__(self) -> None:
         self.fabric = Fabric(self.size)
         self.over = threading.Event()
+        self.closing: list[deque[Any]] = [deque() for _ in range(self.size)]
         for rank in range(self.size):
             transport = self.fabric.endpoint(rank)
             if self.kind == "native":
@@ -156,6 +159,27 @@ class World:
     def _run(self, rank: int) -> None:
         while not self.over.is_set():
             self.reasons[rank] |= self.engines[rank].run(0.02)
+            while self.closing[rank]:
+                channel, result = self.closing[rank].popleft()
+                result.put(channel.close())
+
+    def close_channels(self, channels: Sequence[Channel]) -> list[int | None]:
+        """What each says, asked in the thread that may."""
+        results: list[queue.SimpleQueue[int | None]] = [queue.SimpleQueue() for _ in channels]
+        for rank, (channel, result) in enumerate(zip(channels, results, strict=True)):
+            self.closing[rank].append((channel, result))
+            self.engines[rank].wake()
+        return [result.get(timeout=LIMIT_S) for result in results]
+
+    def watch(self, number: int) -> None:
+        """Another communicator of each rank, with a message for rank 1 on the first."""
+        for rank, engine in enumerate(self.engines):
+            copy = self.worlds[rank].duplicate()
+            if self.kind == "native":
+                self.mpis[rank].attach(copy)
+            engine.watch(copy)
+            if number == rank == 0:
+                copy.isend(aligned(1), 1, 0)
 
     def channels(self, window: int = 4) -> list[Channel]:
         found = []
@@ -626,6 +650,34 @@ def test_a_failed_channel_leaves_the_others_alone(kind: str) -> None:
         assert states(late) == [State.TIMED_OUT]
         submit(second[1:], [message_plan(1, aligned(1), [0], [])])
         assert states(waiting) == [State.DONE]
+
+
+def test_the_native_engine_has_room_for_any_number_of_channels_and_watched_communicators() -> None:
+    with world_of("native", 2) as world:
+        everyone = [world.channels() for _ in range(1100)]
+        for number in range(300):
+            world.watch(number)
+        end = time.monotonic() + LIMIT_S
+        while not world.reasons[1] & Reason.CONTROL:
+            assert time.monotonic() < end
+        for channels in (everyone[0], everyone[1023], everyone[-1]):
+            plans = [message_plan(rank, aligned(1), [1 - rank], [1 - rank]) for rank in range(2)]
+            assert states(submit(channels, plans)) == [State.DONE] * 2
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_channel_is_closed_between_its_plans_and_refuses_later_ones(kind: str) -> None:
+    with world_of(kind, 2) as world:
+        first, second = world.channels(), world.channels()
+        waiting = submit(first[:1], [message_plan(0, aligned(1), [], [1])])
+        assert world.close_channels(first) == [None, 0]
+        submit(second[:1], [message_plan(0, aligned(1), [1], [])])
+        submit(second[1:], [message_plan(1, aligned(1), [], [0])])
+        late = submit(second[:1], [message_plan(0, aligned(1), [], [1])], timeout_s=0.02)
+        assert states(late) == [State.TIMED_OUT]
+        assert world.close_channels(second) == [-1, 1]
+        assert states(submit(second, [Plan("refused", [])] * 2)) == [State.ABORTED] * 2
+        assert waiting[0].state == State.ACTIVE
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -460,3 +460,18 @@ def test_tensors_are_bridged_where_all_ranks_have_them_on_devices_and_one_bridge
         world.ask(2, allreduce("a", place=Place.BRIDGED))
         (answer,) = [response for response in world.decide() if response.kind == Kind.ALLREDUCE]
         assert not answer.bridged and [template.place for template in answer.templates] == [Place.HOST]
+
+
+@pytest.mark.parametrize(
+    ("segments", "is_empty"), [((5, 5, 5), 1), ((0, 0, 0), 1), ((5, 4, 5), 0), ((-1, 5, 5), 0), ((-1, -1, -1), 0)]
+)
+def test_a_channel_is_closed_once_all_have_released_it_and_freed_if_all_ran_the_same(
+    segments: tuple[int, ...], is_empty: int
+) -> None:
+    world = World(3)
+    for rank, count in zip((2, 0), segments, strict=False):
+        world.coordinator.release(rank, 7, count)
+        assert world.decide() == []
+    world.coordinator.release(1, 7, segments[2])
+    assert world.decide() == [Response(Kind.CLOSE, (), sizes=((7, is_empty),))]
+    assert world.decide() == []
