@@ -104,6 +104,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "STALL_CHECK_DISABLE": ("stall_check", lambda text: not _flag(text), True),
     "STALL_CHECK_TIME_SECONDS": ("stall_check_s", _duration, True),
     "STALL_CHECK_RAISE": ("stall_raise", _flag, False),
+    "DEADLOCK_SECONDS": ("deadlock_s", _duration, False),
     "STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_s", _duration, True),
     "REPLICA_CHECK_STEPS": ("replica_check_steps", _count, False),
     "PEER_TIMEOUT_SECONDS": ("peer_timeout_s", _duration, False),

@@ -6,6 +6,7 @@ A ``Session`` is one rank's membership in a job. A process has one, ``current()`
 from __future__ import annotations
 
 import atexit
+import contextlib
 import contextvars
 import json
 import logging
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -390,6 +391,16 @@ class Session:
         member = self.sets.get(number)
         if member is not None:
             member.release(channel)
+
+    @contextlib.contextmanager
+    def enclosed_step(self) -> Iterator[None]:
+        """While this thread makes a step for another one, which waits for it in a framework: see ``Waits.enclosed``."""
+        enclosed = self._require().waits.enclosed
+        enclosed.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            enclosed.discard(threading.get_ident())
 
     def watch(self, number: int, name: str) -> Watch:
         """What a thread looks at that waits for an exchange of ``name``, the same in all ranks of the process set."""

@@ -226,6 +226,7 @@ class Settings:
     stall_check: bool = True
     stall_check_s: float = 60.0
     stall_raise: bool = False  # StallError instead of a warning
+    deadlock_s: float = 10.0  # how long it must be certain that no rank can move; 0: no error for that
     stall_shutdown_s: float = 1800.0  # 0: never give up on a rank that is alive
     replica_check_steps: int = 64  # within so many steps all parameters are compared between the ranks; 0: never
     peer_timeout_s: float = 60.0  # silence after which a rank counts as dead; 0: never

@@ -14,6 +14,7 @@ import atexit
 import math
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import tensorflow as tf
 from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.kernels.base import Bytes
 from ocomm.operations import Operation, RepeatedAllreduce, Together
+from ocomm.runtime.bystanders import TENSORFLOW
 from ocomm.types import DType
 
 _INVALID_ARGUMENT, _FAILED_PRECONDITION, _UNKNOWN = 3, 9, 2  # TensorFlow's status codes
@@ -70,6 +72,8 @@ class Call:
     ready: RepeatedAllreduce | None = None
     static: list[tuple[DType, tuple[int, ...]]] = field(default_factory=list)
     runs: int = 0
+    #: Does it hand over a gradient for a step that comes after it in the graph, and nothing else?
+    hands_over: bool = False
 
 
 class _Tensor:
@@ -169,7 +173,7 @@ def problem() -> str:
         if lib.ocomm_tf_register(library.encode(), message, 256):
             _problem = f"{ffi.string(message).decode()} (TensorFlow {tf.version.VERSION})"
             return _problem
-        _thread = threading.Thread(target=_Courier().run, name="ocomm-tensorflow", daemon=True)
+        _thread = threading.Thread(target=_Courier().run, name=TENSORFLOW, daemon=True)
         _thread.start()
         atexit.register(_stop)
         _problem = ""
@@ -183,6 +187,32 @@ def runs() -> dict[str, int]:
         if call.name is not None:
             counts[call.name] = counts.get(call.name, 0) + call.runs
     return counts
+
+
+#: Those who make steps of 1-bit optimizers in graphs.
+steppers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def is_enclosing(stepper: Any) -> bool:
+    """While ``stepper`` makes its step in a graph that ``runs_in_order``, can nothing else of ours run in TensorFlow?
+
+    So it is where no graph of the process has another operation of ours, and whoever starts a graph waits for its end.
+    """
+    return (
+        not problem()
+        and all(call.hands_over for call in _calls)
+        and list(steppers) == [stepper]
+        and tf.config.experimental.get_synchronous_execution()
+    )
+
+
+def runs_in_order() -> bool:
+    """Will TensorFlow run what is stateful in the graph that is being built one after the other, as the program has it?
+
+    Python functions of the user's are that, too. It is so in ``tf.function``, and not in graphs of TensorFlow 1.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return getattr(graph, "experimental_acd_manager", None) is not None
 
 
 def _stop() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ocomm.collectives.engine import Channel, State, Ticket
-from ocomm.errors import OcommError, PeerError
+from ocomm.errors import OcommError, PeerError, StallError
 
 _log = logging.getLogger("ocomm")
 #: A rank that left in order has sent all it had; what is not here after this long was never sent.
@@ -32,10 +32,15 @@ class Waits:
     """Of this rank's threads in exchanges that all ranks make in one order. Single dict operations, from any thread.
 
     ``waiting``: those that have waited for a second. ``ended``: how many exchanges of each name have ended.
+    ``hopeless``: those of ``waiting`` that will wait for ever, and why.
+    ``enclosed``: threads of a framework's pool that make a step for a thread of the user's, which waits for them;
+    nothing else in the framework can submit before they are done.
     """
 
     waiting: dict[int, Wait] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
+    hopeless: dict[int, str] = field(default_factory=dict)
+    enclosed: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +63,13 @@ def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, w
     """Until the plan is over, one way or another; its own deadline bounds the wait.
 
     ``ranks`` are the channel's world ranks, ``what`` names the exchange. Warns every ``stall_check_s``. Raises the
-    runtime's failure, and PeerError if a rank that has left in order owes a message.
+    runtime's failure, PeerError if a rank that has left in order owes a message, and StallError if no rank can move.
     """
     try:
         state = _wait(ticket, channel, ranks, watch, what)
     finally:
         watch.waits.waiting.pop(threading.get_ident(), None)
+        watch.waits.hopeless.pop(threading.get_ident(), None)
         watch.waits.ended[watch.name] = watch.waits.ended.get(watch.name, 0) + 1
     if state != State.DONE and (failure := watch.failure()) is not None:
         raise type(failure)(*failure.args)
@@ -80,6 +86,9 @@ def _wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, 
         late = [ranks[rank] for rank in channel.waiting_for()]
         waits = watch.waits
         waits.waiting[threading.get_ident()] = Wait(what, watch.name, waits.ended.get(watch.name, 0), tuple(late))
+        if (why := waits.hopeless.get(threading.get_ident())) is not None:
+            channel.abandon()
+            raise StallError(why)
         departed = {rank: how for rank, how in watch.departed().items() if rank in late}
         if not departed:
             owing_since = None

@@ -16,6 +16,10 @@ from ocomm.types import ReduceOp
 
 #: What every rank's request to join is called.
 JOIN_NAME = "join"
+#: What an optimizer's name is followed by where the ranks compare what they begin with.
+FIRST_STEP = ": first step, or first after load_state_dict()"
+#: What to do where some ranks do that and others do not.
+LOADED_ALONE = "If a rank has loaded a state that others have not: load it on all ranks, or broadcast it"
 _ANSWERS = 256  # how many are remembered
 
 
@@ -347,9 +351,11 @@ class Coordinator:
         self._name(self._bits)
         return [name for name, pending in self._pending.items() if rank in pending.requests]
 
-    def fail_stalled(self, stalls: Sequence[Stall], where: Mapping[int, str] | None = None) -> list[Response]:
-        """Gives up on names: an error for every rank that asked."""
-        texts = [describe_stall(stall, self, where or {}) for stall in stalls]  # before any of them is forgotten
+    def fail_stalled(
+        self, stalls: Sequence[Stall], where: Mapping[int, str] | None = None, why: str = ""
+    ) -> list[Response]:
+        """Gives up on names: an error for every rank that asked, which ends with ``why``."""
+        texts = [describe_stall(stall, self, where or {}) + why for stall in stalls]  # before any of them is forgotten
         responses = []
         for stall, text in zip(stalls, texts, strict=True):
             if stall.name in self._pending:
@@ -378,6 +384,8 @@ def describe_stall(stall: Stall, coordinator: Coordinator, where: Mapping[int, s
     text += " " + "; ".join(instead) + "." if instead else ""
     if ".noname." in stall.name and ":" not in stall.name:  # not a step of an optimizer without a name
         text += " Calls without a name are numbered in their order: one more on one rank shifts the rest. Pass name=."
+    if stall.name.endswith(FIRST_STEP):
+        text += f" {LOADED_ALONE}."
     return text
 
 

@@ -49,7 +49,7 @@ class Runtime:
         self._sets = [world]
         self._retiring: list[ProcessSet] = []
         self.waits = Waits()
-        self._deadlock = Deadlock(world, lambda: self._sets, self.waits)
+        self._deadlock = Deadlock(world, lambda: self._sets, self.waits, settings.deadlock_s, clock)
         self._leaving: tuple[bool, str] | None = None  # (failed, why), asked for by the user's thread
         self._left = False
         self._gone: dict[int, tuple[bool, str]] = {}

@@ -3,29 +3,41 @@
 A rank is blocked when every thread of the user's that ever submitted something waits for a handle which other ranks
 have not asked for, or for a second has waited in an optimizer's step, and nothing else is under way. It tells rank 0.
 When all ranks have, rank 0 asks once more: if nothing has moved anywhere in between and no message is on its way (what
-all have sent is what all have received), then nothing ever will (Mattern, Algorithms for distributed termination
-detection, 1987). Messages of steps are not counted: who waits in a step waits for ever if one of the ranks that it
-waits for has not come to that step. One that has may be long done with it, while its messages are still on a slow wire.
+all have sent is what all have received), then none of these threads ever will (Mattern, Algorithms for distributed
+termination detection, 1987). Messages of steps are not counted: who waits in a step waits for ever if one of the ranks
+that it waits for has not come to that step. One that has may be long done with it, while its messages are still on a
+slow wire.
+
+That is reported at once. It becomes an error when it has been so for ``deadlock_s``, at whose end rank 0 asks again, if
+in all that time no rank had another live thread that could submit for the first time (``bystanders``).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ocomm.collectives.waiting import Wait, Waits
+from ocomm.negotiation.coordinator import LOADED_ALONE
+from ocomm.runtime import bystanders
 from ocomm.runtime.control import Word
 from ocomm.runtime.process_set import ProcessSet
 from ocomm.runtime.whereabouts import whereabouts
+
+_log = logging.getLogger("ocomm")
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a rank says of itself. ``progress`` changes whenever anything moves; ``balance`` is sent less received.
 
-    ``steps`` are its threads that wait in some, ``ended`` is how many it has ended of each name.
+    ``steps`` are its threads that wait in some, ``ended`` is how many it has ended of each name. ``others`` are live
+    threads that have not submitted, and still could.
     """
 
     is_blocked: bool
@@ -34,6 +46,7 @@ class Report:
     where: str = ""
     steps: tuple[Wait, ...] = ()
     ended: Mapping[str, int] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
 
 
 class Deadlock:
@@ -44,7 +57,11 @@ class Deadlock:
         world: ProcessSet,
         sets: Callable[[], Sequence[ProcessSet]],
         waits: Waits,
+        deadlock_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._deadlock_s = deadlock_s
+        self._clock = clock
         self._world = world
         self._sets = sets
         self._waits = waits
@@ -53,6 +70,7 @@ class Deadlock:
         # rank 0
         self._reports: dict[int, Report] = {}
         self._confirmed: dict[int, Report] | None = None
+        self._since: float | None = None  # when what is in ``_reports`` was certain first
 
     def inspect(self) -> None:
         """Every half second: tells rank 0 if this rank has come to a halt since the last time, or moves again."""
@@ -65,24 +83,38 @@ class Deadlock:
             self._tell(now)
         elif not now.is_blocked and self._told is not None:
             self._tell(None)
+        if self._is_due():
+            self._confirmed = {}
+            self._world.link.send_all(Word.CONFIRM)
+
+    def _is_due(self) -> bool:
+        """On rank 0: is it time to ask whether what was certain is still so, and to give up?"""
+        if self._since is None or self._confirmed is not None or self._deadlock_s == 0:
+            return False
+        could_submit = any(report.others for report in self._reports.values())
+        return not could_submit and self._clock() - self._since >= self._deadlock_s
 
     def hear(self, source: int, word: Word, payload: bytes) -> None:
         """Takes in a message."""
         if word == Word.CONFIRM:
             self._answer()
         elif word == Word.STUCK:
-            self._report_stuck({int(rank): where for rank, where in json.loads(payload).items()})
-        else:
             said = json.loads(payload)
-            steps = tuple(Wait(what, name, number, tuple(late)) for what, name, number, late in said["steps"])
-            self._note(source, Report(**{**said, "steps": steps}))
+            reports = {int(rank): _read(report) for rank, report in said["reports"].items()}
+            self._report_stuck(reports, said["why"])
+        else:
+            self._note(source, _read(json.loads(payload)))
 
     def _report(self) -> Report:
         sets = self._sets()
-        alive = {thread.ident for thread in threading.enumerate()}
-        users = {user for process_set in sets for user in process_set.users if user in alive}
+        alive = {thread.ident: thread for thread in threading.enumerate()}
         waiting = {user for process_set in sets for user in process_set.waiting}
-        steps = {user: step for user, step in dict(self._waits.waiting).items() if user in users}
+        all_steps = dict(self._waits.waiting)
+        served = self._served(alive, waiting | all_steps.keys())
+        users = {user for process_set in sets for user in process_set.users if user in alive} - served
+        inside = {user for user in self._waits.enclosed if user in waiting or user in all_steps} if served else set()
+        users |= inside
+        steps = {user: step for user, step in all_steps.items() if user in users}
         counters = self._world.engine.counters()
         progress = (
             sum(process_set.progress for process_set in sets) + counters["messages_sent"] + counters["compute_ns"]
@@ -91,7 +123,24 @@ class Deadlock:
             return Report(False, progress)
         balance = sum(process_set.link.balance for process_set in sets)
         where = ", in ".join([whereabouts(list(users)), *(step.what for step in steps.values())])
-        return Report(True, progress, balance, where, tuple(steps.values()), dict(self._waits.ended))
+        others = tuple(bystanders.bystanders(users | served))
+        return Report(True, progress, balance, where, tuple(steps.values()), dict(self._waits.ended), others)
+
+    def _served(self, alive: Mapping[int | None, threading.Thread], waiting: Collection[int]) -> set[int]:
+        """Threads that wait, in TensorFlow, for one of its pool, which waits in an enclosed step; and ours, which hands
+        over what TensorFlow submits: nothing before that step is over."""
+        inside = [user for user in self._waits.enclosed if user in waiting and user not in alive]
+        outside = [
+            ident
+            for ident, thread in alive.items()
+            if ident is not None
+            and ident not in waiting
+            and not bystanders.is_ours(thread)
+            and bystanders.is_in_tensorflow(ident)
+        ]
+        if not inside or len(outside) != len(inside):
+            return set()
+        return {*outside, *(ident for ident, thread in alive.items() if ident and thread.name == bystanders.TENSORFLOW)}
 
     def _tell(self, report: Report | None) -> None:
         self._told = report
@@ -111,11 +160,11 @@ class Deadlock:
     def _note(self, rank: int, report: Report) -> None:
         if not report.is_blocked:
             self._reports.pop(rank, None)
-            self._confirmed = None
+            self._confirmed = self._since = None
             return
         if self._confirmed is None or report != self._reports.get(rank):  # something has moved: begin again
             self._reports[rank] = report
-            self._confirmed = None
+            self._confirmed = self._since = None
             if len(self._reports) == self._world.size and is_certain(self._reports):
                 self._confirmed = {}
                 self._world.link.send_all(Word.CONFIRM)
@@ -123,30 +172,63 @@ class Deadlock:
         self._confirmed[rank] = report
         if len(self._confirmed) == self._world.size - 1:
             mine = self._report()
-            confirmed, self._confirmed = self._confirmed, None
+            self._confirmed = None
             if mine != self._reports.get(0):
                 self._reports.pop(0, None)
-                self._told = None
+                self._told = self._since = None
                 return
-            self._reports.clear()  # a rank speaks again when it has moved
-            where = {rank: report.where for rank, report in {0: mine, **confirmed}.items()}
-            self._world.link.send_all(Word.STUCK, json.dumps(where).encode())
-            self._report_stuck(where)
+            why = ""
+            if self._since is None:
+                self._since = self._clock()
+            else:
+                why = (
+                    f" No rank can move, so ocomm gave up after {self._deadlock_s:g} s (OCOMM_DEADLOCK_SECONDS): all "
+                    "ranks must make the same calls, and take the same steps, in the same order."
+                )
+            reports = dict(self._reports)
+            said = {"reports": {rank: asdict(report) for rank, report in reports.items()}, "why": why}
+            self._world.link.send_all(Word.STUCK, json.dumps(said).encode())
+            if why:
+                self._reports.clear()  # a rank speaks again when it has moved
+                self._since = None
+            self._report_stuck(reports, why)
 
-    def _report_stuck(self, where: dict[int, str]) -> None:
+    def _report_stuck(self, reports: Mapping[int, Report], why: str) -> None:
+        where = {rank: report.where for rank, report in reports.items()}
+        for thread, step in dict(self._waits.waiting).items():
+            text = describe_step(step, reports)
+            if why:
+                self._waits.hopeless[thread] = text + why
+            else:
+                _log.warning("%s", text)
         for process_set in self._sets():
-            process_set.report_stuck(where)
+            process_set.report_stuck(where, why)
+
+
+def describe_step(step: Wait, reports: Mapping[int, Report]) -> str:
+    """For whom a step waits that will never end, and where those are."""
+    absent = [rank for rank in step.late if is_absent(reports[rank], step)] or list(step.late)
+    where = "; ".join(f"rank {rank} is at {reports[rank].where}" for rank in absent)
+    are_elsewhere = any(reports[rank].steps for rank in absent)
+    remedy = "Step the optimizers in one order on all ranks" if are_elsewhere else LOADED_ALONE
+    return f"{step.what}: rank(s) {absent} will not come to it: {where}. {remedy}."
+
+
+def is_absent(report: Report, step: Wait) -> bool:
+    """Has the rank of ``report`` not come to that step?"""
+    is_in_it = any((other.name, other.number) == (step.name, step.number) for other in report.steps)
+    return not is_in_it and report.ended.get(step.name, 0) <= step.number
+
+
+def _read(said: Mapping[str, Any]) -> Report:
+    steps = tuple(Wait(what, name, number, tuple(late)) for what, name, number, late in said["steps"])
+    return Report(**{**said, "steps": steps, "others": tuple(said["others"])})
 
 
 def is_certain(reports: Mapping[int, Report]) -> bool:
     """No message is on its way, and each step that some rank waits in waits for one that has not come to it."""
 
-    def is_absent(rank: int, step: Wait) -> bool:
-        report = reports[rank]
-        is_in_it = any((other.name, other.number) == (step.name, step.number) for other in report.steps)
-        return not is_in_it and report.ended.get(step.name, 0) <= step.number
-
     steps = [step for report in reports.values() for step in report.steps]
     return sum(report.balance for report in reports.values()) == 0 and all(
-        any(is_absent(rank, step) for rank in step.late) for step in steps
+        any(is_absent(reports[rank], step) for rank in step.late) for step in steps
     )

@@ -331,12 +331,19 @@ class ProcessSet:
                 self._warned[stall.name] = now
                 _log.warning("%s", describe_stall(stall, self.coordinator, self._where))
 
-    def report_stuck(self, where: Mapping[int, str]) -> None:
-        """No rank of the job can move: whatever waits here will wait for ever. ``where`` is every rank's code."""
+    def report_stuck(self, where: Mapping[int, str], why: str = "") -> None:
+        """No rank of the job can move: whatever waits here will wait for ever. ``where`` is every rank's code.
+
+        With ``why`` all of it fails, and is told that; else it is reported.
+        """
         if self.coordinator is not None and self.settings.stall_check:
             now = self.clock()
             self._where.update(where)
-            self._report(self.coordinator.stalled(now, 0.0), now, self.settings.stall_check_s)
+            stalls = self.coordinator.stalled(now, 0.0)
+            if why:
+                self._respond(self.coordinator.fail_stalled(stalls, self._where, why))
+            else:
+                self._report(stalls, now, self.settings.stall_check_s)
 
     @property
     def is_blocked(self) -> bool:

@@ -26,6 +26,7 @@ from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.kernels.base import Kernels, Memory
 from ocomm.kernels.device import DeviceMemory
+from ocomm.negotiation.coordinator import FIRST_STEP
 from ocomm.optim import checkpoint
 from ocomm.optim.core import Core
 from ocomm.optim.replicas import ReplicasDifferError
@@ -348,8 +349,7 @@ class Driver:
         """Before the first step: do all ranks hold the same? MismatchError that names what they do not."""
         said = self._replicated()
         try:
-            name = f"{self.name}: first step, or first after load_state_dict()"
-            self.session.agree(self.number, name, f"{digest(said):016x}")
+            self.session.agree(self.number, self.name + FIRST_STEP, f"{digest(said):016x}")
         except MismatchError as error:
             difference = first_difference(self.session, self.number, f"{self.name}.replicas", said, "hold")
             raise MismatchError(

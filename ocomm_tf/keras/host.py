@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -128,8 +129,14 @@ class Host:
         """One step on all ranks, now or, in a graph, whenever it runs; what the variables ``indices`` become."""
         count = len(indices)
 
+        in_order = not tf.executing_eagerly() and engine.runs_in_order()
+        if not tf.executing_eagerly():
+            engine.steppers.add(self)
+
         def body(lr: Any, *arrays: Any) -> list[Any]:
-            return self.step(float(lr), indices, arrays[:count], arrays[count:])
+            is_enclosed = in_order and engine.is_enclosing(self)
+            with self.driver.session.enclosed_step() if is_enclosed else contextlib.nullcontext():
+                return self.step(float(lr), indices, arrays[:count], arrays[count:])
 
         values = [tf.cast(tf.convert_to_tensor(v), tf.float32) for v in variables]
         dense = self._handed_over(rate, indices, [tf.convert_to_tensor(g) for g in gradients], values)
@@ -185,7 +192,7 @@ class Host:
 
         handed = []
         for index, gradient, value in zip(indices, gradients, values, strict=True):
-            call = engine.Call(functools.partial(start, number_of[index]), None)
+            call = engine.Call(functools.partial(start, number_of[index]), None, hands_over=True)
             # One that does not depend on its variable could come before the last step is over, in a loop in a graph.
             with tf.control_dependencies([value]):
                 handed.append(engine.exchange(call, [gradient, rate], f"handed_over_{index}")[0])

@@ -17,6 +17,7 @@ import torch
 from ocomm.api import broadcast_object
 from ocomm.errors import HorovodInternalError, InvalidRequestError, PeerError, StallError
 from ocomm.operations import add_process_set, remove_process_set
+from ocomm.runtime import bystanders
 from ocomm.session import Session
 from ocomm.types import Settings
 from ocomm_torch.functions import broadcast_optimizer_state
@@ -557,8 +558,41 @@ def test_a_state_that_one_rank_alone_loads_is_told_at_the_next_step() -> None:
     said = run_ranks(2, body, Settings(stall_raise=True, stall_check_s=600.0))
     assert said[0] == (
         "tensor 'OneBitAdam.noname.1: first step, or first after load_state_dict()': rank 0 submitted it N s ago, rank "
-        "1 did not. rank 1 is at test_torch_unusual_use.py:N in one_step, in OneBitAdam.noname.1: step 5."
+        "1 did not. rank 1 is at test_torch_unusual_use.py:N in one_step, in OneBitAdam.noname.1: step 5. If a "
+        "rank has loaded a state that others have not: load it on all ranks, or broadcast it."
     )
+
+
+@threads_only
+def test_two_optimizers_that_are_stepped_in_another_order_on_each_rank_are_an_error_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bystanders, "bystanders", lambda waiting: [])  # other ranks are threads of this process
+
+    def body(session: Session) -> str:
+        pairs = []
+        for _ in range(2):
+            parameters = make_parameters()
+            pairs.append((parameters, wrap(parameters)))
+        rank = rank_of(session)
+        for step in range(1, 3):
+            for parameters, optimizer in pairs:
+                one_step(parameters, optimizer, step, rank)
+        parameters, optimizer = pairs[rank]
+        with pytest.raises(StallError) as error:
+            one_step(parameters, optimizer, 3, rank)
+        with pytest.raises(StallError):
+            optimizer.step()  # it is the last
+        return re.sub(r":\d+ in", ":N in", str(error.value))
+
+    said = run_ranks(2, body, Settings(deadlock_s=0.3, stall_check_s=600.0))
+    for rank, text in enumerate(said):
+        assert text == (
+            f"OneBitAdam.noname.{rank + 1}: step 3: rank(s) [{1 - rank}] will not come to it: rank {1 - rank} is at "
+            f"test_torch_unusual_use.py:N in one_step, in OneBitAdam.noname.{2 - rank}: step 3. Step the optimizers in "
+            "one order on all ranks. No rank can move, so ocomm gave up after 0.3 s (OCOMM_DEADLOCK_SECONDS): all "
+            "ranks must make the same calls, and take the same steps, in the same order."
+        )
 
 
 @pytest.mark.parametrize("before", [0, 2, 6])

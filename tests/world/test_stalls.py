@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +16,12 @@ import pytest
 import ocomm
 from ocomm.collectives.waiting import Wait
 from ocomm.errors import StallError
+from ocomm.runtime import bystanders
 from ocomm.runtime.deadlock import Report, is_certain
 from ocomm.runtime.whereabouts import whereabouts
 from ocomm.session import Session
 from ocomm.types import Settings
-from tests.world.test_runtime import LIMIT_S, Ranks, start, threads_only
+from tests.world.test_runtime import LIMIT_S, Ranks, outcome, start, threads_only
 from tests.worlds import run_ranks
 
 RAISE = Settings(stall_raise=True, stall_check_s=600.0)
@@ -183,3 +187,97 @@ def test_a_line_of_the_users_code_is_found_under_the_libraries() -> None:
     end.set()
     thread.join()
     assert re.fullmatch(r"test_stalls\.py:\d+ in users_code", found[0])
+
+
+# When it becomes an error
+
+
+@threads_only
+@pytest.mark.parametrize("others", [(), ("a thread of the user's",)])
+def test_it_is_an_error_after_a_while_where_no_other_thread_could_submit(
+    others: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bystanders, "bystanders", lambda waiting: list(others))
+    ranks = Ranks(2, Settings(stall_check_s=600.0, deadlock_s=0.5))
+
+    def late(rank: int, session: Session) -> None:
+        end = time.monotonic() + LIMIT_S
+        while time.monotonic() < end and not any("submitted it" in r.getMessage() for r in caplog.records):
+            time.sleep(0.01)
+        inspections(session, 4)  # as long as it takes for the error, and then some
+        start(session, np.ones(4, np.float32), f"of {1 - rank}")
+
+    def body(rank: int, session: Session) -> str:
+        handle = start(session, np.ones(4, np.float32), f"of {rank}")
+        if others:
+            threading.Thread(target=late, args=(rank, session)).start()
+        return outcome(handle)
+
+    with caplog.at_level(logging.WARNING, "ocomm"):
+        said = ranks.together(body)
+    for rank, text in enumerate(said):
+        if others:
+            assert text == "done"
+        else:
+            assert text.startswith(f"StallError: tensor 'of {rank}': rank {rank} submitted it ")
+            assert " No rank can move, so ocomm gave up after 0.5 s (OCOMM_DEADLOCK_SECONDS): " in text
+    ranks.together(lambda _, session: session.shutdown())
+
+
+def test_only_threads_that_serve_others_cannot_submit_by_themselves() -> None:
+    free, told = threading.Event(), threading.Event()
+    queue: Any = multiprocessing.get_context("spawn").Queue()
+    with ThreadPoolExecutor(1, "idle") as idle, ThreadPoolExecutor(1, "busy") as busy:
+        idle.submit(int).result()
+
+        def work() -> None:
+            told.set()
+            free.wait(LIMIT_S)
+
+        timer = threading.Timer(LIMIT_S, int)
+        ours = threading.Thread(target=free.wait, args=(LIMIT_S,), name="ocomm-timeline")
+        waits = threading.Thread(target=free.wait, args=(LIMIT_S,), name="waits")
+        try:
+            busy.submit(work)
+            queue.put(1)  # starts the thread that feeds it
+            for thread in (timer, ours, waits):
+                thread.start()
+            assert told.wait(LIMIT_S)
+            timer.name = "timer"
+            end = time.monotonic() + LIMIT_S
+            before = threading.main_thread().name
+            while (found := bystanders.bystanders({waits.ident or 0})) and "idle_0" in found:
+                assert time.monotonic() < end  # it has not yet come back to where it waits
+            assert {"busy_0", "timer", before} <= set(found)
+            assert not {"idle_0", "waits", "ocomm-timeline", "QueueFeederThread"} & set(found)
+        finally:
+            free.set()
+            timer.cancel()
+            queue.close()
+            queue.join_thread()
+    for thread in (timer, ours, waits):
+        thread.join()
+
+
+@threads_only
+def test_a_thread_that_waits_in_tensorflow_for_an_enclosed_step_is_no_bystander(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_tensorflow: set[int] = set()
+    monkeypatch.setattr(bystanders, "is_in_tensorflow", in_tensorflow.__contains__)
+    (session,) = Ranks(1).sessions
+    assert session.runtime is not None
+    deadlock, waits = session.runtime._deadlock, session.runtime.waits
+    me = threading.get_ident()
+    alive: dict[int | None, threading.Thread] = {me: threading.current_thread()}
+    pool = -7  # a thread which Python does not know
+    assert deadlock._served(alive, {pool}) == set()
+    waits.enclosed.add(pool)
+    assert deadlock._served(alive, {pool}) == set()
+    in_tensorflow.add(me)
+    assert deadlock._served(alive, {pool}) == {me}
+    assert deadlock._served(alive, set()) == set()  # the step does not wait
+    other = threading.Thread(target=int)
+    in_tensorflow.add(-8)
+    assert deadlock._served({**alive, -8: other}, {pool}) == set()  # one of the two waits for something else
+    session.shutdown()
