@@ -17,9 +17,11 @@ import ocomm
 from ocomm.collectives.waiting import Wait
 from ocomm.errors import StallError
 from ocomm.runtime import bystanders
+from ocomm.runtime.control import TAG
 from ocomm.runtime.deadlock import Report, is_certain
 from ocomm.runtime.whereabouts import whereabouts
 from ocomm.session import Session
+from ocomm.transport.local import LocalTransport
 from ocomm.types import Settings
 from tests.world.test_runtime import LIMIT_S, Ranks, outcome, start, threads_only
 from tests.worlds import run_ranks
@@ -281,3 +283,42 @@ def test_a_thread_that_waits_in_tensorflow_for_an_enclosed_step_is_no_bystander(
     in_tensorflow.add(-8)
     assert deadlock._served({**alive, -8: other}, {pool}) == set()  # one of the two waits for something else
     session.shutdown()
+
+
+@threads_only
+def test_a_slow_step_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bystanders, "bystanders", lambda waiting: [])
+    whole, held = LocalTransport.test, threading.Event()
+
+    def test(transport: LocalTransport, request: Any) -> bool:
+        """A wire on which what is sent to rank 1 does not come, but for control messages."""
+        is_on_its_way = held.is_set() and transport.rank == 1 and request is not None and request.key[3] != TAG
+        return not is_on_its_way and whole(transport, request)
+
+    monkeypatch.setattr(LocalTransport, "test", test)
+
+    def body(rank: int, session: Session) -> list[float]:
+        values = np.ones(4, np.float32)
+        session.compressed_allreduce(0, "x", values)
+        session.agree(0, "held from here on", "")
+        held.set()
+        if rank == 0:
+
+            def release() -> None:
+                assert session.runtime is not None
+                deadlock = session.runtime._deadlock
+                end = time.monotonic() + LIMIT_S
+                while len(deadlock._reports) < 2 and time.monotonic() < end:  # both say that they wait
+                    time.sleep(0.01)
+                assert len(deadlock._reports) == 2
+                inspections(session, 4)
+                held.clear()
+
+            threading.Thread(target=release).start()
+        result = session.compressed_allreduce(0, "x", values).tolist()
+        session.agree(0, "after it", "")  # for which rank 0 waits while its messages are still on their way
+        return result
+
+    ranks = Ranks(2, Settings(stall_check_s=600.0, deadlock_s=0.2))
+    assert ranks.together(body) == [[1.0] * 4] * 2
+    ranks.together(lambda _, session: session.shutdown())
