@@ -122,7 +122,7 @@ class Deadlock:
         if not users or not users <= waiting | steps.keys() or not all(process_set.is_blocked for process_set in sets):
             return Report(False, progress)
         balance = sum(process_set.link.balance for process_set in sets)
-        where = ", in ".join([whereabouts(list(users)), *(step.what for step in steps.values())])
+        where = ", in ".join(filter(None, [whereabouts(list(users)), *(step.what for step in steps.values())]))
         others = tuple(bystanders.bystanders(users | served))
         return Report(True, progress, balance, where, tuple(steps.values()), dict(self._waits.ended), others)
 
@@ -208,10 +208,10 @@ class Deadlock:
 def describe_step(step: Wait, reports: Mapping[int, Report]) -> str:
     """For whom a step waits that will never end, and where those are."""
     absent = [rank for rank in step.late if is_absent(reports[rank], step)] or list(step.late)
-    where = "; ".join(f"rank {rank} is at {reports[rank].where}" for rank in absent)
+    where = "; ".join(f"rank {rank} is at {reports[rank].where}" for rank in absent if reports[rank].where)
     are_elsewhere = any(reports[rank].steps for rank in absent)
     remedy = "Step the optimizers in one order on all ranks" if are_elsewhere else LOADED_ALONE
-    return f"{step.what}: rank(s) {absent} will not come to it: {where}. {remedy}."
+    return f"{step.what}: rank(s) {absent} will not come to it{': ' if where else ''}{where}. {remedy}."
 
 
 def is_absent(report: Report, step: Wait) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -58,18 +59,22 @@ GAVE_UP = (
 
 def said(output: str) -> dict[str, str]:
     lines = re.findall(r"^(\w+, rank \d): (.*)$", output, re.MULTILINE)
-    return {who: re.sub(r"\d+ s ago", "N s ago", re.sub(r"<string>:\d+ in \S+", "HERE", text)) for who, text in lines}
+    return {
+        who: re.sub(r"\d+ s ago", "N s ago", re.sub(r"train\.py:\d+ in [\w<>]+", "HERE", text)) for who, text in lines
+    }
 
 
 @pytest.mark.long  # Torch starts on two ranks; tests/world/test_stalls.py has each part
-def test_ranks_that_wait_for_each_other_fail_and_are_told_what_to_do() -> None:
-    job = run_job(2, TRAINING, OCOMM_DEADLOCK_SECONDS="1")
+def test_ranks_that_wait_for_each_other_fail_and_are_told_what_to_do(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    job = run_job(2, script, OCOMM_DEADLOCK_SECONDS="1")
     found = said(job.stdout)
     assert set(found) == {f"{what}, rank {rank}" for what in ("names", "order", "loaded") for rank in range(2)}, (
         job.stdout + job.stderr
     )
     assert all(text.endswith(GAVE_UP) for text in found.values())
-    assert "rank 1 did not. rank 1 waits for 'allreduce.of 1' instead, at " in found["names, rank 0"]
+    assert "rank 1 did not. rank 1 waits for 'allreduce.of 1' instead, at HERE." in found["names, rank 0"]
     text = found["order, rank 0"]
     assert text.startswith("OneBitAdam.noname.1: step 5: rank(s) [1] will not come to it: rank 1 is at ")
     assert "in OneBitAdam.noname.2: step 5. Step the optimizers in one order on all ranks." in text
@@ -149,7 +154,7 @@ except Exception as error:
 
 
 @pytest.mark.long  # TensorFlow starts on two ranks
-def test_a_state_that_one_rank_of_keras_loads_alone_is_an_error_in_a_graph(tmp_path: object) -> None:
+def test_a_state_that_one_rank_of_keras_loads_alone_is_an_error_in_a_graph(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow", reason="needs TensorFlow")
     job = run_job(2, KERAS, str(tmp_path), OCOMM_DEADLOCK_SECONDS="1", TF_CPP_MIN_LOG_LEVEL="3")
     assert "load it on all ranks, or broadcast it" in said(job.stdout)["loaded, rank 0"], job.stdout + job.stderr
