@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-enum { UINT8, INT8, INT16, INT32, INT64, BOOL, FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
+enum { UINT8, INT8, INT16, INT32, INT64, BOOL, FLOAT16, BFLOAT16, FLOAT32, FLOAT64, UINT16 };
 enum { AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT, BITWISE_OR };
 
 #define CHUNK 256
@@ -65,6 +65,7 @@ static int64_t scaled(int64_t x, double factor, int64_t low, int64_t high) {
     }
 SCALE_INTEGER(uint8, uint8_t, 0, UINT8_MAX)
 SCALE_INTEGER(int8, int8_t, INT8_MIN, INT8_MAX)
+SCALE_INTEGER(uint16, uint16_t, 0, UINT16_MAX)
 SCALE_INTEGER(int16, int16_t, INT16_MIN, INT16_MAX)
 SCALE_INTEGER(int32, int32_t, INT32_MIN, INT32_MAX)
 SCALE_INTEGER(int64, int64_t, INT64_MIN, INT64_MAX)
@@ -187,6 +188,7 @@ static void store_float16(void *to, int64_t at, const float *from, int n) {
 
 FETCH(uint8, uint8_t)
 FETCH(int8, int8_t)
+FETCH(uint16, uint16_t)
 FETCH(int16, int16_t)
 FETCH(int32, int32_t)
 FETCH(int64, int64_t)
@@ -216,6 +218,7 @@ FETCH_AS_FLOAT32(bfloat16)
 
 COMBINE(uint8, uint8_t, uint32_t)
 COMBINE(int8, int8_t, uint32_t)
+COMBINE(uint16, uint16_t, uint32_t)
 COMBINE(int16, int16_t, uint32_t)
 COMBINE(int32, int32_t, uint32_t)
 COMBINE(int64, int64_t, uint64_t)
@@ -238,6 +241,7 @@ COMBINE(float64, double, double)
 
 REDUCTION(uint8, uint8, uint8_t)
 REDUCTION(int8, int8, int8_t)
+REDUCTION(uint16, uint16, uint16_t)
 REDUCTION(int16, int16, int16_t)
 REDUCTION(int32, int32, int32_t)
 REDUCTION(int64, int64, int64_t)
@@ -268,6 +272,7 @@ REDUCTION(bfloat16, float32, float)
 
 INTEGER_MEAN(uint8, uint8_t, 0, UINT8_MAX)
 INTEGER_MEAN(int8, int8_t, INT8_MIN, INT8_MAX)
+INTEGER_MEAN(uint16, uint16_t, 0, UINT16_MAX)
 INTEGER_MEAN(int16, int16_t, INT16_MIN, INT16_MAX)
 INTEGER_MEAN(int32, int32_t, INT32_MIN, INT32_MAX)
 INTEGER_MEAN(int64, int64_t, INT64_MIN, INT64_MAX)
@@ -337,6 +342,7 @@ static void (*loop_for(int dtype, int op, double prescale, double postscale))(co
     switch (dtype) {
     case UINT8: return op == AVERAGE ? mean_uint8 : reduce_uint8;
     case INT8: return op == AVERAGE ? mean_int8 : reduce_int8;
+    case UINT16: return op == AVERAGE ? mean_uint16 : reduce_uint16;
     case INT16: return op == AVERAGE ? mean_int16 : reduce_int16;
     case INT32: return op == AVERAGE ? mean_int32 : reduce_int32;
     case INT64: return op == AVERAGE ? mean_int64 : reduce_int64;

@@ -1,8 +1,8 @@
 """Horovod's calls on NumPy arrays.
 
-Arrays may have any layout; element types are uint8, int8, int16, int32, int64, bool, float16, bfloat16 (ml_dtypes),
-float32 and float64. ``*_async`` calls return an integer handle for ``poll`` and ``synchronize``; until it is
-synchronized, neither the input nor the output may be touched.
+Arrays may have any layout; element types are uint8, int8, uint16, int16, int32, int64, bool, float16, bfloat16
+(ml_dtypes), float32 and float64. ``*_async`` calls return an integer handle for ``poll`` and ``synchronize``; until it
+is synchronized, neither the input nor the output may be touched.
 
 A collective raises InvalidRequestError at once where this rank's arguments cannot be right, and HorovodInternalError (a
 MismatchError, StallError or PeerError) on every waiting rank where the ranks do not agree or some do not come.

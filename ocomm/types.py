@@ -34,6 +34,7 @@ class DType(enum.IntEnum):
     BFLOAT16 = 7
     FLOAT32 = 8
     FLOAT64 = 9
+    UINT16 = 10
 
     @property
     def itemsize(self) -> int:
@@ -42,7 +43,7 @@ class DType(enum.IntEnum):
 
     @property
     def is_floating(self) -> bool:
-        return self >= DType.FLOAT16
+        return DType.FLOAT16 <= self <= DType.FLOAT64
 
     @property
     def label(self) -> str:
@@ -71,6 +72,7 @@ _ITEMSIZE = {
     DType.BFLOAT16: 2,
     DType.FLOAT32: 4,
     DType.FLOAT64: 8,
+    DType.UINT16: 2,
 }
 
 

@@ -72,7 +72,7 @@ class TorchAdapter:
             raise TypeError(f"got {type(tensor).__name__}, which is no torch.Tensor")
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
-            allowed = ", ".join(d.label for d in DType)
+            allowed = ", ".join(d.label for d in _DTYPES.values())
             raise TypeError(f"dtype {tensor.dtype} is not supported; use one of {allowed}")
         if tensor.layout is not torch.strided:
             raise TypeError(f"layout {tensor.layout} is not supported; call to_dense() or sparse_allreduce_async()")

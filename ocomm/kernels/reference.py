@@ -689,6 +689,7 @@ _NUMPY_DTYPE = {
     DType.BFLOAT16: np.uint16,
     DType.FLOAT32: np.float32,
     DType.FLOAT64: np.float64,
+    DType.UINT16: np.uint16,
 }
 
 _COMBINE: dict[ReduceOp, Callable[[NDArray, NDArray], NDArray]] = {
