@@ -15,33 +15,49 @@ from ocomm.api import Sum
 from ocomm.operations import global_process_set
 from ocomm_tf import mpi_ops
 
+#: Keras 2 (tf_keras), where TF_USE_LEGACY_KERAS=1 makes it ``tf.keras``, has ``fused``; Keras 3 does not.
+_IS_KERAS_3 = issubclass(tf.keras.layers.Layer, keras.layers.Layer)
 
-class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """``keras.layers.BatchNormalization`` whose mean and variance in training are those of all ranks' batches together.
 
-    Ranks may have batches of different sizes, also none. Takes the arguments of the Keras layer; ValueError for
-    ``fused``.
+class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
+    """``tf.keras.layers.BatchNormalization`` with the mean and variance of all ranks' batches together in training.
+
+    Ranks may have batches of different sizes, also none. The layer is one of Keras 3, or of Keras 2 where that is
+    ``tf.keras``.
+
+    Args:
+        fused: False; a fused kernel of TensorFlow knows the batch of its own rank alone.
+        process_set: the ranks whose batches count.
+        options: the arguments of the Keras layer.
+
+    Raises:
+        ValueError: ``fused`` is True or None.
     """
 
     def __init__(self, fused: bool = False, process_set: Any = global_process_set, **options: Any) -> None:
-        if fused:
+        if fused is not False:
             raise ValueError("SyncBatchNormalization does not support fused=True.")
-        super().__init__(**options)
+        super().__init__(**options, **({} if _IS_KERAS_3 else {"fused": False}))
         self._process_set = process_set
 
-    # Keras calls it for the mean and variance of a batch, and updates the moving ones with what it returns.
-    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        mean, variance = super()._moments(inputs, mask)
+    # Keras calls it for the mean and variance of a batch, and updates the moving ones with what it returns. Keras 2
+    # also says which axes are reduced, and whether they stay.
+    def _moments(self, inputs: Any, *how: Any, mask: Any = None, **options: Any) -> tuple[Any, Any]:
+        if _IS_KERAS_3 and how:
+            (mask,), how = how, ()
+        mean, variance = super()._moments(inputs, *how, mask=mask, **options)
         if not self._process_set.included() or self._process_set.size() == 1:
             return mean, variance
-        numel = tf.size(inputs) // inputs.shape[self.axis] if mask is None else tf.math.count_nonzero(mask)
+        shape = tf.shape(mean)
+        numel = tf.size(inputs) // tf.size(mean) if mask is None else tf.math.count_nonzero(mask)
         count = tf.reshape(tf.cast(numel, inputs.dtype), [1])
         mine = tf.where(count > 0, tf.concat([tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], 0), 0)
         rows = self._gathered(tf.concat([count, mine], 0)[None])
         counts, means, variances = tf.split(rows, [1, mine.shape[0] // 2, mine.shape[0] // 2], axis=1)
         weights = tf.math.divide_no_nan(counts, tf.reduce_sum(counts))
         mean = tf.reduce_sum(weights * means, 0)
-        return mean, tf.reduce_sum(weights * (variances + tf.square(means - mean)), 0)
+        variance = tf.reduce_sum(weights * (variances + tf.square(means - mean)), 0)
+        return tf.reshape(mean, shape), tf.reshape(variance, shape)
 
     def _gathered(self, row: Any) -> Any:
         """The rows of all ranks. Gradients are added up: all ranks' losses depend on this rank's row."""
