@@ -354,7 +354,7 @@ static void define(const char *name, const char *const *inputs, const char *cons
     TF_OpDefinitionBuilderAddAttr(builder, "call: int");
     TF_OpDefinitionBuilderAddAttr(builder, "nbytes: list(int)");
     TF_OpDefinitionBuilderAddAttr(builder,
-                                  "T: list({uint8, int8, int16, int32, int64, bool, half, bfloat16, float, double})");
+                                  "T: list({uint8, int8, uint16, int16, int32, int64, bool, half, bfloat16, float, double})");
     for (; *inputs; inputs++) TF_OpDefinitionBuilderAddInput(builder, *inputs);
     for (int i = 0; outputs[i]; i++) TF_OpDefinitionBuilderAddOutput(builder, outputs[i]);
     TF_OpDefinitionBuilderSetIsStateful(builder, 1);

@@ -18,7 +18,6 @@ from ocomm.api import (
     init,
     is_homogeneous,
     is_initialized,
-    join,
     local_rank,
     local_size,
     mpi_built,
@@ -56,6 +55,7 @@ from ocomm_tf.mpi_ops import (
     grouped_allgather,
     grouped_allreduce,
     grouped_reducescatter,
+    join,
     local_rank_op,
     local_size_op,
     process_set_included_op,
@@ -65,6 +65,7 @@ from ocomm_tf.mpi_ops import (
 )
 from ocomm_tf.optimizer import DistributedGradientTape, DistributedOptimizer, PartialDistributedGradientTape
 from ocomm_tf.sync_batch_norm import SyncBatchNormalization
+from ocomm_tf.util import _executing_eagerly as _executing_eagerly  # Horovod's scripts use it
 
 __all__ = [
     "Adasum",

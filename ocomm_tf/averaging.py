@@ -64,6 +64,10 @@ class Averaging:
         """Gradients of ``variable`` are this rank's own, divided by the number of ranks if so configured."""
         self._local.add(_key(variable))
 
+    def is_local(self, variable: Any) -> bool:
+        """Whether ``keep_local`` was called for it."""
+        return _key(variable) in self._local
+
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients averaged; None stays None. Not differentiable."""
         gradients = list(gradients)
@@ -74,7 +78,7 @@ class Averaging:
         for position, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
                 continue
-            if _key(variable) in self._local:
+            if self.is_local(variable):
                 if self._scale_local:
                     result[position] = scaled(gradient, 1.0 / self.process_set.size())
             else:

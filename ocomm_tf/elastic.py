@@ -39,6 +39,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         try:
             return func(state, *args, **kwargs)
+        except HorovodInternalError:
+            raise
         except tf.errors.OpError as error:
             found = _FAILURE.search(error.message)
             if found is None:

@@ -28,8 +28,8 @@ from ocomm.kernels.base import Bytes
 from ocomm.operations import Operation, RepeatedAllreduce, Together
 from ocomm.runtime.bystanders import TENSORFLOW
 from ocomm.types import DType
+from ocomm_tf.errors import status_of
 
-_INVALID_ARGUMENT, _FAILED_PRECONDITION, _UNKNOWN = 3, 9, 2  # TensorFlow's status codes
 _IDLE_S = 3600.0
 _PACE_S = 100e-6  # between two looks at the queue
 
@@ -37,6 +37,7 @@ _PACE_S = 100e-6  # between two looks at the queue
 DTYPES = {
     tf.uint8: DType.UINT8,
     tf.int8: DType.INT8,
+    tf.uint16: DType.UINT16,
     tf.int16: DType.INT16,
     tf.int32: DType.INT32,
     tf.int64: DType.INT64,
@@ -250,6 +251,33 @@ def gather(
     return outputs, tf.reshape(rows, [len(tensors), -1])
 
 
+def in_python(function: Callable[..., Any], body: Callable[..., Any], inputs: Any, types: list[Any]) -> list[tf.Tensor]:
+    """``function(body, inputs, types)``, as a list; ``function`` is ``tf.numpy_function`` or ``tf.py_function``.
+
+    In a graph TensorFlow would give an error of ocomm in ``body`` the status UNKNOWN. Here it has that of ``_fail``.
+    """
+    if tf.executing_eagerly() or problem():
+        return tf.nest.flatten(function(body, inputs, types))  # in eager mode a single result comes without its list
+    failures: deque[OcommError] = deque()
+
+    def caught(*arguments: Any) -> list[Any]:
+        try:
+            return [np.False_, *body(*arguments)]
+        except OcommError as error:
+            failures.append(error)
+            return [np.True_, *(np.zeros(0, dtype.as_numpy_dtype) for dtype in types)]
+
+    def fail(tensors: list[Any], name: str) -> Operation:
+        raise failures.popleft()
+
+    failed, *results = function(caught, inputs, [tf.bool, *types])
+    failed.set_shape(())
+    call = Call(fail, None)
+    refused = tf.cond(failed, lambda: exchange(call, [failed], "failed")[0], lambda: failed)
+    with tf.control_dependencies([refused]):
+        return [tf.identity(result) for result in results]
+
+
 def passed_on(tensor: _Tensor) -> Bytes:
     """The bytes of an exchange's result, which are those of its input: no copy where TensorFlow needs no other."""
     c = tensor.c
@@ -429,10 +457,7 @@ class _Courier:
             _lib.ocomm_tf_finish(good, len(good), 0, _ffi.NULL)
 
     def _fail(self, work: int, error: Exception) -> None:
-        code = _UNKNOWN
-        if isinstance(error, OcommError):
-            code = _INVALID_ARGUMENT if isinstance(error, InvalidRequestError) else _FAILED_PRECONDITION
-        _lib.ocomm_tf_finish([work], 1, code, f"{type(error).__name__}: {error}".encode())
+        _lib.ocomm_tf_finish([work], 1, status_of(error), f"{type(error).__name__}: {error}".encode())
 
 
 def _described(c: Any) -> tuple[DType, tuple[int, ...]]:

@@ -14,7 +14,8 @@ from ocomm import api, operations
 from ocomm import session as sessions
 from ocomm.errors import MismatchError
 from ocomm.operations import NUMPY, ProcessSet, global_process_set
-from ocomm_tf.mpi_ops import as_it_is, broadcast_
+from ocomm_tf.errors import public
+from ocomm_tf.mpi_ops import broadcast_, name_in_graph
 
 
 def name_of(variable: Any) -> str:
@@ -22,6 +23,7 @@ def name_of(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name)
 
 
+@public
 def agree_on(what: str, variables: Sequence[Any], process_set: ProcessSet) -> list[str]:
     """Compares variables between the ranks of the set, and returns the names which its first rank gives them.
 
@@ -29,7 +31,7 @@ def agree_on(what: str, variables: Sequence[Any], process_set: ProcessSet) -> li
     MismatchError if number, shapes or dtypes do, or if the same names come in another order.
     """
     session = sessions.current()
-    mine = [(name_of(v), tuple(v.shape), tf.as_dtype(v.dtype).name) for v in variables]
+    mine = [(name_of(v), tuple(v.shape), tf.as_dtype(v.dtype).base_dtype.name) for v in variables]
     number = process_set.number(session)
     name = session.automatic_name(f"agree_on.{what}", number)
     ranks = session.set_ranks[number]
@@ -58,7 +60,7 @@ def _spell(said: Sequence[tuple[str, tuple[int, ...], str]], position: int, orde
     return f"'{name if matters else order[min(position, len(order) - 1)]}' {shape} {dtype}"
 
 
-@as_it_is
+@public
 def broadcast_variables(
     variables: Sequence[Any],
     root_rank: int,
@@ -66,20 +68,34 @@ def broadcast_variables(
     inplace: bool = False,
     *,
     names: Mapping[str, Any] | None = None,
-) -> None:
+) -> Any:
     """Overwrites ``variables`` (``tf.Variable`` or Keras variables) with those of ``root_rank`` (a world rank).
 
-    Collective. ``inplace`` is accepted as in Horovod: it is always in place. ``names``: where ranks of Torch train the
-    same model, the map of variables to its parameters, as for the optimizers; those ranks call
-    ``broadcast_parameters(model.named_parameters(), root_rank)``. MismatchError, which names the variable and the
-    ranks, if they are not the same variables in the same order everywhere.
+    Collective. May be called several times in one ``tf.function``, for a model and its optimizer, say.
+
+    Args:
+        variables: the same ones in the same order on all ranks; names may differ.
+        root_rank: the rank whose values all get.
+        process_set: the ranks that take part.
+        inplace: accepted as in Horovod; it is always in place.
+        names: where ranks of Torch train the same model, the map of variables to its parameters, as for the optimizers;
+            those ranks call ``broadcast_parameters(model.named_parameters(), root_rank)``.
+
+    Returns:
+        In a graph of ``tf.compat.v1``, the operation that a session is to run; None elsewhere.
+
+    Raises:
+        MismatchError: number, shapes, dtypes or order of the variables differ; it names the variable and the ranks.
+        InvalidRequestError: ``root_rank`` is not in the process set.
     """
     variables = list(variables)
     if names is not None:
         _broadcast_in_wire_order(variables, root_rank, process_set, names)
-        return
+        return None
     agree_on("broadcast_variables", variables, process_set)
-    broadcast_(variables, root_rank, "broadcast_variables", process_set)
+    values = broadcast_(variables, root_rank, name_in_graph("broadcast_variables"), process_set)
+    is_run_anyway = tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function
+    return None if is_run_anyway else tf.group(*values)
 
 
 def _broadcast_in_wire_order(
@@ -99,6 +115,7 @@ def _broadcast_in_wire_order(
         variables[place.index].assign(place.from_wire(operation.wait()))
 
 
+@public
 def broadcast_global_variables(root_rank: int, process_set: ProcessSet = global_process_set) -> Any:
     """Overwrites all variables of the graph (tf.compat.v1) with those of ``root_rank``; returns the operation."""
     if tf.executing_eagerly():
@@ -110,13 +127,7 @@ def broadcast_global_variables(root_rank: int, process_set: ProcessSet = global_
 
 
 def _assign_all(variables: Sequence[Any], root_rank: int, process_set: ProcessSet) -> Any:
-    from ocomm_tf.mpi_ops import broadcast
-
-    values = [
-        (v, broadcast(v, root_rank, f"broadcast_global_variables.{position}", process_set))
-        for position, v in enumerate(variables)
-    ]
-    return tf.group(*(tf.compat.v1.assign(variable, value) for variable, value in values))
+    return tf.group(*broadcast_(variables, root_rank, name_in_graph("broadcast_global_variables"), process_set))
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
@@ -135,6 +146,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         session.run(self._operation)
 
 
+@public
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -157,6 +169,7 @@ def broadcast_object_fn(
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
+@public
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
@@ -168,6 +181,7 @@ def allgather_object(
     return api.allgather_object(obj, name, process_set)
 
 
+@public
 def check_replicas(variables: Sequence[Any], process_set: ProcessSet = global_process_set) -> None:
     """MismatchError if a variable is not the same on all ranks, bit for bit, or their number is not. Collective."""
     sums = [hashlib.blake2b(np.ascontiguousarray(v.numpy()).tobytes(), digest_size=8).hexdigest() for v in variables]

@@ -10,10 +10,9 @@ in a graph by their place in it. ``op`` is ``Average`` (the default), ``Sum``, `
 average of integers is rounded towards zero.
 
 Errors: InvalidRequestError (a ValueError) where this rank's arguments cannot be right, HorovodInternalError where the
-ranks do not agree or some do not come. Out of a graph they come as ``tf.errors.InvalidArgumentError`` and
-``tf.errors.FailedPreconditionError`` whose message starts with the class, out of a 1-bit optimizer's step as
-``tf.errors.InvalidArgumentError`` and ``tf.errors.UnknownError`` whose message has it. ``hvd.elastic.run`` finds a
-HorovodInternalError in either.
+ranks do not agree or some do not come. The one is also a ``tf.errors.InvalidArgumentError``, the other a
+``tf.errors.FailedPreconditionError`` (``ocomm_tf.errors``). Out of a graph they come as these classes of TensorFlow,
+and their message starts with the name of ocomm's; ``hvd.elastic.run`` finds a HorovodInternalError in it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from ocomm import operations
+from ocomm import api, operations
 from ocomm import session as sessions
 from ocomm.api import Adasum, Average, Sum
 from ocomm.collectives.scratch import ALIGNMENT, aligned
@@ -40,6 +39,7 @@ from ocomm.session import Session
 from ocomm.types import DType
 from ocomm_tf import engine
 from ocomm_tf.compression import Compression, Compressor
+from ocomm_tf.errors import UnsupportedSlicesError, public
 
 _log = logging.getLogger("ocomm")
 
@@ -98,9 +98,6 @@ class TensorFlowAdapter:
 
 TENSORFLOW = TensorFlowAdapter()
 
-#: For what users call inside ``tf.function``: AutoGraph would translate this library as if it were the user's program.
-as_it_is = tf.autograph.experimental.do_not_convert
-
 #: Submits tensors: (session, adapter, tensors, name) -> Operation with a list of results. For alltoall also the splits.
 Start = Callable[..., Operation]
 
@@ -115,7 +112,7 @@ class Exchange:
     start: Start
 
 
-@as_it_is
+@public
 def run(exchanges: Sequence[Exchange]) -> list[list[tf.Tensor]]:
     """The results of several collectives, all of them under way at once. Not differentiable."""
     session = sessions.current()
@@ -229,6 +226,7 @@ def _run_in_python(session: Session, exchanges: Sequence[Exchange]) -> list[list
     return [outputs[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
 
+@public
 def _gather(
     kind: str, tensors: Sequence[tf.Tensor], name: str | None, start: Start, splits: Any = None
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -281,13 +279,19 @@ def _differentiable(
     @tf.custom_gradient
     def function(*inputs: tf.Tensor) -> Any:
         outputs, context = forward(list(inputs))
-        return tuple(outputs), lambda *grads: list(backward(grads, context))
+
+        def gradients(*grads: tf.Tensor) -> list[tf.Tensor]:
+            # Those that a caller gives may have another precision, which the variable's other gradients have not.
+            found = backward(grads, context)
+            return [tf.cast(grad, tensor.dtype) for grad, tensor in zip(found, inputs, strict=True)]
+
+        return tuple(outputs), gradients
 
     with _device_of(tensors[0]) if tf.executing_eagerly() else _ANYWHERE:  # custom_gradient makes tensors, too
         return list(function(*tensors))
 
 
-def _tensors(values: Sequence[Any]) -> list[tf.Tensor]:
+def _tensors(values: Iterable[Any]) -> list[tf.Tensor]:
     return [tf.convert_to_tensor(value) for value in values]
 
 
@@ -340,7 +344,7 @@ def _allreduce(
     return _differentiable(tensors, forward, backward)
 
 
-@as_it_is
+@public
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -357,33 +361,51 @@ def allreduce(
     """The reduction of ``tensor`` over the ranks, as a new tensor of the same shape and dtype.
 
     ``prescale_factor`` is applied to every input, ``postscale_factor`` to the result. The gradient is the same
-    allreduce of the gradient. ``tf.IndexedSlices`` stay that: indices and values of all ranks side by side, values
-    divided by the number of ranks for Average; other reductions of them raise InvalidRequestError.
+    allreduce of the gradient.
+
+    ``tf.IndexedSlices`` stay that: indices and values of all ranks side by side. For Average the values are divided by
+    the number of ranks, as ``/`` does in TensorFlow: those of int32 and int64 become float64, those of smaller integers
+    float32. Other reductions and scale factors raise UnsupportedSlicesError, which is a NotImplementedError.
     """
     chosen = choose_op(op, average)
     if isinstance(tensor, tf.IndexedSlices):
-        return _allreduce_slices(tensor, chosen, prescale_factor * postscale_factor, name, process_set)
+        return _allreduce_slices([tensor], chosen, (prescale_factor, postscale_factor), name, process_set, False)[0]
     compressed, context = compression.compress(tf.convert_to_tensor(tensor))
     (reduced,) = _allreduce([compressed], name, chosen, prescale_factor, postscale_factor, process_set, False)
     return compression.decompress(reduced, context)
 
 
+def _refuse_for_slices(op: int, factors: tuple[float, float], name: str | None) -> None:
+    if op in (Average, Sum) and factors == (1.0, 1.0):
+        return
+    what = "Average and Sum only" if op not in (Average, Sum) else "no prescale_factor and no postscale_factor"
+    raise UnsupportedSlicesError(
+        f"tensor '{name or 'without a name'}': an allreduce of tf.IndexedSlices has {what}; use tf.convert_to_tensor, "
+        "or sparse_as_dense=True in a DistributedOptimizer or tape."
+    )
+
+
 def _allreduce_slices(
-    slices: tf.IndexedSlices, op: int, factor: float, name: str | None, process_set: ProcessSet
-) -> tf.IndexedSlices:
-    if op not in (Average, Sum):
-        raise InvalidRequestError("an allreduce of tf.IndexedSlices has Average and Sum only.")
+    slices: Sequence[tf.IndexedSlices],
+    op: int,
+    factors: tuple[float, float],
+    name: str | None,
+    process_set: ProcessSet,
+    grouped: bool,
+) -> list[tf.IndexedSlices]:
+    _refuse_for_slices(op, factors, name)
     indices_name, values_name = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
-    indices = allgather(slices.indices, indices_name, process_set=process_set)
-    values = allgather(slices.values, values_name, process_set=process_set)
+    indices = _allgather(_tensors(each.indices for each in slices), indices_name, process_set, grouped)
+    values = _allgather(_tensors(each.values for each in slices), values_name, process_set, grouped)
     if op == Average:
-        factor /= process_set.size()
-    if factor != 1:
-        values = values * tf.cast(factor, values.dtype)
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
+        values = [each / process_set.size() for each in values]
+    return [
+        tf.IndexedSlices(summed, where, each.dense_shape)
+        for summed, where, each in zip(values, indices, slices, strict=True)
+    ]
 
 
-@as_it_is
+@public
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -397,23 +419,24 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """``allreduce`` of several tensors, which are reduced when all ranks have submitted all of them."""
+    """``allreduce`` of several tensors, which are reduced when all ranks have submitted all of them.
+
+    Those that are ``tf.IndexedSlices`` are a group of their own.
+    """
     chosen = choose_op(op, average)
-    if not tensors:
-        return []
-    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
-        return [
-            allreduce(
-                tensor, None, "", "", compression, chosen, prescale_factor, postscale_factor,
-                None if name is None else f"{name}.{position}", process_set,
-            )
-            for position, tensor in enumerate(tensors)
-        ]  # fmt: skip
-    pairs = [compression.compress(tensor) for tensor in _tensors(tensors)]
-    reduced = _allreduce(
-        [tensor for tensor, _ in pairs], name, chosen, prescale_factor, postscale_factor, process_set, True
-    )
-    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
+    factors = prescale_factor, postscale_factor
+    results: dict[int, Any] = {}
+    sparse = [position for position, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
+    dense = [position for position in range(len(tensors)) if position not in set(sparse)]
+    if sparse:
+        slices = _allreduce_slices([tensors[k] for k in sparse], chosen, factors, name, process_set, True)
+        results |= zip(sparse, slices, strict=True)
+    if dense:
+        pairs = [compression.compress(tensor) for tensor in _tensors(tensors[k] for k in dense)]
+        reduced = _allreduce([tensor for tensor, _ in pairs], name, chosen, *factors, process_set, True)
+        plain = [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
+        results |= zip(dense, plain, strict=True)
+    return [results[position] for position in range(len(tensors))]
 
 
 # allgather
@@ -440,7 +463,7 @@ def _allgather(
     return _differentiable(tensors, forward, backward)
 
 
-@as_it_is
+@public
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -454,7 +477,7 @@ def allgather(
     return _allgather(_tensors([tensor]), name, process_set, False)[0]
 
 
-@as_it_is
+@public
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -478,7 +501,7 @@ def start_broadcast(root_rank: int, process_set: ProcessSet) -> Start:
     return start
 
 
-@as_it_is
+@public
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -497,21 +520,26 @@ def broadcast(
 
     def backward(grads: Sequence[tf.Tensor], _: None) -> list[tf.Tensor]:
         (reduced,) = _allreduce(grads, None, Average, 1.0, 1.0, process_set, False)
-        return [reduced if sessions.current().require_topology().rank == root_rank else tf.zeros_like(reduced)]
+        if sessions.current().require_topology().rank == root_rank:
+            return [reduced]
+        # A session of tf.compat.v1 runs what it needs, and the root waits for this rank's part of the sum.
+        with tf.control_dependencies([reduced]):
+            return [tf.zeros_like(reduced)]
 
     return _differentiable(_tensors([tensor]), forward, backward)[0]
 
 
-@as_it_is
+@public
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Sequence[Any]:
-    """Overwrites ``variables`` (``tf.Variable`` or Keras variables) with those of ``root_rank``; returns them.
+    """Overwrites ``variables`` (``tf.Variable`` or Keras variables) with those of ``root_rank``; returns their values.
 
-    In a graph the variables have their values when the function has run.
+    In a graph the variables have their values when the function has run, or, in a session of ``tf.compat.v1``, when
+    what is returned has been fetched. Raises as ``broadcast`` does.
     """
     start = start_broadcast(root_rank, process_set)
     results = run(
@@ -520,15 +548,17 @@ def broadcast_(
             for position, v in enumerate(variables)
         ]
     )
+    values = []
     for variable, (value,) in zip(variables, results, strict=True):
-        variable.assign(value)
-    return variables
+        with tf.control_dependencies([variable.assign(value)]):
+            values.append(value if tf.executing_eagerly() else tf.identity(value))
+    return values
 
 
 # alltoall
 
 
-@as_it_is
+@public
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -553,13 +583,13 @@ def alltoall(
         parts = None if splits is None else tf.convert_to_tensor(splits)
         outputs, rows = _gather("alltoall", inputs, name, start, parts)
         counted.extend(rows)
-        return outputs, (rows[0], tf.shape(inputs[0])[0])
+        return outputs, (rows[0], tf.shape(inputs[0])[:1])
 
     def backward(grads: Sequence[tf.Tensor], context: Any) -> list[tf.Tensor]:
         rows, length = context
         back, _ = alltoall(grads[0], rows, process_set=process_set)
-        missing = length - tf.shape(back)[0]  # rows which the splits had left at home
-        return [tf.concat([back, tf.zeros(tf.concat([[missing], tf.shape(back)[1:]], 0), back.dtype)], 0)]
+        missing = length - tf.shape(back)[:1]  # rows which the splits had left at home
+        return [tf.concat([back, tf.zeros(tf.concat([missing, tf.shape(back)[1:]], 0), back.dtype)], 0)]
 
     (received,) = _differentiable(_tensors([tensor]), forward, backward)
     return received if splits is None else (received, tf.cast(counted[0], tf.int32))
@@ -593,7 +623,7 @@ def _reducescatter(
     return _differentiable(tensors, forward, backward)
 
 
-@as_it_is
+@public
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -614,7 +644,7 @@ def reducescatter(
     return compression.decompress(part, context)
 
 
-@as_it_is
+@public
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
@@ -639,9 +669,13 @@ def grouped_reducescatter(
 # Waiting, and where this process stands
 
 
+@public
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Returns when every rank of the set has called it. Not for graphs."""
     operations.barrier(sessions.current(), process_set)
+
+
+join = public(api.join)
 
 
 def _topology(read: Callable[[Session], int], name: str | None) -> tf.Tensor:
@@ -662,31 +696,31 @@ def _set_ranks(session: Session, process_set_id: int) -> tuple[int, ...]:
     return session.set_ranks[process_set_id]
 
 
-@as_it_is
+@public
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """``size()`` of a process set, looked up whenever the graph runs; int32."""
     return _topology(lambda session: len(_set_ranks(session, process_set_id)), name)
 
 
-@as_it_is
+@public
 def rank_op(name: str | None = None) -> tf.Tensor:
     """``rank()``, looked up whenever the graph runs; int32."""
     return _topology(lambda session: session.require_topology().rank, name)
 
 
-@as_it_is
+@public
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """``local_size()``, looked up whenever the graph runs; int32."""
     return _topology(lambda session: session.require_topology().local_size, name)
 
 
-@as_it_is
+@public
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """``local_rank()``, looked up whenever the graph runs; int32."""
     return _topology(lambda session: session.require_topology().local_rank, name)
 
 
-@as_it_is
+@public
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """1 if this rank is in the process set, else 0, looked up whenever the graph runs; int32."""
     return _topology(lambda session: int(session.require_topology().rank in _set_ranks(session, process_set_id)), name)

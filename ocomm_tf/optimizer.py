@@ -24,7 +24,7 @@ from ocomm.operations import ProcessSet, global_process_set
 from ocomm_tf import mpi_ops
 from ocomm_tf.averaging import Averaging
 from ocomm_tf.compression import Compression, Compressor
-from ocomm_tf.mpi_ops import as_it_is
+from ocomm_tf.errors import public
 
 _log = logging.getLogger("ocomm")
 
@@ -48,7 +48,7 @@ class _DistributedGradientTape(tf.GradientTape):
         """The gradient of ``source`` is not averaged."""
         self._averaging.keep_local(source)
 
-    @as_it_is
+    @public
     def gradient(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **options: Any
     ) -> Any:
@@ -58,8 +58,19 @@ class _DistributedGradientTape(tf.GradientTape):
         averaged = self._averaging(flat, tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(gradients, averaged, expand_composites=False)
 
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """``gradient`` as pairs (source, gradient): those of registered local sources, and the others."""
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names)
+        local: list[tuple[Any, Any]] = []
+        shared: list[tuple[Any, Any]] = []
+        for source, gradient in zip(sources, gradients, strict=True):
+            (local if self._averaging.is_local(source) else shared).append((source, gradient))
+        return local, shared
 
-@as_it_is
+
+@public
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -93,7 +104,7 @@ def DistributedGradientTape(
     return _DistributedGradientTape(gradtape, averaging)
 
 
-@as_it_is
+@public
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",

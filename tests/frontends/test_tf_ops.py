@@ -21,7 +21,8 @@ import numpy as np  # noqa: E402
 import ocomm_tf as hvd  # noqa: E402
 from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
-from ocomm_tf import engine, mpi_ops  # noqa: E402
+from ocomm_tf import engine  # noqa: E402
+from ocomm_tf.errors import public  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
 
 DTYPES = [
@@ -220,7 +221,7 @@ class TestErrors:
     def test_what_cannot_be_sent_is_named(self, way: Any) -> None:
         def body(session: Session) -> None:
             with pytest.raises(InvalidRequestError, match=r"x': dtype complex64 is not supported; use one of uint8, "):
-                way(mpi_ops.as_it_is(lambda x: hvd.allreduce(x, name="x")))(tf.ones([1], tf.complex64))
+                way(public(lambda x: hvd.allreduce(x, name="x")))(tf.ones([1], tf.complex64))
 
         run_ranks(1, body)
 
