@@ -24,6 +24,8 @@ from ocomm.kernels.device import DeviceMemory
 from ocomm.operations import ProcessSet
 from ocomm.optim.adam import DeviceAdam
 from ocomm.session import Session
+from ocomm_tf import engine
+from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.keras.host import Host, MakeDriver, shortest
 from ocomm_tf.keras.order import Place
 
@@ -117,9 +119,10 @@ class GpuHost(Host):
             given = [_to_wire(tf.convert_to_tensor(g), place) for g, place in zip(gradients, places, strict=True)]
             values = [_copy(_to_wire(tf.convert_to_tensor(v), p)) for v, p in zip(variables, places, strict=True)]
             if tf.executing_eagerly():
-                results = body(rate, *map(tf.identity, given), *values)  # which are copied there if they are elsewhere
+                with of_tensorflow():
+                    results = body(rate, *map(tf.identity, given), *values)  # copied there if they are elsewhere
             else:
-                results = tf.py_function(body, [rate, *given, *values], [tf.float32] * count)
+                results = engine.in_python(tf.py_function, body, [rate, *given, *values], [tf.float32] * count)
                 for result, value in zip(results, values, strict=True):
                     result.set_shape(value.shape)
             return [_from_wire(result, place) for result, place in zip(results, places, strict=True)]

@@ -21,6 +21,7 @@ from ocomm.session import Session
 from ocomm.training.adam import dense_step
 from ocomm.training.driver import Driver, Group
 from ocomm_tf import engine
+from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.keras.masters import LOW_PRECISION, follow, rounded
 from ocomm_tf.keras.order import Place
 
@@ -140,8 +141,8 @@ class Host:
 
         values = [tf.cast(tf.convert_to_tensor(v), tf.float32) for v in variables]
         dense = self._handed_over(rate, indices, [tf.convert_to_tensor(g) for g in gradients], values)
-        # Flattened: in eager mode a single result comes without its list.
-        results = tf.nest.flatten(tf.numpy_function(body, [rate, *dense, *values], [tf.float32] * count, stateful=True))
+        with of_tensorflow():
+            results = engine.in_python(tf.numpy_function, body, [rate, *dense, *values], [tf.float32] * count)
         for result, value in zip(results, values, strict=True):
             result.set_shape(value.shape)
         return results
