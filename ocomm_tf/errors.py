@@ -1,7 +1,7 @@
 """ocomm's errors, as TensorFlow scripts catch them: each is also the class of ``tf.errors`` that Horovod raises.
 
     InvalidRequestError            also tf.errors.InvalidArgumentError
-    `-- UnsupportedSlicesError     also NotImplementedError
+    `-- UnsupportedError           also NotImplementedError
     HorovodInternalError           also tf.errors.FailedPreconditionError
     `-- MismatchError, StallError, PeerError, NonFiniteError
 
@@ -32,8 +32,8 @@ class InvalidRequestError(errors.InvalidRequestError, tf.errors.InvalidArgumentE
         self.args = (message,)
 
 
-class UnsupportedSlicesError(InvalidRequestError, NotImplementedError):
-    """A reduction or a scale factor that ``tf.IndexedSlices`` do not have."""
+class UnsupportedError(errors.UnsupportedError, InvalidRequestError):
+    """No tensor of this kind has the operation: Adasum of integers, or a scale factor of ``tf.IndexedSlices``."""
 
 
 class HorovodInternalError(errors.HorovodInternalError, tf.errors.FailedPreconditionError):
@@ -67,6 +67,7 @@ _CLASSES: dict[type[OcommError], Callable[[str], OcommError]] = {
     errors.PeerError: PeerError,
     errors.NonFiniteError: NonFiniteError,
     errors.HorovodInternalError: HorovodInternalError,
+    errors.UnsupportedError: UnsupportedError,
     errors.InvalidRequestError: InvalidRequestError,
 }
 

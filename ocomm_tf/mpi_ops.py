@@ -39,7 +39,7 @@ from ocomm.session import Session
 from ocomm.types import DType
 from ocomm_tf import engine
 from ocomm_tf.compression import Compression, Compressor
-from ocomm_tf.errors import UnsupportedSlicesError, public
+from ocomm_tf.errors import UnsupportedError, public
 
 _log = logging.getLogger("ocomm")
 
@@ -365,7 +365,7 @@ def allreduce(
 
     ``tf.IndexedSlices`` stay that: indices and values of all ranks side by side. For Average the values are divided by
     the number of ranks, as ``/`` does in TensorFlow: those of int32 and int64 become float64, those of smaller integers
-    float32. Other reductions and scale factors raise UnsupportedSlicesError, which is a NotImplementedError.
+    float32. Other reductions and scale factors raise UnsupportedError, which is a NotImplementedError.
     """
     chosen = choose_op(op, average)
     if isinstance(tensor, tf.IndexedSlices):
@@ -379,7 +379,7 @@ def _refuse_for_slices(op: int, factors: tuple[float, float], name: str | None) 
     if op in (Average, Sum) and factors == (1.0, 1.0):
         return
     what = "Average and Sum only" if op not in (Average, Sum) else "no prescale_factor and no postscale_factor"
-    raise UnsupportedSlicesError(
+    raise UnsupportedError(
         f"tensor '{name or 'without a name'}': an allreduce of tf.IndexedSlices has {what}; use tf.convert_to_tensor, "
         "or sparse_as_dense=True in a DistributedOptimizer or tape."
     )

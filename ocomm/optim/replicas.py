@@ -16,8 +16,6 @@ from ocomm.errors import MismatchError
 from ocomm.kernels.base import Kernels
 
 Addresses = Callable[[NDArray[np.int64]], NDArray[np.uint64]]
-#: On a device the host waits for a checksum, so only one step in so many takes one, of a window so many times as large.
-_DEVICE_STRIDE = 8
 
 
 class ReplicasDifferError(MismatchError):
@@ -27,19 +25,21 @@ class ReplicasDifferError(MismatchError):
 class ReplicaWindows:
     """The windows of parameters of ``nbytes`` each; all of them are seen within ``steps`` steps, 0: none.
 
-    It knows no addresses and keeps no sums: the same step gives the same window on all ranks.
+    ``on_devices``: are any rank's parameters on a device, where the host waits for a checksum? Then one step in
+    ``steps`` compares everything, and the others nothing. It knows no addresses and keeps no sums: the same step gives
+    the same window on all ranks.
     """
 
-    def __init__(self, nbytes: NDArray[np.int64], steps: int, kernels: Kernels) -> None:
+    def __init__(self, nbytes: NDArray[np.int64], steps: int, kernels: Kernels, *, on_devices: bool = False) -> None:
         self._kernels = kernels
-        self._stride = min(_DEVICE_STRIDE, steps) if kernels.memory.is_device else 1
+        self._stride = steps if on_devices else 1
         self._ends = np.cumsum(nbytes, dtype=np.int64)
         self._count = -(-steps // self._stride) if self._stride and self._ends.size and self._ends[-1] else 0
         self._cut: dict[int, tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]] = {}
 
     def checksum(self, addresses: Addresses, step: int) -> int:
         """Of the window of ``step``; 0 where the step compares nothing. ``addresses(rows)`` are those of parameters."""
-        if not self._count or step % self._stride:
+        if not self._count or (step + 1) % self._stride:
             return 0
         rows, starts, nbytes = self._window(step // self._stride % self._count)
         return self._sum(addresses(rows) + starts, nbytes)

@@ -156,7 +156,8 @@ class Stepper:
     yet. It is called from hooks: a list of numbers costs them less than an array.
     ``segment_nbytes`` bounds a segment's packed bytes. ``verify``: how much of a gradient is read again
     to notice that it changed after hand-over: ``"full"``: all of it, ``"sampled"``: another 64th in each step,
-    ``"version"``: nothing. ``replica_check_steps``: see ``ReplicaWindows``. ``direct``, ``inside``: see ``staged``.
+    ``"version"``: nothing. ``replicas``: what each step compares; None: nothing. ``direct``, ``inside``: see
+    ``staged``.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class Stepper:
         overlap: bool,
         verify: str,
         timeout_s: float,
-        replica_check_steps: int = 0,
+        replicas: ReplicaWindows | None = None,
         bucket_count: int = _BUCKETS,
         direct: bool = False,
         inside: Inside | None = None,
@@ -189,7 +190,7 @@ class Stepper:
         self._verify = verify
         #: What is read again of a gradient that was handed over in the step under way: see ``Kernels.checksum``.
         self.verified_part = NOTHING
-        self._replicas = ReplicaWindows(4 * self.layout.numels, replica_check_steps, core.kernels)
+        self._replicas = replicas
         self.timeout_s = timeout_s
         self.bucket_count = bucket_count
         self.direct = direct
@@ -617,8 +618,9 @@ class Stepper:
             self._post(flow, bucket, final=True)
         if self.core.steps_locally:
             self._read_local()
-        vote = self._vote.envelopes[0].header
-        vote["replica"] = self._replicas.checksum(self.core.replica_addresses().__getitem__, self.step)
+        if self._replicas is not None:
+            checksum = self._replicas.checksum(self.core.replica_addresses().__getitem__, self.step)
+            self._vote.envelopes[0].header["replica"] = checksum
         self._cast(self._vote, attempt, hyper, lr, announcement, with_norm)
 
     def _cast(self, ballot: _Ballot, attempt: int, hyper: int, lr: float, announcement: int, with_norm: bool) -> None:

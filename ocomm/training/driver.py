@@ -29,7 +29,7 @@ from ocomm.kernels.device import DeviceMemory
 from ocomm.negotiation.coordinator import FIRST_STEP
 from ocomm.optim import checkpoint
 from ocomm.optim.core import Core
-from ocomm.optim.replicas import ReplicasDifferError
+from ocomm.optim.replicas import ReplicasDifferError, ReplicaWindows
 from ocomm.optim.stepper import Stepper, Verdict
 from ocomm.session import Session
 from ocomm.training import resume
@@ -182,7 +182,12 @@ class Driver:
             # To look at gradients on a device the host would have to wait for it.
             verify="version" if kernels.memory.is_device else common.verify,
             timeout_s=session.settings.stall_shutdown_s,
-            replica_check_steps=session.settings.replica_check_steps,
+            replicas=ReplicaWindows(
+                4 * layout.numels,
+                session.settings.replica_check_steps,
+                kernels,
+                on_devices=places != {_ON_HOST},
+            ),
             direct=self.direct,
             inside=self.inside,
         )

@@ -455,6 +455,7 @@ COMPRESSED = ("1-bit Adam, compressed", "Birder", "Lion")
 def test_a_compressed_step_never_waits_for_the_device_and_has_three_launches_a_segment(
     kind: str, reached: list[int], on_devices: Any
 ) -> None:
+    """But the one step in 64 that compares parameters."""
     devices = on_devices([0, 1], reached)
 
     def body(session: Session) -> list[tuple[int, int, int, int]]:
