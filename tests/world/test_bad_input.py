@@ -146,7 +146,7 @@ class TestOneRankIsWrong:
             (
                 lambda: ocomm.allreduce(np.ones(2, np.complex64), name="x"),
                 "tensor 'allreduce.x': dtype complex64 is not supported; use one of uint8, int8, int16, int32, int64, "
-                "bool, float16, bfloat16, float32, float64.",
+                "bool, float16, bfloat16, float32, float64, uint16.",
             ),
             (
                 lambda: ocomm.allreduce(np.ones(2, bool), name="x"),
