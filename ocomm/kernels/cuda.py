@@ -1686,7 +1686,7 @@ class CudaKernels:
             loop, what = reduce_double, tuple(np.array([prescale, postscale]).view(np.int64).tolist())
         elif dtype != DType.FLOAT32:
             divisor = ranks if op == ReduceOp.AVERAGE else 1
-            loop, what = reduce_whole, (dtype.itemsize, int(dtype != DType.UINT8), divisor)
+            loop, what = reduce_whole, (dtype.itemsize, int(dtype not in (DType.UINT8, DType.UINT16)), divisor)
         at = address_of(self._addresses(sources))
         self._configured(loop, -(-numel // TILE))(at, ranks, numel, *what, address_of(out))
 

@@ -209,8 +209,8 @@ REDUCTIONS = ("reduce", "reduce_low", "reduce_double", "reduce_whole")
 
 
 def is_reduced_on_devices(dtype: DType, op: int, prescale: float, postscale: float) -> bool:
-    """Is there a loop for it? For sums; those of whole numbers, uint16 excepted, without factors."""
-    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE) or dtype in (DType.BOOL, DType.UINT16):
+    """Is there a loop for it? For sums; those of whole numbers without factors."""
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE) or dtype == DType.BOOL:
         return False
     return dtype.is_floating or prescale == postscale == 1
 
