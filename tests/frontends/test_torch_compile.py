@@ -11,7 +11,7 @@ import torch
 from ocomm.session import Session
 from ocomm_torch import DistributedBirder, DistributedOneBitAdam, DistributedOptimizer
 from tests.frontends.onebit_jobs import digest
-from tests.frontends.test_torch_edits import Parameters, compressed, dense, grads, same_everywhere, train
+from tests.frontends.test_torch_edits import Parameters, compressed, grads, same_everywhere, train
 from tests.worlds import MPI_SIZE, run_ranks
 
 # While one thread of a process compiles, Torch's Adam in the others rounds as in a graph.
@@ -63,6 +63,7 @@ def test_steps_in_a_compiled_function_equal_those_in_a_plain_one(
 
 
 def test_a_compiled_function_that_changes_gradients_is_noticed_and_compiled_once() -> None:
+    """By versions: what a graph does to its inputs comes by no hook of Torch's."""
     graphs: list[Any] = []
 
     def counting(graph: Any, inputs: Any) -> Any:
@@ -80,5 +81,4 @@ def test_a_compiled_function_that_changes_gradients_is_noticed_and_compiled_once
     assert same_everywhere(lambda: train(compressed(), edit)) == same_everywhere(
         lambda: train(compressed(overlap=False), edit)
     )
-    assert same_everywhere(lambda: train(dense, edit)) == same_everywhere(lambda: train(dense, edit, synchronize=True))
     assert len(graphs) <= 4  # plain and on their way
