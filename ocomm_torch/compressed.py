@@ -391,8 +391,11 @@ class CompressedOptimizer(StepsTogether):
             self._stepper.object(Flag.UNHANDED)
 
     def used(self, gradients: Sequence[torch.Tensor]) -> None:
-        """See ``Watcher``: keeps what the gradients that are on their way are before they may be changed."""
-        numbers = {id(grad): index for index, grad in enumerate(self._recorded) if grad is not None}
+        """See ``Watcher``: keeps what the gradients that are on their way are before they may be changed. What is known
+        of one from before counts: it may have been changed since."""
+        numbers = {
+            id(grad): index for index, grad in enumerate(self._recorded) if grad is not None and index not in self._used
+        }
         found = {numbers[id(grad)]: grad for grad in gradients if id(grad) in numbers}
         if found:
             self._used.update(zip(found, self._masters.checksums(found).tolist(), strict=True))

@@ -79,13 +79,18 @@ class StepComparison:
         in_step = bool((counts == counts[0]).all())
         if is_first and in_step and (rows["way"] != rows["way"][0]).any():
             self._is_alike = False
-            ways = first_difference(self._session, self._number, f"{self._name}.ways", [self._way], "have")
             if self._rank == 0:
+                # The others are not asked: they may be in another optimizer's step, and a warning must not wait.
+                ranks = np.array(self._session.set_ranks[self._number])[self._rows["count"] > 0]
+                is_other = rows["way"] != rows["way"][0]
                 _log.warning(
-                    "%s: the ranks' optimizers round differently (%s), so their parameters will come apart in the last "
-                    "digits, and are compared before the first step only. Call broadcast_parameters now and then.",
+                    "%s: the ranks' optimizers round differently (rank(s) %s have %s, rank(s) %s another), so their "
+                    "parameters will come apart in the last digits, and are compared before the first step only. Call "
+                    "broadcast_parameters now and then.",
                     self._name,
-                    ways,
+                    ranks[~is_other].tolist(),
+                    self._way,
+                    ranks[is_other].tolist(),
                 )
         if (rows["options"] != rows["options"][0]).any():
             raise MismatchError(self._said(rows, self._options(), "the ranks' hyperparameters differ", "have") + (

@@ -212,6 +212,23 @@ def test_an_edit_through_what_was_taken_of_a_lasting_gradient_is_noticed(way: st
     assert same_everywhere(lambda: body(True)) == same_everywhere(lambda: body(False))
 
 
+def test_a_gradient_that_is_read_after_such_an_edit_keeps_the_checksum_from_before_it() -> None:
+    def body(overlap: bool) -> str:
+        taken: list[Any] = []
+
+        def edit(parameters: Parameters) -> None:
+            if taken:
+                taken[0][0] *= 0.5
+            else:
+                taken.append(grads(parameters)[0].numpy())
+            for grad in grads(parameters):
+                grad.norm()
+
+        return train(compressed(overlap=overlap), edit, zero=True)
+
+    assert same_everywhere(lambda: body(True)) == same_everywhere(lambda: body(False))
+
+
 def test_reading_gradients_costs_no_overlap() -> None:
     def on_rank(session: Session) -> tuple[bool, int, list[str]]:
         model = Model()
