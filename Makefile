@@ -1,4 +1,4 @@
-# make demo, make test: the two commands of the README. Everything they need is installed into .venv first.
+# make demo, make test: the two commands of the README; make test-fast for whoever changes ocomm. Everything they need is installed into .venv first.
 SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -7,17 +7,13 @@ PIP_ARGS ?=
 # As root on one small machine; harmless elsewhere.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
-# TensorFlow's tests run in jobs of their own: what a graph leaves behind is collected in some later test, and was once
-# seen to keep a rank there for longer than the others wait.
-WITH_TF := $(wildcard tests/frontends/test_tf_*.py) tests/frontends/test_teams.py
-WITHOUT_TF := tests/world tests/frontends $(addprefix --ignore=,$(WITH_TF))
-MPIRUN := timeout 600 $(VENV)/bin/mpirun --oversubscribe --bind-to none
+MPIRUN := timeout 1800 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence clean install
+.PHONY: demo test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence clean install
 
 install: $(STAMP)
 
-$(STAMP): setup.py pyproject.toml native/build.py native/*.c native/*.h tools/install.sh
+$(STAMP): setup.py pyproject.toml native/build.py native/*.c native/*.h ocomm/kernels/loops.py tools/install.sh
 	PIP_ARGS='$(PIP_ARGS)' bash tools/install.sh $(VENV)
 	touch $@
 
@@ -28,21 +24,52 @@ demo: install
 $(STAMP)-ptx: $(STAMP)
 	$(PY) -m pip install -q $(PIP_ARGS) 'cuda-toolkit[nvcc,nvrtc,nvvm]<14' && touch $@ || echo 'CUDA kernels are not compiled'
 
-test: install $(STAMP)-ptx
-	# Ranks are threads of one process, and share its one lock: two processes keep two cores busy.
-	$(PY) -m pytest -n 2 --dist loadfile -m 'not alone and not long' tests
-	$(PY) -m pytest -m 'alone and not long' tests
-	# The CUDA kernels in numba's simulator: a run of its own, because numba reads the variable when it is imported.
-	NUMBA_ENABLE_CUDASIM=1 $(PY) -m pytest -q -n 2 --no-header tests/contract/test_cuda.py \
-	    tests/frontends/test_torch_cuda.py
-	for n in 2 4; do \
-	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(PY) -m pytest -q --capture=no --no-header -m 'not long' $(WITHOUT_TF) </dev/null || exit 1; \
-	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(PY) -m pytest -q --capture=no --no-header -m 'not long' $(WITH_TF) </dev/null || exit 1; \
-	done
+# Three tiers, which CONTRIBUTING.md describes. Every test is in `test` or in `test-long`.
+#
+# Ranks are threads of one process, and share its one lock: two processes keep two cores busy. Where one of them has
+# nothing left to do, it takes over half of what the other has not begun.
+TOGETHER := -q -n 2 --dist worksteal --durations=20 --durations-min=5
+#: Laws and contracts: no framework trains, and no job is started.
+FAST := tests/unit tests/contract tests/architecture --ignore=tests/architecture/test_examples.py \
+    --ignore=tests/contract/test_ptx.py
+# The CUDA kernels in numba's simulator: a run of its own, because numba reads the variable when it is imported.
+SIMULATED := tests/contract/test_cuda.py tests/frontends/test_torch_cuda.py
+# What processes and MPI itself can show and threads cannot, a file for each subject: messages, collectives, the runtime,
+# process sets, memory, compiled steps, the optimizers' exchange, devices, nodes.
+ON_TWO_RANKS := tests/contract/test_transport.py tests/world/test_collectives.py tests/world/test_runtime.py \
+    tests/world/test_memory.py tests/frontends/test_torch_compile.py tests/frontends/test_torch_lion.py
+ON_FOUR_RANKS := tests/contract/test_transport.py tests/world/test_hierarchical.py tests/world/test_process_sets.py
+# TensorFlow's tests run in jobs of their own: what a graph leaves behind is collected in some later test, and was once
+# seen to keep a rank there for longer than the others wait.
+TF_ON_TWO_RANKS := tests/frontends/test_tf_ops.py
+WITH_TF := $(wildcard tests/frontends/test_tf_*.py) tests/frontends/test_teams.py
+WITHOUT_TF := tests/contract/test_transport.py tests/world tests/frontends $(addprefix --ignore=,$(WITH_TF))
+#: Where marker `alone` is, without importing all other tests.
+ALONE := tests/cluster
+#: $(call under_mpirun,ranks,files and flags)
+under_mpirun = TEST_MPI_SIZE=$(1) $(MPIRUN) -np $(1) $(PY) -m pytest -q --capture=no --no-header $(2) </dev/null
 
-# What is too long for every change: races repeated, whole matrices. Before a release, and before an issue is closed.
-test-long: install
-	$(PY) -m pytest -m long --timeout=1800 tests
+test-fast: install
+	$(PY) -m pytest $(TOGETHER) -m 'not alone and not long' $(FAST)
+
+test: install $(STAMP)-ptx
+	$(PY) -m pytest $(TOGETHER) -m 'not alone and not long' tests
+	$(PY) -m pytest -q -m 'alone and not long' $(ALONE)
+	NUMBA_ENABLE_CUDASIM=1 $(PY) -m pytest $(TOGETHER) --no-header -m 'not long' $(SIMULATED)
+	$(call under_mpirun,2,-m 'not long' $(ON_TWO_RANKS))
+	$(call under_mpirun,2,-m 'not long' $(TF_ON_TWO_RANKS))
+	$(call under_mpirun,4,-m 'not long' $(ON_FOUR_RANKS))
+
+# What is too long for every change: whole matrices, repeats, jobs of minutes, and everything under mpirun. Before a
+# release, and before an issue is closed.
+test-long: install $(STAMP)-ptx
+	timeout 3600 $(PY) -m pytest $(TOGETHER) --timeout=1800 -m 'long and not alone' tests
+	timeout 1800 $(PY) -m pytest -q --timeout=1800 -m 'long and alone' $(ALONE)
+	NUMBA_ENABLE_CUDASIM=1 timeout 1800 $(PY) -m pytest $(TOGETHER) --no-header $(SIMULATED)
+	for n in 2 4; do \
+	    $(call under_mpirun,$$n,--timeout=900 $(WITHOUT_TF)) && \
+	    $(call under_mpirun,$$n,--timeout=900 $(WITH_TF)) || exit 1; \
+	done
 
 # On a GPU, which needs a Torch that can use it for the training: the kernels equal the reference and obey the laws of
 # all kernels; training equals that in the host's memory, on one rank and on several that share the GPU; nothing outside

@@ -44,6 +44,7 @@ from benchmarks.models import TASKS, Task
 from benchmarks.step import FREEZE_STEP, adam, digest
 from benchmarks.turns import MARK, Result
 from ocomm import session as sessions
+from ocomm.collectives.plan import name_of
 from ocomm.collectives.python_engine import PythonEngine
 from ocomm.telemetry import timeline
 
@@ -169,7 +170,7 @@ class Trainer:
             parameter.register_post_accumulate_grad_hook(self._before_hook)
         if wrap is not None:
             self.optimizer = wrap(self.optimizer, self.model.named_parameters())
-        self._stepper = SimpleNamespace(posted=0) if wrap is None else self.optimizer._driver.stepper
+        self._stepper = SimpleNamespace(posted=0) if wrap is None else self.optimizer._driver.stepper.buckets
         for parameter in self.model.parameters():
             parameter.register_post_accumulate_grad_hook(self._after_hook)
 
@@ -295,9 +296,9 @@ class Replay:
         stages = [stage for plan in plans for segment in plan.segments for stage in segment]
         self.elements = defaultdict(int)
         for number, computation in enumerate(computation for stage in stages for computation in stage.compute):
-            kind = type(computation).__name__
+            kind = name_of(computation)
             if kind not in NOT_CODEC:
-                self.elements[kind] += int(computation.blocks["length"].sum())
+                self.elements[kind] += int(computation.argument("blocks")["length"].sum())
                 started = time.thread_time_ns()
                 self._engine.compute(computation, None)  # type: ignore[arg-type]
                 spent = (time.thread_time_ns() - started) / 1e6
@@ -360,7 +361,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
         trainer.clock.take()
     kernels, driver.core.kernels = driver.core.kernels, ClockedKernels(driver.core.kernels, onebit.clock)
     replay = Replay(kernels)
-    driver.stepper.channel = Recorder(driver.stepper.channel, onebit.plans)
+    driver.stepper.wire.channel = Recorder(driver.stepper.wire.channel, onebit.plans)
     alone: list[dict[str, Any]] = []
     together: list[dict[str, Any]] = []
     ticks, counters = [0, 0], dict.fromkeys(engine.counters(), 0)

@@ -1,13 +1,19 @@
-"""Describes the extension module ``ocomm._native`` to cffi (API mode, stable ABI).
+"""Describes the extension module ``ocomm._native`` to cffi (API mode, stable ABI), and writes what it includes.
 
-The C declarations come from the marked part of ``ocomm.h``, so there is one list of them. No MPI and no framework
-is needed to build: the engine gets MPI's functions as pointers at run time.
+The C declarations come from the marked parts of ``ocomm.h`` and, of the loops, from ``ocomm/kernels/loops.py``, so
+there is one list of them. No MPI and no framework is needed to build: the engine gets MPI's functions as pointers when
+it is made.
+
+``python native/build.py FOLDER`` writes the headers alone.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import cffi
 
@@ -17,23 +23,86 @@ HERE = Path(__file__).parent
 COMPILE_ARGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
 
 
-def declarations() -> str:
-    """The parts of ``ocomm.h`` between the cffi marks."""
+def _declared() -> ModuleType:
+    """The module of the declarations, without the package around it, which needs NumPy."""
+    spec = importlib.util.spec_from_file_location("loops", HERE.parent / "ocomm" / "kernels" / "loops.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def declarations(loops: ModuleType) -> str:
+    """What Python sees of C, for cffi."""
     header = (HERE / "ocomm.h").read_text()
-    return "\n".join(re.findall(r"/\* cffi: begin \w+ \*/(.*?)/\* cffi: end \w+ \*/", header, re.DOTALL))
+    marked = dict(re.findall(r"/\* cffi: begin (\w+) \*/(.*?)/\* cffi: end \w+ \*/", header, re.DOTALL))
+    return "\n".join([marked["types"], prototypes(loops), marked["more"]])
+
+
+def prototypes(loops: ModuleType) -> str:
+    """``loops.h``: every loop as C implements it, and the operation of a plan that calls it."""
+    lines = [f"#define OCOMM_LOOPS {loops.DIGEST}"]
+    for loop in loops.IN_C:
+        parameters = ["ocomm_pool *pool", *(f"{of}{'' if of[-1] == '*' else ' '}{name}" for of, name in loop.c)]
+        lines.append(f"{loops.ANSWERS[loop.answer]} ocomm_{loop.name}({', '.join(parameters)});")
+    codes = ", ".join(f"OCOMM_{loop.name.upper()} = {loop.code}" for loop in loops.IN_C)
+    lines.append(f"enum {{ {codes} }};")
+    lines.append("typedef union { int64_t i; double d; void *p; } ocomm_slot;")
+    lines.append(f"typedef struct {{ int64_t code; ocomm_slot a[{loops.SLOTS}]; }} ocomm_op;")
+    return "\n".join(lines) + "\n"
+
+
+def dispatch(loops: ModuleType) -> str:
+    """``run_loop.h``: the function that calls the loop of an operation."""
+    lines = [
+        "static int run_loop(ocomm_pool *pool, const ocomm_op *op, uint32_t **flags) {",
+        "    const ocomm_slot *a = op->a;",
+        "    switch (op->code) {",
+    ]
+    for loop in loops.IN_C:
+        passed = ["pool", *(_read(of, k) for k, (of, _) in enumerate(loop.c))]
+        call = f"ocomm_{loop.name}({', '.join(passed)})"
+        lines.append(f"    case OCOMM_{loop.name.upper()}:")
+        if loop.reports:
+            lines += [f"        *flags = a[{len(loop.c)}].p;", f"        return {call};"]
+        else:
+            lines += [f"        {call};", "        return 1;"]
+    return "\n".join([*lines, "    }", "    return 1;", "}"]) + "\n"
+
+
+def _read(of: str, slot: int) -> str:
+    """An argument of C type ``of`` from a slot."""
+    if of.endswith("*"):
+        return f"a[{slot}].p"
+    return f"({of})a[{slot}].{'d' if of in ('float', 'double') else 'i'}"
+
+
+def write_headers(folder: Path, loops: ModuleType | None = None) -> None:
+    """Writes the headers that are made of the declarations. A file that would not change keeps its time."""
+    loops = loops or _declared()
+    for name, text in (("loops.h", prototypes(loops)), ("run_loop.h", dispatch(loops))):
+        path = folder / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
 
 
 ffibuilder = cffi.FFI()
-ffibuilder.cdef(declarations())
+ffibuilder.cdef(declarations(_declared()))
 # In Python: an OCOMM_OFFLOAD's task (ocomm/collectives/native_engine.py).
 ffibuilder.cdef('extern "Python" int ocomm_run_task(void *task, int begin);')
+_HEADERS = ("ocomm.h", "pool.h", "kernels_body.h", "quantize_body.h", "lamb_body.h")
 ffibuilder.set_source(
     "ocomm._native",
     '#include "ocomm.h"',
     sources=[f"native/{name}" for name in ("pool.c", "kernels.c", "reduce.c", "engine.c")],
-    depends=[f"native/{name}" for name in ("ocomm.h", "pool.h", "kernels_body.h", "quantize_body.h", "lamb_body.h")],
+    depends=[*(f"native/{name}" for name in _HEADERS), "native/build.py", "ocomm/kernels/loops.py"],
     include_dirs=["native"],
     extra_compile_args=COMPILE_ARGS,
-    extra_link_args=["-pthread"],
+    extra_link_args=["-pthread", "-lm"],
     py_limited_api=True,
 )
+# For setup.py, which knows the folder; cffi's modules have no place for it.
+ffibuilder.write_headers = write_headers
+
+if __name__ == "__main__":
+    write_headers(Path(sys.argv[1]))

@@ -81,7 +81,7 @@ int main(void) {
         for (int ranks = 1; ranks <= RANKS; ranks++) {
             const uint8_t *received[RANKS];
             for (int i = 0; i < ranks; i++) received[i] = messages[i];
-            finite = ocomm_average(NULL, blocks, BLOCKS, received, 0, ranks, error, out, hidden, rms, packed);
+            finite = ocomm_average(NULL, blocks, BLOCKS, received, ranks, 0, error, out, hidden, rms, packed);
             print("average", finite, out, sizeof out);
             print("packed", finite, packed, sizeof packed);
         }
@@ -92,9 +92,9 @@ int main(void) {
     const float weights[RANKS] = {0.3f, 0.1f, 0.2f, 0.3f, 0.1f};
     for (int amsgrad = 0; amsgrad < 2; amsgrad++) {
         ocomm_tensor tensor = {values, param, NULL, 0.95f, 0.05f, 0.0f, 1e-3f, 0.99f, 0, 0, 0, 0};
-        int finite = ocomm_quantize(NULL, blocks, BLOCKS, &tensor, momentum, momentum, denominator, denominator, error,
+        int finite = ocomm_compress_quantized(NULL, blocks, BLOCKS, &tensor, momentum, momentum, denominator, denominator, error,
                                     error, 1e-12f, amsgrad, &noise, packed);
-        print("quantize", finite, error, sizeof error);
+        print("compress_quantized", finite, error, sizeof error);
         print("momentum", finite, momentum, sizeof momentum);
         print("magnitude", finite, denominator, sizeof denominator);
         print("packed", finite, packed, sizeof packed);
@@ -111,10 +111,10 @@ int main(void) {
         const uint8_t *received[RANKS];
         for (int i = 0; i < ranks; i++) received[i] = messages[i];
         const int finite =
-            ocomm_quantized_average(NULL, blocks, BLOCKS, received, 0, ranks, weights, error, out, &noise, packed);
-        print("quantized_average", finite, out, sizeof out);
+            ocomm_average_quantized(NULL, blocks, BLOCKS, received, ranks, 0, weights, error, out, &noise, packed);
+        print("average_quantized", finite, out, sizeof out);
         print("packed", finite, packed, sizeof packed);
-        ocomm_quantized_average(NULL, blocks, BLOCKS, received, 0, ranks, weights, NULL, NULL, &noise, packed);
+        ocomm_average_quantized(NULL, blocks, BLOCKS, received, ranks, 0, weights, NULL, NULL, &noise, packed);
         print("without error", finite, packed, sizeof packed);
     }
     const uint64_t addresses[] = {(uint64_t)(uintptr_t)values, 0, (uint64_t)(uintptr_t)(error + 1)};
@@ -122,11 +122,10 @@ int main(void) {
     double sums[3];
     ocomm_squares(addresses, numels, 3, sums);
     print("squares", 1, sums, sizeof sums);
-    const void *sources[] = {values, error, momentum};
+    const uint8_t *sources[] = {(uint8_t *)values, (uint8_t *)error, (uint8_t *)momentum};
     for (int dtype = 6; dtype <= 8; dtype++) {
-        const int64_t numel = (int64_t)sizeof out / (dtype == 8 ? 4 : 2);
         for (int op = 0; op <= 5; op++) {
-            const int known = ocomm_reduce(NULL, dtype, op, 3, sources, numel, 1.0, 0.3, out) == 0;
+            const int known = ocomm_reduce(NULL, dtype, op, sources, 3, 1.0, 0.3, (uint8_t *)out, sizeof out);
             if (known && (dtype == 8 || op == 3 || op == 4))
                 print("reduce", dtype, out, sizeof out);
         }

@@ -360,12 +360,12 @@ ocomm_counters ocomm_engine_counters(ocomm_engine *engine) {
 /* --- computations ------------------------------------------------------------------------------------------- */
 
 static void seal(const ocomm_op *op) {
-    ocomm_header header = *(const ocomm_header *)(intptr_t)op->a[0];
-    header.flags |= *(const uint32_t *)(intptr_t)op->a[1];
-    uint8_t *const *messages = (uint8_t *const *)(intptr_t)op->a[4];
-    for (int64_t i = 0; i < op->a[5]; i++) {
+    ocomm_header header = *(const ocomm_header *)op->a[0].p;
+    header.flags |= *(const uint32_t *)op->a[1].p;
+    uint8_t *const *messages = op->a[4].p;
+    for (int64_t i = 0; i < op->a[5].i; i++) {
         memcpy(messages[i], &header, sizeof header);
-        memcpy(messages[i] + sizeof header, (const void *)(intptr_t)op->a[2], (size_t)op->a[3]);
+        memcpy(messages[i] + sizeof header, op->a[2].p, (size_t)op->a[3].i);
     }
 }
 
@@ -384,13 +384,13 @@ static int differing(const ocomm_header *a, const ocomm_header *b, uint64_t valu
 
 /* Returns a rank whose header differs from ours, or -1. */
 static int check(const ocomm_op *op) {
-    const ocomm_header *mine = (const ocomm_header *)(intptr_t)op->a[0];
-    const uint8_t *const *messages = (const uint8_t *const *)(intptr_t)op->a[1];
-    uint32_t *flags = (uint32_t *)(intptr_t)op->a[3];
-    uint8_t *presence = (uint8_t *)(intptr_t)op->a[4];
-    ocomm_header *passed_on = (ocomm_header *)(intptr_t)op->a[7];
+    const ocomm_header *mine = op->a[0].p;
+    const uint8_t *const *messages = op->a[1].p;
+    uint32_t *flags = op->a[3].p;
+    uint8_t *presence = op->a[4].p;
+    ocomm_header *passed_on = op->a[7].p;
     int culprit = -1;
-    for (int64_t i = 0; i < op->a[2]; i++) {
+    for (int64_t i = 0; i < op->a[2].i; i++) {
         ocomm_header header;
         uint64_t values[2];
         memcpy(&header, messages[i], sizeof header);
@@ -411,130 +411,52 @@ static int check(const ocomm_op *op) {
             continue;
         }
         *flags |= header.flags;
-        for (int64_t b = 0; b < op->a[5]; b++)
+        for (int64_t b = 0; b < op->a[5].i; b++)
             presence[b] |= messages[i][sizeof header + (size_t)b];
         if (header.announcement) /* only the coordinator makes any, and not in all of its messages */
-            *(int64_t *)(intptr_t)op->a[6] = header.announcement;
+            *(int64_t *)op->a[6].p = header.announcement;
     }
-    return op->a[8] ? culprit : -1;
-}
-
-static int64_t run_numel(const void *args, int64_t i) {
-    const ocomm_op *op = args;
-    return ((const ocomm_run *)(intptr_t)op->a[1])[i].length;
-}
-
-static int pack(const void *args, int64_t first, int64_t count) {
-    const ocomm_op *op = args;
-    const ocomm_tensor *tensors = (const ocomm_tensor *)(intptr_t)op->a[0];
-    const ocomm_run *runs = (const ocomm_run *)(intptr_t)op->a[1];
-    for (int64_t i = first; i < first + count; i++) {
-        const float *grad = tensors[runs[i].tensor].grad;
-        float *to = (float *)(intptr_t)op->a[3] + runs[i].position;
-        const size_t nbytes = (size_t)runs[i].length * sizeof(float);
-        if (grad)
-            memcpy(to, grad + runs[i].start, nbytes);
-        else
-            memset(to, 0, nbytes);
-    }
-    return 1;
-}
-
-static int place(const void *args, int64_t first, int64_t count) {
-    const ocomm_op *op = args;
-    const ocomm_tensor *tensors = (const ocomm_tensor *)(intptr_t)op->a[0];
-    const ocomm_run *runs = (const ocomm_run *)(intptr_t)op->a[1];
-    for (int64_t i = first; i < first + count; i++)
-        memcpy((float *)(intptr_t)tensors[runs[i].tensor].grad + runs[i].start,
-               (const float *)(intptr_t)op->a[3] + runs[i].position, (size_t)runs[i].length * sizeof(float));
-    return 1;
+    return op->a[8].i ? culprit : -1;
 }
 
 /* Tensors into a buffer, where they lie side by side, or out of it. */
 static void copy_parts(const ocomm_op *op, int into) {
-    uint8_t *const *tensors = (uint8_t *const *)(intptr_t)op->a[0];
-    const int64_t *nbytes = (const int64_t *)(intptr_t)op->a[1];
-    uint8_t *buffer = (uint8_t *)(intptr_t)op->a[3];
-    for (int64_t i = 0; i < op->a[2]; buffer += nbytes[i++])
+    uint8_t *const *tensors = op->a[0].p;
+    const int64_t *nbytes = op->a[1].p;
+    uint8_t *buffer = op->a[3].p;
+    for (int64_t i = 0; i < op->a[2].i; buffer += nbytes[i++])
         memcpy(into ? buffer : tensors[i], into ? tensors[i] : buffer, (size_t)nbytes[i]);
 }
 
+#include "run_loop.h"
+
 /* Returns the rank at fault when a check fails, else -1. */
 static int run_op(ocomm_pool *pool, const ocomm_op *op) {
-    const int64_t *a = op->a;
-#define P(i) ((void *)(intptr_t)a[i])
-    int finite = 1;
     uint32_t *flags = NULL;
     switch (op->code) {
     case OCOMM_COPY:
-        ocomm_copy(pool, P(1), P(0), a[2]);
+        ocomm_copy(pool, op->a[1].p, op->a[0].p, op->a[2].i);
         break;
     case OCOMM_COPY_IN:
     case OCOMM_COPY_OUT:
         copy_parts(op, op->code == OCOMM_COPY_IN);
-        break;
-    case OCOMM_REDUCE:
-        ocomm_reduce(pool, (int)a[0], (int)a[1], (int)a[2], P(3), a[4], op->f[0], op->f[1], P(5));
-        break;
-    case OCOMM_COMPRESS:
-        finite = ocomm_compress(pool, P(0), a[1], P(2), P(3), P(4), P(5), (int)a[6], P(7));
-        flags = P(8);
-        break;
-    case OCOMM_COMPRESS_MOMENTUM:
-        finite = ocomm_compress_momentum(pool, P(0), a[1], P(2), P(3), P(4), P(5), P(6), (int)a[7], P(8));
-        flags = P(9);
-        break;
-    case OCOMM_COMPRESS_UPDATE:
-        finite = ocomm_compress_update(pool, P(0), a[1], P(2), P(3), P(4), P(5), P(6), P(7), (int)a[8], P(9));
-        flags = P(10);
-        break;
-    case OCOMM_AVERAGE:
-        finite = ocomm_average(pool, P(0), a[1], P(2), a[3], (int)a[4], P(5), P(6), P(7), (int)a[8], P(9));
-        flags = P(10);
-        break;
-    case OCOMM_QUANTIZE:
-        finite = ocomm_quantize(pool, P(0), a[1], P(2), P(3), P(4), P(5), P(6), P(7), P(8), (float)op->f[0],
-                                (int)a[9], P(10), P(11));
-        flags = P(12);
-        break;
-    case OCOMM_QUANTIZED_AVERAGE:
-        finite = ocomm_quantized_average(pool, P(0), a[1], P(2), a[3], (int)a[4], P(5), P(6), P(7), P(8), P(9));
-        flags = P(10);
-        break;
-    case OCOMM_SOFT_SIGN:
-        finite = ocomm_soft_sign(pool, P(0), a[1], P(2), P(3), P(4), P(5), P(6), (float)op->f[0], (int)a[7], P(8));
-        flags = P(9);
-        break;
-    case OCOMM_COMPRESS_SIGNS:
-        finite = ocomm_compress_signs(pool, P(0), a[1], P(2), P(3), P(4), (float)op->f[0], (float)op->f[1], (int)a[5],
-                                      P(6));
-        flags = P(7);
-        break;
-    case OCOMM_UNPACK:
-        ocomm_unpack(pool, P(0), a[1], P(2), P(3), P(4));
         break;
     case OCOMM_SEAL:
         seal(op);
         break;
     case OCOMM_CHECK:
         return check(op);
-    case OCOMM_PACK:
-        pool_run(pool, pack, run_numel, op, a[2]);
-        break;
-    case OCOMM_PLACE:
-        pool_run(pool, place, run_numel, op, a[2]);
-        break;
+    default:
+        if (!run_loop(pool, op, &flags) && flags)
+            *flags |= NON_FINITE;
     }
-#undef P
-    if (!finite && flags)
-        *flags |= NON_FINITE;
     return -1;
 }
 
 /* Moves on what goes on elsewhere: 1 when it is over, 0 when not yet, -1 when it has failed. */
 static int run_task(const ocomm_op *op, int32_t *offloaded) {
-    const ocomm_task task = (ocomm_task)(intptr_t)op->a[0];
-    void *given = (void *)(intptr_t)op->a[1];
+    const ocomm_task task = (ocomm_task)(uintptr_t)op->a[0].i;
+    void *given = op->a[1].p;
     if (!*offloaded) {
         *offloaded = 1;
         if (task(given, 1) < 0)
@@ -707,7 +629,7 @@ static int advance(ocomm_channel *channel, slot *s) {
                 int culprit = run_op(engine->pool, op);
                 if (culprit < 0)
                     continue;
-                if (!op->a[7]) { /* everyone sees it */
+                if (!op->a[7].p) { /* everyone sees it */
                     plan->error_segment = s->segment;
                     fail_channel(channel, plan, OCOMM_MISMATCH, culprit);
                     return -1;

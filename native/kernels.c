@@ -67,7 +67,7 @@ typedef struct {
     int streams;
 } remainder;
 
-/* The arguments of one call of ocomm_quantize, ocomm_quantized_average, ocomm_soft_sign or ocomm_compress_signs. */
+/* The arguments of one call of ocomm_compress_quantized, ocomm_average_quantized, ocomm_soft_sign or ocomm_compress_signs. */
 typedef struct {
     const ocomm_tensor *tensors;
     const float *momentum, *magnitude;
@@ -129,8 +129,8 @@ typedef struct {
 /* The arguments of ocomm_adam_update or ocomm_lamb_update. */
 typedef struct {
     const ocomm_block *blocks;
-    const uint8_t *packed, *previous_packed, *mask;
-    const float *gradient, *previous, *floors, *denominator;
+    const uint8_t *packed, *previous, *mask;
+    const float *gradient, *dense, *floors, *denominator;
     float *momentum, *variance, *fresh, *update, *largest;
     float beta1, one_minus_beta1, rebuild, beta2, one_minus_beta2, m_correction, v_correction, eps;
 } lamb_call;
@@ -150,7 +150,7 @@ typedef struct {
     loop compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite;
     double (*squares)(const float *, int64_t);
     pool_work axpy, triad;
-    loop quantize, quantized_average, apply_signs, soft_sign, compress_signs;
+    loop compress_quantized, average_quantized, apply_signs, soft_sign, compress_signs;
     pool_work adam_update;
     loop lamb_update;
 } loops;
@@ -625,7 +625,7 @@ TARGET SHARED void shifted_avx512(v16 *row, const v16 *now, const v16 *next, int
 static const loops loops_avx512 = {
     name_avx512, compress_avx2, compress_momentum_avx2, compress_update_avx2, average_avx512, unpack_avx2,
     apply_avx2, local_step_avx2, apply_update_avx2, finite_avx2, squares_avx2, axpy_avx2, triad_avx2,
-    quantize_avx512, quantized_average_avx512, apply_signs_avx2, soft_sign_avx2, compress_signs_avx2,
+    compress_quantized_avx512, average_quantized_avx512, apply_signs_avx2, soft_sign_avx2, compress_signs_avx2,
     adam_update_avx2, lamb_update_avx512,
 };
 
@@ -727,7 +727,7 @@ int ocomm_compress_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t c
 }
 
 int ocomm_average(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *const *received,
-                  int64_t origin, int ranks, const float *error, float *error_out, const uint8_t *mask, int rms,
+                  int ranks, int64_t origin, const float *error, float *error_out, const uint8_t *mask, int rms,
                   uint8_t *packed) {
     const call args = {.received = received,
                        .origin = origin,
@@ -776,7 +776,8 @@ int ocomm_finite(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, con
     return on_blocks(pool, active->finite, &(apply_call){.tensors = tensors}, blocks, count);
 }
 
-int ocomm_finite_scales(const ocomm_block *blocks, int64_t count, const uint8_t *packed) {
+int ocomm_finite_scales(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed) {
+    (void)pool; /* a few bytes of each block */
     int finite = 1;
     for (int64_t k = 0; k < count; k++) {
         const float scale = read_float(packed + blocks[k].scale);
@@ -785,7 +786,7 @@ int ocomm_finite_scales(const ocomm_block *blocks, int64_t count, const uint8_t 
     return finite;
 }
 
-int ocomm_quantize(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+int ocomm_compress_quantized(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
                    const float *momentum, float *momentum_out, const float *magnitude, float *magnitude_out,
                    const float *error, float *error_out, float eps, int amsgrad, const ocomm_noise *noise,
                    uint8_t *packed) {
@@ -800,11 +801,11 @@ int ocomm_quantize(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, c
                              .amsgrad = amsgrad,
                              .noise = noise,
                              .packed = packed};
-    return on_blocks(pool, active->quantize, &args, blocks, count);
+    return on_blocks(pool, active->compress_quantized, &args, blocks, count);
 }
 
-int ocomm_quantized_average(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *const *received,
-                            int64_t origin, int ranks, const float *weights, const float *error, float *error_out,
+int ocomm_average_quantized(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *const *received,
+                            int ranks, int64_t origin, const float *weights, const float *error, float *error_out,
                             const ocomm_noise *noise, uint8_t *packed) {
     const ratio_call args = {.received = received,
                              .origin = origin,
@@ -814,7 +815,7 @@ int ocomm_quantized_average(ocomm_pool *pool, const ocomm_block *blocks, int64_t
                              .error_out = error_out,
                              .noise = noise,
                              .packed = packed};
-    return on_blocks(pool, active->quantized_average, &args, blocks, count);
+    return on_blocks(pool, active->average_quantized, &args, blocks, count);
 }
 
 void ocomm_apply_signs(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
@@ -849,44 +850,45 @@ int ocomm_compress_signs(ocomm_pool *pool, const ocomm_block *blocks, int64_t co
     return on_blocks(pool, active->compress_signs, &args, blocks, count);
 }
 
-void ocomm_adam_update(ocomm_pool *pool, int64_t numel, const float *gradient, float *momentum, float *variance,
-                       float *update, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,
-                       float m_correction, float v_correction, float eps) {
+/* Of Adam's moments: 1 / (1 - beta^step). Computed as the reference does, in double. */
+static float correction(double beta, int64_t step) { return (float)(1.0 / (1.0 - __builtin_pow(beta, (double)step))); }
+
+void ocomm_adam_update(ocomm_pool *pool, const float *gradient, int64_t numel, float *momentum, float *variance,
+                       float *update, double beta1, double beta2, float eps, int64_t step) {
     const lamb_call args = {.gradient = gradient,
                             .momentum = momentum,
                             .variance = variance,
                             .update = update,
-                            .beta1 = beta1,
-                            .one_minus_beta1 = one_minus_beta1,
-                            .beta2 = beta2,
-                            .one_minus_beta2 = one_minus_beta2,
-                            .m_correction = m_correction,
-                            .v_correction = v_correction,
+                            .beta1 = (float)beta1,
+                            .one_minus_beta1 = (float)(1.0 - beta1),
+                            .beta2 = (float)beta2,
+                            .one_minus_beta2 = (float)(1.0 - beta2),
+                            .m_correction = correction(beta1, step),
+                            .v_correction = correction(beta2, step),
                             .eps = eps};
     pool_run(pool, active->adam_update, NULL, &args, numel);
 }
 
 void ocomm_lamb_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed,
-                       const uint8_t *previous_packed, const float *previous, const uint8_t *mask, const float *floors,
-                       const float *denominator, float *fresh, float *update, float *largest, float beta1,
-                       float rebuild, float beta2, float one_minus_beta2, float m_correction, float v_correction,
-                       float eps) {
+                       const uint8_t *previous, const float *dense, const uint8_t *mask, const float *floors,
+                       const float *denominator, float *fresh, float *update, float *largest, double beta1,
+                       double beta2, float eps, int64_t step) {
     const lamb_call args = {.blocks = blocks,
                             .packed = packed,
-                            .previous_packed = previous_packed,
                             .previous = previous,
+                            .dense = previous ? NULL : dense,
                             .mask = mask,
                             .floors = floors,
                             .denominator = denominator,
                             .fresh = fresh,
                             .update = update,
                             .largest = largest,
-                            .beta1 = beta1,
-                            .rebuild = rebuild,
-                            .beta2 = beta2,
-                            .one_minus_beta2 = one_minus_beta2,
-                            .m_correction = m_correction,
-                            .v_correction = v_correction,
+                            .beta1 = (float)beta1,
+                            .rebuild = (float)(1.0 / (1.0 - beta1)),
+                            .beta2 = (float)beta2,
+                            .one_minus_beta2 = (float)(1.0 - beta2),
+                            .m_correction = correction(beta1, step),
+                            .v_correction = correction(beta2, step),
                             .eps = eps};
     on_blocks(pool, active->lamb_update, &args, blocks, count);
 }
@@ -897,7 +899,7 @@ void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t cou
     }
 }
 
-void ocomm_axpy(ocomm_pool *pool, float *y, const float *x, float factor, int64_t numel) {
+void ocomm_axpy(ocomm_pool *pool, float *y, int64_t numel, const float *x, float factor) {
     pool_run(pool, active->axpy, NULL, &(axpy_call){y, x, NULL, factor}, numel);
 }
 

@@ -678,7 +678,7 @@ TARGET static int FN(triad)(const void *of, int64_t first, int64_t count) {
 static const loops FN(loops) = {
     FN(name),   FN(compress), FN(compress_momentum), FN(compress_update), FN(average), FN(unpack),
     FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(squares), FN(axpy), FN(triad),
-    FN(quantize), FN(quantized_average), FN(apply_signs), FN(soft_sign), FN(compress_signs),
+    FN(compress_quantized), FN(average_quantized), FN(apply_signs), FN(soft_sign), FN(compress_signs),
     FN(adam_update), FN(lamb_update),
 };
 #endif

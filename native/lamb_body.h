@@ -80,14 +80,14 @@ TARGET static int FN(lamb_update)(const void *of, const ocomm_block *blocks, int
         const int64_t number = block - args->blocks;
         const FN(lamb) w = {
             .bits = args->packed + block->bits,
-            .previous_bits = args->previous ? NULL : args->previous_packed + block->bits,
+            .previous_bits = args->previous ? args->previous + block->bits : NULL,
             .mask = mask_of(args->mask, block),
-            .previous = args->previous ? args->previous + block->start : NULL,
+            .previous = args->dense ? args->dense + block->start : NULL,
             .denominator = args->denominator + block->offset,
             .fresh = args->fresh + block->offset,
             .update = args->update + block->start,
             .scale = FN(splat)(read_float(args->packed + block->scale)),
-            .previous_scale = FN(splat)(args->previous ? 0 : read_float(args->previous_packed + block->scale)),
+            .previous_scale = FN(splat)(args->previous ? read_float(args->previous + block->scale) : 0),
             .floor = FN(splat)(args->floors[number]),
         };
         const int64_t whole = block->length & -ROW;

@@ -1,14 +1,15 @@
 /* Loops over flat float32 buffers, and the engine that runs an exchange plan.
  *
- * This header is the whole native interface: the C files implement it, native/build.py hands the
- * marked part to cffi, and ocomm/kernels/cpu.py and ocomm/collectives/native_engine.py call it.
+ * This header and loops.h, which native/build.py makes, are the whole native interface: the C files implement it,
+ * native/build.py hands loops.h and the marked parts to cffi, and ocomm/kernels/cpu.py and
+ * ocomm/collectives/native_engine.py call it.
  * The mathematics is in docs/algorithms.md; ocomm/kernels/reference.py is the law for every loop.
  */
 #ifndef OCOMM_H
 #define OCOMM_H
 #include <stdint.h>
 
-/* cffi: begin kernels */
+/* cffi: begin types */
 
 /* One scale block: a run of elements of one tensor which share a scale and an owner. */
 typedef struct {
@@ -48,6 +49,11 @@ typedef struct {
     uint32_t steady;   /* 1: U = 1/2 for every element, and nothing above counts */
 } ocomm_noise;
 
+/* Elements [start, start + length) of a tensor stand at element `position` of a message's float32 payload. */
+typedef struct {
+    int64_t start, position, length, tensor;
+} ocomm_run;
+
 /* Threads that help with large loops. They sleep until one comes; a second loop at the same time is its caller's alone.
  * A result has the same bits with every number of threads, because blocks do not depend on each other. */
 typedef struct ocomm_pool ocomm_pool;
@@ -61,83 +67,21 @@ void ocomm_pool_free(ocomm_pool *pool);
 const char *ocomm_path(void);
 int ocomm_select_path(const char *name);
 
-/* Every loop below works on `count` blocks, in table order where the pool is NULL, allocates nothing and returns 1 if all
- * scales are finite, else 0; then error_out holds nothing useful. `mask` holds one bit per flat element (bit o & 7 of
- * byte o >> 3), 1 = masked; NULL: nothing is masked. A masked element is not counted in the scale, its bit is 1, and what
- * it brings stays in the error; if that is not finite, the block's scale is NaN, so that every rank hears of it. `rms`
- * chooses the scale: 0 mean |c|, 1 root of the mean square. error_out may be error. Signs of a block fill whole bytes, 1
- * is positive (zero too), the bits after its last element are 0. */
-int ocomm_compress(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const float *values, const float *error,
-                   float *error_out, const uint8_t *mask, int rms, uint8_t *packed);
-int ocomm_compress_momentum(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                            const uint8_t *previous, const float *error, float *error_out, const uint8_t *mask, int rms,
-                            uint8_t *packed);
-/* received[i] is where rank i's message to this owner starts; a block's signs are at received[i] + bits - origin. */
-int ocomm_average(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *const *received,
-                  int64_t origin, int ranks, const float *error, float *error_out, const uint8_t *mask, int rms,
-                  uint8_t *packed);
-void ocomm_unpack(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed,
-                  const uint8_t *mask, float *out);
-void ocomm_apply(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                 const uint8_t *packed, const float *denominator, const uint8_t *mask);
-/* 0/1 Adam, whose momentum, update (NULL: zeros) and synced are flat buffers: the compress of a sync (of
- * zeros where interval_root is 0), the step without one (update NULL: lr is 0, nothing is added up), and the end of a
- * sync (synced NULL: it is the parameter itself). */
-int ocomm_compress_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                          const float *momentum, const float *update, const float *error, float *error_out,
-                          const uint8_t *mask, int rms, uint8_t *packed);
-void ocomm_local_step(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                      float *momentum, float *update, const float *denominator, const uint8_t *mask);
-void ocomm_apply_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                        const uint8_t *packed, const float *denominator, const uint8_t *mask, float *momentum,
-                        float *update, float *synced);
-/* 1 if every element of the blocks' gradients is finite. */
-int ocomm_finite(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors);
-/* 1 if the scales of all blocks are finite. */
-int ocomm_finite_scales(const ocomm_block *blocks, int64_t count, const uint8_t *packed);
-/* Birder and SoftSignSGD; no scales, no mask. A result is 1 if everything computed is finite, else 0. Each `_out` may
- * be the array it follows.
- * momentum_out = m = beta1 * momentum + one_minus_beta1 * grad, magnitude_out = b = the same of |grad|, with amsgrad no
- * less than before; y = m / (b + eps) + error; bit = U < (y + 1) / 2; error_out = y - (bit ? 1 : -1). */
-int ocomm_quantize(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                   const float *momentum, float *momentum_out, const float *magnitude, float *magnitude_out,
-                   const float *error, float *error_out, float eps, int amsgrad, const ocomm_noise *noise,
-                   uint8_t *packed);
-/* The same of y = sum of weights[i] * sign_i in order + error, at `owned`; error and error_out NULL: no error. */
-int ocomm_quantized_average(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *const *received,
-                            int64_t origin, int ranks, const float *weights, const float *error, float *error_out,
-                            const ocomm_noise *noise, uint8_t *packed);
-/* param = param * decay, then param -= step_size * sign. */
-void ocomm_apply_signs(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                       const uint8_t *packed);
-/* out = m / (b + eps), m and b as above. */
-int ocomm_soft_sign(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                    const float *momentum, float *momentum_out, const float *magnitude, float *magnitude_out, float eps,
-                    int amsgrad, float *out);
-/* Lion: the signs of c = beta1 * momentum + one_minus_beta1 * grad, where c is 0 positive if zero_up, else negative;
- * momentum_out = beta2 * momentum + one_minus_beta2 * grad, which may be momentum. 1 if all of them are finite. */
-int ocomm_compress_signs(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                         const float *momentum, float *momentum_out, float beta2, float one_minus_beta2, int zero_up,
-                         uint8_t *packed);
-/* m = beta1 * m + one_minus_beta1 * g; v = beta2 * v + one_minus_beta2 * (g * g), both in place;
- * update = m_correction * m / (sqrt(v * v_correction) + eps). */
-void ocomm_adam_update(ocomm_pool *pool, int64_t numel, const float *gradient, float *momentum, float *variance,
-                       float *update, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,
-                       float m_correction, float v_correction, float eps);
-/* 1-bit LAMB. m and before are what packed and previous_packed say, 0 where masked; before is `previous`, at `start`,
- * unless that is NULL. g = (m - beta1 * before) * rebuild; at `offset`
- * fresh = beta2 * fresh + one_minus_beta2 * (g * g); at `start` update = m_correction * m / denominator, 0 where masked;
- * for each block largest = max of denominator / (max(sqrt(fresh * v_correction), its floor) + eps) over elements which
- * are not masked. */
-void ocomm_lamb_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed,
-                       const uint8_t *previous_packed, const float *previous, const uint8_t *mask, const float *floors,
-                       const float *denominator, float *fresh, float *update, float *largest, float beta1,
-                       float rebuild, float beta2, float one_minus_beta2, float m_correction, float v_correction,
-                       float eps);
-/* out = postscale * reduce(prescale * sources[0], ..., prescale * sources[ranks - 1]) in rank order; out may be one of
- * the sources. Returns -1 for an operation the dtype does not have. dtype and op are types.DType and types.ReduceOp. */
-int ocomm_reduce(ocomm_pool *pool, int dtype, int op, int ranks, const void *const *sources, int64_t numel,
-                 double prescale, double postscale, void *out);
+/* cffi: end types */
+
+/* The loops, and ocomm_op, which calls one: made of ocomm/kernels/loops.py, where they are explained.
+ *
+ * Every loop works on `count` rows of its table, in table order where the pool is NULL, and allocates nothing. It returns
+ * 1 if everything that it was to look at is finite, else 0; then error_out holds nothing useful. `mask` holds one bit per
+ * flat element (bit o & 7 of byte o >> 3), 1 = masked; NULL: nothing is masked. A masked element is not counted in the
+ * scale, its bit is 1, and what it brings stays in the error; if that is not finite, the block's scale is NaN, so that
+ * every rank hears of it. `rms` chooses the scale: 0 mean |c|, 1 root of the mean square. error_out may be error. Signs of
+ * a block fill whole bytes, 1 is positive (zero too), the bits after its last element are 0. received[i] is where rank i's
+ * message to this owner starts; a block's signs are at received[i] + bits - origin. */
+#include "loops.h"
+
+/* cffi: begin more */
+
 /* nbytes bytes; the two may not overlap. */
 void ocomm_copy(ocomm_pool *pool, void *to, const void *from, int64_t nbytes);
 /* Of the bytes of a buffer: all of them (part = -1), or those of one of its 64 equal parts, numbered from 0. A buffer
@@ -148,13 +92,8 @@ void ocomm_checksums(const uint64_t *addresses, const int64_t *nbytes, int64_t c
 /* Sums of squares of float buffers, in double: lane k of 32 adds elements k, k + 32, ..., lanes fold by halves. An
  * address of 0 has sum 0. */
 void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t count, double *sums);
-/* y += factor * x. */
-void ocomm_axpy(ocomm_pool *pool, float *y, const float *x, float factor, int64_t numel);
-/* y += factor * x + factor * z: what the benchmarks compare the loops with, as with axpy. */
+/* y += factor * x + factor * z: what the benchmarks compare the loops with, as with ocomm_axpy. */
 void ocomm_triad(ocomm_pool *pool, float *y, const float *x, const float *z, float factor, int64_t numel);
-
-/* cffi: end kernels */
-/* cffi: begin engine */
 
 /* MPI as the engine sees it: entry points of the loaded library and the sizes of its types. Handles travel as intptr_t
  * (pointers in Open MPI, ints in MPICH), so one build serves every MPI. */
@@ -167,9 +106,10 @@ typedef struct {
     int32_t undefined;
 } ocomm_mpi;
 
-enum { OCOMM_COPY, OCOMM_REDUCE, OCOMM_COMPRESS, OCOMM_COMPRESS_MOMENTUM, OCOMM_AVERAGE, OCOMM_UNPACK, OCOMM_SEAL,
-       OCOMM_CHECK, OCOMM_PACK, OCOMM_COMPRESS_UPDATE, OCOMM_QUANTIZE, OCOMM_QUANTIZED_AVERAGE,
-       OCOMM_SOFT_SIGN, OCOMM_PLACE, OCOMM_COMPRESS_SIGNS, OCOMM_OFFLOAD, OCOMM_COPY_IN, OCOMM_COPY_OUT };
+/* What an ocomm_op is besides a loop. Slots: source, destination, nbytes. Addresses of so many parts, their nbytes, their
+ * number, the buffer. Header, flags, presence, its nbytes, messages, their number. Header, messages, their number, flags,
+ * presence, its nbytes, announcement, passed_on, ends. An ocomm_task and what it is given. */
+enum { OCOMM_COPY, OCOMM_COPY_IN, OCOMM_COPY_OUT, OCOMM_SEAL, OCOMM_CHECK, OCOMM_OFFLOAD };
 enum { OCOMM_QUEUED, OCOMM_ACTIVE, OCOMM_DONE, OCOMM_MISMATCH, OCOMM_MPI_ERROR, OCOMM_TIMED_OUT, OCOMM_ABORTED,
        OCOMM_TASK_ERROR, OCOMM_WRONG_SIZE };
 enum { OCOMM_WOKEN = 1, OCOMM_COMPLETED = 2, OCOMM_CONTROL = 4, OCOMM_FAILED = 8 };
@@ -185,21 +125,9 @@ typedef struct {
     double lr, squares;
 } ocomm_header;
 
-/* Elements [start, start + length) of a tensor stand at element `position` of a message's float32 payload. */
-typedef struct {
-    int64_t start, position, length, tensor;
-} ocomm_run;
-
-/* OCOMM_OFFLOAD: a[0] is such a function, a[1] what it is given. Called with `begin` once, then without until it no longer
- * returns 0: 1 when the work is over, -1 when it has failed. It may not wait. */
+/* Of an OCOMM_OFFLOAD. Called with `begin` once, then without until it no longer returns 0: 1 when the work is over, -1
+ * when it has failed. It may not wait. */
 typedef int (*ocomm_task)(void *task, int begin);
-
-/* One computation; the arguments are those of the loop of that name, in order (see run_op in engine.c). */
-typedef struct {
-    int64_t code;
-    int64_t a[14];
-    double f[2];
-} ocomm_op;
 
 typedef struct {
     int64_t address, nbytes;
@@ -293,5 +221,5 @@ void ocomm_channel_abandon(ocomm_channel *channel);
 int ocomm_channel_waiting(ocomm_channel *channel, uint8_t *waiting);
 ocomm_counters ocomm_engine_counters(ocomm_engine *engine);
 
-/* cffi: end engine */
+/* cffi: end more */
 #endif

@@ -95,7 +95,7 @@ INLINE void FN(quantize_rows)(int source, const ratio_work *w, draws *d, V *bad)
     }
 }
 
-TARGET static int FN(quantize)(const void *of, const ocomm_block *blocks, int64_t count) {
+TARGET static int FN(compress_quantized)(const void *of, const ocomm_block *blocks, int64_t count) {
     const ratio_call *args = of;
     V bad = {0};
     for (int64_t k = 0; k < count; k++) {
@@ -144,7 +144,7 @@ INLINE void FN(average_rows)(int source, const ratio_call *args, const sums_tabl
     }
 }
 
-TARGET static int FN(quantized_average)(const void *of, const ocomm_block *blocks, int64_t count) {
+TARGET static int FN(average_quantized)(const void *of, const ocomm_block *blocks, int64_t count) {
     const ratio_call *args = of;
     V bad = {0};
     sums_table table;

@@ -1,4 +1,4 @@
-/* Dense reductions in rank order, and the checksum of a buffer.
+/* Dense values: reductions in rank order, gradients in and out of messages, copies, and the checksum of a buffer.
  *
  * Work goes chunk by chunk through an accumulator in the first-level cache: every source is read before the chunk of
  * `out` is written, so `out` may be one of them.
@@ -360,12 +360,63 @@ static int run_piece(const void *args, int64_t first, int64_t count) {
     return 1;
 }
 
-int ocomm_reduce(ocomm_pool *pool, int dtype, int op, int ranks, const void *const *sources, int64_t numel,
-                 double prescale, double postscale, void *out) {
-    const job r = {loop_for(dtype, op, prescale, postscale), op, ranks, sources, prescale, postscale, out};
-    if (!r.run || ranks < 1) return -1;
-    pool_run(pool, run_piece, NULL, &r, numel);
-    return 0;
+static int64_t size_of(int dtype) {
+    switch (dtype) {
+    case INT16: case UINT16: case FLOAT16: case BFLOAT16: return 2;
+    case INT32: case FLOAT32: return 4;
+    case INT64: case FLOAT64: return 8;
+    default: return 1;
+    }
+}
+
+int ocomm_reduce(ocomm_pool *pool, int dtype, int op, const uint8_t *const *sources, int ranks, double prescale,
+                 double postscale, uint8_t *out, int64_t nbytes) {
+    const job r = {loop_for(dtype, op, prescale, postscale), op, ranks, (const void *const *)sources, prescale, postscale,
+                   out};
+    if (!r.run || ranks < 1) return 0;
+    pool_run(pool, run_piece, NULL, &r, nbytes / size_of(dtype));
+    return 1;
+}
+
+/* The arguments of ocomm_pack or ocomm_place. */
+typedef struct {
+    const ocomm_run *runs;
+    const ocomm_tensor *tensors;
+    float *packed;
+    const float *source;
+} run_call;
+
+static int64_t run_numel(const void *args, int64_t i) { return ((const run_call *)args)->runs[i].length; }
+
+static int pack(const void *args, int64_t first, int64_t count) {
+    const run_call *c = args;
+    for (const ocomm_run *run = c->runs + first; run < c->runs + first + count; run++) {
+        const float *grad = c->tensors[run->tensor].grad;
+        const size_t nbytes = (size_t)run->length * sizeof(float);
+        if (grad)
+            memcpy(c->packed + run->position, grad + run->start, nbytes);
+        else
+            memset(c->packed + run->position, 0, nbytes);
+    }
+    return 1;
+}
+
+static int place(const void *args, int64_t first, int64_t count) {
+    const run_call *c = args;
+    for (const ocomm_run *run = c->runs + first; run < c->runs + first + count; run++)
+        memcpy((float *)(uintptr_t)c->tensors[run->tensor].grad + run->start, c->source + run->position,
+               (size_t)run->length * sizeof(float));
+    return 1;
+}
+
+void ocomm_pack(ocomm_pool *pool, const ocomm_run *runs, int64_t count, const ocomm_tensor *tensors,
+                uint8_t *destination) {
+    pool_run(pool, pack, run_numel, &(run_call){runs, tensors, (float *)destination, NULL}, count);
+}
+
+void ocomm_place(ocomm_pool *pool, const ocomm_run *runs, int64_t count, const ocomm_tensor *tensors,
+                 const uint8_t *source) {
+    pool_run(pool, place, run_numel, &(run_call){runs, tensors, NULL, (const float *)source}, count);
 }
 
 typedef struct {

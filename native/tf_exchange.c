@@ -92,6 +92,7 @@ API(DECLARE)
 typedef struct {
     int64_t call;
     int gathers;
+    int compares;
     int32_t known;    /* tensors whose size the graph knows: all or none */
     int64_t *nbytes;  /* of those, after the name */
     size_t name_length;
@@ -110,7 +111,7 @@ static pthread_cond_t changed;
 static ocomm_tf_work *first, **last = &first;
 static int woken, waiting;
 
-static void *create(TF_OpKernelConstruction *construction, int gathers) {
+static void *create(TF_OpKernelConstruction *construction, int gathers, int compares) {
     TF_StringView name = TF_OpKernelConstruction_GetName(construction);
     TF_Status *status = TF_NewStatus();
     int32_t known = 0, total;
@@ -124,6 +125,7 @@ static void *create(TF_OpKernelConstruction *construction, int gathers) {
         return NULL;
     }
     self->gathers = gathers;
+    self->compares = compares;
     self->known = known;
     self->nbytes = (int64_t *)((char *)self + start);
     self->name_length = name.len;
@@ -136,8 +138,9 @@ static void *create(TF_OpKernelConstruction *construction, int gathers) {
     return self;
 }
 
-static void *create_exchange(TF_OpKernelConstruction *construction) { return create(construction, 0); }
-static void *create_gather(TF_OpKernelConstruction *construction) { return create(construction, 1); }
+static void *create_exchange(TF_OpKernelConstruction *construction) { return create(construction, 0, 0); }
+static void *create_gather(TF_OpKernelConstruction *construction) { return create(construction, 1, 0); }
+static void *create_compare(TF_OpKernelConstruction *construction) { return create(construction, 0, 1); }
 
 /* Fills in tensor `index`, whose shape is kept after those of the tensors before it, and lets go of `input`. */
 static void locate(execution *e, int index, TF_Tensor *input, int gathers, int64_t **shapes, TF_Status *status) {
@@ -161,7 +164,7 @@ static void locate(execution *e, int index, TF_Tensor *input, int gathers, int64
 static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
     const kernel *self = self_;
     TF_Status *status = TF_NewStatus();
-    int count = TF_NumInputs(context) - self->gathers, got = 0;
+    int count = self->compares ? 1 : TF_NumInputs(context) - self->gathers, got = 0;
     size_t dimensions = 0;
     TF_Tensor **inputs = calloc((size_t)count + 1, sizeof *inputs);
     for (; inputs && got < count; got++) {
@@ -345,20 +348,29 @@ static void same_shapes(TF_ShapeInferenceContext *context, TF_Status *status) {
     TF_DeleteShapeHandle(shape);
 }
 
+static void first_shape(TF_ShapeInferenceContext *context, TF_Status *status) {
+    TF_ShapeHandle *shape = TF_NewShapeHandle();
+    TF_ShapeInferenceContextGetInput(context, 0, shape, status);
+    if (!TF_GetCode(status)) TF_ShapeInferenceContextSetOutput(context, 0, shape, status);
+    TF_DeleteShapeHandle(shape);
+}
+
 static void unknown_shape(TF_ShapeInferenceContext *context, TF_Status *status) {
     TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
-static void define(const char *name, const char *const *inputs, const char *const *outputs, TF_Status *status) {
+static void define(const char *name, const char *const *inputs, const char *const *outputs,
+                   void (*shapes)(TF_ShapeInferenceContext *, TF_Status *), TF_Status *status) {
     TF_OpDefinitionBuilder *builder = TF_NewOpDefinitionBuilder(name);
     TF_OpDefinitionBuilderAddAttr(builder, "call: int");
     TF_OpDefinitionBuilderAddAttr(builder, "nbytes: list(int)");
+    TF_OpDefinitionBuilderAddAttr(builder, "N: int >= 0 = 0");
     TF_OpDefinitionBuilderAddAttr(builder,
                                   "T: list({uint8, int8, uint16, int16, int32, int64, bool, half, bfloat16, float, double})");
     for (; *inputs; inputs++) TF_OpDefinitionBuilderAddInput(builder, *inputs);
     for (int i = 0; outputs[i]; i++) TF_OpDefinitionBuilderAddOutput(builder, outputs[i]);
     TF_OpDefinitionBuilderSetIsStateful(builder, 1);
-    TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, !outputs[1] ? same_shapes : unknown_shape);
+    TF_OpDefinitionBuilderSetShapeInferenceFunction(builder, shapes);
     TF_RegisterOpDefinition(builder, status);
 }
 
@@ -388,15 +400,20 @@ int ocomm_tf_register(const char *library, char *problem, int64_t room) {
     pthread_condattr_destroy(&attributes);
 
     TF_Status *status = TF_NewStatus();
-    define("OcommExchange", LIST("x: T"), LIST("y: T"), status);
+    define("OcommExchange", LIST("x: T"), LIST("y: T"), same_shapes, status);
     if (!TF_GetCode(status))
-        define("OcommGather", LIST("x: T", "splits: int64"), LIST("y: T", "rows: int64"), status);
+        define("OcommGather", LIST("x: T", "splits: int64"), LIST("y: T", "rows: int64"), unknown_shape, status);
+    if (!TF_GetCode(status))
+        define("OcommCompare", LIST("x: float", "variables: N * resource"), LIST("y: float"), first_shape, status);
     if (!TF_GetCode(status))
         TF_RegisterKernelBuilder(
             "OcommExchange", TF_NewAsyncKernelBuilder("OcommExchange", "CPU", create_exchange, compute, free), status);
     if (!TF_GetCode(status))
         TF_RegisterKernelBuilder(
             "OcommGather", TF_NewAsyncKernelBuilder("OcommGather", "CPU", create_gather, compute, free), status);
+    if (!TF_GetCode(status))
+        TF_RegisterKernelBuilder(
+            "OcommCompare", TF_NewAsyncKernelBuilder("OcommCompare", "CPU", create_compare, compute, free), status);
     int failed = TF_GetCode(status);
     if (failed) snprintf(problem, (size_t)room, "TensorFlow does not take the operations: %s", TF_Message(status));
     TF_DeleteStatus(status);

@@ -1,4 +1,4 @@
-/* TensorFlow's side of a collective inside a graph: two operations, and the queue through which their work leaves
+/* TensorFlow's side of a collective inside a graph: three operations, and the queue through which their work leaves
  * TensorFlow's threads.
  *
  * No header and no library of TensorFlow is needed to build this: its stable C API is looked up at run time in the
@@ -8,6 +8,8 @@
  *   OcommExchange(x...) -> y...              y has the shape of x: allreduce, broadcast
  *   OcommGather(x..., splits) -> y..., rows  the shape of y is known when all ranks have come: allgather, alltoall,
  *                                            reducescatter
+ *   OcommCompare(x, variables...) -> y       comes after what has written to the variables, whose handles these are, and
+ *                                            before what writes to them next; they are read by its caller
  *
  * A group of tensors is one operation: TensorFlow starts it when all are there, and never a part of it.
  */
@@ -27,7 +29,7 @@ typedef struct {
     int32_t rank;          /* number of dimensions */
 } ocomm_tf_tensor;
 
-/* One execution of OcommExchange or OcommGather. What it points to lives until ocomm_tf_finish. */
+/* One execution of one of them. What it points to lives until ocomm_tf_finish. */
 typedef struct ocomm_tf_work {
     int64_t call;          /* the operation's attribute: which call of the Python program it belongs to */
     const char *name;      /* the node's name in the graph, not terminated */

@@ -22,11 +22,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ocomm import operations
+from ocomm import bootstrap, operations
 from ocomm import session as sessions
 from ocomm.config import read_launch
 from ocomm.errors import InvalidRequestError
-from ocomm.operations import NUMPY, ProcessSet, choose_op, global_process_set, handles
+from ocomm.operations import NUMPY, Allreduce, ProcessSet, choose_op, global_process_set, handles
 from ocomm.types import ReduceOp
 from ocomm.version import __version__
 
@@ -68,7 +68,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
             )
         if comm == list(world):
             comm = None
-    sessions.initialize(comm, [ps.ranks for ps in sets])
+    bootstrap.initialize(comm, [ps.ranks for ps in sets])
 
 
 def shutdown() -> None:
@@ -212,8 +212,8 @@ def allreduce(
 
     ``prescale_factor`` is applied to every input, ``postscale_factor`` to the result.
     """
-    handle = allreduce_async(array, average, name, op, prescale_factor, postscale_factor, process_set)
-    return synchronize(handle)
+    call = Allreduce([np.asarray(array)], name, choose_op(op, average), prescale_factor, postscale_factor, process_set)
+    return operations.allreduce(sessions.current(), NUMPY, call).wait()
 
 
 def allreduce_async(
@@ -226,9 +226,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """``allreduce`` that returns a handle at once."""
-    return _allreduce(
-        [np.asarray(array)], average, name, op, prescale_factor, postscale_factor, process_set, False, False
-    )
+    call = Allreduce([np.asarray(array)], name, choose_op(op, average), prescale_factor, postscale_factor, process_set)
+    return handles.add(operations.allreduce(sessions.current(), NUMPY, call))
 
 
 def allreduce_(
@@ -255,7 +254,9 @@ def allreduce_async_(
 ) -> int:
     """``allreduce_`` that returns a handle at once; the result is there when the handle is synchronized."""
     _writable(array)
-    return _allreduce([array], average, name, op, prescale_factor, postscale_factor, process_set, True, False)
+    factors = prescale_factor, postscale_factor
+    call = Allreduce([array], name, choose_op(op, average), *factors, process_set, in_place=True)
+    return handles.add(operations.allreduce(sessions.current(), NUMPY, call))
 
 
 def grouped_allreduce(
@@ -283,26 +284,9 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """``grouped_allreduce`` that returns a handle at once."""
-    inputs = [np.asarray(array) for array in arrays]
-    return _allreduce(inputs, average, name, op, prescale_factor, postscale_factor, process_set, False, True)
-
-
-def _allreduce(
-    arrays: list[NDArray[Any]],
-    average: bool | None,
-    name: str | None,
-    op: int | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    in_place: bool,
-    grouped: bool,
-) -> int:
-    chosen = choose_op(op, average)
-    session = sessions.current()
-    return handles.add(
-        operations.allreduce(session, NUMPY, arrays, name, chosen, prescale, postscale, process_set, in_place, grouped)
-    )
+    inputs, factors = [np.asarray(array) for array in arrays], (prescale_factor, postscale_factor)
+    call = Allreduce(inputs, name, choose_op(op, average), *factors, process_set, grouped=True)
+    return handles.add(operations.allreduce(sessions.current(), NUMPY, call))
 
 
 def compressed_allreduce(
@@ -325,7 +309,7 @@ def compressed_allreduce(
         raise InvalidRequestError(f"compressor {compressor!r} is not known; use 'onebit'.")
     values = np.asarray(array, order="C")
     session = sessions.current()
-    return session.compressed_allreduce(process_set.number(session), name, values, hierarchical)
+    return operations.compressed_allreduce(session, process_set.number(session), name, values, hierarchical)
 
 
 def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> NDArray[Any]:

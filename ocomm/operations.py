@@ -10,12 +10,14 @@ import itertools
 import operator
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
 from ocomm import session as sessions
 from ocomm.collectives.adasum import adasum
+from ocomm.collectives.error_feedback import OneBitAllreduce
 from ocomm.errors import InvalidRequestError, OcommError, UnsupportedError
 from ocomm.kernels.base import Bytes
 from ocomm.negotiation.coordinator import JOIN_NAME
@@ -213,14 +215,15 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
+@dataclass(slots=True, eq=False)
 class Operation:
-    """One call under way: its tensors belong to the runtime until it is over. Without a handle it is over."""
+    """One call under way: its tensors belong to the runtime until it is over. Without a handle it is over.
 
-    __slots__ = ("_finish", "_handle")
+    ``_finish`` makes the call's result of those of its handle.
+    """
 
-    def __init__(self, handle: Handle | None, finish: Callable[[list[Any]], Any]) -> None:
-        self._handle = handle
-        self._finish = finish
+    _handle: Handle | None
+    _finish: Callable[[list[Any]], Any]
 
     def poll(self) -> bool:
         """True once ``wait`` will not block."""
@@ -243,33 +246,25 @@ class Operation:
         return Operation(self._handle, lambda results: change(finish(results)))
 
 
+@dataclass(slots=True, eq=False)
 class Prepared:
     """One call that is to be submitted, when its tensors have come to the host's memory."""
 
-    __slots__ = ("_finish", "_number", "_operation", "_session", "_submission", "copies")
-
-    def __init__(
-        self,
-        session: Session,
-        number: int,
-        submission: Submission,
-        copies: Copies | None,
-        finish: Callable[[list[Any]], Any],
-    ) -> None:
-        self._session = session
-        self._number = number
-        self._submission = submission
-        self._finish = finish
-        self._operation: Operation | None = None
-        #: What is on its way; None if nothing is.
-        self.copies = copies
+    _session: Session
+    _number: int
+    _submission: Submission
+    #: What is on its way there; None if nothing is.
+    copies: Copies | None
+    _finish: Callable[[list[Any]], Any]
+    _operation: Operation | None = None
 
     def submit(self) -> Operation:
         """Waits for the copies, and submits; the same operation when called again."""
         if self._operation is None:
             if self.copies is not None:
                 self.copies.wait()
-            self._operation = Operation(self._session.submit(self._number, self._submission), self._finish)
+            handle = self._session.member_set(self._number).submit(self._submission)
+            self._operation = Operation(handle, self._finish)
         return self._operation
 
 
@@ -315,7 +310,8 @@ def choose_op(op: int | None, average: bool | None) -> int:
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
-_BRIDGED = Place.BRIDGED  # found in a fifth of the time
+# Found in a fifth of the time.
+_BRIDGED, _AVERAGE, _SUM, _BOOL = Place.BRIDGED, ReduceOp.AVERAGE, ReduceOp.SUM, DType.BOOL
 _USABLE = frozenset(op for op in ReduceOp if op != ReduceOp.BITWISE_OR)
 
 
@@ -379,79 +375,91 @@ class _Result:
         return self._adapter.view(self.tensor)
 
 
-def allreduce(
-    session: Session,
-    adapter: Adapter,
-    tensors: Sequence[Any],
-    name: str | None,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    in_place: bool,
-    grouped: bool,
-) -> Operation:
+@dataclass(frozen=True, slots=True)
+class Allreduce:
+    """An allreduce as it was asked for.
+
+    ``prescale`` is applied to every input, ``postscale`` to the result. ``grouped``: the tensors become ready together,
+    and the result is a list. With a sequence of names, one for each tensor, each is matched by itself, as if it had
+    been submitted alone; the result is a list then, too. ``name`` None: one by the order of calls.
+    """
+
+    tensors: Sequence[Any]
+    name: str | Sequence[str] | None = None
+    op: int = ReduceOp.AVERAGE
+    prescale: float = 1.0
+    postscale: float = 1.0
+    process_set: ProcessSet = global_process_set
+    in_place: bool = False
+    grouped: bool = False
+
+
+def allreduce(session: Session, adapter: Adapter, call: Allreduce) -> Operation:
     """Reduces every tensor over the ranks of the set; the operation's result is the tensor, or the list of a group."""
-    return prepare_allreduce(
-        session, adapter, tensors, name, op, prescale, postscale, process_set, in_place, grouped
-    ).submit()
+    return prepare_allreduce(session, adapter, call).submit()
 
 
-def prepare_allreduce(
-    session: Session,
-    adapter: Adapter,
-    tensors: Sequence[Any],
-    name: str | Sequence[str] | None,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    in_place: bool,
-    grouped: bool,
-    place: Place = Place.HOST,
-) -> Prepared:
+def prepare_allreduce(session: Session, adapter: Adapter, call: Allreduce, place: Place = Place.HOST) -> Prepared:
     """An ``allreduce`` whose tensors are on their way to the host's memory.
 
-    With a sequence of names, one for each tensor, each is matched by itself, as if it had been submitted alone; the
-    result is a list then, too. ``place``: where ``adapter`` leaves them (``training.inside.place_of``); those that are
-    ``BRIDGED`` stay on their device, and what it calls host tensors and their bytes is there.
+    ``place``: where ``adapter`` leaves them (``nccl_opening.place_of``); those that are ``BRIDGED`` stay on their
+    device, and what it calls host tensors and their bytes is there.
     """
-    number = process_set.number(session)
-    is_single = not grouped and (name is None or isinstance(name, str))
-    names = _names(session, number, "allreduce", name, len(tensors) if grouped else None)
-    group, group_size = (names[0], len(tensors)) if grouped and tensors else ("", 0)
-    submission = Submission([], [], [])
+    tensors, name, op, prescale, postscale = call.tensors, call.name, call.op, call.prescale, call.postscale
+    number = call.process_set.number(session)
+    names = _names(session, number, "allreduce", name, len(tensors) if call.grouped else None)
+    group, group_size = (names[0], len(tensors)) if call.grouped and tensors else ("", 0)
+    requests: list[Request] = []
+    sources: list[Any] = []
+    targets: list[Any] = []
     finishing: list[tuple[Any, Any, bool]] = []  # host result, the user's tensor, whether they share memory
-    targets: list[tuple[Bytes, DType]] = []
     awaited = place is _BRIDGED  # whatever the device was given to do before
-    is_adasum = op == ReduceOp.ADASUM
+    # Right for all element types but bool, as nearly all are: once per gradient.
+    is_usual = (op is _AVERAGE or op is _SUM) and type(prescale) is float and type(postscale) is float
     line, digest = caller() if name is None else NOBODY
     for tensor, full_name in zip(tensors, names, strict=True):
-        dtype, shape = _describe(adapter, tensor, full_name)
-        checked = _check_reduction(full_name, dtype, op, prescale, postscale)
+        try:
+            dtype, shape = adapter.describe(tensor)
+        except TypeError as error:
+            raise UnsupportedError(f"tensor '{full_name}': {error}.") from None
+        if dtype is _BOOL:
+            is_usual = False
+        checked = cast(ReduceOp, op) if is_usual else _check_reduction(full_name, dtype, op, prescale, postscale)
         host, shared = adapter.host(tensor)
-        source = adapter.view(host)
-        if shared and not in_place:
+        source = target = adapter.view(host)
+        if shared and not call.in_place:
             host = adapter.empty(tensor, shape)
             target = adapter.view(host)
-        else:
-            target = source
-        request = Request(
+        requests.append(Request(
             Kind.ALLREDUCE, full_name, dtype, shape, checked, 0, prescale, postscale, (), "torch", group, group_size,
             digest, line, place,
-        )  # fmt: skip
-        submission.add(request, source, target)
+        ))  # fmt: skip
+        sources.append(source)
+        targets.append(target)
         finishing.append((host, tensor, shared))
-        if is_adasum:
-            targets.append((target, dtype))
         if not shared:
             awaited = True
+    finish = _finish_allreduce(adapter, call, finishing, requests, targets)
+    submission = Submission(requests, sources, targets, is_usual)
+    return Prepared(session, number, submission, adapter.copies(tensors) if awaited else None, finish)
+
+
+def _finish_allreduce(
+    adapter: Adapter,
+    call: Allreduce,
+    finishing: Sequence[tuple[Any, Any, bool]],
+    requests: Sequence[Request],
+    targets: Sequence[Any],
+) -> Callable[[list[Any]], Any]:
+    """What makes the result, when all is over; ``finishing`` has each host result, the user's tensor, and whether they
+    share memory."""
+    is_single = not call.grouped and (call.name is None or isinstance(call.name, str))
 
     def finish(results: list[Any]) -> Any:
-        if is_adasum:
-            for rows, (target, dtype) in zip(results, targets, strict=True):
-                adasum(rows, dtype, prescale, postscale, target)
-        if in_place:
+        if call.op == ReduceOp.ADASUM:
+            for rows, request, target in zip(results, requests, targets, strict=True):
+                adasum(rows, request.dtype, call.prescale, call.postscale, target)
+        if call.in_place:
             for host, tensor, shared in finishing:
                 if not shared:
                     adapter.store(host, tensor)
@@ -460,14 +468,14 @@ def prepare_allreduce(
             outputs = [adapter.deliver(host, tensor) for host, tensor, _ in finishing]
         return outputs[0] if is_single else outputs
 
-    return Prepared(session, number, submission, adapter.copies(tensors) if awaited else None, finish)
+    return finish
 
 
 class RepeatedAllreduce:
     """Allreduces of one name, again and again: what does not change from run to run is made once.
 
     ``count``: of the tensors of a group, None for a single tensor. The other arguments and errors are those of
-    ``allreduce``; not for Adasum. ``Together`` submits it.
+    ``allreduce``; not for Adasum. ``AllreduceBatch`` submits it.
     """
 
     __slots__ = ("_described", "_factors", "_group", "_names", "_op", "member", "requests")
@@ -509,8 +517,8 @@ class RepeatedAllreduce:
         self.requests, self._described = requests, tensors
 
 
-class _Batch:
-    """What a ``Together`` submits to one process set."""
+class _SetBatch:
+    """What an ``AllreduceBatch`` submits to one process set."""
 
     __slots__ = ("_failures", "_left", "_listener", "_owners", "submission")
 
@@ -552,13 +560,13 @@ class _Batch:
                 self._listener([owner], self._failures.get(owner))
 
 
-class Together:
+class AllreduceBatch:
     """Repeated allreduces that are submitted at once: each is matched by itself, as if it had been submitted alone."""
 
     def __init__(self, listener: Callable[[list[int], OcommError | None], None]) -> None:
         """``listener`` hears, on the background thread, whose operations are over, and what went wrong with them."""
         self._listener = listener
-        self._batches: dict[ProcessSetAtRunTime, _Batch] = {}
+        self._batches: dict[ProcessSetAtRunTime, _SetBatch] = {}
 
     def add(
         self, repeated: Sequence[RepeatedAllreduce], owners: Sequence[int], sources: list[int], targets: list[int]
@@ -568,7 +576,7 @@ class Together:
         member = repeated[0].member
         batch = self._batches.get(member)
         if batch is None:
-            batch = self._batches[member] = _Batch(self._listener)
+            batch = self._batches[member] = _SetBatch(self._listener)
         batch.add(repeated, owners, sources, targets)
 
     def submit(self) -> list[int]:
@@ -580,6 +588,38 @@ class Together:
             except OcommError:
                 refused += batch.owners
         return refused
+
+
+def compressed_allreduce(
+    session: Session, number: int, name: str, array: np.ndarray, hierarchical: bool | Literal["auto"] = "auto"
+) -> np.ndarray:
+    """1-bit average of a float32 array over process set ``number``; keeps the errors of ``name`` between calls. Waits.
+
+    Collective; the result is a new array of the same shape. Raises InvalidRequestError for another dtype, or another
+    shape than before, MismatchError, NonFiniteError, StallError.
+    """
+    if array.dtype != np.float32:
+        raise InvalidRequestError(
+            f"tensor '{name}': compressed_allreduce takes float32, got {array.dtype}; convert it first."
+        )
+    member = session.member_set(number)
+    if name not in member.compressed:
+        if member.compressed_channel is None:
+            member.compressed_channel = session.open_channel(number, "compressed_allreduce", 0, "channel")
+        nodes = session.nodes(number, hierarchical)
+        said = f"shape {array.shape} {array.dtype}" + ("" if nodes.is_flat else ", hierarchical")
+        session.agree(number, f"compressed_allreduce.{name}", said)
+        member.compressed[name] = OneBitAllreduce(
+            member.compressed_channel,
+            name,
+            array.shape,
+            member.rank,
+            member.ranks,
+            nodes,
+            session.settings.segment_nbytes,
+            session.watch(number, name),
+        )
+    return member.compressed[name](array, session.settings.stall_shutdown_s)
 
 
 def allgather(
@@ -694,7 +734,7 @@ def alltoall(
     _need_dimension("alltoall", full_name, shape)
     parts = _splits(splits, shape[0], size, full_name)
     result = _Result(adapter, tensor)
-    # Rows beyond the splits stay at home.
+    # Rows beyond the splits are not sent.
     line, digest = caller() if name is None else NOBODY
     rows = (sum(parts), *shape[1:])
     request = Request(Kind.ALLTOALL, full_name, dtype, rows, splits=parts, digest=digest, detail=line)

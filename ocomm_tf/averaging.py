@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from ocomm import session as sessions
 from ocomm.api import Average
-from ocomm.errors import InvalidRequestError
+from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.operations import ProcessSet
 from ocomm.types import ReduceOp
-from ocomm_tf import mpi_ops
+from ocomm_tf import engine, mpi_ops
 from ocomm_tf.compression import Compressor
-from ocomm_tf.functions import agree_on, name_of
+from ocomm_tf.errors import public
+from ocomm_tf.functions import agree_on
+from ocomm_tf.naming import name_of
+from ocomm_tf.replicas import comparison_of, kind_of, options_of, rate_line
 
 #: Of each runtime: the ranks of another one agree anew.
 _known: weakref.WeakKeyDictionary[Any, dict[Any, list[str]]] = weakref.WeakKeyDictionary()
@@ -68,8 +73,18 @@ class Averaging:
         """Whether ``keep_local`` was called for it."""
         return _key(variable) in self._local
 
-    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """The gradients averaged; None stays None. Not differentiable."""
+    @public
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any = None) -> list[Any]:
+        """The gradients averaged; None stays None. Not differentiable.
+
+        Args:
+            gradients: one for each variable.
+            variables: compared between the ranks, where they are variables and not tensors.
+            optimizer: that of Keras which will make the step, whose hyperparameters are compared, too.
+
+        Raises:
+            MismatchError: the ranks hold different variables, or hyperparameters, in a graph when it runs.
+        """
         gradients = list(gradients)
         if self.is_alone:
             return gradients
@@ -85,7 +100,16 @@ class Averaging:
                 shared.append(position)
         if shared:
             chosen = [variables[position] for position in shared]
-            averaged = self._average([gradients[position] for position in shared], chosen, self._names(chosen))
+            own = [gradients[position] for position in shared]
+            names = self._names(chosen)
+            compared = self._compare(own, chosen, names, optimizer)
+            try:
+                averaged = self._average(own, chosen, names)
+            except Exception:
+                with contextlib.suppress(OcommError):  # the first is what went wrong
+                    compared()
+                raise
+            compared()
             for position, gradient in zip(shared, averaged, strict=True):
                 result[position] = gradient
         return result
@@ -102,32 +126,65 @@ class Averaging:
             known[key] = agree_on(self.what, variables, self.process_set)
         return known[key]
 
+    def _compare(
+        self, gradients: Sequence[Any], variables: Sequence[Any], names: Sequence[str], optimizer: Any
+    ) -> Callable[[], Any]:
+        """Begins to compare the variables; what waits for the end and raises what is different.
+
+        Not those with ``tf.IndexedSlices``: TensorFlow adds rows to a variable in the order in which its threads come,
+        which is not the same on all ranks. And not in a session of ``tf.compat.v1``, which nobody tells what comes
+        before what.
+        """
+        is_eager = tf.executing_eagerly()
+        if not is_eager and not engine.runs_in_order():
+            return _nothing
+        pairs = [
+            (name, variable)
+            for name, variable, gradient in zip(names, variables, gradients, strict=True)
+            if self._sparse_as_dense or not isinstance(gradient, tf.IndexedSlices)
+        ]
+        kind = "" if optimizer is None else kind_of(optimizer)
+        comparison = comparison_of(
+            self.what, kind, [name for name, _ in pairs], [variable for _, variable in pairs], self.process_set
+        )
+        if comparison is None:
+            return _nothing
+        lines = [] if optimizer is None else options_of(optimizer)
+        rate = None if optimizer is None else _rate_of(optimizer)
+        if not is_eager:
+            comparison.add_to_graph(lines, rate)
+            return _nothing
+        if rate is not None:
+            lines.append(rate_line(float(rate.numpy() if hasattr(rate, "numpy") else rate)))
+        return comparison.begin(lines).wait
+
     def _average(self, gradients: list[Any], variables: list[Any], names: list[str]) -> list[Any]:
         if not isinstance(gradients[0], (tf.Tensor, tf.IndexedSlices)):
             return self._average_foreign(gradients, variables, names)
         prefix = mpi_ops.name_in_graph(self.what)
         result: list[Any] = [None] * len(gradients)
-        dense: dict[int, tuple[tf.Tensor, Any]] = {}
+        dense: dict[int, tf.Tensor] = {}
         for position, gradient in enumerate(gradients):
             if isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense:
                 result[position] = mpi_ops.allreduce(
                     gradient, op=self._op, name=f"{prefix}.{names[position]}", process_set=self.process_set
                 )
             else:
-                dense[position] = self._compression.compress(tf.convert_to_tensor(gradient))
+                dense[position] = tf.convert_to_tensor(gradient)
         groups = self._grouped(list(dense), variables)
         exchanges = [
             mpi_ops.Exchange(
                 "allreduce",
-                [dense[position][0] for position in group],
+                [dense[position] for position in group],
                 f"{prefix}.{names[group[0]]}",
                 mpi_ops.StartAllreduce(self._op, *self._scales, self.process_set, len(group) > 1),
             )
             for group in groups
         ]
-        for group, outputs in zip(groups, mpi_ops.run(exchanges), strict=True):
+        averages = mpi_ops.run_compressed(exchanges, self._compression)
+        for group, outputs in zip(groups, averages, strict=True):
             for position, output in zip(group, outputs, strict=True):
-                result[position] = self._compression.decompress(output, dense[position][1])
+                result[position] = output
         return result
 
     def _grouped(self, positions: list[int], variables: Sequence[Any]) -> list[list[int]]:
@@ -152,6 +209,34 @@ class Averaging:
             ops.convert_to_tensor(average.numpy(), dtype=ops.dtype(gradient))
             for average, gradient in zip(averages, gradients, strict=True)
         ]
+
+
+def _nothing() -> None:
+    """Where nothing is compared."""
+
+
+def _rate_of(optimizer: Any) -> Any:
+    """The learning rate of the step to come. None where it is a function of the user's, which may count its calls."""
+    import keras
+
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    is_known = isinstance(inner._learning_rate, (keras.Variable, keras.optimizers.schedules.LearningRateSchedule))
+    return inner.learning_rate if is_known else None
+
+
+def groups_of(groups: Any, num_groups: int) -> Any:
+    """``groups``, or Horovod's older name for a number of them."""
+    if num_groups != 0:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=3)
+        return num_groups if groups is None else groups
+    return groups
+
+
+def variables_of(layers: Any) -> list[Any]:
+    """The trainable variables of a layer, or of several."""
+    if layers is None:
+        return []
+    return [v for layer in (layers if isinstance(layers, (list, tuple)) else [layers]) for v in layer.trainable_weights]
 
 
 def scaled(gradient: Any, factor: float) -> Any:

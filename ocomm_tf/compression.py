@@ -6,6 +6,7 @@ a sign: it lives in the 1-bit optimizers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +14,10 @@ import tensorflow as tf
 
 class Compressor:
     """Two static methods; the reduction happens on what ``compress`` returns."""
+
+    #: True where a finite tensor, or the sum of some, can become infinite on the wire. It is then reduced again, as it
+    #: was before ``compress``.
+    may_overflow = False
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
@@ -54,10 +59,16 @@ class _CastCompressor(Compressor):
 
 
 class FP16Compressor(_CastCompressor):
-    """Half precision: 11 bits of mantissa. A value, or a sum, beyond 65504 becomes infinite, as in Horovod; where
-    gradients may be that large take ``bf16``."""
+    """Half precision: 11 bits of mantissa, values up to 65504.
+
+    Where a reduction comes out infinite, because an element or a sum is beyond 65504, all ranks make it once more in
+    the tensor's own type. So a large gradient costs a second exchange; in Horovod it makes the parameters infinite.
+    What is infinite or NaN before it is compressed stays so, for a LossScaleOptimizer to find. Elements below 3e-8
+    become 0.
+    """
 
     wire = tf.float16
+    may_overflow = True
 
 
 class BF16Compressor(_CastCompressor):
@@ -72,3 +83,28 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+#: Ends the name of a tensor that is reduced again, as it was before it was compressed.
+UNCOMPRESSED = ".uncompressed"
+
+
+def has_overflowed(
+    compression: type[Compressor], reduced: Sequence[tf.Tensor], originals: Sequence[tf.Tensor]
+) -> tf.Tensor | None:
+    """Whether an element of a compressed reduction is not finite, and it may be ``compression`` that made it so.
+
+    Args:
+        compression: what the tensors were sent with.
+        reduced: results of the reduction, before ``decompress``. The same on all ranks, and so is what is returned.
+        originals: what ``compress`` was given for each, of which the dtypes count.
+
+    Returns:
+        A bool scalar; None where it cannot be.
+    """
+    if not getattr(compression, "may_overflow", False):  # a user's class need not be a Compressor
+        return None
+    changed = [r for r, o in zip(reduced, originals, strict=True) if r.dtype != o.dtype]
+    if not changed:
+        return None
+    return tf.logical_not(tf.reduce_all([tf.reduce_all(tf.math.is_finite(each)) for each in changed]))

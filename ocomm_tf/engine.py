@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.kernels.base import Bytes
-from ocomm.operations import Operation, RepeatedAllreduce, Together
+from ocomm.operations import AllreduceBatch, Operation, RepeatedAllreduce
 from ocomm.runtime.bystanders import TENSORFLOW
 from ocomm.types import DType
 from ocomm_tf.errors import status_of
@@ -251,6 +251,13 @@ def gather(
     return outputs, tf.reshape(rows, [len(tensors), -1])
 
 
+def compare(call: Call, value: tf.Tensor, handles: Sequence[tf.Tensor], label: str) -> None:
+    """Adds ``call`` to the graph that is being built: between what writes to the variables of ``handles`` before and
+    after it in the program, so that ``call`` may read them. Its one tensor is ``value``, float32."""
+    call.static = [(DType.FLOAT32, tuple(value.shape))]
+    _create("OcommCompare", call, [value], list(handles), label)
+
+
 def in_python(function: Callable[..., Any], body: Callable[..., Any], inputs: Any, types: list[Any]) -> list[tf.Tensor]:
     """``function(body, inputs, types)``, as a list; ``function`` is ``tf.numpy_function`` or ``tf.py_function``.
 
@@ -302,7 +309,9 @@ def _create(kind: str, call: Call, tensors: Sequence[tf.Tensor], extra: list[tf.
         if dtype not in DTYPES:
             raise InvalidRequestError(f"tensor '{call.name or label}': {unsupported(dtype)}.")
     value = tf.compat.v1.AttrValue
+    is_comparison = kind == "OcommCompare"
     attributes = {
+        "N": value(i=len(extra) if is_comparison else 0),
         "call": value(i=number),
         "T": value(list=value.ListValue(type=[dtype.as_datatype_enum for dtype in types])),
         "nbytes": value(list=value.ListValue(i=[dtype.itemsize * math.prod(shape) for dtype, shape in call.static])),
@@ -312,12 +321,13 @@ def _create(kind: str, call: Call, tensors: Sequence[tf.Tensor], extra: list[tf.
         operation = graph.create_op(
             kind,
             [*tensors, *extra],
-            types + [tf.int64] * len(extra),
+            types if is_comparison else types + [tf.int64] * len(extra),
             name=label,
             attrs=attributes,
         )
-    # Else tf.function would run them one after the other, in the order of the program.
-    if graph.experimental_acd_manager is not None:
+    # Else tf.function would run them one after the other, in the order of the program. A comparison keeps the order of
+    # its variables.
+    if graph.experimental_acd_manager is not None and not (is_comparison and extra):
         graph.experimental_acd_manager.run_independently(operation)
     return list(operation.outputs)
 
@@ -334,9 +344,9 @@ class _Stretch:
         self.inputs: list[int] = []
         self.outputs: list[int] = []
 
-    def end(self, together: Together) -> None:
+    def end(self, submissions: AllreduceBatch) -> None:
         if self.works:
-            together.add(self.repeated, self.works, self.inputs, self.outputs)
+            submissions.add(self.repeated, self.works, self.inputs, self.outputs)
 
 
 class _Courier:
@@ -359,7 +369,7 @@ class _Courier:
             self._finish()
 
     def _start_all(self, batch: Any) -> None:
-        together = Together(self.hear)
+        submissions = AllreduceBatch(self.hear)
         works = _ffi.unpack(batch.works, batch.count)
         numbers = _ffi.unpack(batch.calls, batch.count)
         counts = _ffi.unpack(batch.counts, batch.count)
@@ -380,23 +390,23 @@ class _Courier:
             ready = call.ready
             if ready is not None and count:  # without a call: there are hundreds in every step
                 if ready.member is not stretch.member:
-                    stretch.end(together)
+                    stretch.end(submissions)
                     stretch = _Stretch(ready.member)
                 stretch.repeated += (ready,)
                 stretch.works += (work,)
                 stretch.inputs += inputs[start:end]
                 stretch.outputs += outputs[start:end]
-            elif call.repeat is None or not self._add(together, work, call, inputs[start:end], outputs[start:end]):
+            elif call.repeat is None or not self._add(submissions, work, call, inputs[start:end], outputs[start:end]):
                 self._start(work, call)
             start = end
-        stretch.end(together)
-        for work in together.submit():  # each by itself, and by another one, as its set may have been
+        stretch.end(submissions)
+        for work in submissions.submit():  # each by itself, and by another one, as its set may have been
             call = _calls[_pointer(work).call]
             call.repeated.clear()
             call.ready = None
             self._start(work, call)
 
-    def _add(self, together: Together, work: int, call: Call, inputs: list[int], outputs: list[int]) -> bool:
+    def _add(self, submissions: AllreduceBatch, work: int, call: Call, inputs: list[int], outputs: list[int]) -> bool:
         """False: to be started by itself, which will say why. Without ``inputs`` the tensors are to be looked at."""
         assert call.repeat is not None
         known = call.static
@@ -418,7 +428,7 @@ class _Courier:
             return False
         if call.name is not None and known is call.static:
             call.ready = repeated
-        together.add([repeated], [work], inputs, outputs)
+        submissions.add([repeated], [work], inputs, outputs)
         return True
 
     def _start(self, work: int, call: Call) -> None:

@@ -24,10 +24,17 @@ from ocomm.errors import OcommError
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def _message_of(arguments: tuple[Any, ...]) -> str:
+    """From the message alone, or TensorFlow's four arguments: Keras makes a new error, of the same class, of one that
+    comes out of a layer or an operation of its own."""
+    return str(arguments[0] if len(arguments) == 1 else arguments[2])
+
+
 class InvalidRequestError(errors.InvalidRequestError, tf.errors.InvalidArgumentError):
     """A call which is wrong on this rank alone, found before anything is sent."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, *arguments: Any) -> None:
+        message = _message_of(arguments)
         tf.errors.InvalidArgumentError.__init__(self, None, None, message)
         self.args = (message,)
 
@@ -39,7 +46,8 @@ class UnsupportedError(errors.UnsupportedError, InvalidRequestError):
 class HorovodInternalError(errors.HorovodInternalError, tf.errors.FailedPreconditionError):
     """A collective failed."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, *arguments: Any) -> None:
+        message = _message_of(arguments)
         tf.errors.FailedPreconditionError.__init__(self, None, None, message)
         self.args = (message,)
 

@@ -16,11 +16,8 @@ from ocomm.errors import MismatchError
 from ocomm.operations import NUMPY, ProcessSet, global_process_set
 from ocomm_tf.errors import public
 from ocomm_tf.mpi_ops import broadcast_, name_in_graph
-
-
-def name_of(variable: Any) -> str:
-    """A variable's name: its path in a Keras model, or TensorFlow's own."""
-    return str(getattr(variable, "path", None) or variable.name)
+from ocomm_tf.naming import name_of
+from ocomm_tf.order import places_of
 
 
 @public
@@ -101,8 +98,6 @@ def broadcast_variables(
 def _broadcast_in_wire_order(
     variables: list[Any], root_rank: int, process_set: ProcessSet, names: Mapping[str, Any]
 ) -> None:
-    from ocomm_tf.keras.order import places_of
-
     session = sessions.current()
     started = []
     for place in places_of(variables, names, []):

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ocomm import api, operations
 from ocomm import session as sessions
-from ocomm.api import Adasum, Average, Sum
+from ocomm.api import Adasum, Average, Max, Sum
 from ocomm.collectives.scratch import ALIGNMENT, aligned
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import Bytes
@@ -38,7 +38,7 @@ from ocomm.operations import NUMPY, Operation, ProcessSet, RepeatedAllreduce, ch
 from ocomm.session import Session
 from ocomm.types import DType
 from ocomm_tf import engine
-from ocomm_tf.compression import Compression, Compressor
+from ocomm_tf.compression import UNCOMPRESSED, Compression, Compressor, has_overflowed
 from ocomm_tf.errors import UnsupportedError, public
 
 _log = logging.getLogger("ocomm")
@@ -121,6 +121,54 @@ def run(exchanges: Sequence[Exchange]) -> list[list[tf.Tensor]]:
     if _without_engine():
         return _run_in_python(session, exchanges)
     return [engine.exchange(_call(session, e), e.tensors, _label(e.kind, e.tensors)) for e in exchanges]
+
+
+@public
+def run_compressed(exchanges: Sequence[Exchange], compression: type[Compressor]) -> list[list[tf.Tensor]]:
+    """The results of several allreduces on what ``compression`` makes of their tensors, all of them under way at once.
+
+    An exchange in which a tensor overflows is made again, without compression, by all ranks. Not differentiable.
+    """
+    pairs = [[compression.compress(tensor) for tensor in e.tensors] for e in exchanges]
+    sent = [replace(e, tensors=[tensor for tensor, _ in pair]) for e, pair in zip(exchanges, pairs, strict=True)]
+    results = run(sent)
+    plain = [
+        [compression.decompress(tensor, context) for tensor, (_, context) in zip(outputs, pair, strict=True)]
+        for outputs, pair in zip(results, pairs, strict=True)
+    ]
+    overflows = [has_overflowed(compression, outputs, e.tensors) for outputs, e in zip(results, exchanges, strict=True)]
+    found = [position for position, overflow in enumerate(overflows) if overflow is not None]
+    if tf.executing_eagerly():
+        found = [position for position in found if bool(overflows[position])]
+        again = run([replace(exchanges[k], name=_again(exchanges[k].name, results[k])) for k in found]) if found else []
+        for position, outputs in zip(found, again, strict=True):
+            plain[position] = outputs
+        return plain
+    for position in found:
+        exchange, outputs = exchanges[position], results[position]
+        repeated = replace(exchange, name=_again(exchange.name, outputs))
+        plain[position] = _chosen(overflows[position], functools.partial(_run_one, repeated), plain[position])
+    return plain
+
+
+def _run_one(exchange: Exchange) -> list[tf.Tensor]:
+    return run([exchange])[0]
+
+
+def _again(name: str | None, sent: Sequence[tf.Tensor]) -> str | None:
+    """The name of a second reduction, of what the first, whose results are ``sent``, has sent compressed. In a graph it
+    has one always: places inside of a ``tf.cond`` have numbers, which may be others on another rank."""
+    if name is None and not tf.executing_eagerly():
+        name = sent[0].op.name
+    return None if name is None else name + UNCOMPRESSED
+
+
+def _chosen(overflow: tf.Tensor, repeat: Callable[[], list[tf.Tensor]], plain: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """In a graph: what ``repeat`` returns if there is an overflow when it runs, else ``plain``."""
+    results = tf.nest.flatten(tf.cond(overflow, repeat, lambda: [tf.identity(tensor) for tensor in plain]))
+    for result, tensor in zip(results, plain, strict=True):
+        result.set_shape(tensor.shape)
+    return results
 
 
 _exchanged = 0  # by this process, outside of ``engine``
@@ -309,11 +357,9 @@ class StartAllreduce:
     grouped: bool
 
     def __call__(self, session: Session, adapter: Any, tensors: Sequence[Any], name: str | None) -> Operation:
-        operation = operations.allreduce(
-            *(session, adapter, tensors, name, self.op, self.prescale, self.postscale, self.process_set),
-            in_place=False,
-            grouped=self.grouped,
-        )
+        settings = self.op, self.prescale, self.postscale, self.process_set
+        call = operations.Allreduce(tensors, name, *settings, grouped=self.grouped)
+        operation = operations.allreduce(session, adapter, call)
         return operation if self.grouped else operation.then(lambda tensor: [tensor])
 
     def repeated(self, session: Session, count: int, name: str) -> RepeatedAllreduce:
@@ -331,15 +377,16 @@ def _allreduce(
     postscale: float,
     process_set: ProcessSet,
     grouped: bool,
+    compression: type[Compressor] = Compression.none,
 ) -> list[tf.Tensor]:
     start = StartAllreduce(op, prescale, postscale, process_set, grouped)
     kind = "grouped_allreduce" if grouped else "allreduce"
 
     def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], None]:
-        return run([Exchange(kind, inputs, name, start)])[0], None
+        return run_compressed([Exchange(kind, inputs, name, start)], compression)[0], None
 
     def backward(grads: Sequence[tf.Tensor], _: None) -> list[tf.Tensor]:
-        return _allreduce(grads, None, op, prescale, postscale, process_set, grouped)
+        return _allreduce(grads, None, op, prescale, postscale, process_set, grouped, compression)
 
     return _differentiable(tensors, forward, backward)
 
@@ -370,9 +417,8 @@ def allreduce(
     chosen = choose_op(op, average)
     if isinstance(tensor, tf.IndexedSlices):
         return _allreduce_slices([tensor], chosen, (prescale_factor, postscale_factor), name, process_set, False)[0]
-    compressed, context = compression.compress(tf.convert_to_tensor(tensor))
-    (reduced,) = _allreduce([compressed], name, chosen, prescale_factor, postscale_factor, process_set, False)
-    return compression.decompress(reduced, context)
+    factors = prescale_factor, postscale_factor
+    return _allreduce(_tensors([tensor]), name, chosen, *factors, process_set, False, compression)[0]
 
 
 def _refuse_for_slices(op: int, factors: tuple[float, float], name: str | None) -> None:
@@ -432,10 +478,8 @@ def grouped_allreduce(
         slices = _allreduce_slices([tensors[k] for k in sparse], chosen, factors, name, process_set, True)
         results |= zip(sparse, slices, strict=True)
     if dense:
-        pairs = [compression.compress(tensor) for tensor in _tensors(tensors[k] for k in dense)]
-        reduced = _allreduce([tensor for tensor, _ in pairs], name, chosen, *factors, process_set, True)
-        plain = [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
-        results |= zip(dense, plain, strict=True)
+        given = _tensors(tensors[k] for k in dense)
+        results |= zip(dense, _allreduce(given, name, chosen, *factors, process_set, True, compression), strict=True)
     return [results[position] for position in range(len(tensors))]
 
 
@@ -606,7 +650,10 @@ def _reducescatter(
     postscale: float,
     process_set: ProcessSet,
     grouped: bool,
+    compression: type[Compressor],
 ) -> list[tf.Tensor]:
+    kind = "grouped_reducescatter" if grouped else "reducescatter"
+
     def start(session: Session, adapter: Any, tensors: Sequence[Any], name: str | None) -> Operation:
         operation = operations.reducescatter(
             session, adapter, tensors, name, op, prescale, postscale, process_set, grouped
@@ -614,7 +661,23 @@ def _reducescatter(
         return operation.then(lambda parts: [(part, ()) for part in (parts if grouped else [parts])])
 
     def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], None]:
-        return _gather("grouped_reducescatter" if grouped else "reducescatter", inputs, name, start)[0], None
+        pairs = [compression.compress(tensor) for tensor in inputs]
+        parts = _gather(kind, [tensor for tensor, _ in pairs], name, start)[0]
+        plain = [compression.decompress(part, context) for part, (_, context) in zip(parts, pairs, strict=True)]
+        overflow = has_overflowed(compression, parts, inputs)
+        if overflow is None:
+            return plain, None
+        # Each rank sees its own part alone.
+        ask = StartAllreduce(Max, 1.0, 1.0, process_set, False)
+        asked = None if name is None else f"{name}.overflow"
+        ((answer,),) = run([Exchange("allreduce", [tf.cast(overflow, tf.int32)], asked, ask)])
+
+        def repeat() -> list[tf.Tensor]:
+            return _gather(kind, inputs, _again(name, parts), start)[0]
+
+        if tf.executing_eagerly():
+            return repeat() if int(answer) else plain, None
+        return _chosen(answer > 0, repeat, plain), None
 
     def backward(grads: Sequence[tf.Tensor], _: None) -> list[tf.Tensor]:
         factor = prescale * postscale * (process_set.size() if op == Sum else 1)
@@ -639,9 +702,8 @@ def reducescatter(
 
     The gradient is the allgathered gradient, times the number of ranks for Sum (as in Horovod).
     """
-    compressed, context = compression.compress(tf.convert_to_tensor(tensor))
-    (part,) = _reducescatter([compressed], name, op, prescale_factor, postscale_factor, process_set, False)
-    return compression.decompress(part, context)
+    factors = prescale_factor, postscale_factor
+    return _reducescatter(_tensors([tensor]), name, op, *factors, process_set, False, compression)[0]
 
 
 @public
@@ -659,11 +721,8 @@ def grouped_reducescatter(
     """``reducescatter`` of several tensors, reduced when all ranks have submitted all of them."""
     if not tensors:
         return []
-    pairs = [compression.compress(tensor) for tensor in _tensors(tensors)]
-    parts = _reducescatter(
-        [tensor for tensor, _ in pairs], name, op, prescale_factor, postscale_factor, process_set, True
-    )
-    return [compression.decompress(part, context) for part, (_, context) in zip(parts, pairs, strict=True)]
+    factors = prescale_factor, postscale_factor
+    return _reducescatter(_tensors(tensors), name, op, *factors, process_set, True, compression)
 
 
 # Waiting, and where this process stands

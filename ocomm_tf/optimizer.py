@@ -11,7 +11,6 @@ import atexit
 import gc
 import logging
 import sys
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,20 +20,12 @@ from ocomm import session as sessions
 from ocomm.api import Average
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
-from ocomm_tf import mpi_ops
-from ocomm_tf.averaging import Averaging
+from ocomm_tf import keras_optimizer, mpi_ops
+from ocomm_tf.averaging import Averaging, groups_of, variables_of
 from ocomm_tf.compression import Compression, Compressor
 from ocomm_tf.errors import public
 
 _log = logging.getLogger("ocomm")
-
-
-def groups_of(groups: Any, num_groups: int) -> Any:
-    """``groups``, or Horovod's older name for a number of them."""
-    if num_groups != 0:
-        warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=3)
-        return num_groups if groups is None else groups
-    return groups
 
 
 class _DistributedGradientTape(tf.GradientTape):
@@ -129,13 +120,6 @@ def PartialDistributedGradientTape(
     return tape
 
 
-def variables_of(layers: Any) -> list[Any]:
-    """The trainable variables of a layer, or of several."""
-    if layers is None:
-        return []
-    return [v for layer in (layers if isinstance(layers, (list, tuple)) else [layers]) for v in layer.trainable_weights]
-
-
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
     """Mixed in before the class of a ``tf.compat.v1`` optimizer."""
 
@@ -184,9 +168,7 @@ def DistributedOptimizer(
     variables.
     """
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        from ocomm_tf.keras.optimizer import DistributedOptimizer as of_keras
-
-        return of_keras(
+        return keras_optimizer.DistributedOptimizer(
             optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
             backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set,
             scale_local_gradients,

@@ -38,6 +38,7 @@ from ocomm.version import __version__
 from ocomm_torch import elastic
 from ocomm_torch.birder import Birder, DistributedBirder, DistributedSoftSignSGD, SoftSignSGD
 from ocomm_torch.compression import Compression
+from ocomm_torch.ef_sgd import EFSGD, DistributedEFSGD
 from ocomm_torch.functions import (
     allgather_object,
     broadcast_object,
@@ -85,12 +86,14 @@ __all__ = [
     "Birder",
     "Compression",
     "DistributedBirder",
+    "DistributedEFSGD",
     "DistributedLion",
     "DistributedOneBitAdam",
     "DistributedOneBitLamb",
     "DistributedOptimizer",
     "DistributedSoftSignSGD",
     "DistributedZeroOneAdam",
+    "EFSGD",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "Lion",

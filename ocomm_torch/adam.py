@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ocomm import session as sessions
 from ocomm.errors import CheckpointError, InvalidRequestError
-from ocomm.kernels.base import Floats, Kernels
+from ocomm.kernels.base import Floats
 from ocomm.optim.checkpoint import fingerprint
+from ocomm.optim.core import Group
+from ocomm.optim.options import Options
 from ocomm.training.adam import AdamDriver
-from ocomm.training.driver import Group
+from ocomm.training.driver import Common
 from ocomm_torch.checkpoint import check_plain, read, to_numpy
 from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
 
@@ -23,10 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamWrapper(CompressedOptimizer):
-    """Over an Adam whose m and v a driver takes over, and gives back in ``state_dict``.
-
-    ``warm_start``: see ``OneBitAdam``.
-    """
+    """Over an Adam whose m and v a driver takes over, and gives back in ``state_dict``."""
 
     _driver: AdamDriver
     refused_options = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -36,13 +36,14 @@ class AdamWrapper(CompressedOptimizer):
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
         process_set: Any,
-        backward_passes_per_step: int,
+        options: Options,
+        common: Common,
         warm_start: Any,
     ) -> None:
         self._warm_start = warm_start
         self._warm: dict[int, dict[str, Any]] = {}
         inner = wrappable(optimizer, f"Distributed{type(self).__name__}")
-        super().__init__(inner, named_parameters, process_set, backward_passes_per_step)
+        super().__init__(inner, named_parameters, process_set, options, common)
         if self._warm:
             self._start_warm()
         elif self.state:
@@ -53,7 +54,13 @@ class AdamWrapper(CompressedOptimizer):
             self._arrange_state()
             self._driver.continue_plain()
 
-    def _read_warm_start(self, kernels: Kernels) -> str | None:
+    # The driver's host
+
+    def wrapped_adam(self) -> str:
+        """Which the wrapped optimizer is, ``"Adam"`` or ``"AdamW"``."""
+        return "AdamW" if is_decoupled(self._inner, self.param_groups[0]) else "Adam"
+
+    def read_warm_start(self) -> str | None:
         """Checks the warm start and keeps it in ``_warm``; its fingerprint."""
         given, self._warm_start = self._warm_start, None
         if given is None:
@@ -77,6 +84,8 @@ class AdamWrapper(CompressedOptimizer):
         betas2 = {next(numbers): float(group["betas"][1]) for group in given["param_groups"] for _ in group["params"]}
         for number, entry in self._warm.items():
             entry["beta2"] = betas2[number]
+        kernels = sessions.current().kernels
+        assert kernels is not None
         return fingerprint({str(number): to_numpy(entry) for number, entry in self._warm.items()}, kernels)
 
     def _start_warm(self) -> None:

@@ -48,9 +48,8 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
             return here
         found = torch.tensor([here])
         name = f"adasum.overflow{self._ending}"
-        operations.allreduce(
-            self._session, TORCH, [found], name, ReduceOp.MAX, 1.0, 1.0, self._process_set, True, False
-        ).wait()
+        call = operations.Allreduce([found], name, ReduceOp.MAX, process_set=self._process_set, in_place=True)
+        operations.allreduce(self._session, TORCH, call).wait()
         return bool(found)
 
     @eager
@@ -86,9 +85,8 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
         return loss
 
     def _combine(self, step: Tensor, name: str) -> operations.Operation:
-        return operations.allreduce(
-            self._session, TORCH, [step], name, ReduceOp.ADASUM, 1.0, 1.0, self._process_set, False, False
-        )
+        call = operations.Allreduce([step], name, ReduceOp.ADASUM, process_set=self._process_set)
+        return operations.allreduce(self._session, TORCH, call)
 
     # Torch wraps every optimizer class's step() to call step hooks; the wrapped optimizer's own has that already.
     step.hooked = True  # type: ignore[attr-defined]

@@ -19,8 +19,11 @@ from ocomm.compression.layout import TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.kernels.base import NOTHING, Floats
 from ocomm.operations import ProcessSet, global_process_set
+from ocomm.optim import options
+from ocomm.optim.core import Core, Group
+from ocomm.optim.options import Options
 from ocomm.optim.stepper import Verdict
-from ocomm.training.driver import Driver, Group
+from ocomm.training.driver import Common, Driver
 from ocomm.types import DType, Flag
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
@@ -36,8 +39,25 @@ from ocomm_torch.watched import WatchedGradient, add_watcher, release
 _LOW_DTYPES = {torch.float16: int(DType.FLOAT16), torch.bfloat16: int(DType.BFLOAT16)}
 
 
+#: The documentation of arguments that all compressed optimizers have.
+ARGUMENTS = {
+    "named_parameters": "An iterable of (name, parameter), for names in messages; None: names by position.",
+    "process_set": "The ranks that train together; None: all of the job.",
+    "warm_start": (
+        "The ``state_dict`` of an Adam or AdamW over the same parameters, or a path to one that ``torch.save`` wrote. "
+        "Training goes on from its v, its m if there is one and its step count, without dense steps but of tensors "
+        "that it has no moments of; its param groups are not used. None: dense steps come first."
+    ),
+}
+
+
+def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
+    """A decorator that shows the documentation of a class's options in its docstring, and ``texts`` by argument."""
+    return options.documented({**ARGUMENTS, **texts}, definition, Common)
+
+
 class CompressedOptimizer(StepsTogether):
-    """Wraps ``optimizer``, whose param groups stay live, for a ``Driver`` that ``_make_driver`` returns.
+    """Wraps ``optimizer``, whose param groups stay live, for a driver of the algorithm ``_core_class``.
 
     Parameters are all CPU tensors, or all on one GPU: float32, or bfloat16 or float16 with a float32 master (see
     ``Masters``), contiguous or dense in another order of their axes, such as channels_last, the same on all ranks.
@@ -49,6 +69,9 @@ class CompressedOptimizer(StepsTogether):
 
     framework = "torch"
     trains_on_devices = True
+    #: The algorithm, and what makes its steps.
+    _core_class: type[Core]
+    _driver_class: type[Driver] = Driver
     #: Options of param groups which would change the step, and which this optimizer does not have.
     refused_options: tuple[str, ...] = ()
 
@@ -57,13 +80,15 @@ class CompressedOptimizer(StepsTogether):
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
         process_set: Any,
-        backward_passes_per_step: int,
+        options: Options,
+        common: Common,
     ) -> None:
         session = sessions.current()
         session.require_topology()
         loss_scaling.install()
         leave_hooks_alone()
         self._inner = optimizer
+        self._options, self._common = options, common
         self._parameters, self._names = _named(optimizer, named_parameters)
         self._wrapping = True
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -91,8 +116,8 @@ class CompressedOptimizer(StepsTogether):
         self._group_tensors = [np.flatnonzero(groups == number) for number in range(len(self.param_groups))]
         self._group_counts = [tensors.size for tensors in self._group_tensors]
         self._masters = Masters(self._parameters, self._placement)
-        self.backward_passes_per_step = backward_passes_per_step
-        self._passes_left = [backward_passes_per_step] * len(self._parameters)
+        self.backward_passes_per_step = common.backward_passes_per_step
+        self._passes_left = [self.backward_passes_per_step] * len(self._parameters)
         self._recorded: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._versions = [0] * len(self._parameters)
         #: Where a gradient lay when it was read; 0 for a sparse one.
@@ -126,7 +151,8 @@ class CompressedOptimizer(StepsTogether):
             TensorSpec(name, tuple(p.shape), order.name, _dtype(p))
             for name, p, order in zip(self._names, self._parameters, self._orders, strict=True)
         ]
-        self._driver = self._make_driver(session, self.process_set.number(session), specs)
+        number = self.process_set.number(session)
+        self._driver = self._driver_class(session, number, specs, self, self._core_class, self._options, self._common)
         self._stepper = self._driver.stepper
         self._runtime = session.runtime
         self._addresses = []
@@ -146,9 +172,6 @@ class CompressedOptimizer(StepsTogether):
         if kept is not None:
             self.load_state_dict(kept[0])
             self.load_rank_state_dict(kept[1])
-
-    def _make_driver(self, session: sessions.Session, process_set: int, specs: list[TensorSpec]) -> Driver:
-        raise NotImplementedError
 
     # The parameters, as the user has them now
 
@@ -297,7 +320,7 @@ class CompressedOptimizer(StepsTogether):
     def _keep_checksums(self, tensors: list[int]) -> None:
         """Of all of gradients with a history, which may be changed through a view or an array of their memory that is
         older than this step. In the host's memory: for a device would have to be waited for."""
-        if self._stepper.verified_part != NOTHING:
+        if self._stepper.buckets.verified_part != NOTHING:
             grads = {index: grad for index in tensors if (grad := self._recorded[index]) is not None}
             self._used.update(zip(grads, self._masters.checksums(grads).tolist(), strict=True))
 
@@ -333,7 +356,7 @@ class CompressedOptimizer(StepsTogether):
             column = self._driver.core.gradients["grad_dtype"]
             column[tensors] = 0
             column[list(low)] = list(low.values())
-        if widened and not final and self._stepper.verified_part != NOTHING:
+        if widened and not final and self._stepper.buckets.verified_part != NOTHING:
             self._checksums[list(widened)] = self._widened_checksums(widened)
         return True
 
@@ -347,7 +370,7 @@ class CompressedOptimizer(StepsTogether):
         return self._orders[index].shaped(torch.from_numpy(flat), shape).contiguous().numpy()
 
     def _widened_checksums(self, gradients: dict[int, torch.Tensor]) -> np.ndarray:
-        return self._masters.checksums(gradients, self._stepper.verified_part)
+        return self._masters.checksums(gradients, self._stepper.buckets.verified_part)
 
     # Gradients
 
@@ -379,7 +402,7 @@ class CompressedOptimizer(StepsTogether):
         self._masters.begin()
         if self._unhooked:
             self._hook_parameters()
-        self._stepper.expected = [p.requires_grad for p in self._parameters]
+        self._stepper.buckets.expected = [p.requires_grad for p in self._parameters]
         self._driver.begin()
 
     def _unexpected(self, index: int, parameter: torch.Tensor) -> None:
@@ -387,7 +410,7 @@ class CompressedOptimizer(StepsTogether):
         if self._recorded[index] is not parameter.grad:
             self.skip()
             _on_gradient(weakref.ref(self), index, parameter)
-        elif self._stepper.is_posted(index):
+        elif self._stepper.buckets.is_posted(index):
             self._stepper.object(Flag.UNHANDED)
 
     def used(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -408,17 +431,17 @@ class CompressedOptimizer(StepsTogether):
         """
         release(self._recorded)
         parameters, recorded, versions, pointers = self._parameters, self._recorded, self._versions, self._pointers
-        posted = self._stepper.posted_tensors
+        posted = self._stepper.buckets.posted_tensors
         for index in posted:
             grad = parameters[index].grad
             if grad is not recorded[index]:
                 return True
             if grad is not None and (grad._version != versions[index] or _pointer(grad) != pointers[index]):
                 return True
-        used = {index: recorded[index] for index in self._used if self._stepper.is_posted(index)}
+        used = {index: recorded[index] for index in self._used if self._stepper.buckets.is_posted(index)}
         if used and self._masters.checksums(used).tolist() != [self._used[index] for index in used]:
             return True
-        if not self._masters.indices or self._stepper.verified_part == NOTHING:
+        if not self._masters.indices or self._stepper.buckets.verified_part == NOTHING:
             return False
         low = {index: recorded[index] for index in posted if index in self._masters}
         widened = {index: g for index, g in low.items() if g is not None and g.dtype is not torch.float32}
@@ -454,7 +477,7 @@ class CompressedOptimizer(StepsTogether):
 
     def _follow(self) -> None:
         """Masters take over what was written to their parameters."""
-        if self._masters.follow() and self._stepper.begun and self._stepper.posted_tensors:
+        if self._masters.follow() and self._stepper.begun and self._stepper.buckets.posted_tensors:
             self._stepper.object(Flag.CHANGED)  # a coupled decay has read the masters
 
     @contextlib.contextmanager
@@ -488,7 +511,7 @@ class CompressedOptimizer(StepsTogether):
 
     def gradients_changed(self) -> None:
         """Those that are on their way are exchanged again by ``step()``."""
-        if self._stepper.begun and self._stepper.posted_tensors:
+        if self._stepper.begun and self._stepper.buckets.posted_tensors:
             self._stepper.object(Flag.CHANGED)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -641,7 +664,7 @@ def _on_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parame
     if not stepper.begun:
         optimizer._begin(early=True)
     optimizer._recorded[index] = parameter.grad
-    stepper.hand_over(index)
+    stepper.buckets.mark_ready(index)
 
 
 def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:

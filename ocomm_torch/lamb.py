@@ -9,41 +9,43 @@ from typing import Any, Literal
 
 import torch
 
-from ocomm.compression.layout import TensorSpec
 from ocomm.kernels.base import Floats
-from ocomm.session import Session
-from ocomm.training.driver import Common, Group
-from ocomm.training.lamb import LambDriver
+from ocomm.optim import lamb as optim
+from ocomm.optim.core import Group
+from ocomm.optim.lamb import LambOptions
+from ocomm.training.driver import Common
+from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm_torch.adam import AdamWrapper
+from ocomm_torch.compressed import documented
 
 
+@documented(LambOptions)
 class OneBitLamb(AdamWrapper):
     """Data-parallel 1-bit LAMB (arXiv 2104.06069): LAMB at first, then 1 bit per parameter and direction.
 
     LAMB multiplies the learning rate of each tensor by its trust ratio, |p| / |update|, for large batches: a step is as
-    long as lr times the parameter, whatever the gradient. So it wants an lr of its own.
+    long as lr times the parameter, whatever the gradient. So it wants an lr of its own. After a warm start there is no
+    average of the trust ratio: that of a tensor's first step is kept.
 
-    ``optimizer`` is a ``torch.optim.Adam`` or ``AdamW`` over CPU parameters: float32, or bfloat16 or float16, of which
-    float32 masters are trained. lr, betas, eps (up to the freeze) and weight_decay, which is part of the update
-    whichever it is, are read from its groups at every step, so LR schedulers on either object work. Its own step is
-    never made; if it has a state, the warm-up goes on from that.
+    ``step`` changes parameters in place, identically on all ranks, or on none. All ranks make the optimizer, and take
+    its steps, together.
 
-    ``min_coeff`` and ``max_coeff`` bound the trust ratio; ``coeff_beta`` is of its moving average, whose value at the
-    freeze the 1-bit steps take: the warm-up should have more than 1 / (1 - coeff_beta) steps. They multiply it by a
-    factor that follows the variance, between ``factor_min`` and ``factor_max``; from step to step it changes by at most
-    ``factor_threshold`` of itself.
+    Args:
+        optimizer: A ``torch.optim.Adam`` or ``AdamW`` over CPU parameters: float32, or bfloat16 or float16, of which
+            float32 masters are trained. lr, betas, eps (up to the freeze) and weight_decay, which is part of the update
+            whichever it is, are read from its groups at every step, so LR schedulers on either object work. Its own
+            step is never made; if it has a state, the warm-up goes on from that.
+        {arguments}
 
-    ``named_parameters``, ``freeze_step``, ``warm_start``, ``block_size``, ``scale``, ``variance_floor``, ``overlap``,
-    ``mask_refresh``, ``max_grad_norm``, ``clip``, ``verify``, ``backward_passes_per_step`` and ``hierarchical`` are
-    those of ``OneBitAdam``. After a warm start there is no average: the trust ratio of a tensor's
-    first step is kept.
-
-    ``step`` changes parameters in place, identically on all ranks, or on none: a NaN raises NonFiniteError everywhere.
-    Raises InvalidRequestError for what cannot be wrapped, MismatchError if the ranks wrap different things,
-    SettingsError for bounds that cannot be.
+    Raises:
+        InvalidRequestError: The optimizer or a parameter cannot be wrapped, or an option has an impossible value.
+        MismatchError: The ranks wrap different things.
+        NonFiniteError: In ``step``, on all ranks: a rank's gradient has a NaN or infinity.
+        SettingsError: An option of the algorithm has an impossible value.
     """
 
-    _driver: LambDriver
+    _core_class = optim.Lamb
+    _driver_class = OneBitAdamDriver
     trains_on_devices = False
 
     def __init__(
@@ -71,25 +73,8 @@ class OneBitLamb(AdamWrapper):
         hierarchical: bool | Literal["auto"] = "auto",
         process_set: Any = None,
     ) -> None:
-        self._common = Common(block_size, overlap, max_grad_norm, clip, verify, backward_passes_per_step, hierarchical)
-        self._options: dict[str, Any] = {
-            "freeze_step": freeze_step,
-            "scale": scale,
-            "variance_floor": variance_floor,
-            "mask_refresh": mask_refresh,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-            "coeff_beta": coeff_beta,
-            "factor_max": factor_max,
-            "factor_min": factor_min,
-            "factor_threshold": factor_threshold,
-        }
-        super().__init__(optimizer, named_parameters, process_set, backward_passes_per_step, warm_start)
-
-    def _make_driver(self, session: Session, process_set: int, specs: list[TensorSpec]) -> LambDriver:
-        assert session.kernels is not None
-        options = {**self._options, "warm_start": self._read_warm_start(session.kernels)}
-        return LambDriver(session, process_set, specs, self, self._common, optimizer="LAMB", **options)
+        chosen = LambOptions.of(locals()), Common.of(locals())
+        super().__init__(optimizer, named_parameters, process_set, *chosen, warm_start)
 
     # The driver's host
 

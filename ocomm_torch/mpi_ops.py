@@ -27,10 +27,10 @@ from ocomm.api import Average, Sum
 from ocomm.errors import InvalidRequestError, OcommError, UnsupportedError
 from ocomm.kernels.base import Bytes
 from ocomm.kernels.device import DeviceMemory, is_reduced_on_devices
+from ocomm.nccl_opening import could_be_bridged, give_up, place_of
 from ocomm.negotiation.request import Place
-from ocomm.operations import ProcessSet, choose_op, global_process_set, handles
+from ocomm.operations import Allreduce, ProcessSet, choose_op, global_process_set, handles
 from ocomm.session import Session
-from ocomm.training.inside import could_be_bridged, give_up, place_of
 from ocomm.types import DType, ReduceOp
 from ocomm_torch.compression import UNCOMPRESSED, Compression, Compressor, OneBitCompressor, has_overflowed
 from ocomm_torch.placement import CudaPlacement, refuse_in_a_graph
@@ -170,24 +170,11 @@ def adapter_of(
 # allreduce
 
 
-def _submit_allreduce(
-    tensors: Sequence[Tensor],
-    average: bool | None,
-    name: str | None,
-    op: int | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    in_place: bool,
-    grouped: bool,
-) -> int:
+def _submit_allreduce(call: Allreduce) -> int:
     session = sessions.current()
-    chosen = choose_op(op, average)
-    adapter, place = adapter_of(session, tensors, chosen, (prescale, postscale), process_set)
-    prepared = operations.prepare_allreduce(
-        session, adapter, tensors, name, chosen, prescale, postscale, process_set, in_place, grouped, place
-    )
-    return handles.add(prepared.submit())
+    factors = call.prescale, call.postscale
+    adapter, place = adapter_of(session, call.tensors, call.op, factors, call.process_set)
+    return handles.add(operations.prepare_allreduce(session, adapter, call, place).submit())
 
 
 def allreduce_async(
@@ -200,7 +187,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts ``allreduce``; the handle's result is a new tensor."""
-    return _submit_allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set, False, False)
+    factors = prescale_factor, postscale_factor
+    return _submit_allreduce(Allreduce([tensor], name, choose_op(op, average), *factors, process_set))
 
 
 def allreduce_async_(
@@ -213,7 +201,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts ``allreduce_``; the result is in ``tensor`` when the handle is synchronized."""
-    return _submit_allreduce([tensor], average, name, op, prescale_factor, postscale_factor, process_set, True, False)
+    factors = prescale_factor, postscale_factor
+    return _submit_allreduce(Allreduce([tensor], name, choose_op(op, average), *factors, process_set, in_place=True))
 
 
 class _Allreduce(torch.autograd.Function):
@@ -274,7 +263,7 @@ def _onebit_allreduce(
     copies = TORCH.copies([tensor])
     if copies is not None:
         copies.wait()
-    averaged = session.compressed_allreduce(process_set.number(session), name, host.numpy())
+    averaged = operations.compressed_allreduce(session, process_set.number(session), name, host.numpy())
     return TORCH.deliver(torch.from_numpy(averaged), tensor)
 
 
@@ -301,7 +290,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts ``grouped_allreduce``; the handle's result is a list of new tensors."""
-    return _submit_allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, False, True)
+    factors = prescale_factor, postscale_factor
+    return _submit_allreduce(Allreduce(tensors, name, choose_op(op, average), *factors, process_set, grouped=True))
 
 
 def grouped_allreduce_async_(
@@ -314,7 +304,10 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts ``grouped_allreduce_``; the results are in ``tensors`` when the handle is synchronized."""
-    return _submit_allreduce(tensors, average, name, op, prescale_factor, postscale_factor, process_set, True, True)
+    factors = prescale_factor, postscale_factor
+    return _submit_allreduce(
+        Allreduce(tensors, name, choose_op(op, average), *factors, process_set, in_place=True, grouped=True)
+    )
 
 
 class _GroupedAllreduce(torch.autograd.Function):

@@ -8,44 +8,41 @@ from typing import Any, Literal
 
 import torch
 
-from ocomm.compression.layout import TensorSpec
 from ocomm.kernels.base import Floats
+from ocomm.optim import onebit_adam as optim
 from ocomm.optim.adam import DenseAdam
-from ocomm.session import Session
+from ocomm.optim.onebit_adam import OneBitAdamOptions
 from ocomm.training.adam import dense_step
 from ocomm.training.driver import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
-from ocomm_torch.adam import AdamWrapper, is_decoupled
+from ocomm_torch.adam import AdamWrapper
+from ocomm_torch.compressed import documented
 from ocomm_torch.replicas import way_of
 
 
+@documented(OneBitAdamOptions)
 class OneBitAdam(AdamWrapper):
     """Data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per parameter and direction.
 
-    ``optimizer`` is a ``torch.optim.Adam`` or ``AdamW`` over parameters in the host's memory or on one GPU:
-    float32, or bfloat16 or float16, of which float32 masters are trained. Its param groups stay live (lr, betas,
-    weight_decay, LR schedulers on either object; eps up to the freeze) and its step makes the warm-up steps. If it
-    has a state already, the warm-up goes on from that.
+    ``step`` changes parameters in place, identically on all ranks, or on none. All ranks make the optimizer, and take
+    its steps, together.
 
-    ``named_parameters``: an iterable of (name, parameter), or None for names by position. ``freeze_step``: the number
-    of dense steps T_w, or ``"auto"``: until the variance is stable (at least 2 / (1 - beta2) steps). ``warm_start``:
-    the ``state_dict`` of an Adam or AdamW over the same parameters, or a path to one that ``torch.save`` wrote. v and,
-    if it is there, m are taken from it, steps count on from its, and there are no dense steps at all, but of tensors
-    without moments in it; its param groups are not used. ``block_size``: elements per scale, or ``"tensor"``.
-    ``scale``: ``"l1"`` or ``"rms"``. ``variance_floor``: fraction of a block's mean sqrt(v) below which no element's
-    falls. ``mask_refresh``: steps between looks for elements that had no gradient before the freeze and have one now.
-    ``overlap``: exchange during backward. ``verify``: how much of each gradient is read again to notice a change that
-    Torch does not show (docs/checks.md): another 64th in each step (``"sampled"``), all of it (``"full"``), nothing
-    (``"version"``). ``max_grad_norm``: after the warm-up gradients are clipped by one norm for all ranks, N = sqrt(mean
-    over ranks of |g|^2); in it, their average by its own. ``clip``: ``"exact"`` takes this step's N, without overlap;
-    ``"previous"`` the last step's, with it. ``backward_passes_per_step``: gradients are summed over that many backward
-    passes. ``hierarchical``: the ranks of a host add up their gradients, and each compresses a slice of the sum;
-    ``"auto"``: if there are several hosts, all with several ranks.
+    Args:
+        optimizer: A ``torch.optim.Adam`` or ``AdamW`` over parameters in the host's memory or on one GPU: float32, or
+            bfloat16 or float16, of which float32 masters are trained. Its param groups stay live (lr, betas,
+            weight_decay, LR schedulers on either object; eps up to the freeze) and its step makes the warm-up steps. If
+            it has a state already, the warm-up goes on from that.
+        {arguments}
 
-    ``step`` changes parameters in place, identically on all ranks, or on none: a NaN raises NonFiniteError everywhere.
-    Raises InvalidRequestError for what cannot be wrapped, MismatchError if the ranks wrap different things.
+    Raises:
+        InvalidRequestError: The optimizer or a parameter cannot be wrapped, or an option has an impossible value.
+        MismatchError: The ranks wrap different things.
+        NonFiniteError: In ``step``, on all ranks: a rank's gradient has a NaN or infinity.
+        SettingsError: An option of the algorithm has an impossible value.
     """
 
+    _core_class = optim.OneBitAdam
+    _driver_class = OneBitAdamDriver
     _driver: OneBitAdamDriver
 
     def __init__(
@@ -67,20 +64,8 @@ class OneBitAdam(AdamWrapper):
         hierarchical: bool | Literal["auto"] = "auto",
         process_set: Any = None,
     ) -> None:
-        self._common = Common(block_size, overlap, max_grad_norm, clip, verify, backward_passes_per_step, hierarchical)
-        self._options: dict[str, Any] = {
-            "freeze_step": freeze_step,
-            "scale": scale,
-            "variance_floor": variance_floor,
-            "mask_refresh": mask_refresh,
-        }
-        super().__init__(optimizer, named_parameters, process_set, backward_passes_per_step, warm_start)
-
-    def _make_driver(self, session: Session, process_set: int, specs: list[TensorSpec]) -> OneBitAdamDriver:
-        kind = "AdamW" if is_decoupled(self._inner, self.param_groups[0]) else "Adam"
-        assert session.kernels is not None
-        options = {**self._options, "warm_start": self._read_warm_start(session.kernels)}
-        return OneBitAdamDriver(session, process_set, specs, self, self._common, optimizer=kind, **options)
+        chosen = OneBitAdamOptions.of(locals()), Common.of(locals())
+        super().__init__(optimizer, named_parameters, process_set, *chosen, warm_start)
 
     # The driver's host
 

@@ -151,10 +151,13 @@ class _DistributedOptimizer(NamesParameters):
             known = this()._names
             return [known[p] for p in parameters()]
 
+        name = f"DistributedOptimizer{self._ending}"
         return StepComparison(
             session,
             self._process_set.number(session),
-            f"DistributedOptimizer{self._ending}",
+            name,
+            name,
+            "torch",
             way_of(self, groups()),
             lambda: options_of(this(), groups()),
             lambda count: checksums.of(parameters(), count),
@@ -317,14 +320,15 @@ class _DistributedOptimizer(NamesParameters):
         return operations.prepare_allreduce(
             self._session,
             adapter,
-            tensors,
-            self._names[parameters[0]] + ending if is_group else [self._names[p] + ending for p in parameters],
-            self._op,
-            self._prescale,
-            self._postscale,
-            self._process_set,
-            True,
-            is_group,
+            operations.Allreduce(
+                tensors,
+                self._names[parameters[0]] + ending if is_group else [self._names[p] + ending for p in parameters],
+                self._op,
+                *factors,
+                self._process_set,
+                in_place=True,
+                grouped=is_group,
+            ),
             place,
         )
 

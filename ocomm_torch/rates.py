@@ -9,8 +9,18 @@ from typing import Any
 import torch
 
 from ocomm.errors import InvalidRequestError
-from ocomm.training.driver import Group
+from ocomm.optim.core import Group
+from ocomm.optim.options import Options
+from ocomm.training.driver import Common
 from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
+
+#: The documentation of the argument ``optimizer``.
+OPTIMIZER = (
+    "Any Torch optimizer over parameters in the host's memory or on one GPU, ``torch.optim.SGD(parameters, lr=...)`` "
+    "for instance: ``lr`` and ``weight_decay`` (taken from the parameter, as in AdamW) are read from its groups at "
+    "every step, so LR schedulers on either object work; its own step is never made. Parameters are float32, or "
+    "bfloat16 or float16, of which float32 masters are trained."
+)
 
 _log = logging.getLogger("ocomm")
 
@@ -25,13 +35,14 @@ class RateOptimizer(CompressedOptimizer):
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
         process_set: Any,
-        backward_passes_per_step: int,
+        options: Options,
+        common: Common,
     ) -> None:
         check_plain_optimizer(optimizer, f"Distributed{type(self).__name__}")
         _check_groups(type(self).__name__, optimizer)
         #: What schedulers move besides, as it was when it was wrapped; None once it was said that they do.
         self._unread: list[Any] | None = [_moments(group) for group in optimizer.param_groups]
-        super().__init__(optimizer, named_parameters, process_set, backward_passes_per_step)
+        super().__init__(optimizer, named_parameters, process_set, options, common)
 
     def _group(self, number: int, group: dict[str, Any]) -> Group:
         if self._unread is not None and (moved := _moments(group)) != self._unread[number]:

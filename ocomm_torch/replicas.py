@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ocomm.kernels.base import Kernels
 from ocomm.optim.replicas import ReplicaWindows
+from ocomm.training.comparison import spelled
 from ocomm.training.driver import digest
 
 #: Options that choose among kernels, which round differently, and not among results.
@@ -48,22 +49,18 @@ def options_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, A
     """A line for each hyperparameter of each group that the optimizer's class knows."""
     names = [name for name in optimizer.defaults if name not in _WAYS]
     return [
-        f"{name}={_plain(group[name])} in group {number}"
+        f"{name}={spelled(group[name], _of_tensor)} in group {number}"
         for number, group in enumerate(groups)
         for name in names
-        if name in group and _plain(group[name]) is not None
+        if name in group and spelled(group[name], _of_tensor) is not None
     ]
 
 
-def _plain(value: Any) -> str | None:
+def _of_tensor(value: object) -> str | None:
     """None for what could only be read by waiting for a device, and for what is no value."""
-    if isinstance(value, Tensor):
-        return repr(value.item()) if value.numel() == 1 and not value.is_cuda else None
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(str(_plain(each)) for each in value)})"
-    if isinstance(value, bool) or value is None or isinstance(value, str):
-        return repr(value)
-    return repr(float(value) + 0.0) if isinstance(value, (int, float)) else None  # 1 and 1.0, -0.0 and 0.0
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_cuda:
+        return repr(value.item())
+    return None
 
 
 class ParameterChecksums:

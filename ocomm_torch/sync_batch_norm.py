@@ -119,18 +119,9 @@ class _Normalize(torch.autograd.Function):
         grad_bias = grad.sum(others)
         grad_weight = (grad * normal).sum(others)
         name = f"sync_batch_norm.{session.automatic_name('backward', process_set.number(session))}"
-        sums = operations.allreduce(
-            session,
-            TORCH,
-            [torch.cat([grad_bias, grad_weight])],
-            name,
-            ReduceOp.SUM,
-            1.0,
-            1.0 / total,
-            process_set,
-            False,
-            False,
-        ).wait()
+        both = torch.cat([grad_bias, grad_weight])
+        call = operations.Allreduce([both], name, ReduceOp.SUM, 1.0, 1.0 / total, process_set)
+        sums = operations.allreduce(session, TORCH, call).wait()
         mean_grad, mean_product = sums[: len(grad_bias)], sums[len(grad_bias) :]
         scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
         inner = grad - _spread(mean_grad, grad) - normal * _spread(mean_product, grad)

@@ -143,14 +143,14 @@ def cases(ranks: list[int]) -> Iterator[tuple[str, float, Loop]]:
         ),
     )
     yield (
-        "quantize",
+        "compress_quantized",
         28 + 1 / 8,
-        lambda k, a: k.quantize(
+        lambda k, a: k.compress_quantized(
             a.blocks, a.bare, a.momentum, a.out, a.magnitude, a.out2, a.error, a.out3, EPS, False, a.noise, a.packed
         ),
     )
     for n in ranks:
-        yield f"quantized_average of {n}", 8 + (n + 1) / 8, quantized_average(n)
+        yield f"average_quantized of {n}", 8 + (n + 1) / 8, average_quantized(n)
     yield (
         "compress_signs",
         12 + 1 / 8,
@@ -168,8 +168,8 @@ def averaged(ranks: int) -> Loop:
     return lambda k, a: k.average(a.blocks, a.messages[:ranks], 0, a.error, a.out, None, "l1", a.packed)
 
 
-def quantized_average(ranks: int) -> Loop:
-    return lambda k, a: k.quantized_average(
+def average_quantized(ranks: int) -> Loop:
+    return lambda k, a: k.average_quantized(
         a.blocks, a.messages[:ranks], 0, a.weights, a.error, a.out, a.noise, a.packed
     )
 

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from ocomm import bootstrap
 from ocomm import session as sessions
 from ocomm.bench import _lab
 from ocomm.bench._lab import Lab, LabError, bits_per_second
@@ -38,10 +39,10 @@ from ocomm.collectives.compressed import compressed_segment, compressed_staging
 from ocomm.collectives.engine import State
 from ocomm.collectives.envelope import Envelopes
 from ocomm.collectives.pipeline import segment_nbytes
-from ocomm.collectives.plan import Average, Compress, Plan, Stage, Unpack
+from ocomm.collectives.plan import Loop, Plan, Stage, loop
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import Layout, TensorSpec
-from ocomm.kernels import BLOCK
+from ocomm.kernels import BLOCK, Kernels
 from ocomm.kernels.reference import ReferenceKernels
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.handle import Submission
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     if args.rate and len(args.rate) > 1:
         print("allreduce: one --rate, unless --hosts makes a lab", file=sys.stderr)
         return 2
-    sessions.initialize()
+    bootstrap.initialize()
     session = sessions.current()
     if session.require_topology().size == 1:
         print(
@@ -299,17 +300,19 @@ class Exchange:
         segments: list[list[Stage]] = []
         for segment, envelope in zip(layouts, self.envelopes, strict=True):
             staging, result = compressed_staging(segment), aligned(segment.packed_nbytes)
-            compress = Compress(
-                segment.blocks, self.values, None, None, self.error, self.error, None, "l1", staging.send, self.flags
-            )
+            compress = loop(
+                Kernels.compress, self.flags, segment.blocks, self.values, self.error, self.error, None, "l1",
+                staging.send,
+            )  # fmt: skip
 
-            def average(rows: Sequence[Any], segment: Any = segment, result: Any = result) -> Average:
-                origin = segment.message_start[self.rank]
-                errors = self.owner_error, self.owner_error
-                return Average(segment.owned_blocks, rows, origin, *errors, None, "l1", result, self.flags)
+            def average(rows: Sequence[Any], segment: Any = segment, result: Any = result) -> Loop:
+                origin, error = segment.message_start[self.rank], self.owner_error
+                return loop(
+                    Kernels.average, self.flags, segment.owned_blocks, rows, origin, error, error, None, "l1", result
+                )
 
             stages = compressed_segment(staging, envelope, result, compress, average)
-            stages[-1].compute.append(Unpack(segment.blocks, result, None, self.out))
+            stages[-1].compute.append(loop(Kernels.unpack, None, segment.blocks, result, None, self.out))
             if not with_kernels:
                 stages = [Stage([], stage.sends, stage.receives) for stage in stages]
             segments.append(stages)

@@ -259,7 +259,7 @@ class Bench:
 
     def _axpy(self) -> None:
         y, x, _ = self._pointers
-        lib.ocomm_axpy(pointer_to(self.pools[self.threads]), y, x, 1e-3, self.numel)
+        lib.ocomm_axpy(pointer_to(self.pools[self.threads]), y, self.numel, x, 1e-3)
 
     def _triad(self) -> None:
         lib.ocomm_triad(pointer_to(self.pools[self.threads]), *self._pointers, 1e-3, self.numel)
@@ -473,15 +473,15 @@ class Bench:
         bits = 1 / 8
         return [
             self._changing_case(
-                "quantize",
+                "compress_quantized",
                 28 + bits,
                 (*kept, packed),
-                lambda k, b, m, a, e, out: k.quantize(
+                lambda k, b, m, a, e, out: k.compress_quantized(
                     b, table, momentum, m, magnitude, a, error, e, 1e-12, False, noise, out
                 ),
                 lambda: self._numpy_quantize(self._numpy_ratio(momentum, magnitude), error),
             ),
-            *(self._quantized_average_case(n, noise, error, packed) for n in ranks),
+            *(self._average_quantized_case(n, noise, error, packed) for n in ranks),
             *(self._majority_case(n, noise, packed) for n in ranks),
             self._changing_case(
                 "soft_sign",
@@ -506,7 +506,7 @@ class Bench:
             ),
         ]
 
-    def _quantized_average_case(self, ranks: int, noise: np.ndarray, error: np.ndarray, packed: np.ndarray) -> Case:
+    def _average_quantized_case(self, ranks: int, noise: np.ndarray, error: np.ndarray, packed: np.ndarray) -> Case:
         received = [self.messages[i % len(self.messages)].copy() for i in range(ranks)]
         weights = np.full(ranks, 1 / ranks, np.float32)
 
@@ -518,10 +518,10 @@ class Bench:
             self._numpy_quantize(total, error)
 
         return self._changing_case(
-            f"quantized_average of {ranks} ranks",
+            f"average_quantized of {ranks} ranks",
             8 + (ranks + 1) / 8,
             (self.kept, packed),
-            lambda k, b, e, out: k.quantized_average(b, received, 0, weights, error, e, noise, out),
+            lambda k, b, e, out: k.average_quantized(b, received, 0, weights, error, e, noise, out),
             numpy_form,
         )
 
@@ -540,7 +540,7 @@ class Bench:
             f"majority of {ranks} ranks",
             (ranks + 1) / 8,
             (packed,),
-            lambda k, b, out: k.quantized_average(b, received, 0, votes, None, None, noise, out),
+            lambda k, b, out: k.average_quantized(b, received, 0, votes, None, None, noise, out),
             numpy_form,
         )
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ocomm.collectives import dense
 from ocomm.collectives.bridge import Inside, take_turn
-from ocomm.collectives.plan import Computation, CopyIn, CopyOut, Message, Offload, Plan, Reduce, Stage
+from ocomm.collectives.plan import Computation, CopyIn, CopyOut, Loop, Message, Offload, Plan, Stage, name_of
 from ocomm.collectives.scratch import Scratch
 from ocomm.collectives.staged import DeviceTask
 from ocomm.kernels.base import Bytes
@@ -94,13 +94,12 @@ class BridgedSums:
                 case CopyOut():
                     for place, part in _side_by_side(c.destinations, c.nbytes, c.source):
                         task.add(self._memory.assign, place, self._array(part))
-                case Reduce():
-                    parts = [self._array(source) for source in c.sources]
-                    out = self._array(c.out)
-                    task.add(self._queue.call, "reduce", c.dtype, c.op, parts, c.prescale, c.postscale, out)
+                case Loop(arguments=(dtype, op, sources, prescale, postscale, out)) if c.name == "reduce":
+                    parts = [self._array(source) for source in sources]
+                    task.add(self._queue.call, c.name, dtype, op, parts, prescale, postscale, self._array(out))
                 case _:
-                    raise AssertionError(f"{type(c).__name__} has no form on a device")
-        return [Offload(type(computations[0]).__name__, task)] if computations else []
+                    raise AssertionError(f"{name_of(c)} has no form on a device")
+        return [Offload(name_of(computations[0]), task)] if computations else []
 
     def _through_the_host(self, c: Computation) -> list[Computation]:
         """Copies of device arrays are the device's; what else there is stays as it is."""
@@ -120,7 +119,7 @@ class BridgedSums:
                     task.add(device.upload, place.address, part)
                 else:
                     others.append(CopyOut(part, [place], [part.nbytes]))
-        return [*others, Offload(type(c).__name__, task)]
+        return [*others, Offload(name_of(c), task)]
 
     def _array(self, part: Bytes) -> DeviceArray:
         return DeviceArray(self._memory, _address(part), part.nbytes, np.uint8, part)

@@ -14,12 +14,12 @@ import numpy as np
 
 from ocomm.collectives.envelope import Envelope
 from ocomm.collectives.phases import NodeStaging, Staging, collect, flat_stages, node_stages, share
-from ocomm.collectives.plan import Computation, Message, Pack, Place, Plan, Reduce, Stage, header_nbytes
+from ocomm.collectives.plan import Computation, Message, Plan, Stage, header_nbytes, loop
 from ocomm.collectives.routes import after, relay
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import SegmentLayout, float_messages
 from ocomm.compression.wire import RUN
-from ocomm.kernels.base import HOST, Bytes, Memory, Table
+from ocomm.kernels.base import HOST, Bytes, Kernels, Memory, Table
 from ocomm.types import DType, Nodes, ReduceOp
 
 
@@ -77,7 +77,7 @@ def compressed_segment(
     packs = _packs(staging.layout, node, node_sum)
     summed = _sums(node, header, node_sum.weight)
     places = [
-        Place(node_sum.targets, runs, message[header:])
+        loop(Kernels.place, None, runs, node_sum.targets, message[header:])
         for number, (message, runs) in enumerate(zip(node.messages, node_sum.runs, strict=True))
         if runs.size and (node_sum.shared or number == node.place)
     ]
@@ -100,7 +100,7 @@ def node_segment(layout: SegmentLayout, node: NodeStaging, envelope: Envelope, n
         ]
     last: list[Computation] = [envelope.check_and_pass_on(node.messages, of_node=True, ends=False)]
     last += [
-        Place(node_sum.targets, runs, message[header:])
+        loop(Kernels.place, None, runs, node_sum.targets, message[header:])
         for message, runs in zip(node.messages, node_sum.runs, strict=True)
         if runs.size
     ]
@@ -110,7 +110,9 @@ def node_segment(layout: SegmentLayout, node: NodeStaging, envelope: Envelope, n
 def _packs(layout: SegmentLayout, node: NodeStaging, node_sum: NodeSum) -> list[Computation]:
     header = layout.header_nbytes
     pairs = zip(node.messages, layout.slice_runs, strict=True)
-    return [Pack(node_sum.gradients, runs, message[header:]) for message, runs in pairs if runs.size]
+    return [
+        loop(Kernels.pack, None, runs, node_sum.gradients, message[header:]) for message, runs in pairs if runs.size
+    ]
 
 
 def _sums(node: NodeStaging, header: int, weight: float) -> list[Computation]:
@@ -141,14 +143,17 @@ def dense_segment(
     send = staging.send
     begins = {owner: (layout.message_start[owner] + header) // 4 for owner in parts}
     placed = _cut(runs, [(parts[owner].start, begins[owner]) for owner in nodes.owners])
-    pack, unpack = Pack(gradients, placed, send), Place(averages, placed, send)
+    pack = loop(Kernels.pack, None, placed, gradients, send)
+    place = loop(Kernels.place, None, placed, averages, send)
 
     def average(rows: Sequence[Bytes]) -> list[Computation]:
         nbytes = 4 * len(parts[rank])
         payload = [row[header : header + nbytes] for row in rows]
         first = layout.message_start[rank] + header
         own = send[first : first + nbytes]
-        return [Reduce(DType.FLOAT32, ReduceOp.AVERAGE, payload, 1.0, 1.0 / len(rows), own)] if nbytes else []
+        if not nbytes:
+            return []
+        return [loop(Kernels.reduce, None, DType.FLOAT32, ReduceOp.AVERAGE, payload, 1.0, 1.0 / len(rows), own)]
 
     if nodes.is_flat:
         stages = flat_stages(staging, envelope, send, [pack], average)
@@ -162,7 +167,7 @@ def dense_segment(
             if nbytes:
                 sums.append(staging.node.sum(inside, nbytes, nodes.weight, send[first : first + nbytes]))
         stages = node_stages(staging, envelope, send, [pack], sums, [], average, is_dense=True)
-    stages[-1].compute.append(unpack)
+    stages[-1].compute.append(place)
     return stages, staging.memory
 
 

@@ -20,9 +20,9 @@ from itertools import accumulate, compress
 import numpy as np
 
 from ocomm.collectives.pipeline import SMALLEST_NBYTES, message_nbytes, segment_nbytes, share_nbytes
-from ocomm.collectives.plan import Copy, CopyIn, CopyOut, Message, Plan, Reduce, Stage
+from ocomm.collectives.plan import Copy, CopyIn, CopyOut, Loop, Message, Plan, Stage, loop
 from ocomm.collectives.routes import after
-from ocomm.kernels.base import Bytes, view
+from ocomm.kernels.base import Bytes, Kernels, view
 from ocomm.types import DType, Location, Nodes, ReduceOp
 
 ALIGNMENT = 64
@@ -255,15 +255,15 @@ class _Reduction:
             gather.sends = [Message(peer, result[mine]) for peer in others]
         return [scatter, gather]
 
-    def _reduce(self, sources: list[Bytes], out: Bytes, size: int, prescale: float = 1.0) -> Reduce:
+    def _reduce(self, sources: list[Bytes], out: Bytes, size: int, prescale: float = 1.0) -> Loop:
         """What is left of the reduction of all ranks, as the last of ``size`` to be averaged."""
         factor = average_factor(self.dtype, self.op, self.postscale, size)
-        return Reduce(self.dtype, self.op, sources, prescale, factor, out)
+        return loop(Kernels.reduce, None, self.dtype, self.op, sources, prescale, factor, out)
 
-    def _inner(self, sources: list[Bytes], out: Bytes) -> Reduce:
+    def _inner(self, sources: list[Bytes], out: Bytes) -> Loop:
         """The ranks of a node. For an average times nodes/n, so that it overflows no sooner than the values do."""
         weight = self.context.nodes.weight if self.op == ReduceOp.AVERAGE else 1.0
-        return Reduce(self.dtype, self.op, sources, self.prescale, weight, out)
+        return loop(Kernels.reduce, None, self.dtype, self.op, sources, self.prescale, weight, out)
 
     def _rows(self, ranks: Sequence[int], like: Bytes) -> dict[int, Bytes]:
         """Memory for as many bytes as ``like`` has from each of ``ranks``, in their order."""
@@ -393,5 +393,6 @@ def reducescatter(
             [Message(p, source[spans[p]]) for p in context.peers if spans[p].stop > spans[p].start],
             [Message(p, rows[p]) for p in context.peers] if length else [],
         )
-        segments.append([exchange, Stage([Reduce(dtype, op, rows, prescale, factor, out)] if length else [])])
+        reduce = loop(Kernels.reduce, None, dtype, op, rows, prescale, factor, out)
+        segments.append([exchange, Stage([reduce] if length else [])])
     return Plan("reducescatter", segments, staging)

@@ -15,14 +15,15 @@ from ocomm.collectives import pipeline
 from ocomm.collectives.compressed import NodeSum, compressed_segment, compressed_staging, vote
 from ocomm.collectives.engine import Channel, State, Ticket
 from ocomm.collectives.envelope import Envelopes
+from ocomm.collectives.outcome import explain
 from ocomm.collectives.phases import Staging
-from ocomm.collectives.plan import Average, Compress, Plan, Stage, Unpack
+from ocomm.collectives.plan import Loop, Plan, Stage, loop
 from ocomm.collectives.routes import vote_groups
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import Layout, SegmentLayout, TensorSpec, payload_nbytes
-from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError, StallError
-from ocomm.kernels.base import TENSOR, Bytes, Floats, aligned_zeros
+from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
+from ocomm.kernels.base import TENSOR, Bytes, Floats, Kernels, aligned_zeros
 from ocomm.types import Flag, Nodes
 
 
@@ -85,21 +86,20 @@ class OneBitAllreduce:
         for staging, envelope, result in zip(stagings, self._envelopes, results, strict=True):
             layout = staging.layout
             assert isinstance(layout, SegmentLayout)
-            compress = Compress(
-                blocks=layout.worker_blocks, values=self._node_values, tensors=None, previous=None,
+            compress = loop(
+                Kernels.compress, envelope.node_flags, blocks=layout.worker_blocks, values=self._node_values,
                 error=self._errors[turn], error_out=self._errors[1 - turn], mask=None, scale="l1", packed=staging.send,
-                flags=envelope.node_flags,
             )  # fmt: skip
 
-            def average(rows: Sequence[Bytes], layout: SegmentLayout = layout, result: Bytes = result) -> Average:
-                return Average(
-                    blocks=layout.owned_blocks, received=rows, origin=layout.message_start[self.rank],
-                    error=self._owner_errors[turn], error_out=self._owner_errors[1 - turn], mask=None, scale="l1",
-                    packed=result, flags=self._owner_flags,
+            def average(rows: Sequence[Bytes], layout: SegmentLayout = layout, result: Bytes = result) -> Loop:
+                return loop(
+                    Kernels.average, self._owner_flags, blocks=layout.owned_blocks, received=rows,
+                    origin=layout.message_start[self.rank], error=self._owner_errors[turn],
+                    error_out=self._owner_errors[1 - turn], mask=None, scale="l1", packed=result,
                 )  # fmt: skip
 
             stages = compressed_segment(staging, envelope, result, compress, average, self._node_sum(layout))
-            stages[-1].compute.append(Unpack(layout.blocks, result, None, self._result))
+            stages[-1].compute.append(loop(Kernels.unpack, None, layout.blocks, result, None, self._result))
             segments.append(stages)
         return Plan(self.name, segments or [[Stage()]])
 
@@ -138,19 +138,9 @@ class OneBitAllreduce:
 
     def finish(self, ticket: Ticket, timeout_s: float) -> np.ndarray:
         """The other half, once the ticket is over."""
-        if ticket.state == State.MISMATCH:
-            raise MismatchError(
-                f"'{self.name}': the ranks do not make the same compressed_allreduce calls in the same order; "
-                f"{self._who_differs(ticket)} sent another name, shape or call number."
-            )
-        if ticket.state == State.TIMED_OUT:
-            late = [self.ranks[rank] for rank in self.channel.waiting_for()]
-            raise StallError(
-                f"compressed_allreduce of '{self.name}': call {self.calls + 1} was not over after {timeout_s:.0f} s; "
-                f"rank(s) {late} have not sent their part. All ranks must make the same calls in the same order."
-            )
         if ticket.state != State.DONE:
-            raise HorovodInternalError(f"compressed_allreduce of '{self.name}' failed: {ticket.state.name.lower()}.")
+            what = f"compressed_allreduce of '{self.name}': call {self.calls + 1}"
+            raise explain(ticket, self.channel, self.ranks, what, timeout_s, mismatch=lambda: self._mismatch(ticket))
         self.calls += 1
         if self._heard[0] or not np.isfinite(self._result).all():
             who = [self.ranks[rank] for rank in self._non_finite_ranks(timeout_s)]
@@ -158,12 +148,16 @@ class OneBitAllreduce:
         self._turn = 1 - self._turn
         return self._result[: math.prod(self.shape)].reshape(self.shape).copy()
 
-    def _who_differs(self, ticket: Ticket) -> str:
+    def _mismatch(self, ticket: Ticket) -> MismatchError:
         envelope = self._envelopes[ticket.error_segment]
-        if envelope.received:
-            return f"rank {self.ranks[ticket.error]}"
-        found = {rank for _, values in envelope.differences() for rank in values}
-        return f"one of ranks {sorted(self.ranks[rank] for rank in found)}"
+        who = f"rank {self.ranks[ticket.error]}"
+        if not envelope.received:
+            found = {rank for _, values in envelope.differences() for rank in values}
+            who = f"one of ranks {sorted(self.ranks[rank] for rank in found)}"
+        return MismatchError(
+            f"'{self.name}': the ranks do not make the same compressed_allreduce calls in the same order; {who} sent "
+            "another name, shape or call number."
+        )
 
     def _non_finite_ranks(self, timeout_s: float) -> list[int]:
         """Whose values were not finite. Of nodes' sums it is not known, so the ranks tell each other."""

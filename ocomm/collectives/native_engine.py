@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from array import array as Array
 from collections.abc import Sequence
@@ -19,11 +20,11 @@ from ocomm.collectives.tracing import Trace, new_trace, record
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import NOTHING, Table
 from ocomm.kernels.cpu import Pool, pointer_to
+from ocomm.kernels.loops import IN_C, SLOTS, Declaration, function
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Transport
 from ocomm.types import Location
 
-_OP = np.dtype([("code", np.int64), ("a", np.int64, 14), ("f", np.float64, 2)])
 _MESSAGE = np.dtype([("address", np.int64), ("nbytes", np.int64), ("peer", np.int32), ("receive", np.int32)])
 _STAGES_PER_SEGMENT = 16  # as STAGES_PER_TAG in engine.c
 _LARGEST_NBYTES = 2**31 - 1  # MPI counts in ints
@@ -31,6 +32,8 @@ _LARGEST_NBYTES = 2**31 - 1  # MPI counts in ints
 _unfinished: list[_Prepared] = []
 
 
+_EMPTY = (0,) * SLOTS
+_OP = struct.Struct(f"={1 + SLOTS}q")
 _INTPTR = ffi.typeof("intptr_t")
 _PLAN = ffi.typeof("ocomm_plan *")
 _NULL = ffi.NULL
@@ -40,6 +43,19 @@ def _address(array: np.ndarray | None) -> int:
     if type(array) is np.ndarray:
         return int(ffi.cast(_INTPTR, ffi.from_buffer(array)))  # in a third of the time that the interface takes
     return 0 if array is None else array.__array_interface__["data"][0]  # what only looks like one
+
+
+def _encoding(loop: Declaration) -> Any:
+    """The function that makes an ``ocomm_op`` of a loop's flags and arguments."""
+    slots = [expression for argument in loop.arguments for expression in argument.encoded()]
+    slots += ["address(flags)"] * loop.reports
+    letters = "".join("d" if of in ("float", "double") else "q" for of, _ in loop.c) + "q" * loop.reports
+    op = struct.Struct(f"=q{letters}{8 * (SLOTS - len(slots))}x")
+    names = {"address": _address, "pack": op.pack}
+    return function(loop.name, ["pointers", "flags", *loop.names], f"pack({loop.code}, {', '.join(slots)})", names)
+
+
+_ENCODED = {loop.name: _encoding(loop) for loop in IN_C}
 
 
 @ffi.def_extern(error=-1)
@@ -60,7 +76,7 @@ class _Compiler:
     """Turns one plan into the tables that the engine reads."""
 
     def __init__(self) -> None:
-        self.ops: list[tuple[int, tuple[int, ...], tuple[float, float]]] = []
+        self.ops: list[bytes] = []
         self.messages: list[tuple[int, int, int, int]] = []
         self.keep: list[Any] = []
         self._pointers: dict[int, tuple[Sequence[Any], int]] = {}  # by the id of the arrays, which it keeps
@@ -79,12 +95,14 @@ class _Compiler:
         self.keep.append(table)
         return table.buffer_info()[0]
 
-    def op(self, code: int, *arguments: int, factors: tuple[float, float] = (0.0, 0.0)) -> None:
-        self.ops.append((code, arguments + (0,) * (14 - len(arguments)), factors))
+    def op(self, code: int, *slots: int) -> None:
+        self.ops.append(_OP.pack(code, *slots, *_EMPTY[len(slots) :]))
 
     def add(self, c: plans.Computation) -> None:
         a = _address
         match c:
+            case plans.Loop():
+                self.ops.append(_ENCODED[c.declaration.name](self.pointers, c.flags, *c.arguments))
             case plans.Copy():
                 self.op(lib.OCOMM_COPY, a(c.source), a(c.destination), c.source.nbytes)
             case plans.CopyIn():
@@ -93,81 +111,11 @@ class _Compiler:
             case plans.CopyOut():
                 lengths = self.numbers(c.nbytes)
                 self.op(lib.OCOMM_COPY_OUT, self.pointers(c.destinations), lengths, len(c.destinations), a(c.source))
-            case plans.Pack():
-                self.op(lib.OCOMM_PACK, a(c.tensors), a(c.runs), len(c.runs), a(c.destination))
-            case plans.Place():
-                self.op(lib.OCOMM_PLACE, a(c.tensors), a(c.runs), len(c.runs), a(c.source))
-            case plans.Reduce():
-                numel = c.out.nbytes // c.dtype.itemsize
-                self.op(
-                    lib.OCOMM_REDUCE,
-                    c.dtype,
-                    c.op,
-                    len(c.sources),
-                    self.pointers(c.sources),
-                    numel,
-                    a(c.out),
-                    factors=(c.prescale, c.postscale),
-                )
-            case plans.Compress() if c.tensors is None:
-                self.op(
-                    lib.OCOMM_COMPRESS,
-                    *(a(c.blocks), len(c.blocks), a(c.values), a(c.error), a(c.error_out), a(c.mask)),
-                    *(int(c.scale == "rms"), a(c.packed), a(c.flags)),
-                )
-            case plans.Compress():
-                self.op(
-                    lib.OCOMM_COMPRESS_MOMENTUM,
-                    *(a(c.blocks), len(c.blocks), a(c.tensors), a(c.previous), a(c.error), a(c.error_out), a(c.mask)),
-                    *(int(c.scale == "rms"), a(c.packed), a(c.flags)),
-                )
-            case plans.CompressUpdate():
-                self.op(
-                    lib.OCOMM_COMPRESS_UPDATE,
-                    *(a(c.blocks), len(c.blocks), a(c.tensors), a(c.momentum), a(c.update), a(c.error), a(c.error_out)),
-                    *(a(c.mask), int(c.scale == "rms"), a(c.packed), a(c.flags)),
-                )
-            case plans.Average():
-                self.op(
-                    lib.OCOMM_AVERAGE,
-                    *(a(c.blocks), len(c.blocks), self.pointers(c.received), c.origin, len(c.received)),
-                    *(a(c.error), a(c.error_out), a(c.mask), int(c.scale == "rms"), a(c.packed), a(c.flags)),
-                )
-            case plans.CompressQuantized():
-                self.op(
-                    lib.OCOMM_QUANTIZE,
-                    *(a(c.blocks), len(c.blocks), a(c.tensors), a(c.momentum), a(c.momentum_out)),
-                    *(a(c.magnitude), a(c.magnitude_out), a(c.error), a(c.error_out)),
-                    *(int(c.amsgrad), a(c.noise), a(c.packed), a(c.flags)),
-                    factors=(c.eps, 0.0),
-                )
-            case plans.AverageQuantized():
-                self.op(
-                    lib.OCOMM_QUANTIZED_AVERAGE,
-                    *(a(c.blocks), len(c.blocks), self.pointers(c.received), c.origin, len(c.received)),
-                    *(a(c.weights), a(c.error), a(c.error_out), a(c.noise), a(c.packed), a(c.flags)),
-                )
-            case plans.CompressSigns():
-                self.op(
-                    lib.OCOMM_COMPRESS_SIGNS,
-                    *(a(c.blocks), len(c.blocks), a(c.tensors), a(c.momentum), a(c.momentum_out)),
-                    *(int(c.zero_up), a(c.packed), a(c.flags)),
-                    factors=(c.beta2, c.one_minus_beta2),
-                )
-            case plans.SoftSign():
-                self.op(
-                    lib.OCOMM_SOFT_SIGN,
-                    *(a(c.blocks), len(c.blocks), a(c.tensors), a(c.momentum), a(c.momentum_out)),
-                    *(a(c.magnitude), a(c.magnitude_out), int(c.amsgrad), a(c.out), a(c.flags)),
-                    factors=(c.eps, 0.0),
-                )
             case plans.Offload():
                 handle = ffi.new_handle(c.task)
                 self.keep.append(handle)
                 function = int(ffi.cast("intptr_t", lib.ocomm_run_task))
                 self.op(lib.OCOMM_OFFLOAD, function, int(ffi.cast("intptr_t", handle)))
-            case plans.Unpack():
-                self.op(lib.OCOMM_UNPACK, a(c.blocks), len(c.blocks), a(c.packed), a(c.mask), a(c.out))
             case plans.Seal():
                 self.op(
                     lib.OCOMM_SEAL,
@@ -202,7 +150,7 @@ class _Prepared:
                 stages.append(
                     (first_op, len(compiler.ops) - first_op, first_message, len(compiler.messages) - first_message)
                 )
-        self.ops = np.array(compiler.ops, _OP)
+        self.ops = b"".join(compiler.ops)
         self.messages = np.array(compiler.messages, _MESSAGE)
         if len(self.messages) and (largest := int(self.messages["nbytes"].max())) > _LARGEST_NBYTES:
             raise InvalidRequestError(
@@ -214,7 +162,7 @@ class _Prepared:
         self.pointers = compiler.keep
         self.bytes_bridged = plan.bytes_bridged
         row = self._row = ffi.new(_PLAN)
-        row.ops = ffi.cast("ocomm_op *", _address(self.ops))
+        row.ops = ffi.cast("ocomm_op *", ffi.from_buffer(self.ops))
         row.messages = ffi.cast("ocomm_message *", _address(self.messages))
         row.stages = ffi.cast("ocomm_stage *", _address(self.stages))
         row.segments = ffi.cast("ocomm_segment *", _address(self.segments))

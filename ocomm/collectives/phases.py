@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from ocomm.collectives.envelope import Envelope
-from ocomm.collectives.plan import Computation, Message, Reduce, Stage
+from ocomm.collectives.plan import Computation, Loop, Message, Stage, loop
 from ocomm.collectives.routes import Route, after
 from ocomm.compression.layout import MessageLayout
-from ocomm.kernels.base import ALIGNMENT, HOST, Bytes, Memory
+from ocomm.kernels.base import ALIGNMENT, HOST, Bytes, Kernels, Memory
 from ocomm.types import DType, Nodes, ReduceOp
 
 
@@ -58,10 +58,10 @@ class NodeStaging:
         """The message to each worker of the node."""
         return dict(zip(self.ranks, self.messages, strict=False))
 
-    def sum(self, first: int, nbytes: int, weight: float, out: Bytes) -> Reduce:
+    def sum(self, first: int, nbytes: int, weight: float, out: Bytes) -> Loop:
         """Float32 sum of all ranks' bytes [first, first + nbytes) of this slice, in their order, times ``weight``."""
         parts = [row[first : first + nbytes] for row in self.rows]
-        return Reduce(DType.FLOAT32, ReduceOp.SUM, parts, 1.0, weight, out)
+        return loop(Kernels.reduce, None, DType.FLOAT32, ReduceOp.SUM, parts, 1.0, weight, out)
 
 
 class Staging:

@@ -5,24 +5,30 @@ is its slow twin over any transport; both must leave the same bytes in every buf
 
 A plan is a list of segments which may overlap in time. A segment is a list of stages which may not: a stage first
 runs its computations, then posts its messages, and is over when all of them have arrived and left. So the three-phase
-compressed allreduce is three stages: compress and alltoall; average, compress again and allgather; unpack.
+compressed allreduce is three stages: compress and alltoall; average, compress again and allgather; unpack. What
+computes is a ``Loop`` of the kernels; the other computations copy, or are about headers.
 
 Buffers are those of the host. What lives on a device is computed by an ``Offload`` (see ``collectives.staged``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ocomm.compression.wire import HEADER as HEADER
 from ocomm.compression.wire import MAGIC as MAGIC
 from ocomm.compression.wire import header_nbytes as header_nbytes
-from ocomm.kernels.base import Bytes, Floats, Table
-from ocomm.types import DType, Location, ReduceOp
+from ocomm.kernels.base import Bytes, Kernels
+from ocomm.kernels.loops import LOOPS, Declaration
+from ocomm.types import Flag, Location
+
+Flags = NDArray[np.uint32]
+P = ParamSpec("P")
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +50,7 @@ class CopyIn:
 
 @dataclass(slots=True, eq=False)
 class CopyOut:
-    """The inverse: ``source``, cut into ``nbytes``."""
+    """memcpy of ``source``, cut into ``nbytes``, to ``destinations``."""
 
     source: Bytes
     destinations: Sequence[Location]
@@ -52,168 +58,49 @@ class CopyOut:
 
 
 @dataclass(slots=True, eq=False)
-class Pack:
-    """Gradient elements of each row of a RUN table into ``destination``, float32; zeros where a tensor has none."""
+class Loop:
+    """A loop of ``Kernels`` with all of its arguments, which are read when the plan runs. Made by ``loop``.
 
-    tensors: Table
-    runs: Table
-    destination: Bytes
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """The inverse: elements of ``source`` to where the TENSOR table has the gradients."""
-
-    tensors: Table
-    runs: Table
-    source: Bytes
-
-
-@dataclass(slots=True, eq=False)
-class Reduce:
-    """Order-fixed elementwise reduction; ``out`` may be one of ``sources``."""
-
-    dtype: DType
-    op: ReduceOp
-    sources: Sequence[Bytes]
-    prescale: float
-    postscale: float
-    out: Bytes
-
-
-@dataclass(slots=True, eq=False)
-class Compress:
-    """Worker side. Compresses ``values`` or, where ``tensors`` is given, the momentum of this step.
-
-    ``flags`` is one uint32: a non-finite scale sets ``Flag.NON_FINITE`` in it.
+    ``flags`` is one uint32, of a loop that says whether everything was finite, else None: ``Flag.NON_FINITE`` is set in
+    it where that is not so.
     """
 
-    blocks: Table
-    values: Floats | None
-    tensors: Table | None
-    previous: Bytes | None
-    error: Floats
-    error_out: Floats
-    mask: Bytes | None
-    scale: str
-    packed: Bytes
-    flags: np.ndarray
+    declaration: Declaration
+    arguments: tuple[Any, ...]
+    flags: Flags | None
+
+    @property
+    def name(self) -> str:
+        return self.declaration.name
+
+    def argument(self, name: str) -> Any:
+        """One of them, by its name in the declaration."""
+        return self.arguments[self.declaration.names.index(name)]
+
+    def run(self, kernels: Kernels) -> None:
+        """At once, by the caller."""
+        if getattr(kernels, self.name)(*self.arguments) is False:
+            assert self.flags is not None
+            self.flags[0] |= Flag.NON_FINITE
 
 
-@dataclass(slots=True, eq=False)
-class CompressUpdate:
-    """Worker side of a sync of 0/1 Adam: compresses what the steps since the last one add up to, with this step's.
+def loop(
+    method: Callable[Concatenate[Any, P], Any], flags: Flags | None, /, *arguments: P.args, **named: P.kwargs
+) -> Loop:
+    """The operation that calls a loop: ``loop(Kernels.unpack, None, blocks, packed, mask, out)``.
 
-    ``momentum`` and ``update`` (None: zeros) are flat; ``flags`` as for ``Compress``.
+    ``flags`` as in ``Loop``. TypeError where arguments are missing, or ``flags`` are where there is nothing to report.
     """
-
-    blocks: Table
-    tensors: Table
-    momentum: Floats
-    update: Floats | None
-    error: Floats
-    error_out: Floats
-    mask: Bytes | None
-    scale: str
-    packed: Bytes
-    flags: np.ndarray
-
-
-@dataclass(slots=True, eq=False)
-class Average:
-    """Owner side: mean over ranks, plus the owner's error, compressed again. ``received`` in rank order."""
-
-    blocks: Table
-    received: Sequence[Bytes]
-    origin: int
-    error: Floats
-    error_out: Floats
-    mask: Bytes | None
-    scale: str
-    packed: Bytes
-    flags: np.ndarray
-
-
-@dataclass(slots=True, eq=False)
-class CompressQuantized:
-    """Worker side of Birder: momentum, magnitude and error of this step, and the random signs it sends.
-
-    Flat buffers; those written may be those read. ``noise`` is one NOISE row, read when the plan runs: its step may
-    change between runs. ``flags`` as for ``Compress``: something computed was not finite.
-    """
-
-    blocks: Table
-    tensors: Table
-    momentum: Floats
-    momentum_out: Floats
-    magnitude: Floats
-    magnitude_out: Floats
-    error: Floats
-    error_out: Floats
-    eps: float
-    amsgrad: bool
-    noise: np.ndarray
-    packed: Bytes
-    flags: np.ndarray
-
-
-@dataclass(slots=True, eq=False)
-class AverageQuantized:
-    """Owner side of Birder: mean of the signs with ``weights``, plus the owner's error, as random signs again.
-
-    Without an error (both None), and with whole numbers for weights, Lion's majority vote.
-    """
-
-    blocks: Table
-    received: Sequence[Bytes]
-    origin: int
-    weights: Floats
-    error: Floats | None
-    error_out: Floats | None
-    noise: np.ndarray
-    packed: Bytes
-    flags: np.ndarray
-
-
-@dataclass(slots=True, eq=False)
-class CompressSigns:
-    """Worker side of Lion: the signs of this step, and its momentum, flat; ``flags`` as for ``CompressQuantized``."""
-
-    blocks: Table
-    tensors: Table
-    momentum: Floats
-    momentum_out: Floats
-    beta2: float
-    one_minus_beta2: float
-    zero_up: bool
-    packed: Bytes
-    flags: np.ndarray
-
-
-@dataclass(slots=True, eq=False)
-class SoftSign:
-    """Momentum and magnitude of this step as ``CompressQuantized`` has them, and their ratio into a flat buffer."""
-
-    blocks: Table
-    tensors: Table
-    momentum: Floats
-    momentum_out: Floats
-    magnitude: Floats
-    magnitude_out: Floats
-    eps: float
-    amsgrad: bool
-    out: Floats
-    flags: np.ndarray
-
-
-@dataclass(slots=True, eq=False)
-class Unpack:
-    """Scale times sign into a flat buffer."""
-
-    blocks: Table
-    packed: Bytes
-    mask: Bytes | None
-    out: Floats
+    declaration = LOOPS[method.__name__]
+    names = declaration.names
+    given: tuple[Any, ...] = arguments
+    if named:
+        given += tuple([named[name] for name in names[len(arguments) :] if name in named])
+    if len(given) != len(names) or len(arguments) + len(named) != len(names):
+        raise TypeError(f"{declaration.name} takes {', '.join(names)}; got {len(arguments)} and {', '.join(named)}")
+    if (flags is not None) != declaration.reports:
+        raise TypeError(f"{declaration.name} {'needs' if declaration.reports else 'has nothing for'} flags")
+    return Loop(declaration, given, flags)
 
 
 @dataclass(slots=True, eq=False)
@@ -275,25 +162,12 @@ class Offload:
     bytes_received: int = 0
 
 
-Computation = (
-    Copy
-    | CopyIn
-    | CopyOut
-    | Pack
-    | Place
-    | Reduce
-    | Compress
-    | CompressUpdate
-    | CompressQuantized
-    | CompressSigns
-    | Average
-    | AverageQuantized
-    | SoftSign
-    | Unpack
-    | Seal
-    | Check
-    | Offload
-)
+Computation = Copy | CopyIn | CopyOut | Loop | Seal | Check | Offload
+
+
+def name_of(computation: Computation) -> str:
+    """What a computation is called in timelines."""
+    return computation.name if isinstance(computation, (Loop, Offload)) else type(computation).__name__
 
 
 @dataclass(slots=True, eq=False)

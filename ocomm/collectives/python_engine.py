@@ -23,11 +23,9 @@ from ocomm.collectives.plan import HEADER, Plan
 from ocomm.collectives.tracing import Trace, new_trace, record
 from ocomm.compression.wire import COMPARED, DISAGREEMENT
 from ocomm.errors import HorovodInternalError
-from ocomm.kernels import reference
 from ocomm.kernels.base import NOTHING, Kernels, Table, view
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request, Transport
-from ocomm.types import Flag
 
 _TAGS, _STAGES_PER_SEGMENT = 2048, 16
 _PASSING_ON_S = 5.0  # as PASSING_ON_NS in engine.c
@@ -440,8 +438,9 @@ class PythonEngine:
 
     def compute(self, c: plans.Computation, segment: _Segment) -> None:
         """Runs one computation. A header that differs ends the ticket's channel."""
-        finite = True
         match c:
+            case plans.Loop():
+                c.run(self.kernels)
             case plans.Copy():
                 c.destination[...] = c.source
             case plans.CopyIn():
@@ -454,48 +453,6 @@ class PythonEngine:
                 for destination, nbytes in zip(c.destinations, c.nbytes, strict=True):
                     view(destination, nbytes)[:] = c.source[at : at + nbytes]
                     at += nbytes
-            case plans.Pack():
-                reference.pack(c.runs, c.tensors, c.destination)
-            case plans.Place():
-                reference.place(c.runs, c.tensors, c.source)
-            case plans.Reduce():
-                self.kernels.reduce(c.dtype, c.op, c.sources, c.prescale, c.postscale, c.out)
-            case plans.Compress() if c.tensors is None:
-                assert c.values is not None
-                finite = self.kernels.compress(c.blocks, c.values, c.error, c.error_out, c.mask, c.scale, c.packed)
-            case plans.Compress():
-                assert c.tensors is not None
-                finite = self.kernels.compress_momentum(
-                    c.blocks, c.tensors, c.previous, c.error, c.error_out, c.mask, c.scale, c.packed
-                )
-            case plans.CompressUpdate():
-                finite = self.kernels.compress_update(
-                    c.blocks, c.tensors, c.momentum, c.update, c.error, c.error_out, c.mask, c.scale, c.packed
-                )
-            case plans.Average():
-                finite = self.kernels.average(
-                    c.blocks, c.received, c.origin, c.error, c.error_out, c.mask, c.scale, c.packed
-                )
-            case plans.CompressQuantized():
-                finite = self.kernels.quantize(
-                    c.blocks, c.tensors, c.momentum, c.momentum_out, c.magnitude, c.magnitude_out, c.error, c.error_out,
-                    c.eps, c.amsgrad, c.noise, c.packed,
-                )  # fmt: skip
-            case plans.AverageQuantized():
-                finite = self.kernels.quantized_average(
-                    c.blocks, c.received, c.origin, c.weights, c.error, c.error_out, c.noise, c.packed
-                )
-            case plans.CompressSigns():
-                finite = self.kernels.compress_signs(
-                    c.blocks, c.tensors, c.momentum, c.momentum_out, c.beta2, c.one_minus_beta2, c.zero_up, c.packed
-                )
-            case plans.SoftSign():
-                finite = self.kernels.soft_sign(
-                    c.blocks, c.tensors, c.momentum, c.momentum_out, c.magnitude, c.magnitude_out, c.eps, c.amsgrad,
-                    c.out,
-                )  # fmt: skip
-            case plans.Unpack():
-                self.kernels.unpack(c.blocks, c.packed, c.mask, c.out)
             case plans.Seal():
                 header = c.header.copy()
                 header["flags"] |= c.flags[0]
@@ -504,8 +461,6 @@ class PythonEngine:
                     message[HEADER.itemsize : HEADER.itemsize + c.presence.nbytes] = c.presence
             case plans.Check():
                 self._check(c, segment)
-        if not finite:
-            c.flags[0] |= Flag.NON_FINITE  # type: ignore[union-attr]
 
     @staticmethod
     def _check(c: plans.Check, segment: _Segment) -> None:

@@ -27,6 +27,7 @@ from ocomm.collectives.plan import HEADER, Computation, Message, Offload, Plan, 
 from ocomm.compression.wire import RUN
 from ocomm.kernels.base import ALIGNMENT, Bytes, Memory, Table
 from ocomm.kernels.device import DeviceMemory, Event, Queue
+from ocomm.kernels.loops import KINDS
 from ocomm.transport.nccl import Piece
 from ocomm.types import Flag
 
@@ -261,7 +262,7 @@ class _Segment:
                 continue
             if task is None:  # one event for all that comes one after the other
                 task = DeviceTask(self._memory, self._direct)
-                compute.append(Offload(type(c).__name__, task))
+                compute.append(Offload(plans.name_of(c), task))
             read, written = _add(task, c, self._missing)
             for part in read:
                 self._at_hand.add(part)
@@ -354,76 +355,23 @@ def _add(
 
     ``missing``: what of some staging memory the device does not have.
     """
+    if not isinstance(c, plans.Loop):
+        raise AssertionError(f"{type(c).__name__} has no form on a device")
     read: list[Bytes] = []
-    match c:
-        case plans.Compress() if c.tensors is None:
-            task.loop(c.flags, "compress", c.blocks, c.values, c.error, c.error_out, c.mask, c.scale, c.packed)
-            written = c.packed
-        case plans.Compress():
-            task.loop(
-                c.flags, "compress_momentum", c.blocks, c.tensors, c.previous, c.error, c.error_out, c.mask, c.scale,
-                c.packed,
-            )  # fmt: skip
-            written = c.packed
-        case plans.CompressUpdate():
-            task.loop(
-                c.flags, "compress_update", c.blocks, c.tensors, c.momentum, c.update, c.error, c.error_out, c.mask,
-                c.scale, c.packed,
-            )  # fmt: skip
-            written = c.packed
-        case plans.CompressQuantized():
-            task.loop(
-                c.flags, "quantize", c.blocks, c.tensors, c.momentum, c.momentum_out, c.magnitude, c.magnitude_out,
-                c.error, c.error_out, c.eps, c.amsgrad, c.noise, c.packed,
-            )  # fmt: skip
-            written = c.packed
-        case plans.CompressSigns():
-            task.loop(
-                c.flags, "compress_signs", c.blocks, c.tensors, c.momentum, c.momentum_out, c.beta2, c.one_minus_beta2,
-                c.zero_up, c.packed,
-            )  # fmt: skip
-            written = c.packed
-        case plans.Average():
-            read = missing(c.received)
-            task.upload(read)
-            task.loop(
-                c.flags, "average", c.blocks, c.received, c.origin, c.error, c.error_out, c.mask, c.scale, c.packed
-            )
-            written = _payload(c.blocks, c.packed)
-        case plans.AverageQuantized():
-            read = missing(c.received)
-            task.upload(read)
-            task.loop(
-                c.flags, "quantized_average", c.blocks, c.received, c.origin, c.weights, c.error, c.error_out, c.noise,
-                c.packed,
-            )  # fmt: skip
-            written = _payload(c.blocks, c.packed)
-        case plans.SoftSign():
-            task.loop(
-                c.flags, "soft_sign", c.blocks, c.tensors, c.momentum, c.momentum_out, c.magnitude, c.magnitude_out,
-                c.eps, c.amsgrad, c.out,
-            )  # fmt: skip
-            return read, None
-        case plans.Pack():
-            task.loop(None, "pack", _chunks(c.runs), c.tensors, c.destination)
-            written = _elements(c.runs, c.destination)
-        case plans.Place():
-            read = missing([_elements(c.runs, c.source)])
-            task.upload(read)
-            task.loop(None, "place", _chunks(c.runs), c.tensors, c.source)
-            return read, None
-        case plans.Reduce():
-            read = missing(c.sources)
-            task.upload(read)
-            task.loop(None, "reduce", c.dtype, c.op, c.sources, c.prescale, c.postscale, c.out)
-            written = c.out
-        case plans.Unpack():
-            read = [c.packed]
-            task.upload(read)
-            task.loop(None, "unpack", c.blocks, c.packed, c.mask, c.out)
-            return read, None
-        case _:
-            raise AssertionError(f"{type(c).__name__} has no form on a device")
+    written: Bytes | None = None
+    arguments = []
+    tables = {argument.kind: given for argument, given in zip(c.declaration.arguments, c.arguments, strict=True)}
+    for argument, given in zip(c.declaration.arguments, c.arguments, strict=True):
+        kind = KINDS[argument.kind]
+        if kind.staged == "missing":
+            read += missing(given if argument.kind == "Messages" else [_PARTS[kind.by](tables[kind.by], given)])
+        elif kind.staged == "all":
+            read.append(given)
+        elif kind.staged == "written":
+            written = _PARTS[kind.by](tables[kind.by], given) if kind.by else given
+        arguments.append(_chunks(given) if kind.staged == "cut" else given)
+    task.upload(read)
+    task.loop(c.flags, c.name, *arguments)
     return read, written
 
 
@@ -445,6 +393,10 @@ def _elements(runs: Table, message: Bytes) -> Bytes:
     if not runs.size:
         return message[:0]
     return message[4 * int(runs["position"].min()) : 4 * int((runs["position"] + runs["length"]).max())]
+
+
+#: Where a table's rows have their elements in staging memory.
+_PARTS = {"Blocks": _payload, "Runs": _elements}
 
 
 def _chunks(runs: Table) -> Table:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.collectives.plan import CopyOut, Offload, Plan, Stage
+from ocomm.collectives.plan import CopyOut, Offload, Plan, Stage, name_of
 from ocomm.telemetry.timeline import Timeline
 
 #: (stages of the plan in order, 3) int64, ns of the monotonic clock; zeros for what has not happened.
 Trace = NDArray[np.int64]
 
-#: A stage is called after its most telling computation; every compressor's classes begin with the same words.
-_NAMES = (("Compress", "COMPRESS"), ("Average", "AVERAGE"), ("Reduce", "REDUCE"), ("Unpack", "DECOMPRESS"))
+#: A stage is called after its most telling computation; every compressor's loops begin with the same words.
+_NAMES = (("compress", "COMPRESS"), ("average", "AVERAGE"), ("reduce", "REDUCE"), ("unpack", "DECOMPRESS"))
 
 
 def new_trace(plan: Plan) -> Trace:
@@ -27,11 +27,11 @@ def new_trace(plan: Plan) -> Trace:
 
 
 def _work(stage: Stage, is_last: bool) -> str:
-    kinds = [c.name if isinstance(c, Offload) else type(c).__name__ for c in stage.compute]
+    kinds = [name_of(c) for c in stage.compute]
     for kind, name in _NAMES:
         if any(found.startswith(kind) for found in kinds):
             return name
-    if {"Copy", "CopyIn", "CopyOut", "Pack", "Place"}.intersection(kinds):
+    if {"Copy", "CopyIn", "CopyOut", "pack", "place"}.intersection(kinds):
         return "MEMCPY_OUT_FUSION_BUFFER" if is_last and not stage.sends else "MEMCPY_IN_FUSION_BUFFER"
     return ""
 

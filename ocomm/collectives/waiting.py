@@ -65,40 +65,35 @@ def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, w
     ``ranks`` are the channel's world ranks, ``what`` names the exchange. Warns every ``stall_check_s``. Raises the
     runtime's failure, PeerError if a rank that has left in order owes a message, and StallError if no rank can move.
     """
-    try:
-        state = _wait(ticket, channel, ranks, watch, what)
-    finally:
-        watch.waits.waiting.pop(threading.get_ident(), None)
-        watch.waits.hopeless.pop(threading.get_ident(), None)
-        watch.waits.ended[watch.name] = watch.waits.ended.get(watch.name, 0) + 1
-    if state != State.DONE and (failure := watch.failure()) is not None:
-        raise type(failure)(*failure.args)
-    return state
-
-
-def _wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, what: str) -> State:
+    me, waits = threading.get_ident(), watch.waits
     begun = warned = time.monotonic()
     owing_since: float | None = None
-    while (state := ticket.wait(min(1.0, watch.stall_check_s))) < State.DONE:
-        if not watch.is_served() and (failure := watch.failure()) is not None:
-            raise type(failure)(*failure.args)
-        now = time.monotonic()
-        late = [ranks[rank] for rank in channel.waiting_for()]
-        waits = watch.waits
-        waits.waiting[threading.get_ident()] = Wait(what, watch.name, waits.ended.get(watch.name, 0), tuple(late))
-        if (why := waits.hopeless.get(threading.get_ident())) is not None:
-            channel.abandon()
-            raise StallError(why)
-        departed = {rank: how for rank, how in watch.departed().items() if rank in late}
-        if not departed:
-            owing_since = None
-        elif owing_since is None:
-            owing_since = now
-        elif now - owing_since > _GRACE_S:
-            channel.abandon()
-            reasons = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
-            raise PeerError(f"{what} cannot end: {reasons}. All ranks must take equally many steps.")
-        if now - warned >= watch.stall_check_s:
-            warned = now
-            _log.warning("%s: waited %.0f s so far for rank(s) %s", what, now - begun, late)
+    try:
+        while (state := ticket.wait(min(1.0, watch.stall_check_s))) < State.DONE:
+            if not watch.is_served() and (failure := watch.failure()) is not None:
+                raise type(failure)(*failure.args)
+            now = time.monotonic()
+            late = [ranks[rank] for rank in channel.waiting_for()]
+            waits.waiting[me] = Wait(what, watch.name, waits.ended.get(watch.name, 0), tuple(late))
+            if (why := waits.hopeless.get(me)) is not None:
+                channel.abandon()
+                raise StallError(why)
+            departed = {rank: how for rank, how in watch.departed().items() if rank in late}
+            if not departed:
+                owing_since = None
+            elif owing_since is None:
+                owing_since = now
+            elif now - owing_since > _GRACE_S:
+                channel.abandon()
+                reasons = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
+                raise PeerError(f"{what} cannot end: {reasons}. All ranks must take equally many steps.")
+            if now - warned >= watch.stall_check_s:
+                warned = now
+                _log.warning("%s: waited %.0f s so far for rank(s) %s", what, now - begun, late)
+    finally:
+        waits.waiting.pop(me, None)
+        waits.hopeless.pop(me, None)
+        waits.ended[watch.name] = waits.ended.get(watch.name, 0) + 1
+    if state != State.DONE and (failure := watch.failure()) is not None:
+        raise type(failure)(*failure.args)
     return state

@@ -7,7 +7,7 @@ import logging
 import secrets
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 
@@ -16,20 +16,50 @@ from ocomm import session as sessions
 from ocomm.elastic.commits import Choice, File, Held, Label, Listing, Part, choose, without
 from ocomm.elastic.folder import Folder, received
 from ocomm.errors import CheckpointError
+from ocomm.operations import ProcessSet
 from ocomm.session import Session
-
-if TYPE_CHECKING:
-    from ocomm.elastic.state import ObjectState
 
 _log = logging.getLogger("ocomm")
 #: States of a session that have been kept, by process set: the first of a set is number 1, as in a run before.
 _counts: weakref.WeakKeyDictionary[Session, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
+class Kept(Protocol):
+    """A state, as its commits are kept; ``state.ObjectState`` is one."""
+
+    process_set: ProcessSet
+    #: How many commits there were; the number of the last one.
+    commits: int
+    #: The last commit, in memory: what is equal on all ranks, and what only this one knows, None for nothing.
+    saved: tuple[Any, Any]
+    #: What was done when a commit was last restored.
+    resumed: dict[str, Any] | None
+
+    def save(self) -> None:
+        """Makes the state as it is now the last commit in memory."""
+        ...
+
+    def dump(self, value: Any, file: IO[bytes]) -> None:
+        """Writes a part of ``saved``."""
+        ...
+
+    def load(self, file: IO[bytes]) -> Any:
+        """Returns what ``dump`` has written."""
+        ...
+
+    def load_replicated(self, value: dict[str, Any]) -> None:
+        """Takes over what is equal on all ranks."""
+        ...
+
+    def load_own(self, part: Part) -> None:
+        """Takes over what only ranks know, after ``load_replicated``. Collective."""
+        ...
+
+
 class Keeper:
     """Of a state that ``run`` runs. Collective over the state's process set, as are all its calls."""
 
-    def __init__(self, state: ObjectState) -> None:
+    def __init__(self, state: Kept) -> None:
         self.state = state
         session = sessions.current()
         self.set = state.process_set

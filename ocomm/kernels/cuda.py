@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from ocomm.kernels.base import BLOCK, PIECE, RUN, TENSOR
 from ocomm.kernels.device import DeviceArray, is_reduced_on_devices
+from ocomm.kernels.loops import LOOPS, NOT_ON_DEVICES, Declaration
 from ocomm.types import DType, ReduceOp
 
 if "numba_cuda" not in (cuda.__file__ or ""):
@@ -698,8 +699,8 @@ def compress_update(
 
 @kernel
 def average(
-    blocks: int, received: int, ranks: int, origin: int, over_ranks: float, error: int, error_out: int, mask: int,
-    rms: int, packed: int, status: int,
+    blocks: int, received: int, ranks: int, origin: int, error: int, error_out: int, mask: int, rms: int, packed: int,
+    status: int,
 ) -> None:  # fmt: skip
     """``received`` is where the ``ranks`` addresses of the messages are."""
     a = cuda.local.array(HELD, types.float32)
@@ -709,6 +710,7 @@ def average(
     owned = 4 * load_long(block + _OWNED)
     hidden_bits = mask + (load_long(block + _OFFSET) >> 3)
     bits, scale_at = load_long(block + _BITS), load_long(block + _SCALE) - origin
+    over_ranks = _ONE / np.float32(ranks)  # as rounded from float64, which has more than twice the digits
     total, hidden, masked = _ZERO, 0, 0
     for base in range(0, length, TILE):
         at = base + QUAD * cuda.threadIdx.x
@@ -975,7 +977,7 @@ def _random_signs(y: Any, number: Any, left: int, error_out: int, status: int) -
 
 
 @kernel
-def quantize(
+def compress_quantized(
     blocks: int, tensors: int, momentum: int, momentum_out: int, magnitude: int, magnitude_out: int, error: int,
     error_out: int, eps: float, amsgrad: int, low: int, high: int, step: int, stream: int, steady: int, packed: int,
     status: int,
@@ -1010,7 +1012,7 @@ def quantize(
 
 
 @kernel
-def quantized_average(
+def average_quantized(
     blocks: int, received: int, ranks: int, origin: int, weights: int, error: int, error_out: int, low: int, high: int,
     step: int, stream: int, steady: int, packed: int, status: int,
 ) -> None:  # fmt: skip
@@ -1350,9 +1352,9 @@ def sum_squares(pieces: int, sums: int) -> None:
 
 
 KERNELS: tuple[Any, ...] = (
-    compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite, quantize,
-    quantized_average, compress_signs, apply_signs, soft_sign, descend, adam_ratio, pack, place, reduce, reduce_low,
-    reduce_double, reduce_whole, sum_words, sum_squares,
+    compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite,
+    compress_quantized, average_quantized, compress_signs, apply_signs, soft_sign, descend, adam_ratio, pack, place,
+    reduce, reduce_low, reduce_double, reduce_whole, sum_words, sum_squares,
 )  # fmt: skip
 
 
@@ -1424,7 +1426,7 @@ def address_of(array: Any) -> int:
 
 
 class CudaKernels:
-    """See ``ocomm.kernels.base.Kernels`` for the arguments, ``ocomm.kernels.reference`` for what is computed.
+    """See ``ocomm.kernels.loops`` for the arguments, ``ocomm.kernels.reference`` for what is computed.
 
     All arrays, the tables too, are on the device: anything with ``__cuda_array_interface__``, contiguous, with ``len``
     the number of rows. Addresses in the tensor table are device addresses. Signs equal the reference's exactly, given
@@ -1449,226 +1451,6 @@ class CudaKernels:
         """As the function ``prepare``; else the loop's first call does that."""
         prepare(loop)
 
-    def compress(
-        self,
-        blocks: Any,
-        values: Any,
-        error: Any,
-        error_out: Any,
-        mask: Any,
-        scale: str,
-        packed: Any,
-    ) -> bool:
-        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``."""
-        self._launch(compress, blocks, values, error, error_out, mask, scale == "rms", packed, self._status)
-        return self._all_finite()
-
-    def compress_momentum(
-        self,
-        blocks: Any,
-        tensors: Any,
-        previous: Any,
-        error: Any,
-        error_out: Any,
-        mask: Any,
-        scale: str,
-        packed: Any,
-    ) -> bool:
-        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``, ``packed`` may not be ``previous``."""
-        rms = scale == "rms"
-        self._launch(
-            compress_momentum, blocks, tensors, previous, error, error_out, mask, rms, packed, self._status
-        )  # fmt: skip
-        return self._all_finite()
-
-    def average(
-        self,
-        blocks: Any,
-        received: Sequence[Any],
-        origin: int,
-        error: Any,
-        error_out: Any,
-        mask: Any,
-        scale: str,
-        packed: Any,
-    ) -> bool:
-        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``."""
-        ranks = len(received)
-        messages, over_ranks = self._addresses(received), np.float32(1 / ranks)
-        self._launch(
-            average, blocks, messages, ranks, origin, over_ranks, error, error_out, mask, scale == "rms", packed,
-            self._status,
-        )  # fmt: skip
-        return self._all_finite()
-
-    def unpack(self, blocks: Any, packed: Any, mask: Any, out: Any) -> None:
-        """Writes ``out`` where the blocks are."""
-        self._launch(unpack, blocks, packed, mask, out)
-
-    def apply(self, blocks: Any, tensors: Any, packed: Any, denominator: Any, mask: Any) -> None:
-        """Updates the tensors behind the ``param`` addresses in place, except those with ``skip``."""
-        self._launch(apply, blocks, tensors, packed, denominator, mask)
-
-    def compress_update(
-        self,
-        blocks: Any,
-        tensors: Any,
-        momentum: Any,
-        update: Any,
-        error: Any,
-        error_out: Any,
-        mask: Any,
-        scale: str,
-        packed: Any,
-    ) -> bool:
-        """Writes ``packed`` and ``error_out``; ``error_out`` may be ``error``."""
-        self._launch(
-            compress_update, blocks, tensors, momentum, update, error, error_out, mask, scale == "rms", packed,
-            self._status,
-        )  # fmt: skip
-        return self._all_finite()
-
-    def local_step(
-        self,
-        blocks: Any,
-        tensors: Any,
-        momentum: Any,
-        update: Any,
-        denominator: Any,
-        mask: Any,
-    ) -> None:
-        """Updates ``momentum``, ``update`` and the tensors behind ``param`` in place, but where ``skip`` is set."""
-        self._launch(local_step, blocks, tensors, momentum, update, denominator, mask)
-
-    def apply_update(
-        self,
-        blocks: Any,
-        tensors: Any,
-        packed: Any,
-        denominator: Any,
-        mask: Any,
-        momentum: Any,
-        update: Any,
-        synced: Any,
-    ) -> None:
-        """Updates the tensors behind ``param`` and the flat buffers in place, but where ``skip`` is set."""
-        self._launch(apply_update, blocks, tensors, packed, denominator, mask, momentum, update, synced)
-
-    def finite(self, blocks: Any, tensors: Any) -> bool:
-        """Reads the gradients only; a gradient of 0 in the table is finite."""
-        self._launch(finite, blocks, tensors, self._status)
-        return self._all_finite()
-
-    def quantize(
-        self,
-        blocks: Any,
-        tensors: Any,
-        momentum: Any,
-        momentum_out: Any,
-        magnitude: Any,
-        magnitude_out: Any,
-        error: Any,
-        error_out: Any,
-        eps: float,
-        amsgrad: bool,
-        noise: NDArray[np.void],
-        packed: Any,
-    ) -> bool:
-        """Writes ``packed`` and the three ``_out``; each may be the array it follows. ``noise`` is on the host."""
-        self._launch(
-            quantize, blocks, tensors, momentum, momentum_out, magnitude, magnitude_out, error, error_out,
-            np.float32(eps), amsgrad, *_counted_by(noise), packed, self._status,
-        )  # fmt: skip
-        return self._all_finite()
-
-    def quantized_average(
-        self,
-        blocks: Any,
-        received: Sequence[Any],
-        origin: int,
-        weights: Any,
-        error: Any,
-        error_out: Any,
-        noise: NDArray[np.void],
-        packed: Any,
-    ) -> bool:
-        """Writes ``packed`` and ``error_out``, which may be ``error``; both may be None. ``noise`` is on the host."""
-        self._launch(
-            quantized_average, blocks, self._addresses(received), len(received), origin, weights, error, error_out,
-            *_counted_by(noise), packed, self._status,
-        )  # fmt: skip
-        return self._all_finite()
-
-    def compress_signs(
-        self,
-        blocks: Any,
-        tensors: Any,
-        momentum: Any,
-        momentum_out: Any,
-        beta2: float,
-        one_minus_beta2: float,
-        zero_up: bool,
-        packed: Any,
-    ) -> bool:
-        """Writes ``packed`` and ``momentum_out``; the latter may be ``momentum``."""
-        self._launch(
-            compress_signs, blocks, tensors, momentum, momentum_out, np.float32(beta2), np.float32(one_minus_beta2),
-            zero_up, packed, self._status,
-        )  # fmt: skip
-        return self._all_finite()
-
-    def apply_signs(self, blocks: Any, tensors: Any, packed: Any) -> None:
-        """Updates the tensors behind the ``param`` addresses in place, except those with ``skip``."""
-        self._launch(apply_signs, blocks, tensors, packed)
-
-    def soft_sign(
-        self,
-        blocks: Any,
-        tensors: Any,
-        momentum: Any,
-        momentum_out: Any,
-        magnitude: Any,
-        magnitude_out: Any,
-        eps: float,
-        amsgrad: bool,
-        out: Any,
-    ) -> bool:
-        """Writes ``out`` and the two ``_out``; the latter may be the array they follow."""
-        self._launch(
-            soft_sign, blocks, tensors, momentum, momentum_out, magnitude, magnitude_out, np.float32(eps), amsgrad, out,
-            self._status,
-        )  # fmt: skip
-        return self._all_finite()
-
-    def descend(self, blocks: Any, tensors: Any, averages: Any) -> None:
-        """Updates the tensors behind the ``param`` addresses in place, except those with ``skip``."""
-        self._launch(descend, blocks, tensors, averages)
-
-    def adam_ratio(
-        self,
-        blocks: Any,
-        gradients: Any,
-        momentum: Any,
-        variance: Any,
-        scale: float,
-        rest1: float,
-        beta2: float,
-        rest2: float,
-        root: float,
-        eps: float,
-    ) -> None:
-        """Updates ``momentum`` and ``variance`` in place; the ratio replaces the gradients."""
-        constants = map(np.float32, (scale, rest1, beta2, rest2, root, eps))
-        self._launch(adam_ratio, blocks, gradients, momentum, variance, *constants)
-
-    def pack(self, runs: Any, tensors: Any, destination: Any) -> None:
-        """Writes ``destination`` where the runs are."""
-        self._launch(pack, runs, tensors, destination)
-
-    def place(self, runs: Any, tensors: Any, source: Any) -> None:
-        """Writes to the tensors behind the ``grad`` addresses."""
-        self._launch(place, runs, tensors, source)
-
     def reduce(
         self, dtype: DType, op: ReduceOp, sources: Sequence[Any], prescale: float, postscale: float, out: Any
     ) -> None:
@@ -1690,31 +1472,8 @@ class CudaKernels:
         at = address_of(self._addresses(sources))
         self._configured(loop, -(-numel // TILE))(at, ranks, numel, *what, address_of(out))
 
-    def sum_words(self, pieces: Any, sums: Any) -> None:
-        """Writes ``sums``."""
-        self._launch(sum_words, pieces, sums)
-
-    def sum_squares(self, pieces: Any, sums: Any) -> None:
-        """Writes ``sums``."""
-        self._launch(sum_squares, pieces, sums)
-
     def _configured(self, loop: Any, thread_blocks: int) -> Any:
         return loop[thread_blocks, THREADS, self._stream, SHARED_NBYTES]
-
-    def _launch(self, loop: Any, blocks: Any, *arguments: Any) -> None:
-        """Arrays go as addresses, None as 0, numbers as they are."""
-        if len(blocks):
-            self._configured(loop, len(blocks))(
-                address_of(blocks),
-                *(
-                    argument
-                    if isinstance(argument, np.float32)
-                    else int(argument)
-                    if isinstance(argument, int)
-                    else address_of(argument)
-                    for argument in arguments
-                ),
-            )
 
     def _addresses(self, arrays: Sequence[Any]) -> Any:
         """A device array of addresses; one that was made for the same arrays before, since plans do not change."""
@@ -1751,3 +1510,44 @@ def _counted_by(noise: NDArray[np.void]) -> tuple[int, int, int, int, int]:
     row = noise.reshape(-1)[0]
     seed = int(row["seed"])
     return seed & 0xFFFFFFFF, seed >> 32, int(row["step"]), int(row["stream"]), int(row["steady"])
+
+
+#: How a kernel's parameters are made of an argument, by its kind: their annotations, and from ``CudaKernels`` and the
+#: argument their values. Any other kind is passed on as an address.
+_PASSED: dict[str, tuple[tuple[str, ...], Callable[[CudaKernels, Any], tuple[Any, ...]]]] = {
+    "Messages": (("int", "int"), lambda kernels, given: (address_of(kernels._addresses(given)), len(given))),
+    "Noise": (("int",) * 5, lambda _, given: _counted_by(given)),
+    "Scale": (("int",), lambda _, given: (int(given == "rms"),)),
+    "Float32": (("float",), lambda _, given: (np.float32(given),)),
+    "Int64": (("int",), lambda _, given: (int(given),)),
+    "Truth": (("int",), lambda _, given: (int(given),)),
+}
+_AN_ADDRESS = ("int",), lambda _, given: (address_of(given),)
+
+
+def _launching(loop: Declaration) -> Callable[..., bool | None]:
+    """The method that launches a loop's kernel, one thread block for each row of its table. TypeError if the kernel has
+    other parameters than its declaration."""
+    kernel = globals()[loop.name]
+    ways = [_PASSED.get(argument.kind, _AN_ADDRESS) for argument in loop.arguments]
+    passed = [way for _, way in ways]
+    declared = [annotation for annotations, _ in ways for annotation in annotations] + ["int"] * loop.reports
+    found = [parameter.annotation for parameter in inspect.signature(kernel.py_func).parameters.values()]
+    if found != declared:
+        raise TypeError(f"CUDA kernel {loop.name!r} takes {', '.join(found)}; declared are {', '.join(declared)}")
+
+    def launch(self: CudaKernels, *arguments: Any) -> bool | None:
+        rows = len(arguments[0])
+        if rows:
+            given = [value for way, argument in zip(passed, arguments, strict=True) for value in way(self, argument)]
+            if loop.reports:
+                given.append(address_of(self._status))
+            self._configured(kernel, rows)(*given)
+        return self._all_finite() if loop.reports else None
+
+    return launch
+
+
+for _loop in LOOPS.values():
+    if _loop.name not in NOT_ON_DEVICES and not hasattr(CudaKernels, _loop.name):
+        setattr(CudaKernels, _loop.name, _launching(_loop))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import inspect
 import math
 import threading
 import time
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels.base import PIECE, WHOLE, Bytes, Floats, Kernels, Table, sparse_bytes
+from ocomm.kernels.loops import KINDS, LOOPS, Kind
 from ocomm.kernels.reference import CHECKSUM_SPREAD, ReferenceKernels
 from ocomm.types import DType, ReduceOp
 
@@ -105,7 +105,7 @@ class Device(Protocol):
         ...
 
     def loops(self, status: DeviceArray) -> Any:
-        """The loops of ``Kernels``, and ``pack`` and ``place``, over device arrays only. Nothing waits: what a bool
+        """The loops of ``kernels.loops`` over device arrays only. Nothing waits: what a bool
         would tell is put into ``status``, one int32, as not 0. ``prepare(loop)`` makes that one ready to be queued at
         once: it may have to be compiled."""
         ...
@@ -426,19 +426,12 @@ class _Mirror:
         return self._copy
 
 
-_TABLES = ("blocks", "runs", "weights")
-
-
-@functools.cache
-def _parameters(loop: str) -> tuple[str, ...]:
-    return tuple(inspect.signature(getattr(ReferenceKernels, loop)).parameters)[1:]
-
-
 class Queue:
-    """The loops of ``Kernels``, ``pack`` and ``place``, with the arguments that they have on the host; queued.
+    """The loops, with the arguments that they have on the host; queued.
 
-    Arrays are the device's, or staging memory, whose copies there are read and written; ``Kernels`` says which. What a
-    loop would answer is in ``status``, one int32: not 0 if something was not finite since it was last cleared.
+    Arrays are the device's, or staging memory, whose copies there are read and written: ``kernels.loops.KINDS`` says
+    which. What a loop would answer is in ``status``, one int32: not 0 if something was not finite since it was last
+    cleared.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
@@ -453,18 +446,19 @@ class Queue:
 
     def call(self, loop: str, *arguments: Any) -> None:
         """Queues one loop."""
-        given = zip(_parameters(loop), arguments, strict=True)
+        given = zip(LOOPS[loop].arguments, arguments, strict=True)
         with self._memory.lock:
-            getattr(self._loops, loop)(*(self._translated(name, argument) for name, argument in given))
+            getattr(self._loops, loop)(*(self._there(KINDS[declared.kind], argument) for declared, argument in given))
 
-    def _translated(self, name: str, argument: Any) -> Any:
-        if name in _TABLES:
+    def _there(self, kind: Kind, argument: Any) -> Any:
+        """What the device is given for an argument."""
+        if kind.device == "table":
             return self._memory.table(argument)
-        if name == "tensors":
+        if kind.device == "rows":
             return self._memory.rows(argument)
-        if name in ("received", "sources"):
+        if kind.device == "twins":
             return [self._twin(message) for message in argument]
-        return argument if name == "noise" else self._twin(argument)
+        return argument if kind.device == "itself" else self._twin(argument)
 
     def _twin(self, argument: Any) -> Any:
         return self._memory.twin(argument) if isinstance(argument, np.ndarray) else argument
@@ -485,10 +479,9 @@ class DeviceKernels:
         self._tables: dict[tuple[str, int], tuple[DeviceArray, DeviceArray]] = {}
 
     def __getattr__(self, loop: str) -> Any:
-        if loop.startswith("_") or not hasattr(ReferenceKernels, loop):
+        if loop not in LOOPS:
             raise AttributeError(loop)
-        answers = inspect.signature(getattr(ReferenceKernels, loop)).return_annotation == "bool"
-        return functools.partial(self._answered if answers else self._queue.call, loop)
+        return functools.partial(self._answered if LOOPS[loop].reports else self._queue.call, loop)
 
     def _answered(self, loop: str, *arguments: Any) -> bool:
         memory, status = self.memory, self._queue.status

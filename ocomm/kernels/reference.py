@@ -27,7 +27,7 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 class ReferenceKernels:
-    """See ``ocomm.kernels.base.Kernels`` for the arguments."""
+    """See ``ocomm.kernels.loops`` for the arguments."""
 
     name = "reference"
     memory = HOST
@@ -38,7 +38,7 @@ class ReferenceKernels:
             part[:] = 0 if gradient is None else gradient
 
     def place(self, runs: Table, tensors: Table, source: Bytes) -> None:
-        """The inverse: elements of ``source`` to where the tensors have their gradients."""
+        """Elements of ``source`` to where the tensors have their gradients."""
         for part, gradient in _runs(tensors, runs, source):
             assert gradient is not None
             gradient[:] = part
@@ -233,7 +233,7 @@ class ReferenceKernels:
         scales = packed[blocks["scale"][:, np.newaxis] + np.arange(4)]
         return bool(np.isfinite(scales.view(np.float32)).all())
 
-    def quantize(
+    def compress_quantized(
         self,
         blocks: Table,
         tensors: Table,
@@ -260,7 +260,7 @@ class ReferenceKernels:
                 finite &= all(bool(np.isfinite(part).all()) for part in (m, b, y))
         return finite
 
-    def quantized_average(
+    def average_quantized(
         self,
         blocks: Table,
         received: Sequence[Bytes],
@@ -507,15 +507,15 @@ class ReferenceKernels:
         denominator: Floats,
         fresh: Floats,
         update: Floats,
+        largest: Floats,
         beta1: float,
         beta2: float,
         eps: float,
         step: int,
-    ) -> float:
-        """Updates ``fresh`` in place, and writes ``update``."""
-        largest = _ZERO
+    ) -> None:
+        """Updates ``fresh`` in place, and writes ``update`` and ``largest``."""
         with np.errstate(all="ignore"):
-            for block, floor in zip(blocks, floors, strict=True):
+            for k, (block, floor) in enumerate(zip(blocks, floors, strict=True)):
                 flat, own = _span(block["offset"], block), _span(block["start"], block)
                 masked = _masked(mask, block)
                 m = np.where(masked, _ZERO, _decoded(packed, block))
@@ -530,8 +530,7 @@ class ReferenceKernels:
                 update[own] = np.where(masked, _ZERO, moved)
                 root = np.maximum(np.sqrt(fresh[flat] * np.float32(1.0 / (1.0 - beta2**step))), floor)
                 ratio = denominator[flat] / (root + np.float32(eps))
-                largest = max(largest, np.where(masked, _ZERO, ratio).max())
-        return float(largest)
+                largest[k] = max(_ZERO, np.where(masked, _ZERO, ratio).max())
 
 
 def _memory(address: int, nbytes: int) -> Bytes:

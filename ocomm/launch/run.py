@@ -16,8 +16,8 @@ from typing import Any
 
 from ocomm.errors import LaunchError, PeerError
 from ocomm.launch import reach
-from ocomm.launch.door import Door
 from ocomm.launch.hosts import is_in_allocation, parse_hosts, read_hostfile
+from ocomm.launch.server import Server
 from ocomm.launch.task import KEY, MOST_BYTES
 from ocomm.runtime.line import Line, TamperedError, wait
 
@@ -63,7 +63,7 @@ def run(
     task = _pickle((func, tuple(args), dict(kwargs or {})))
     key = secrets.token_bytes(32)
     listens_at, address = _addresses(hosts, hostfile, network_interfaces)
-    with Door(listens_at, key, ranks, most_bytes=MOST_BYTES) as door:
+    with Server(listens_at, key, ranks, most_bytes=MOST_BYTES) as server:
         command = [sys.executable, "-m", "ocomm.launch", "-np", str(ranks)]
         for flag, value in (
             ("--hosts", hosts),
@@ -78,16 +78,16 @@ def run(
         command += [f"--mpi-args={mpi_args}"] if mpi_args else []
         command += ["--verbose"] if verbose else []
         command += ["--disable-cache"] if disable_cache else []
-        command += [executable or sys.executable, "-m", "ocomm.launch.task", address, str(door.port)]
+        command += [executable or sys.executable, "-m", "ocomm.launch.task", address, str(server.port)]
         job = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, env={**(env if env is not None else os.environ), KEY: key.hex()}
         )
         try:
-            return _collect(job, door, task, ranks)
+            return _collect(job, server, task, ranks)
         finally:
-            door.close()
+            server.close()
             _end(job)
-            for connection in door.inside:
+            for connection in server.lines:
                 connection.close()
 
 
@@ -118,14 +118,14 @@ def _pickle(task: object) -> bytes:
         ) from None
 
 
-def _collect(job: subprocess.Popen[bytes], door: Door, task: bytes, ranks: int) -> list[Any]:
+def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: int) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     served: list[Line] = []
     gone: set[int] = set()
     ended_at: float | None = None
     while len(results) < ranks:
-        for connection in [c for c in list(door.inside) if c not in served and id(c) not in gone]:
+        for connection in [c for c in list(server.lines) if c not in served and id(c) not in gone]:
             served.append(connection)
             with contextlib.suppress(ConnectionError):  # the rank has ended: that is heard below
                 connection.send(task)

@@ -24,11 +24,11 @@ from typing import Any
 
 from ocomm.errors import LaunchError
 from ocomm.launch.command import LaunchRequest, build
-from ocomm.launch.door import Door
 from ocomm.launch.flavour import Launcher
 from ocomm.launch.generations import End, Failure, Generations, Limits, Start, Wait, blame
 from ocomm.launch.hosts import Host, parse_discovered, total_slots
 from ocomm.launch.reach import HostState, address_of
+from ocomm.launch.server import Server
 from ocomm.runtime.line import Line, TamperedError, wait
 from ocomm.runtime.supervisor import KEY, SILENT
 
@@ -83,8 +83,8 @@ class Supervisor:
         """The exit status of the job."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._end_on_signal)
-        with Door(self._listens_at(), self._key) as door:
-            return self._run(door)
+        with Server(self._listens_at(), self._key) as server:
+            return self._run(server)
 
     def _listens_at(self) -> str:
         """The address of the port to which ranks connect."""
@@ -95,7 +95,7 @@ class Supervisor:
     def _end_on_signal(self, number: int, frame: object) -> None:
         self._asked_to_end = number
 
-    def _run(self, door: Door) -> int:
+    def _run(self, server: Server) -> int:
         code, said = 1, ""
         while not self._asked_to_end:
             if self._discovery is not None and not self._discovery.has_looked:
@@ -119,8 +119,8 @@ class Supervisor:
                 self.generations.unreachable(time.monotonic(), failures)
                 _say("; ".join(map(str, failures)))
                 continue
-            job = self._start(step, states, door.port)
-            code = job.watch(door, self)
+            job = self._start(step, states, server.port)
+            code = job.watch(server, self)
             if self._asked_to_end:
                 break
             now_s = time.monotonic()
@@ -274,13 +274,13 @@ class _Job:
             sys.stderr.flush()
             self._words = (self._words + data.decode(errors="replace"))[-20_000:]
 
-    def watch(self, door: Door, supervisor: Supervisor) -> int:
+    def watch(self, server: Server, supervisor: Supervisor) -> int:
         """Until the launcher has ended, whatever that takes; its exit status."""
         terminated = False
         offspring: dict[int, str] = {}
         looked_s = 0.0
         while (code := self._process.poll()) is None:
-            self._listen(door)
+            self._listen(server)
             now_s = time.monotonic()
             if self._end_s is None and (supervisor.is_asked_to_end or self._reported or self._vanished):
                 self._end_s = now_s + (0.0 if supervisor.is_asked_to_end else END_S)
@@ -304,7 +304,7 @@ class _Job:
                     _say("the hosts have changed; the ranks make way at their next commit")
                     self._tell(self._lines)
             supervisor.generations.committed(self.commit)
-        self._listen(door)
+        self._listen(server)
         supervisor.generations.committed(self.commit)
         # What the launcher has left behind on this machine: an ssh to a host that has gone keeps our output open.
         self._kill()
@@ -328,9 +328,9 @@ class _Job:
             with contextlib.suppress(OSError):
                 line.send(b'{"word": "hosts"}')
 
-    def _listen(self, door: Door) -> None:
-        while door.inside:
-            self._lines[door.inside.pop()] = -1
+    def _listen(self, server: Server) -> None:
+        while server.lines:
+            self._lines[server.lines.pop()] = -1
         if not self._lines:
             time.sleep(_POLL_S)
         for line in wait(list(self._lines), _POLL_S):

@@ -113,7 +113,7 @@ class DeviceAdam:
                 self._table["decay"][now] = 1 - group.lr * group.decoupled_decay
                 moments = averages, self._momentum, self._variance
                 root = math.sqrt(1 - beta2**step)
-                self._kernels.adam_ratio(  # type: ignore[attr-defined]
+                self._kernels.adam_ratio(
                     self._rows(now), *moments, factor, 1 - beta1, beta2, 1 - beta2, root, group.eps
                 )
         self._kernels.descend(self._rows(np.flatnonzero(chosen)), self._table, averages)

@@ -15,46 +15,51 @@ Memory per parameter, besides the parameter and its gradient, for n ranks: m, b 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ocomm.collectives.plan import AverageQuantized, CompressQuantized
+from ocomm.collectives.plan import Loop, loop
 from ocomm.compression.layout import Layout
-from ocomm.errors import SettingsError
 from ocomm.kernels.base import NOISE, OWNERS, Bytes, Floats, Kernels
 from ocomm.optim.core import Bools, Exchange, Flags
-from ocomm.optim.soft_sign import EPS, SoftSignSGD
+from ocomm.optim.options import option, require_seed
+from ocomm.optim.soft_sign import EPS, SoftSignSGD, SoftSignSGDOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class BirderOptions(SoftSignSGDOptions):
+    """Raises SettingsError for values that cannot be."""
+
+    stochastic: bool = option(
+        True,
+        """The paper's random signs. False: the sign itself, which is right on average over steps, not in each; what is
+        kept stays in [-1, 1], and losses end nearer to Adam's (docs/decisions/0008).""",
+        fixed=True,
+    )
+    seed: int = option(0, "Of the random signs, in [0, 2^64).", fixed=True)
+
+    def __post_init__(self) -> None:
+        require_seed(self.seed)
+        super().__post_init__()
 
 
 class Birder(SoftSignSGD):
-    """See ``SoftSignSGD``. ``seed`` is in [0, 2^64), the same on all ranks, as is ``stochastic``.
+    """For the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
-    Raises SettingsError for other values.
-    """
-
+    kind = "Birder"
     compressor = "birder"
     scales = False
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        kernels: Kernels,
-        *,
-        beta: float = 0.95,
-        seed: int = 0,
-        stochastic: bool = True,
-        amsgrad_after: int | None = None,
-    ) -> None:
-        if not 0 <= seed < 1 << 64:
-            raise SettingsError(f"seed must be in [0, 2^64), got {seed}")
-        super().__init__(layout, rank, kernels, beta=beta, amsgrad_after=amsgrad_after)
+    def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: BirderOptions) -> None:
+        super().__init__(layout, rank, kernels, options)
+        seed, plain = options.seed, not options.stochastic
         # Read by plans when they run: a new step needs no new plan.
         members = layout.nodes.members
-        self._noise = np.array([(seed, 0, members.index(layout.nodes.node_of(rank)), not stochastic)], NOISE)
-        self._owner_noise = np.array([(seed, 0, OWNERS, not stochastic)], NOISE)
+        self._noise = np.array([(seed, 0, members.index(layout.nodes.node_of(rank)), plain)], NOISE)
+        self._owner_noise = np.array([(seed, 0, OWNERS, plain)], NOISE)
         self._weights = np.array([len(node) / layout.ranks for node in members], np.float32)
 
     def _allocate_exchanged(self) -> None:
@@ -67,9 +72,11 @@ class Birder(SoftSignSGD):
         everything = np.ones(len(self.layout.tensors), np.bool_)
         return Exchange(everything, ~everything)
 
-    def compress(self, segment: int, packed: Bytes, flags: Flags) -> CompressQuantized:
+    def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
         """This step's signs into ``packed``. Reads gradients; writes momentum, magnitude and error."""
-        return CompressQuantized(
+        return loop(
+            Kernels.compress_quantized,
+            flags,
             blocks=self.segments[segment].layout.worker_blocks,
             tensors=self.tensors,
             momentum=self.momentum,
@@ -82,12 +89,13 @@ class Birder(SoftSignSGD):
             amsgrad=self.amsgrad,
             noise=self._noise,
             packed=packed,
-            flags=flags,
         )
 
-    def average(self, segment: int, received: Sequence[Bytes], flags: Flags) -> AverageQuantized:
+    def average(self, segment: int, received: Sequence[Bytes], flags: Flags) -> Loop:
         layout = self.segments[segment].layout
-        return AverageQuantized(
+        return loop(
+            Kernels.average_quantized,
+            flags,
             blocks=layout.owned_blocks,
             received=received,
             origin=layout.message_start[self.rank],
@@ -96,7 +104,6 @@ class Birder(SoftSignSGD):
             error_out=self.owner_error_out,
             noise=self._owner_noise,
             packed=self.result(segment),
-            flags=flags,
         )
 
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:

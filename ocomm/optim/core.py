@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ocomm.collectives.compressed import NodeSum
-from ocomm.collectives.plan import Average, Computation
+from ocomm.collectives.plan import Computation, loop
 from ocomm.compression.layout import Layout, SegmentLayout
-from ocomm.errors import SettingsError
 from ocomm.kernels.base import BLOCK, PAGE_NUMEL, TENSOR, Bytes, Floats, Kernels, Memory, Table, sparse_zeros
 from ocomm.kernels.device import DeviceArray
+from ocomm.optim.options import Options
 
 Flags = NDArray[np.uint32]
 Bools = NDArray[np.bool_]
@@ -49,36 +49,55 @@ class Segment:
     result: Bytes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group as it is now: indices of its tensors, and hyperparameters in float64."""
+
+    tensors: NDArray[np.int64]
+    lr: float
+    betas: tuple[float, float] = (0.0, 0.0)
+    eps: float = 0.0
+    #: Added to the gradient (Adam), or taken from the parameter beside the step (AdamW).
+    coupled_decay: float = 0.0
+    decoupled_decay: float = 0.0
+
+
 class Core(abc.ABC):
-    """The tensors of ``layout`` on rank ``rank`` of ``layout.ranks``. Raises SettingsError for an unknown ``scale``.
+    """The tensors of ``layout`` on rank ``rank`` of ``layout.ranks``, with the ``options`` of its algorithm.
 
     ``tensors`` is the TENSOR table, one row per tensor of the layout: the frontend writes the addresses ``param``, the
     stepper ``grad``, and the core all else. ``gradients`` is another such table, of which only ``grad`` counts: this
     rank's own (0: none); and, on a device, ``grad_dtype``, which the frontend writes. In the hierarchical form the
     worker's gradients are sums of its node's ranks, and ``tensors`` has their addresses; in the flat form the two
-    tables are one. ``scale`` is ``"l1"`` or ``"rms"``.
+    tables are one.
     """
 
+    #: The optimizer's name, in messages and saved states; frontends have it as ``Distributed`` and this name.
+    kind: str
     #: Names what travels compressed, for the signature in every message; with the scale where there is one.
     compressor = "onebit"
-    #: Does every block have a float32 scale on the wire?
+    #: Does every block have a float32 scale on the wire? And which: ``"l1"`` or ``"rms"``.
     scales = True
+    scale = "l1"
     #: Is what the exchange does not send kept, and added in the next step?
     keeps_errors = True
     #: Are there steps in which a tensor with a gradient does not travel? Then the vote says who has one.
     steps_locally = False
     #: Will there be steps with dense tensors after one without? If not, the buffers for them are given up then.
     dense_again = False
+    #: The optimizer whose dense steps the core makes in a warm-up, by name; None: the wrapped one makes them.
+    dense_steps_of: str | None = None
+    #: Does what is sent depend on the learning rates, those of this step and those before it? Then ``set_hyper`` is
+    #: called before every step, and not only when something that gradients are compressed with has changed.
+    sends_rates = False
 
-    def __init__(self, layout: Layout, rank: int, kernels: Kernels, *, scale: str = "l1") -> None:
-        if scale not in ("l1", "rms"):
-            raise SettingsError(f"scale must be 'l1' or 'rms', got {scale!r}")
+    def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: Options) -> None:
         self.layout = layout
+        self.options = options
         self.rank = rank
         self.kernels = kernels
         #: Of the buffers; those of messages are the host's.
         self.home: Memory = kernels.memory
-        self.scale = scale
         count = len(layout.tensors)
         self.tensors: Table = np.zeros(count, TENSOR)
         self.tensors["decay"] = 1.0
@@ -101,6 +120,10 @@ class Core(abc.ABC):
         self.node_gradient = none
         self._node_addresses = np.zeros(count, np.uint64)
 
+    @abc.abstractmethod
+    def set_hyper(self, group: Group) -> None:
+        """Sets the next step's hyperparameters of a parameter group, in float64, each rounded to float32 once."""
+
     # What the stepper asks
 
     @abc.abstractmethod
@@ -117,7 +140,9 @@ class Core(abc.ABC):
     def average(self, segment: int, received: Sequence[Bytes], flags: Flags) -> Computation:
         """The owner's half: all ranks' messages to this one, in rank order, into its place in ``result``."""
         layout = self.segments[segment].layout
-        return Average(
+        return loop(
+            Kernels.average,
+            flags,
             blocks=layout.owned_blocks,
             received=received,
             origin=layout.message_start[self.rank],
@@ -126,7 +151,6 @@ class Core(abc.ABC):
             mask=self.segment_mask(layout),
             scale=self.scale,
             packed=self.result(segment),
-            flags=flags,
         )
 
     def result(self, segment: int) -> Bytes:
@@ -185,6 +209,21 @@ class Core(abc.ABC):
         ``present`` has one bool per tensor of the layout: some rank had a gradient. Where it is False nothing of the
         tensor changes. ``averages`` is flat: what the dense tensors of ``exchange`` brought.
         """
+
+    # After a step: elements that are masked, and have a gradient again on some rank
+
+    @property
+    def wake_due(self) -> bool:
+        """After a commit: should the ranks exchange ``touched`` now, and ``wake``? The same on all ranks."""
+        return False
+
+    def touched(self) -> Bytes:
+        """One bit per flat element: masked, and this rank's gradients have left something in its worker error."""
+        raise NotImplementedError("a core without masked elements")
+
+    def wake(self, touched: Bytes) -> int:
+        """Unmasks the elements of ``touched``, the OR over all ranks; returns how many."""
+        raise NotImplementedError("a core without masked elements")
 
     # Buckets
 
@@ -287,6 +326,10 @@ class Core(abc.ABC):
         return slice(int(mine["owned"][0]), int(mine["owned"][-1]) + int(mine["length"][-1]))
 
     # State
+
+    def report(self) -> dict[str, Any]:
+        """What a user is told of the state, in plain values: at least the ``stage``, in a word."""
+        return {"stage": "compressed" if self.exchange().compressed.any() else "dense"}
 
     def state(self) -> dict[str, Any]:
         """What is the same on all ranks, besides parameters and moments: plain values and copies, by string keys."""

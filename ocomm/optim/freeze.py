@@ -19,6 +19,16 @@ from ocomm.errors import SettingsError
 STABLE_RATIO = 0.96
 
 
+def whole_freeze_step(freeze_step: int | Literal["auto"]) -> int | Literal["auto"]:
+    """``freeze_step``, as an int where it is a number. Raises SettingsError for all but whole numbers from 1 on."""
+    if freeze_step == "auto":
+        return "auto"
+    is_number = not isinstance(freeze_step, bool) and isinstance(freeze_step, (int, float, np.number))
+    if not is_number or freeze_step < 1 or freeze_step % 1:
+        raise SettingsError(f"freeze_step must be a positive number of steps or 'auto', got {freeze_step!r}")
+    return int(freeze_step)
+
+
 class FreezeSchedule:
     """Chooses T_w, the last dense step, counted from 1.
 
@@ -32,18 +42,13 @@ class FreezeSchedule:
     """
 
     def __init__(self, freeze_step: int | Literal["auto"], beta2: float) -> None:
-        if freeze_step != "auto":
-            whole = not isinstance(freeze_step, bool) and isinstance(freeze_step, (int, float, np.number))
-            if not whole or freeze_step < 1 or freeze_step % 1:
-                raise SettingsError(f"freeze_step must be a positive number of steps or 'auto', got {freeze_step!r}")
-            freeze_step = int(freeze_step)
         if not 0.0 <= beta2 < 1.0:
             raise SettingsError(f"beta2 must be in [0, 1), got {beta2}")
-        self.freeze_step = freeze_step
+        self.freeze_step = whole_freeze_step(freeze_step)
         self.window = round(1.0 / (1.0 - beta2))
         #: Steps from one look at the norm to the next; Delta is a multiple of it.
         self.stride = max(s for s in range(1, max(self.window // 100, 1) + 1) if self.window % s == 0)
-        self.decided: int | None = None if freeze_step == "auto" else int(freeze_step)
+        self.decided: int | None = None if self.freeze_step == "auto" else self.freeze_step
         self._norms: deque[float] = deque(maxlen=self.window + 1)
         self._lrs: tuple[float, ...] | None = None
         self._step = 0

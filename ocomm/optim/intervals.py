@@ -19,7 +19,7 @@ class SyncSchedule:
     have been taken since the last one, this one included. Raises SettingsError for other numbers.
     """
 
-    def __init__(self, local_step_start: int = 0, local_step_doubling: int = 32768, local_step_clip: int = 16) -> None:
+    def __init__(self, local_step_start: int, local_step_doubling: int, local_step_clip: int) -> None:
         self.start = _at_least(0, "local_step_start", local_step_start)
         self.doubling = _at_least(1, "local_step_doubling", local_step_doubling)
         self.clip = _at_least(1, "local_step_clip", local_step_clip)
@@ -56,7 +56,7 @@ class RefreshSchedule:
     other numbers.
     """
 
-    def __init__(self, syncs: SyncSchedule, var_update_scaler: int = 16, var_freeze_step: int | None = None) -> None:
+    def __init__(self, syncs: SyncSchedule, var_update_scaler: int, var_freeze_step: int | None) -> None:
         self.scaler = _at_least(1, "var_update_scaler", var_update_scaler)
         self.freeze_step = None if var_freeze_step is None else _at_least(1, "var_freeze_step", var_freeze_step)
         #: Refreshes so far, and the step of the next one.

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +28,10 @@ from numpy.typing import NDArray
 
 from ocomm.compression.layout import Layout
 from ocomm.errors import SettingsError
-from ocomm.kernels.base import Bytes, Floats, HostKernels, Table, aligned_zeros
-from ocomm.optim.core import Bools, address, flat_floats
-from ocomm.optim.onebit_adam import MomentumSegment, OneBitAdam
+from ocomm.kernels.base import Bytes, Floats, Kernels, Table, aligned_zeros
+from ocomm.optim.core import Bools, Group, address, flat_floats
+from ocomm.optim.onebit_adam import MomentumSegment, OneBitAdam, OneBitAdamOptions
+from ocomm.optim.options import option
 
 
 class _Part(NamedTuple):
@@ -40,39 +42,46 @@ class _Part(NamedTuple):
     numbers: NDArray[np.int64]
 
 
-class Lamb(OneBitAdam):
-    """See ``OneBitAdam``, also for the options that are not here.
+@dataclass(frozen=True, kw_only=True)
+class LambOptions(OneBitAdamOptions):
+    """Raises SettingsError for values that cannot be."""
 
-    ``min_coeff`` and ``max_coeff`` bound the trust ratio, ``coeff_beta`` in [0, 1) is of its moving average. The factor
-    begins at 1, is in [``factor_min``, ``factor_max``], and changes in one step by at most ``factor_threshold`` of
-    itself, in [0, 1). Raises SettingsError for other values.
-    """
+    max_coeff: float = option(10.0, "The upper bound of the trust ratio.")
+    min_coeff: float = option(0.01, "The lower bound of the trust ratio, above 0.")
+    coeff_beta: float = option(
+        0.9,
+        """Of the trust ratio's moving average, in [0, 1), whose value at the freeze the 1-bit steps take: the warm-up
+        should have more than 1 / (1 - coeff_beta) steps.""",
+    )
+    factor_max: float = option(
+        4.0, "The upper bound, at least 1, of the factor that multiplies the trust ratio and follows the variance."
+    )
+    factor_min: float = option(0.5, "The lower bound of that factor, in (0, 1].")
+    factor_threshold: float = option(
+        0.1, "The fraction of itself, in [0, 1), by which that factor changes in one step at most."
+    )
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        kernels: HostKernels,
-        *,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        coeff_beta: float = 0.9,
-        factor_max: float = 4.0,
-        factor_min: float = 0.5,
-        factor_threshold: float = 0.1,
-        **options: Any,
-    ) -> None:
-        super().__init__(layout, rank, kernels, **options)
-        self.kernels: HostKernels = kernels
-        if not 0.0 < min_coeff <= max_coeff < math.inf:
-            raise SettingsError(f"need 0 < min_coeff <= max_coeff, got {min_coeff} and {max_coeff}")
-        if not 0.0 < factor_min <= 1.0 <= factor_max < math.inf:
-            raise SettingsError(f"need 0 < factor_min <= 1 <= factor_max, got {factor_min} and {factor_max}")
-        for name, value in (("coeff_beta", coeff_beta), ("factor_threshold", factor_threshold)):
-            if not 0.0 <= value < 1.0:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.min_coeff <= self.max_coeff < math.inf:
+            raise SettingsError(f"need 0 < min_coeff <= max_coeff, got {self.min_coeff} and {self.max_coeff}")
+        if not 0.0 < self.factor_min <= 1.0 <= self.factor_max < math.inf:
+            raise SettingsError(f"need 0 < factor_min <= 1 <= factor_max, got {self.factor_min} and {self.factor_max}")
+        for name in ("coeff_beta", "factor_threshold"):
+            if not 0.0 <= (value := getattr(self, name)) < 1.0:
                 raise SettingsError(f"{name} must be in [0, 1), got {value}")
-        self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
-        self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
+
+
+class Lamb(OneBitAdam):
+    """1-bit LAMB for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
+
+    kind = "OneBitLamb"
+    dense_steps_of = "LAMB"
+    options: LambOptions
+
+    def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: LambOptions) -> None:
+        super().__init__(layout, rank, kernels, options)
+        self.kernels: Kernels = kernels
         count = len(layout.tensors)
         # Hyperparameters of the next step, by tensor.
         self._lr, self._beta1, self._beta2, self._eps, self._decay = np.zeros((5, count))
@@ -104,29 +113,17 @@ class Lamb(OneBitAdam):
 
     # Hyperparameters
 
-    def set_hyper(
-        self,
-        tensors: Sequence[int] | NDArray[np.integer],
-        *,
-        lr: float,
-        beta1: float,
-        coupled_decay: float = 0.0,
-        decoupled_decay: float = 0.0,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-    ) -> None:
-        """Sets the next step's hyperparameters of a parameter group, in float64. Any decay is LAMB's, of the update;
-        ``eps`` counts up to the freeze."""
-        super().set_hyper(tensors, lr=lr, beta1=beta1)
-        index = np.asarray(tensors, np.int64)
+    def set_hyper(self, group: Group) -> None:
+        """Any decay is LAMB's, of the update; ``eps`` counts up to the freeze."""
+        super().set_hyper(replace(group, coupled_decay=0.0, decoupled_decay=0.0))
         for values, value in (
-            (self._lr, lr),
-            (self._beta1, beta1),
-            (self._beta2, beta2),
-            (self._eps, eps),
-            (self._decay, coupled_decay + decoupled_decay),
+            (self._lr, group.lr),
+            (self._beta1, group.betas[0]),
+            (self._beta2, group.betas[1]),
+            (self._eps, group.eps),
+            (self._decay, group.coupled_decay + group.decoupled_decay),
         ):
-            values[index] = value
+            values[group.tensors] = value
 
     # The warm-up
 
@@ -148,7 +145,9 @@ class Lamb(OneBitAdam):
             self.kernels.axpy(update, param, float(self._decay[tensor]))
         ratio = self._ratio(param, update)
         if ratio is not None:
-            self.trust_average[tensor] = self.coeff_beta * self.trust_average[tensor] + (1.0 - self.coeff_beta) * ratio
+            self.trust_average[tensor] = (
+                self.options.coeff_beta * self.trust_average[tensor] + (1.0 - self.options.coeff_beta) * ratio
+            )
             self.trust_count[tensor] += 1
         self._descend(tensor, param, update, 1.0 if ratio is None else ratio)
 
@@ -162,7 +161,7 @@ class Lamb(OneBitAdam):
         of_param, of_update = self._norm(param), self._norm(update)
         if not of_param or not of_update:
             return None
-        return min(max(of_param / of_update, self.min_coeff), self.max_coeff)
+        return min(max(of_param / of_update, self.options.min_coeff), self.options.max_coeff)
 
     def _norm(self, array: Floats) -> float:
         """In float64, summed in one order whatever is fused with whatever."""
@@ -178,7 +177,7 @@ class Lamb(OneBitAdam):
             return False
         self.fresh[self.flat_span(tensor)] = variance.reshape(-1)
         count = int(self.trust_count[tensor])
-        self.coefficient[tensor] = self.trust_average[tensor] / (1.0 - self.coeff_beta**count) if count else 0.0
+        self.coefficient[tensor] = self.trust_average[tensor] / (1.0 - self.options.coeff_beta**count) if count else 0.0
         return True
 
     # One step
@@ -199,8 +198,8 @@ class Lamb(OneBitAdam):
             whole = self._norm(update)
             share = min(1.0, of_adam / whole) if whole else 1.0
             factor = factor * share + (1.0 - share)
-        factor = min(max(factor, self.factor_min), self.factor_max)
-        last, change = float(self.factor[tensor]), self.factor_threshold
+        factor = min(max(factor, self.options.factor_min), self.options.factor_max)
+        last, change = float(self.factor[tensor]), self.options.factor_threshold
         factor = min(max(factor, last * (1.0 - change)), last * (1.0 + change))
         if not self.coefficient[tensor]:
             ratio = self._ratio(param, update)
@@ -214,7 +213,8 @@ class Lamb(OneBitAdam):
         assert segment.previous is not None
         dense = self._dense.get(tensor)
         assert dense is not None or segment.result is not None, "a tensor without momentum"
-        return self.kernels.lamb_update(
+        largest = np.zeros(part.blocks.size, np.float32)
+        self.kernels.lamb_update(
             part.blocks,
             segment.previous,
             segment.result if dense is None else None,
@@ -224,11 +224,13 @@ class Lamb(OneBitAdam):
             preconditioner.denominator,
             self.fresh,
             update,
+            largest,
             float(self._beta1[tensor]),
             float(self._beta2[tensor]),
             float(preconditioner.eps[tensor]),
             int(self.steps[tensor]),
         )
+        return float(largest.max(initial=0.0))
 
     def _parts_of(self, tensor: int) -> list[_Part]:
         """The parts of a tensor in the segments in which it travels."""
@@ -259,6 +261,16 @@ class Lamb(OneBitAdam):
         return woken
 
     # State
+
+    def report(self) -> dict[str, Any]:
+        """Also, by tensor, ``trust_ratios``, by which the last step multiplied lr, and ``factors``, the part of it that
+        follows the variance since the freeze."""
+        names = [spec.name for spec in self.layout.tensors]
+        return {
+            **super().report(),
+            "trust_ratios": dict(zip(names, self.trust_ratio.tolist(), strict=True)),
+            "factors": dict(zip(names, self.factor.tolist(), strict=True)),
+        }
 
     def state(self) -> dict[str, Any]:
         """Also the trust ratios, and ``fresh`` (float32, numel) of each compressed tensor."""

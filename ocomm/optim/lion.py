@@ -18,52 +18,56 @@ Memory per parameter, besides the parameter and its gradient: m 2 * 4 B.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ocomm.collectives.plan import AverageQuantized, CompressSigns
+from ocomm.collectives.plan import Loop, loop
 from ocomm.compression.layout import Layout
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import NOISE, OWNERS, Bytes, Floats, Kernels
-from ocomm.optim.core import Bools, Core, Exchange, Flags
+from ocomm.optim.core import Bools, Core, Exchange, Flags, Group
+from ocomm.optim.options import Options, option, require_seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class LionOptions(Options):
+    """Raises SettingsError for values that cannot be."""
+
+    betas: tuple[float, float] = option(
+        (0.9, 0.99), "Of the sign's average of momentum and gradient, and of the momentum; both in [0, 1).", fixed=True
+    )
+    seed: int = option(
+        0, "Of the coin that decides where half of the ranks voted either way, in [0, 2^64).", fixed=True
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(float(beta) for beta in self.betas))
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise SettingsError(f"betas must be two numbers in [0, 1), got {self.betas}")
+        require_seed(self.seed)
 
 
 class Lion(Core):
-    """For the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``.
+    """For the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
-    Both ``betas`` are in [0, 1); ``seed``, in [0, 2^64) and the same on all ranks, decides ties. Raises SettingsError
-    for other values.
-    """
-
+    kind = "Lion"
     compressor = "lion"
     scales = False
     keeps_errors = False
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        kernels: Kernels,
-        *,
-        betas: tuple[float, float] = (0.9, 0.99),
-        seed: int = 0,
-    ) -> None:
-        super().__init__(layout, rank, kernels)
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise SettingsError(f"betas must be two numbers in [0, 1), got {betas}")
-        if not 0 <= seed < 1 << 64:
-            raise SettingsError(f"seed must be in [0, 2^64), got {seed}")
-        self.betas = betas
+    def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: LionOptions) -> None:
+        super().__init__(layout, rank, kernels, options)
+        self.betas = betas = options.betas
         #: Steps taken, whatever tensors had gradients in them.
         self.committed = 0
         self.tensors["beta1"], self.tensors["one_minus_beta1"] = betas[0], 1.0 - betas[0]
         self.momentum, self.momentum_out = (self.home.zeros(layout.worker_numel(rank)) for _ in range(2))
         self._worker = layout.nodes.members.index(layout.nodes.node_of(rank))
         # Read by plans when they run: a new step needs no new plan.
-        self._owner_noise = np.array([(seed, 0, OWNERS, 0)], NOISE)
+        self._owner_noise = np.array([(options.seed, 0, OWNERS, 0)], NOISE)
         self._votes = np.array([len(node) for node in layout.nodes.members], np.float32)
         self.allocate()
 
@@ -72,14 +76,11 @@ class Lion(Core):
         """Is the sign of zero +1 in this worker's next step?"""
         return (self.committed + self._worker) % 2 == 0
 
-    def set_hyper(
-        self, tensors: Sequence[int] | NDArray[np.integer], *, lr: float, decoupled_decay: float = 0.0
-    ) -> None:
-        """Sets the next step's hyperparameters of a parameter group, in float64, each rounded to float32 once."""
-        index = np.asarray(tensors, np.int64)
-        self.tensors["one_minus_beta1"][index] = (1.0 - self.betas[0]) * self.gradient_scale
-        self.tensors["step_size"][index] = lr
-        self.tensors["decay"][index] = 1.0 - lr * decoupled_decay
+    def set_hyper(self, group: Group) -> None:
+        """Reads ``lr`` and ``decoupled_decay``."""
+        self.tensors["one_minus_beta1"][group.tensors] = (1.0 - self.betas[0]) * self.gradient_scale
+        self.tensors["step_size"][group.tensors] = group.lr
+        self.tensors["decay"][group.tensors] = 1.0 - group.lr * group.decoupled_decay
 
     # One step
 
@@ -91,9 +92,11 @@ class Lion(Core):
     def exchange(self) -> Exchange:
         return self._exchange
 
-    def compress(self, segment: int, packed: Bytes, flags: Flags) -> CompressSigns:
+    def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
         """This step's signs into ``packed``. Reads gradients; writes the momentum."""
-        return CompressSigns(
+        return loop(
+            Kernels.compress_signs,
+            flags,
             blocks=self.segments[segment].layout.worker_blocks,
             tensors=self.tensors,
             momentum=self.momentum,
@@ -102,13 +105,14 @@ class Lion(Core):
             one_minus_beta2=(1.0 - self.betas[1]) * self.gradient_scale,
             zero_up=self.zero_up,
             packed=packed,
-            flags=flags,
         )
 
-    def average(self, segment: int, received: Sequence[Bytes], flags: Flags) -> AverageQuantized:
+    def average(self, segment: int, received: Sequence[Bytes], flags: Flags) -> Loop:
         """The majority: a worker has one vote for each rank of its node."""
         layout = self.segments[segment].layout
-        return AverageQuantized(
+        return loop(
+            Kernels.average_quantized,
+            flags,
             blocks=layout.owned_blocks,
             received=received,
             origin=layout.message_start[self.rank],
@@ -117,7 +121,6 @@ class Lion(Core):
             error_out=None,
             noise=self._owner_noise,
             packed=self.result(segment),
-            flags=flags,
         )
 
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:

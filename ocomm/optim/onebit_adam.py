@@ -22,17 +22,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ocomm.collectives.plan import Compress
+from ocomm.collectives.plan import Loop, loop
 from ocomm.compression.layout import Layout, SegmentLayout
-from ocomm.errors import SettingsError
 from ocomm.kernels.base import Bytes, Floats, Kernels
-from ocomm.optim.core import Bools, Core, Exchange, Flags, Segment, address, flat_floats
-from ocomm.optim.preconditioner import Preconditioner
+from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, Segment, address, flat_floats
+from ocomm.optim.freeze import whole_freeze_step
+from ocomm.optim.options import option
+from ocomm.optim.preconditioner import Preconditioner, PreconditionerOptions
 
 
 class Stage(enum.IntEnum):
@@ -49,33 +49,42 @@ class MomentumSegment(Segment):
     previous: Bytes | None = None  # None: every tensor's momentum is dense
 
 
+@dataclass(frozen=True, kw_only=True)
+class OneBitAdamOptions(PreconditionerOptions):
+    """Raises SettingsError for values that cannot be."""
+
+    freeze_step: int | Literal["auto"] = option(
+        "auto",
+        """The number of dense steps T_w before the first compressed one; ``"auto"``: until the variance is stable, at
+        least 2 / (1 - beta2) steps.""",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "freeze_step", whole_freeze_step(self.freeze_step))
+        super().__post_init__()
+
+
 class OneBitAdam(Core):
-    """The compressed stage of 1-bit Adam for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``.
+    """The compressed stage of 1-bit Adam for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
-    ``variance_floor`` is f, in [0, 1]. ``scale`` is ``"l1"`` or ``"rms"``. Every ``mask_refresh`` compressed steps
-    ``refresh_due`` asks for masked elements to be woken. Raises SettingsError for other values.
-    """
+    kind = "OneBitAdam"
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        kernels: Kernels,
-        *,
-        variance_floor: float = 0.05,
-        scale: str = "rms",
-        mask_refresh: int = 100,
-    ) -> None:
-        super().__init__(layout, rank, kernels, scale=scale)
-        if mask_refresh < 1:
-            raise SettingsError(f"mask_refresh must be a positive number of steps, got {mask_refresh}")
-        self.mask_refresh = mask_refresh
-        self.preconditioner = Preconditioner(layout, variance_floor, self.home)
+    def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: OneBitAdamOptions) -> None:
+        super().__init__(layout, rank, kernels, options)
+        self.scale = options.scale
+        self.mask_refresh = options.mask_refresh
+        self.preconditioner = Preconditioner(layout, options.variance_floor, self.home)
         self.stage = np.zeros(len(layout.tensors), np.uint8)
         self._exchange: Exchange | None = None  # by these stages
         self.compressed_steps = 0
         self._refreshed_at = 0
         self._dense: dict[int, Floats] = {}
+
+    # The warm-up
+
+    def dense_step(self, tensor: int, gradient: Floats, momentum: Floats, variance: Floats, step: int) -> None:
+        """Where the core makes them, a dense step of a tensor in warm-up, numbered from 1, on its averaged gradient."""
+        raise NotImplementedError("the wrapped optimizer makes the dense steps")
 
     # Freezing
 
@@ -123,27 +132,20 @@ class OneBitAdam(Core):
 
     # Hyperparameters
 
-    def set_hyper(
-        self,
-        tensors: Sequence[int] | NDArray[np.integer],
-        *,
-        lr: float,
-        beta1: float,
-        coupled_decay: float = 0.0,
-        decoupled_decay: float = 0.0,
-    ) -> None:
-        """Sets the next step's hyperparameters of a parameter group, in float64, each rounded to float32 once.
+    def set_hyper(self, group: Group) -> None:
+        """Reads all but beta2 and ``eps``, which are those of the freeze.
 
         step_size = lr / (1 - beta1^t) with the t that the step will have; decay = 1 - lr * decoupled_decay. With a
         ``gradient_scale`` f, (1 - beta1) * f * (g + (wd / f) * p) is what (1 - beta1) * (f * g + wd * p) would be.
         """
+        tensors, lr, beta1 = group.tensors, group.lr, group.betas[0]
         # One group of all is what most have, and a slice is the quicker index.
-        index: Any = slice(None) if len(tensors) == self.steps.size else np.asarray(tensors, np.int64)
+        index: Any = slice(None) if len(tensors) == self.steps.size else tensors
         rows = self.tensors
         rows["beta1"][index] = beta1
         rows["one_minus_beta1"][index] = (1.0 - beta1) * self.gradient_scale
-        rows["weight_decay"][index] = coupled_decay / self.gradient_scale
-        rows["decay"][index] = 1.0 - lr * decoupled_decay
+        rows["weight_decay"][index] = group.coupled_decay / self.gradient_scale
+        rows["decay"][index] = 1.0 - lr * group.decoupled_decay
         steps = (self.steps[index] + 1).tolist()
         sizes = {step: lr / (1.0 - beta1**step) for step in set(steps)}
         rows["step_size"][index] = sizes[steps[0]] if len(sizes) == 1 else [sizes[step] for step in steps]
@@ -161,7 +163,7 @@ class OneBitAdam(Core):
         preconditioner = self.preconditioner
         return preconditioner.mask if preconditioner.masked[layout.tensor_indices].any() else None
 
-    def compress(self, segment: int, packed: Bytes, flags: Flags) -> Compress:
+    def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
         """This step's momentum into ``packed``. Reads gradients and, where the decay is coupled, parameters.
 
         Raises ValueError if one of the segment's tensors is still in warm-up.
@@ -172,9 +174,10 @@ class OneBitAdam(Core):
         if not stage.all():
             early = this.layout.tensors[int(np.argmin(stage))]
             raise ValueError(f"tensor {self.layout.tensors[early].name!r} is still in warm-up; freeze it first")
-        return Compress(
+        return loop(
+            Kernels.compress_momentum,
+            flags,
             blocks=this.layout.worker_blocks,
-            values=None,
             tensors=self.tensors,
             previous=this.previous,
             error=self.error,
@@ -182,7 +185,6 @@ class OneBitAdam(Core):
             mask=self.segment_mask(this.layout),
             scale=self.scale,
             packed=packed,
-            flags=flags,
         )
 
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
@@ -252,8 +254,8 @@ class OneBitAdam(Core):
     # Masked elements
 
     @property
-    def refresh_due(self) -> bool:
-        """After a commit: should the ranks exchange ``touched`` now, and ``wake``? The same on all ranks."""
+    def wake_due(self) -> bool:
+        """Every ``mask_refresh`` compressed steps, while anything is masked."""
         steps = self.compressed_steps
         due = steps > self._refreshed_at and steps % self.mask_refresh == 0
         return due and bool(self.preconditioner.masked.any())
@@ -274,6 +276,15 @@ class OneBitAdam(Core):
         return self.preconditioner.wake(touched)
 
     # State
+
+    def report(self) -> dict[str, Any]:
+        """Also how many elements are masked and were woken."""
+        stages = {int(stage) for stage in self.stage[self.layout.numels > 0]}
+        return {
+            "stage": "warm-up" if stages == {0} else "compressed" if stages == {1} else "mixed",
+            "masked_elements": int(self.preconditioner.masked.sum()),
+            "woken_elements": self.preconditioner.woken,
+        }
 
     def momentum(self, tensor: int) -> Floats:
         """mbar of a compressed tensor as a new float32 array of ``numel`` elements; 0 where masked."""

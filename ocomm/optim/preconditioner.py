@@ -8,7 +8,8 @@ communication.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +18,41 @@ from ocomm.compression.layout import Layout
 from ocomm.errors import NonFiniteError, SettingsError
 from ocomm.kernels.base import HOST, Bytes, Floats, Memory
 from ocomm.optim.core import flat_floats
+from ocomm.optim.options import Options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreconditionerOptions(Options):
+    """What 1-bit Adam, 1-bit LAMB and 0/1 Adam have in common. Raises SettingsError for values that cannot be."""
+
+    scale: Literal["l1", "rms"] = option(
+        "rms",
+        """The scale of a block on the wire: the mean of its absolute values (``"l1"``), or the root of its mean square
+        (``"rms"``).""",
+    )
+    variance_floor: float = option(
+        0.05,
+        """The fraction, in [0, 1], of a block's mean sqrt(v) below which no element's sqrt(v) falls. 0: no floor.""",
+    )
+    mask_refresh: int = option(
+        100,
+        """The number of compressed exchanges after which the ranks look for elements that had no gradient while v was
+        made, and have one now.""",
+    )
+
+    def __post_init__(self) -> None:
+        if self.scale not in ("l1", "rms"):
+            raise SettingsError(f"scale must be 'l1' or 'rms', got {self.scale!r}")
+        if not 0.0 <= self.variance_floor <= 1.0:
+            raise SettingsError(f"variance_floor must be in [0, 1], got {self.variance_floor}")
+        if self.mask_refresh < 1:
+            raise SettingsError(f"mask_refresh must be a positive number of steps, got {self.mask_refresh}")
 
 
 class Preconditioner:
-    """``variance_floor`` is f, in [0, 1]: no element's sqrt(v_hat) is below f times its block's mean.
-
-    Raises SettingsError for other values.
-    """
+    """``variance_floor`` is f, in [0, 1]: no element's sqrt(v_hat) is below f times its block's mean."""
 
     def __init__(self, layout: Layout, variance_floor: float, memory: Memory = HOST) -> None:
-        if not 0.0 <= variance_floor <= 1.0:
-            raise SettingsError(f"variance_floor must be in [0, 1], got {variance_floor}")
         self.layout = layout
         self.home = memory
         self.variance_floor = variance_floor

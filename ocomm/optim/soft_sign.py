@@ -10,42 +10,53 @@ Memory per parameter, besides the parameter and its gradient: m and b 2 * 8 B, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ocomm.collectives.plan import Computation, SoftSign
+from ocomm.collectives.plan import Computation, loop
 from ocomm.compression.layout import Layout, SegmentLayout
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import Bytes, Floats, Kernels, Table
-from ocomm.optim.core import Bools, Core, Exchange, Flags, address, all_blocks
+from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, address, all_blocks
+from ocomm.optim.options import Options, option
 
 EPS = 1e-12
 
 
+@dataclass(frozen=True, kw_only=True)
+class SoftSignSGDOptions(Options):
+    """Raises SettingsError for values that cannot be."""
+
+    beta: float = option(
+        0.95, "Of the moving averages m of the gradient and b of its magnitude, in [0, 1).", fixed=True
+    )
+    amsgrad_after: int | None = option(
+        None, "The number of steps T_0 after which b never falls. None: it may always.", fixed=True
+    )
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.beta < 1.0:
+            raise SettingsError(f"beta must be in [0, 1), got {self.beta}")
+        if self.amsgrad_after is not None and self.amsgrad_after < 0:
+            raise SettingsError(f"amsgrad_after must be a number of steps or None, got {self.amsgrad_after}")
+
+
 class SoftSignSGD(Core):
-    """For the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``.
+    """For the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
-    ``beta`` is in [0, 1). ``amsgrad_after`` is T_0, the number of steps after which b never falls; None: it may always.
-    Raises SettingsError for other values.
-    """
+    kind = "SoftSignSGD"
 
-    def __init__(
-        self, layout: Layout, rank: int, kernels: Kernels, *, beta: float = 0.95, amsgrad_after: int | None = None
-    ) -> None:
-        super().__init__(layout, rank, kernels)
-        if not 0.0 <= beta < 1.0:
-            raise SettingsError(f"beta must be in [0, 1), got {beta}")
-        if amsgrad_after is not None and amsgrad_after < 0:
-            raise SettingsError(f"amsgrad_after must be a number of steps or None, got {amsgrad_after}")
-        self.amsgrad_after = amsgrad_after
+    def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: SoftSignSGDOptions) -> None:
+        super().__init__(layout, rank, kernels, options)
+        self.amsgrad_after = options.amsgrad_after
         #: Steps taken, whatever tensors had gradients in them.
         self.committed = 0
-        self.beta = beta
-        self.tensors["beta1"], self.tensors["one_minus_beta1"] = beta, 1.0 - beta
+        self.beta = options.beta
+        self.tensors["beta1"], self.tensors["one_minus_beta1"] = self.beta, 1.0 - self.beta
         mine = layout.worker_numel(rank)
         self.momentum, self.momentum_out, self.magnitude, self.magnitude_out = (self.home.zeros(mine) for _ in range(4))
         self._allocate_exchanged()
@@ -62,14 +73,11 @@ class SoftSignSGD(Core):
         """Is b in the next step no less than before?"""
         return self.amsgrad_after is not None and self.committed >= self.amsgrad_after
 
-    def set_hyper(
-        self, tensors: Sequence[int] | NDArray[np.integer], *, lr: float, decoupled_decay: float = 0.0
-    ) -> None:
-        """Sets the next step's hyperparameters of a parameter group, in float64, each rounded to float32 once."""
-        index = np.asarray(tensors, np.int64)
-        self.tensors["one_minus_beta1"][index] = (1.0 - self.beta) * self.gradient_scale
-        self.tensors["step_size"][index] = lr
-        self.tensors["decay"][index] = 1.0 - lr * decoupled_decay
+    def set_hyper(self, group: Group) -> None:
+        """Reads ``lr`` and ``decoupled_decay``."""
+        self.tensors["one_minus_beta1"][group.tensors] = (1.0 - self.beta) * self.gradient_scale
+        self.tensors["step_size"][group.tensors] = group.lr
+        self.tensors["decay"][group.tensors] = 1.0 - group.lr * group.decoupled_decay
 
     # One step
 
@@ -85,7 +93,9 @@ class SoftSignSGD(Core):
         raise AssertionError("nothing travels compressed")
 
     def dense_source(self, segment: SegmentLayout, flags: Flags) -> tuple[list[Computation], Table]:
-        soft_sign = SoftSign(
+        soft_sign = loop(
+            Kernels.soft_sign,
+            flags,
             blocks=segment.blocks,
             tensors=self.tensors,
             momentum=self.momentum,
@@ -95,7 +105,6 @@ class SoftSignSGD(Core):
             eps=EPS,
             amsgrad=self.amsgrad,
             out=self.ratio,
-            flags=flags,
         )
         return [soft_sign], self._source
 

@@ -23,18 +23,19 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.collectives.plan import CompressUpdate
+from ocomm.collectives.plan import Loop, loop
 from ocomm.compression.layout import Layout, SegmentLayout
-from ocomm.errors import SettingsError
 from ocomm.kernels.base import Bytes, Floats, Kernels, Table
-from ocomm.optim.core import Bools, Core, Exchange, Flags, address, all_blocks, flat_floats
+from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, address, all_blocks, flat_floats
 from ocomm.optim.intervals import RefreshSchedule, SyncSchedule
-from ocomm.optim.preconditioner import Preconditioner
+from ocomm.optim.options import option
+from ocomm.optim.preconditioner import Preconditioner, PreconditionerOptions
 
 #: Of the errors in a rank state. One that does not say it has errors in units of lr * m.
 ERROR_UNIT = "sqrt(lr) * m"
@@ -53,36 +54,51 @@ class Stage(enum.IntEnum):
     UNSEEN = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class ZeroOneAdamOptions(PreconditionerOptions):
+    """Raises SettingsError for values that cannot be."""
+
+    variance_floor: float = option(0.2, PreconditionerOptions.texts()["variance_floor"])
+    var_update_scaler: int = option(
+        16,
+        """The variance is refreshed, with a dense average of the gradients, at step 1 and then after 2^floor(j /
+        ``var_update_scaler``) steps, j counting the refreshes.""",
+    )
+    var_freeze_step: int | None = option(
+        None, "The last step that may refresh the variance. None: it is refreshed as long as every step is a sync."
+    )
+    local_step_start: int = option(0, "Up to this step every step is a sync.")
+    local_step_doubling: int = option(
+        32768,
+        """From there on syncs are min(``local_step_clip``, 2^floor((t - ``local_step_start``) /
+        ``local_step_doubling``)) steps apart, t being the step.""",
+    )
+    local_step_clip: int = option(16, "The number of steps between two syncs at most.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.schedules()
+
+    def schedules(self) -> tuple[SyncSchedule, RefreshSchedule]:
+        """Of syncs and of refreshes, before the first step."""
+        syncs = SyncSchedule(self.local_step_start, self.local_step_doubling, self.local_step_clip)
+        return syncs, RefreshSchedule(syncs, self.var_update_scaler, self.var_freeze_step)
+
+
 class ZeroOneAdam(Core):
-    """0/1 Adam for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``.
+    """0/1 Adam for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
-    ``syncs`` and ``refreshes`` are its schedules. ``variance_floor`` is f, in [0, 1]. ``scale`` is ``"l1"`` or
-    ``"rms"``. Every ``mask_refresh`` syncs ``wake_due`` asks for masked elements to be woken. Raises SettingsError for
-    other values.
-    """
-
+    kind = "ZeroOneAdam"
     compressor = "zeroone"
     steps_locally = True
+    sends_rates = True
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        kernels: Kernels,
-        *,
-        syncs: SyncSchedule,
-        refreshes: RefreshSchedule,
-        variance_floor: float = 0.2,
-        scale: str = "rms",
-        mask_refresh: int = 100,
-    ) -> None:
-        super().__init__(layout, rank, kernels, scale=scale)
-        if mask_refresh < 1:
-            raise SettingsError(f"mask_refresh must be a positive number of steps, got {mask_refresh}")
-        self.syncs = syncs
-        self.refreshes = refreshes
-        self.mask_refresh = mask_refresh
-        self.preconditioner = Preconditioner(layout, variance_floor, self.home)
+    def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: ZeroOneAdamOptions) -> None:
+        super().__init__(layout, rank, kernels, options)
+        self.scale = options.scale
+        self.syncs, self.refreshes = options.schedules()
+        self.mask_refresh = options.mask_refresh
+        self.preconditioner = Preconditioner(layout, options.variance_floor, self.home)
         #: Steps taken, syncs among them, and steps in which nothing was averaged but the gradients of late tensors.
         self.step = 0
         self.sync_steps = 0
@@ -121,28 +137,15 @@ class ZeroOneAdam(Core):
 
     # Hyperparameters
 
-    def set_hyper(
-        self,
-        tensors: Sequence[int] | NDArray[np.integer],
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        coupled_decay: float = 0.0,
-        decoupled_decay: float = 0.0,
-    ) -> None:
-        """Sets the next step's hyperparameters of a parameter group, in float64, each rounded to float32 once.
-
-        ``beta2`` and ``eps`` are read at refreshes. A ``gradient_scale`` is built in as in 1-bit Adam.
-        """
-        index = np.asarray(tensors, np.int64)
+    def set_hyper(self, group: Group) -> None:
+        """beta2 and ``eps`` are read at refreshes. A ``gradient_scale`` is built in as in 1-bit Adam."""
+        index, lr, (beta1, beta2) = group.tensors, group.lr, group.betas
         rows = self.tensors
-        decay = 1.0 - lr * decoupled_decay
-        self._lr[index], self._decay[index], self._beta2[index], self._eps[index] = lr, decay, beta2, eps
+        decay = 1.0 - lr * group.decoupled_decay
+        self._lr[index], self._decay[index], self._beta2[index], self._eps[index] = lr, decay, beta2, group.eps
         rows["beta1"][index] = beta1
         rows["one_minus_beta1"][index] = (1.0 - beta1) * self.gradient_scale
-        rows["weight_decay"][index] = coupled_decay / self.gradient_scale
+        rows["weight_decay"][index] = group.coupled_decay / self.gradient_scale
         rows["step_size"][index] = lr
         rows["decay"][index] = decay
         rows["interval_root"][index] = np.sqrt(self._interval_lr[index] + lr)
@@ -179,11 +182,13 @@ class ZeroOneAdam(Core):
         preconditioner = self.preconditioner
         return preconditioner.mask if preconditioner.masked[layout.tensor_indices].any() else None
 
-    def compress(self, segment: int, packed: Bytes, flags: Flags) -> CompressUpdate:
+    def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
         """What the steps since the last sync add up to, with this one's, over the root of the rates' sum. For a coupled
         decay it reads parameters."""
         layout = self.segments[segment].layout
-        return CompressUpdate(
+        return loop(
+            Kernels.compress_update,
+            flags,
             blocks=layout.worker_blocks,
             tensors=self.tensors,
             momentum=self.momentum,
@@ -193,7 +198,6 @@ class ZeroOneAdam(Core):
             mask=self.segment_mask(layout),
             scale=self.scale,
             packed=packed,
-            flags=flags,
         )
 
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
@@ -375,7 +379,7 @@ class ZeroOneAdam(Core):
 
     @property
     def wake_due(self) -> bool:
-        """After a commit: should the ranks exchange ``touched`` now, and ``wake``? The same on all ranks."""
+        """Every ``mask_refresh`` syncs, while anything is masked."""
         due = self.sync_steps > self._woken_at and self.sync_steps % self.mask_refresh == 0
         return due and bool(self.preconditioner.masked.any())
 
@@ -403,6 +407,23 @@ class ZeroOneAdam(Core):
         return woken
 
     # State
+
+    def report(self) -> dict[str, Any]:
+        """The ``stage`` is ``"warm-up"`` before the first step, ``"refreshing"`` while v changes, then ``"frozen"``.
+
+        Also the ``interval`` between syncs as it is now, ``synced``: all ranks hold the same parameters, the steps of
+        each kind, and how many elements are masked and were woken.
+        """
+        return {
+            "stage": "warm-up" if self.step == 0 else "refreshing" if self.dense_again else "frozen",
+            "interval": self.syncs.interval(self.step + 1),
+            "synced": self.is_synced,
+            "syncs": self.sync_steps,
+            "local_steps": self.local_steps,
+            "refreshes": self.refreshes.count,
+            "masked_elements": int(self.preconditioner.masked.sum()),
+            "woken_elements": self.preconditioner.woken,
+        }
 
     def average_momentum(self, tensor: int) -> Floats:
         """m of the last sync, the same on all ranks: a new float32 array of ``numel`` elements."""

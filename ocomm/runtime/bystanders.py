@@ -6,10 +6,11 @@ Whoever decides this must never be wrong in one direction: a thread that is not 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Collection
 from types import FrameType
+
+from ocomm.runtime.frames import current_frames
 
 #: Threads that only do what another thread asks them to, known by a function on their stack: of libraries that do not
 #: call the user's training code there. (end of the file's path, function)
@@ -44,7 +45,7 @@ def bystanders(waiting: Collection[int]) -> list[str]:
 
     Threads that Python does not know of, a framework's in C++, say, are left out: they work for those it knows.
     """
-    frames = sys._current_frames()
+    frames = current_frames()
     return sorted(
         thread.name
         for thread in threading.enumerate()
@@ -54,7 +55,7 @@ def bystanders(waiting: Collection[int]) -> list[str]:
 
 def is_in_tensorflow(thread: int) -> bool:
     """Is the thread's innermost Python code TensorFlow's: does it wait for a graph, say?"""
-    frame = sys._current_frames().get(thread)
+    frame = current_frames().get(thread)
     return frame is not None and _TENSORFLOW in frame.f_code.co_filename
 
 

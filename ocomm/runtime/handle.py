@@ -116,15 +116,6 @@ class Handle:
                 return
             listener()
 
-    def _awaited(self) -> threading.Event:
-        """The event that is set when all is over."""
-        with _events:
-            if self._event is None:
-                self._event = threading.Event()
-        if self.poll():
-            self._event.set()
-        return self._event
-
     def wait(self, seconds: float | None = None) -> list[Any]:
         """Waits for the end of all tensors and returns their results, in order; raises what went wrong with the first
         that failed. TimeoutError after ``seconds``.
@@ -132,8 +123,13 @@ class Handle:
         The runtime bounds every operation by its own deadlines, and a wait looks every second whether the runtime is
         still there: so waiting without a limit ends too.
         """
-        if not self.poll():
-            event = self._awaited()
+        if self._left:
+            with _events:
+                if self._event is None:
+                    self._event = threading.Event()
+            event = self._event
+            if not self._left:
+                event.set()
             self._expect(1, self)
             try:
                 end = None if seconds is None else time.monotonic() + seconds

@@ -1,12 +1,13 @@
 """Messages over a socket which nobody can send, change, repeat, drop or read twice who does not know a key.
 
-The end that was called is the door. First both prove that they know the key, and make keys for this connection:
+The end that was connected to is the server. First both prove that they know the key, and make keys for this
+connection; the words in quotes are part of the format:
 
-    door -> caller      "ocomm-l1", 32 random bytes D
-    caller -> door      32 random bytes C, HMAC(key, "caller" D C)
-    door -> caller      HMAC(key, "door" D C)
+    server -> client    "ocomm-l1", 32 random bytes D
+    client -> server    32 random bytes C, HMAC(key, "caller" D C)
+    server -> client    HMAC(key, "door" D C)
 
-    key of messages to the door: HMAC(key, "to the door" D C); to the caller: HMAC(key, "to the caller" D C)
+    key of messages to the server: HMAC(key, "to the door" D C); to the client: HMAC(key, "to the caller" D C)
 
 Then a message, the n-th of its direction, is
 
@@ -43,7 +44,7 @@ class TamperedError(ConnectionError):
 
 
 class Line:
-    """One end of a connection, after ``meet`` or ``call``. Any thread may send; one at a time may receive.
+    """One end of a connection, after ``accept`` or ``connect``. Any thread may send; one at a time may receive.
 
     ``most_bytes``: of a message, either way. ``pause_s``: how long a message that has begun may stand still.
     """
@@ -131,45 +132,45 @@ class Line:
             )
 
 
-def meet(
+def accept(
     connection: socket.socket, key: bytes, patience_s: float, most_bytes: int = MOST_BYTES, pause_s: float = PAUSE_S
 ) -> Line:
-    """The end of the door: lets the caller prove that it knows ``key``, in ``patience_s`` seconds in all.
+    """The server's end: lets the client prove that it knows ``key``, in ``patience_s`` seconds in all.
 
     Raises TamperedError if it does not, and OSError or EOFError if the connection ends or time is up.
     """
     connection.setblocking(False)
     end_s = time.monotonic() + patience_s
-    door = secrets.token_bytes(_NONCE)
-    _write(connection, _HELLO + door, patience_s, end_s)
+    server = secrets.token_bytes(_NONCE)
+    _write(connection, _HELLO + server, patience_s, end_s)
     answer = _read(connection, _NONCE + _TAG, patience_s, end_s)
-    caller = answer[:_NONCE]
-    if not hmac.compare_digest(answer[_NONCE:], _tag(key, b"caller", door, caller)):
-        raise TamperedError("the caller does not know the key")
-    _write(connection, _tag(key, b"door", door, caller), patience_s, end_s)
-    to_door, to_caller = _tag(key, b"to the door", door, caller), _tag(key, b"to the caller", door, caller)
-    return Line(connection, to_caller, to_door, most_bytes, pause_s)
+    client = answer[:_NONCE]
+    if not hmac.compare_digest(answer[_NONCE:], _tag(key, b"caller", server, client)):
+        raise TamperedError("the client does not know the key")
+    _write(connection, _tag(key, b"door", server, client), patience_s, end_s)
+    to_server, to_client = _tag(key, b"to the door", server, client), _tag(key, b"to the caller", server, client)
+    return Line(connection, to_client, to_server, most_bytes, pause_s)
 
 
-def call(
+def connect(
     connection: socket.socket, key: bytes, patience_s: float, most_bytes: int = MOST_BYTES, pause_s: float = PAUSE_S
 ) -> Line:
-    """The end of the caller: as ``meet``."""
+    """The client's end. Raises as ``accept``."""
     connection.setblocking(False)
     end_s = time.monotonic() + patience_s
     hello = _read(connection, len(_HELLO) + _NONCE, patience_s, end_s)
     if hello[: len(_HELLO)] != _HELLO:
         raise TamperedError("the port is another program's, or of another version of ocomm")
-    caller, door = secrets.token_bytes(_NONCE), hello[len(_HELLO) :]
-    _write(connection, caller + _tag(key, b"caller", door, caller), patience_s, end_s)
+    client, server = secrets.token_bytes(_NONCE), hello[len(_HELLO) :]
+    _write(connection, client + _tag(key, b"caller", server, client), patience_s, end_s)
     try:
         answer = _read(connection, _TAG, patience_s, end_s)
     except (EOFError, ConnectionError):
         raise TamperedError("it does not accept our key") from None
-    if not hmac.compare_digest(answer, _tag(key, b"door", door, caller)):
+    if not hmac.compare_digest(answer, _tag(key, b"door", server, client)):
         raise TamperedError("it does not know the key")
-    to_door, to_caller = _tag(key, b"to the door", door, caller), _tag(key, b"to the caller", door, caller)
-    return Line(connection, to_door, to_caller, most_bytes, pause_s)
+    to_server, to_client = _tag(key, b"to the door", server, client), _tag(key, b"to the caller", server, client)
+    return Line(connection, to_server, to_client, most_bytes, pause_s)
 
 
 def wait(lines: Iterable[Line], timeout_s: float) -> list[Line]:

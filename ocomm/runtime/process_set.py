@@ -21,6 +21,8 @@ import numpy as np
 from ocomm.collectives import dense
 from ocomm.collectives.bridged import BridgedSums
 from ocomm.collectives.engine import Channel, Engine, State, Ticket
+from ocomm.collectives.error_feedback import OneBitAllreduce
+from ocomm.collectives.outcome import explain
 from ocomm.collectives.plan import Plan, Stage
 from ocomm.collectives.scratch import Scratch, aligned
 from ocomm.collectives.tracing import activities
@@ -153,6 +155,9 @@ class ProcessSet:
         self.retired = threading.Event()
         #: Is there a thread that calls ``cycle``? Set by who has one.
         self.is_served: Callable[[], bool] = lambda: True
+        #: What ``compressed_allreduce`` keeps between calls: a channel, and the errors of each name. The users' own.
+        self.compressed_channel: Channel | None = None
+        self.compressed: dict[str, OneBitAllreduce] = {}
         #: Set once by the thread that opens a bridge between the ranks' devices, read by any.
         self.bridged: BridgedSums | None = None
         #: Why there is none, once that is known.
@@ -520,22 +525,7 @@ class ProcessSet:
                 plan = dense.allgather(self._context, [(source, everyone, [request.nbytes] * self.size)])
                 result = everyone.reshape(self.size, request.nbytes)
             case Kind.ALLREDUCE:
-                sources = [submission.sources[position] for submission, position in tensors]
-                what = (
-                    sources,
-                    cast(list[Location], [submission.targets[position] for submission, position in tensors]),
-                    [submission.requests[position].nbytes for submission, position in tensors],
-                    request.dtype,
-                    request.op,
-                    request.prescale,
-                    request.postscale,
-                )
-                bridged = self.bridged
-                if bridged is not None and any(isinstance(source, DeviceArray) for source in sources):
-                    context, name = self._context, response.names[0]
-                    plan, scratch = bridged.allreduce(context, name, response.bridged, *what)
-                else:
-                    plan = dense.allreduce(self._context, *what)
+                plan, scratch = self._allreduce_plan(response, tensors, request)
             case Kind.ALLGATHER:
                 lengths = response.sizes[0]
                 row_nbytes = _row_nbytes(request)
@@ -572,6 +562,25 @@ class ProcessSet:
                 plan = Plan("barrier", [[Stage()]])
         plan.name = response.names[0] if len(response.names) == 1 else f"{len(response.names)} fused tensors"
         return plan, result, scratch
+
+    def _allreduce_plan(
+        self, response: Response, tensors: Sequence[tuple[Submission, int]], request: Request
+    ) -> tuple[Plan, Scratch]:
+        """The sum of fused tensors that are like ``request``, and whose the plan's memory is."""
+        sources = [submission.sources[position] for submission, position in tensors]
+        what = (
+            sources,
+            cast(list[Location], [submission.targets[position] for submission, position in tensors]),
+            [submission.requests[position].nbytes for submission, position in tensors],
+            request.dtype,
+            request.op,
+            request.prescale,
+            request.postscale,
+        )
+        bridged = self.bridged
+        if bridged is not None and any(isinstance(source, DeviceArray) for source in sources):
+            return bridged.allreduce(self._context, response.names[0], response.bridged, *what)
+        return dense.allreduce(self._context, *what), self._scratch
 
     def _open_channels(self) -> None:
         while self._opening:  # in order: MPI must see them in one order everywhere
@@ -636,7 +645,8 @@ class ProcessSet:
                     self._record(running)
                 running.scratch.give(running.buffers)
             else:
-                error = self._explain(running.ticket)
+                what = f"{running.ticket.plan.name} on rank {self.ranks[self.rank]}"
+                error = explain(running.ticket, self._channel, self.ranks, what, self.settings.stall_shutdown_s)
                 if state != State.ABORTED and failure is None:
                     failure = error
             for handle, positions in running.parts.items():
@@ -662,24 +672,6 @@ class ProcessSet:
                 handle.timeline.span(track, "QUEUE", running.submitted_ns, start)
                 for name, since, until in spent:
                     handle.timeline.span(track, name or f"MPI_{kind}", since, until)
-
-    def _explain(self, ticket: Ticket) -> OcommError:
-        """What ended a plan that did not come to its end."""
-        what = f"{ticket.plan.name} on rank {self.ranks[self.rank]}"
-        if ticket.state == State.TIMED_OUT:
-            late = [self.ranks[rank] for rank in self._channel.waiting_for()]
-            return StallError(f"{what}: no end after {self.settings.stall_shutdown_s:.0f} s; waits for ranks {late}.")
-        if ticket.state == State.WRONG_SIZE:
-            return HorovodInternalError(
-                f"{what}: rank {self.ranks[ticket.error]} sent a message that is too short. All ranks must run the "
-                "same version of ocomm with the same settings."
-            )
-        if ticket.state == State.TASK_ERROR:
-            cause = next(iter(ticket.plan.failures()), None)
-            return HorovodInternalError(f"{what}: the device failed: {cause}")
-        return HorovodInternalError(
-            f"{what}: {ticket.state.name.lower()} (code {ticket.error}). The job cannot go on with these communicators."
-        )
 
 
 def no_thread(rank: int) -> HorovodInternalError:

@@ -80,10 +80,10 @@ class Supervisor:
 
 
 def client(host: str, port: int, key: bytes, connect_s: float = _CONNECT_S, most_bytes: int = line.MOST_BYTES) -> Line:
-    """A line to a door that knows ``key``. OSError or EOFError if there is none that does."""
+    """A line to a server that knows ``key``. OSError or EOFError if there is none that does."""
     connection = socket.create_connection((host, port), connect_s)
     try:
-        return line.call(connection, key, _ANSWER_S, most_bytes)
+        return line.connect(connection, key, _ANSWER_S, most_bytes)
     except TimeoutError:
         connection.close()
         raise TimeoutError(f"connected, but no answer after {_ANSWER_S:.0f} s") from None

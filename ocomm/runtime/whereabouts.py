@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from ocomm.runtime.frames import current_frames
+
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _OURS = tuple(_PACKAGE + suffix + os.sep for suffix in ("", "_torch", "_tf"))
 _LIBRARIES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -24,7 +26,7 @@ def whereabouts(threads: Iterable[int]) -> str:
 
     The main thread's where there are none; "" if there is none, as in a process that only runs libraries.
     """
-    frames = sys._current_frames()
+    frames = current_frames()
     for thread in [*threads, threading.main_thread().ident]:
         frame = frames.get(thread or 0)
         while frame is not None:

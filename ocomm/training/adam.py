@@ -8,16 +8,28 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ocomm.compression.layout import TensorSpec
 from ocomm.kernels.base import Floats
 from ocomm.optim.adam import DenseAdam
 from ocomm.optim.core import address
 from ocomm.optim.onebit_adam import OneBitAdam
+from ocomm.optim.options import Options
 from ocomm.optim.zero_one_adam import ZeroOneAdam
-from ocomm.training.driver import Driver, Group, Host
+from ocomm.session import Session
+from ocomm.training.driver import Common, Driver, Group, Host
 
 
 class MomentsHost(Host, Protocol):
     """A frontend that wraps an Adam."""
+
+    def wrapped_adam(self) -> str:
+        """``"Adam"`` or ``"AdamW"``: where the weight decay goes. The ranks compare it."""
+        ...
+
+    def read_warm_start(self) -> str | None:
+        """The fingerprint of the moments with which the frontend will call ``start_warm``; None without. The ranks
+        compare it."""
+        ...
 
     def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
         """The wrapped optimizer's m, v (flat float32, its own memory) and step count of a tensor, None without any."""
@@ -55,13 +67,24 @@ def dense_step(
 
 
 class AdamDriver(Driver):
-    """See ``Driver``. The option ``warm_start`` is the fingerprint of the moments with which the host will call
-    ``start_warm``, None without; the ranks compare it."""
+    """See ``Driver``; ``host`` is a ``MomentsHost``."""
 
     core: OneBitAdam | ZeroOneAdam
 
-    #: What came from an Adam's checkpoint, for the report.
-    warm_start: dict[str, Any] | None = None
+    def __init__(
+        self,
+        session: Session,
+        number: int,
+        specs: Sequence[TensorSpec],
+        host: MomentsHost,
+        core_class: type[OneBitAdam] | type[ZeroOneAdam],
+        options: Options,
+        common: Common,
+    ) -> None:
+        #: What came from an Adam's checkpoint, for the report.
+        self.warm_start: dict[str, Any] | None = None
+        told = {"optimizer": core_class.dense_steps_of or host.wrapped_adam(), "warm_start": host.read_warm_start()}
+        super().__init__(session, number, specs, host, core_class, options, common, told)
 
     def clip_averages(self, averages: Sequence[Floats], max_norm: float | None) -> None:
         """Clips averaged gradients in place, as ``torch.nn.utils.clip_grad_norm_``, unless ``max_norm`` is None."""

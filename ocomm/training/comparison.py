@@ -14,25 +14,51 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ocomm.agreement import MADE_ALIKE, first_difference
 from ocomm.errors import MismatchError, StallError
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.session import Session
-from ocomm.training.agreement import first_difference
 from ocomm.training.driver import digest
 from ocomm.types import DType, ReduceOp
 
 _log = logging.getLogger("ocomm")
 _ROW = np.dtype([("count", np.uint64), ("options", np.uint64), ("parameters", np.uint64), ("way", np.uint64)])
-_MADE_ALIKE = "Call broadcast_parameters and broadcast_optimizer_state before the first step"
+
+
+def spelled(value: object, other: Callable[[object], str | None] = lambda value: None) -> str | None:
+    """A hyperparameter as text that is the same for equal values: 1 and 1.0, -0.0 and 0.0.
+
+    Args:
+        value: a number, a string, None, or a tuple or list of those.
+        other: asked for the text of anything else.
+
+    Returns:
+        The text; None for what has none.
+    """
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(str(spelled(each, other)) for each in value)})"
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return repr(value)
+    return repr(float(value) + 0.0) if isinstance(value, (int, float)) else other(value)
 
 
 class StepComparison:
-    """Of one optimizer, on process set ``number``. ``name`` is the same on all ranks.
+    """Of one optimizer, or of what else averages gradients of the same parameters again and again.
 
-    ``parameters(count)`` checksums those that comparison ``count`` looks at, and all of them at 0; ``describe()`` gives
-    a line for each parameter, and ``options()`` one for each hyperparameter; ``way`` says in words how this rank's
-    optimizer rounds.
+    Args:
+        session: whose ranks are compared.
+        number: of their process set.
+        name: of the rows on the wire, the same on all ranks.
+        title: who speaks in messages.
+        framework: a key of ``MADE_ALIKE``.
+        way: says in words how this rank's optimizer rounds.
+        options: gives a line for each hyperparameter.
+        parameters: ``parameters(count)`` is a checksum of those that comparison ``count`` looks at, of all of them at
+            0; 0 where this rank cannot look.
+        describe: gives a line for each parameter.
+        grace: comparisons at the start that look at nothing but ``way``, because scripts may make the ranks alike after
+            their first step.
     """
 
     def __init__(
@@ -40,14 +66,20 @@ class StepComparison:
         session: Session,
         number: int,
         name: str,
+        title: str,
+        framework: str,
         way: str,
         options: Callable[[], Sequence[str]],
         parameters: Callable[[int], int],
         describe: Callable[[], Sequence[str]],
+        grace: int = 0,
     ) -> None:
         self._session, self._number, self._name = session, number, name
         self._options, self._parameters, self._describe = options, parameters, describe
-        self._way = way
+        self._title, self._way, self._grace = title, way, grace
+        self._moment = "after" if grace else "before"
+        made_alike = MADE_ALIKE[framework]
+        self._made_alike = f"{made_alike[0].upper()}{made_alike[1:]} before the first step"
         self._rank = session.set_ranks[number].index(session.require_topology().rank)
         self._rows = np.zeros(len(session.set_ranks[number]), _ROW)
         #: Of comparisons so far, as far as the ranks agree on it.
@@ -60,12 +92,24 @@ class StepComparison:
         self._rows[:] = 0
         row = self._rows[self._rank]
         row["count"] = self._count + 1
-        row["options"] = digest("\n".join(self._options()))
-        row["parameters"] = self._parameters(self._count) if self._is_alike else 0
         row["way"] = digest(self._way)
+        looks = self._count - self._grace
+        if looks >= 0:
+            row["options"] = digest("\n".join(self._options()))
+            row["parameters"] = self._parameters(looks) if self._is_alike or looks == 0 else 0
         table = self._rows.view(np.uint8)
         request = Request(Kind.ALLREDUCE, self._name, DType.UINT8, table.shape, ReduceOp.BITWISE_OR)
         self._handle = self._session.submit(self._number, Submission.of(request, table, table))
+
+    def notify(self, listener: Callable[[], None]) -> None:
+        """Calls ``listener`` once all rows of ``start`` are here, on the background thread or here and now."""
+        assert self._handle is not None
+        self._handle.notify(listener)
+
+    def says_nothing(self) -> bool:
+        """Once all rows are here: are they equal, so that ``finish`` asks nobody?"""
+        rows = self._rows[self._rows["count"] > 0]
+        return self._handle is not None and self._handle.poll() and bool((rows == rows[0]).all())
 
     def finish(self) -> None:
         """Waits for all rows. MismatchError, on all ranks, that names what differs."""
@@ -74,7 +118,7 @@ class StepComparison:
         self._handle = None
         rows = self._rows[self._rows["count"] > 0]
         counts = rows["count"].astype(np.int64) - 1
-        is_first, self._count = int(counts.max()) == 0, int(counts.max()) + 1
+        is_first, looks, self._count = int(counts.max()) == 0, int(counts.max()) - self._grace, int(counts.max()) + 1
         # Ranks that have not made the same steps, because one had joined, looked at other parameters.
         in_step = bool((counts == counts[0]).all())
         if is_first and in_step and (rows["way"] != rows["way"][0]).any():
@@ -85,25 +129,26 @@ class StepComparison:
                 is_other = rows["way"] != rows["way"][0]
                 _log.warning(
                     "%s: the ranks' optimizers round differently (rank(s) %s have %s, rank(s) %s another), so their "
-                    "parameters will come apart in the last digits, and are compared before the first step only. Call "
-                    "broadcast_parameters now and then.",
-                    self._name,
+                    "parameters will come apart in the last digits, and are compared %s the first step only. "
+                    "Broadcast them now and then.",
+                    self._title,
                     ranks[~is_other].tolist(),
                     self._way,
                     ranks[is_other].tolist(),
+                    self._moment,
                 )
-        if (rows["options"] != rows["options"][0]).any():
+        if _differ(rows["options"]):
             raise MismatchError(self._said(rows, self._options(), "the ranks' hyperparameters differ", "have") + (
                 " Give all ranks the same optimizer settings, and schedule from what is the same everywhere: average a "
                 "loss before ReduceLROnPlateau sees it."
             ))  # fmt: skip
-        if in_step and (self._is_alike or is_first) and (rows["parameters"] != rows["parameters"][0]).any():
-            what = "the replicas are not alike before their first step"
-            if not is_first:
-                what = "the ranks' parameters have become different"
+        if in_step and (self._is_alike or looks == 0) and _differ(rows["parameters"]):
+            what = "the ranks' parameters have become different"
+            if looks == 0:
+                what = f"the replicas are not alike {self._moment} their first step"
             raise MismatchError(
-                f"{self._said(rows, self._describe(), what, 'hold')} {_MADE_ALIKE}, and after anything that one rank "
-                "does alone. OCOMM_REPLICA_CHECK_STEPS says how often this is checked, 0: never."
+                f"{self._said(rows, self._describe(), what, 'hold')} {self._made_alike}, and after anything that one "
+                "rank does alone. OCOMM_REPLICA_CHECK_STEPS says how often this is checked, 0: never."
             )
 
     def _said(self, rows: NDArray, lines: Sequence[str], what: str, verb: str) -> str:
@@ -113,4 +158,10 @@ class StepComparison:
         with contextlib.suppress(StallError):
             if rows.size == self._rows.size:
                 difference = first_difference(self._session, self._number, f"{self._name}.words", list(lines), verb)
-        return f"{self._name}: {what}: {difference}." if difference else f"{self._name}: {what}."
+        return f"{self._title}: {what}: {difference}." if difference else f"{self._title}: {what}."
+
+
+def _differ(digests: NDArray[np.uint64]) -> bool:
+    """Of the ranks that had something to compare, which is not 0."""
+    given = digests[digests > 0]
+    return bool((given != given[:1]).any())

@@ -17,8 +17,8 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ocomm.agreement import MADE_ALIKE, by_rank, first_difference, gather
 from ocomm.collectives.bridge import Inside
 from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
@@ -26,31 +26,18 @@ from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.kernels.base import Kernels, Memory
 from ocomm.kernels.device import DeviceMemory
+from ocomm.nccl_opening import open_bridge
 from ocomm.negotiation.coordinator import FIRST_STEP
 from ocomm.optim import checkpoint
-from ocomm.optim.core import Core
+from ocomm.optim.core import Core, Group
+from ocomm.optim.options import Options, option
 from ocomm.optim.replicas import ReplicasDifferError, ReplicaWindows
 from ocomm.optim.stepper import Stepper, Verdict
 from ocomm.session import Session
 from ocomm.training import resume
-from ocomm.training.agreement import by_rank, first_difference, gather
-from ocomm.training.inside import open_bridge
-from ocomm.types import Flag, Nodes
+from ocomm.types import Flag, Nodes, ReduceOp
 
 _log = logging.getLogger("ocomm")
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A parameter group as it is now: indices of its tensors, and hyperparameters in float64."""
-
-    tensors: NDArray[np.int64]
-    lr: float
-    betas: tuple[float, float] = (0.0, 0.0)
-    eps: float = 0.0
-    #: Added to the gradient (Adam), or taken from the parameter beside the step (AdamW).
-    coupled_decay: float = 0.0
-    decoupled_decay: float = 0.0
 
 
 class Host(Protocol):
@@ -77,17 +64,42 @@ class Host(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Common:
+@dataclass(frozen=True, kw_only=True)
+class Common(Options):
     """Options that every compressed optimizer has. Raises InvalidRequestError for values that cannot be."""
 
-    block_size: int | Literal["tensor"] = 4096
-    overlap: bool = True
-    max_grad_norm: float | None = None
-    clip: Literal["exact", "previous"] = "exact"
-    verify: Literal["sampled", "full", "version"] = "sampled"
-    backward_passes_per_step: int = 1
-    hierarchical: bool | Literal["auto"] = "auto"
+    block_size: int | Literal["tensor"] = option(
+        4096,
+        """The number of elements of a tensor that share one scale, where the algorithm has scales, and one owner;
+        ``"tensor"``: all of a tensor's.""",
+    )
+    overlap: bool = option(
+        True,
+        """Exchange gradients while backward goes on to compute others. With Keras that takes a graph of TensorFlow, in
+        which gradients that are clipped by a common norm wait for each other.""",
+    )
+    max_grad_norm: float | None = option(
+        None,
+        """Clip gradients by one norm for all ranks, N = sqrt(mean over ranks of |g|^2), to this one; in the dense steps
+        of a warm-up their average is clipped by its own norm. None: no clipping.""",
+    )
+    clip: Literal["exact", "previous"] = option(
+        "exact",
+        """``"exact"`` clips by this step's N, for which gradients wait, so that nothing overlaps; ``"previous"`` clips
+        by the last step's, with overlap.""",
+    )
+    verify: Literal["sampled", "full", "version"] = option(
+        "sampled",
+        """How much of each gradient is read again to notice a change that the framework does not show (docs/checks.md):
+        another 64th in each step (``"sampled"``), all of it (``"full"``), nothing (``"version"``).""",
+        agree=False,
+    )
+    backward_passes_per_step: int = option(1, "Gradients are summed over that many backward passes.")
+    hierarchical: bool | Literal["auto"] = option(
+        "auto",
+        """The ranks of a host add up their gradients, and each compresses a slice of the sum for the other hosts;
+        ``"auto"``: if there are several hosts, all with several ranks.""",
+    )
 
     def __post_init__(self) -> None:
         size, passes, norm = self.block_size, self.backward_passes_per_step, self.max_grad_norm
@@ -104,27 +116,37 @@ class Common:
 
 
 class Driver:
-    """One rank's half of a distributed optimizer named ``kind``, over process set ``number``.
+    """One rank's half of a distributed optimizer over process set ``number``.
 
-    ``make_core(layout, rank, kernels)`` makes the core. ``options`` are compared between the ranks, with those of
-    ``common`` that must agree; MismatchError names the first tensor or option that differs.
+    Args:
+        session: Of the job.
+        number: The process set.
+        specs: The tensors, in registration order.
+        host: The frontend that holds them.
+        core_class: The algorithm.
+        options: Its options.
+        common: Those that every optimizer has.
+        told: What else the ranks compare: values of JSON by name.
+
+    Raises MismatchError that names the first tensor or option that differs between the ranks. Collective.
     """
 
     def __init__(
         self,
         session: Session,
         number: int,
-        kind: str,
         specs: Sequence[TensorSpec],
-        make_core: Callable[[Layout, int, Kernels], Core],
         host: Host,
+        core_class: type[Core],
+        options: Options,
         common: Common,
-        options: Mapping[str, Any],
+        told: Mapping[str, Any] | None = None,
     ) -> None:
+        self.kind = core_class.kind
         topology = session.require_topology()
         ranks = session.set_ranks[number]
         nodes = session.nodes(number, common.hierarchical)
-        name = session.automatic_name(kind, number)
+        name = session.automatic_name(self.kind, number)
         kernels = host.kernels or session.kernels
         assert kernels is not None
         mine = f"{_where(kernels.memory)} {common.hierarchical} {host.framework} {host.implementation()}"
@@ -147,19 +169,11 @@ class Driver:
         layout = Layout(specs, len(ranks), block_size, nodes)
         self.session = session
         self.number = number
-        self.kind = kind
         self.common = common
-        self.core = make_core(layout, ranks.index(topology.rank), kernels)
-        options = {
-            "block_size": common.block_size,
-            "overlap": common.overlap,
-            "max_grad_norm": common.max_grad_norm,
-            "clip": common.clip,
-            "backward_passes_per_step": common.backward_passes_per_step,
-            "hierarchical": common.hierarchical,
-            **options,
-        }
-        self.options = {key: value.item() if isinstance(value, np.generic) else value for key, value in options.items()}
+        self.core: Core = core_class(layout, ranks.index(topology.rank), kernels, options)
+        #: What the ranks compare, and what is saved: those named ``fixed_options`` must be the same when it is loaded.
+        self.options = {**common.agreed(), **options.agreed(), **(told or {})}
+        self.fixed_options = [*common.fixed(), *options.fixed()]
         channel = _open_channel(session, number, name, layout, self.options)
         weakref.finalize(self, session.release_channel, number, channel).atexit = False
         # The driver belongs to its host: a reference back would keep both alive, and their buffers.
@@ -233,12 +247,10 @@ class Driver:
         groups = self.host.groups()
         return [replace(g, lr=float(str(np.float32(g.lr)))) for g in groups] if self.is_mixed else groups
 
-    def set_hyper(self, groups: Sequence[Group]) -> None:
-        """Hands the core the hyperparameters of all groups."""
-        raise NotImplementedError
-
     def compress_hyper(self, groups: Sequence[Group]) -> Hashable:
         """What gradients are compressed with: a change after hand-over means that the exchange must be done again."""
+        if self.core.sends_rates:
+            return tuple([(group.lr, group.betas[0], group.coupled_decay) for group in groups])
         return tuple([(group.betas[0], group.coupled_decay) for group in groups])
 
     def full_hyper(self, groups: Sequence[Group]) -> Hashable:
@@ -246,12 +258,10 @@ class Driver:
         values = [(g.lr, *g.betas, g.eps, g.coupled_decay, g.decoupled_decay) for g in groups]
         return (*values, self.core.gradient_scale)
 
-    #: Does the core compress with nothing but ``compress_hyper`` and its ``gradient_scale``? Then what changes from
-    #: step to step is handed over when the step is taken.
-    hyper_lasts = True
-
     def _set_hyper(self, groups: Sequence[Group]) -> None:
-        self.set_hyper(groups)
+        """Hands the core the hyperparameters of all groups."""
+        for group in groups:
+            self.core.set_hyper(group)
         self._hyper = self.full_hyper(groups)
         self._compress_hyper = self.compress_hyper(groups), self.core.gradient_scale
         self.is_decay_coupled = any(group.coupled_decay for group in groups)
@@ -293,14 +303,14 @@ class Driver:
             groups = self.groups()
             hyper = self.compress_hyper(groups)
             self._hyper = None
-            if not self.hyper_lasts or (hyper, self.core.gradient_scale) != self._compress_hyper:
+            if self.core.sends_rates or (hyper, self.core.gradient_scale) != self._compress_hyper:
                 self._set_hyper(groups)
             self.stepper.begin(_hyper_digest(hyper), early=not self._needs_survey)
 
     def step(self, changed: Callable[[], bool]) -> Verdict:
         """Exchanges, and takes the step if all ranks do. ``changed()``: is a gradient not what was handed over?"""
         self.begin()
-        if changed() or self.stepper.changed_tensors():
+        if changed() or self.stepper.buckets.changed_tensors():
             self.stepper.object(Flag.CHANGED)
         return self._end()
 
@@ -319,7 +329,7 @@ class Driver:
             told = MismatchError(
                 f"{self.name}: the ranks' parameters have become different within the last {within} steps: "
                 f"{difference or 'they are equal again'}. Something changed them on some ranks only: a write to a "
-                f"weight, a checkpoint that one rank loaded. Do it on all ranks, or {_MADE_ALIKE[self.host.framework]} "
+                f"weight, a checkpoint that one rank loaded. Do it on all ranks, or {MADE_ALIKE[self.host.framework]} "
                 "after it. OCOMM_REPLICA_CHECK_STEPS says how often this is checked."
             )
             self.stepper.give_up(told)
@@ -329,7 +339,7 @@ class Driver:
         groups = self.groups()
         lr = groups[0].lr
         if self._needs_survey:
-            verdict = self.stepper.survey(lr)
+            verdict = self.stepper.agree_on_norm(lr)
             if verdict is not None:
                 return verdict
             self._clip_by(self.stepper.norm)
@@ -359,7 +369,7 @@ class Driver:
             difference = first_difference(self.session, self.number, f"{self.name}.replicas", said, "hold")
             raise MismatchError(
                 f"{self.name}: the replicas are not alike before their first step: {difference}. Load the same "
-                f"checkpoint on all ranks, or {_MADE_ALIKE[self.host.framework]}."
+                f"checkpoint on all ranks, or {MADE_ALIKE[self.host.framework]}."
                 if difference
                 else str(error)
             ) from None
@@ -401,7 +411,7 @@ class Driver:
     def _take(self) -> None:
         self.steps += 1
         self._loaded_replica = None
-        order = list(self.stepper.arrivals)
+        order = list(self.stepper.buckets.arrivals)
         try:
             self.take()
             if self.stepper.overlap and not self.stepper.overlapping:
@@ -413,19 +423,24 @@ class Driver:
     def take(self) -> None:
         """Commits the step, and decides what the ranks decide after it."""
         self.stepper.commit()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wakes masked elements that some rank has a gradient for, if it is time to look."""
+        if self.core.wake_due:
+            touched = self.core.touched()
+            self.session.reduce(self.number, f"{self.name}.touched", touched, ReduceOp.BITWISE_OR)
+            self.core.wake(touched)
 
     def _adopt_order(self, arrivals: list[int]) -> None:
         """Buckets follow the order in which rank 0's gradients came in the first step; from now on with overlap."""
         seen = set(arrivals)
-        order = np.array(arrivals + [t for t in self.stepper.order if t not in seen], np.int64)
+        order = np.array(arrivals + [t for t in self.stepper.flows.order if t not in seen], np.int64)
         self.session.broadcast(self.number, f"{self.name}.order", order)
         self.stepper.adopt_order(order.tolist())
         self.stepper.overlapping = True
 
     # State
-
-    #: Options that a saved state must share; with others the run would go on, and be another.
-    fixed_options: tuple[str, ...] = ()
 
     def state(self, masters: Sequence[int] = ()) -> dict[str, Any]:
         """What is the same on all ranks, besides parameters and the wrapped optimizer's state; arrays are copies.
@@ -440,7 +455,7 @@ class Driver:
     def _state(self) -> dict[str, Any]:
         """A driver with further replicated state adds it here, and takes it back in ``_load``."""
         return {
-            "stepper": {"order": [int(t) for t in self.stepper.order], "arrived": self.stepper.overlapping},
+            "stepper": {"order": [int(t) for t in self.stepper.flows.order], "arrived": self.stepper.overlapping},
             "norm": self.norm,
             "core": self.core.state(),
         }
@@ -523,7 +538,7 @@ class Driver:
         ``ratio`` is dense over sent bytes of the whole run, ``last_ratio`` of the last step; ``exposed_ms`` the mean
         time that ``step()`` waited for the exchange; ``grad_norm`` what the last step was clipped by, sqrt(mean over
         ranks of |g|^2), None if none was. ``resumed``: None, or what was loaded. Bytes, and steps by kind, are counted
-        from the start of this process.
+        from the start of this process. The core adds its ``stage``, and more.
 
         ``form`` is ``"flat"`` or ``"hierarchical"``. In the latter ``bytes_sent`` and ``bytes_dense`` count what goes
         to other nodes, and ``bytes_sent_inside`` what this rank sends to others of its own; ``inside`` is what carries
@@ -532,6 +547,7 @@ class Driver:
         traffic = self.stepper.traffic
         dense = self.core.layout.dense_bytes()
         return {
+            **self.core.report(),
             "form": "flat" if self.core.layout.nodes.is_flat else "hierarchical",
             "inside": None if self.core.layout.nodes.is_flat else "MPI" if self.inside is None else "NCCL",
             "bytes_sent_inside": traffic.bytes_sent_inside,
@@ -556,13 +572,6 @@ class Driver:
 def digest(values: Any) -> int:
     """64-bit hash of a value by its ``repr``."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
-
-
-#: How a user makes replicas alike, by framework.
-_MADE_ALIKE = {
-    "torch": "call broadcast_parameters and broadcast_optimizer_state",
-    "keras": "fit with BroadcastGlobalVariablesCallback(0), or call broadcast_variables, before the first step",
-}
 
 
 @lru_cache(maxsize=8)  # hyperparameters are most often those of the last step

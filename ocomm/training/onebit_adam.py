@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from ocomm.compression.layout import TensorSpec
 from ocomm.kernels.base import Floats
 from ocomm.optim.freeze import FreezeSchedule, LateTensors
-from ocomm.optim.onebit_adam import OneBitAdam as Core
-from ocomm.optim.onebit_adam import Stage
+from ocomm.optim.onebit_adam import OneBitAdam, OneBitAdamOptions, Stage
 from ocomm.session import Session
 from ocomm.training.adam import AdamDriver, MomentsHost
-from ocomm.training.driver import Common, Group
-from ocomm.types import ReduceOp
+from ocomm.training.driver import Common
 
 
 class AdamHost(MomentsHost, Protocol):
-    """A frontend whose Adam makes the warm-up's steps."""
+    """A frontend whose Adam makes the warm-up's steps, or keeps m and v for a core that makes them."""
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
         """The wrapped optimizer's own step of ``tensors``, on their averaged gradients, and of no others.
@@ -28,60 +26,33 @@ class AdamHost(MomentsHost, Protocol):
         """
         ...
 
+    def advance(self, tensor: int) -> tuple[Floats, Floats, int]:
+        """Counts a step of a tensor; its m, v, which begin as zeros, and the number of that step."""
+        ...
+
 
 class OneBitAdamDriver(AdamDriver):
-    """See ``AdamDriver``. ``freeze_step`` is the number of dense steps T_w, or ``"auto"``; ``core_options`` are the
-    core's. ``host`` is an ``AdamHost``, unless a subclass makes the dense steps itself."""
+    """See ``AdamDriver``; ``host`` is an ``AdamHost``. Also of 1-bit LAMB, whose core makes the dense steps."""
 
-    core: Core
-    #: In names and saved states.
-    label = "OneBitAdam"
-    core_class: type[Core] = Core
+    core: OneBitAdam
 
     def __init__(
         self,
         session: Session,
         number: int,
         specs: Sequence[TensorSpec],
-        host: MomentsHost,
+        host: AdamHost,
+        core_class: type[OneBitAdam],
+        options: OneBitAdamOptions,
         common: Common,
-        *,
-        optimizer: str,
-        freeze_step: int | Literal["auto"],
-        warm_start: str | None = None,
-        **core_options: Any,
     ) -> None:
-        self.schedule = FreezeSchedule(freeze_step, host.groups()[0].betas[1])
+        self.schedule = FreezeSchedule(options.freeze_step, host.groups()[0].betas[1])
         #: T_w, once it is known.
         self.freeze_at = self.schedule.decided
         self._late = LateTensors()
         #: Dense steps of tensors that come later; None: T_w.
         self.late_warmup: int | None = None
-        super().__init__(
-            session,
-            number,
-            self.label,
-            specs,
-            lambda layout, rank, kernels: self.core_class(layout, rank, kernels, **core_options),
-            host,
-            common,
-            {
-                "optimizer": optimizer,
-                "freeze_step": self.schedule.freeze_step,
-                "warm_start": warm_start,
-                **core_options,
-            },
-        )
-
-    def set_hyper(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            self.core.set_hyper(
-                group.tensors,
-                lr=group.lr,
-                beta1=group.betas[0],
-                coupled_decay=group.coupled_decay,
-                decoupled_decay=group.decoupled_decay,
-            )
+        super().__init__(session, number, specs, host, core_class, options, common)
 
     @property
     def clips(self) -> bool:
@@ -100,14 +71,17 @@ class OneBitAdamDriver(AdamDriver):
                 average[:] = core.home.host(average) * np.float32(core.gradient_scale)
             self._dense_step(moving, limit)
             self._end_warmup(warming)
-        if core.refresh_due:
-            touched = core.touched()
-            self.session.reduce(self.number, f"{self.name}.touched", touched, ReduceOp.BITWISE_OR)
-            core.wake(touched)
+        self._wake()
 
     def _dense_step(self, tensors: list[int], max_norm: float | None) -> None:
         """A step of tensors in warm-up, on their averages; see ``AdamHost.dense_step``."""
-        self.host.dense_step(tensors, self.stepper.average, max_norm)
+        if self.core.dense_steps_of is None:
+            self.host.dense_step(tensors, self.stepper.average, max_norm)
+            return
+        averages = [self.stepper.average(tensor) for tensor in tensors]
+        self.clip_averages(averages, max_norm)
+        for tensor, average in zip(tensors, averages, strict=True):
+            self.core.dense_step(tensor, average, *self.host.advance(tensor))
 
     # The end of the warm-up
 
@@ -164,16 +138,8 @@ class OneBitAdamDriver(AdamDriver):
     # State
 
     def report(self) -> dict[str, Any]:
-        """Also ``freeze_step`` (None until it is known), the stage, and how many elements are masked and were woken."""
-        core = self.core
-        stages = {int(stage) for stage in core.stage[core.layout.numels > 0]}
-        return {
-            "stage": "warm-up" if stages == {0} else "compressed" if stages == {1} else "mixed",
-            "freeze_step": self.freeze_at,
-            **super().report(),
-            "masked_elements": int(core.preconditioner.masked.sum()),
-            "woken_elements": core.preconditioner.woken,
-        }
+        """Also ``freeze_step``; None until it is known."""
+        return {**super().report(), "freeze_step": self.freeze_at}
 
     def _state(self) -> dict[str, Any]:
         return {

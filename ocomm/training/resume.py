@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ocomm.agreement import by_rank, gather
 from ocomm.errors import CheckpointError, MismatchError, OcommError
 from ocomm.optim import checkpoint
 from ocomm.optim.checkpoint import Resharding, State
-from ocomm.training.agreement import by_rank, gather
 
 if TYPE_CHECKING:
     from ocomm.training.driver import Driver

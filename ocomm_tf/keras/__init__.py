@@ -3,17 +3,15 @@
 from ocomm_tf import *  # noqa: F403
 from ocomm_tf import __all__ as _everything
 from ocomm_tf.keras import callbacks
-from ocomm_tf.keras.compressed import (
-    DistributedBirder,
-    DistributedOneBitAdam,
-    DistributedSoftSignSGD,
-    DistributedZeroOneAdam,
-)
+from ocomm_tf.keras.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_tf.keras.ef_sgd import DistributedEFSGD
 from ocomm_tf.keras.lamb import DistributedOneBitLamb
 from ocomm_tf.keras.lion import DistributedLion
-from ocomm_tf.keras.optimizer import DistributedOptimizer as DistributedOptimizer  # type: ignore[assignment]
-from ocomm_tf.keras.optimizer import PartialDistributedOptimizer
+from ocomm_tf.keras.onebit import DistributedOneBitAdam
 from ocomm_tf.keras.saving import load_model
+from ocomm_tf.keras.zero_one import DistributedZeroOneAdam
+from ocomm_tf.keras_optimizer import DistributedOptimizer as DistributedOptimizer  # type: ignore[assignment]
+from ocomm_tf.keras_optimizer import PartialDistributedOptimizer
 
 # The last: it takes the place of TensorFlow's.
 import ocomm_tf.keras.elastic as elastic  # type: ignore[no-redef]  # noqa: F401  # isort: skip
@@ -21,6 +19,7 @@ import ocomm_tf.keras.elastic as elastic  # type: ignore[no-redef]  # noqa: F401
 __all__ = [
     *_everything,
     "DistributedBirder",
+    "DistributedEFSGD",
     "DistributedLion",
     "DistributedOneBitAdam",
     "DistributedOneBitLamb",

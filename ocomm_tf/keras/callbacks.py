@@ -17,7 +17,7 @@ from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm_tf import mpi_ops
 from ocomm_tf.functions import broadcast_variables, check_replicas
-from ocomm_tf.keras.optimizer import Distributed
+from ocomm_tf.keras_optimizer import Distributed
 
 
 class _Callback(keras.callbacks.Callback):

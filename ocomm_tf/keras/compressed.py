@@ -1,4 +1,4 @@
-"""The 1-bit optimizers for Keras 3: Keras hands over what it has clipped and accumulated, ocomm makes the step.
+"""Keras 3's side of the 1-bit optimizers: Keras hands over what it has clipped and accumulated, ocomm makes the step.
 
 All variables are updated at once, in ``_backend_update_step``. Inside ``tf.function`` that is one ``tf.numpy_function``
 which takes gradients and variables and returns the variables' new values; on Keras' Torch backend it is a plain call.
@@ -7,8 +7,8 @@ The algorithms are ``ocomm.optim``, and their formula is Torch's: Keras' Adam ad
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -19,19 +19,20 @@ from ocomm import session as sessions
 from ocomm.api import Min
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import Floats
-from ocomm.operations import ProcessSet, global_process_set
+from ocomm.operations import ProcessSet
+from ocomm.optim import options
+from ocomm.optim.core import Core
+from ocomm.optim.options import Options
 from ocomm.session import Session
-from ocomm.training.birder import BirderDriver
 from ocomm.training.driver import Common, Driver
-from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm.training.resume import NO_STATE, Source, one_state
-from ocomm.training.zero_one_adam import ZeroOneAdamDriver
 from ocomm_tf import mpi_ops
-from ocomm_tf.functions import agree_on, name_of
+from ocomm_tf.averaging import scaled
+from ocomm_tf.functions import agree_on
 from ocomm_tf.keras.gpu import GpuHost, device_of
-from ocomm_tf.keras.host import Host, MakeDriver
+from ocomm_tf.keras.host import Host
 from ocomm_tf.keras.masters import LOW_PRECISION
-from ocomm_tf.keras.optimizer import (
+from ocomm_tf.keras_optimizer import (
     Distributed,
     LossScaleOptimizer,
     check_wrappable,
@@ -39,7 +40,35 @@ from ocomm_tf.keras.optimizer import (
     refuse_loss_scaling_outside,
     subclass_of,
 )
-from ocomm_tf.keras.order import Place, places_of
+from ocomm_tf.naming import name_of
+from ocomm_tf.order import Place, places_of
+
+#: The documentation of arguments that all compressed optimizers have.
+ARGUMENTS = {
+    "optimizer": (
+        "Any optimizer of Keras, not used yet, ``keras.optimizers.SGD(lr)`` for instance, or a LossScaleOptimizer "
+        "around one. Learning rate (schedules too) and weight decay are read from it at every step, also of a graph; "
+        "clipping, gradient accumulation and averages of variables are its own; its step is never made."
+    ),
+    "variables": "A model or its variables, on which the ranks agree now; None: they do at the first step.",
+    "names": (
+        "Where ranks of Torch train the same model, the map of variables to its parameters (see "
+        "``ocomm_tf.order.places_of``); else None."
+    ),
+    "process_set": "The ranks that train together.",
+}
+
+#: The documentation of the argument ``optimizer`` where it is an Adam.
+ADAM = (
+    "``keras.optimizers.Adam`` or ``AdamW``, not used yet, or a LossScaleOptimizer around one. Learning rate "
+    "(schedules too), betas, epsilon and weight decay are read from it at every step, also of a graph; clipping, "
+    "gradient accumulation and averages of variables are its own."
+)
+
+
+def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
+    """A decorator that shows the documentation of options in a docstring, and ``texts`` by argument."""
+    return options.documented({**ARGUMENTS, **texts}, definition, Common)
 
 
 def _widened(gradients: Sequence[Any]) -> list[Any]:
@@ -59,9 +88,11 @@ class Compressed(Distributed):
     """Mixed in before the class of the user's optimizer."""
 
     _host: Host | None = None
-    _setup: tuple[ProcessSet, Mapping[str, Any] | None, MakeDriver]
+    _setup: tuple[ProcessSet, Mapping[str, Any] | None, Options, Common]
 
-    _kind: str
+    #: The algorithm, and what makes its steps.
+    ocomm_core: type[Core]
+    ocomm_driver: type[Driver] = Driver
     trains_on_devices = True
 
     #: beta1 and beta2, and epsilon, where the step is Adam's.
@@ -80,19 +111,24 @@ class Compressed(Distributed):
         if self.built:
             return
         super().build(variables)  # type: ignore[misc]
+        wrapper = f"Distributed{self.ocomm_core.kind}"
         for variable in self._trainable_variables:
             if keras.backend.standardize_dtype(variable.dtype) not in ("float32", *LOW_PRECISION):
                 raise InvalidRequestError(
-                    f"variable '{name_of(variable)}' is {variable.dtype}; Distributed{self._kind} needs float32, "
-                    "bfloat16 or float16."
+                    f"variable '{name_of(variable)}' is {variable.dtype}; {wrapper} needs float32, bfloat16 or float16."
                 )
-        process_set, names, make = self._setup
+        process_set, names, *chosen = self._setup
         variables = self._trainable_variables
-        agreed = agree_on(f"Distributed{self._kind}", variables, process_set) if names is None else []
+        agreed = agree_on(wrapper, variables, process_set) if names is None else []
         places = places_of(variables, names, agreed)
         device = None
         if keras.backend.backend() == "tensorflow":
-            device = device_of(self._kind, variables, sessions.current(), self.trains_on_devices)
+            device = device_of(self.ocomm_core.kind, variables, sessions.current(), self.trains_on_devices)
+        driver, core = self.ocomm_driver, self.ocomm_core
+
+        def make(session: Session, number: int, host: Host) -> Driver:
+            return driver(session, number, host.specs, host, core, *chosen)
+
         host = (
             Host(self, places, process_set, make)
             if device is None
@@ -118,6 +154,12 @@ class Compressed(Distributed):
         """As the wrapped optimizer's; the step itself is made by all ranks together."""
         refuse_loss_scaling_outside(_AgreedLossScale)
         return super().apply(_widened(grads), trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self: Any, grads: list[Any]) -> list[Any]:
+        """As the wrapped optimizer's, on sums: Keras has averaged over ``backward_passes_per_step``."""
+        passes = self._setup[3].backward_passes_per_step
+        sums = [scaled(gradient, passes) for gradient in grads] if passes > 1 else grads
+        return super()._clip_gradients(sums)  # type: ignore[misc]
 
     def _apply_weight_decay(self, variables: Any) -> None:
         """It is part of the step."""
@@ -234,17 +276,19 @@ class CompressedAdam(Compressed):
     def ocomm_moments(self: Any) -> tuple[tuple[float, float], float]:  # type: ignore[override]
         return (float(self.beta_1), float(self.beta_2)), float(self.epsilon)
 
-    def _moments(self: Any, host: Host, number: int) -> tuple[Floats, Floats] | None:
-        raise NotImplementedError
-
     def _export_moments(self: Any) -> None:
         host: Host = self._host
+        to_host = host.driver.core.home.host
         for number, place in enumerate(host.places):
-            found = self._moments(host, number)
-            if found is not None:
-                momentum, variance = map(host.driver.core.home.host, found)
-                self._momentums[place.index].assign(place.from_wire(momentum))
-                self._velocities[place.index].assign(place.from_wire(variance))
+            saved, warming = host.driver.saved_moments(number), host.moments(number)
+            if saved is not None:
+                momentum, variance = saved["exp_avg"], saved["exp_avg_sq"]
+            elif warming is not None:
+                momentum, variance = warming[:2]
+            else:
+                continue
+            self._momentums[place.index].assign(place.from_wire(to_host(momentum)))
+            self._velocities[place.index].assign(place.from_wire(to_host(variance)))
 
     def _restore_moments(self: Any) -> None:
         host: Host = self._host
@@ -261,37 +305,6 @@ class CompressedAdam(Compressed):
         arrays = (self._momentums[place.index].numpy(), self._velocities[place.index].numpy())
         momentum, variance = (place.to_wire(array).copy() for array in arrays)
         return momentum, variance, int(self.iterations.numpy())
-
-
-class OneBitAdam(CompressedAdam):
-    _kind = "OneBitAdam"
-
-    def _moments(self: Any, host: Host, number: int) -> tuple[Floats, Floats] | None:
-        warming = host.moments(number)
-        if warming is not None:
-            return warming[:2]
-        core: Any = host.driver.core
-        if not core.stage[number]:
-            return None
-        return core.momentum(number), core.variance(number, beta2=float(self.beta_2))
-
-
-class _ZeroOneAdam(CompressedAdam):
-    _kind = "ZeroOneAdam"
-
-    def _moments(self: Any, host: Host, number: int) -> tuple[Floats, Floats] | None:
-        core: Any = host.driver.core
-        if not core.steps[number]:
-            return None
-        return core.average_momentum(number), core.variance(number, beta2=float(self.beta_2))
-
-
-class _Birder(Compressed):
-    _kind = "Birder"
-
-
-class _SoftSignSGD(Compressed):
-    _kind = "SoftSignSGD"
 
 
 class _AgreedLossScale(Distributed):
@@ -332,7 +345,8 @@ def wrap(
     variables: Any,
     names: Mapping[str, Any] | None,
     process_set: ProcessSet,
-    make: MakeDriver,
+    options: Options,
+    common: Common,
 ) -> Any:
     """``optimizer`` as an object of ``mixin`` before its class, inside its LossScaleOptimizer if there is one."""
     scaled = optimizer if isinstance(optimizer, LossScaleOptimizer) else None
@@ -345,8 +359,15 @@ def wrap(
         )
     if getattr(inner, "amsgrad", False):
         raise InvalidRequestError("amsgrad=True is not supported; leave it out.")
+    if common.backward_passes_per_step > 1:
+        if inner.gradient_accumulation_steps:
+            raise InvalidRequestError(
+                f"backward_passes_per_step={common.backward_passes_per_step}, and the {type(inner).__name__} has "
+                f"gradient_accumulation_steps={inner.gradient_accumulation_steps}; set one of the two."
+            )
+        inner.gradient_accumulation_steps = int(common.backward_passes_per_step)
     wrapped = subclass_of(mixin, inner)
-    wrapped.__dict__["_setup"] = (process_set, names, make)
+    wrapped.__dict__["_setup"] = (process_set, names, options, common)
     if scaled is None and keras.config.dtype_policy().name == "mixed_float16":
         scaled = LossScaleOptimizer(wrapped, name="loss_scale_optimizer")
     if scaled is not None:
@@ -364,16 +385,6 @@ def inner_of(optimizer: Any) -> Any:
     return optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
 
 
-def _adam(optimizer: Any, wrapper: str) -> None:
-    inner = inner_of(optimizer)
-    if not isinstance(inner, keras.optimizers.Adam):
-        raise InvalidRequestError(
-            f"{wrapper} wraps keras.optimizers.Adam or AdamW, not {type(inner).__name__}; use DistributedOptimizer for "
-            "other optimizers."
-        )
-    check_own_step(inner, wrapper, keras.optimizers.Adam)
-
-
 def check_own_step(optimizer: Any, wrapper: str, *known: type) -> None:
     """InvalidRequestError if ``optimizer`` has another ``update_step`` than the Keras optimizers ``known``."""
     if type(optimizer).update_step not in [kind.update_step for kind in known]:  # type: ignore[attr-defined]
@@ -383,164 +394,12 @@ def check_own_step(optimizer: Any, wrapper: str, *known: type) -> None:
         )
 
 
-def kind_of(host: Host) -> str:
-    return "AdamW" if any(group.decoupled_decay for group in host.groups()) else "Adam"
-
-
-def DistributedOneBitAdam(
-    optimizer: Any,
-    variables: Any = None,
-    *,
-    freeze_step: int | Literal["auto"] = "auto",
-    block_size: int | Literal["tensor"] = 4096,
-    scale: Literal["l1", "rms"] = "rms",
-    variance_floor: float = 0.05,
-    overlap: bool = True,
-    mask_refresh: int = 100,
-    max_grad_norm: float | None = None,
-    clip: Literal["exact", "previous"] = "exact",
-    verify: Literal["sampled", "full", "version"] = "sampled",
-    names: Mapping[str, Any] | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per variable element and direction.
-
-    ``optimizer``: ``keras.optimizers.Adam`` or ``AdamW``, not used yet, or a LossScaleOptimizer around one; learning
-    rate (schedules too), betas, epsilon, weight decay, clipping, gradient accumulation and averages of variables are
-    its own; the first four are read at every step, also of a graph. Steps follow Torch's formula, which adds epsilon
-    to sqrt(v_hat). The result is of a subclass with the same name; a model that is saved with it loads without ocomm,
-    and a plain Adam goes on from there. To go on with 1 bit: compile with a new one, ``build`` it on the model's
-    variables, ``model.load_weights(file)``; errors start at zero.
-
-    ``variables``: a model or its variables, to agree on them now; None: at the first step. ``freeze_step``,
-    ``block_size``, ``scale``, ``variance_floor``, ``mask_refresh``, ``max_grad_norm``, ``clip``: see
-    ``ocomm_torch.DistributedOneBitAdam``. ``overlap``: in a graph of TensorFlow each gradient is handed over when it is
-    there, and exchanged while backward goes on; those that Keras clips by a common norm come together, after it, and
-    there is none in eager mode and on Keras' Torch backend. ``verify``: ranks compare it; in a graph no gradient
-    changes. ``names``: where ranks of Torch train the same model, the map of variables to its
-    parameters, see ``order.places_of``.
-
-    A NaN is an error on all ranks, whose variables are not changed. Raises InvalidRequestError for what cannot be
-    wrapped, MismatchError if the ranks wrap different things.
-    """
-    _adam(optimizer, "DistributedOneBitAdam")
-    common = Common(block_size, overlap, max_grad_norm, clip, verify)
-
-    def make(session: Session, number: int, host: Host) -> Driver:
-        return OneBitAdamDriver(
-            session,
-            number,
-            host.specs,
-            host,
-            common,
-            optimizer=kind_of(host),
-            freeze_step=freeze_step,
-            scale=scale,
-            variance_floor=variance_floor,
-            mask_refresh=mask_refresh,
+def require_adam(optimizer: Any, wrapper: str) -> None:
+    """InvalidRequestError unless ``optimizer`` is a ``keras.optimizers.Adam`` or AdamW that makes Keras' own steps."""
+    inner = inner_of(optimizer)
+    if not isinstance(inner, keras.optimizers.Adam):
+        raise InvalidRequestError(
+            f"{wrapper} wraps keras.optimizers.Adam or AdamW, not {type(inner).__name__}; use DistributedOptimizer for "
+            "other optimizers."
         )
-
-    return wrap(OneBitAdam, optimizer, variables, names, process_set, make)
-
-
-def DistributedZeroOneAdam(
-    optimizer: Any,
-    variables: Any = None,
-    *,
-    var_update_scaler: int = 16,
-    var_freeze_step: int | None = None,
-    local_step_start: int = 0,
-    local_step_doubling: int = 32768,
-    local_step_clip: int = 16,
-    block_size: int | Literal["tensor"] = 4096,
-    scale: Literal["l1", "rms"] = "rms",
-    variance_floor: float = 0.2,
-    overlap: bool = True,
-    mask_refresh: int = 100,
-    max_grad_norm: float | None = None,
-    clip: Literal["exact", "previous"] = "exact",
-    verify: Literal["sampled", "full", "version"] = "sampled",
-    names: Mapping[str, Any] | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Data-parallel 0/1 Adam (arXiv 2202.06009): 1 bit per element from the second step on, later not at every step.
-
-    Schedules and options are those of ``ocomm_torch.DistributedZeroOneAdam``, the rest is as in
-    ``DistributedOneBitAdam``. Between syncs variables differ between ranks: ``compression_report()["synced"]`` tells.
-    """
-    _adam(optimizer, "DistributedZeroOneAdam")
-    common = Common(block_size, overlap, max_grad_norm, clip, verify)
-
-    def make(session: Session, number: int, host: Host) -> Driver:
-        return ZeroOneAdamDriver(
-            session,
-            number,
-            host.specs,
-            host,
-            common,
-            optimizer=kind_of(host),
-            intervals={
-                "local_step_start": local_step_start,
-                "local_step_doubling": local_step_doubling,
-                "local_step_clip": local_step_clip,
-            },
-            refreshes={"var_update_scaler": var_update_scaler, "var_freeze_step": var_freeze_step},
-            scale=scale,
-            variance_floor=variance_floor,
-            mask_refresh=mask_refresh,
-        )
-
-    return wrap(_ZeroOneAdam, optimizer, variables, names, process_set, make)
-
-
-def DistributedBirder(
-    optimizer: Any,
-    variables: Any = None,
-    *,
-    beta: float = 0.95,
-    stochastic: bool = True,
-    seed: int = 0,
-    amsgrad_after: int | None = None,
-    block_size: int | Literal["tensor"] = 4096,
-    overlap: bool = True,
-    max_grad_norm: float | None = None,
-    clip: Literal["exact", "previous"] = "exact",
-    verify: Literal["sampled", "full", "version"] = "sampled",
-    names: Mapping[str, Any] | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Data-parallel Birder: exactly 1 bit per element and direction from the first step on.
-
-    Learning rate and weight decay are ``optimizer``'s (``keras.optimizers.SGD(lr)`` for instance), its own step is
-    never made. Options are those of ``ocomm_torch.DistributedBirder``, the rest is as in ``DistributedOneBitAdam``.
-    """
-    options = {"beta": beta, "stochastic": stochastic, "seed": seed, "amsgrad_after": amsgrad_after}
-    common = Common(block_size, overlap, max_grad_norm, clip, verify)
-    return wrap(_Birder, optimizer, variables, names, process_set, _birder("Birder", common, options))
-
-
-def DistributedSoftSignSGD(
-    optimizer: Any,
-    variables: Any = None,
-    *,
-    beta: float = 0.95,
-    amsgrad_after: int | None = None,
-    block_size: int | Literal["tensor"] = 4096,
-    overlap: bool = True,
-    max_grad_norm: float | None = None,
-    clip: Literal["exact", "previous"] = "exact",
-    verify: Literal["sampled", "full", "version"] = "sampled",
-    names: Mapping[str, Any] | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Birder's dense counterpart, exchanged without compression; otherwise as ``DistributedBirder``."""
-    options = {"beta": beta, "amsgrad_after": amsgrad_after}
-    common = Common(block_size, overlap, max_grad_norm, clip, verify, hierarchical=False)
-    return wrap(_SoftSignSGD, optimizer, variables, names, process_set, _birder("SoftSignSGD", common, options))
-
-
-def _birder(kind: str, common: Common, options: Mapping[str, Any]) -> MakeDriver:
-    def make(session: Session, number: int, host: Host) -> Driver:
-        return BirderDriver(session, number, kind, host.specs, host, common, options)
-
-    return make
+    check_own_step(inner, wrapper, keras.optimizers.Adam)

@@ -27,7 +27,7 @@ from ocomm.session import Session
 from ocomm_tf import engine
 from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.keras.host import Host, MakeDriver, shortest
-from ocomm_tf.keras.order import Place
+from ocomm_tf.order import Place
 
 _log = logging.getLogger("ocomm")
 _FULL = (

@@ -17,13 +17,14 @@ from ocomm.errors import MismatchError
 from ocomm.kernels.base import Floats, Kernels
 from ocomm.operations import Operation, ProcessSet
 from ocomm.optim.adam import DenseAdam
+from ocomm.optim.core import Group
 from ocomm.session import Session
 from ocomm.training.adam import dense_step
-from ocomm.training.driver import Driver, Group
+from ocomm.training.driver import Driver
 from ocomm_tf import engine
 from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.keras.masters import LOW_PRECISION, follow, rounded
-from ocomm_tf.keras.order import Place
+from ocomm_tf.order import Place
 
 #: (session, process set, host) -> driver
 MakeDriver = Callable[[Session, int, "Host"], Driver]
@@ -221,7 +222,7 @@ class Host:
         place = self.places[number]
         self._gradients[number] = place.to_wire(gradient.reshape(place.shape))
         self._handed.add(number)
-        self.driver.stepper.hand_over(number)
+        self.driver.stepper.buckets.mark_ready(number)
 
     # The driver's host
 
@@ -234,6 +235,14 @@ class Host:
             for tensors, decay in zip(self._decayed, decays, strict=True)
             if tensors.size
         ]
+
+    def wrapped_adam(self) -> str:
+        """``"AdamW"`` if there is a weight decay, which Keras always takes from the variable, else ``"Adam"``."""
+        return "AdamW" if any(group.decoupled_decay for group in self.groups()) else "Adam"
+
+    def read_warm_start(self) -> str | None:
+        """There is none: a plain Adam's moments come with the variables of a saved model."""
+        return None
 
     def locate(self, tensors: list[int], final: bool) -> list[int]:
         """Addresses of gradients; 0 for none."""

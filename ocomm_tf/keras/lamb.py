@@ -9,18 +9,19 @@ import keras
 
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
-from ocomm.session import Session
-from ocomm.training.driver import Common, Driver
-from ocomm.training.lamb import LambDriver
-from ocomm_tf.keras.compressed import OneBitAdam, check_own_step, inner_of, wrap
-from ocomm_tf.keras.host import Host
+from ocomm.optim.lamb import Lamb, LambOptions
+from ocomm.training.driver import Common
+from ocomm.training.onebit_adam import OneBitAdamDriver
+from ocomm_tf.keras.compressed import CompressedAdam, check_own_step, documented, inner_of, wrap
 
 
-class _OneBitLamb(OneBitAdam):
-    _kind = "OneBitLamb"
+class _OneBitLamb(CompressedAdam):
+    ocomm_core = Lamb
+    ocomm_driver = OneBitAdamDriver
     trains_on_devices = False
 
 
+@documented(LambOptions)
 def DistributedOneBitLamb(
     optimizer: Any,
     variables: Any = None,
@@ -40,14 +41,32 @@ def DistributedOneBitLamb(
     max_grad_norm: float | None = None,
     clip: Literal["exact", "previous"] = "exact",
     verify: Literal["sampled", "full", "version"] = "sampled",
+    backward_passes_per_step: int = 1,
+    hierarchical: bool | Literal["auto"] = "auto",
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Data-parallel 1-bit LAMB (arXiv 2104.06069): LAMB at first, then 1 bit per variable element and direction.
 
-    ``optimizer``: ``keras.optimizers.Lamb``, ``Adam`` or ``AdamW``, not used yet, or a LossScaleOptimizer around one.
-    Steps follow the formula of ``ocomm_torch.DistributedOneBitLamb``, whose options these are: a weight decay is part
-    of the update, whose norm the trust ratio has. The rest is as in ``DistributedOneBitAdam``.
+    LAMB multiplies the learning rate of each tensor by its trust ratio, |p| / |update|. A weight decay is part of the
+    update, whose norm the trust ratio has. Steps follow the formula of ``ocomm_torch.DistributedOneBitLamb``.
+
+    Args:
+        optimizer: ``keras.optimizers.Lamb``, ``Adam`` or ``AdamW``, not used yet, or a LossScaleOptimizer around one;
+            learning rate (schedules too), betas, epsilon, weight decay, clipping, gradient accumulation and averages of
+            variables are its own; the first four are read at every step, also of a graph. Its step is never made.
+        {arguments}
+
+    Returns:
+        An optimizer of a subclass with the same name. A model that is saved with it loads without ocomm, and a plain
+        Adam goes on from there; to go on with 1 bit compile with a new one, ``build`` it on the model's variables, and
+        call ``model.load_weights(file)``; errors start at zero.
+
+    Raises:
+        InvalidRequestError: The optimizer or a variable cannot be wrapped, or an option has an impossible value.
+        MismatchError: The ranks wrap different things; here, or at the first step if ``variables`` is None.
+        NonFiniteError: In a step, on all ranks: a rank's gradient has a NaN or infinity. No variable is changed.
+        SettingsError: An option of the algorithm has an impossible value.
     """
     inner = inner_of(optimizer)
     if not isinstance(inner, (keras.optimizers.Lamb, keras.optimizers.Adam)):
@@ -56,26 +75,5 @@ def DistributedOneBitLamb(
             "DistributedOptimizer for other optimizers."
         )
     check_own_step(inner, "DistributedOneBitLamb", keras.optimizers.Lamb, keras.optimizers.Adam)
-    common = Common(block_size, overlap, max_grad_norm, clip, verify)
-
-    def make(session: Session, number: int, host: Host) -> Driver:
-        return LambDriver(
-            session,
-            number,
-            host.specs,
-            host,
-            common,
-            optimizer="LAMB",
-            freeze_step=freeze_step,
-            scale=scale,
-            variance_floor=variance_floor,
-            mask_refresh=mask_refresh,
-            max_coeff=max_coeff,
-            min_coeff=min_coeff,
-            coeff_beta=coeff_beta,
-            factor_max=factor_max,
-            factor_min=factor_min,
-            factor_threshold=factor_threshold,
-        )
-
-    return wrap(_OneBitLamb, optimizer, variables, names, process_set, make)
+    chosen = LambOptions.of(locals()), Common.of(locals())
+    return wrap(_OneBitLamb, optimizer, variables, names, process_set, *chosen)

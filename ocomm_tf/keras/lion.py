@@ -8,17 +8,16 @@ from typing import Any, Literal
 import keras
 
 from ocomm.operations import ProcessSet, global_process_set
-from ocomm.session import Session
-from ocomm.training.driver import Common, Driver
-from ocomm.training.lion import LionDriver
-from ocomm_tf.keras.compressed import Compressed, inner_of, wrap
-from ocomm_tf.keras.host import Host
+from ocomm.optim.lion import Lion, LionOptions
+from ocomm.training.driver import Common
+from ocomm_tf.keras.compressed import Compressed, documented, inner_of, wrap
 
 
 class _Lion(Compressed):
-    _kind = "Lion"
+    ocomm_core = Lion
 
 
+@documented(LionOptions)
 def DistributedLion(
     optimizer: Any,
     variables: Any = None,
@@ -30,22 +29,32 @@ def DistributedLion(
     max_grad_norm: float | None = None,
     clip: Literal["exact", "previous"] = "exact",
     verify: Literal["sampled", "full", "version"] = "sampled",
+    backward_passes_per_step: int = 1,
+    hierarchical: bool | Literal["auto"] = "auto",
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Data-parallel Lion with a majority vote: exactly 1 bit per element and direction from the first step on.
 
-    Learning rate and weight decay are ``optimizer``'s (``keras.optimizers.Lion(lr)`` or ``SGD(lr)``), its own step is
-    never made. ``betas``: None: those of a ``keras.optimizers.Lion``, else (0.9, 0.99). The other options are those of
-    ``ocomm_torch.DistributedLion``, the rest is as in ``DistributedOneBitAdam``.
+    Every element moves by the learning rate in every step: a third to a tenth of Adam's, with three to ten times its
+    weight decay, is where to begin.
+
+    Args:
+        betas: Of the sign's average of momentum and gradient, and of the momentum; both in [0, 1). None: those of a
+            ``keras.optimizers.Lion``, else (0.9, 0.99).
+        {arguments}
+
+    Returns:
+        An optimizer of a subclass with the same name. A model that is saved with it loads without ocomm.
+
+    Raises:
+        InvalidRequestError: The optimizer or a variable cannot be wrapped, or an option has an impossible value.
+        MismatchError: The ranks wrap different things; here, or at the first step if ``variables`` is None.
+        NonFiniteError: In a step, on all ranks: a rank's gradient has a NaN or infinity. No variable is changed.
+        SettingsError: An option of the algorithm has an impossible value.
     """
     inner = inner_of(optimizer)
     if betas is None:
-        betas = (inner.beta_1, inner.beta_2) if isinstance(inner, keras.optimizers.Lion) else (0.9, 0.99)
-    options = {"betas": [float(beta) for beta in betas], "seed": seed}
-    common = Common(block_size, overlap, max_grad_norm, clip, verify)
-
-    def make(session: Session, number: int, host: Host) -> Driver:
-        return LionDriver(session, number, host.specs, host, common, options)
-
-    return wrap(_Lion, optimizer, variables, names, process_set, make)
+        betas = (inner.beta_1, inner.beta_2) if isinstance(inner, keras.optimizers.Lion) else LionOptions.betas
+    chosen = LionOptions.of(locals()), Common.of(locals())
+    return wrap(_Lion, optimizer, variables, names, process_set, *chosen)

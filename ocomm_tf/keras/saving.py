@@ -8,7 +8,7 @@ import keras
 
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm_tf.compression import Compression, Compressor
-from ocomm_tf.keras.optimizer import DistributedOptimizer
+from ocomm_tf.keras_optimizer import DistributedOptimizer
 
 
 def load_model(

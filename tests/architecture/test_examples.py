@@ -148,6 +148,7 @@ def test_a_horovod_script_learns_with_one_line_changed(horovod_scripts, which):
     assert all(int(sent) < 0.3 * int(dense) for sent, dense in found)
 
 
+@pytest.mark.long  # two ranks import TensorFlow; cluster/test_mixed_teams.py starts an example with Keras
 @pytest.mark.skipif(not find_spec("tensorflow"), reason="needs tensorflow")
 def test_a_horovod_script_of_keras_learns_with_one_line_changed(tmp_path):
     saved = tmp_path / "digits.keras"
@@ -160,6 +161,7 @@ def test_a_horovod_script_of_keras_learns_with_one_line_changed(tmp_path):
     assert saved.exists()
 
 
+@pytest.mark.long  # two generations import Torch; frontends/test_torch_elastic.py and cluster/test_elastic.py have it
 def test_an_elastic_script_of_horovods_goes_on_after_a_death():
     flags = ("--epochs", "2", "--batches-per-commit", "8", "--die-at", "30")
     done = run_example("torch_mnist_elastic.py", *flags, launcher=("--min-np", "2"))
@@ -172,6 +174,7 @@ def test_an_elastic_script_of_horovods_goes_on_after_a_death():
     assert last > first and last > 50
 
 
+@pytest.mark.long  # two generations import TensorFlow; frontends/test_tf_elastic.py has it
 @pytest.mark.skipif(not find_spec("tensorflow"), reason="needs tensorflow")
 def test_an_elastic_fit_of_keras_goes_on_after_a_death():
     done = run_example("keras_digits_elastic.py", "--epochs", "2", "--die-at", "33", launcher=("--min-np", "2"))

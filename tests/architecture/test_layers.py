@@ -1,4 +1,4 @@
-"""Imports go one way, and the network library stays behind one door."""
+"""Imports go one way, and the network library stays in one file."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.split(".")[0])
     return names
+
+
+def test_no_room_imports_another_for_types_alone() -> None:
+    """The contracts do not see imports under TYPE_CHECKING, which would hide a circle."""
+    rooms = ("ocomm/elastic", "ocomm/optim", "ocomm/runtime", "ocomm/predict")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    assert len(files) > 20
+    assert [path.name for path in files if "TYPE_CHECKING" in path.read_text()] == []
 
 
 def test_only_the_mpi_transport_imports_mpi4py() -> None:

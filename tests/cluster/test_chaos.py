@@ -18,8 +18,8 @@ pytestmark = [
 @pytest.mark.parametrize(
     "harm",
     [
-        Harm("kill", 2, 1.1),
-        Harm("stop", 0, 0.2, by="stall"),
+        pytest.param(Harm("kill", 2, 1.1), marks=pytest.mark.long),  # test_elastic.py kills, too
+        pytest.param(Harm("stop", 0, 0.2, by="stall"), marks=pytest.mark.long),  # and test_failures.py stops
         Harm("cut", 1, 0.6),
     ],
     ids=lambda harm: f"{harm.kind} {harm.victim}",

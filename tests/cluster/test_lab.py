@@ -88,7 +88,7 @@ def test_nothing_of_it_shows_outside():
 
 
 @needs_lab
-@pytest.mark.parametrize("rate, seconds", [("40mbit", 0.5), ("10mbit", 2.0)])
+@pytest.mark.parametrize("rate, seconds", [("40mbit", 0.5), pytest.param("10mbit", 2.0, marks=pytest.mark.long)])
 def test_a_cable_carries_95_percent_of_its_rate(rate: str, seconds: float):
     nbytes, most = 2_500_000, 1.5 * seconds / _lab.PAYLOAD_FRACTION
     for _ in range(3):  # other programs make it slower, and never faster
@@ -167,6 +167,7 @@ def test_mpirun_starts_each_rank_on_its_own_host(tmp_path: Path):
     assert sorted(done.stdout.splitlines()) == ["0 host0", "0 host1", "0 host2"], done.stderr
 
 
+@pytest.mark.long  # a benchmark
 @needs_lab
 @needs_mpi
 def test_the_allreduce_benchmark_checks_counts_and_writes_its_rows(tmp_path: Path):

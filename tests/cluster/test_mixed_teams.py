@@ -32,6 +32,7 @@ def run(ranks: int, *arguments: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows if len(row) == 7 and row[0] != "" and "---" not in row[0]}
 
 
+@pytest.mark.long  # four ranks import a framework; the next test has two, frontends/test_teams.py the teams
 def test_two_teams_train_beside_each_other_with_one_framework_in_each_process() -> None:
     table = run(4, "--epochs", "3", "--freeze-step", "12")
     of_keras, of_torch = table["Keras, 1-bit Adam"], table["Torch, Birder"]

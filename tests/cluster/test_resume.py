@@ -65,6 +65,7 @@ def run_and_kill(folder: Path) -> str:
         return said + job.stdout.read()
 
 
+@pytest.mark.long  # nine ranks import Torch; frontends/test_torch_checkpoint_files.py has each part
 def test_a_job_killed_in_the_middle_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     expected = losses(run(2, tmp_path / "whole"))
     assert list(expected) == list(range(1, STEPS + 1))

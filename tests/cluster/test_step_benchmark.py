@@ -17,6 +17,7 @@ from tests.cluster.jobs import LIMIT_S, MPIRUN, run_job
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long  # a benchmark; test_wire_bytes.py counts the bytes of a step
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is a lab")
 def test_every_method_trains_and_sends_what_it_must(tmp_path: Path) -> None:
     output = tmp_path / "step.json"

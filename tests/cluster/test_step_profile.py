@@ -20,7 +20,7 @@ from tests.cluster.jobs import LIMIT_S
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.alone
+@pytest.mark.long  # a benchmark, whose ranks import Torch and train for seconds
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is a lab")
 def test_a_compressed_step_computes_everything_once(tmp_path: Path) -> None:
     output = tmp_path / "profile.json"
@@ -31,7 +31,7 @@ def test_a_compressed_step_computes_everything_once(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (result,) = json.loads(output.read_text())["results"]
-    assert result["elements"] == {"Compress": result["parameters"], "Average": result["parameters"] // 2}
+    assert result["elements"] == {"compress_momentum": result["parameters"], "average": result["parameters"] // 2}
     segments = result["kernels"]["apply"]
     assert result["kernels"] == {"apply": segments, "checksums": 1, "finite_scales": segments}
     # One exchange and the vote on it; to the other rank, a message of each half of every segment, and the vote's.

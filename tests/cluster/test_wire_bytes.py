@@ -43,6 +43,7 @@ def test_two_hosts_of_two_ranks_send_at_most_3_percent_more_than_the_formula(tmp
     assert max(counted["frames"]) <= 1.03 * 1514 / 1448 * bytes_by_formula
 
 
+@pytest.mark.long  # of the two forms; both are counted by the engine in tests/frontends
 def test_a_compressed_step_sends_at_most_3_percent_more_than_the_formula(tmp_path: Path) -> None:
     counted = count(tmp_path / "result.json", 4, 1)
     assert counted["form"] == "flat"

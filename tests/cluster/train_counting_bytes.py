@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ocomm import bootstrap
 from ocomm import session as sessions
 from ocomm.bench._lab import interface_sent_bytes
 from ocomm.types import ReduceOp
@@ -48,7 +49,7 @@ def counts(optimizer: DistributedOneBitAdam) -> np.ndarray:
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    sessions.initialize()
+    bootstrap.initialize()
     session = sessions.current()
     topology = session.require_topology()
     model = torch.nn.Sequential(

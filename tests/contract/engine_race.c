@@ -25,7 +25,7 @@ typedef struct {
 static void begin(ocomm_channel *channel, copying *c, int gate) {
     memset(&c->plan, 0, sizeof c->plan);
     for (int i = 0; i < 2; i++) {
-        c->ops[i] = (ocomm_op){.code = OCOMM_COPY, .a = {(intptr_t)c->from, (intptr_t)c->to[i], sizeof c->from}};
+        c->ops[i] = (ocomm_op){.code = OCOMM_COPY, .a = {{.p = c->from}, {.p = c->to[i]}, {.i = sizeof c->from}}};
         c->stages[i] = (ocomm_stage){i, 1, 0, 0};
         c->segments[i] = (ocomm_segment){i, 1};
     }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import inspect
 from typing import Any
 
 import numpy as np
 from numba import cuda
 
 from ocomm.kernels.cuda import CudaKernels, address_of
+from ocomm.kernels.loops import LOOPS
 
 
 class OnDevice:
@@ -21,8 +21,7 @@ class OnDevice:
         self._kernels = CudaKernels()
 
     def __getattr__(self, loop: str) -> Any:
-        method = getattr(self._kernels, loop)
-        names = list(inspect.signature(method).parameters)
+        method, names = getattr(self._kernels, loop), LOOPS[loop].names
 
         def call(*arguments: Any) -> Any:
             given = dict(zip(names, arguments, strict=True))

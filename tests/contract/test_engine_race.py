@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ def test_threads_that_submit_open_wait_and_abandon_do_not_race_with_the_engine(t
         pytest.skip(reason="no gcc")
     empty, program = tmp_path / "empty.c", tmp_path / "race"
     empty.write_text("int main(void) { return 0; }\n")
-    build = [compiler, *FLAGS, "-I", str(ROOT / "native"), "-o", str(program)]
+    subprocess.run([sys.executable, str(ROOT / "native" / "build.py"), str(tmp_path)], check=True, cwd=ROOT)
+    build = [compiler, *FLAGS, "-I", str(ROOT / "native"), "-I", str(tmp_path), "-o", str(program)]
     if subprocess.run([*build, str(empty)], capture_output=True).returncode or subprocess.run([program]).returncode:
         pytest.skip(reason="gcc has no ThreadSanitizer for this machine")
     sources = [ROOT / "native" / name for name in ("engine.c", "pool.c", "reduce.c")]

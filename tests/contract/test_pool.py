@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ocomm.collectives.native_engine import NativeEngine
-from ocomm.collectives.plan import Copy, Pack, Place, Plan, Stage
+from ocomm.collectives.plan import Copy, Plan, Stage, loop
 from ocomm.errors import InvalidRequestError, SettingsError
-from ocomm.kernels import TENSOR, HostKernels, cpu_kernels
+from ocomm.kernels import TENSOR, Kernels, cpu_kernels
 from ocomm.kernels.base import RUN
 from ocomm.kernels.cpu import GRAIN, CpuKernels, Pool
 from ocomm.session import Session
@@ -28,7 +28,7 @@ from tests.contract import test_quantizer as birder
 from tests.contract.test_kernels import World, all_same, few, raw_elements, worlds
 from tests.contract.test_quantizer import Model, models
 
-ONEBIT: tuple[Callable[[World, HostKernels], tuple], ...] = (
+ONEBIT: tuple[Callable[[World, Kernels], tuple], ...] = (
     lambda world, kernels: world.sent(kernels),
     lambda world, kernels: onebit.momentum_results(world, kernels, "l1"),
     lambda world, kernels: onebit.update_results(world, kernels, "rms"),
@@ -105,7 +105,9 @@ class TestTheSameBits:
         runs = np.array([(i * 100, (89 - i) * 100, 100, i % 2) for i in range(90)], RUN)
         back = runs.copy()
         back["tensor"] = 0
-        compute = [Copy(source, copied), Pack(tensors, runs, packed), Place(targets, back, packed)]
+        pack = loop(Kernels.pack, None, runs, tensors, packed)
+        place = loop(Kernels.place, None, back, targets, packed)
+        compute = [Copy(source, copied), pack, place]
         channel = engine.open_channel(Fabric(1).endpoint(0), 1)
         ticket = channel.submit(channel.prepare(Plan("copies", [[Stage(compute)]])), 0.0, True)
         engine.run(1.0)

@@ -14,7 +14,7 @@ if loops.SIMULATED:
     pytest.skip(reason="the simulator does not compile", allow_module_level=True)
 
 
-@pytest.fixture(scope="module", params=["sm_80", "sm_90"])
+@pytest.fixture(scope="module", params=["sm_90", pytest.param("sm_80", marks=pytest.mark.long)])
 def rows(request: pytest.FixtureRequest) -> list[ptx.Row]:
     try:
         return list(ptx.rows([request.param]))
@@ -28,8 +28,8 @@ def test_a_small_launch_is_no_reason_to_warn() -> None:
 
 #: Kernels that read gradients.
 LOW = {
-    "compress_momentum", "compress_update", "local_step", "finite", "quantize", "compress_signs", "soft_sign", "pack",
-    "reduce_low",
+    "compress_momentum", "compress_update", "local_step", "finite", "compress_quantized", "compress_signs", "soft_sign",
+    "pack", "reduce_low",
 }  # fmt: skip
 #: Kernels that read or write no floats but one way, and those that go through memory of any alignment once in a while,
 #: or through elements of other sizes.

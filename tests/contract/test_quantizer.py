@@ -82,7 +82,7 @@ def noise(seed: int = 0x0123456789ABCDEF, step: int = 3, stream: int = 1, steady
 
 @dataclass
 class Sent:
-    """What ``quantize`` answers and writes."""
+    """What ``compress_quantized`` answers and writes."""
 
     finite: bool
     momentum: np.ndarray
@@ -100,7 +100,7 @@ def quantize(
     columns.setdefault("grad", model.grads)
     tensors = model.tensors(**columns)
     outs, packed = model.empty(model.numel, model.numel, model.numel), model.packed()
-    finite = kernels.quantize(
+    finite = kernels.compress_quantized(
         model.blocks, tensors, model.momentum, outs[0], model.magnitude, outs[1], model.error, outs[2],
         EPS, amsgrad, noise() if draw is None else draw, packed,
     )  # fmt: skip
@@ -119,13 +119,13 @@ def average_results(model: Model, kernels: Kernels) -> tuple:
     (error_out,), packed, origin = model.empty(model.owned_numel), model.packed(), 8
     received = [message[origin:] for message in model.messages]
     draw = noise(stream=OWNERS)
-    finite = kernels.quantized_average(
+    finite = kernels.average_quantized(
         model.blocks, received, origin, model.weights, model.owner_error, error_out, draw, packed
     )
     votes, steady = model.packed(), model.packed()
-    kernels.quantized_average(model.blocks, received, origin, model.weights, None, None, draw, votes)
+    kernels.average_quantized(model.blocks, received, origin, model.weights, None, None, draw, votes)
     (steady_error,) = model.empty(model.owned_numel)
-    kernels.quantized_average(
+    kernels.average_quantized(
         model.blocks, received, origin, model.weights, model.owner_error, steady_error, STEADY["draw"], steady
     )
     return finite, error_out, packed, votes, steady_error, steady
@@ -304,7 +304,9 @@ class TestQuantize:
         model = Model((9000, 100), first=3)
         expected, packed = quantize(model, kernels), model.packed()
         m, b, e = model.momentum, model.magnitude, model.error
-        kernels.quantize(model.blocks, model.tensors(grad=model.grads), m, m, b, b, e, e, EPS, False, noise(), packed)
+        kernels.compress_quantized(
+            model.blocks, model.tensors(grad=model.grads), m, m, b, b, e, e, EPS, False, noise(), packed
+        )
         assert same_bits(packed, expected.packed)
         for block in model.blocks:
             for got, want in ((m, expected.momentum), (b, expected.magnitude), (e, expected.error)):
@@ -360,7 +362,7 @@ class TestQuantizedAverage:
             for row in rows:
                 row[112:] = model.rng.integers(0, 256, row.size - 112, np.uint8)
             draw, error = noise(step=step, stream=OWNERS), model.owner_error
-            assert kernels.quantized_average(model.blocks, rows, 0, model.weights, error, error_out, draw, packed)
+            assert kernels.average_quantized(model.blocks, rows, 0, model.weights, error, error_out, draw, packed)
             model.owner_error = error_out
             assert np.abs(error_out[span(model.blocks[0], "owned")]).max() <= 2
 

@@ -14,14 +14,14 @@ import pytest
 
 from ocomm.collectives.compressed import compressed_segment, compressed_staging
 from ocomm.collectives.engine import State
-from ocomm.collectives.plan import Average, Compress, Message, Offload, Plan, Reduce, Stage, Unpack
+from ocomm.collectives.plan import Loop, Message, Offload, Plan, Stage, loop
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.staged import staged
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.compression.wire import header_nbytes
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels import cpu_kernels
-from ocomm.kernels.base import RUN, TENSOR
+from ocomm.kernels.base import RUN, TENSOR, Kernels
 from ocomm.kernels.device import DeviceArray, DeviceKernels, device_kernels
 from ocomm.telemetry.timeline import Timeline
 from ocomm.types import DType, Flag, ReduceOp
@@ -54,7 +54,7 @@ class Patient:
 
 def offloading(rank: int, task: Patient, received: np.ndarray) -> Plan:
     other = 1 - rank
-    stage = Stage([Offload("Compress", task)], [Message(other, task.target)], [Message(other, received)])
+    stage = Stage([Offload("compress", task)], [Message(other, task.target)], [Message(other, received)])
     return Plan(f"plan of rank {rank}", [[stage]])
 
 
@@ -123,17 +123,18 @@ class Exchange:
                 (env,) = said = sealed(rank, 1, layout.signature("onebit-l1"))
                 said.begin(1, 0, 9, 0)
                 staging, result = compressed_staging(layout, home), home.staging(layout.packed_nbytes)
-                compress = Compress(
-                    layout.worker_blocks, values, None, None, error, error, None, "l1", staging.send, env.flags
+                compress = loop(
+                    Kernels.compress, env.flags, layout.worker_blocks, values, error, error, None, "l1", staging.send
                 )
 
                 def average(
                     rows: Any, s: Any = layout, e: Any = owner_error, r: Any = result, f: Any = env.flags
-                ) -> Average:
-                    return Average(s.owned_blocks, rows, s.message_start[s.rank], e, e, None, "l1", r, f)
+                ) -> Loop:
+                    origin = s.message_start[s.rank]
+                    return loop(Kernels.average, f, s.owned_blocks, rows, origin, e, e, None, "l1", r)
 
                 stages.append(compressed_segment(staging, env, result, compress, average))
-                stages[-1][-1].compute.append(Unpack(layout.blocks, result, None, out))
+                stages[-1][-1].compute.append(loop(Kernels.unpack, None, layout.blocks, result, None, out))
                 results.append(result)
                 self.flags.append(env.flags)
             self.plans.append(staged(Plan("compressed", stages), home, results, direct))
@@ -242,7 +243,7 @@ def test_a_dense_average_on_a_device_is_that_of_the_host() -> None:
     out = home.staging(4 * 1001)
     for row in rows:
         row.view(np.float32)[:] = rng.normal(size=1001)
-    reduce = Reduce(DType.FLOAT32, ReduceOp.AVERAGE, rows, 1.0, 1 / 3, out)
+    reduce = loop(Kernels.reduce, None, DType.FLOAT32, ReduceOp.AVERAGE, rows, 1.0, 1 / 3, out)
     (stages,) = staged(Plan("dense", [[Stage([reduce])]]), home).segments
     (offload,) = stages[0].compute
     assert isinstance(offload, Offload)

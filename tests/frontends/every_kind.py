@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.ef_sgd import DistributedEFSGD
 from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
@@ -44,6 +46,7 @@ KINDS = {
     "Birder": Kind(DistributedBirder, torch.optim.SGD),
     "SoftSignSGD": Kind(DistributedSoftSignSGD, torch.optim.SGD),
     "Lion": Kind(DistributedLion, torch.optim.SGD),
+    "EF-SGD": Kind(DistributedEFSGD, functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True)),
 }
 
 

@@ -44,6 +44,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "Birder": lambda **o: hvd.DistributedBirder(SGD(1e-3, weight_decay=0.1), **o),
     "SoftSignSGD": lambda **o: hvd.DistributedSoftSignSGD(SGD(1e-3), **o),
     "Lion": lambda **o: hvd.DistributedLion(keras.optimizers.Lion(1e-3), **o),
+    "EF-SGD": lambda **o: hvd.DistributedEFSGD(SGD(1e-3, momentum=0.9, weight_decay=0.1), **o),
 }
 
 
@@ -115,9 +116,14 @@ def trained(
     return history
 
 
-@pytest.mark.parametrize(
-    ("kind", "in_graph"), [*((kind, False) for kind in KINDS), ("1-bit Adam", True), ("0/1 Adam, local steps", True)]
-)
+long = pytest.mark.long
+LOCAL = "0/1 Adam, local steps"
+#: (kind, in a graph?)
+SHORT = [("1-bit Adam", False), (LOCAL, False), ("Lion", False), ("1-bit Adam", True)]
+LONG = [("0/1 Adam", False), ("Birder", False), ("SoftSignSGD", False), (LOCAL, True)]
+
+
+@pytest.mark.parametrize(("kind", "in_graph"), [*SHORT, *(pytest.param(*way, marks=long) for way in LONG)])
 def test_ranks_with_and_without_a_gpu_train_what_ranks_without_do(kind: str, in_graph: bool, devices: Devices) -> None:
     expected = run_ranks(2, lambda s: trained(kind, HOST, in_graph=in_graph))
     for places in (["GPU:0", "GPU:1"], [HOST, "GPU:1"]):
@@ -127,7 +133,7 @@ def test_ranks_with_and_without_a_gpu_train_what_ranks_without_do(kind: str, in_
         assert len(devices.made) == 2 - places.count(HOST) and all(d.counts["launch"] for d in devices.made.values())
 
 
-@pytest.mark.parametrize(("kind", "waits"), [("1-bit Adam", 1), ("Birder", 1), ("0/1 Adam, local steps", 2)])
+@pytest.mark.parametrize(("kind", "waits"), [("1-bit Adam", 1), pytest.param("Birder", 1, marks=long), (LOCAL, 2)])
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 def test_neither_gradients_nor_values_pass_the_host_and_nothing_is_made(
     kind: str, waits: int, in_graph: bool, devices: Devices
@@ -218,7 +224,7 @@ def halves(kind: str, first: str, second: str | None) -> list[bytes]:
     return [v.numpy().tobytes() for v in (*mine, *optimizer.variables)]
 
 
-@pytest.mark.parametrize("kind", ["1-bit Adam", "0/1 Adam, local steps", "Lion"])
+@pytest.mark.parametrize("kind", [LOCAL, *(pytest.param(kind, marks=long) for kind in ("1-bit Adam", "Lion"))])
 def test_a_run_goes_on_from_a_gpu_in_the_hosts_memory_and_back(kind: str, devices: Devices) -> None:
     expected = run_ranks(1, lambda s: halves(kind, HOST, None))
     for way in (("GPU:0", HOST), (HOST, "GPU:0"), ("GPU:0", "GPU:0"), (HOST, HOST)):

@@ -55,9 +55,15 @@ def classify(session: Session, wrap: Wrap) -> tuple[float, float, int, str]:
     return losses[:EARLY].mean().item(), losses[EARLY:].mean().item(), woken, parameters
 
 
-@pytest.mark.parametrize("kind", COMPRESSED)
-def test_rows_first_seen_long_after_the_freeze_reach_the_loss_they_reach_under_adam(kind: str) -> None:
-    dense = run_ranks(2, lambda s: classify(s, DistributedOptimizer))[0]
+@pytest.fixture(scope="module")
+def dense() -> tuple[float, float, int, str]:
+    return run_ranks(2, lambda s: classify(s, DistributedOptimizer))[0]
+
+
+@pytest.mark.parametrize("kind", ["1-bit Adam", pytest.param("0/1 Adam", marks=pytest.mark.long)])
+def test_rows_first_seen_long_after_the_freeze_reach_the_loss_they_reach_under_adam(
+    kind: str, dense: tuple[float, float, int, str]
+) -> None:
     found = run_ranks(2, lambda s: classify(s, COMPRESSED[kind]))
     assert found[0] == found[1]
     early, late, woken, _ = found[0]

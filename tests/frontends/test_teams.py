@@ -167,7 +167,11 @@ PAIRS: dict[str, tuple[Callable[[ProcessSet], Any], Callable[[ProcessSet], Any]]
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+#: In every run: ``fit`` and a loop in a graph, dense and 1-bit. The others have the same path through a process set.
+SOME = ("dense", "tape and Adasum", "1-bit Adam")
+
+
+@pytest.mark.parametrize("pair", [pytest.param(p, marks=() if p in SOME else pytest.mark.long) for p in PAIRS])
 def test_a_team_of_keras_and_one_of_torch_train_as_in_jobs_of_their_own(pair: str) -> None:
     works = PAIRS[pair]
 

@@ -15,13 +15,14 @@ TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.skipif(bool(MPI_SIZE), reason="it starts a process that is alone")
-def test_variables_on_gpus_are_trained_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_variables_on_gpus_are_trained_there(tier: str, tmp_path: Path) -> None:
     tensorflow = pytest.importorskip("tensorflow")
     folder, library = Path(tensorflow.sysconfig.get_lib()), tmp_path / "fake_gpu.so"
     include = tensorflow.sysconfig.get_include()
     command = ["gcc", "-shared", "-fPIC", "-pthread", f"-I{include}", TESTS / "fake_gpu.c", "-o", library]
     subprocess.run([*command, f"-L{folder}", "-l:libtensorflow_framework.so.2", f"-Wl,-rpath,{folder}"], check=True)
-    options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider"]
+    options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "-m", tier]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, TESTS / "frontends" / "on_fake_gpu.py"],
         env={**os.environ, "FAKE_GPU": str(library), "TF_CPP_MIN_LOG_LEVEL": "2"},

@@ -82,7 +82,7 @@ def alone() -> tuple[list[np.ndarray], list[float]]:
 
 
 class TestFit:
-    @pytest.mark.parametrize("size", [2, 4])
+    @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
     def test_ranks_together_learn_what_one_process_learns(self, size: int, alone: Any) -> None:
         def body(session: Session) -> Any:
             # Ranks start apart; the first batch ends with everything broadcast. A rate of zero there, so that it does
@@ -312,7 +312,7 @@ class TestCompressed:
                 posted: list[list[int]] = []
                 step = model.optimizer._host.step
                 model.optimizer._host.step = lambda *a, step=step, stepper=stepper, posted=posted: (
-                    posted.append(stepper.posted_tensors if stepper.begun else []),
+                    posted.append(stepper.buckets.posted_tensors if stepper.begun else []),
                     step(*a),
                 )[1]
                 fit(model, hvd.rank(), 2, 1)

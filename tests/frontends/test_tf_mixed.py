@@ -185,6 +185,12 @@ WAYS = {
         lambda m: ocomm_torch.DistributedLion(sgd(m), m.named_parameters()),
         lambda: hvd.DistributedLion(keras.optimizers.Lion(4e-3), names=NAMES),
     ),
+    "EF-SGD": (
+        lambda m: ocomm_torch.DistributedEFSGD(
+            torch.optim.SGD(m.parameters(), 4e-2, momentum=0.9, nesterov=True), m.named_parameters()
+        ),
+        lambda: hvd.DistributedEFSGD(keras.optimizers.SGD(4e-2, momentum=0.9, nesterov=True), names=NAMES),
+    ),
     "clipped 1-bit LAMB": (
         lambda m: ocomm_torch.DistributedOneBitLamb(
             torch.optim.Adam(m.parameters(), 2e-2), m.named_parameters(), freeze_step=12, max_grad_norm=1.0

@@ -16,10 +16,10 @@ import torch
 import ocomm
 import ocomm_torch as hvd
 from ocomm.errors import HorovodInternalError, InvalidRequestError, PeerError
+from ocomm.nccl_opening import could_be_bridged
 from ocomm.operations import ProcessSet
 from ocomm.session import Session
 from ocomm.telemetry.timeline import path_of, read
-from ocomm.training.inside import could_be_bridged
 from ocomm.transport import nccl
 from ocomm.types import Settings
 from ocomm_torch import compressed, mpi_ops

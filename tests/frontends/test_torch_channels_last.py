@@ -101,7 +101,7 @@ def test_gradients_leave_before_step_and_are_not_copied() -> None:
         optimizer.zero_grad()
         for parameter, gradient in zip(parameters, gradients_of(5, rank, True), strict=True):
             (parameter * gradient).sum().backward()
-        posted = sorted(optimizer._stepper.posted_tensors)
+        posted = sorted(optimizer._stepper.buckets.posted_tensors)
         optimizer.step()
         return posted
 

@@ -143,7 +143,7 @@ LAWS: dict[str, tuple[Any, Any, dict[str, Any], Callable[[int, Clipping], list[s
 
 
 @pytest.mark.parametrize("clip", ["exact", "previous"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2, 3])
 @pytest.mark.parametrize("kind", LAWS)
 def test_every_bit_equals_the_simulation(kind: str, ranks: int, clip: str) -> None:
     wrapper, make, options, law = LAWS[kind]
@@ -216,7 +216,7 @@ def test_with_the_previous_norm_exchange_and_backward_overlap(clip: str) -> None
         posted: list[int] = []
 
         def look(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
-            posted.append(len(optimizer._stepper.posted_tensors))
+            posted.append(len(optimizer._stepper.buckets.posted_tensors))
 
         result = train(rank_of(session), 8, before_step=look, freeze_step=3, max_grad_norm=1.0, clip=clip)
         return posted, result["report"]["redone_steps"]

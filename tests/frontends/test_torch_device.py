@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import ocomm
+from ocomm import nccl_opening
 from ocomm import session as sessions
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError, StallError
 from ocomm.kernels.device import DeviceMemory, device_kernels
 from ocomm.operations import ProcessSet
 from ocomm.session import Session
 from ocomm.telemetry.timeline import path_of, read
-from ocomm.training import inside
 from ocomm.transport import nccl
 from ocomm.types import Settings
 from ocomm_torch import compressed, mpi_ops
@@ -302,7 +302,7 @@ def test_what_nccl_sends_is_counted_by_engine_timeline_and_report(engine: str, o
         assert rank == 2 or counted < reports[-1]["bytes_sent_inside"]
         if session.bridge is not None and not MPI_SIZE:
             moved = [c.moved for c in library.communicators if c.rank == session.bridge.place]
-            assert moved == [[inside._TRIAL_NBYTES + sent, inside._TRIAL_NBYTES + received]]
+            assert moved == [[nccl_opening._TRIAL_NBYTES + sent, nccl_opening._TRIAL_NBYTES + received]]
 
     run_ranks(3, body, Settings(engine=engine), hosts=["a", "a", "b"])
 
@@ -323,7 +323,7 @@ def test_dense_values_inside_a_host_are_neither_copied_over_the_bus_nor_kept_by_
             parameter.backward(torch.full(shape, float(step + rank_of(session))))
             optimizer.step()
             seen.append(copied(devices[rank_of(session)]))
-        for staging in optimizer._driver.stepper._compressed.staging:
+        for staging in optimizer._driver.stepper.flows.compressed.staging:
             payloads = [m[staging.layout.header_nbytes :] for m in (*staging.node.messages, *staging.node.rows)]
             assert payloads[0].size and not any(payload.any() for payload in payloads), "the host has touched them"
         return seen
@@ -384,7 +384,7 @@ def test_a_transfer_that_fails_is_aborted_and_the_next_optimizer_has_another_com
     library = FakeNccl(sticks_at=3 if how == "sticks" else 1 << 60)
     on_devices(range(4), [], library)
     assert run_ranks(4, body, hosts=ON_TWO_HOSTS) == expected
-    assert told and all("the device failed in step 3: NCCL " in words for words in told)
+    assert told and all("step 3: the device failed: NCCL " in words for words in told)
     assert all(("is not over after 0 s" if how == "sticks" else "remote process exited") in words for words in told)
     assert all(communicator.aborted for communicator in library.communicators)
 
@@ -676,7 +676,7 @@ def test_a_device_that_never_gets_done_ends_the_step_and_is_named(on_devices: An
         def watch(optimizer: Any, step: int) -> None:
             if step == 5:
                 devices[0].advance = lambda count: None  # type: ignore[method-assign]
-                optimizer._stepper.timeout_s = 0.2  # the steps before have the time that they need
+                optimizer._stepper.wire.timeout_s = 0.2  # the steps before have the time that they need
 
         with pytest.raises(StallError, match="step 6 was not over after 0 s; fake:0 does not end"):
             trained("1-bit Adam, compressed", 0, 6, watch=watch)

@@ -274,9 +274,9 @@ def test_every_byte_of_a_gradient_is_read_again_within_64_steps() -> None:
             optimizer.zero_grad()
             model.loss(step).backward()
             stepper = optimizer._stepper
-            if stepper.posted:
-                number = stepper.layout.names.index("table") if hasattr(stepper.layout, "names") else 0
-                ctypes.memset(int(stepper._grads[number]) + 4 * COLUMNS * (ROWS // 2), 1, 4)
+            if stepper.buckets.posted:
+                number = stepper.core.layout.names.index("table") if hasattr(stepper.core.layout, "names") else 0
+                ctypes.memset(int(stepper.buckets.addresses[number]) + 4 * COLUMNS * (ROWS // 2), 1, 4)
             optimizer.step()
         return optimizer.compression_report()["redone_steps"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,17 +107,24 @@ assert ranks[0] == ranks[1]
 """
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """How a job of both scripts has ended, and its results: to import Torch takes longer than each of them."""
+    folder = tmp_path_factory.mktemp("job")
+    return run_job(2, f"{JOB}\nhvd.shutdown()\n{TWO_MODELS}", str(folder / "result")), folder
+
+
 @pytest.mark.skipif(MPI_SIZE > 0, reason="starts a job of its own")
-def test_an_optimizer_of_a_later_turn_shares_no_name_with_one_of_before() -> None:
-    done = run_job(2, TWO_MODELS)
+def test_an_optimizer_of_a_later_turn_shares_no_name_with_one_of_before(results: Any) -> None:
+    done, _ = results
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(MPI_SIZE > 0, reason="starts jobs of its own")
-def test_a_failed_job_goes_on_from_its_last_commit_and_ends_where_it_would_have(tmp_path: Path) -> None:
-    done = run_job(2, JOB, str(tmp_path / "result"))
-    assert done.returncode == 0, done.stderr
-    first, second = (json.loads((tmp_path / f"result.{rank}").read_text()) for rank in range(2))
+@pytest.mark.skipif(MPI_SIZE > 0, reason="starts a job of its own")
+def test_a_failed_job_goes_on_from_its_last_commit_and_ends_where_it_would_have(results: Any) -> None:
+    done, folder = results
+    assert len(list(folder.iterdir())) == 2, done.stderr
+    first, second = (json.loads((folder / f"result.{rank}").read_text()) for rank in range(2))
     assert first == second
     calls = {"nothing": [0], "mismatch": [0, 4], "one rank": [0, 4], "hosts": [0, 6]}
     # An error which comes again every time ends the job.

@@ -225,7 +225,7 @@ CLIPPED: dict[str, tuple[Any, Any, dict[str, Any], Callable[[str, int, Clipping]
 
 
 @pytest.mark.parametrize("clip", ["exact", "previous"])
-@pytest.mark.parametrize("hosts", ["aabb", "aaab"])
+@pytest.mark.parametrize("hosts", ["aabb", pytest.param("aaab", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", CLIPPED)
 def test_clipped_by_one_norm_of_all_ranks_it_equals_the_simulation(kind: str, hosts: str, clip: str) -> None:
     wrap, inner, options, law = CLIPPED[kind]

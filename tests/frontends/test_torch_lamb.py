@@ -59,7 +59,7 @@ def fresh_digest(parameters: Sequence[torch.Tensor], optimizer: Any) -> str:
     return digest([core.fresh[core.flat_span(tensor)] for tensor in range(len(parameters))])
 
 
-@pytest.mark.parametrize(("ranks", "decay"), [(1, 0.1), (2, 0.0), (4, 0.1)])
+@pytest.mark.parametrize(("ranks", "decay"), [pytest.param(1, 0.1, marks=pytest.mark.long), (2, 0.0), (4, 0.1)])
 def test_it_equals_the_simulation_for_200_steps_on_all_ranks(ranks: int, decay: float) -> None:
     options: dict[str, Any] = {"block_size": 64, "mask_refresh": 5, "coeff_beta": 0.7, "factor_threshold": 0.05}
     options["variance_floor"] = 0.9
@@ -177,6 +177,7 @@ def test_a_tensor_of_zeros_takes_plain_steps_until_it_has_a_norm(start: str) -> 
     assert run_ranks(2, body) == [expected, expected]
 
 
+@pytest.mark.long  # minimizes; that every step is the simulation's is tested above
 def test_it_trains_about_as_well_as_lamb_on_the_averaged_gradient() -> None:
     def body(session: Session) -> list[float]:
         return [

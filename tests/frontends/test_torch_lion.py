@@ -207,6 +207,7 @@ def regression(rank: int, optimizer_of: Any, steps: int = 300) -> float:
         return float(loss_of(*batch(4000)))
 
 
+@pytest.mark.long  # minimizes; that every step is the simulation's is tested above
 def test_it_trains_about_as_well_as_adam_on_the_averaged_gradient() -> None:
     def body(session: Session) -> tuple[float, float]:
         import ocomm_torch as hvd

@@ -596,7 +596,7 @@ def test_buckets_are_on_their_way_before_step_is_called() -> None:
         posted = []
 
         def look(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
-            posted.append(len(optimizer._stepper.posted_tensors))
+            posted.append(len(optimizer._stepper.buckets.posted_tensors))
 
         def grads(step: int, rank: int) -> list[np.ndarray | None]:
             return gradients(step, rank, shapes)
@@ -616,7 +616,11 @@ def test_buckets_follow_the_order_in_which_rank_0s_gradients_arrive() -> None:
         rank = rank_of(session)
         order = [1, 3, 0, 2] if rank == 0 else [0, 1, 2, 3]
         found: list[int] = []
-        train(rank, 3, order=lambda step, rank: order, watch=lambda o: found.__setitem__(slice(None), o._stepper.order))
+
+        def watch(optimizer: DistributedOneBitAdam) -> None:
+            found[:] = optimizer._stepper.flows.order
+
+        train(rank, 3, order=lambda step, rank: order, watch=watch)
         return found
 
     assert run_ranks(2, body) == [[1, 3, 0, 2], [1, 3, 0, 2]]
@@ -636,7 +640,7 @@ def test_a_step_has_one_exchange_and_a_vote_however_many_buckets_leave_one_by_on
             # As the first step had it, but for the ranks' second and third gradient: a bucket waits for those before.
             for tensor in (3, 1, 2, 0) if rank == 1 and step > 1 else (3, 2, 1, 0):
                 yield tensor
-                posted[-1].append(optimizers[0]._stepper.posted)
+                posted[-1].append(optimizers[0]._stepper.buckets.posted)
 
         def watch(optimizer: Any) -> None:
             plans.append(session.engine.counters()["plans"])
@@ -650,7 +654,7 @@ def test_a_step_has_one_exchange_and_a_vote_however_many_buckets_leave_one_by_on
         settings: dict[str, Any] = {"shapes": shapes, "grads": lambda s, r: gradients(s, r, shapes), "freeze_step": 2}
         watched = train(rank_of(session), 5, order=order, watch=watch, wrap=wrap, overlap=overlap, **settings)
         assert watched["digests"] == train(rank_of(session), 5, overlap=False, **settings)["digests"]
-        return posted, plans, optimizers[0]._stepper.posted
+        return posted, plans, optimizers[0]._stepper.buckets.posted
 
     for rank, (posted, plans, last) in enumerate(run_ranks(2, body)):
         in_turn = [1, 1, 3, 4] if rank == 1 else [1, 2, 3, 4]

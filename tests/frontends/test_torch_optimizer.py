@@ -626,9 +626,9 @@ class TestBuckets:
         submitted: dict[int, list[list[str]]] = {}
         prepare = operations.prepare_allreduce
 
-        def record(session: Session, adapter: Any, tensors: Any, names: Any, *rest: Any) -> Any:
-            submitted.setdefault(session.require_topology().rank, []).append(list(names))
-            return prepare(session, adapter, tensors, names, *rest)
+        def record(session: Session, adapter: Any, call: operations.Allreduce, *rest: Any) -> Any:
+            submitted.setdefault(session.require_topology().rank, []).append(list(call.name or ()))
+            return prepare(session, adapter, call, *rest)
 
         monkeypatch.setattr(operations, "prepare_allreduce", record)
         monkeypatch.setattr(optimizers, "FIRST_BUCKET_NBYTES", first)

@@ -16,6 +16,7 @@ import torch
 from ocomm.errors import MismatchError
 from ocomm.session import Session
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.ef_sgd import DistributedEFSGD
 from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
@@ -28,6 +29,13 @@ STEPS = 24
 
 def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.8), weight_decay=0.1, foreach=False)
+
+
+def ef_sgd(optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> DistributedEFSGD:
+    """Over the parameters of ``optimizer``."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    inner = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1)
+    return DistributedEFSGD(inner, *args, **options)
 
 
 #: Short phases: warm-up, freeze, mask refreshes, syncs and refreshes all happen within 24 steps.
@@ -46,6 +54,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "Birder": functools.partial(DistributedBirder, beta=0.9, seed=3, amsgrad_after=10),
     "SoftSignSGD": functools.partial(DistributedSoftSignSGD, beta=0.9, amsgrad_after=10),
     "Lion": functools.partial(DistributedLion, betas=(0.8, 0.9), seed=3),
+    "EF-SGD": ef_sgd,
 }
 
 
@@ -108,7 +117,7 @@ def rank_of(session: Session) -> int:
 STOPS = (3, 5, 6, 7, 13, 16, 19, 22)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_run_that_stops_and_goes_on_equals_one_that_never_stopped_in_every_bit(kind: str, ranks: int) -> None:
     def body(session: Session) -> None:

@@ -109,7 +109,7 @@ def test_a_parameter_that_is_frozen_in_the_compressed_stage_stands_still_and_hol
             before = parameters[0].detach().clone()
             optimizer.zero_grad()
             backward(parameters, gradients(step, rank), [i for i in BACKWARDS if parameters[i].requires_grad])
-            posted.append(len(optimizer._stepper.posted_tensors))
+            posted.append(len(optimizer._stepper.buckets.posted_tensors))
             optimizer.step()
             assert torch.equal(before, parameters[0]) == (6 <= step < 10)
         assert int(optimizer.state_dict()["state"][0]["step"]) == 9

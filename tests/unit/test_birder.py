@@ -10,16 +10,17 @@ import pytest
 
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.kernels.reference import ReferenceKernels
-from ocomm.optim.birder import Birder
+from ocomm.optim.birder import Birder, BirderOptions
 from ocomm.optim.checkpoint import Resharding
-from ocomm.optim.soft_sign import SoftSignSGD
+from ocomm.optim.soft_sign import SoftSignSGD, SoftSignSGDOptions
 
 SPECS = [TensorSpec("a", (70,)), TensorSpec("b", (33,))]
 
 
 def cores(ranks: int, block_size: int = 16, kind: type[SoftSignSGD] = Birder) -> list[Any]:
     layout = Layout(SPECS, ranks, block_size)
-    return [kind(layout, rank, ReferenceKernels()) for rank in range(ranks)]
+    options = BirderOptions() if kind is Birder else SoftSignSGDOptions()
+    return [kind(layout, rank, ReferenceKernels(), options) for rank in range(ranks)]
 
 
 def fill(some: Sequence[Any], seed: int = 0) -> None:
@@ -85,7 +86,7 @@ def test_with_another_number_of_ranks_the_mean_of_what_workers_hold_stays(kind: 
 
 def test_the_counters_of_a_checkpoint_decide_when_magnitudes_may_fall() -> None:
     layout = Layout(SPECS, 1)
-    core = SoftSignSGD(layout, 0, ReferenceKernels(), amsgrad_after=3)
+    core = SoftSignSGD(layout, 0, ReferenceKernels(), SoftSignSGDOptions(amsgrad_after=3))
     assert [core.amsgrad, core.committed] == [False, 0]
     core.load_state({"committed": 3, "steps": [3, 1]})
     assert core.amsgrad

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ocomm.collectives import dense
-from ocomm.collectives.plan import Copy, CopyIn, CopyOut, Plan, Reduce
+from ocomm.collectives.plan import Copy, CopyIn, CopyOut, Loop, Plan
 from ocomm.collectives.scratch import aligned
 from ocomm.kernels.base import Bytes
 from ocomm.kernels.reference import ReferenceKernels
@@ -38,8 +38,8 @@ def execute(plans: Sequence[Plan]) -> None:
                         for part, destination in zip(parts, c.destinations, strict=True):
                             destination[:] = part
                     else:
-                        assert isinstance(c, Reduce)
-                        kernels.reduce(c.dtype, c.op, c.sources, c.prescale, c.postscale, c.out)
+                        assert isinstance(c, Loop)
+                        c.run(kernels)
                 for message in plan.segments[number][stage].sends:
                     mail.setdefault((rank, message.peer), []).append(message.buffer.copy())
             for rank, plan in enumerate(plans):

@@ -71,3 +71,9 @@ def test_groups_may_be_kept_apart_and_adasum_is_never_fused() -> None:
     assert [[r.name for r in group] for group in fuse(ready, 1000, across_groups=False)] == [["0", "2"], ["1", "3"]]
     adasum = [allreduce(f"{k}", 8, op=ReduceOp.ADASUM) for k in range(2)]
     assert [len(group) for group in fuse(adasum, 1000)] == [1, 1]
+
+
+def test_what_fills_the_threshold_exactly_is_one_group_and_a_byte_more_is_not() -> None:
+    ready = [allreduce("a", 60), allreduce("b", 40)]
+    assert fuse(ready, 100) == [ready]
+    assert fuse(ready, 99) == [[request] for request in ready]

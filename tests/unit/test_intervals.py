@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ocomm.errors import SettingsError
 from ocomm.optim.intervals import RefreshSchedule, SyncSchedule
+from ocomm.optim.zero_one_adam import ZeroOneAdamOptions
 
 syncs = st.builds(
     SyncSchedule,
@@ -19,6 +20,15 @@ syncs = st.builds(
     local_step_clip=st.integers(1, 20),
 )
 few = settings(max_examples=100)
+
+
+def sync_schedule(**options):
+    """Of 0/1 Adam's options, with its defaults."""
+    return ZeroOneAdamOptions(**options).schedules()[0]
+
+
+def refresh_schedule(**options):
+    return ZeroOneAdamOptions(**options).schedules()[1]
 
 
 def taken(schedule, steps, start=1):
@@ -41,36 +51,36 @@ def refreshed(schedule, steps, start=1):
 
 
 def test_the_convergent_setting_of_a_short_run():
-    schedule = SyncSchedule(local_step_start=6, local_step_doubling=6, local_step_clip=4)
+    schedule = sync_schedule(local_step_start=6, local_step_doubling=6, local_step_clip=4)
     assert [schedule.interval(t) for t in range(1, 27)] == [1] * 11 + [2] * 6 + [4] * 9
     assert taken(schedule, 26) == [*range(1, 12), 13, 15, 17, 21, 25]
 
 
 def test_the_usual_setting_syncs_at_every_step_for_32767_steps():
-    schedule = SyncSchedule()
+    schedule = sync_schedule()
     assert [schedule.interval(t) for t in (1, 32767, 32768, 65535, 65536, 131072, 10**9)] == [1, 1, 2, 2, 4, 16, 16]
 
 
 def test_refreshes_come_more_and_more_rarely():
-    schedule = RefreshSchedule(SyncSchedule(), var_update_scaler=3)
+    schedule = refresh_schedule(var_update_scaler=3)
     assert refreshed(schedule, 60) == [1, 2, 3, 4, 6, 8, 10, 14, 18, 22, 30, 38, 46]
 
 
 def test_refreshes_end_with_the_first_longer_interval():
-    schedule = RefreshSchedule(SyncSchedule(local_step_start=4, local_step_doubling=6), var_update_scaler=2)
+    schedule = refresh_schedule(local_step_start=4, local_step_doubling=6, var_update_scaler=2)
     assert not schedule.is_over(1)
     assert refreshed(schedule, 200) == [1, 2, 3, 5, 7]
     assert [schedule.is_over(t) for t in (8, 11, 200)] == [True] * 3, "the next would be step 11, whose interval is 2"
 
 
 def test_a_freeze_step_ends_them_instead():
-    schedule = RefreshSchedule(SyncSchedule(local_step_doubling=4), 2, var_freeze_step=15)
+    schedule = refresh_schedule(local_step_doubling=4, var_update_scaler=2, var_freeze_step=15)
     assert refreshed(schedule, 200) == [1, 2, 3, 5, 7, 11, 15]
-    assert refreshed(RefreshSchedule(SyncSchedule(), 16, var_freeze_step=3), 50) == [1, 2, 3]
+    assert refreshed(refresh_schedule(var_freeze_step=3), 50) == [1, 2, 3]
 
 
 def test_the_first_refresh_takes_place_even_if_no_interval_is_1():
-    schedule = RefreshSchedule(SyncSchedule(local_step_doubling=1, local_step_clip=8))
+    schedule = refresh_schedule(local_step_doubling=1, local_step_clip=8)
     assert refreshed(schedule, 50) == [1]
 
 
@@ -98,7 +108,7 @@ def test_refreshes_are_those_of_the_definition(schedule, scaler):
     for j in range(300):
         steps.append(steps[-1] + 2 ** math.floor(j / scaler))
     expected = [t for t in steps if t <= 200 and (t == 1 or schedule.interval(t) == 1)]
-    assert refreshed(RefreshSchedule(schedule, scaler), 200) == expected
+    assert refreshed(RefreshSchedule(schedule, scaler, None), 200) == expected
 
 
 @few
@@ -117,7 +127,7 @@ def test_the_interval_never_falls_and_no_sync_is_later_than_the_clip(schedule):
 def test_a_resumed_schedule_goes_on_as_an_uninterrupted_one(schedule, scaler, stop):
     def fresh():
         again = SyncSchedule(schedule.start, schedule.doubling, schedule.clip)
-        return again, RefreshSchedule(again, scaler)
+        return again, RefreshSchedule(again, scaler, None)
 
     whole_syncs, whole_refreshes = fresh()
     expected = taken(whole_syncs, 200), refreshed(whole_refreshes, 200)
@@ -146,11 +156,11 @@ def test_a_sync_that_cannot_be_is_due_at_the_next_step(schedule, impossible):
 @pytest.mark.parametrize("value", [-1, 0.5, "4", None, True])
 def test_an_interval_that_is_no_number_of_steps_is_an_error_that_names_the_option(option, value):
     with pytest.raises(SettingsError, match=f"{option} must be a whole number of at least"):
-        SyncSchedule(**{option: value})
+        ZeroOneAdamOptions(**{option: value})
 
 
 @pytest.mark.parametrize("option", ["var_update_scaler", "var_freeze_step"])
 @pytest.mark.parametrize("value", [0, -1, 0.5, "4"])
 def test_a_refresh_setting_out_of_range_is_an_error_that_names_the_option(option, value):
     with pytest.raises(SettingsError, match=f"{option} must be a whole number of at least 1"):
-        RefreshSchedule(SyncSchedule(), **{option: value})
+        ZeroOneAdamOptions(**{option: value})

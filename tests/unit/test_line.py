@@ -22,13 +22,13 @@ KEY, LIMIT_S = b"k" * 32, 20.0
 
 @contextmanager
 def pair(key: bytes = KEY, most_bytes: int = 1 << 20, pause_s: float = LIMIT_S) -> Iterator[tuple[Line, Line]]:
-    """The ends of the caller and of the door."""
+    """The ends of the client and of the server."""
     outer, inner = socket.socketpair()
     found: list[Any] = []
 
     def meet() -> None:
         try:
-            found.append(line.meet(inner, KEY, LIMIT_S, most_bytes, pause_s))
+            found.append(line.accept(inner, KEY, LIMIT_S, most_bytes, pause_s))
         except (OSError, EOFError) as error:
             found.append(error)
             inner.close()
@@ -36,9 +36,9 @@ def pair(key: bytes = KEY, most_bytes: int = 1 << 20, pause_s: float = LIMIT_S) 
     thread = threading.Thread(target=meet)
     thread.start()
     try:
-        caller = line.call(outer, key, LIMIT_S, most_bytes, pause_s)
+        client = line.connect(outer, key, LIMIT_S, most_bytes, pause_s)
         thread.join(LIMIT_S)
-        yield caller, found[0]
+        yield client, found[0]
     finally:
         thread.join(LIMIT_S)
         outer.close()
@@ -57,31 +57,31 @@ def put(sender: Line, data: bytes) -> None:
 
 
 def test_messages_go_both_ways_in_order() -> None:
-    with pair() as (caller, door):
-        for one, other in ((caller, door), (door, caller)):
+    with pair() as (client, server):
+        for one, other in ((client, server), (server, client)):
             for content in (b"", b"a", b"b" * 1000):
                 one.send(content)
             assert [other.receive(LIMIT_S) for _ in range(3)] == [b"", b"a", b"b" * 1000]
-        assert line.wait([caller, door], 0.0) == []
-        caller.send(b"x")
-        assert line.wait([caller, door], LIMIT_S) == [door]
+        assert line.wait([client, server], 0.0) == []
+        client.send(b"x")
+        assert line.wait([client, server], LIMIT_S) == [server]
 
 
 def test_a_message_that_is_larger_than_the_wire_holds_arrives() -> None:
     content = bytes(range(256)) * (1 << 14)
-    with pair(most_bytes=len(content)) as (caller, door):
-        thread = threading.Thread(target=caller.send, args=(content,))
+    with pair(most_bytes=len(content)) as (client, server):
+        thread = threading.Thread(target=client.send, args=(content,))
         thread.start()
-        assert door.receive(LIMIT_S) == content
+        assert server.receive(LIMIT_S) == content
         thread.join(LIMIT_S)
 
 
-@pytest.mark.parametrize("way", ["to the door", "to the caller"])
+@pytest.mark.parametrize("way", ["to the server", "to the client"])
 def test_every_changed_byte_of_a_message_is_noticed(way: str) -> None:
     length = 8 + 32 + len(b"content") + 32
     for at in range(length):
         with pair(pause_s=0.0) as ends:
-            sender, receiver = ends if way == "to the door" else ends[::-1]
+            sender, receiver = ends if way == "to the server" else ends[::-1]
             data = bytearray(tap(sender, receiver, b"content"))
             assert len(data) == length
             data[at] ^= 1
@@ -92,12 +92,12 @@ def test_every_changed_byte_of_a_message_is_noticed(way: str) -> None:
 
 def harm(change: Callable[[bytes, bytes], list[bytes]], heard: int) -> None:
     """Of two messages, what arrives is changed: so many are handed on, and the next is noticed."""
-    with pair() as (caller, door):
-        for data in change(tap(caller, door, b"first"), tap(caller, door, b"second")):
-            put(caller, data)
-        assert [door.receive(LIMIT_S) for _ in range(heard)] == [b"first", b"second"][:heard]
+    with pair() as (client, server):
+        for data in change(tap(client, server, b"first"), tap(client, server, b"second")):
+            put(client, data)
+        assert [server.receive(LIMIT_S) for _ in range(heard)] == [b"first", b"second"][:heard]
         with pytest.raises(TamperedError):
-            door.receive(LIMIT_S)
+            server.receive(LIMIT_S)
 
 
 def test_messages_that_are_repeated_left_out_or_in_another_order_are_noticed() -> None:
@@ -109,65 +109,65 @@ def test_messages_that_are_repeated_left_out_or_in_another_order_are_noticed() -
 
 
 def test_a_message_that_comes_back_or_is_of_another_connection_is_noticed() -> None:
-    with pair() as (caller, door), pair() as (other, other_door):
-        sent = tap(caller, door, b"mine")
-        put(door, sent)
+    with pair() as (client, server), pair() as (other, other_server):
+        sent = tap(client, server, b"mine")
+        put(server, sent)
         with pytest.raises(TamperedError):
-            caller.receive(LIMIT_S)
+            client.receive(LIMIT_S)
         put(other, sent)
         with pytest.raises(TamperedError):
-            other_door.receive(LIMIT_S)
+            other_server.receive(LIMIT_S)
 
 
 def test_lengths_that_nobody_has_proved_or_that_are_too_large_make_no_memory() -> None:
-    with pair() as (caller, door):
-        put(caller, struct.pack("<Q", 1 << 60) + b"\0" * 32)
+    with pair() as (client, server):
+        put(client, struct.pack("<Q", 1 << 60) + b"\0" * 32)
         with pytest.raises(TamperedError, match="length"):
-            door.receive(LIMIT_S)
-    with pair(most_bytes=100) as (caller, door):
-        caller.send(b"x" * 100)
+            server.receive(LIMIT_S)
+    with pair(most_bytes=100) as (client, server):
+        client.send(b"x" * 100)
         with pytest.raises(ValueError, match="has 101 bytes, and may have 100"):
-            caller.send(b"x" * 101)
-        assert len(door.receive(LIMIT_S)) == 100
-        caller._most_bytes = 200
-        caller.send(b"x" * 101)
+            client.send(b"x" * 101)
+        assert len(server.receive(LIMIT_S)) == 100
+        client._most_bytes = 200
+        client.send(b"x" * 101)
         with pytest.raises(TamperedError, match="has 101 bytes, and may have 100"):
-            door.receive(LIMIT_S)
+            server.receive(LIMIT_S)
 
 
 def test_a_message_that_stands_still_is_given_up() -> None:
-    with pair(pause_s=0.05) as (caller, door):
-        sent = tap(caller, door, b"content")
+    with pair(pause_s=0.05) as (client, server):
+        sent = tap(client, server, b"content")
         for part in (1, 20, 45, len(sent) - 1):
-            put(caller, sent[:part])
+            put(client, sent[:part])
             with pytest.raises(TimeoutError, match="stood still"):
-                door.receive(LIMIT_S)
+                server.receive(LIMIT_S)
         with pytest.raises(TimeoutError):
-            door.receive(0.01)  # none begins
-    with pair(pause_s=0.05, most_bytes=1 << 24) as (caller, door):
+            server.receive(0.01)  # none begins
+    with pair(pause_s=0.05, most_bytes=1 << 24) as (client, server):
         with pytest.raises(TimeoutError):
-            caller.send(b"x" * (1 << 24))  # nobody reads
+            client.send(b"x" * (1 << 24))  # nobody reads
         # There is half of it on the wire.
         with pytest.raises(ConnectionError, match="a message before could not be sent"):
-            caller.send(b"y")
+            client.send(b"y")
 
 
 def test_an_end_is_an_end() -> None:
-    with pair() as (caller, door):
-        caller.send(b"last")
-        caller.close()
-        assert door.receive(LIMIT_S) == b"last"
+    with pair() as (client, server):
+        client.send(b"last")
+        client.close()
+        assert server.receive(LIMIT_S) == b"last"
         with pytest.raises(EOFError):
-            door.receive(LIMIT_S)
+            server.receive(LIMIT_S)
 
 
 def test_threads_may_send_at_the_same_time() -> None:
-    with pair() as (caller, door):
+    with pair() as (client, server):
         contents = [bytes([i]) * 3000 for i in range(8)]
-        threads = [threading.Thread(target=caller.send, args=(content,)) for content in contents]
+        threads = [threading.Thread(target=client.send, args=(content,)) for content in contents]
         for thread in threads:
             thread.start()
-        assert sorted(bytes(door.receive(LIMIT_S)) for _ in threads) == contents
+        assert sorted(bytes(server.receive(LIMIT_S)) for _ in threads) == contents
         for thread in threads:
             thread.join(LIMIT_S)
 
@@ -182,18 +182,18 @@ def test_a_door_that_does_not_know_the_key_is_found_out_by_the_caller() -> None:
     for answer in (lambda said: said[32:], lambda said: hmac.digest(b"", b"door" + said, hashlib.sha256)):
         outer, inner = socket.socketpair()
 
-        def false_door(inner: socket.socket = inner, answer: Any = answer) -> None:
+        def false_server(inner: socket.socket = inner, answer: Any = answer) -> None:
             inner.sendall(b"ocomm-l1" + b"\0" * 32)
             said = b""
             while len(said) < 64 and select.select([inner], [], [], LIMIT_S)[0]:
                 said += inner.recv(64)
             inner.sendall(answer(said))
 
-        thread = threading.Thread(target=false_door)
+        thread = threading.Thread(target=false_server)
         thread.start()
         with outer, inner:
             with pytest.raises(TamperedError, match="it does not know the key"):
-                line.call(outer, KEY, LIMIT_S)
+                line.connect(outer, KEY, LIMIT_S)
             thread.join(LIMIT_S)
 
 
@@ -202,4 +202,4 @@ def test_another_program_at_the_port_is_named() -> None:
     with outer, inner:
         inner.sendall(b"HTTP/1.1 400 Bad Request\r\nServer: something\r\n\r\n")
         with pytest.raises(TamperedError, match="another program's"):
-            line.call(outer, KEY, LIMIT_S)
+            line.connect(outer, KEY, LIMIT_S)

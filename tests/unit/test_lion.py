@@ -10,14 +10,14 @@ import pytest
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.kernels.reference import ReferenceKernels
 from ocomm.optim.checkpoint import Resharding
-from ocomm.optim.lion import Lion
+from ocomm.optim.lion import Lion, LionOptions
 
 SPECS = [TensorSpec("a", (70,)), TensorSpec("b", (33,))]
 
 
 def cores(ranks: int, block_size: int = 16) -> list[Lion]:
     layout = Layout(SPECS, ranks, block_size)
-    return [Lion(layout, rank, ReferenceKernels()) for rank in range(ranks)]
+    return [Lion(layout, rank, ReferenceKernels(), LionOptions()) for rank in range(ranks)]
 
 
 def fill(some: Sequence[Lion]) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ocomm.collectives.plan import Average, Compress
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import NonFiniteError, SettingsError
 from ocomm.kernels.reference import ReferenceKernels
 from ocomm.optim.checkpoint import Resharding
+from ocomm.optim.core import Group
 from ocomm.optim.freeze import LateTensors
-from ocomm.optim.onebit_adam import OneBitAdam, Stage
+from ocomm.optim.onebit_adam import OneBitAdam, OneBitAdamOptions, Stage
 from tests.oracle.onebit_adam import Simulation, simulate
 
 SHAPES = [(5, 33), (7,), (12, 16), (1,), (40,)]
@@ -23,21 +23,15 @@ WARMUP = 6
 NOTHING = np.zeros(0, np.float32)  # no tensor travels dense here
 
 
-def run(computation: Compress | Average, kernels: ReferenceKernels) -> bool:
-    c = computation
-    if isinstance(c, Average):
-        return kernels.average(c.blocks, c.received, c.origin, c.error, c.error_out, c.mask, c.scale, c.packed)
-    assert c.tensors is not None
-    return kernels.compress_momentum(c.blocks, c.tensors, c.previous, c.error, c.error_out, c.mask, c.scale, c.packed)
-
-
 class World:
     """n cores, each with its own parameters."""
 
     def __init__(self, ranks, *, shapes=SHAPES, block_size=32, **options):
         self.kernels = ReferenceKernels()
         self.layout = Layout([TensorSpec(f"t{k}", shape) for k, shape in enumerate(shapes)], ranks, block_size)
-        self.cores = [OneBitAdam(self.layout, rank, self.kernels, **options) for rank in range(ranks)]
+        self.cores = [
+            OneBitAdam(self.layout, rank, self.kernels, OneBitAdamOptions(**options)) for rank in range(ranks)
+        ]
         self.params = [[np.zeros(s, np.float32) for s in shapes] for _ in range(ranks)]
         for core, params in zip(self.cores, self.params, strict=True):
             core.tensors["param"] = [p.ctypes.data for p in params]
@@ -50,7 +44,7 @@ class World:
 
     def set_hyper(self, lr, beta1=0.9, **decay):
         for core in self.cores:
-            core.set_hyper(range(len(self.layout.tensors)), lr=lr, beta1=beta1, **decay)
+            core.set_hyper(Group(np.arange(len(self.layout.tensors)), lr, (beta1, 0.999), **decay))
 
     def exchange(self, gradients):
         """All that happens before the commit; returns which tensors have a gradient on some rank."""
@@ -62,7 +56,7 @@ class World:
             layouts = [core.segments[k].layout for core in self.cores]
             packed = [np.zeros(layout.packed_nbytes, np.uint8) for layout in layouts]
             for core, local, layout, buffer in zip(self.cores, gradients, layouts, packed, strict=True):
-                run(core.compress(k, buffer, flags), self.kernels)
+                core.compress(k, buffer, flags).run(self.kernels)
                 mine = np.array([g is not None for g in local])
                 layout.read_presence(layout.presence_bits(mine), present)
             messages = [
@@ -70,7 +64,7 @@ class World:
                 for start, nbytes in zip(layouts[0].message_start, layouts[0].message_nbytes, strict=True)
             ]
             for core, message in zip(self.cores, messages, strict=True):
-                run(core.average(k, [buffer[message] for buffer in packed], flags), self.kernels)
+                core.average(k, [buffer[message] for buffer in packed], flags).run(self.kernels)
             for core in self.cores:
                 for owner, message in zip(self.cores, messages, strict=True):
                     core.result(k)[message] = owner.result(k)[message]
@@ -80,8 +74,8 @@ class World:
         """Commit, update, and wake where it is due."""
         for core in self.cores:
             core.commit(present, NOTHING)
-        assert len({core.refresh_due for core in self.cores}) == 1
-        if self.cores[0].refresh_due:
+        assert len({core.wake_due for core in self.cores}) == 1
+        if self.cores[0].wake_due:
             touched = np.bitwise_or.reduce([core.touched() for core in self.cores])
             for core in self.cores:
                 core.wake(touched)
@@ -433,10 +427,10 @@ def test_masked_elements_are_looked_at_once_per_refresh():
         world.set_hyper(1e-3)
         present = world.exchange(now)
         core.commit(present, NOTHING)
-        due.append(core.refresh_due)
+        due.append(core.wake_due)
         if due[-1]:
             core.wake(np.zeros_like(core.touched()))
-            assert not core.refresh_due
+            assert not core.wake_due
     assert due == [False, True, False, True]
 
 
@@ -482,7 +476,7 @@ def test_the_variance_for_a_checkpoint_is_the_floored_one():
     rng = np.random.default_rng(4)
     variance = rng.random(165).astype(np.float32)
     variance[7] = 0
-    core = OneBitAdam(world.layout, 0, world.kernels, variance_floor=0.5)
+    core = OneBitAdam(world.layout, 0, world.kernels, OneBitAdamOptions(variance_floor=0.5))
     core.freeze(0, variance, variance, step=10, beta2=0.99, eps=1e-8)
     saved = core.variance(0, beta2=0.99)
     assert saved[7] == 0
@@ -548,7 +542,7 @@ def test_hyperparameters_are_rounded_once_from_double():
     world, _ = started(1)
     core = world.cores[0]
     core.steps[0] = 3
-    core.set_hyper([0, 1], lr=0.1, beta1=0.9, coupled_decay=0.3, decoupled_decay=0.7)
+    core.set_hyper(Group(np.array([0, 1]), 0.1, (0.9, 0.999), coupled_decay=0.3, decoupled_decay=0.7))
     row = core.tensors[0]
     assert row["one_minus_beta1"] == np.float32(1 - 0.9) != np.float32(1) - np.float32(0.9)
     assert row["step_size"] == np.float32(0.1 / (1 - 0.9**4))

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from ocomm.errors import LaunchError
-from ocomm.launch.door import Door
 from ocomm.launch.generations import Start
 from ocomm.launch.hosts import Host
+from ocomm.launch.server import Server
 from ocomm.launch.supervise import _Job
 from ocomm.runtime import supervisor
 
@@ -35,12 +35,12 @@ def test_the_key_leaves_the_environment_and_without_one_nobody_is_called() -> No
 
 def test_a_rank_on_whose_line_somebody_else_writes_is_named_and_nothing_of_that_is_heard() -> None:
     job = _Job(["true"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
-    with Door("127.0.0.1", b"key") as door, supervisor.client("127.0.0.1", door.port, b"key") as rank:
+    with Server("127.0.0.1", b"key") as server, supervisor.client("127.0.0.1", server.port, b"key") as rank:
         rank.send(json.dumps({"word": "here", "rank": 0, "host": "a", "generation": 1}).encode())
         rank._connection.sendall(b'{"word": "commit", "number": 99}' + bytes(40))
         end = time.monotonic() + 20.0
         while not job._reported and time.monotonic() < end:
-            job._listen(door)
+            job._listen(server)
     job._process.wait(20.0)
     job._reader.join(20.0)
     assert job._process.stderr is not None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ocomm import tuning
-from ocomm.session import _left_to_the_launcher
+from ocomm.bootstrap import _left_to_the_launcher
 from ocomm.transport import mpi
 
 OPEN_MPI = {f"OMPI_MCA_{name}": value for name, value in tuning.OPEN_MPI.items()}

@@ -22,7 +22,7 @@ def values(call: int, rank: int, numel: int = 10_000) -> np.ndarray:
 def test_what_was_sent_is_what_was_received_plus_residuals(ranks: int) -> None:
     def body(session: Session) -> tuple[list[bytes], np.ndarray, np.ndarray, np.ndarray]:
         received = [ocomm.compressed_allreduce(values(call, ocomm.rank()), "x") for call in range(20)]
-        state = session._compressed[0, "x"]
+        state = session.member_set(0).compressed["x"]
         return [r.tobytes() for r in received], np.sum(received, axis=0), state.error, state.owner_error()
 
     results = run_ranks(ranks, body)
@@ -54,13 +54,13 @@ def test_a_block_of_zeros_stays_zero() -> None:
 def test_nan_on_one_rank_is_an_error_on_all_and_the_errors_stay() -> None:
     def body(session: Session) -> tuple[str, bool]:
         ocomm.compressed_allreduce(values(0, ocomm.rank()), "x")
-        before = session._compressed[0, "x"].error
+        before = session.member_set(0).compressed["x"].error
         bad = values(1, ocomm.rank())
         if ocomm.rank() == 1:
             bad[77] = np.nan
         with pytest.raises(NonFiniteError) as raised:
             ocomm.compressed_allreduce(bad, "x")
-        same = np.array_equal(before, session._compressed[0, "x"].error)
+        same = np.array_equal(before, session.member_set(0).compressed["x"].error)
         ocomm.compressed_allreduce(values(2, ocomm.rank()), "x")
         return str(raised.value), same
 

@@ -31,7 +31,7 @@ def values(call: int, rank: int, numel: int = 20_001) -> np.ndarray:
 
 
 def state(name: str = "x") -> Any:
-    return sessions.current()._compressed[0, name]
+    return sessions.current().member_set(0).compressed[name]
 
 
 def reduce(array: np.ndarray, name: str = "x", hierarchical: Any = True) -> np.ndarray:

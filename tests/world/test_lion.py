@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ocomm.compression.layout import Layout, TensorSpec
-from ocomm.optim.lion import Lion
+from ocomm.optim.core import Group
+from ocomm.optim.lion import Lion, LionOptions
 from ocomm.optim.stepper import Stepper, Verdict
 from ocomm.session import Session
 from ocomm.types import Nodes
@@ -37,7 +38,7 @@ def test_every_step_equals_the_simulation_bit_for_bit(hosts: str) -> None:
     def body(session: Session) -> list[list[bytes]]:
         rank = session.require_topology().rank
         assert session.kernels is not None
-        core = Lion(layout, rank, session.kernels, seed=5)
+        core = Lion(layout, rank, session.kernels, LionOptions(seed=5))
         params = [np.ones(shape, np.float32) for shape in SHAPES]
         core.tensors["param"] = [p.ctypes.data for p in params]
         local: list[np.ndarray | None] = []
@@ -50,7 +51,7 @@ def test_every_step_equals_the_simulation_bit_for_bit(hosts: str) -> None:
         history = []
         for step in range(STEPS):
             local[:] = gradients(step, rank)
-            core.set_hyper(range(len(SHAPES)), lr=LR, decoupled_decay=0.1)
+            core.set_hyper(Group(np.arange(len(SHAPES)), LR, decoupled_decay=0.1))
             assert stepper.exchange(1, 2, LR, 0, lambda: None) is Verdict.TAKE
             stepper.commit()
             history.append([p.tobytes() for p in params])

@@ -58,7 +58,9 @@ def drive(ranks: Sequence[Rank], values: Sequence[np.ndarray]) -> list[np.ndarra
     return [rank.allreduce.finish(ticket, 0.0) for rank, ticket in zip(ranks, tickets, strict=True)]
 
 
-@pytest.mark.parametrize(("count", "per_node"), [(64, 1), (256, 8), (256, 1), (1024, 8)])
+@pytest.mark.parametrize(
+    ("count", "per_node"), [(64, 1), (256, 8), (256, 1), pytest.param(1024, 8, marks=pytest.mark.long)]
+)
 def test_every_rank_has_the_bits_of_the_simulation(count: int, per_node: int) -> None:
     numel = 2 * 4096 + 77
     nodes = nodes_of(count, per_node)

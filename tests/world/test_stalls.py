@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import ocomm
+from ocomm import operations
 from ocomm.collectives.waiting import Wait
 from ocomm.errors import StallError
 from ocomm.runtime import bystanders
@@ -299,7 +300,7 @@ def test_a_slow_step_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def body(rank: int, session: Session) -> list[float]:
         values = np.ones(4, np.float32)
-        session.compressed_allreduce(0, "x", values)
+        operations.compressed_allreduce(session, 0, "x", values)
         session.agree(0, "held from here on", "")
         held.set()
         if rank == 0:
@@ -315,7 +316,7 @@ def test_a_slow_step_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
                 held.clear()
 
             threading.Thread(target=release).start()
-        result = session.compressed_allreduce(0, "x", values).tolist()
+        result = operations.compressed_allreduce(session, 0, "x", values).tolist()
         session.agree(0, "after it", "")  # for which rank 0 waits while its messages are still on their way
         return result
 

@@ -10,6 +10,12 @@ import numpy as np
 from ocomm.session import Session
 from ocomm.types import ReduceOp
 
+#: How a user makes replicas alike, by framework.
+MADE_ALIKE = {
+    "torch": "call broadcast_parameters and broadcast_optimizer_state",
+    "keras": "fit with BroadcastGlobalVariablesCallback(0), or call broadcast_variables",
+}
+
 
 def first_difference(session: Session, number: int, name: str, lines: list[str], verb: str) -> str:
     """Compares the ranks' descriptions line by line: "rank(s) [0] ``verb`` ...; rank(s) ...", "" if all are equal."""

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ocomm.agreement import gather
 from ocomm.collectives.bridge import Bridge, Inside
 from ocomm.collectives.bridged import BridgedSums
 from ocomm.errors import HorovodInternalError, InvalidRequestError, OcommError
 from ocomm.kernels.base import Memory
 from ocomm.kernels.device import DeviceMemory, Lane
 from ocomm.negotiation.request import Place
+from ocomm.runtime.handshake import bounded
 from ocomm.runtime.process_set import ProcessSet
-from ocomm.session import Session, bounded
-from ocomm.training.agreement import gather
+from ocomm.session import Session
 from ocomm.transport import nccl
 from ocomm.types import Nodes
 

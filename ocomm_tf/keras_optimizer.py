@@ -16,9 +16,8 @@ from ocomm import session as sessions
 from ocomm.api import Average
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
-from ocomm_tf.averaging import Averaging, scaled
+from ocomm_tf.averaging import Averaging, groups_of, scaled, variables_of
 from ocomm_tf.compression import Compression, Compressor
-from ocomm_tf.optimizer import groups_of, variables_of
 
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 
@@ -96,7 +95,7 @@ class _Averaged(_AveragesGradients):
 
     def _average(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
         self.ocomm_exchanges += 1
-        return self._averaging(grads, variables)
+        return self._averaging(grads, variables, self)
 
     def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:
         self.__dict__["_stepped"] = list(trainable_variables)  # past Keras, which would look into it for variables
@@ -131,7 +130,7 @@ class _AveragedLossScale(_AveragesGradients):
         """As the wrapped optimizer's, on averages: an inf on one rank is one on all, which skip the step together."""
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         self.ocomm_exchanges += 1
-        averages = self._averaging(list(grads), variables)
+        averages = self._averaging(list(grads), variables, self)
         summed = [None if average is None else scaled(average, self._summed_passes) for average in averages]
         return super().apply(summed, trainable_variables)  # type: ignore[misc]
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import InvalidRequestError
-from ocomm_tf.functions import name_of
+from ocomm_tf.naming import name_of
 
 #: A kernel in Keras has its inputs before its outputs, and the window first; in Torch it is the other way round.
 _KERNEL_AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 2, 0, 1), 5: (4, 3, 0, 1, 2)}

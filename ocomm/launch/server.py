@@ -1,4 +1,4 @@
-"""Lets processes in that know a key: ranks of ``ocomm.run``, and of a job that ocommrun supervises."""
+"""Accepts processes that know a key: ranks of ``ocomm.run``, and of a job that ocommrun supervises."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ocomm.runtime import line
 from ocomm.runtime.line import Line
 
 
-class Door:
-    """A port of ``host``. Every caller has a thread of its own until it has proved that it knows ``key``, so that none
+class Server:
+    """A port of ``host``. Every client has a thread of its own until it has proved that it knows ``key``, so that none
     holds up another; one that has not after ``patience_s`` is sent away. Messages have at most ``most_bytes``."""
 
     def __init__(
@@ -27,39 +27,42 @@ class Door:
         self._patience_s = patience_s
         self._most_bytes = most_bytes
         self._closed = False
-        self._server = socket.create_server((host, 0), backlog=backlog)
-        self.port: int = self._server.getsockname()[1]
-        self.inside: list[Line] = []
-        threading.Thread(target=self._accept, name="ocomm-door", daemon=True).start()
+        self._socket = socket.create_server((host, 0), backlog=backlog)
+        self.port: int = self._socket.getsockname()[1]
+        #: Lines to clients that know the key.
+        self.lines: list[Line] = []
+        threading.Thread(target=self._accept, name="ocomm-server", daemon=True).start()
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _accept(self) -> None:
-        with self._server:
+        with self._socket:
             while not self._closed:
                 try:
-                    caller, _ = self._server.accept()
-                    threading.Thread(target=self._meet, args=(caller,), name="ocomm-caller", daemon=True).start()
+                    client, _ = self._socket.accept()
+                    threading.Thread(
+                        target=self._authenticate, args=(client,), name="ocomm-client", daemon=True
+                    ).start()
                 except (OSError, RuntimeError):  # no room for so many: some will be sent away
                     time.sleep(0.0 if self._closed else 0.1)
 
-    def _meet(self, caller: socket.socket) -> None:
+    def _authenticate(self, client: socket.socket) -> None:
         try:
-            found = line.meet(caller, self._key, self._patience_s, self._most_bytes)
+            found = line.accept(client, self._key, self._patience_s, self._most_bytes)
         except (OSError, EOFError):
-            caller.close()
+            client.close()
             return
         if self._closed:
             found.close()
         else:
-            self.inside.append(found)
+            self.lines.append(found)
 
     def close(self) -> None:
-        """Lets nobody in any more."""
+        """Accepts no more clients."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing would not
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing would not

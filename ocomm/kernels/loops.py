@@ -1,0 +1,616 @@
+"""The one declaration of every loop that kernels offer: its name, its arguments with their kinds, and what it answers.
+
+``Loops`` is a protocol for type checkers and a table for everything else. From its annotations come the prototypes in
+C and what the C engine calls for an operation of a plan (``native/build.py``), how that is encoded
+(``collectives.native_engine``), the methods that call C (``kernels.cpu``), what is copied to a device and back
+(``collectives.staged``, ``kernels.device``), and what a CUDA kernel is called with (``kernels.cuda``). Written by hand
+are the declaration, and the loop itself: in NumPy (``kernels.reference``), in C and for CUDA.
+
+To add a computation: docs/architecture.md. This module is read when the extension is built, too, where there is neither
+NumPy nor ocomm: it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ocomm.types import Bytes
+    from ocomm.types import DType as DType
+    from ocomm.types import ReduceOp as ReduceOp
+
+    # Arguments, by kind. KINDS says what becomes of each. `X | None` may be None.
+
+    #: A BLOCK table: what the loop works on. Never changes.
+    Blocks = NDArray[np.void]
+    #: A RUN table, as Blocks.
+    Runs = NDArray[np.void]
+    #: A PIECE table, as Blocks.
+    Pieces = NDArray[np.void]
+    #: A TENSOR table; it may change between calls.
+    Tensors = NDArray[np.void]
+    #: One NOISE row of the host, read when the loop runs.
+    Noise = NDArray[np.void]
+    #: Float32 elements that the kernels keep, read.
+    Floats = NDArray[np.float32]
+    #: The same, written, and read where the loop says so.
+    FloatsOut = NDArray[np.float32]
+    #: As Floats; its size is how much there is to do.
+    Sized = NDArray[np.float32]
+    #: As FloatsOut; its size is how much there is to do.
+    SizedOut = NDArray[np.float32]
+    #: A few float32 of the host, which never change.
+    Weights = NDArray[np.float32]
+    #: One bit per element of the flat buffers, 1 = masked. None: nothing is masked.
+    Mask = Bytes
+    #: "l1", the mean of absolute values, or "rms", the root of the mean square.
+    Scale = str
+    #: Staging memory with signs and scales where the blocks say: read; it has come in with messages.
+    Packed = Bytes
+    #: The same, of an earlier exchange, which a device has already.
+    Gathered = Bytes
+    #: The same, written where the blocks say.
+    PackedOut = Bytes
+    #: Staging memory of one message per rank, in rank order.
+    Messages = Sequence[Bytes]
+    #: Staging memory with float32 elements where the runs say: read.
+    Dense = Bytes
+    #: The same, written where the runs say.
+    DenseOut = Bytes
+    #: Staging memory that is written as a whole.
+    BufferOut = Bytes
+    #: Where sums go, one for each row of a PIECE table.
+    Sums = NDArray[Any]
+    #: Numbers, by their type in C.
+    Float32 = float
+    Float64 = float
+    Int64 = int
+    Truth = bool
+
+    # Answers.
+
+    #: Is everything that was computed finite? Scales, in loops that compress with one.
+    Finite = bool
+    #: TypeError for an operation that the element type does not have.
+    Supported: TypeAlias = None
+
+
+class Loops(Protocol):
+    """Loops named by what they do; arrays are one-dimensional and contiguous, nothing is allocated or kept.
+
+    Where buffers are indexed by a block's ``local``, ``owned``, ``offset`` or ``start``, see ``ocomm_block`` in
+    ``native/ocomm.h``. ``x_out`` is written beside ``x``, or is the same array.
+    """
+
+    # 1-bit Adam. Workers' ``values`` and errors are indexed by ``local``, owners' errors by ``owned``; ``denominator``
+    # and ``out`` by ``offset``. A block of ``packed`` has a scale.
+
+    def compress(
+        self,
+        blocks: Blocks,
+        values: Floats,
+        error: Floats,
+        error_out: FloatsOut,
+        mask: Mask | None,
+        scale: Scale,
+        packed: PackedOut,
+    ) -> Finite:
+        """c = values + error; signs and scale of c into ``packed``; error_out = c - scale * sign(c)."""
+        ...
+
+    def compress_momentum(
+        self,
+        blocks: Blocks,
+        tensors: Tensors,
+        previous: Gathered | None,
+        error: Floats,
+        error_out: FloatsOut,
+        mask: Mask | None,
+        scale: Scale,
+        packed: PackedOut,
+    ) -> Finite:
+        """As ``compress`` of beta1 * m + one_minus_beta1 * (grad + weight_decay * param).
+
+        m is the tensor's dense momentum where its address is set, else the previous packed result, which may not be
+        ``packed``.
+        """
+        ...
+
+    def average(
+        self,
+        blocks: Blocks,
+        received: Messages,
+        origin: Int64,
+        error: Floats,
+        error_out: FloatsOut,
+        mask: Mask | None,
+        scale: Scale,
+        packed: PackedOut,
+    ) -> Finite:
+        """The owner's half: mean of all ranks' messages in rank order, plus error, compressed again into ``packed``.
+
+        A block's signs stand ``origin`` bytes further to the front in a message than in ``packed``, and its scale.
+        """
+        ...
+
+    def unpack(self, blocks: Blocks, packed: Packed, mask: Mask | None, out: FloatsOut) -> None:
+        """out = scale * sign, 0 where masked."""
+        ...
+
+    def apply(self, blocks: Blocks, tensors: Tensors, packed: Gathered, denominator: Floats, mask: Mask | None) -> None:
+        """param = param * decay, then param -= (step_size * scale) * sign / denominator; masked elements only decay.
+
+        In place, behind the ``param`` addresses; tensors with ``skip`` are left alone.
+        """
+        ...
+
+    # 0/1 Adam. Momentum, update and synced are flat, indexed by ``offset``.
+
+    def compress_update(
+        self,
+        blocks: Blocks,
+        tensors: Tensors,
+        momentum: Floats,
+        update: Floats | None,
+        error: Floats,
+        error_out: FloatsOut,
+        mask: Mask | None,
+        scale: Scale,
+        packed: PackedOut,
+    ) -> Finite:
+        """As ``compress`` of (1 / interval_root) * update + (step_size / interval_root) * m, with
+        m = beta1 * momentum + one_minus_beta1 * (grad + weight_decay * param).
+
+        0/1 Adam's half of a sync. ``update`` may be None: zeros. Where interval_root is 0, both factors are.
+        """
+        ...
+
+    def local_step(
+        self,
+        blocks: Blocks,
+        tensors: Tensors,
+        momentum: FloatsOut,
+        update: FloatsOut | None,
+        denominator: Floats,
+        mask: Mask | None,
+    ) -> None:
+        """0/1 Adam's step without a sync, with g = grad + weight_decay * param and the param before the step:
+
+        momentum = beta1 * momentum + one_minus_beta1 * g; param = param * decay, then
+        param -= step_size * (momentum / denominator); update += step_size * momentum, unless it is None (step_size is
+        0). A masked element's ``update`` grows all the same, its momentum stays and its param only decays. Tensors with
+        ``skip`` are left alone.
+        """
+        ...
+
+    def apply_update(
+        self,
+        blocks: Blocks,
+        tensors: Tensors,
+        packed: Gathered,
+        denominator: Floats,
+        mask: Mask | None,
+        momentum: FloatsOut,
+        update: FloatsOut | None,
+        synced: FloatsOut | None,
+    ) -> None:
+        """The end of 0/1 Adam's sync: param = synced * interval_decay - ((interval_root * scale) * sign) /
+        denominator, momentum = (scale / interval_root) * sign, synced = param, update = 0.
+
+        ``synced`` holds the params of the last sync; None: the params themselves are those. A masked element only
+        decays and its momentum becomes 0. Tensors with ``skip`` are left alone.
+        """
+        ...
+
+    # Is it finite?
+
+    def finite(self, blocks: Blocks, tensors: Tensors) -> Finite:
+        """Whether every element of the blocks' gradients is finite; where a gradient's address is 0 it is."""
+        ...
+
+    def finite_scales(self, blocks: Blocks, packed: Gathered) -> Finite:
+        """Whether the scale of every block is finite. ``packed`` is in the host's memory, wherever kernels are."""
+        ...
+
+    # Birder, SoftSignSGD and Lion. No scales, no mask. Workers' buffers are indexed by ``local``, owners' errors by
+    # ``owned``, ``out`` and ``averages`` by ``offset``.
+
+    def compress_quantized(
+        self,
+        blocks: Blocks,
+        tensors: Tensors,
+        momentum: Floats,
+        momentum_out: FloatsOut,
+        magnitude: Floats,
+        magnitude_out: FloatsOut,
+        error: Floats,
+        error_out: FloatsOut,
+        eps: Float32,
+        amsgrad: Truth,
+        noise: Noise,
+        packed: PackedOut,
+    ) -> Finite:
+        """The worker's half: y = m / (b + eps) + e, sent as one random sign u per element, whose mean is y in [-1, 1].
+
+        m = beta1 * momentum + one_minus_beta1 * grad; b = beta1 * magnitude + one_minus_beta1 * \\|grad\\|, with
+        ``amsgrad`` no less than before; u = +1 iff U < (y + 1) / 2, U in [0, 1); error_out = y - u.
+        Returns whether all m, b and y are finite.
+        """
+        ...
+
+    def average_quantized(
+        self,
+        blocks: Blocks,
+        received: Messages,
+        origin: Int64,
+        weights: Weights,
+        error: Floats | None,
+        error_out: FloatsOut | None,
+        noise: Noise,
+        packed: PackedOut,
+    ) -> Finite:
+        """The owner's half: a = sum of weights[i] * u_i in order, plus error, sent as one random sign per element.
+
+        error_out = a - that sign. Returns whether all a are finite. Both None: no error is added, and none is kept.
+        With whole numbers as weights it is then a majority vote: of any sum but 0 the sign is sent, of 0 either one.
+        ``origin`` as in ``average``.
+        """
+        ...
+
+    def compress_signs(
+        self,
+        blocks: Blocks,
+        tensors: Tensors,
+        momentum: Floats,
+        momentum_out: FloatsOut,
+        beta2: Float32,
+        one_minus_beta2: Float32,
+        zero_up: Truth,
+        packed: PackedOut,
+    ) -> Finite:
+        """Lion's worker: the signs of c = beta1 * momentum + one_minus_beta1 * grad, of 0 as ``zero_up`` says.
+
+        momentum_out = beta2 * momentum + one_minus_beta2 * grad. Returns whether all of both are finite.
+        """
+        ...
+
+    def apply_signs(self, blocks: Blocks, tensors: Tensors, packed: Gathered) -> None:
+        """param = param * decay, then param -= step_size * sign; tensors with ``skip`` are left alone."""
+        ...
+
+    def soft_sign(
+        self,
+        blocks: Blocks,
+        tensors: Tensors,
+        momentum: Floats,
+        momentum_out: FloatsOut,
+        magnitude: Floats,
+        magnitude_out: FloatsOut,
+        eps: Float32,
+        amsgrad: Truth,
+        out: FloatsOut,
+    ) -> Finite:
+        """out = m / (b + eps), m and b as in ``compress_quantized``. Returns whether all of them are finite."""
+        ...
+
+    # Dense values.
+
+    def descend(self, blocks: Blocks, tensors: Tensors, averages: FloatsOut) -> None:
+        """param = param * decay, then param -= step_size * averages, indexed by ``offset``; tensors with ``skip`` are
+        left alone. ``averages`` is used up."""
+        ...
+
+    def adam_ratio(
+        self,
+        blocks: Blocks,
+        gradients: FloatsOut,
+        momentum: FloatsOut,
+        variance: FloatsOut,
+        scale: Float32,
+        rest1: Float32,
+        beta2: Float32,
+        rest2: Float32,
+        root: Float32,
+        eps: Float32,
+    ) -> None:
+        """Adam in the arithmetic of ``torch.optim.Adam``, but for the parameter, for g = gradients * scale:
+
+        m = m + rest1 * (g - m); v = v * beta2 + (rest2 * g) * g; gradients = m / (sqrt(v) / root + eps), with
+        rest = 1 - beta and root = sqrt(1 - beta2^t). All arrays are flat. For dense steps on devices (``optim.adam``):
+        on the host these are NumPy's operations, by tensor. ``adam_update`` rounds otherwise.
+        """
+        ...
+
+    def pack(self, runs: Runs, tensors: Tensors, destination: DenseOut) -> None:
+        """Gradient elements of each run into ``destination``; zeros where a tensor has no gradient."""
+        ...
+
+    def place(self, runs: Runs, tensors: Tensors, source: Dense) -> None:
+        """Elements of ``source`` to where the tensors have their gradients."""
+        ...
+
+    def reduce(
+        self,
+        dtype: DType,
+        op: ReduceOp,
+        sources: Messages,
+        prescale: Float64,
+        postscale: Float64,
+        out: BufferOut,
+    ) -> Supported:
+        """out = postscale * reduce(prescale * sources[0], prescale * sources[1], ...), elementwise in rank order, in
+        float32 for the 16-bit floats; raw bytes in and out. ``out`` may be one of the sources."""
+        ...
+
+    # 1-bit LAMB. Factors are float64, and what is made of them is rounded to float32 once; c = 1 / (1 - beta^step).
+
+    def axpy(self, y: SizedOut, x: Floats, factor: Float32) -> None:
+        """y += factor * x."""
+        ...
+
+    def adam_update(
+        self,
+        gradient: Sized,
+        momentum: FloatsOut,
+        variance: FloatsOut,
+        update: FloatsOut,
+        beta1: Float64,
+        beta2: Float64,
+        eps: Float32,
+        step: Int64,
+    ) -> None:
+        """Adam's step ``step``, counted from 1, but for the parameter; momentum and variance in place:
+
+        m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * (g * g);
+        update = c1 * m / (sqrt(v * c2) + eps). ``adam_ratio`` rounds otherwise.
+        """
+        ...
+
+    def lamb_update(
+        self,
+        blocks: Blocks,
+        packed: Gathered,
+        previous: Gathered | None,
+        dense: Floats | None,
+        mask: Mask | None,
+        floors: Floats,
+        denominator: Floats,
+        fresh: FloatsOut,
+        update: FloatsOut,
+        largest: FloatsOut,
+        beta1: Float64,
+        beta2: Float64,
+        eps: Float32,
+        step: Int64,
+    ) -> None:
+        """1-bit LAMB's step ``step`` of blocks of one tensor, but for the parameter, with m = scale * sign as packed:
+
+        g = (m - beta1 * before) * (1 / (1 - beta1)); fresh = beta2 * fresh + (1 - beta2) * (g * g);
+        update = c1 * m / denominator; largest = maximum over a block's elements of
+        denominator / (max(sqrt(fresh * c2), floor) + eps).
+
+        ``before`` is what ``previous`` has packed or, where that is None, ``dense``, indexed by ``start`` as ``update``
+        is; ``floors`` and ``largest`` have one number per block, ``denominator`` and ``fresh`` are flat. A masked
+        element's m, before and update are 0 and it is in no maximum.
+        """
+        ...
+
+    # Sums over memory of devices, for ``Kernels.checksums`` and ``squares`` there.
+
+    def sum_words(self, pieces: Pieces, sums: Sums) -> None:
+        """What each piece adds to a full ``checksum``: elements are words of 8 bytes."""
+        ...
+
+    def sum_squares(self, pieces: Pieces, sums: Sums) -> None:
+        """Of each piece, in float64: elements are float32. In whatever order."""
+        ...
+
+
+#: Loops that are not in C, and why: kernels on the host have the reference's.
+NOT_IN_C = {
+    "descend": "NumPy's operations on whole blocks are loops in C already",
+    "adam_ratio": "the host has NumPy's operations, by tensor (optim.adam.DenseAdam)",
+    "sum_words": "the host has ocomm_checksums",
+    "sum_squares": "the host has ocomm_squares",
+}
+#: Loops that are not for CUDA, and why.
+NOT_ON_DEVICES = {
+    "finite_scales": "what was gathered is in the host's memory",
+    **dict.fromkeys(("axpy", "adam_update", "lamb_update"), "1-bit LAMB trains what is in the host's memory alone"),
+}
+
+
+class Kind(NamedTuple):
+    """What becomes of the arguments of one kind.
+
+    ``c``: (type, name) of its parameters in C; ``{}`` stands for the argument's name. ``form``: how they are made of
+    the argument, a key of FORMS. ``device``: what a loop on a device is given: the copy of a "table" that never
+    changes, or of the "rows" of one as they are now, the "twins" of several pieces of staging memory, the "twin" of one
+    (of a device's own array: that), or the argument "itself". ``staged``: in a plan, "all" of some staging memory is
+    copied to the device before the loop, or what is "missing" there; or it is "written" by the loop; runs are "cut".
+    ``by``: the kind of the table that says where in it the elements are.
+    """
+
+    c: tuple[tuple[str, str], ...]
+    form: str
+    device: str = "twin"
+    staged: str = ""
+    by: str = ""
+
+
+class Form(NamedTuple):
+    """Python expressions for the parameters in C; ``{}`` stands for the argument.
+
+    ``called``: for cffi, where ``{pointer}`` stands for a pointer to its elements. ``encoded``: as numbers, for the
+    operation of a plan.
+    """
+
+    called: tuple[str, ...]
+    encoded: tuple[str, ...]
+
+
+FORMS = {
+    "array": Form(("{pointer}",), ("address({})",)),
+    "rows": Form(("{pointer}", "len({})"), ("address({})", "len({})")),
+    "arrays": Form(
+        ("new('uint8_t *[]', [pointer('uint8_t[]', x) for x in {}])", "len({})"), ("pointers({})", "len({})")
+    ),
+    "scale": Form(("{} == 'rms'",), ("{} == 'rms'",)),
+    "number": Form(("{}",), ("{}",)),
+}
+
+_READ, _WRITTEN = (("const float *", "{}"),), (("float *", "{}"),)
+_BYTES, _BYTES_OUT = (("const uint8_t *", "{}"),), (("uint8_t *", "{}"),)
+KINDS = {
+    "Blocks": Kind((("const ocomm_block *", "{}"), ("int64_t", "count")), "rows", "table"),
+    "Runs": Kind((("const ocomm_run *", "{}"), ("int64_t", "count")), "rows", "table", "cut"),
+    "Pieces": Kind((), "array"),
+    "Tensors": Kind((("const ocomm_tensor *", "{}"),), "array", "rows"),
+    "Noise": Kind((("const ocomm_noise *", "{}"),), "array", "itself"),
+    "Floats": Kind(_READ, "array"),
+    "FloatsOut": Kind(_WRITTEN, "array"),
+    "Sized": Kind((*_READ, ("int64_t", "numel")), "rows"),
+    "SizedOut": Kind((*_WRITTEN, ("int64_t", "numel")), "rows"),
+    "Weights": Kind(_READ, "array", "table"),
+    "Mask": Kind(_BYTES, "array"),
+    "Scale": Kind((("int", "rms"),), "scale", "itself"),
+    "Packed": Kind(_BYTES, "array", staged="all", by="Blocks"),
+    "Gathered": Kind(_BYTES, "array", by="Blocks"),
+    "PackedOut": Kind(_BYTES_OUT, "array", staged="written", by="Blocks"),
+    "Messages": Kind((("const uint8_t *const *", "{}"), ("int", "ranks")), "arrays", "twins", "missing"),
+    "Dense": Kind(_BYTES, "array", staged="missing", by="Runs"),
+    "DenseOut": Kind(_BYTES_OUT, "array", staged="written", by="Runs"),
+    "BufferOut": Kind((*_BYTES_OUT, ("int64_t", "nbytes")), "rows", staged="written"),
+    "Sums": Kind((), "array"),
+    "Float32": Kind((("float", "{}"),), "number", "itself"),
+    "Float64": Kind((("double", "{}"),), "number", "itself"),
+    "Int64": Kind((("int64_t", "{}"),), "number", "itself"),
+    "Truth": Kind((("int", "{}"),), "number", "itself"),
+    "DType": Kind((("int", "{}"),), "number", "itself"),
+    "ReduceOp": Kind((("int", "{}"),), "number", "itself"),
+}
+#: What C returns. Of Finite and Supported: 1 for yes, 0 for no.
+ANSWERS = {"None": "void", "Finite": "int", "Supported": "int"}
+
+
+class Argument(NamedTuple):
+    """One argument of a loop. ``optional``: it may be None."""
+
+    name: str
+    kind: str
+    optional: bool
+
+    @property
+    def c(self) -> list[tuple[str, str]]:
+        """(type, name) of its parameters in C."""
+        return [(c_type, name.format(self.name)) for c_type, name in KINDS[self.kind].c]
+
+    def called(self) -> list[str]:
+        """Expressions of what cffi passes on, of ``new``, ``pointer`` and ``NULL``."""
+        words = self.c[0][0].replace("const ", "").rstrip(" *")
+        pointer = f"pointer('{words}[]', {self.name})"
+        if self.optional:
+            pointer = f"NULL if {self.name} is None else {pointer}"
+        form = FORMS[KINDS[self.kind].form]
+        return [expression.format(self.name, pointer=pointer) for expression in form.called]
+
+    def encoded(self) -> list[str]:
+        """Expressions of what goes into an operation, of ``address`` and ``pointers``."""
+        return [expression.format(self.name) for expression in FORMS[KINDS[self.kind].form].encoded]
+
+
+class Declaration(NamedTuple):
+    """One loop. ``names`` are its arguments'. ``reports``: does it say whether everything was finite? ``code``: by what
+    the engine knows it if it is in C, else -1."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    names: tuple[str, ...]
+    answer: str
+    reports: bool
+    code: int
+
+    @property
+    def c(self) -> list[tuple[str, str]]:
+        """(type, name) of all parameters in C, after the pool."""
+        return [parameter for argument in self.arguments for parameter in argument.c]
+
+    @property
+    def slots(self) -> int:
+        """How many numbers an operation of it has: its parameters, and where to report."""
+        return len(self.c) + self.reports
+
+
+#: Codes below are of what the engine does besides loops.
+FIRST_CODE = 16
+
+
+def declarations(protocol: type = Loops, not_in_c: Iterable[str] = tuple(NOT_IN_C)) -> dict[str, Declaration]:
+    """The loops of a protocol, by name. TypeError for a mistake in one of them, which it names."""
+    methods = {name: method for name, method in vars(protocol).items() if inspect.isfunction(method) and name[0] != "_"}
+    unknown = sorted(set(not_in_c) - set(methods))
+    if unknown:
+        raise TypeError(f"not in C, and not declared either: {', '.join(unknown)}")
+    found, code = {}, FIRST_CODE
+    for name, method in methods.items():
+        declaration = _declaration(name, method, -1 if name in not_in_c else code)
+        code += declaration.code >= 0
+        found[name] = declaration
+    return found
+
+
+def _declaration(name: str, method: Any, code: int) -> Declaration:
+    signature = inspect.signature(method)
+    arguments = []
+    for parameter in list(signature.parameters.values())[1:]:
+        kind, _, none = str(parameter.annotation).partition(" | ")
+        where = f"loop {name!r}, argument {parameter.name!r}"
+        if kind not in KINDS or none not in ("", "None"):
+            raise TypeError(f"{where}: no kind {parameter.annotation!r}; there are {', '.join(KINDS)}, and X | None")
+        if none and (KINDS[kind].form != "array" or not KINDS[kind].c):
+            raise TypeError(f"{where}: {kind} cannot be None")
+        if parameter.kind != parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:
+            raise TypeError(f"{where}: every call gives every argument, in this order; no defaults, no stars")
+        if code >= 0 and not KINDS[kind].c:
+            raise TypeError(f"{where}: C has no {kind}; name the loop in NOT_IN_C")
+        arguments.append(Argument(parameter.name, kind, bool(none)))
+    if signature.return_annotation not in ANSWERS:
+        raise TypeError(f"loop {name!r} answers {signature.return_annotation!r}; it may be {', '.join(ANSWERS)}")
+    answer = signature.return_annotation
+    called = tuple(argument.name for argument in arguments)
+    declaration = Declaration(name, tuple(arguments), called, answer, answer == "Finite", code)
+    kinds = [argument.kind for argument in arguments]
+    for argument in arguments:
+        table = KINDS[argument.kind].by
+        if table and kinds.count(table) != 1:
+            raise TypeError(f"loop {name!r}: {table} say where {argument.name!r} has its elements; there must be one")
+    names = [parameter for _, parameter in declaration.c]
+    twice = sorted({parameter for parameter in names if names.count(parameter) > 1})
+    if twice:
+        raise TypeError(f"loop {name!r}: two parameters in C are called {', '.join(twice)}")
+    return declaration
+
+
+LOOPS = declarations()
+#: Loops in C.
+IN_C = [declaration for declaration in LOOPS.values() if declaration.code >= 0]
+#: Numbers that an operation has room for; what the engine does besides loops takes at most 9.
+SLOTS = max(9, *(declaration.slots for declaration in IN_C))
+#: Changes with everything that C and Python must agree on. 62 bits.
+DIGEST = int(hashlib.sha256(repr((IN_C, [d.c for d in IN_C], SLOTS)).encode()).hexdigest()[:15], 16)
+
+
+def function(name: str, parameters: Iterable[str], returns: str, names: Mapping[str, Any]) -> Any:
+    """A function that returns an expression of its ``parameters`` and of ``names``, as fast as one that is written."""
+    source = f"def {name}({', '.join(parameters)}):\n    return {returns}\n"
+    made: dict[str, Any] = {}
+    exec(compile(source, f"<{name}, made of its declaration in {__name__}>", "exec"), dict(names), made)
+    return made[name]

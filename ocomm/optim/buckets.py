@@ -1,0 +1,197 @@
+"""The buckets of a step: which gradients leave together, in which order, and which of them are on their way.
+
+A bucket is posted when all its gradients are there and the buckets before it are posted, in one order on all ranks:
+before ``step()`` where steps overlap with backward, else in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.kernels.base import NOTHING, PARTS, WHOLE
+from ocomm.optim.flows import Flow, Flows
+from ocomm.optim.step_channel import StepChannel
+
+#: Addresses of the gradients of these tensors as they are now, 0 for none; None: not to be read before ``step()``.
+Locate = Callable[[list[int], bool], list[int] | None]
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Tensors which leave together, in ``segments`` of their flow.
+
+    ``number``: its place in the order of posting; ``end``: how many tensors are in the buckets up to this one.
+    """
+
+    number: int
+    end: int
+    flow: Flow
+    tensors: list[int]
+    segments: range
+    #: Tells the engine where its gradients are.
+    intake: Any
+    #: Gradients that are expected and not there yet.
+    left: int = 0
+    #: Do the headers say that this rank has all gradients?
+    is_full: bool = False
+
+
+class Buckets:
+    """Those of ``flows``; gradients are found by ``locate(tensors, final)``: see ``Stepper``.
+
+    ``verify``: how much of a gradient is read again to notice that it changed after it was posted: ``"full"``: all of
+    it, ``"sampled"``: another 64th in each step, ``"version"``: nothing.
+    """
+
+    def __init__(self, flows: Flows, wire: StepChannel, locate: Locate, verify: str) -> None:
+        self._flows = flows
+        self._wire = wire
+        self._locate = locate
+        self._verify = verify
+        core = flows.core
+        #: Tensors whose gradients the frontend expects in the step that begins: a bucket waits for those.
+        self.expected = [True] * len(core.layout.tensors)
+        self._expected = self.expected  # as the step under way has begun with
+        #: Tensors in the order in which their gradients came.
+        self.arrivals: list[int] = []
+        #: Has a gradient come that was not expected, and whose bucket was on its way?
+        self.is_surprised = False
+        #: How many buckets of the step under way have been posted, and how many tensors are in them.
+        self.posted = self._posted_count = 0
+        #: What is read again of a gradient that is posted before ``step()``: see ``Kernels.checksum``.
+        self.verified_part = NOTHING
+        #: Where this rank's gradients lie, 0 for none; those of all tensors, if they were looked for all at once.
+        self.addresses: NDArray[np.uint64] = core.gradients["grad"]
+        self._are_located = False
+        self._early = False
+        self._buckets: list[Bucket] = []
+        self._of_tensor: list[tuple[Bucket, ...]] = []
+        # Their tensors one after the other, the bytes of the gradients, and the checksums that these had when they were
+        # posted before ``step()``.
+        self._rows = np.zeros(0, np.int64)
+        self._nbytes = np.zeros(0, np.int64)
+        self._sums = np.zeros(0, np.uint64)
+
+    def begin(self, step: int, attempt: int, hyper: int, early: bool) -> None:
+        """Opens an attempt of step ``step``, counted from 0, of which nothing is posted.
+
+        ``early``: buckets may be posted before ``step()``. ``hyper`` digests what compression depends on. Does what can
+        be done for all buckets at once: when one is posted, caches are full of what backward needs.
+        """
+        flows = self._flows
+        self._early = early
+        self._are_located = self.is_surprised = False
+        self.posted = self._posted_count = 0
+        if attempt == 0:
+            self.verified_part = {"sampled": step % PARTS, "full": WHOLE, "version": NOTHING}[self._verify]
+            flows.core.clear_gradients()
+            self._expected = self.expected.copy()
+            self.arrivals.clear()
+            if flows.arrange():
+                self._arrange()
+        for flow in flows.flows:
+            flow.ticket = None
+            flow.envelopes.begin(step + 1, attempt, hyper, 0)
+            if early:
+                flow.prepare()
+        all_expected = all(self._expected)
+        for bucket in self._buckets:
+            bucket.left = len(bucket.tensors) if all_expected else sum([self._expected[t] for t in bucket.tensors])
+
+    def _arrange(self) -> None:
+        """Makes the buckets of the flows that the step has."""
+        groups = [(flow, *bucket) for flow in self._flows.flows for bucket in flow.buckets]
+        self._rows = np.array([tensor for _, tensors, _ in groups for tensor in tensors], np.int64)
+        self._nbytes = 4 * self._flows.layout.numels[self._rows]
+        self._sums = np.zeros(self._rows.size, np.uint64)
+        of: list[list[Bucket]] = [[] for _ in self.expected]
+        self._buckets, end = [], 0
+        for number, (flow, tensors, segments) in enumerate(groups):
+            start, end = end, end + len(tensors)
+            intake = self._wire.channel.intake(
+                self._flows.core.gradients, self._rows[start:end], self._nbytes[start:end], self._sums[start:end]
+            )
+            bucket = Bucket(number, end, flow, tensors, segments, intake)
+            self._buckets.append(bucket)
+            for tensor in tensors:
+                of[tensor].append(bucket)
+        self._of_tensor = [tuple(buckets) for buckets in of]
+
+    def mark_ready(self, tensor: int) -> None:
+        """The gradient of ``tensor`` is there and will not change. Called from hooks, once a step: it only counts.
+
+        A bucket that is full is posted when it is its turn.
+        """
+        self.arrivals.append(tensor)
+        if not self._expected[tensor]:
+            if self.is_posted(tensor):
+                self.is_surprised = True
+            return
+        for bucket in self._of_tensor[tensor]:
+            bucket.left -= 1
+            if bucket.left == 0 and self._early:
+                self.post(final=False)
+
+    def post(self, final: bool) -> None:
+        """Sends buckets on their way as long as the next is full and can be read; in ``step()`` (``final``) all."""
+        buckets, addresses_of, wire = self._buckets, self.addresses, self._wire
+        while self.posted < len(buckets):
+            bucket = buckets[self.posted]
+            if bucket.left and not final:
+                return
+            tensors, flow = bucket.tensors, bucket.flow
+            addresses = addresses_of[tensors].tolist() if self._are_located else self._locate(tensors, final)
+            if addresses is None:
+                return
+            was_full, bucket.is_full = bucket.is_full, 0 not in addresses
+            if not (was_full and bucket.is_full):
+                addresses_of[tensors] = addresses
+                flow.say_presence(bucket.segments, addresses_of != 0)
+            self.posted += 1
+            self._posted_count = bucket.end
+            if flow.ticket is None:
+                # In step() hyperparameters that are built in may be others than when the step was begun.
+                prepared = flow.prepare() if final else flow.prepared
+                flow.ticket = wire.channel.submit(prepared, wire.timeout_s, False, 0)
+            part = NOTHING if final else self.verified_part
+            flow.ticket.open(bucket.segments.stop, bucket.intake, addresses, part)
+
+    def locate_all(self) -> None:
+        """Looks for the gradients of all tensors at once, before the first is posted."""
+        self.addresses[:] = self._found(list(range(len(self.expected))))
+        self._are_located = True
+
+    def locate_unposted(self, tensors: list[int]) -> None:
+        """Looks for the gradients of those of ``tensors`` that are in no bucket."""
+        unposted = [tensor for tensor in tensors if not self._of_tensor[tensor]]
+        if unposted and not self._are_located:
+            self.addresses[unposted] = self._found(unposted)
+
+    def _found(self, tensors: list[int]) -> list[int]:
+        addresses = self._locate(tensors, True)
+        assert addresses is not None
+        return addresses
+
+    @property
+    def posted_tensors(self) -> list[int]:
+        """Tensors whose bucket is on its way: a change of their gradient comes too late for this attempt."""
+        return list(dict.fromkeys(self._rows[: self._posted_count].tolist()))
+
+    def is_posted(self, tensor: int) -> bool:
+        """Is a bucket of the tensor on its way?"""
+        return any(bucket.number < self.posted for bucket in self._of_tensor[tensor])
+
+    def changed_tensors(self) -> list[int]:
+        """Before ``exchange``: tensors of posted buckets whose gradient's bytes are not what was posted."""
+        if not self.posted or self.verified_part == NOTHING:
+            return []
+        count = self._posted_count
+        rows = self._rows[:count]
+        kernels = self._flows.core.kernels
+        now = kernels.checksums(self.addresses[rows], self._nbytes[:count], self.verified_part)
+        return rows[now != self._sums[:count]].tolist()

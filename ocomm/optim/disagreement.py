@@ -1,0 +1,41 @@
+"""What the ranks disagree on in a step, in words, from the headers of their messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ocomm.collectives.envelope import Envelope
+from ocomm.errors import MismatchError
+from ocomm.optim.replicas import ReplicasDifferError
+
+
+def disagreement(
+    name: str, step: int, envelope: Envelope, ranks: Sequence[int], tensors: Sequence[str]
+) -> MismatchError:
+    """The error where the headers of a segment differ, in step ``step`` of the optimizer ``name``.
+
+    ``ranks`` are the channel's ranks as world ranks, ``tensors`` the names of what is in the segment.
+    """
+    differences = envelope.differences()
+    if not differences:
+        return MismatchError(f"{name}: a message with a wrong header arrived in step {step}.")
+    what, values = differences[0]
+    if what == "replica":
+        return ReplicasDifferError(f"{name}: the ranks' parameters differ in step {step}.")
+    by_value: dict[int, list[int]] = {}
+    for rank, value in values.items():
+        by_value.setdefault(value, []).append(ranks[rank])
+    if what == "step":
+        said = "; ".join(f"rank(s) {who} are at step {value}" for value, who in by_value.items())
+        return MismatchError(
+            f"{name}: the ranks are not at the same step: {said}. Call step() equally often everywhere."
+        )
+    if what == "hyper":
+        rates = {ranks[rank]: f" (lr {lr:g})" for rank, lr in envelope.learning_rates().items()}
+        said = "; ".join(f"rank(s) {who}{rates.get(who[0], '')}" for who in by_value.values())
+        return MismatchError(
+            f"{name}: lr, betas, eps or weight decay differ between ranks in step {step}: {said}. "
+            "Give all ranks the same optimizer settings and the same schedule."
+        )
+    said = "; ".join(f"rank(s) {who}: {value:#x}" for value, who in by_value.items())
+    return MismatchError(f"{name}: mismatched {what} in the exchange of {list(tensors[:3])}: {said}.")

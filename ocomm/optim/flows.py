@@ -1,0 +1,330 @@
+"""What a step exchanges: one flow per kind of exchange, with its segments, its memory and its prepared plans."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ocomm.collectives.compressed import (
+    compressed_segment,
+    compressed_staging,
+    dense_segment,
+    node_segment,
+    node_staging,
+)
+from ocomm.collectives.engine import Ticket
+from ocomm.collectives.envelope import Envelopes
+from ocomm.collectives.plan import Computation, Plan, Stage
+from ocomm.collectives.staged import staged
+from ocomm.compression.layout import SegmentLayout
+from ocomm.kernels.base import TENSOR, Bytes, Floats, Table
+from ocomm.kernels.device import DeviceArray
+from ocomm.optim.core import Core, Exchange, address
+from ocomm.optim.step_channel import Sent, StepChannel
+
+#: At most so many buckets, of at least so many elements: at 1 Gbit/s these take as long as posting a bucket takes.
+BUCKETS, BUCKET_NUMEL = 8, 1 << 17
+#: Prepared plans that a flow keeps: buffers alternate, so two are used in turn.
+_KEPT_PLANS = 4
+
+
+class Flow(abc.ABC):
+    """The exchange of all tensors of one kind: one plan, whose segments may start as their buckets are posted.
+
+    ``groups`` are the tensors of its buckets, ``parts`` the segments of each. ``built_in()`` are the buffers and
+    options for which the plan of the step under way is made.
+    """
+
+    #: Names what the segments hold, for their signatures.
+    compressor: str
+
+    def __init__(
+        self,
+        core: Core,
+        wire: StepChannel,
+        groups: Sequence[list[int]],
+        parts: Sequence[Sequence[SegmentLayout]],
+        built_in: Callable[[], tuple[Any, ...]],
+    ) -> None:
+        ends = np.cumsum([0, *(len(part) for part in parts)]).tolist()
+        #: Tensors that leave together, and the numbers of their segments.
+        self.buckets = [(group, range(*span)) for group, span in zip(groups, pairwise(ends), strict=True)]
+        self.segments = [segment for part in parts for segment in part]
+        contents = [(segment.signature(self.compressor), len(segment.tensors)) for segment in self.segments]
+        self.envelopes: Envelopes = wire.envelopes(contents, for_node=not core.layout.nodes.is_flat)
+        self.core = core
+        self.wire = wire
+        #: The plan with which it begins before ``step()``, and what its plan of the step under way sends.
+        self.prepared: Any = None
+        self.sent = Sent(0, 0)
+        self.ticket: Ticket | None = None
+        self._built_in = built_in
+        #: By the identity of what is built into them, which they keep alive.
+        self._plans: dict[tuple[Hashable, ...], tuple[Any, Sent, tuple[Any, ...]]] = {}
+        #: The presence bits heard last, and the tensors that some rank has by them.
+        self._heard: bytes = b""
+        self._anywhere: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    @abc.abstractmethod
+    def _plan(self) -> Plan:
+        """The plan for the buffers that this step reads and writes."""
+
+    def _results(self) -> list[Bytes]:
+        """What each segment gathers, if the host is to have it, too."""
+        return []
+
+    def is_finite(self) -> bool:
+        """Are the averages finite? The same on all ranks, since all hold the same bytes."""
+        return True
+
+    def prepare(self) -> Any:
+        """The prepared plan for the buffers that this step reads and writes."""
+        built_in = self._built_in()
+        key = tuple([id(part) if isinstance(part, (np.ndarray, DeviceArray)) else part for part in built_in])
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= _KEPT_PLANS:
+                self._forget_plans()
+            wire = self.wire
+            plan = staged(self._plan(), self.core.home, self._results(), wire.direct, wire.inside)
+            found = self._plans[key] = *wire.prepare(plan), built_in
+        self.prepared, self.sent, _ = found
+        return self.prepared
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+
+    def say_presence(self, segments: range, present: NDArray[np.bool_]) -> None:
+        """Writes into the headers of ``segments`` which tensors this rank has a gradient of."""
+        for k in segments:
+            self.envelopes[k].presence[:] = self.segments[k].presence_bits(present)
+
+    def present_anywhere(self) -> NDArray[np.int64]:
+        """Tensors of which some rank has a gradient, as was heard."""
+        heard = self.envelopes.heard.tobytes()
+        if heard != self._heard:
+            present = np.zeros(len(self.core.layout.tensors), np.bool_)
+            for segment, envelope in zip(self.segments, self.envelopes, strict=True):
+                segment.read_presence(envelope.heard, present)
+            self._heard, self._anywhere = heard, np.flatnonzero(present)
+        return self._anywhere
+
+    def tensors_of(self, segment: int) -> tuple[int, ...]:
+        """The tensors of a segment."""
+        return self.segments[segment].tensors
+
+    @abc.abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes of messages held, by buffer."""
+
+
+class CompressedFlow(Flow):
+    """Averages with errors kept, in the core's own segments."""
+
+    def __init__(self, core: Core, wire: StepChannel, groups: Sequence[list[int]]) -> None:
+        self.compressor = f"{core.compressor}-{core.scale}" if core.scales else core.compressor
+        parts = [[core.segments[k].layout for k in span] for span in core.bucket_segments]
+        super().__init__(core, wire, groups, parts, partial(core.built_in, range(sum(map(len, parts)))))
+        self.staging = [compressed_staging(segment, core.home) for segment in self.segments]
+        #: An average that overflows is seen by all in the result; in the headers stands who had a bad gradient.
+        self._average_flags = np.zeros(1, np.uint32)
+
+    def _results(self) -> list[Bytes]:
+        # In the direct form a device has the averages already, and without scales the host does not look at them.
+        if self.wire.direct and not self.core.scales:
+            return []
+        return [self.core.result(k) for k in range(len(self.segments))]
+
+    def _plan(self) -> Plan:
+        core = self.core
+        stages = []
+        for k, (segment, staging, envelope) in enumerate(zip(self.segments, self.staging, self.envelopes, strict=True)):
+
+            def average(rows: Sequence[Bytes], k: int = k) -> Computation:
+                return core.average(k, rows, self._average_flags)
+
+            compress = core.compress(k, staging.send, envelope.node_flags)
+            node_sum = core.node_sum(segment)
+            stages.append(compressed_segment(staging, envelope, core.result(k), compress, average, node_sum))
+        return Plan(f"{self.wire.name}: compressed", stages)
+
+    def is_finite(self) -> bool:
+        return all(self.core.is_finite(k) for k in range(len(self.segments)))
+
+    def memory(self) -> dict[str, int]:
+        held = dict.fromkeys(("send", "receive", "node_staging"), 0)
+        for staging in self.staging:
+            for name, nbytes in staging.held().items():
+                held[name] += nbytes
+        return held
+
+
+class DenseFlow(Flow):
+    """Averages in float32, at the addresses ``averages``."""
+
+    compressor = "dense"
+
+    def __init__(
+        self,
+        core: Core,
+        wire: StepChannel,
+        groups: Sequence[list[int]],
+        parts: Sequence[Sequence[SegmentLayout]],
+        averages: Table,
+    ) -> None:
+        super().__init__(core, wire, groups, parts, core.built_in_dense)
+        self._averages = averages
+        self._plan_memory: list[Bytes] = []
+
+    def _plan(self) -> Plan:
+        core = self.core
+        stages: list[list[Stage]] = []
+        memory: list[Bytes] = []
+        for segment, envelope in zip(self.segments, self.envelopes, strict=True):
+            before, source = core.dense_source(segment, envelope.flags)
+            where = source, self._averages, segment.runs()
+            cut, used = dense_segment(self.wire.rank, core.layout.nodes, envelope, *where, core.home)
+            cut[0].compute[:0] = before
+            stages.append(cut)
+            memory += used
+        self._plan_memory += memory
+        return Plan(f"{self.wire.name}: dense", stages, memory)
+
+    def _forget_plans(self) -> None:
+        super()._forget_plans()
+        self._plan_memory.clear()
+
+    def is_finite(self) -> bool:
+        return all(self.core.is_dense_finite(segment, self._averages) for segment in self.segments)
+
+    def memory(self) -> dict[str, int]:
+        return {"dense_staging": sum(memory.nbytes for memory in self._plan_memory)}
+
+
+class NodeFlow(Flow):
+    """Sums inside nodes, of steps which the ranks of a node take by themselves."""
+
+    compressor = "node"
+
+    def __init__(
+        self, core: Core, wire: StepChannel, groups: Sequence[list[int]], parts: Sequence[Sequence[SegmentLayout]]
+    ) -> None:
+        super().__init__(core, wire, groups, parts, tuple)
+        self.staging = [node_staging(segment, core.home) for segment in self.segments]
+
+    def _plan(self) -> Plan:
+        stages = []
+        for segment, envelope, staging in zip(self.segments, self.envelopes, self.staging, strict=True):
+            node_sum = self.core.node_sum(segment)
+            assert node_sum is not None
+            stages.append(node_segment(segment, staging, envelope, node_sum))
+        return Plan(f"{self.wire.name}: node", stages)
+
+    def memory(self) -> dict[str, int]:
+        messages = sum(message.nbytes for node in self.staging for message in node.messages)
+        return {"node_staging": messages + sum(node.memory.nbytes for node in self.staging)}
+
+
+class Flows:
+    """The flows of the step under way, as the core wants them, and where the averages of dense ones are.
+
+    ``segment_nbytes`` bounds a segment's packed bytes, ``bucket_count`` the number of a flow's buckets.
+    """
+
+    def __init__(self, core: Core, wire: StepChannel, segment_nbytes: int, bucket_count: int = BUCKETS) -> None:
+        self.core = core
+        self.layout = core.layout
+        self.segment_nbytes = segment_nbytes
+        self.bucket_count = bucket_count
+        count = len(self.layout.tensors)
+        #: The order in which gradients arrive, by which buckets are cut: the same on all ranks.
+        self.order = list(range(count - 1, -1, -1))
+        #: Compressed, dense, inside nodes; those that the step has.
+        self.flows: list[Flow] = []
+        #: Tensors that do not travel in the step, and what adds them up inside nodes.
+        self.local: list[int] = []
+        self.node: NodeFlow | None = None
+        #: Flat float32; and the addresses of each tensor's part.
+        self.averages: Floats = np.zeros(0, np.float32)
+        self._addresses: Table = np.zeros(count, TENSOR)
+        self._wire = wire
+        #: Those of the last step that had any.
+        self.compressed: CompressedFlow | None = None
+        self.dense: DenseFlow | None = None
+        self._exchange: Exchange | None = None
+        self._wanted: tuple[bytes, bytes] | None = None
+        self._cut_for: dict[str, bytes] = {}
+
+    def adopt_order(self, order: Sequence[int]) -> None:
+        """Cuts all later buckets by ``order``."""
+        assert sorted(order) == sorted(self.order)
+        self.order = list(order)
+        self._exchange = self._wanted = None
+        self._cut_for.clear()
+
+    def arrange(self) -> bool:
+        """Makes the flows that the core wants for the step that begins. Returns whether they are others than before."""
+        exchange = self.core.exchange()
+        if exchange is self._exchange:
+            return False
+        compressed, dense = (wanted & (self.layout.numels > 0) for wanted in exchange)
+        wanted = compressed.tobytes(), dense.tobytes()
+        if wanted == self._wanted:
+            self._exchange = exchange
+            return False
+        # Steps without one kind or the other come and go; its buckets stay as they are until other tensors are in them.
+        if compressed.any() and self._cut_for.get("compressed") != wanted[0]:
+            groups = self._cut(compressed)
+            self.core.set_buckets(groups, self.segment_nbytes)
+            self.compressed = CompressedFlow(self.core, self._wire, groups)
+            self._cut_for["compressed"] = wanted[0]
+        if self._cut_for.get("dense") != wanted[1] and (dense.any() or not self.core.dense_again):
+            self._arrange_dense(dense)
+            self._cut_for["dense"] = wanted[1]
+        local = ~(compressed | dense)
+        self.local = np.flatnonzero(local).tolist()
+        alone = local & (self.layout.numels > 0)
+        self.node = None
+        # Ranks take steps of their own, and nodes take them together.
+        if self.core.steps_locally and not self.layout.nodes.is_flat and alone.any():
+            groups = self._cut(alone)
+            self.node = NodeFlow(self.core, self._wire, groups, self._segments(groups, self.segment_nbytes))
+        chosen = (compressed.any(), self.compressed), (dense.any(), self.dense), (True, self.node)
+        self.flows = [flow for travels, flow in chosen if travels and flow is not None]
+        self._exchange, self._wanted = exchange, wanted
+        return True
+
+    def _arrange_dense(self, dense: NDArray[np.bool_]) -> None:
+        self.averages = self.core.home.zeros(self.layout.flat_numel if dense.any() else 0)
+        self._addresses["grad"] = address(self.averages) + 4 * self.layout.offsets.astype(np.uint64)
+        self.dense = None
+        if dense.any():
+            groups = self._cut(dense)
+            parts = self._segments(groups, max(self.segment_nbytes // 32, 1))
+            self.dense = DenseFlow(self.core, self._wire, groups, parts, self._addresses)
+
+    def _cut(self, wanted: NDArray[np.bool_]) -> list[list[int]]:
+        """At most ``bucket_count`` runs of the tensors that are wanted, small models in one."""
+        tensors = [tensor for tensor in self.order if wanted[tensor]]
+        numel = int(self.layout.numels[tensors].sum())
+        return self.layout.buckets(tensors, max(1, min(self.bucket_count, numel // BUCKET_NUMEL)))
+
+    def _segments(self, groups: Sequence[list[int]], nbytes: int) -> list[list[SegmentLayout]]:
+        return [self.layout.segments(group, self.core.rank, nbytes) for group in groups]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by buffer; those of messages of the last step that had any of the kind."""
+        held = {
+            "averages": self.averages.nbytes,
+            **dict.fromkeys(("dense_staging", "send", "receive", "node_staging"), 0),
+        }
+        for flow in (self.dense, self.compressed, self.node):
+            for name, nbytes in (flow.memory() if flow is not None else {}).items():
+                held[name] += nbytes
+        return held

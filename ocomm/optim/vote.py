@@ -1,0 +1,155 @@
+"""What the ranks agree on before a step is taken: rounds in which every rank tells all others a header, and no more.
+
+A step has one round, the vote, after its last bucket: flags, hyperparameters, which gradients there are, a checksum of
+parameters. Gradients that are clipped by their exact norm have one before the first bucket. After a step with a
+gradient that is not finite there may be a third, in which ranks say whose it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ocomm.collectives.compressed import vote
+from ocomm.collectives.engine import State, Ticket
+from ocomm.collectives.outcome import cause
+from ocomm.collectives.routes import vote_groups
+from ocomm.collectives.waiting import wait
+from ocomm.errors import MismatchError, OcommError
+from ocomm.kernels.base import Bytes
+from ocomm.optim.core import Core
+from ocomm.optim.disagreement import disagreement
+from ocomm.optim.flows import Flow, NodeFlow
+from ocomm.optim.step_channel import Sent, StepChannel
+from ocomm.types import Flag
+
+#: ``attempt`` of the round in which ranks say whose gradients were not finite.
+_NON_FINITE_ROUND = 2
+
+
+class Statement(NamedTuple):
+    """What this rank says in a round. ``step`` counts from 1, ``hyper`` digests all that must agree, ``lr`` is shown in
+    messages, ``announcement`` is the coordinator's news for all, ``replica`` a checksum of parameters."""
+
+    step: int
+    attempt: int
+    hyper: int
+    lr: float
+    flags: int = 0
+    announcement: int = 0
+    replica: int = 0
+
+
+class Round:
+    """Everyone's header and presence bits of ``tensors``, to all. ``signature`` says which round it is."""
+
+    def __init__(self, wire: StepChannel, signature: int, tensors: int) -> None:
+        self.envelopes = wire.envelopes([(signature, tensors)])
+        (self.envelope,) = self.envelopes
+        plan = vote(wire.rank, vote_groups(wire.nodes), self.envelope)
+        self.prepared: Any
+        self.prepared, self.sent = wire.prepare(plan)
+        self.ticket: Ticket | None = None
+
+    def tensors_of(self, segment: int) -> tuple[int, ...]:
+        """None: it has no payload."""
+        return ()
+
+
+class Vote:
+    """One rank's votes on the steps of ``core``."""
+
+    def __init__(self, core: Core, wire: StepChannel) -> None:
+        self._core = core
+        self._wire = wire
+        layout = core.layout
+        self._vote = Round(wire, layout.digest, len(layout.tensors) if core.steps_locally else 0)
+        #: sqrt(mean over ranks of |g|^2), as the ranks have said in the last round that asked for it.
+        self.norm = 0.0
+        #: Bytes of the vote of a step.
+        self.sent = self._vote.sent
+
+    @property
+    def presence(self) -> Bytes:
+        """Bits of the gradients that this rank has, for a core that steps locally; what ``hold`` sends."""
+        return self._vote.envelope.presence
+
+    @cached_property
+    def _early_round(self) -> Round:
+        """The round of norms, before anything is on its way."""
+        return Round(self._wire, self._core.layout.digest ^ 1, 0)
+
+    @property
+    def early_sent(self) -> Sent:
+        """Bytes of a round before anything is on its way."""
+        return self._early_round.sent
+
+    @property
+    def present(self) -> Bytes:
+        """The same of all ranks, OR-ed, as heard."""
+        return self._vote.envelope.heard
+
+    def hold(self, said: Statement, flows: Sequence[Flow] | None, with_norm: bool) -> int:
+        """Tells all ranks what this one says, and waits for all that say and for ``flows``. Collective.
+
+        ``flows``: those of the step; None for a round before anything is on its way. ``with_norm``: all ranks also tell
+        their norms, and ``norm`` is set. Returns the flags of all ranks. Raises MismatchError, StallError, PeerError,
+        HorovodInternalError.
+        """
+        wire, core = self._wire, self._core
+        held = self._vote if flows is not None else self._early_round
+        header = held.envelope.header
+        held.envelopes.begin(said.step, said.attempt, said.hyper, said.announcement)
+        header["lr"], header["flags"], header["replica"] = said.lr, said.flags, said.replica
+        for flow in flows or ():
+            if isinstance(flow, NodeFlow):
+                for heard in flow.envelopes:
+                    if heard.has_disagreement:
+                        header[0] = heard.passed_on[0]
+        if with_norm:  # read while what has been posted travels; in float64, tensor by tensor in registration order
+            header["squares"] = sum(core.kernels.squares(core.gradients["grad"].copy(), core.layout.numels).tolist())
+        else:
+            header["squares"] = 0.0
+        parts: list[Flow | Round] = [*(flow for flow in flows or () if flow.ticket is not None), held]
+        held.ticket = wire.channel.submit(held.prepared, wire.timeout_s, False)
+        what = f"{wire.name}: step {said.step}"
+        tickets = [part.ticket for part in parts if part.ticket is not None]
+        states = [wait(ticket, wire.channel, wire.ranks, wire.watch, what) for ticket in tickets]
+        if any(state != State.DONE for state in states):
+            raise self._failed(parts, tickets, what, said.step)
+        if with_norm:
+            squares = held.envelope.squares()
+            self.norm = math.sqrt(sum(squares) / len(squares))
+        return int(wire.heard_flags[0])
+
+    def _failed(self, parts: Sequence[Flow | Round], tickets: Sequence[Ticket], what: str, step: int) -> OcommError:
+        failed = cause(tickets)
+        assert failed is not None
+        part = parts[tickets.index(failed)]
+
+        def mismatch() -> MismatchError:
+            tensors, segment = self._core.layout.tensors, failed.error_segment
+            names = [tensors[tensor].name for tensor in part.tensors_of(segment)]
+            return disagreement(self._wire.name, step, part.envelopes[segment], self._wire.ranks, names)
+
+        return self._wire.explain(failed, what, mismatch, self._core.kernels.name)
+
+    def non_finite_ranks(self, flows: Sequence[Flow], step: int) -> list[int]:
+        """World ranks whose gradients have NaN or Inf; empty where only the average overflowed. Collective.
+
+        Those that compressed have said so in a header, unless it spoke for a node. For the others, who only add up, the
+        ranks look at their gradients and tell each other once more: all of them or none, for all have heard the same.
+        """
+        wire, core, envelope = self._wire, self._core, self._vote.envelope
+        if core.layout.nodes.is_flat:
+            envelopes = [envelope, *(envelope for flow in flows for envelope in flow.envelopes)]
+            found = {rank for envelope in envelopes for rank in envelope.ranks_with(Flag.NON_FINITE)}
+            if found:
+                return [wire.ranks[rank] for rank in sorted(found)]
+        if not all(core.kernels.finite(s.blocks, core.gradients) for flow in flows for s in flow.segments):
+            envelope.header["flags"] = Flag.NON_FINITE
+        envelope.header["attempt"] = _NON_FINITE_ROUND
+        wire.run(self._vote.prepared, f"{wire.name}: step {step}")
+        return [wire.ranks[rank] for rank in envelope.ranks_with(Flag.NON_FINITE)]

@@ -1,0 +1,115 @@
+"""Watches over MPI_Init, which waits without limit for ranks that do not come."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import stat
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+_log = logging.getLogger("ocomm")
+#: How often a folder is made anew that another rank has removed meanwhile, because it was empty.
+_ATTEMPTS = 100
+
+
+class Arrival:
+    """While it is entered: after ``timeout_s`` the process ends, with the news which ranks of the job have not come.
+
+    Every rank leaves a file, named by its number, in a folder of its host; who has none is missing. The folder's name
+    is made of the user and of ``job``, and so can be guessed: it is used only if it is a folder of this user's which
+    nobody else can look into. Else, or on a full disk, the ranks are not named.
+    """
+
+    def __init__(self, job: str, rank: int, size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        name = "".join(c for c in job if c.isalnum()) or str(os.getppid())
+        self.folder = Path(tempfile.gettempdir()) / f"ocomm-{os.getuid()}-{name}"
+        self._descriptor = -1
+        self._here = threading.Event()
+
+    def __enter__(self) -> None:
+        if self.timeout_s <= 0:
+            return
+        try:
+            self._descriptor = self._sign_in()
+        except OSError as error:  # must not keep anyone from training
+            _log.warning("rank %d keeps no list of arrived ranks: %s", self.rank, error)
+        threading.Thread(target=self._watch, name="ocomm-arrival", daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self._here.set()
+        if self._descriptor < 0:
+            return
+        try:
+            os.unlink(str(self.rank), dir_fd=self._descriptor)
+            self.folder.rmdir()
+        except OSError:  # others are still in it
+            return
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _sign_in(self) -> int:
+        """Leaves this rank's file, and returns a descriptor of the folder."""
+        for _ in range(_ATTEMPTS):
+            descriptor = open_private(self.folder)
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                os.close(os.open(str(self.rank), flags, 0o600, dir_fd=descriptor))
+                return descriptor
+            except FileNotFoundError:  # another rank has removed it since
+                os.close(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        raise FileNotFoundError(f"{self.folder} disappears again and again")
+
+    def _watch(self) -> None:
+        if self._here.wait(self.timeout_s):
+            return
+        sys.stderr.write(self.verdict())
+        sys.stderr.flush()
+        os._exit(1)
+
+    def verdict(self) -> str:
+        """What is said when time is up."""
+        missing = "no list of them could be kept"
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):  # the process ends all the same
+                arrived = {int(name) for name in os.listdir(self._descriptor) if name.isdigit()}
+                missing = str([rank for rank in range(self.size) if rank not in arrived])
+        return (
+            f"ocomm: rank {self.rank} of {self.size} on {socket.gethostname()}: after {self.timeout_s:.0f} s these "
+            f"ranks have not come to init() (as seen from this host): {missing}. Look at their output for errors, or "
+            "raise OCOMM_START_TIMEOUT.\n"
+        )
+
+
+def open_private(folder: Path) -> int:
+    """A descriptor of ``folder``, which is made if there is none. PermissionError if it is not this user's alone."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:  # another rank has removed it since
+            continue
+        except OSError as error:
+            raise PermissionError(f"{folder} is no folder but a link or a file ({error.strerror}); remove it") from None
+        status = os.fstat(descriptor)
+        mode = stat.S_IMODE(status.st_mode)
+        if status.st_uid == os.geteuid() and not mode & 0o077:
+            return descriptor
+        os.close(descriptor)
+        raise PermissionError(
+            f"the folder {folder} belongs to user {status.st_uid} and has mode {mode:04o}; it must belong to user "
+            f"{os.geteuid()}, with mode 0700. Remove it"
+        )
+    raise FileNotFoundError(f"{folder} disappears again and again")

@@ -1,0 +1,64 @@
+"""0/1 Adam for Keras 3: wraps ``keras.optimizers.Adam`` or ``AdamW``, and makes steps in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ocomm.operations import ProcessSet, global_process_set
+from ocomm.optim.zero_one_adam import ZeroOneAdam, ZeroOneAdamOptions
+from ocomm.training.driver import Common
+from ocomm.training.zero_one_adam import ZeroOneAdamDriver
+from ocomm_tf.keras.compressed import ADAM, CompressedAdam, documented, require_adam, wrap
+
+
+class _ZeroOneAdam(CompressedAdam):
+    ocomm_core = ZeroOneAdam
+    ocomm_driver = ZeroOneAdamDriver
+
+
+@documented(ZeroOneAdamOptions, optimizer=ADAM)
+def DistributedZeroOneAdam(
+    optimizer: Any,
+    variables: Any = None,
+    *,
+    var_update_scaler: int = 16,
+    var_freeze_step: int | None = None,
+    local_step_start: int = 0,
+    local_step_doubling: int = 32768,
+    local_step_clip: int = 16,
+    block_size: int | Literal["tensor"] = 4096,
+    scale: Literal["l1", "rms"] = "rms",
+    variance_floor: float = 0.2,
+    overlap: bool = True,
+    mask_refresh: int = 100,
+    max_grad_norm: float | None = None,
+    clip: Literal["exact", "previous"] = "exact",
+    verify: Literal["sampled", "full", "version"] = "sampled",
+    backward_passes_per_step: int = 1,
+    hierarchical: bool | Literal["auto"] = "auto",
+    names: Mapping[str, Any] | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Data-parallel 0/1 Adam (arXiv 2202.06009): 1 bit per element from the second step on, later not at every step.
+
+    Between syncs variables differ between ranks: ``compression_report()["synced"]`` tells. Steps follow Torch's
+    formula, which adds epsilon to sqrt(v_hat).
+
+    Args:
+        {arguments}
+
+    Returns:
+        An optimizer of a subclass with the same name. A model that is saved with it loads without ocomm, and a plain
+        Adam goes on from there; to go on with 1 bit compile with a new one, ``build`` it on the model's variables, and
+        call ``model.load_weights(file)``; errors start at zero.
+
+    Raises:
+        InvalidRequestError: The optimizer or a variable cannot be wrapped, or an option has an impossible value.
+        MismatchError: The ranks wrap different things; here, or at the first step if ``variables`` is None.
+        NonFiniteError: In a step, on all ranks: a rank's gradient has a NaN or infinity. No variable is changed.
+        SettingsError: An option of the algorithm has an impossible value.
+    """
+    require_adam(optimizer, "DistributedZeroOneAdam")
+    chosen = ZeroOneAdamOptions.of(locals()), Common.of(locals())
+    return wrap(_ZeroOneAdam, optimizer, variables, names, process_set, *chosen)

@@ -1,0 +1,437 @@
+"""Faults in ocomm that ``make test`` must notice: each is put into a copy of the tree, where the tests that should fail
+are run.
+
+    python -m tests.mutations [NUMBER ...]
+
+For each it prints the first test that fails, "missed", or "missed, but for the long tier" where only ``make test-long``
+fails. A change of the code may make a fault impossible to insert: then its text here has to follow. C is built anew for
+faults in ``native``, which takes a minute each.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+#: What stands for the files of tests that run on two real ranks.
+MPI = "under mpirun"
+ON_TWO_RANKS = "contract/test_transport.py world/test_collectives.py world/test_runtime.py"
+#: Seconds for the tests of one fault, one of which may hang.
+LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``old``, which the file has once, becomes ``new``; one of ``tests``, files below tests/, should fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+# fmt: off
+MUTATIONS = [
+    Mutation(
+        "C: error feedback dropped",
+        "native/kernels_body.h",
+        "UNROLL for (int v = 0; v < VECTORS; v++) c[v] -= FN(toward)(c[v], scale);",
+        "UNROLL for (int v = 0; v < VECTORS; v++) c[v] = (V){0} * scale;",
+        "contract/test_kernels.py",
+    ),
+    Mutation(
+        "C: |g| of Birder without abs",
+        "native/quantize_body.h",
+        "(V)((I)grad[v] & INT32_MAX);",
+        "grad[v];",
+        "contract/test_quantizer.py",
+    ),
+    Mutation(
+        "C: Lion's zero up and down swapped",
+        "native/quantize_body.h",
+        "yes[v] = zero_up ? FN(at_least)(c, (V){0}) : FN(greater)(c, (V){0});",
+        "yes[v] = zero_up ? FN(greater)(c, (V){0}) : FN(at_least)(c, (V){0});",
+        "contract/test_quantizer.py",
+    ),
+    Mutation(
+        "C: mean keeps no error where masked",
+        "native/kernels_body.h",
+        "if (content == MEAN) kept[v] = FN(select)(lanes, error[v], c[v]);",
+        ";",
+        "contract/test_kernels.py",
+    ),
+    Mutation(
+        "C engine: flags of others ignored",
+        "native/engine.c",
+        "*flags |= header.flags;",
+        ";",
+        "contract/test_engine.py frontends/test_torch_onebit.py",
+    ),
+    Mutation(
+        "C engine: replicas not compared",
+        "native/engine.c",
+        "for (int field = 0; field < 7; field++)",
+        "for (int field = 0; field < 6; field++)",
+        "contract/test_engine.py frontends/test_torch_drift.py",
+    ),
+    Mutation(
+        "C engine: abandoned channel counts as whole",
+        "native/engine.c",
+        "channel->failed || channel->abandoned ? -1",
+        "channel->failed ? -1",
+        "contract/test_engine.py world/test_limits.py",
+    ),
+    Mutation(
+        "C engine: no zeros for a missing gradient",
+        "native/engine.c",
+        "            memset(to, 0, nbytes);",
+        "            ;",
+        "contract/test_engine.py frontends/test_torch_onebit.py",
+    ),
+    Mutation(
+        "layout: owners by number of blocks",
+        "ocomm/compression/layout.py",
+        "heapq.heapreplace(loads, (load + length, owner))",
+        "heapq.heapreplace(loads, (load + 1, owner))",
+        "unit/test_layout.py",
+    ),
+    Mutation(
+        "layout: digest without dtype",
+        "ocomm/compression/layout.py",
+        "(spec.name, [int(n) for n in spec.shape], spec.order, spec.dtype)",
+        "(spec.name, [int(n) for n in spec.shape], spec.order)",
+        "unit/test_layout.py frontends/test_torch_masters.py",
+    ),
+    Mutation(
+        "layout: message padding of 4",
+        "ocomm/compression/layout.py",
+        "sizes = _padded(header + scale_nbytes + signs_nbytes, 8)",
+        "sizes = _padded(header + scale_nbytes + signs_nbytes, 4)",
+        "unit/test_layout.py",
+    ),
+    Mutation(
+        "Lion: the momentum ignores a loss scale",
+        "ocomm/optim/lion.py",
+        "one_minus_beta2=(1.0 - self.betas[1]) * self.gradient_scale",
+        "one_minus_beta2=(1.0 - self.betas[1])",
+        "unit/test_lion.py frontends/test_torch_lion.py frontends/test_torch_clipping.py",
+    ),
+    Mutation(
+        "1-bit Adam: decay not times lr",
+        "ocomm/optim/onebit_adam.py",
+        "rows[\"decay\"][index] = 1.0 - lr * decoupled_decay",
+        "rows[\"decay\"][index] = 1.0 - decoupled_decay",
+        "unit/test_onebit_adam.py frontends/test_torch_onebit.py",
+    ),
+    Mutation(
+        "1-bit Adam: errors of absent tensors lost",
+        "ocomm/optim/onebit_adam.py",
+        "                self.keep_errors(tensor)\n",
+        "",
+        "unit/test_onebit_adam.py frontends/test_torch_onebit.py",
+    ),
+    Mutation(
+        "Lion: a node has one vote",
+        "ocomm/optim/lion.py",
+        "np.array([len(node) for node in layout.nodes.members], np.float32)",
+        "np.array([1 for node in layout.nodes.members], np.float32)",
+        "unit/test_lion.py frontends/test_torch_hierarchical.py",
+    ),
+    Mutation(
+        "Lion: zeros alternate by step only",
+        "ocomm/optim/lion.py",
+        "(self.committed + self._worker) % 2",
+        "self.committed % 2",
+        "unit/test_lion.py frontends/test_torch_lion.py",
+    ),
+    Mutation(
+        "freeze: one step late",
+        "ocomm/optim/freeze.py",
+        "if step - first + 1 < warmup_steps:",
+        "if step - first < warmup_steps:",
+        "unit/test_freeze.py",
+    ),
+    Mutation(
+        "0/1 Adam: intervals double one step early",
+        "ocomm/optim/intervals.py",
+        "(step - self.start) // self.doubling",
+        "(step - self.start + 1) // self.doubling",
+        "unit/test_intervals.py",
+    ),
+    Mutation(
+        "replicas: the last window stops too early",
+        "ocomm/optim/replicas.py",
+        "high = total if number + 1 == self._count else high",
+        "pass",
+        "frontends/test_torch_drift.py frontends/test_torch_comparison.py",
+    ),
+    Mutation(
+        "coordinator: every channel counts as empty",
+        "ocomm/negotiation/coordinator.py",
+        "is_empty = set(said.values()) == {segments} and segments >= 0",
+        "is_empty = True",
+        "unit/test_negotiation.py world/test_limits.py",
+    ),
+    Mutation(
+        "fusion: threshold exclusive",
+        "ocomm/negotiation/fusion.py",
+        "nbytes + skipped + request.nbytes <= threshold_nbytes",
+        "nbytes + skipped + request.nbytes < threshold_nbytes",
+        "unit/test_fusion.py",
+    ),
+    Mutation(
+        "cache: part of a group is answered",
+        "ocomm/negotiation/cache.py",
+        "            if members & mask != members:\n                mask &= ~members\n",
+        "            pass\n",
+        "unit/test_negotiation.py world/test_runtime.py frontends/test_torch_ops.py",
+    ),
+    Mutation(
+        "coordinator: element order not compared",
+        "ocomm/negotiation/coordinator.py",
+        "    (\"element order\", lambda r: r.order, set(Kind)),\n",
+        "",
+        "unit/test_negotiation.py frontends/test_tf_mixed.py",
+    ),
+    Mutation(
+        "nodes: an error is not passed on inside a node",
+        "ocomm/collectives/phases.py",
+        "gather[0].compute[:0] = [envelope.check_and_pass_on(route.rows), *average(route.rows)]",
+        "gather[0].compute[:0] = [envelope.check(route.rows), *average(route.rows)]",
+        "frontends/test_torch_hierarchical.py",
+    ),
+    Mutation(
+        "dense: sums inside a node are not weighted",
+        "ocomm/collectives/dense.py",
+        "weight = self.context.nodes.weight if self.op == ReduceOp.AVERAGE else 1.0",
+        "weight = 1.0",
+        "world/test_hierarchical.py unit/test_dense_plans.py",
+    ),
+    Mutation(
+        "dense: reducescatter forgets the factor",
+        "ocomm/collectives/dense.py",
+        "Reduce(dtype, op, rows, prescale, factor, out)",
+        "Reduce(dtype, op, rows, prescale, 1.0, out)",
+        "world/test_collectives.py unit/test_dense_plans.py frontends/test_torch_ops.py",
+    ),
+    Mutation(
+        "deadlock: threads that could submit are ignored",
+        "ocomm/runtime/deadlock.py",
+        "return not could_submit and self._clock()",
+        "return self._clock()",
+        "world/test_stalls.py cluster/test_deadlock.py",
+    ),
+    Mutation(
+        "line: the length of a message is not authenticated",
+        "ocomm/runtime/line.py",
+        "self._check(header[_NUMBER.size :], _tag(key, b\"length\", number, length), \"length\")",
+        "pass",
+        "unit/test_line.py unit/test_door.py",
+    ),
+    Mutation(
+        "line: a door lets anybody in",
+        "ocomm/runtime/line.py",
+        "if not hmac.compare_digest(answer[_NONCE:], _tag(key, b\"caller\", door, caller)):",
+        "if False:",
+        "unit/test_line.py unit/test_door.py",
+    ),
+    Mutation(
+        "resume: states of another step are loaded",
+        "ocomm/training/resume.py",
+        "if state[\"steps\"] != driver.steps:",
+        "if False:",
+        "frontends/test_torch_checkpoint_files.py frontends/test_torch_resume.py",
+    ),
+    Mutation(
+        "resume: a lost state is no reason to start without",
+        "ocomm/training/resume.py",
+        "if lost and not source.partial:",
+        "if False:",
+        "frontends/test_torch_checkpoint_files.py frontends/test_torch_resume.py",
+    ),
+    Mutation(
+        "elastic: folders of others are read",
+        "ocomm/elastic/folder.py",
+        "if status.st_uid != os.geteuid():",
+        "if False:",
+        "unit/test_folder.py",
+    ),
+    Mutation(
+        "elastic: the oldest commit is chosen",
+        "ocomm/elastic/commits.py",
+        "if held.replicated}, reverse=True)",
+        "if held.replicated})",
+        "unit/test_commits.py world/test_elastic_commits.py",
+    ),
+    Mutation(
+        "elastic: checksum without the name",
+        "ocomm/elastic/folder.py",
+        "sha.update(header[:16] + name.encode())",
+        "sha.update(header[:16])",
+        "unit/test_folder.py world/test_elastic_commits.py",
+    ),
+    Mutation(
+        "launch: root not allowed",
+        "ocomm/launch/command.py",
+        "added |= {\"OMPI_ALLOW_RUN_AS_ROOT\": \"1\", \"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM\": \"1\"}",
+        "pass",
+        "unit/test_launch_command.py",
+    ),
+    Mutation(
+        "launch: cooldown does not double",
+        "ocomm/launch/generations.py",
+        "first * 2.0 ** (times - 1)",
+        "first",
+        "unit/test_generations.py",
+    ),
+    Mutation(
+        "launch: a fruitless generation is not counted",
+        "ocomm/launch/generations.py",
+        "self._fruitless = 0 if self._has_committed else self._fruitless + 1",
+        "self._fruitless = 0",
+        "unit/test_generations.py",
+    ),
+    Mutation(
+        "MPI: a probe says one byte more",
+        "ocomm/transport/mpi.py",
+        "status.Get_count(self._mpi.BYTE)",
+        "status.Get_count(self._mpi.BYTE) + 1",
+        "under mpirun",
+    ),
+    Mutation(
+        "mpi: subset in another order",
+        "ocomm/transport/mpi.py",
+        "group = everyone.Incl(list(ranks))",
+        "group = everyone.Incl(sorted(ranks, reverse=True))",
+        "under mpirun",
+    ),
+    Mutation(
+        "MPI: settings of Open MPI are left out",
+        "ocomm/transport/mpi.py",
+        "wanted = tuning.environment(name, one_host)",
+        "wanted = {}",
+        "cluster/test_start.py",
+    ),
+    Mutation(
+        "Torch: a changed gradient is not noticed",
+        "ocomm_torch/optimizer.py",
+        "            if changed:\n                raise",
+        "            if False:\n                raise",
+        "frontends/test_torch_edits.py frontends/test_torch_optimizer.py",
+    ),
+    Mutation(
+        "Torch: fp16 overflow is not reduced again",
+        "ocomm_torch/optimizer.py",
+        "if has_overflowed(self._compression, tensors, grads):",
+        "if False:",
+        "frontends/test_torch_fp16_compression.py",
+    ),
+    Mutation(
+        "Torch: masters keep what was written",
+        "ocomm_torch/masters.py",
+        "master.copy_(torch.where(written, value, master))",
+        "pass",
+        "frontends/test_torch_masters.py",
+    ),
+    Mutation(
+        "Keras: kernels are not transposed",
+        "ocomm_tf/keras/order.py",
+        "return np.ascontiguousarray(array.transpose(self.axes)).reshape(-1)",
+        "return np.ascontiguousarray(array).reshape(-1)",
+        "frontends/test_tf_mixed.py frontends/test_teams.py",
+    ),
+    Mutation(
+        "Keras on a GPU: an absent variable is not copied",
+        "ocomm_tf/keras/gpu.py",
+        "self._take_copy(number, self._owner._trainable_variables[place.index])",
+        "pass",
+        "frontends/test_tf_gpu.py",
+    ),
+    Mutation(
+        "TF: local gradients are not divided",
+        "ocomm_tf/averaging.py",
+        "if self._scale_local:",
+        "if False:",
+        "frontends/test_tf_keras.py frontends/test_tf_parity.py",
+    ),
+]
+# fmt: on
+
+
+def build(tree: Path) -> None:
+    """The extension, in place."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=tree, env=environment(tree), check=True, capture_output=True)
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """For tests in the copy."""
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**os.environ, **root, "PYTHONPATH": str(tree)}
+
+
+def failing(tree: Path, tests: str, tier: str) -> str:
+    """The first test of a tier that fails, "" if none does."""
+    flags = ["-x", "-q", "--no-header", "--color=no", "-p", "no:cacheprovider", "-m", tier]
+    command, env = [sys.executable, "-m", "pytest", *flags], environment(tree)
+    if tests == MPI:
+        mpirun = str(Path(sys.executable).with_name("mpirun"))
+        command = [mpirun, "--oversubscribe", "--bind-to", "none", "-np", "2", *command, "--capture=no"]
+        tests, env = ON_TWO_RANKS, {**env, "TEST_MPI_SIZE": "2"}
+    files = [f"tests/{name}" for name in tests.split()]
+    try:
+        done = subprocess.run(
+            [*command, *files], cwd=tree, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=LIMIT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "out of time"
+    if done.returncode in (0, 5):  # all passed, or there is none in this tier
+        return ""
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return found[1] if found else f"exit code {done.returncode}"
+
+
+def result(tree: Path, mutation: Mutation) -> str:
+    """What becomes of it; the copy is left as it was."""
+    path = tree / mutation.file
+    text = path.read_text()
+    assert text.count(mutation.old) == 1, f"{mutation.file} has {mutation.old!r} {text.count(mutation.old)} times"
+    is_native = mutation.file.startswith("native")
+    path.write_text(text.replace(mutation.old, mutation.new))
+    try:
+        if is_native:
+            build(tree)
+        if found := failing(tree, mutation.tests, "not long"):
+            return found
+        return "missed, but for the long tier" if failing(tree, mutation.tests, "long") else "missed"
+    finally:
+        path.write_text(text)
+        if is_native:
+            build(tree)
+
+
+def main() -> int:
+    chosen = [int(text) for text in sys.argv[1:]] or range(len(MUTATIONS))
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "ocomm"
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__", "bench-output"))
+        build(tree)
+        for number in chosen:
+            found = result(tree, MUTATIONS[number])
+            missed += found.startswith("missed")
+            print(f"{number:3}  {MUTATIONS[number].name}: {found}", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
