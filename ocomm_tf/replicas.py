@@ -119,7 +119,6 @@ class Comparison:
             self._hyperparameters,
             self._checksum,
             self._describe,
-            grace=1,
         )
         self._runtime: Any = None
         self.rows: StepComparison

@@ -46,6 +46,9 @@ def spelled(value: object, other: Callable[[object], str | None] = lambda value:
 class StepComparison:
     """Of one optimizer, or of what else averages gradients of the same parameters again and again.
 
+    Nothing that the first comparison finds is an error: scripts of Horovod make the ranks alike before or after their
+    first step.
+
     Args:
         session: whose ranks are compared.
         number: of their process set.
@@ -54,11 +57,9 @@ class StepComparison:
         framework: a key of ``MADE_ALIKE``.
         way: says in words how this rank's optimizer rounds.
         options: gives a line for each hyperparameter.
-        parameters: ``parameters(count)`` is a checksum of those that comparison ``count`` looks at, of all of them at
-            0; 0 where this rank cannot look.
+        parameters: ``parameters(look)`` is a checksum of those that look number ``look`` is at, of all of them at 0;
+            0 where this rank cannot look.
         describe: gives a line for each parameter.
-        grace: comparisons at the start that look at nothing but ``way``, because scripts may make the ranks alike after
-            their first step.
     """
 
     def __init__(
@@ -72,12 +73,10 @@ class StepComparison:
         options: Callable[[], Sequence[str]],
         parameters: Callable[[int], int],
         describe: Callable[[], Sequence[str]],
-        grace: int = 0,
     ) -> None:
         self._session, self._number, self._name = session, number, name
         self._options, self._parameters, self._describe = options, parameters, describe
-        self._title, self._way, self._grace = title, way, grace
-        self._moment = "after" if grace else "before"
+        self._title, self._way = title, way
         made_alike = MADE_ALIKE[framework]
         self._made_alike = f"{made_alike[0].upper()}{made_alike[1:]} before the first step"
         self._rank = session.set_ranks[number].index(session.require_topology().rank)
@@ -93,10 +92,9 @@ class StepComparison:
         row = self._rows[self._rank]
         row["count"] = self._count + 1
         row["way"] = digest(self._way)
-        looks = self._count - self._grace
-        if looks >= 0:
+        if self._count:
             row["options"] = digest("\n".join(self._options()))
-            row["parameters"] = self._parameters(looks) if self._is_alike or looks == 0 else 0
+        row["parameters"] = self._parameters(max(self._count - 1, 0)) if self._is_alike else 0
         table = self._rows.view(np.uint8)
         request = Request(Kind.ALLREDUCE, self._name, DType.UINT8, table.shape, ReduceOp.BITWISE_OR)
         self._handle = self._session.submit(self._number, Submission.of(request, table, table))
@@ -118,10 +116,11 @@ class StepComparison:
         self._handle = None
         rows = self._rows[self._rows["count"] > 0]
         counts = rows["count"].astype(np.int64) - 1
-        is_first, looks, self._count = int(counts.max()) == 0, int(counts.max()) - self._grace, int(counts.max()) + 1
+        last = int(counts.max())
+        self._count = last + 1
         # Ranks that have not made the same steps, because one had joined, looked at other parameters.
         in_step = bool((counts == counts[0]).all())
-        if is_first and in_step and (rows["way"] != rows["way"][0]).any():
+        if last == 0 and in_step and (rows["way"] != rows["way"][0]).any():
             self._is_alike = False
             if self._rank == 0:
                 # The others are not asked: they may be in another optimizer's step, and a warning must not wait.
@@ -129,23 +128,23 @@ class StepComparison:
                 is_other = rows["way"] != rows["way"][0]
                 _log.warning(
                     "%s: the ranks' optimizers round differently (rank(s) %s have %s, rank(s) %s another), so their "
-                    "parameters will come apart in the last digits, and are compared %s the first step only. "
-                    "Broadcast them now and then.",
+                    "parameters will come apart in the last digits, and are not compared in later steps. Broadcast "
+                    "them now and then.%s",
                     self._title,
                     ranks[~is_other].tolist(),
                     self._way,
                     ranks[is_other].tolist(),
-                    self._moment,
+                    " They differ already, before the first step." if _differ(rows["parameters"]) else "",
                 )
         if _differ(rows["options"]):
             raise MismatchError(self._said(rows, self._options(), "the ranks' hyperparameters differ", "have") + (
                 " Give all ranks the same optimizer settings, and schedule from what is the same everywhere: average a "
                 "loss before ReduceLROnPlateau sees it."
             ))  # fmt: skip
-        if in_step and (self._is_alike or looks == 0) and _differ(rows["parameters"]):
+        if last and in_step and self._is_alike and _differ(rows["parameters"]):
             what = "the ranks' parameters have become different"
-            if looks == 0:
-                what = f"the replicas are not alike {self._moment} their first step"
+            if last == 1:
+                what = "the replicas are not alike after their first step"
             raise MismatchError(
                 f"{self._said(rows, self._describe(), what, 'hold')} {self._made_alike}, and after anything that one "
                 "rank does alone. OCOMM_REPLICA_CHECK_STEPS says how often this is checked, 0: never."

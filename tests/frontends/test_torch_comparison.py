@@ -13,7 +13,7 @@ from ocomm.api import join
 from ocomm.errors import MismatchError
 from ocomm.session import Session
 from ocomm.types import Settings
-from ocomm_torch.functions import broadcast_parameters
+from ocomm_torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ocomm_torch.optimizer import DistributedOptimizer
 from ocomm_torch.replicas import ParameterChecksums
 from tests.frontends.onebit_jobs import digest
@@ -71,13 +71,24 @@ def nothing(*_: Any) -> None:
     pass
 
 
-def test_an_unequal_start_is_told_in_the_first_step() -> None:
+def test_an_unequal_start_is_told_in_the_second_step() -> None:
     (number, message), other = told(nothing, seed=lambda rank: rank)
-    assert (number, message) == other and number == 0
+    assert (number, message) == other and number == 1
     assert message.startswith(
-        "DistributedOptimizer: the replicas are not alike before their first step: rank(s) [0] hold '0.weight' with "
+        "DistributedOptimizer: the replicas are not alike after their first step: rank(s) [0] hold '0.weight' with "
     )
     assert "broadcast_parameters" in message
+
+
+def test_ranks_may_be_made_alike_after_their_first_step() -> None:
+    def change(number: int, rank: int, model: Any, optimizer: Any) -> None:
+        if number == 0 and rank == 1:
+            optimizer.param_groups[0].update(lr=5e-4, weight_decay=0.5)
+        if number == 1:
+            broadcast_parameters(model.state_dict(), root_rank=0)
+            broadcast_optimizer_state(optimizer, root_rank=0)
+
+    assert told(change, seed=lambda rank: rank) == [(-1, "")] * 2
 
 
 def test_another_learning_rate_on_one_rank_is_told_in_that_step() -> None:
@@ -112,18 +123,27 @@ def test_parameters_in_another_order_without_names_are_told() -> None:
         rank = session.require_topology().rank
         parameters = [torch.nn.Parameter(torch.full((6,), float(k))) for k in (1, 2)]
         optimizer = DistributedOptimizer(torch.optim.SGD(parameters[:: -1 if rank else 1], lr=0.1))
-        (parameters[0].sum() + parameters[1].square().sum()).backward()
-        with pytest.raises(MismatchError) as error:
+
+        def one_step() -> None:
+            optimizer.zero_grad()
+            (parameters[0].sum() + parameters[1].square().sum()).backward()
             optimizer.step()
+
+        one_step()
+        with pytest.raises(MismatchError) as error:
+            one_step()
         return str(error.value)
 
-    assert all("the replicas are not alike before their first step" in message for message in run_ranks(2, body))
+    assert all("the replicas are not alike after their first step" in message for message in run_ranks(2, body))
 
 
-def test_unlike_ways_to_round_are_said_once_and_not_compared_any_further(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_equal", [True, False], ids=["equal start", "unequal start"])
+def test_unlike_ways_to_round_are_said_once_and_not_compared_any_further(
+    is_equal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     def body(session: Session) -> None:
         rank = session.require_topology().rank
-        model = make_model()
+        model = make_model(0 if is_equal else rank)
         way = {"fused": True} if rank else {"foreach": True}
         optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), **way), model.named_parameters())
         for number in range(2 * WITHIN):
@@ -132,6 +152,7 @@ def test_unlike_ways_to_round_are_said_once_and_not_compared_any_further(caplog:
     run_ranks(2, body, SETTINGS)
     (said,) = [record.getMessage() for record in caplog.records if "round differently" in record.getMessage()]
     assert "rank(s) [0] have AdamW (foreach)" in said and "rank(s) [1] another" in said
+    assert said.endswith("They differ already, before the first step.") is not is_equal
 
 
 def test_ranks_that_join_are_not_compared_and_may_come_back_when_all_have_the_same() -> None:
