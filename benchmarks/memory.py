@@ -41,7 +41,7 @@ def expected(mode: str, dtype: torch.dtype = torch.float32) -> dict[str, float]:
         **masters,
         "denominator": 4.0,
         "worker_error": 2 * 4.0,
-        "owner_error": 2 * 4.0 / ranks,
+        "server_error": 2 * 4.0 / ranks,
         "packed_momentum": 2 * packed,
         "mask": 1 / 8,
         "send": packed,

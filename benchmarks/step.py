@@ -278,7 +278,7 @@ def predicted_ms(result: Result, method: str) -> float:
     training = predict.Training(result["parameters"], local / 1e3, last=result["last"])
     network = predict.Network(bits_per_second(result["rate"]))
     slower = 1 / result["cores"]
-    codec = predict.Codec(*(slower * seconds for seconds in dataclasses.astuple(predict.Codec())))
+    codec = predict.CodecTimes(*(slower * seconds for seconds in dataclasses.astuple(predict.CodecTimes())))
     hosts = result["hosts"]
     return 1e3 * predict.predict(method, hosts, result["ranks"] // hosts, training, network, codec).step_s
 

@@ -231,7 +231,7 @@ int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan) {
         else
             channel->head = plan;
         channel->tail = plan;
-        if (plan->gate || !plan->segment_count) { /* else there is nothing to do before it is opened */
+        if (plan->open_segments || !plan->segment_count) { /* else there is nothing to do before it is opened */
             engine->submissions++;
             pthread_cond_signal(&engine->submitted);
         }
@@ -240,17 +240,17 @@ int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan) {
     return state;
 }
 
-void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t gate, const ocomm_intake *intake,
+void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t open_segments, const ocomm_inputs *inputs,
                 const uint64_t *addresses, int part) {
     ocomm_engine *engine = channel->engine;
-    if (intake) {
-        for (int64_t i = 0; i < intake->count; i++)
-            intake->tensors[intake->rows[i]].grad = (const float *)(uintptr_t)addresses[i];
+    if (inputs) {
+        for (int64_t i = 0; i < inputs->count; i++)
+            inputs->tensors[inputs->rows[i]].grad = (const float *)(uintptr_t)addresses[i];
         if (part >= -1)
-            ocomm_checksums(addresses, intake->nbytes, intake->count, part, intake->sums);
+            ocomm_checksums(addresses, inputs->nbytes, inputs->count, part, inputs->sums);
     }
     pthread_mutex_lock(&engine->lock);
-    plan->gate = gate;
+    plan->open_segments = open_segments;
     plan->opened_ns = now_ns();
     engine->submissions++;
     int wake = engine->napping == 2;
@@ -298,7 +298,7 @@ int ocomm_plan_wait(ocomm_engine *engine, ocomm_plan *plan, int64_t timeout_ns) 
 
 /* Is there more to do for the channel than to wait until its oldest plan is opened further? Under the lock. */
 static int channel_busy(const ocomm_channel *channel) {
-    return channel->head && __atomic_load_n(&channel->head->segments_done, __ATOMIC_RELAXED) < channel->head->gate;
+    return channel->head && __atomic_load_n(&channel->head->segments_done, __ATOMIC_RELAXED) < channel->head->open_segments;
 }
 
 int ocomm_engine_busy(ocomm_engine *engine) {
@@ -359,7 +359,7 @@ ocomm_counters ocomm_engine_counters(ocomm_engine *engine) {
 
 /* --- computations ------------------------------------------------------------------------------------------- */
 
-static void seal(const ocomm_op *op) {
+static void write_headers(const ocomm_op *op) {
     ocomm_header header = *(const ocomm_header *)op->a[0].p;
     header.flags |= *(const uint32_t *)op->a[1].p;
     uint8_t *const *messages = op->a[4].p;
@@ -441,10 +441,10 @@ static int run_op(ocomm_pool *pool, const ocomm_op *op) {
     case OCOMM_COPY_OUT:
         copy_parts(op, op->code == OCOMM_COPY_IN);
         break;
-    case OCOMM_SEAL:
-        seal(op);
+    case OCOMM_WRITE_HEADERS:
+        write_headers(op);
         break;
-    case OCOMM_CHECK:
+    case OCOMM_CHECK_HEADERS:
         return check(op);
     default:
         if (!run_loop(pool, op, &flags) && flags)
@@ -723,7 +723,7 @@ static int fill_window(ocomm_channel *channel) {
         ocomm_plan *plan = channel->head;
         while (plan && plan->segments_started == plan->segment_count)
             plan = plan->next;
-        int closed = plan && plan->segments_started >= plan->gate; /* later plans wait, too: the order is everyone's */
+        int closed = plan && plan->segments_started >= plan->open_segments; /* later plans wait, too: the order is everyone's */
         pthread_mutex_unlock(&channel->engine->lock);
         if (!plan || closed)
             break;
@@ -828,7 +828,7 @@ static void expire(ocomm_channel *channel, int64_t now) {
     pthread_mutex_lock(&channel->engine->lock);
     ocomm_plan *plan = channel->head, *disputed = NULL;
     /* a plan that only waits for ocomm_open waits for no other rank */
-    while (plan && !(plan->timeout_ns > 0 && plan->segments_done < plan->gate &&
+    while (plan && !(plan->timeout_ns > 0 && plan->segments_done < plan->open_segments &&
                      now - plan->opened_ns > plan->timeout_ns)) {
         if (plan->culprit && now - plan->disagreed_ns > PASSING_ON_NS)
             disputed = plan;

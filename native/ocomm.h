@@ -109,7 +109,7 @@ typedef struct {
 /* What an ocomm_op is besides a loop. Slots: source, destination, nbytes. Addresses of so many parts, their nbytes, their
  * number, the buffer. Header, flags, presence, its nbytes, messages, their number. Header, messages, their number, flags,
  * presence, its nbytes, announcement, passed_on, ends. An ocomm_task and what it is given. */
-enum { OCOMM_COPY, OCOMM_COPY_IN, OCOMM_COPY_OUT, OCOMM_SEAL, OCOMM_CHECK, OCOMM_OFFLOAD };
+enum { OCOMM_COPY, OCOMM_COPY_IN, OCOMM_COPY_OUT, OCOMM_WRITE_HEADERS, OCOMM_CHECK_HEADERS, OCOMM_OFFLOAD };
 enum { OCOMM_QUEUED, OCOMM_ACTIVE, OCOMM_DONE, OCOMM_MISMATCH, OCOMM_MPI_ERROR, OCOMM_TIMED_OUT, OCOMM_ABORTED,
        OCOMM_TASK_ERROR, OCOMM_WRONG_SIZE };
 enum { OCOMM_WOKEN = 1, OCOMM_COMPLETED = 2, OCOMM_CONTROL = 4, OCOMM_FAILED = 8 };
@@ -149,7 +149,7 @@ typedef struct ocomm_plan {
     const ocomm_segment *segments;
     int32_t segment_count;
     int32_t notify;             /* ocomm_engine_run returns OCOMM_COMPLETED when it is over */
-    int32_t gate;               /* segments that may start; see ocomm_open */
+    int32_t open_segments;               /* segments that may start; see ocomm_open */
     int64_t timeout_ns;         /* from the submission or the last ocomm_open; 0 for none */
     int64_t *trace;             /* NULL, or three times per stage: it begins, its messages are out, they are over */
     /* written by the engine, read once state is OCOMM_DONE or later */
@@ -174,7 +174,7 @@ typedef struct {
     const int64_t *rows, *nbytes; /* of each buffer: its row of the table, and its length */
     uint64_t *sums;               /* its checksum, if one is asked for */
     int64_t count;
-} ocomm_intake;
+} ocomm_inputs;
 
 typedef struct ocomm_engine ocomm_engine;
 typedef struct ocomm_channel ocomm_channel;
@@ -196,11 +196,11 @@ int64_t ocomm_channel_close(ocomm_channel *channel);
 void ocomm_channel_free(ocomm_channel *channel);
 /* Thread-safe. Returns the state OCOMM_QUEUED, or OCOMM_ABORTED when the engine or channel has failed. */
 int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan);
-/* Lets the first `gate` segments of a submitted plan start, and what comes after it once these are all of them. Before
- * that the intake's buffers, unless it is NULL, are those at `addresses` from now on (0: none), and their checksums are
- * taken: `part` -2 of none, -1 of every byte, else of that part (ocomm_checksum). Any thread; a plan that is over is
- * left alone. */
-void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t gate, const ocomm_intake *intake,
+/* Lets the first `open_segments` segments of a submitted plan start, and what comes after the plan once these are all of
+ * them. Before that the buffers of `inputs`, unless it is NULL, are those at `addresses` from now on (0: none), and
+ * their checksums are taken: `part` -2 of none, -1 of every byte, else of that part (ocomm_checksum). Any thread; a plan
+ * that is over is left alone. */
+void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t open_segments, const ocomm_inputs *inputs,
                 const uint64_t *addresses, int part);
 /* Moves everything on until there is a reason to return (OCOMM_WOKEN | ...) or max_ns have passed (0). One thread. */
 int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns);

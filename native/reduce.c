@@ -378,7 +378,7 @@ int ocomm_reduce(ocomm_pool *pool, int dtype, int op, const uint8_t *const *sour
     return 1;
 }
 
-/* The arguments of ocomm_pack or ocomm_place. */
+/* The arguments of ocomm_gather or ocomm_scatter. */
 typedef struct {
     const ocomm_run *runs;
     const ocomm_tensor *tensors;
@@ -388,7 +388,7 @@ typedef struct {
 
 static int64_t run_numel(const void *args, int64_t i) { return ((const run_call *)args)->runs[i].length; }
 
-static int pack(const void *args, int64_t first, int64_t count) {
+static int gather(const void *args, int64_t first, int64_t count) {
     const run_call *c = args;
     for (const ocomm_run *run = c->runs + first; run < c->runs + first + count; run++) {
         const float *grad = c->tensors[run->tensor].grad;
@@ -401,7 +401,7 @@ static int pack(const void *args, int64_t first, int64_t count) {
     return 1;
 }
 
-static int place(const void *args, int64_t first, int64_t count) {
+static int scatter(const void *args, int64_t first, int64_t count) {
     const run_call *c = args;
     for (const ocomm_run *run = c->runs + first; run < c->runs + first + count; run++)
         memcpy((float *)(uintptr_t)c->tensors[run->tensor].grad + run->start, c->source + run->position,
@@ -409,14 +409,14 @@ static int place(const void *args, int64_t first, int64_t count) {
     return 1;
 }
 
-void ocomm_pack(ocomm_pool *pool, const ocomm_run *runs, int64_t count, const ocomm_tensor *tensors,
-                uint8_t *destination) {
-    pool_run(pool, pack, run_numel, &(run_call){runs, tensors, (float *)destination, NULL}, count);
+void ocomm_gather(ocomm_pool *pool, const ocomm_run *runs, int64_t count, const ocomm_tensor *tensors,
+                  uint8_t *destination) {
+    pool_run(pool, gather, run_numel, &(run_call){runs, tensors, (float *)destination, NULL}, count);
 }
 
-void ocomm_place(ocomm_pool *pool, const ocomm_run *runs, int64_t count, const ocomm_tensor *tensors,
-                 const uint8_t *source) {
-    pool_run(pool, place, run_numel, &(run_call){runs, tensors, NULL, (const float *)source}, count);
+void ocomm_scatter(ocomm_pool *pool, const ocomm_run *runs, int64_t count, const ocomm_tensor *tensors,
+                   const uint8_t *source) {
+    pool_run(pool, scatter, run_numel, &(run_call){runs, tensors, NULL, (const float *)source}, count);
 }
 
 typedef struct {

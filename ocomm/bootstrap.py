@@ -17,7 +17,7 @@ from ocomm import tuning
 from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings
 from ocomm.errors import LaunchError
 from ocomm.runtime.arrival import Arrival
-from ocomm.runtime.supervisor import Supervisor, take_key
+from ocomm.runtime.supervisor_client import SupervisorClient, take_key
 from ocomm.session import Session
 from ocomm.transport.local import Fabric
 from ocomm.types import Settings
@@ -103,7 +103,7 @@ def _start_mpi(
     if settings.elastic_supervisor and session.supervisor is None:
         rank = launch.rank if launch else world.rank
         try:
-            session.supervisor = Supervisor(
+            session.supervisor = SupervisorClient(
                 settings.elastic_supervisor, supervisor_key, rank, settings.elastic_generation
             )
         except LaunchError as error:

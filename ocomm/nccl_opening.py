@@ -1,4 +1,7 @@
-"""How the ranks of a set come to the bridges of their nodes (``collectives.bridge``): on all nodes, or on none."""
+"""Opening NCCL between the GPUs of each node (ncclCommInitRank): on all nodes of a process set, or on none.
+
+The result is the ``Bridge`` of each node (``collectives.bridge``).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ocomm.agreement import gather
-from ocomm.collectives.bridge import Bridge, Inside
+from ocomm.collectives.bridge import Bridge, IntraNode
 from ocomm.collectives.bridged import BridgedSums
 from ocomm.errors import HorovodInternalError, InvalidRequestError, OcommError
 from ocomm.kernels.base import Memory
-from ocomm.kernels.device import DeviceMemory, Lane
-from ocomm.negotiation.request import Place
+from ocomm.kernels.device import DeviceMemory, Stream
+from ocomm.negotiation.request import TensorMemory
 from ocomm.runtime.handshake import bounded
 from ocomm.runtime.process_set import ProcessSet
 from ocomm.session import Session
@@ -42,7 +45,7 @@ class _Word:
 
 def open_bridge(
     session: Session, number: int, name: str, nodes: Nodes, memory: Memory, waits: bool = True
-) -> tuple[Inside | None, str]:
+) -> tuple[IntraNode | None, str]:
     """NCCL between the devices of each node of process set ``number``, and its version; or None, and why not.
 
     Collective: all ranks of the set come to the same. May take until ``start_timeout_s`` is over. A process has one
@@ -62,7 +65,7 @@ def open_bridge(
 
 def _open_bridge(
     session: Session, number: int, name: str, nodes: Nodes, memory: Memory, busy: str
-) -> tuple[Inside | None, str]:
+) -> tuple[IntraNode | None, str]:
     ranks = session.set_ranks[number]
     me = ranks.index(session.require_topology().rank)
     node = nodes.node_of(me)
@@ -98,7 +101,7 @@ def _open_bridge(
         if session.bridge is not None and not kept:
             session.bridge.end("another rank could not open it")
         return None, next(f"rank {ranks[rank]}: {words}" for rank, words in enumerate(outcomes) if words)
-    return Inside(session.bridge if len(node) > 1 else None, node), version
+    return IntraNode(session.bridge if len(node) > 1 else None, node), version
 
 
 def could_be_bridged(session: Session, number: int) -> bool:
@@ -109,7 +112,7 @@ def could_be_bridged(session: Session, number: int) -> bool:
     return all(hosts[rank] == hosts[member.ranks[0]] for rank in member.ranks)
 
 
-def place_of(session: Session, number: int, memory: DeviceMemory) -> Place:
+def memory_of(session: Session, number: int, memory: DeviceMemory) -> TensorMemory:
     """Where tensors that are on this device are to be when they are added up over a set that ``could_be_bridged``.
 
     The set's bridge is opened when all ranks have come with tensors that are ``COPIED``; this is no collective call.
@@ -118,12 +121,12 @@ def place_of(session: Session, number: int, memory: DeviceMemory) -> Place:
     member = session.member_set(number)
     if member.bridged is not None:
         bridge = member.bridged.bridge
-        return Place.BRIDGED if bridge.device is memory.device and not bridge.ended else Place.COPIED
+        return TensorMemory.BRIDGED if bridge.device is memory.device and not bridge.ended else TensorMemory.COPIED
     if member.unbridged and session.settings.nccl == "1":
         raise InvalidRequestError(f"OCOMM_NCCL=1, but there is no NCCL between the ranks' GPUs ({member.unbridged}).")
     if member.open_bridge is None:
         member.open_bridge = functools.partial(_open_for_sums, session, number, member, memory)
-    return Place.COPIED
+    return TensorMemory.COPIED
 
 
 def give_up(member: ProcessSet, why: str, is_news: bool = True) -> None:
@@ -135,17 +138,17 @@ def give_up(member: ProcessSet, why: str, is_news: bool = True) -> None:
 
 def _open_for_sums(session: Session, number: int, member: ProcessSet, memory: DeviceMemory) -> None:
     """On all ranks at once, in threads that nobody waits for but the end of the session."""
-    inside: Inside | None = None
+    intra_node: IntraNode | None = None
     try:
         memory.device.enter()
         nodes = Nodes((tuple(range(member.size)),))
-        inside, words = open_bridge(session, number, "dense sums", nodes, memory, waits=False)
-        if inside is not None:
-            member.bridged = BridgedSums(inside, memory, session.settings.scratch_nbytes)
+        intra_node, words = open_bridge(session, number, "dense sums", nodes, memory, waits=False)
+        if intra_node is not None:
+            member.bridged = BridgedSums(intra_node, memory, session.settings.scratch_nbytes)
     except (OcommError, MemoryError, ValueError) as error:  # the last where a rank has joined, and says nothing
         words = str(error) or "out of memory"
     if member.bridged is None:
-        give_up(member, words, is_news=session.is_initialized and (member.rank == 0 or inside is not None))
+        give_up(member, words, is_news=session.is_initialized and (member.rank == 0 or intra_node is not None))
     elif member.rank == 0:
         _log.info("dense sums of tensors on GPUs go over %s.", words)
 
@@ -154,7 +157,7 @@ def _tell(session: Session, number: int, name: str, what: object) -> list[str]:
     return gather(session, number, name, json.dumps(what))
 
 
-def _ability(session: Session, members: tuple[int, ...], memory: Memory) -> tuple[nccl.Library | None, _Word]:
+def _ability(session: Session, members: tuple[int, ...], memory: Memory) -> tuple[nccl.NcclLibrary | None, _Word]:
     """This rank's library, and what it says of itself."""
     if session.settings.nccl == "0":
         return None, _Word("OCOMM_NCCL=0")
@@ -178,30 +181,30 @@ def _objection(said: list[_Word], nodes: Nodes, ranks: tuple[int, ...]) -> str:
             return f"rank {ranks[rank]}: {word.why}"
     for node in nodes.members:
         first = node[0]
-        for place, rank in enumerate(node):
+        for position, rank in enumerate(node):
             if said[rank].version != said[first].version:
                 versions = f"{said[first].version}, rank {ranks[rank]} {said[rank].version}"
                 return f"rank {ranks[first]} has NCCL {versions}"
-            twin = next((other for other in node[:place] if said[other].device == said[rank].device), None)
+            twin = next((other for other in node[:position] if said[other].device == said[rank].device), None)
             if twin is not None:
                 return f"ranks {ranks[twin]} and {ranks[rank]} share a GPU; give each its own"
     return ""
 
 
 def _opened(
-    session: Session, library: nccl.Library, unique_id: bytes, memory: DeviceMemory, members: tuple[int, ...]
+    session: Session, library: nccl.NcclLibrary, unique_id: bytes, memory: DeviceMemory, members: tuple[int, ...]
 ) -> Bridge:
     """The bridge, after a trial: connections are made by the first transfer, which may wait for other ranks."""
-    place = members.index(session.require_topology().rank)
+    position = members.index(session.require_topology().rank)
     seconds = session.settings.start_timeout_s
     device = memory.device
-    lane = device.lane()
+    stream = device.stream()
 
     def connect() -> nccl.Communicator:
         device.enter()
-        communicator = library.communicator(unique_id, len(members), place)
+        communicator = library.communicator(unique_id, len(members), position)
         try:
-            _try(communicator, memory, lane, len(members), place, seconds)
+            _try(communicator, memory, stream, len(members), position, seconds)
         except BaseException:
             communicator.abort()
             raise
@@ -209,21 +212,21 @@ def _opened(
 
     communicator = bounded(connect, seconds, f"communicator of NCCL between ranks {list(members)}")
     name = f"NCCL {hashlib.blake2b(unique_id, digest_size=4).hexdigest()}"
-    return Bridge(name, communicator, device, lane, members, place, session.settings.peer_timeout_s)
+    return Bridge(name, communicator, device, stream, members, position, session.settings.peer_timeout_s)
 
 
 def _try(
-    communicator: nccl.Communicator, memory: DeviceMemory, lane: Lane, size: int, place: int, seconds: float
+    communicator: nccl.Communicator, memory: DeviceMemory, stream: Stream, size: int, position: int, seconds: float
 ) -> None:
     """Everyone sends everyone else its number, many times. HorovodInternalError if that does not arrive."""
     mine, theirs = memory.empty(_TRIAL_NBYTES, np.uint8), memory.empty(size * _TRIAL_NBYTES, np.uint8)
-    mine[:] = np.full(_TRIAL_NBYTES, place + 1, np.uint8)
+    mine[:] = np.full(_TRIAL_NBYTES, position + 1, np.uint8)
     memory.wait()
-    others = [peer for peer in range(size) if peer != place]
+    others = [peer for peer in range(size) if peer != position]
     sends = [nccl.Piece(peer, mine.address, _TRIAL_NBYTES) for peer in others]
     receives = [nccl.Piece(peer, theirs.address + peer * _TRIAL_NBYTES, _TRIAL_NBYTES) for peer in others]
-    communicator.exchange(sends, receives, lane.handle)
-    event, end = lane.record(), time.monotonic() + seconds
+    communicator.exchange(sends, receives, stream.handle)
+    event, end = stream.record(), time.monotonic() + seconds
     while not event.is_over():
         if (words := communicator.failure()) or time.monotonic() > end:
             raise HorovodInternalError(f"NCCL: a trial transfer failed: {words or f'not over after {seconds:.0f} s'}")

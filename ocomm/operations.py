@@ -21,11 +21,11 @@ from ocomm.collectives.error_feedback import OneBitAllreduce
 from ocomm.errors import InvalidRequestError, OcommError, UnsupportedError
 from ocomm.kernels.base import Bytes
 from ocomm.negotiation.coordinator import JOIN_NAME
-from ocomm.negotiation.request import Kind, Place, Request
+from ocomm.negotiation.request import Kind, Request, TensorMemory
+from ocomm.runtime.call_sites import NOBODY, Caller, caller
 from ocomm.runtime.handle import NOTHING, Handle, Submission
 from ocomm.runtime.process_set import ProcessSet as ProcessSetAtRunTime
 from ocomm.runtime.process_set import check_reduction
-from ocomm.runtime.whereabouts import NOBODY, Caller, caller
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
 
@@ -247,7 +247,7 @@ class Operation:
 
 
 @dataclass(slots=True, eq=False)
-class Prepared:
+class PreparedOperation:
     """One call that is to be submitted, when its tensors have come to the host's memory."""
 
     _session: Session
@@ -311,7 +311,7 @@ def choose_op(op: int | None, average: bool | None) -> int:
 
 
 # Found in a fifth of the time.
-_BRIDGED, _AVERAGE, _SUM, _BOOL = Place.BRIDGED, ReduceOp.AVERAGE, ReduceOp.SUM, DType.BOOL
+_BRIDGED, _AVERAGE, _SUM, _BOOL = TensorMemory.BRIDGED, ReduceOp.AVERAGE, ReduceOp.SUM, DType.BOOL
 _USABLE = frozenset(op for op in ReduceOp if op != ReduceOp.BITWISE_OR)
 
 
@@ -399,10 +399,12 @@ def allreduce(session: Session, adapter: Adapter, call: Allreduce) -> Operation:
     return prepare_allreduce(session, adapter, call).submit()
 
 
-def prepare_allreduce(session: Session, adapter: Adapter, call: Allreduce, place: Place = Place.HOST) -> Prepared:
+def prepare_allreduce(
+    session: Session, adapter: Adapter, call: Allreduce, memory: TensorMemory = TensorMemory.HOST
+) -> PreparedOperation:
     """An ``allreduce`` whose tensors are on their way to the host's memory.
 
-    ``place``: where ``adapter`` leaves them (``nccl_opening.place_of``); those that are ``BRIDGED`` stay on their
+    ``memory``: where ``adapter`` leaves them (``nccl_opening.memory_of``); those that are ``BRIDGED`` stay on their
     device, and what it calls host tensors and their bytes is there.
     """
     tensors, name, op, prescale, postscale = call.tensors, call.name, call.op, call.prescale, call.postscale
@@ -413,7 +415,7 @@ def prepare_allreduce(session: Session, adapter: Adapter, call: Allreduce, place
     sources: list[Any] = []
     targets: list[Any] = []
     finishing: list[tuple[Any, Any, bool]] = []  # host result, the user's tensor, whether they share memory
-    awaited = place is _BRIDGED  # whatever the device was given to do before
+    awaited = memory is _BRIDGED  # whatever the device was given to do before
     # Right for all element types but bool, as nearly all are: once per gradient.
     is_usual = (op is _AVERAGE or op is _SUM) and type(prescale) is float and type(postscale) is float
     line, digest = caller() if name is None else NOBODY
@@ -432,7 +434,7 @@ def prepare_allreduce(session: Session, adapter: Adapter, call: Allreduce, place
             target = adapter.view(host)
         requests.append(Request(
             Kind.ALLREDUCE, full_name, dtype, shape, checked, 0, prescale, postscale, (), "torch", group, group_size,
-            digest, line, place,
+            digest, line, memory,
         ))  # fmt: skip
         sources.append(source)
         targets.append(target)
@@ -441,7 +443,7 @@ def prepare_allreduce(session: Session, adapter: Adapter, call: Allreduce, place
             awaited = True
     finish = _finish_allreduce(adapter, call, finishing, requests, targets)
     submission = Submission(requests, sources, targets, is_usual)
-    return Prepared(session, number, submission, adapter.copies(tensors) if awaited else None, finish)
+    return PreparedOperation(session, number, submission, adapter.copies(tensors) if awaited else None, finish)
 
 
 def _finish_allreduce(
@@ -658,7 +660,7 @@ def allgather(
         ]
         return found if grouped else found[0]
 
-    return Prepared(session, number, submission, adapter.copies(tensors), finish).submit()
+    return PreparedOperation(session, number, submission, adapter.copies(tensors), finish).submit()
 
 
 def broadcast(
@@ -697,7 +699,7 @@ def broadcast(
         return tensor
 
     submission = Submission.of(request, source, target)
-    return Prepared(session, number, submission, adapter.copies([tensor]), finish).submit()
+    return PreparedOperation(session, number, submission, adapter.copies([tensor]), finish).submit()
 
 
 def root_in_set(session: Session, number: int, root_rank: int, name: str) -> int:
@@ -743,7 +745,7 @@ def alltoall(
     def finish(received: list[Any]) -> Any:
         return adapter.deliver(result.tensor, tensor), received[0]
 
-    return Prepared(session, number, submission, adapter.copies([tensor]), finish).submit()
+    return PreparedOperation(session, number, submission, adapter.copies([tensor]), finish).submit()
 
 
 def _splits(splits: Any, rows: int, size: int, name: str) -> tuple[int, ...]:
@@ -811,7 +813,7 @@ def reducescatter(
         found = [adapter.deliver(result.tensor, tensor) for result, tensor in outputs]
         return found if grouped else found[0]
 
-    return Prepared(session, number, submission, adapter.copies(tensors), finish).submit()
+    return PreparedOperation(session, number, submission, adapter.copies(tensors), finish).submit()
 
 
 def barrier(session: Session, process_set: ProcessSet) -> None:

@@ -31,7 +31,7 @@ from ocomm.runtime.background import Runtime
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.runtime.handshake import background_core, bounded, check_sets, duplicate, handshake, topology_of
 from ocomm.runtime.process_set import ProcessSet, no_thread
-from ocomm.runtime.supervisor import Supervisor
+from ocomm.runtime.supervisor_client import SupervisorClient
 from ocomm.runtime.tuner import Tuner
 from ocomm.telemetry.timeline import Timeline, path_of
 from ocomm.transport.base import Transport
@@ -63,7 +63,7 @@ class Session:
         self.engine: Engine | None = None
         self.timeline: Timeline | None = None
         self.left_in_order = True  # whether the last shutdown was clean on all ranks
-        self.supervisor: Supervisor | None = None  # of an elastic job; stays when the session is started again
+        self.supervisor: SupervisorClient | None = None  # of an elastic job; stays when the session is started again
         self.launch_ranks: Sequence[int] = ()  # the launcher's numbers of the ranks, where they are others
         self._pool: Pool | None = None
         #: The process that has started it, which alone may communicate; 0 before.
@@ -422,7 +422,11 @@ class Session:
                 ) from error
             from ocomm.transport import cuda_probe
 
-            found = cuda_probe.verdict(self.settings.cuda_aware, number) if self.require_topology().size > 1 else None
+            found = (
+                cuda_probe.device_messages(self.settings.cuda_aware, number)
+                if self.require_topology().size > 1
+                else None
+            )
             if found is not None:
                 which = "addresses on it" if found.yes else "copies in pinned memory"
                 _log.info("CUDA device %d: MPI is given %s: %s", number, which, found.why)

@@ -188,12 +188,12 @@ class Nodes:
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """The ranks that own a part of what is exchanged, in the order of their messages in a packed buffer."""
-        return tuple(self.members[node][place] for place in range(self.slices) for node in self.wire_order)
+        return tuple(self.members[node][position] for position in range(self.slices) for node in self.wire_order)
 
     @cached_property
     def wire_order(self) -> tuple[int, ...]:
         """Node numbers in the order of their messages in a packed buffer: what passes one relay lies side by side."""
-        places = sorted((place, node) for group in self.node_groups for place, node in enumerate(group))
+        places = sorted((position, node) for group in self.node_groups for position, node in enumerate(group))
         return tuple(node for _, node in places)
 
 

@@ -17,7 +17,7 @@ from ocomm.operations import NUMPY, ProcessSet, global_process_set
 from ocomm_tf.errors import public
 from ocomm_tf.mpi_ops import broadcast_, name_in_graph
 from ocomm_tf.naming import name_of
-from ocomm_tf.order import places_of
+from ocomm_tf.order import wire_variables
 
 
 @public
@@ -100,14 +100,14 @@ def _broadcast_in_wire_order(
 ) -> None:
     session = sessions.current()
     started = []
-    for place in places_of(variables, names, []):
-        array = place.to_wire(variables[place.index].numpy()).reshape(place.spec.shape).copy()
+    for entry in wire_variables(variables, names, []):
+        array = entry.to_wire(variables[entry.index].numpy()).reshape(entry.spec.shape).copy()
         operation = operations.broadcast(
-            session, NUMPY, array, root_rank, place.name, process_set, True, place.spec.order
+            session, NUMPY, array, root_rank, entry.name, process_set, True, entry.spec.order
         )
-        started.append((place, operation))
-    for place, operation in started:
-        variables[place.index].assign(place.from_wire(operation.wait()))
+        started.append((entry, operation))
+    for entry, operation in started:
+        variables[entry.index].assign(entry.from_wire(operation.wait()))
 
 
 @public

@@ -18,7 +18,7 @@ _KERNEL_AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 2, 0, 1), 5: (4, 3, 0, 1, 2)}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WireVariable:
     """One variable on the wire: its index among the optimizer's variables, its name there, its axes in wire order."""
 
     index: int
@@ -47,7 +47,9 @@ class Place:
         return flat.reshape(shape).transpose(np.argsort(self.axes)).copy()
 
 
-def places_of(variables: Sequence[Any], names: Mapping[str, Any] | None, agreed: Sequence[str]) -> list[Place]:
+def wire_variables(
+    variables: Sequence[Any], names: Mapping[str, Any] | None, agreed: Sequence[str]
+) -> list[WireVariable]:
     """Where each variable travels: in Keras' order under the ``agreed`` names, or as ``names`` says.
 
     ``names`` maps the variables' paths, or their ends from some "/" on, to the names in the other framework, in the
@@ -56,10 +58,10 @@ def places_of(variables: Sequence[Any], names: Mapping[str, Any] | None, agreed:
     """
     if names is None:
         return [
-            Place(index, name, tuple(range(len(v.shape))), tuple(v.shape), "keras", _dtype(v))
+            WireVariable(index, name, tuple(range(len(v.shape))), tuple(v.shape), "keras", _dtype(v))
             for index, (v, name) in enumerate(zip(variables, agreed, strict=True))
         ]
-    places = []
+    entries = []
     for path, value in names.items():
         found = [i for i, v in enumerate(variables) if f"/{name_of(v)}".endswith(f"/{path}")]
         if len(found) != 1:
@@ -74,11 +76,11 @@ def places_of(variables: Sequence[Any], names: Mapping[str, Any] | None, agreed:
             value if isinstance(value, tuple) else (value, _KERNEL_AXES.get(len(shape), plain) if kernel else plain)
         )
         order = "keras" if kernel and tuple(axes) == plain else "torch"
-        places.append(Place(found[0], name, tuple(axes), shape, order, _dtype(variables[found[0]])))
-    missing = sorted({*range(len(variables))} - {place.index for place in places})
+        entries.append(WireVariable(found[0], name, tuple(axes), shape, order, _dtype(variables[found[0]])))
+    missing = sorted({*range(len(variables))} - {entry.index for entry in entries})
     if missing:
         raise InvalidRequestError(f"names: there is none for variable '{name_of(variables[missing[0]])}'.")
-    return places
+    return entries
 
 
 def _dtype(variable: Any) -> str:

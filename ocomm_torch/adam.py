@@ -54,7 +54,7 @@ class AdamWrapper(CompressedOptimizer):
             self._arrange_state()
             self._driver.continue_plain()
 
-    # The driver's host
+    # For the driver
 
     def wrapped_adam(self) -> str:
         """Which the wrapped optimizer is, ``"Adam"`` or ``"AdamW"``."""

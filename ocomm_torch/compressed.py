@@ -22,13 +22,13 @@ from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim import options
 from ocomm.optim.core import Core, Group
 from ocomm.optim.options import Options
-from ocomm.optim.stepper import Verdict
+from ocomm.optim.stepper import StepOutcome
 from ocomm.training.driver import Common, Driver
 from ocomm.types import DType, Flag
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
-from ocomm_torch.loss_scaling import StepsTogether
+from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.memory_order import MemoryOrder, is_dense
 from ocomm_torch.naming import NamesParameters
@@ -56,7 +56,7 @@ def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
     return options.documented({**ARGUMENTS, **texts}, definition, Common)
 
 
-class CompressedOptimizer(StepsTogether):
+class CompressedOptimizer(CollectiveStep):
     """Wraps ``optimizer``, whose param groups stay live, for a driver of the algorithm ``_core_class``.
 
     Parameters are all CPU tensors, or all on one GPU: float32, or bfloat16 or float16 with a float32 master (see
@@ -253,10 +253,10 @@ class CompressedOptimizer(StepsTogether):
             "Save its state_dict(), and load it into a new one."
         )
 
-    # The driver's host
+    # For the driver
 
     def implementation(self) -> str:
-        """See ``Host``. Ours where no step is the wrapped optimizer's own."""
+        """See ``Frontend``. Ours where no step is the wrapped optimizer's own."""
         return "ocomm"
 
     def groups(self) -> list[Group]:
@@ -466,9 +466,9 @@ class CompressedOptimizer(StepsTogether):
         else:
             self._begin()
         try:
-            self.verdict = self._driver.step(self._has_changed)
+            self.outcome = self._driver.step(self._has_changed)
             self._placement.leave()
-            if self.verdict is Verdict.TAKE:
+            if self.outcome is StepOutcome.TAKE:
                 self._masters.write()
         finally:
             self._forget()
@@ -501,7 +501,7 @@ class CompressedOptimizer(StepsTogether):
         if not self._stepper.begun:
             self._begin()
         try:
-            self.verdict = self._driver.skip(overflow)
+            self.outcome = self._driver.skip(overflow)
         finally:
             self._forget()
 
@@ -603,7 +603,7 @@ class CompressedOptimizer(StepsTogether):
                     self.state[parameter][name] = order.arranged(value)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """What only this rank knows: errors, local moments. Tensors and plain values, sealed with a checksum.
+        """What only this rank knows: errors, local moments. Tensors and plain values, with a checksum.
 
         Each rank saves its own, at the same step as ``state_dict``.
         """

@@ -77,7 +77,7 @@ class EFSGD(CompressedOptimizer):
                 found[tensor] = self._orders[tensor].arranged(buffer.detach().float())
         self._placement.arrive()
         for tensor, buffer in found.items():
-            core.adopt(tensor, core.home.host(self.flat(tensor, buffer)))
+            core.adopt(tensor, core.param_memory.host(self.flat(tensor, buffer)))
 
     def _check_plain(self, plain: Mapping[str, Any]) -> dict[int, Any]:
         states = super()._check_plain(plain)

@@ -76,7 +76,7 @@ class OneBitLamb(AdamWrapper):
         chosen = LambOptions.of(locals()), Common.of(locals())
         super().__init__(optimizer, named_parameters, process_set, *chosen, warm_start)
 
-    # The driver's host
+    # For the driver
 
     def _group(self, number: int, group: dict[str, Any]) -> Group:
         return replace(super()._group(number, group), coupled_decay=0.0, decoupled_decay=float(group["weight_decay"]))

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ocomm.optim.stepper import Verdict
+from ocomm.optim.stepper import StepOutcome
 
 
-class StepsTogether(torch.optim.Optimizer):
+class CollectiveStep(torch.optim.Optimizer):
     """An optimizer of which all ranks take a step, or none does."""
 
     #: What the ranks did when ``step`` or ``skip`` was called last.
-    verdict: Verdict | None = None
+    outcome: StepOutcome | None = None
 
     def skip(self, *, overflow: bool) -> None:
         """This rank does not take the step under way, ``overflow``: because its gradients are not finite."""
@@ -43,7 +43,7 @@ _torch_unscale = _GradScaler.unscale_
 
 
 def install() -> None:
-    """From now on ``GradScaler.step`` of an optimizer that ``StepsTogether`` ends the step on all ranks alike; of one
+    """From now on ``GradScaler.step`` of an optimizer that ``CollectiveStep`` ends the step on all ranks alike; of one
     that ``SharesOverflows`` it begins it alike.
 
     A GradScaler looks for overflows in this rank's gradients alone. Where it finds one it does not call the optimizer,
@@ -67,20 +67,20 @@ def _step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
         if optimizer.overflowed_anywhere(any(bool(each) for each in found.values())):
             for each in found.values():
                 each.fill_(1.0)
-    if not (self.is_enabled() and isinstance(optimizer, StepsTogether)):
+    if not (self.is_enabled() and isinstance(optimizer, CollectiveStep)):
         return _torch_step(self, optimizer, *args, **kwargs)
-    optimizer.verdict = None
+    optimizer.outcome = None
     result = _torch_step(self, optimizer, *args, **kwargs)
-    if optimizer.verdict is None:
+    if optimizer.outcome is None:
         optimizer.skip(overflow=True)
-    elif optimizer.verdict is Verdict.OVERFLOW:
+    elif optimizer.outcome is StepOutcome.OVERFLOW:
         for found in self._found_inf_per_device(optimizer).values():
             found.fill_(1.0)
     return result
 
 
 def _unscale(self: Any, optimizer: torch.optim.Optimizer) -> None:
-    if not (self.is_enabled() and isinstance(optimizer, StepsTogether)):
+    if not (self.is_enabled() and isinstance(optimizer, CollectiveStep)):
         _torch_unscale(self, optimizer)
         return
     optimizer.widen_gradients()

@@ -27,8 +27,8 @@ from ocomm.api import Average, Sum
 from ocomm.errors import InvalidRequestError, OcommError, UnsupportedError
 from ocomm.kernels.base import Bytes
 from ocomm.kernels.device import DeviceMemory, is_reduced_on_devices
-from ocomm.nccl_opening import could_be_bridged, give_up, place_of
-from ocomm.negotiation.request import Place
+from ocomm.nccl_opening import could_be_bridged, give_up, memory_of
+from ocomm.negotiation.request import TensorMemory
 from ocomm.operations import Allreduce, ProcessSet, choose_op, global_process_set, handles
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
@@ -156,15 +156,15 @@ TORCH = TorchAdapter()
 
 def adapter_of(
     session: Session, tensors: Sequence[Tensor], op: int, factors: tuple[float, float], process_set: ProcessSet
-) -> tuple[TorchAdapter, Place]:
+) -> tuple[TorchAdapter, TensorMemory]:
     """How the tensors of one allreduce reach the ranks of a set, and where they are then."""
     placement = TORCH.placement(session, process_set, tensors)
     if placement is None or not all(
         tensor.dtype in _DTYPES and is_reduced_on_devices(_DTYPES[tensor.dtype], op, *factors) for tensor in tensors
     ):
-        return TORCH, Place.HOST
-    place = place_of(session, process_set.number(session), cast(DeviceMemory, placement.kernels.memory))
-    return _OnDevice(placement) if place is Place.BRIDGED else TORCH, place
+        return TORCH, TensorMemory.HOST
+    memory = memory_of(session, process_set.number(session), cast(DeviceMemory, placement.kernels.memory))
+    return _OnDevice(placement) if memory is TensorMemory.BRIDGED else TORCH, memory
 
 
 # allreduce
@@ -173,8 +173,8 @@ def adapter_of(
 def _submit_allreduce(call: Allreduce) -> int:
     session = sessions.current()
     factors = call.prescale, call.postscale
-    adapter, place = adapter_of(session, call.tensors, call.op, factors, call.process_set)
-    return handles.add(operations.prepare_allreduce(session, adapter, call, place).submit())
+    adapter, memory = adapter_of(session, call.tensors, call.op, factors, call.process_set)
+    return handles.add(operations.prepare_allreduce(session, adapter, call, memory).submit())
 
 
 def allreduce_async(

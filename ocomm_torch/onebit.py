@@ -67,7 +67,7 @@ class OneBitAdam(AdamWrapper):
         chosen = OneBitAdamOptions.of(locals()), Common.of(locals())
         super().__init__(optimizer, named_parameters, process_set, *chosen, warm_start)
 
-    # The driver's host
+    # For the driver
 
     def implementation(self) -> str:
         """The wrapped class, how it computes, and with which instructions."""

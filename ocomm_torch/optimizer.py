@@ -33,7 +33,7 @@ from ocomm.types import ReduceOp
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.compression import UNCOMPRESSED, Compression, Compressor, OneBitCompressor, has_overflowed
-from ocomm_torch.loss_scaling import StepsTogether
+from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.mpi_ops import adapter_of, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters, names_of
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
@@ -112,7 +112,9 @@ class _DistributedOptimizer(NamesParameters):
         self._bucket_room = FIRST_BUCKET_NBYTES  # bytes until it is full
         # By parameter; that of several is there once for each, and None is that of a bucket which is not full.
         self._exchanges: dict[Tensor, _Exchange | None] = {}
-        self._copied: deque[operations.Prepared] = deque()  # started and not submitted: copies of a GPU's gradients
+        self._copied: deque[operations.PreparedOperation] = (
+            deque()
+        )  # started and not submitted: copies of a GPU's gradients
         self._callback_queued = False
         self._busy = False
         self._synchronized = False  # by a call of synchronize()
@@ -312,11 +314,13 @@ class _DistributedOptimizer(NamesParameters):
 
         return _Exchange(finish, settle)
 
-    def _prepare(self, parameters: tuple[Tensor, ...], tensors: list[Tensor], ending: str) -> operations.Prepared:
+    def _prepare(
+        self, parameters: tuple[Tensor, ...], tensors: list[Tensor], ending: str
+    ) -> operations.PreparedOperation:
         """The allreduce of ``tensors`` in place, by the names of ``parameters`` with ``ending``."""
         is_group = parameters[0] in self._group_of
         factors = self._prescale, self._postscale
-        adapter, place = adapter_of(self._session, tensors, self._op, factors, self._process_set)
+        adapter, memory = adapter_of(self._session, tensors, self._op, factors, self._process_set)
         return operations.prepare_allreduce(
             self._session,
             adapter,
@@ -329,7 +333,7 @@ class _DistributedOptimizer(NamesParameters):
                 in_place=True,
                 grouped=is_group,
             ),
-            place,
+            memory,
         )
 
     def _submit_copied(self, wait: bool) -> None:
@@ -567,7 +571,7 @@ def DistributedOptimizer(
     """
     if issubclass(compression, OneBitCompressor):
         compression.compress(optimizer.param_groups[0]["params"][0])  # says what to take instead
-    if isinstance(optimizer, StepsTogether):
+    if isinstance(optimizer, CollectiveStep):
         raise InvalidRequestError(
             f"Distributed{type(optimizer).__name__} averages by itself; leave DistributedOptimizer out."
         )

@@ -44,7 +44,7 @@ class FakeBlock:
 
 @dataclass
 class FakeEvent:
-    stream: FakeDevice | FakeLane
+    stream: FakeDevice | FakeStream
     number: int
 
     def is_over(self) -> bool:
@@ -52,7 +52,7 @@ class FakeEvent:
         return self.stream.done >= self.number
 
 
-class FakeLane:
+class FakeStream:
     """A stream on which one thing begins when the one before it is over, and may wait for other ranks."""
 
     def __init__(self) -> None:
@@ -240,8 +240,8 @@ class FakeDevice:
         with self._lock:
             return FakeEvent(self, self._queued)
 
-    def lane(self) -> FakeLane:
-        return FakeLane()
+    def stream(self) -> FakeStream:
+        return FakeStream()
 
     def loops(self, status: DeviceArray) -> FakeLoops:
         return FakeLoops(self, status, self.inner)

@@ -1,4 +1,4 @@
-"""NCCL without GPUs: bytes between fake devices of several ranks, by the rules of ``transport.nccl.Library``.
+"""NCCL without GPUs: bytes between fake devices of several ranks, by the rules of ``transport.nccl.NcclLibrary``.
 
 On each rank one call begins when the one before it is over, and is over when all its peers have made the call that
 belongs to it. So ranks that make their calls in different orders wait for ever, as they do with NCCL.
@@ -18,13 +18,13 @@ from ocomm.transport.base import Transport
 from ocomm.transport.local import Fabric
 from ocomm.transport.nccl import Piece
 from tests import worlds
-from tests.fake_device import FakeDevice, FakeLane
+from tests.fake_device import FakeDevice, FakeStream
 
 _DATA, _ACKNOWLEDGED, _BOOTSTRAP = 20_000, 25_000, 30_000
 
 
 class FakeNccl:
-    """Stands for a ``transport.nccl.Library`` of all ranks; under mpirun all of them make one together.
+    """Stands for a ``transport.nccl.NcclLibrary`` of all ranks; under mpirun all of them make one together.
 
     Of each node's first communicator, with two nodes, calls from number ``sticks_at`` on never end. ``garbles``: what
     arrives is something else.
@@ -59,14 +59,14 @@ class FakeNccl:
             if rank == 0:
                 table = {0: self._world.rank}
                 for _ in range(size - 1):
-                    place, where = world.recv(tag=_BOOTSTRAP + tag)
-                    table[place] = where
-                for place in range(1, size):
-                    world.send(table, table[place], _BOOTSTRAP + 1000 + tag)
+                    position, where = world.recv(tag=_BOOTSTRAP + tag)
+                    table[position] = where
+                for position in range(1, size):
+                    world.send(table, table[position], _BOOTSTRAP + 1000 + tag)
             else:
                 world.send((rank, self._world.rank), leader, _BOOTSTRAP + tag)
                 table = world.recv(source=leader, tag=_BOOTSTRAP + 1000 + tag)
-            found = FakeCommunicator(self, self._world, [table[place] for place in range(size)], rank, number)
+            found = FakeCommunicator(self, self._world, [table[position] for position in range(size)], rank, number)
         self.communicators.append(found)
         return found
 
@@ -88,7 +88,7 @@ class FakeCommunicator:
         #: What ``failure`` says.
         self.words = ""
 
-    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], lane: FakeLane) -> None:
+    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], stream: FakeStream) -> None:
         if self.aborted:
             raise HorovodInternalError("ncclGroupEnd: invalid usage")
         for piece in receives:
@@ -97,7 +97,7 @@ class FakeCommunicator:
         self.calls += 1
         for way, pieces in enumerate((sends, receives)):
             self.moved[way] += sum(piece.nbytes for piece in pieces)
-        lane.queue(call.goes_on)
+        stream.queue(call.goes_on)
 
     def failure(self) -> str:
         assert not self.aborted, "a communicator that is no more"

@@ -90,9 +90,9 @@ MUTATIONS = [
         "contract/test_engine.py world/test_limits.py",
     ),
     Mutation(
-        "C engine: no zeros for a missing gradient",
-        "native/engine.c",
-        "            memset(to, 0, nbytes);",
+        "C: no zeros for a missing gradient",
+        "native/reduce.c",
+        "            memset(c->packed + run->position, 0, nbytes);",
         "            ;",
         "contract/test_engine.py frontends/test_torch_onebit.py",
     ),
@@ -127,8 +127,8 @@ MUTATIONS = [
     Mutation(
         "1-bit Adam: decay not times lr",
         "ocomm/optim/onebit_adam.py",
-        "rows[\"decay\"][index] = 1.0 - lr * decoupled_decay",
-        "rows[\"decay\"][index] = 1.0 - decoupled_decay",
+        "rows[\"decay\"][index] = 1.0 - lr * group.decoupled_decay",
+        "rows[\"decay\"][index] = 1.0 - group.decoupled_decay",
         "unit/test_onebit_adam.py frontends/test_torch_onebit.py",
     ),
     Mutation(
@@ -204,8 +204,8 @@ MUTATIONS = [
     Mutation(
         "nodes: an error is not passed on inside a node",
         "ocomm/collectives/phases.py",
-        "gather[0].compute[:0] = [envelope.check_and_pass_on(route.rows), *average(route.rows)]",
-        "gather[0].compute[:0] = [envelope.check(route.rows), *average(route.rows)]",
+        "gather[0].compute[:0] = [segment_header.check_and_pass_on(route.rows), *average(route.rows)]",
+        "gather[0].compute[:0] = [segment_header.check(route.rows), *average(route.rows)]",
         "frontends/test_torch_hierarchical.py",
     ),
     Mutation(
@@ -218,8 +218,8 @@ MUTATIONS = [
     Mutation(
         "dense: reducescatter forgets the factor",
         "ocomm/collectives/dense.py",
-        "Reduce(dtype, op, rows, prescale, factor, out)",
-        "Reduce(dtype, op, rows, prescale, 1.0, out)",
+        "loop(Kernels.reduce, None, dtype, op, rows, prescale, factor, out)",
+        "loop(Kernels.reduce, None, dtype, op, rows, prescale, 1.0, out)",
         "world/test_collectives.py unit/test_dense_plans.py frontends/test_torch_ops.py",
     ),
     Mutation(
@@ -230,18 +230,18 @@ MUTATIONS = [
         "world/test_stalls.py cluster/test_deadlock.py",
     ),
     Mutation(
-        "line: the length of a message is not authenticated",
-        "ocomm/runtime/line.py",
+        "authenticated socket: the length of a message is not authenticated",
+        "ocomm/runtime/authenticated_socket.py",
         "self._check(header[_NUMBER.size :], _tag(key, b\"length\", number, length), \"length\")",
         "pass",
-        "unit/test_line.py unit/test_door.py",
+        "unit/test_authenticated_socket.py unit/test_server.py",
     ),
     Mutation(
-        "line: a door lets anybody in",
-        "ocomm/runtime/line.py",
-        "if not hmac.compare_digest(answer[_NONCE:], _tag(key, b\"caller\", door, caller)):",
+        "authenticated socket: the server lets anybody in",
+        "ocomm/runtime/authenticated_socket.py",
+        "if not hmac.compare_digest(answer[_NONCE:], _tag(key, b\"client\", server, client)):",
         "if False:",
-        "unit/test_line.py unit/test_door.py",
+        "unit/test_authenticated_socket.py unit/test_server.py",
     ),
     Mutation(
         "resume: states of another step are loaded",
@@ -343,7 +343,7 @@ MUTATIONS = [
     ),
     Mutation(
         "Keras: kernels are not transposed",
-        "ocomm_tf/keras/order.py",
+        "ocomm_tf/order.py",
         "return np.ascontiguousarray(array.transpose(self.axes)).reshape(-1)",
         "return np.ascontiguousarray(array).reshape(-1)",
         "frontends/test_tf_mixed.py frontends/test_teams.py",
@@ -351,7 +351,7 @@ MUTATIONS = [
     Mutation(
         "Keras on a GPU: an absent variable is not copied",
         "ocomm_tf/keras/gpu.py",
-        "self._take_copy(number, self._owner._trainable_variables[place.index])",
+        "self._take_copy(number, self._owner._trainable_variables[entry.index])",
         "pass",
         "frontends/test_tf_gpu.py",
     ),

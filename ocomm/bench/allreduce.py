@@ -37,10 +37,10 @@ from ocomm.bench._lab import Lab, LabError, bits_per_second
 from ocomm.bench.kernels import commit, processor, torch_or_none
 from ocomm.collectives.compressed import compressed_segment, compressed_staging
 from ocomm.collectives.engine import State
-from ocomm.collectives.envelope import Envelopes
 from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.collectives.plan import Loop, Plan, Stage, loop
 from ocomm.collectives.scratch import aligned
+from ocomm.collectives.segment_header import SegmentHeaders
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.kernels import BLOCK, Kernels
 from ocomm.kernels.reference import ReferenceKernels
@@ -291,14 +291,14 @@ class Exchange:
         self.values = _values(self.rank, elements if with_kernels else 0)
         # The residuals are kept from run to run, as in training; a stepper would write them beside the old ones.
         self.error = np.zeros(self.layout.flat_numel if with_kernels else 0, np.float32)
-        self.owner_error = np.zeros(self.layout.owned_numel(self.rank), np.float32)
+        self.server_error = np.zeros(self.layout.owned_numel(self.rank), np.float32)
         self.out = np.zeros(self.layout.flat_numel if with_kernels else 0, np.float32)
         nbytes = segment_nbytes(elements // 8, self.size, session.settings.segment_nbytes)
         layouts = self.layout.segments([0], self.rank, nbytes)
         contents = [(segment.signature("bench"), 1) for segment in layouts]
-        self.envelopes = Envelopes(self.rank, contents, self.flags, self.heard, announcement)
+        self.segment_headers = SegmentHeaders(self.rank, contents, self.flags, self.heard, announcement)
         segments: list[list[Stage]] = []
-        for segment, envelope in zip(layouts, self.envelopes, strict=True):
+        for segment, segment_header in zip(layouts, self.segment_headers, strict=True):
             staging, result = compressed_staging(segment), aligned(segment.packed_nbytes)
             compress = loop(
                 Kernels.compress, self.flags, segment.blocks, self.values, self.error, self.error, None, "l1",
@@ -306,12 +306,12 @@ class Exchange:
             )  # fmt: skip
 
             def average(rows: Sequence[Any], segment: Any = segment, result: Any = result) -> Loop:
-                origin, error = segment.message_start[self.rank], self.owner_error
+                origin, error = segment.message_start[self.rank], self.server_error
                 return loop(
                     Kernels.average, self.flags, segment.owned_blocks, rows, origin, error, error, None, "l1", result
                 )
 
-            stages = compressed_segment(staging, envelope, result, compress, average)
+            stages = compressed_segment(staging, segment_header, result, compress, average)
             stages[-1].compute.append(loop(Kernels.unpack, None, segment.blocks, result, None, self.out))
             if not with_kernels:
                 stages = [Stage([], stage.sends, stage.receives) for stage in stages]
@@ -322,7 +322,7 @@ class Exchange:
 
     def run(self) -> None:
         self.step += 1
-        self.envelopes.begin(self.step, 0, 0, 0)
+        self.segment_headers.begin(self.step, 0, 0, 0)
         state = self.channel.submit(self.prepared, _TIMEOUT_S, False).wait(_TIMEOUT_S)
         if state != State.DONE:
             raise RuntimeError(f"the exchange ended as {state.name}; waits for ranks {self.channel.waiting_for()}")

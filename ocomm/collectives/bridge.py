@@ -18,7 +18,7 @@ import numpy as np
 from ocomm.collectives.plan import Message, Offload, Stage
 from ocomm.collectives.turns import Turns
 from ocomm.errors import HorovodInternalError, OcommError
-from ocomm.kernels.device import Device, Event, Lane
+from ocomm.kernels.device import Device, Event, Stream
 from ocomm.transport.nccl import Communicator, Piece
 from ocomm.types import Bytes
 
@@ -29,8 +29,8 @@ _SETTLE_S = 1.0
 
 
 class Bridge:
-    """One rank's side of the bridge of a node; ``ranks`` are the node's ranks in the world, ``place`` is this one's.
-    Transfers are put on ``lane``, of ``device``.
+    """One rank's side of the bridge of a node; ``ranks`` are the node's ranks in the world, ``position`` is this one's.
+    Transfers are put on ``stream``, of ``device``.
 
     A transfer that is not over, or not launched, after ``timeout_s`` ends the bridge; 0: it may take any time.
     """
@@ -40,21 +40,21 @@ class Bridge:
         name: str,
         communicator: Communicator,
         device: Device,
-        lane: Lane,
+        stream: Stream,
         ranks: Sequence[int],
-        place: int,
+        position: int,
         timeout_s: float,
     ) -> None:
         self.name = name
         self.device = device
         self.ranks = tuple(ranks)
-        self.place = place
+        self.position = position
         self.timeout_s = timeout_s or float("inf")
         self.turns = Turns()
         #: Why it is gone, "" while it is not.
         self.ended = ""
         self._communicator = communicator
-        self._lane = lane
+        self._stream = stream
         self._lock = threading.Lock()
         self._aborting = threading.Thread(target=self._abort, name="ocomm-abort", daemon=True)
 
@@ -65,8 +65,8 @@ class Bridge:
             if not self.turns.is_due(number):
                 return None
             self.turns.launch(number)
-            self._communicator.exchange(sends, receives, self._lane.handle)
-            return self._lane.record()
+            self._communicator.exchange(sends, receives, self._stream.handle)
+            return self._stream.record()
 
     def is_over(self, event: Event) -> bool:
         """Of a transfer that was launched. HorovodInternalError if the bridge has failed."""
@@ -98,14 +98,14 @@ class Bridge:
     def _abort(self) -> None:
         with contextlib.suppress(OcommError):  # it is gone either way
             self.device.enter()
-            last, until = self._lane.record(), time.monotonic() + _SETTLE_S
+            last, until = self._stream.record(), time.monotonic() + _SETTLE_S
             while not last.is_over() and time.monotonic() < until:
                 time.sleep(1e-3)
             self._communicator.abort()
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class IntraNode:
     """How dense values travel inside a node: over ``bridge`` between ``ranks``, those of the channel.
 
     None where this node has one rank; its plans have the stages of the others.
@@ -116,20 +116,20 @@ class Inside:
 
 
 def take_turn(
-    inside: Inside, what: str, first: Stage, second: Stage, sends: Sequence[Piece], receives: Sequence[Piece]
+    intra_node: IntraNode, what: str, first: Stage, second: Stage, sends: Sequence[Piece], receives: Sequence[Piece]
 ) -> Offload:
-    """A transfer among the ranks of ``inside``, who all call it ``what``. Two stages end with its messages: ``first``
-    says that this rank is ready, ``second`` gives the number. The next stage is to begin with the task."""
-    assert inside.bridge is not None
-    bridge, ranks = inside.bridge, inside.ranks
+    """A transfer among the ranks of ``intra_node``, who all call it ``what``. Two stages end with its messages:
+    ``first`` says that this rank is ready, ``second`` gives the number. The next stage is to begin with the task."""
+    assert intra_node.bridge is not None
+    bridge, ranks = intra_node.bridge, intra_node.ranks
     ready = np.full(len(ranks), zlib.crc32(what.encode()), np.int64)
     said, number = [ready[k : k + 1].view(np.uint8) for k in range(len(ranks))], np.zeros(8, np.uint8)
-    if bridge.place == 0:
+    if bridge.position == 0:
         first.receives += [Message(peer, said[k]) for k, peer in enumerate(ranks) if k]
         second.compute.append(Offload("Order", Order(bridge, ready, number)))
         second.sends = [Message(peer, number) for peer in ranks[1:]]
     else:
-        first.sends.append(Message(ranks[0], said[bridge.place]))
+        first.sends.append(Message(ranks[0], said[bridge.position]))
         second.receives.append(Message(ranks[0], number))
     sent, received = (sum(piece.nbytes for piece in pieces) for pieces in (sends, receives))
     return Offload("Transfer", Transfer(bridge, number, sends, receives), sent, received)

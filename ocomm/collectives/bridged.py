@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ocomm.collectives import dense
-from ocomm.collectives.bridge import Inside, take_turn
+from ocomm.collectives.bridge import IntraNode, take_turn
 from ocomm.collectives.plan import Computation, CopyIn, CopyOut, Loop, Message, Offload, Plan, Stage, name_of
 from ocomm.collectives.scratch import Scratch
 from ocomm.collectives.staged import DeviceTask
@@ -26,15 +26,15 @@ from ocomm.types import DType, Location, ReduceOp
 
 
 class BridgedSums:
-    """Those of one process set, between all of whose ranks there is the bridge of ``inside``; ``memory`` is this
+    """Those of one process set, between all of whose ranks there is the bridge of ``intra_node``; ``memory`` is this
     rank's device's, of which at most ``idle_nbytes`` are kept for the next plans. Makes kernels ready, which may take
     seconds; then it is for the engine's thread, but for ``end``.
     """
 
-    def __init__(self, inside: Inside, memory: DeviceMemory, idle_nbytes: int) -> None:
-        assert inside.bridge is not None
-        self.bridge = inside.bridge
-        self._inside = inside
+    def __init__(self, intra_node: IntraNode, memory: DeviceMemory, idle_nbytes: int) -> None:
+        assert intra_node.bridge is not None
+        self.bridge = intra_node.bridge
+        self._intra_node = intra_node
         self._memory = memory
         self._queue = Queue(memory)
         for loop in REDUCTIONS:
@@ -78,8 +78,10 @@ class BridgedSums:
             if stage.sends or stage.receives:
                 second = Stage()
                 found.append(second)
-                sends, receives = _pieces(stage.sends, self._inside), _pieces(stage.receives, self._inside)
-                transfer.append(take_turn(self._inside, f"{name}, stage {len(found)}", first, second, sends, receives))
+                sends, receives = _pieces(stage.sends, self._intra_node), _pieces(stage.receives, self._intra_node)
+                transfer.append(
+                    take_turn(self._intra_node, f"{name}, stage {len(found)}", first, second, sends, receives)
+                )
         assert not transfer, "a segment that ends with a transfer"
         return found
 
@@ -125,8 +127,10 @@ class BridgedSums:
         return DeviceArray(self._memory, _address(part), part.nbytes, np.uint8, part)
 
 
-def _pieces(messages: Sequence[Message], inside: Inside) -> list[Piece]:
-    return [Piece(inside.ranks.index(m.peer), _address(m.buffer), m.buffer.nbytes) for m in messages if m.buffer.nbytes]
+def _pieces(messages: Sequence[Message], intra_node: IntraNode) -> list[Piece]:
+    return [
+        Piece(intra_node.ranks.index(m.peer), _address(m.buffer), m.buffer.nbytes) for m in messages if m.buffer.nbytes
+    ]
 
 
 def _side_by_side(places: Sequence[Any], nbytes: Sequence[int], whole: Bytes) -> list[tuple[Any, Bytes]]:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ocomm.collectives.envelope import Envelope
 from ocomm.collectives.phases import NodeStaging, Staging, collect, flat_stages, node_stages, share
 from ocomm.collectives.plan import Computation, Message, Plan, Stage, header_nbytes, loop
 from ocomm.collectives.routes import after, relay
 from ocomm.collectives.scratch import aligned
+from ocomm.collectives.segment_header import SegmentHeader
 from ocomm.compression.layout import SegmentLayout, float_messages
 from ocomm.compression.wire import RUN
 from ocomm.kernels.base import HOST, Bytes, Kernels, Memory, Table
@@ -55,7 +55,7 @@ class NodeSum:
 
 def compressed_segment(
     staging: Staging,
-    envelope: Envelope,
+    segment_header: SegmentHeader,
     result: Bytes,
     compress: Computation,
     average: Callable[[Sequence[Bytes]], Computation],
@@ -63,69 +63,75 @@ def compressed_segment(
 ) -> list[Stage]:
     """The stages of one segment. ``result`` has ``packed_nbytes``.
 
-    ``compress`` writes ``staging.send`` and sets ``envelope.node_flags``; ``average`` makes the owner's computation
-    from all workers' messages in the order of their nodes. A rank without a slice does neither. ``node_sum`` is there
-    if nodes have several ranks.
+    ``compress`` writes ``staging.send`` and sets ``segment_header.node_flags``; ``average`` makes the server's
+    computation from all workers' messages in the order of their nodes. A rank without a slice does neither.
+    ``node_sum`` is there if nodes have several ranks.
 
     Bytes sent to other nodes: each owner's message (header, scales, signs) to that owner, then our averages (no header)
     to everyone. Inside the node: our gradients of the other ranks' slices, then the averages of our slice to everyone.
     """
     if node_sum is None:
-        return flat_stages(staging, envelope, result, [compress], lambda rows: [average(rows)])
+        return flat_stages(staging, segment_header, result, [compress], lambda rows: [average(rows)])
     assert isinstance(staging.layout, SegmentLayout) and staging.node is not None
     header, node = staging.layout.header_nbytes, staging.node
     packs = _packs(staging.layout, node, node_sum)
     summed = _sums(node, header, node_sum.weight)
-    places = [
-        loop(Kernels.place, None, runs, node_sum.targets, message[header:])
+    scatters = [
+        loop(Kernels.scatter, None, runs, node_sum.targets, message[header:])
         for number, (message, runs) in enumerate(zip(node.messages, node_sum.runs, strict=True))
-        if runs.size and (node_sum.shared or number == node.place)
+        if runs.size and (node_sum.shared or number == node.position)
     ]
-    shared = places if node_sum.shared else None
-    work = [compress] if node_sum.shared else [*places, compress]
-    return node_stages(staging, envelope, result, packs, summed, work, lambda rows: [average(rows)], shared)
+    shared = scatters if node_sum.shared else None
+    work = [compress] if node_sum.shared else [*scatters, compress]
+    return node_stages(staging, segment_header, result, packs, summed, work, lambda rows: [average(rows)], shared)
 
 
-def node_segment(layout: SegmentLayout, node: NodeStaging, envelope: Envelope, node_sum: NodeSum) -> list[Stage]:
+def node_segment(
+    layout: SegmentLayout, node: NodeStaging, segment_header: SegmentHeader, node_sum: NodeSum
+) -> list[Stage]:
     """The sum inside the node alone, for all its ranks.
 
-    A disagreement does not end it, but stands in ``envelope.passed_on`` afterwards, for the vote to tell everyone.
+    A disagreement does not end it, but stands in ``segment_header.passed_on`` afterwards; the vote tells everyone.
     """
     header = layout.header_nbytes
     summed: list[Computation] = []
     if node.rows:
         summed = [
-            envelope.check_and_pass_on(node.rows, of_node=True, ends=False),
+            segment_header.check_and_pass_on(node.rows, of_node=True, ends=False),
             *_sums(node, header, node_sum.weight),
         ]
-    last: list[Computation] = [envelope.check_and_pass_on(node.messages, of_node=True, ends=False)]
+    last: list[Computation] = [segment_header.check_and_pass_on(node.messages, of_node=True, ends=False)]
     last += [
-        loop(Kernels.place, None, runs, node_sum.targets, message[header:])
+        loop(Kernels.scatter, None, runs, node_sum.targets, message[header:])
         for message, runs in zip(node.messages, node_sum.runs, strict=True)
         if runs.size
     ]
-    return [collect(node, envelope, _packs(layout, node, node_sum)), share(node, envelope, summed), Stage(last)]
+    return [
+        collect(node, segment_header, _packs(layout, node, node_sum)),
+        share(node, segment_header, summed),
+        Stage(last),
+    ]
 
 
 def _packs(layout: SegmentLayout, node: NodeStaging, node_sum: NodeSum) -> list[Computation]:
     header = layout.header_nbytes
     pairs = zip(node.messages, layout.slice_runs, strict=True)
     return [
-        loop(Kernels.pack, None, runs, node_sum.gradients, message[header:]) for message, runs in pairs if runs.size
+        loop(Kernels.gather, None, runs, node_sum.gradients, message[header:]) for message, runs in pairs if runs.size
     ]
 
 
 def _sums(node: NodeStaging, header: int, weight: float) -> list[Computation]:
     if not node.rows:
         return []
-    own = node.messages[node.place][header:]
+    own = node.messages[node.position][header:]
     return [node.sum(header, own.nbytes, weight, own)] if own.nbytes else []
 
 
 def dense_segment(
     rank: int,
     nodes: Nodes,
-    envelope: Envelope,
+    segment_header: SegmentHeader,
     gradients: Table,
     averages: Table,
     runs: Table,
@@ -137,14 +143,14 @@ def dense_segment(
     those in ``averages``. Flat: the sum in the order of ranks, times float32(1/n). On nodes of several ranks: sums of
     nodes in the order of their ranks, times float32(nodes/n); their sum in the order of nodes, times float32(1/nodes).
     """
-    header = header_nbytes(int(envelope.header["tensors"][0]))
+    header = header_nbytes(int(segment_header.header["tensors"][0]))
     layout, parts = float_messages(rank, nodes, header, int(runs["length"].sum()))
     staging = Staging(layout, memory)
     send = staging.send
     begins = {owner: (layout.message_start[owner] + header) // 4 for owner in parts}
     placed = _cut(runs, [(parts[owner].start, begins[owner]) for owner in nodes.owners])
-    pack = loop(Kernels.pack, None, placed, gradients, send)
-    place = loop(Kernels.place, None, placed, averages, send)
+    gather = loop(Kernels.gather, None, placed, gradients, send)
+    scatter = loop(Kernels.scatter, None, placed, averages, send)
 
     def average(rows: Sequence[Bytes]) -> list[Computation]:
         nbytes = 4 * len(parts[rank])
@@ -156,18 +162,18 @@ def dense_segment(
         return [loop(Kernels.reduce, None, DType.FLOAT32, ReduceOp.AVERAGE, payload, 1.0, 1.0 / len(rows), own)]
 
     if nodes.is_flat:
-        stages = flat_stages(staging, envelope, send, [pack], average)
+        stages = flat_stages(staging, segment_header, send, [gather], average)
     else:
         assert staging.node is not None
         sums: list[Computation] = []
         for owner in layout.workers:
             first = layout.message_start[owner] + header
             nbytes = 4 * len(parts[owner])
-            inside = first - layout.slice_bounds[staging.node.place]
+            inside = first - layout.slice_bounds[staging.node.position]
             if nbytes:
                 sums.append(staging.node.sum(inside, nbytes, nodes.weight, send[first : first + nbytes]))
-        stages = node_stages(staging, envelope, send, [pack], sums, [], average, is_dense=True)
-    stages[-1].compute.append(place)
+        stages = node_stages(staging, segment_header, send, [gather], sums, [], average, is_dense=True)
+    stages[-1].compute.append(scatter)
     return stages, staging.memory
 
 
@@ -189,24 +195,24 @@ def _cut(runs: Table, parts: Sequence[tuple[int, int]]) -> Table:
     return found
 
 
-def vote(rank: int, groups: Sequence[Sequence[int]], envelope: Envelope) -> Plan:
+def vote(rank: int, groups: Sequence[Sequence[int]], segment_header: SegmentHeader) -> Plan:
     """Headers only: everyone tells everyone its flags and presence, before anyone commits.
 
     ``groups`` share out the ranks. In one group everyone sends to everyone; with more, ranks tell their group, and then
     each passes its group's headers on to some ranks of the other groups.
     """
-    nbytes = envelope.nbytes
+    nbytes = segment_header.nbytes
     order = [member for group in groups for member in group]
     table = aligned(nbytes * len(order))
     at = {member: nbytes * k for k, member in enumerate(order)}
     rows = [table[at[member] : at[member] + nbytes] for member in range(len(order))]
-    envelope.received = rows
+    segment_header.received = rows
     mine = next(group for group in groups if rank in group)
-    place = mine.index(rank)
-    mates = after(mine, place)
+    position = mine.index(rank)
+    mates = after(mine, position)
     stages = [
         Stage(
-            [envelope.seal([rows[rank]])],
+            [segment_header.write([rows[rank]])],
             [Message(peer, rows[rank]) for peer in mates],
             [Message(peer, rows[peer]) for peer in mates],
         )
@@ -216,8 +222,8 @@ def vote(rank: int, groups: Sequence[Sequence[int]], envelope: Envelope) -> Plan
         bundles = [table[at[g[0]] : at[g[0]] + nbytes * len(g)] for g in (mine, group)]
         behind = [peer for k, peer in enumerate(group) if relay(mine, k) == rank]
         across.sends += [Message(peer, bundles[0]) for peer in behind]
-        across.receives.append(Message(relay(group, place), bundles[1]))
+        across.receives.append(Message(relay(group, position), bundles[1]))
     if across.receives:
         stages.append(across)
-    stages.append(Stage([envelope.check(rows)]))
+    stages.append(Stage([segment_header.check(rows)]))
     return Plan("vote", [stages])

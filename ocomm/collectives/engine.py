@@ -65,10 +65,10 @@ class Ticket(Protocol):
         """The times of its stages, once it is over; None where the engine had no timeline when it was submitted."""
         ...
 
-    def open(self, segments: int, intake: Any = None, addresses: Sequence[int] = (), part: int = NOTHING) -> None:
+    def open(self, segments: int, inputs: Any = None, addresses: Sequence[int] = (), part: int = NOTHING) -> None:
         """Lets the first ``segments`` of the plan start, which was submitted with fewer; ``timeout_s`` counts anew.
 
-        They find the buffers of ``intake``, of ``Channel.intake``, at ``addresses``, 0 for none; before they start,
+        They find the buffers of ``inputs``, of ``Channel.inputs``, at ``addresses``, 0 for none; before they start,
         checksums are taken of ``part`` of each buffer (see ``Kernels.checksum``), or of NOTHING. From any thread; a
         plan that is over is left alone.
         """
@@ -89,7 +89,7 @@ class Channel(Protocol):
         """Whatever of a plan can be made ready once and submitted many times."""
         ...
 
-    def intake(
+    def inputs(
         self, tensors: Table, rows: NDArray[np.int64], nbytes: NDArray[np.int64], sums: NDArray[np.uint64]
     ) -> Any:
         """Buffers of so many bytes, whose addresses ``Ticket.open`` writes to ``tensors["grad"][rows]``, and whose

@@ -14,12 +14,12 @@ import numpy as np
 from ocomm.collectives import pipeline
 from ocomm.collectives.compressed import NodeSum, compressed_segment, compressed_staging, vote
 from ocomm.collectives.engine import Channel, State, Ticket
-from ocomm.collectives.envelope import Envelopes
 from ocomm.collectives.outcome import explain
 from ocomm.collectives.phases import Staging
 from ocomm.collectives.plan import Loop, Plan, Stage, loop
 from ocomm.collectives.routes import vote_groups
 from ocomm.collectives.scratch import aligned
+from ocomm.collectives.segment_header import SegmentHeaders
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.compression.layout import Layout, SegmentLayout, TensorSpec, payload_nbytes
 from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
@@ -66,7 +66,7 @@ class OneBitAllreduce:
         self._node_addresses["grad"] = self._node_values.ctypes.data
         self._errors: list[Floats] = [aligned_zeros(mine) for _ in range(2)]
         owned = layout.owned_numel(rank)
-        self._owner_errors: list[Floats] = [aligned_zeros(owned) for _ in range(2)]
+        self._server_errors: list[Floats] = [aligned_zeros(owned) for _ in range(2)]
         self._flags, self._owner_flags, self._heard = (np.zeros(1, np.uint32) for _ in range(3))
         self._announcement = np.zeros(1, np.int64)
         packed_nbytes = int(payload_nbytes(layout.blocks["length"]).sum())
@@ -74,7 +74,7 @@ class OneBitAllreduce:
         segments = layout.segments([0], rank, cut)
         contents = [(segment.signature("onebit-l1"), 1) for segment in segments]
         shared = self._flags, self._heard, self._announcement
-        self._envelopes = Envelopes(rank, contents, *shared, for_node=not nodes.is_flat)
+        self._headers = SegmentHeaders(rank, contents, *shared, for_node=not nodes.is_flat)
         stagings = [compressed_staging(segment) for segment in segments]
         results = [aligned(segment.packed_nbytes) for segment in segments]
         # Errors are written beside the old ones; the roles of the two alternate.
@@ -83,22 +83,22 @@ class OneBitAllreduce:
 
     def _plan(self, stagings: list[Staging], results: list[Bytes], turn: int) -> Plan:
         segments: list[list[Stage]] = []
-        for staging, envelope, result in zip(stagings, self._envelopes, results, strict=True):
+        for staging, segment_header, result in zip(stagings, self._headers, results, strict=True):
             layout = staging.layout
             assert isinstance(layout, SegmentLayout)
             compress = loop(
-                Kernels.compress, envelope.node_flags, blocks=layout.worker_blocks, values=self._node_values,
+                Kernels.compress, segment_header.node_flags, blocks=layout.worker_blocks, values=self._node_values,
                 error=self._errors[turn], error_out=self._errors[1 - turn], mask=None, scale="l1", packed=staging.send,
             )  # fmt: skip
 
             def average(rows: Sequence[Bytes], layout: SegmentLayout = layout, result: Bytes = result) -> Loop:
                 return loop(
                     Kernels.average, self._owner_flags, blocks=layout.owned_blocks, received=rows,
-                    origin=layout.message_start[self.rank], error=self._owner_errors[turn],
-                    error_out=self._owner_errors[1 - turn], mask=None, scale="l1", packed=result,
+                    origin=layout.message_start[self.rank], error=self._server_errors[turn],
+                    error_out=self._server_errors[1 - turn], mask=None, scale="l1", packed=result,
                 )  # fmt: skip
 
-            stages = compressed_segment(staging, envelope, result, compress, average, self._node_sum(layout))
+            stages = compressed_segment(staging, segment_header, result, compress, average, self._node_sum(layout))
             stages[-1].compute.append(loop(Kernels.unpack, None, layout.blocks, result, None, self._result))
             segments.append(stages)
         return Plan(self.name, segments or [[Stage()]])
@@ -133,7 +133,7 @@ class OneBitAllreduce:
             )
         self._values[: array.size] = array.reshape(-1)
         self._flags[0] = self._owner_flags[0] = self._heard[0] = 0
-        self._envelopes.begin(self.calls + 1, 0, 0, 0)
+        self._headers.begin(self.calls + 1, 0, 0, 0)
         return self.channel.submit(self._prepared[self._turn], timeout_s, False)
 
     def finish(self, ticket: Ticket, timeout_s: float) -> np.ndarray:
@@ -149,10 +149,10 @@ class OneBitAllreduce:
         return self._result[: math.prod(self.shape)].reshape(self.shape).copy()
 
     def _mismatch(self, ticket: Ticket) -> MismatchError:
-        envelope = self._envelopes[ticket.error_segment]
+        segment_header = self._headers[ticket.error_segment]
         who = f"rank {self.ranks[ticket.error]}"
-        if not envelope.received:
-            found = {rank for _, values in envelope.differences() for rank in values}
+        if not segment_header.received:
+            found = {rank for _, values in segment_header.differences() for rank in values}
             who = f"one of ranks {sorted(self.ranks[rank] for rank in found)}"
         return MismatchError(
             f"'{self.name}': the ranks do not make the same compressed_allreduce calls in the same order; {who} sent "
@@ -162,25 +162,27 @@ class OneBitAllreduce:
     def _non_finite_ranks(self, timeout_s: float) -> list[int]:
         """Whose values were not finite. Of nodes' sums it is not known, so the ranks tell each other."""
         if self.layout.nodes.is_flat:
-            return sorted({rank for envelope in self._envelopes for rank in envelope.ranks_with(Flag.NON_FINITE)})
+            return sorted(
+                {rank for segment_header in self._headers for rank in segment_header.ranks_with(Flag.NON_FINITE)}
+            )
         own = np.array([0 if np.isfinite(self._values).all() else Flag.NON_FINITE], np.uint32)
-        envelopes = Envelopes(self.rank, [(self.layout.digest, 0)], own, self._heard, self._announcement)
-        envelopes.begin(self.calls, 1, 0, 0)
-        (envelope,) = envelopes
-        plan = vote(self.rank, vote_groups(self.layout.nodes), envelope)
+        segment_headers = SegmentHeaders(self.rank, [(self.layout.digest, 0)], own, self._heard, self._announcement)
+        segment_headers.begin(self.calls, 1, 0, 0)
+        (segment_header,) = segment_headers
+        plan = vote(self.rank, vote_groups(self.layout.nodes), segment_header)
         ticket = self.channel.submit(self.channel.prepare(plan), timeout_s, False)
         wait(ticket, self.channel, self.ranks, self._watch, f"compressed_allreduce of '{self.name}'")
-        return envelope.ranks_with(Flag.NON_FINITE)
+        return segment_header.ranks_with(Flag.NON_FINITE)
 
     @property
     def error(self) -> Floats:
         """This rank's worker error: a copy, flat float32, zero where other ranks of its node compress."""
         return self.layout.from_worker(0, self.rank, self._errors[self._turn]).copy()
 
-    def owner_error(self) -> Floats:
+    def server_error(self) -> Floats:
         """This rank's owner error, as a flat float32 array of the whole tensor, zero where others own."""
         flat = np.zeros(int(self.layout.numel), np.float32)
         for block in self.layout.blocks[self.layout.blocks["owner"] == self.rank]:
             first, owned, length = int(block["start"]), int(block["owned"]), int(block["length"])
-            flat[first : first + length] = self._owner_errors[self._turn][owned : owned + length]
+            flat[first : first + length] = self._server_errors[self._turn][owned : owned + length]
         return flat

@@ -29,7 +29,7 @@ _MESSAGE = np.dtype([("address", np.int64), ("nbytes", np.int64), ("peer", np.in
 _STAGES_PER_SEGMENT = 16  # as STAGES_PER_TAG in engine.c
 _LARGEST_NBYTES = 2**31 - 1  # MPI counts in ints
 #: Plans which had messages under way when their engine was closed: MPI may still write to their buffers.
-_unfinished: list[_Prepared] = []
+_unfinished: list[_CompiledPlan] = []
 
 
 _EMPTY = (0,) * SLOTS
@@ -116,21 +116,21 @@ class _Compiler:
                 self.keep.append(handle)
                 function = int(ffi.cast("intptr_t", lib.ocomm_run_task))
                 self.op(lib.OCOMM_OFFLOAD, function, int(ffi.cast("intptr_t", handle)))
-            case plans.Seal():
+            case plans.WriteHeaders():
                 self.op(
-                    lib.OCOMM_SEAL,
+                    lib.OCOMM_WRITE_HEADERS,
                     *(a(c.header), a(c.flags), a(c.presence), c.presence.nbytes),
                     *(self.pointers(c.messages), len(c.messages)),
                 )
-            case plans.Check():
+            case plans.CheckHeaders():
                 self.op(
-                    lib.OCOMM_CHECK,
+                    lib.OCOMM_CHECK_HEADERS,
                     *(a(c.header), self.pointers(c.messages), len(c.messages), a(c.flags)),
                     *(a(c.presence), c.presence.nbytes, a(c.announcement), a(c.passed_on), c.ends),
                 )
 
 
-class _Prepared:
+class _CompiledPlan:
     """The C tables of a plan; the plan object holds the arrays they point into."""
 
     def __init__(self, plan: Plan) -> None:
@@ -171,20 +171,20 @@ class _Prepared:
     def row(self, notify: bool, timeout_s: float, segments: int | None) -> Any:
         """Of one submission."""
         row = ffi.new(_PLAN, self._row[0])
-        row.gate = row.segment_count if segments is None else segments
+        row.open_segments = row.segment_count if segments is None else segments
         row.notify = notify
         row.timeout_ns = int(timeout_s * 1e9)
         return row
 
 
-class _Intake:
+class _Inputs:
     """The C row of buffers whose addresses come when a plan is opened, and the arrays that it points into."""
 
     def __init__(
         self, tensors: Table, rows: NDArray[np.int64], nbytes: NDArray[np.int64], sums: NDArray[np.uint64]
     ) -> None:
         self._arrays = tensors, rows, nbytes, sums
-        self.row = ffi.new("ocomm_intake *")
+        self.row = ffi.new("ocomm_inputs *")
         self.row.tensors = ffi.from_buffer("ocomm_tensor[]", tensors)
         self.row.rows = ffi.from_buffer("int64_t[]", rows)
         self.row.nbytes = ffi.from_buffer("int64_t[]", nbytes)
@@ -195,7 +195,7 @@ class _Intake:
 class NativeTicket:
     """See ``engine.Ticket``."""
 
-    def __init__(self, engine: NativeEngine, channel: Any, prepared: _Prepared, row: Any) -> None:
+    def __init__(self, engine: NativeEngine, channel: Any, prepared: _CompiledPlan, row: Any) -> None:
         self._engine = engine
         self.channel = channel
         self._prepared = prepared
@@ -215,7 +215,7 @@ class NativeTicket:
         return self._prepared.bytes_bridged
 
     @property
-    def left_under_way(self) -> _Prepared | None:
+    def left_under_way(self) -> _CompiledPlan | None:
         """What the network may still write to, though the plan is over or will not go on; None: nothing."""
         return self._prepared if self._row.segments_started and self._row.state != State.DONE else None
 
@@ -232,8 +232,8 @@ class NativeTicket:
     def error_segment(self) -> int:
         return self._row.error_segment
 
-    def open(self, segments: int, intake: Any = None, addresses: Sequence[int] = (), part: int = NOTHING) -> None:
-        lib.ocomm_open(self.channel, self._row, segments, intake.row if intake else _NULL, addresses, part)
+    def open(self, segments: int, inputs: Any = None, addresses: Sequence[int] = (), part: int = NOTHING) -> None:
+        lib.ocomm_open(self.channel, self._row, segments, inputs.row if inputs else _NULL, addresses, part)
 
     def wait(self, seconds: float) -> State:
         return State(lib.ocomm_plan_wait(self._engine.pointer, self._row, int(seconds * 1e9)))
@@ -253,15 +253,17 @@ class NativeChannel:
         self._pointer = ffi.gc(pointer, lib.ocomm_channel_free)
         engine.channels.add(self._pointer)
 
-    def prepare(self, plan: Plan) -> _Prepared:
-        return _Prepared(plan)
+    def prepare(self, plan: Plan) -> _CompiledPlan:
+        return _CompiledPlan(plan)
 
-    def intake(
+    def inputs(
         self, tensors: Table, rows: NDArray[np.int64], nbytes: NDArray[np.int64], sums: NDArray[np.uint64]
-    ) -> _Intake:
-        return _Intake(tensors, rows, nbytes, sums)
+    ) -> _Inputs:
+        return _Inputs(tensors, rows, nbytes, sums)
 
-    def submit(self, prepared: _Prepared, timeout_s: float, notify: bool, segments: int | None = None) -> NativeTicket:
+    def submit(
+        self, prepared: _CompiledPlan, timeout_s: float, notify: bool, segments: int | None = None
+    ) -> NativeTicket:
         require_open(self._engine.owner, self._engine.is_closed, prepared.plan.name)
         row = prepared.row(notify, timeout_s, segments)
         ticket = NativeTicket(self._engine, self._pointer, prepared, row)

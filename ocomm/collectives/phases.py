@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from ocomm.collectives.envelope import Envelope
 from ocomm.collectives.plan import Computation, Loop, Message, Stage, loop
 from ocomm.collectives.routes import Route, after
+from ocomm.collectives.segment_header import SegmentHeader
 from ocomm.compression.layout import MessageLayout
 from ocomm.kernels.base import ALIGNMENT, HOST, Bytes, Kernels, Memory
 from ocomm.types import DType, Nodes, ReduceOp
@@ -36,22 +36,22 @@ class NodeStaging:
 
     def __init__(self, nodes: Nodes, rank: int, messages: Sequence[Bytes], memory: Memory = HOST) -> None:
         self.ranks = nodes.node_of(rank)
-        self.place = self.ranks.index(rank)
+        self.position = self.ranks.index(rank)
         self.messages = list(messages)
         self.memory: Bytes = memory.staging(0)
         #: From each rank of the node; none if this rank has no slice.
         self.rows: list[Bytes] = []
-        if self.place < len(self.messages):
-            own = self.messages[self.place]
+        if self.position < len(self.messages):
+            own = self.messages[self.position]
             room = -(-own.nbytes // ALIGNMENT) * ALIGNMENT
             self.memory = memory.staging(room * (len(self.ranks) - 1), headers_only=True)
             spare = [self.memory[k * room : k * room + own.nbytes] for k in range(len(self.ranks) - 1)]
-            self.rows = [*spare[: self.place], own, *spare[self.place :]]
+            self.rows = [*spare[: self.position], own, *spare[self.position :]]
 
     @property
     def others(self) -> list[int]:
         """The other ranks of the node."""
-        return after(self.ranks, self.place)
+        return after(self.ranks, self.position)
 
     @property
     def workers(self) -> dict[int, Bytes]:
@@ -111,7 +111,7 @@ def slices(layout: MessageLayout, packed: Bytes) -> list[Bytes]:
 
 def flat_stages(
     staging: Staging,
-    envelope: Envelope,
+    segment_header: SegmentHeader,
     result: Bytes,
     work: Sequence[Computation],
     average: Callable[[list[Bytes]], Sequence[Computation]],
@@ -119,17 +119,17 @@ def flat_stages(
     """``work`` fills the payload of the messages; ``average`` reads all workers' and fills ours in ``result``."""
     route = staging.route
     scatter, gather = route.scatter(), route.gather(result)
-    envelope.received = route.rows
+    segment_header.received = route.rows
     # In two hops a rank that ended at once would leave others without what it is to pass on.
-    check = envelope.check if staging.layout.nodes.groups == 1 else envelope.check_and_pass_on
-    scatter[0].compute[:0] = [*work, envelope.seal(staging.messages)]
+    check = segment_header.check if staging.layout.nodes.groups == 1 else segment_header.check_and_pass_on
+    scatter[0].compute[:0] = [*work, segment_header.write(staging.messages)]
     gather[0].compute[:0] = [check(route.rows), *average(route.rows)]
     return [*scatter, *gather, Stage()]
 
 
 def node_stages(
     staging: Staging,
-    envelope: Envelope,
+    segment_header: SegmentHeader,
     result: Bytes,
     collected: Sequence[Computation],
     summed: Sequence[Computation],
@@ -148,24 +148,24 @@ def node_stages(
     route, node = staging.route, staging.node
     assert node is not None
     scatter, gather = route.scatter(), route.gather(result)
-    stages = [collect(node, envelope, collected)]
+    stages = [collect(node, segment_header, collected)]
     if node.rows:
-        check = envelope.check_and_pass_on(node.rows, of_node=True)
+        check = segment_header.check_and_pass_on(node.rows, of_node=True)
         summed = [check, *summed]
         if shared is None:
             work = [*summed, *work]
-        scatter[0].compute[:0] = [*work, envelope.seal_for_node(staging.messages)]
-        gather[0].compute[:0] = [envelope.check_and_pass_on(route.rows), *average(route.rows)]
+        scatter[0].compute[:0] = [*work, segment_header.write_for_node(staging.messages)]
+        gather[0].compute[:0] = [segment_header.check_and_pass_on(route.rows), *average(route.rows)]
     if shared is not None:
-        stages.append(share(node, envelope, summed if node.rows else []))
+        stages.append(share(node, segment_header, summed if node.rows else []))
         scatter[0].compute[:0] = shared
-    return [*stages, *scatter, *gather, *spread(staging.layout, node, envelope, result, is_dense)]
+    return [*stages, *scatter, *gather, *spread(staging.layout, node, segment_header, result, is_dense)]
 
 
-def collect(node: NodeStaging, envelope: Envelope, collected: Sequence[Computation]) -> Stage:
+def collect(node: NodeStaging, segment_header: SegmentHeader, collected: Sequence[Computation]) -> Stage:
     """Everyone's part of a slice to its worker in the node."""
     workers = node.workers
-    stage = Stage([*collected, envelope.seal(node.messages)], inside=True)
+    stage = Stage([*collected, segment_header.write(node.messages)], intra_node=True)
     stage.sends = [Message(peer, workers[peer]) for peer in node.others if peer in workers]
     if node.rows:
         rows = dict(zip(node.ranks, node.rows, strict=True))
@@ -173,28 +173,30 @@ def collect(node: NodeStaging, envelope: Envelope, collected: Sequence[Computati
     return stage
 
 
-def share(node: NodeStaging, envelope: Envelope, summed: Sequence[Computation]) -> Stage:
+def share(node: NodeStaging, segment_header: SegmentHeader, summed: Sequence[Computation]) -> Stage:
     """The sum of each slice from its worker to all ranks of the node.
 
     It comes in where this rank's part of the slice was: the worker has that before it sends anything.
     """
-    stage = Stage([*summed], inside=True)
+    stage = Stage([*summed], intra_node=True)
     if node.rows:
-        own = node.messages[node.place]
-        stage.compute.append(envelope.seal_for_node([own]))
+        own = node.messages[node.position]
+        stage.compute.append(segment_header.write_for_node([own]))
         stage.sends = [Message(peer, own) for peer in node.others]
     workers = node.workers
     stage.receives = [Message(peer, workers[peer]) for peer in node.others if peer in workers]
     return stage
 
 
-def spread(layout: MessageLayout, node: NodeStaging, envelope: Envelope, result: Bytes, is_dense: bool) -> list[Stage]:
+def spread(
+    layout: MessageLayout, node: NodeStaging, segment_header: SegmentHeader, result: Bytes, is_dense: bool
+) -> list[Stage]:
     """The averages of each slice from its worker to all ranks of the node."""
     parts = slices(layout, result)
-    stage = Stage(inside=is_dense)
+    stage = Stage(intra_node=is_dense)
     if node.rows:
-        stage.compute = [envelope.seal_for_all([parts[node.place]])]
-        stage.sends = [Message(peer, parts[node.place]) for peer in node.others]
+        stage.compute = [segment_header.write_for_all([parts[node.position]])]
+        stage.sends = [Message(peer, parts[node.position]) for peer in node.others]
     of = dict(zip(node.ranks, parts, strict=False))
     stage.receives = [Message(peer, of[peer]) for peer in node.others if peer in of]
-    return [stage, Stage([envelope.check_and_pass_on(parts)])]
+    return [stage, Stage([segment_header.check_and_pass_on(parts)])]

@@ -104,7 +104,7 @@ def loop(
 
 
 @dataclass(slots=True, eq=False)
-class Seal:
+class WriteHeaders:
     """Writes ``header`` (one HEADER row, with ``flags`` OR-ed in) and ``presence`` to the start of each message."""
 
     header: np.ndarray
@@ -114,7 +114,7 @@ class Seal:
 
 
 @dataclass(slots=True, eq=False)
-class Check:
+class CheckHeaders:
     """Compares the headers of ``messages`` with ``header``; a difference ends the plan as MISMATCH.
 
     At once, where everyone sees all headers (``messages`` in rank order). With ``passed_on``, one HEADER row which goes
@@ -162,7 +162,7 @@ class Offload:
     bytes_received: int = 0
 
 
-Computation = Copy | CopyIn | CopyOut | Loop | Seal | Check | Offload
+Computation = Copy | CopyIn | CopyOut | Loop | WriteHeaders | CheckHeaders | Offload
 
 
 def name_of(computation: Computation) -> str:
@@ -180,12 +180,12 @@ class Message:
 
 @dataclass(slots=True, eq=False)
 class Stage:
-    """``inside``: its messages are dense values for ranks of the same node, which a bridge may carry."""
+    """``intra_node``: its messages are dense values for ranks of the same node, which a bridge may carry."""
 
     compute: list[Computation] = field(default_factory=list)
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
-    inside: bool = False
+    intra_node: bool = False
 
 
 @dataclass(slots=True, eq=False)

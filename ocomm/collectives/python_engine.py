@@ -32,8 +32,8 @@ _PASSING_ON_S = 5.0  # as PASSING_ON_NS in engine.c
 
 
 @dataclass(frozen=True, slots=True)
-class _Intake:
-    """See ``engine.Channel.intake``."""
+class _Inputs:
+    """See ``engine.Channel.inputs``."""
 
     tensors: Table
     rows: NDArray[np.int64]
@@ -49,7 +49,7 @@ class PythonTicket:
         self._engine = engine
         self.plan = plan
         self.notify = notify
-        self.gate = len(plan.segments) if segments is None else segments
+        self.open_segments = len(plan.segments) if segments is None else segments
         self.timeline = timeline
         self.trace: Trace | None = None if timeline is None else new_trace(plan)
         self.state = State.QUEUED
@@ -76,23 +76,23 @@ class PythonTicket:
     def open(
         self,
         segments: int,
-        intake: _Intake | None = None,
+        inputs: _Inputs | None = None,
         addresses: Sequence[int] = (),
         part: int = NOTHING,
     ) -> None:
-        if intake is not None:
+        if inputs is not None:
             told = np.array(addresses, np.uint64)
-            intake.tensors["grad"][intake.rows] = told
+            inputs.tensors["grad"][inputs.rows] = told
             if part != NOTHING:
-                intake.sums[:] = self._engine.kernels.checksums(told, intake.nbytes, part)
+                inputs.sums[:] = self._engine.kernels.checksums(told, inputs.nbytes, part)
         self.opened = time.monotonic()
-        self.gate = segments
+        self.open_segments = segments
         self._engine.arrival.set()
 
     @property
     def is_busy(self) -> bool:
         """Does it wait for more than to be opened further?"""
-        return self.done_segments < self.gate
+        return self.done_segments < self.open_segments
 
     def is_late(self, now: float) -> bool:
         return self.timeout_s > 0 and self.is_busy and now - self.opened > self.timeout_s
@@ -145,10 +145,10 @@ class PythonChannel:
         assert all(len(segment) <= _STAGES_PER_SEGMENT for segment in plan.segments)
         return plan
 
-    def intake(
+    def inputs(
         self, tensors: Table, rows: NDArray[np.int64], nbytes: NDArray[np.int64], sums: NDArray[np.uint64]
-    ) -> _Intake:
-        return _Intake(tensors, rows, nbytes, sums)
+    ) -> _Inputs:
+        return _Inputs(tensors, rows, nbytes, sums)
 
     def submit(self, prepared: Plan, timeout_s: float, notify: bool, segments: int | None = None) -> PythonTicket:
         require_open(self.engine.owner, self.engine.is_closed, prepared.name)
@@ -222,7 +222,7 @@ class PythonChannel:
         with self.engine.lock:
             ticket = next((t for t in self.queue if t.started_segments < len(t.plan.segments)), None)
         # Later plans wait for one that is closed: the order is everyone's.
-        return ticket if ticket is not None and ticket.started_segments < ticket.gate else None
+        return ticket if ticket is not None and ticket.started_segments < ticket.open_segments else None
 
     def _start(self, ticket: PythonTicket) -> None:
         stages = ticket.plan.segments[ticket.started_segments]
@@ -453,17 +453,17 @@ class PythonEngine:
                 for destination, nbytes in zip(c.destinations, c.nbytes, strict=True):
                     view(destination, nbytes)[:] = c.source[at : at + nbytes]
                     at += nbytes
-            case plans.Seal():
+            case plans.WriteHeaders():
                 header = c.header.copy()
                 header["flags"] |= c.flags[0]
                 for message in c.messages:
                     message[: HEADER.itemsize] = header.reshape(1).view(np.uint8)
                     message[HEADER.itemsize : HEADER.itemsize + c.presence.nbytes] = c.presence
-            case plans.Check():
+            case plans.CheckHeaders():
                 self._check(c, segment)
 
     @staticmethod
-    def _check(c: plans.Check, segment: _Segment) -> None:
+    def _check(c: plans.CheckHeaders, segment: _Segment) -> None:
         mine = c.header.reshape(1)[0]
         ticket = segment.ticket
         if not c.messages:

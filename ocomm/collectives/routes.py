@@ -1,9 +1,10 @@
 """How the workers of a slice reach each other: directly, or in two hops across groups of nodes.
 
-Directly, each of N workers has N - 1 messages per phase. In two hops it has about 2 sqrt(N): a message goes to the
-member of the sender's own group that has the receiver's place, the relay, which sends on what its whole group has for
-that receiver. Relays pass messages on as they are, so owners average the same bits in the same order either way. The
-price: half of the exchange, the alltoall, crosses the network twice (docs/decisions/0006-hierarchical-exchange.md).
+Directly, each of N workers has N - 1 messages per phase. In two hops it has about 2 sqrt(N). A message goes to the
+relay: the member of the sender's own group that has the receiver's position. The relay sends on what its whole group
+has for that receiver. Relays pass messages on as they are, so servers average the same bits in the same order either
+way. The price: half of the exchange, the alltoall, crosses the network twice
+(docs/decisions/0006-hierarchical-exchange.md).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from ocomm.kernels.base import ALIGNMENT, HOST, Bytes, Memory
 from ocomm.types import Nodes
 
 
-def after(members: Sequence[int], place: int) -> list[int]:
+def after(members: Sequence[int], position: int) -> list[int]:
     """The other members, starting behind this one, so that not everybody sends to the first one first."""
-    return [*members[place + 1 :], *members[:place]]
+    return [*members[position + 1 :], *members[:position]]
 
 
-def relay(group: Sequence[int], place: int) -> int:
+def relay(group: Sequence[int], position: int) -> int:
     """The member of a group that stands between it and the members of other groups with this place."""
-    return group[place % len(group)]
+    return group[position % len(group)]
 
 
 def arrange(hosts: Sequence[str], hierarchical: bool | Literal["auto"], direct_peers: int) -> Nodes:
@@ -81,7 +82,7 @@ class Route:
             self.rows[self.me] = self.message(self.me)
             return
         self.group = next(group for group in self.nodes.node_groups if self.me in group)
-        self.place = self.group.index(self.me)
+        self.position = self.group.index(self.me)
         self.others = [group for group in self.nodes.node_groups if group is not self.group]
         self._arrange_two_hops(own)
 
@@ -103,22 +104,22 @@ class Route:
         start = layout.message_start[rank]
         return (self.send if packed is None else packed)[start : start + layout.message_nbytes[rank]]
 
-    # Two hops. Nodes are numbered; `group` and `place` are this rank's.
+    # Two hops. Nodes are numbered; `group` and `position` are this rank's.
 
     @cached_property
     def _relayed(self) -> list[list[int]]:
         """By place in this group: the nodes that its member stands for, itself included, in the order of wires."""
         size = len(self.group)
-        place = {node: p for group in self.nodes.node_groups for p, node in enumerate(group)}
+        position = {node: p for group in self.nodes.node_groups for p, node in enumerate(group)}
         behind: list[list[int]] = [[] for _ in self.group]
         for node in self.nodes.wire_order:
-            behind[place[node] % size].append(node)
+            behind[position[node] % size].append(node)
         return behind
 
-    def _ranges(self, place: int, packed: Bytes) -> list[Bytes]:
+    def _ranges(self, position: int, packed: Bytes) -> list[Bytes]:
         """Their messages in a packed buffer, neighbours as one."""
         bounds: list[list[int]] = []
-        for node in self._relayed[place]:
+        for node in self._relayed[position]:
             rank = self.layout.workers[node]
             start = self.layout.message_start[rank]
             end = start + self.layout.message_nbytes[rank]
@@ -130,7 +131,7 @@ class Route:
 
     def _arrange_two_hops(self, own: int) -> None:
         layout = self.layout
-        behind = self._relayed[self.place]
+        behind = self._relayed[self.position]
         sizes = [layout.message_nbytes[layout.workers[node]] for node in behind]
         # From each member of the group: its messages for the nodes behind this rank, in that order.
         self.gathered = {node: self._new_rows(sum(sizes), 1)[0] for node in self.group if node != self.me}
@@ -173,7 +174,7 @@ class Route:
             others = after(range(len(self.layout.workers)), self.me)
             sends = [self._to(node, self.message(node)) for node in others]
             return [Stage([], sends, [self._to(node, self.rows[node]) for node in others])]
-        mates = after(self.group, self.place)
+        mates = after(self.group, self.position)
         inside = Stage()
         for node in mates:
             inside.sends += [self._to(node, part) for part in self._ranges(self.group.index(node), self.send)]
@@ -185,7 +186,7 @@ class Route:
                 assert node == self.group[k]
             across.sends.append(self._to(to, bundle))
         for group, memory in self.incoming.items():
-            across.receives.append(self._to(relay(group, self.place), memory))
+            across.receives.append(self._to(relay(group, self.position), memory))
         return [inside, across]
 
     def _parts_for(self, to: int) -> Iterator[tuple[int, Bytes]]:
@@ -195,7 +196,7 @@ class Route:
     def _split(self, memory: Bytes) -> list[Bytes]:
         """``memory`` cut as the sender's messages are: into the ranges of what is behind this rank."""
         parts, at = [], 0
-        for piece in self._ranges(self.place, self.send):
+        for piece in self._ranges(self.position, self.send):
             parts.append(memory[at : at + piece.nbytes])
             at += piece.nbytes
         return parts
@@ -212,10 +213,10 @@ class Route:
             return [Stage([], sends, [self._to(node, payload[node]) for node in others if payload[node].nbytes])]
         across = Stage()
         if payload[self.me].nbytes:
-            across.sends = [self._to(relay(group, self.place), payload[self.me]) for group in self.others]
+            across.sends = [self._to(relay(group, self.position), payload[self.me]) for group in self.others]
         across.receives = [self._to(node, payload[node]) for node in self.bundles if payload[node].nbytes]
         inside = Stage()
-        for node in after(self.group, self.place):
-            inside.sends += [self._to(node, part) for part in self._ranges(self.place, result)]
+        for node in after(self.group, self.position):
+            inside.sends += [self._to(node, part) for part in self._ranges(self.position, result)]
             inside.receives += [self._to(node, part) for part in self._ranges(self.group.index(node), result)]
         return [across, inside]

@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 
 from ocomm.collectives import plan as plans
-from ocomm.collectives.bridge import Inside, take_turn
+from ocomm.collectives.bridge import IntraNode, take_turn
 from ocomm.collectives.plan import HEADER, Computation, Message, Offload, Plan, Stage
 from ocomm.compression.wire import RUN
 from ocomm.kernels.base import ALIGNMENT, Bytes, Memory, Table
@@ -134,7 +134,7 @@ def entry(memory: Memory) -> Plan:
 
 
 def staged(
-    plan: Plan, memory: Memory, results: Sequence[Bytes] = (), direct: bool = False, inside: Inside | None = None
+    plan: Plan, memory: Memory, results: Sequence[Bytes] = (), direct: bool = False, intra_node: IntraNode | None = None
 ) -> Plan:
     """``plan`` itself where ``memory`` is the host's; else the plan that does the same through staging memory.
 
@@ -143,11 +143,11 @@ def staged(
     ``direct``: all ranks have agreed that payloads travel apart from their headers, in messages that follow them; those
     of a device leave and reach its own memory. Not for plans in which messages are put together by the host.
 
-    ``inside``: all ranks have agreed that bridges carry the payloads of stages inside a node.
+    ``intra_node``: all ranks have agreed that bridges carry the payloads of stages inside a node.
     """
     heads = [_heads(stages) for stages in plan.segments]
     if direct:
-        segments = [_parted(s, memory, h, inside) for s, h in zip(plan.segments, heads, strict=True)]
+        segments = [_parted(s, memory, h, intra_node) for s, h in zip(plan.segments, heads, strict=True)]
         plan = Plan(plan.name, segments, plan.keepalive)
     if not memory.is_device:
         return plan
@@ -155,7 +155,7 @@ def staged(
     segments = []
     for number, (stages, of) in enumerate(zip(plan.segments, heads, strict=True)):
         seen = [*results[number : number + 1]]
-        segment = _Segment(memory, direct, inside, f"{plan.name}, segment {number}", of, stages, seen)
+        segment = _Segment(memory, direct, intra_node, f"{plan.name}, segment {number}", of, stages, seen)
         segments.append(segment.stages)
         for result in seen:
             if direct:
@@ -173,12 +173,14 @@ def _heads(stages: Sequence[Stage]) -> dict[int, int]:
         _address(message): HEADER.itemsize + c.presence.nbytes
         for stage in stages
         for c in stage.compute
-        if isinstance(c, (plans.Seal, plans.Check))
+        if isinstance(c, (plans.WriteHeaders, plans.CheckHeaders))
         for message in c.messages
     }
 
 
-def _parted(stages: Sequence[Stage], memory: Memory, heads: Mapping[int, int], inside: Inside | None) -> list[Stage]:
+def _parted(
+    stages: Sequence[Stage], memory: Memory, heads: Mapping[int, int], intra_node: IntraNode | None
+) -> list[Stage]:
     """The same stages, each message as its header, if it has one, and its payload, where the network finds that. Not
     those of stages whose payloads go over a bridge."""
     computations = [c for stage in stages for c in stage.compute]
@@ -197,8 +199,8 @@ def _parted(stages: Sequence[Stage], memory: Memory, heads: Mapping[int, int], i
 
     return [
         stage
-        if stage.inside and inside is not None
-        else Stage(stage.compute, parted(stage.sends), parted(stage.receives), stage.inside)
+        if stage.intra_node and intra_node is not None
+        else Stage(stage.compute, parted(stage.sends), parted(stage.receives), stage.intra_node)
         for stage in stages
     ]
 
@@ -213,7 +215,7 @@ class _Segment:
         self,
         memory: DeviceMemory,
         direct: bool,
-        inside: Inside | None,
+        intra_node: IntraNode | None,
         name: str,
         heads: Mapping[int, int],
         stages: Sequence[Stage],
@@ -222,7 +224,7 @@ class _Segment:
         self.stages: list[Stage] = []
         self._memory = memory
         self._direct = direct
-        self._inside = inside
+        self._intra_node = intra_node
         self._name = name
         self._heads = heads
         #: Staging memory of which the device has the bytes that count. Headers count for the host alone.
@@ -230,7 +232,7 @@ class _Segment:
         #: What the host sends, passes on or looks at.
         self._of_host = _Ranges()
         for stage in stages:
-            if not (stage.inside and inside is not None):
+            if not (stage.intra_node and intra_node is not None):
                 for part in [*(m.buffer for m in stage.sends), *_copied(stage)]:
                     self._of_host.add(part)
         for part in seen:
@@ -239,8 +241,8 @@ class _Segment:
         for stage in stages:
             compute = self._next + self._computed(stage)
             self._next = []
-            if stage.inside and inside is not None:
-                self._bridge(stage, compute, inside)
+            if stage.intra_node and intra_node is not None:
+                self._bridge(stage, compute, intra_node)
             else:
                 self.stages.append(Stage(compute, stage.sends, stage.receives))
                 for message in stage.receives:
@@ -250,14 +252,14 @@ class _Segment:
     def _computed(self, stage: Stage) -> list[Computation]:
         """What it computes, on the device where it is not about headers."""
         # What goes over a bridge stays on the device.
-        stays = stage.inside and self._inside is not None
+        stays = stage.intra_node and self._intra_node is not None
         compute: list[Computation] = []
         task: DeviceTask | None = None
         for c in stage.compute:
-            if isinstance(c, (plans.Seal, plans.Check, plans.Copy)):
+            if isinstance(c, (plans.WriteHeaders, plans.CheckHeaders, plans.Copy)):
                 compute.append(c)
                 task = None
-                for message in c.messages if isinstance(c, plans.Seal) else ():
+                for message in c.messages if isinstance(c, plans.WriteHeaders) else ():
                     self._at_hand.remove(message[: self._heads[_address(message)]])
                 continue
             if task is None:  # one event for all that comes one after the other
@@ -268,7 +270,7 @@ class _Segment:
                 self._at_hand.add(part)
             if written is not None:
                 self._at_hand.add(written)
-                if self._inside is None or (not stays and self._of_host.touch(written)):
+                if self._intra_node is None or (not stays and self._of_host.touch(written)):
                     task.download(written)
         return compute
 
@@ -277,7 +279,7 @@ class _Segment:
         pieces = [piece for part in parts for piece in self._at_hand.missing(part)]
         return _joined([p for p in pieces if p.nbytes > self._heads.get(_address(p), 0)], self._at_hand)
 
-    def _bridge(self, stage: Stage, compute: list[Computation], inside: Inside) -> None:
+    def _bridge(self, stage: Stage, compute: list[Computation], intra_node: IntraNode) -> None:
         """Two stages: headers, and that this rank is ready; the number of the transfer, with which the next begins."""
         sends, receives = self._payloads(stage.sends), self._payloads(stage.receives)
         missing = self._missing(payload for _, payload in sends)
@@ -290,14 +292,14 @@ class _Segment:
         first = Stage(compute, self._headers(stage.sends), self._headers(stage.receives))
         second = Stage()
         self.stages += [first, second]
-        if inside.bridge is None:
+        if intra_node.bridge is None:
             return
 
         def pieces(payloads: Sequence[tuple[int, Bytes]]) -> list[Piece]:
-            return [Piece(inside.ranks.index(peer), self._memory.twin(p).address, p.nbytes) for peer, p in payloads]
+            return [Piece(intra_node.ranks.index(peer), self._memory.twin(p).address, p.nbytes) for peer, p in payloads]
 
         what = f"{self._name}, stage {len(self.stages)}"
-        self._next = [take_turn(inside, what, first, second, pieces(sends), pieces(receives))]
+        self._next = [take_turn(intra_node, what, first, second, pieces(sends), pieces(receives))]
 
     def _headers(self, messages: Sequence[Message]) -> list[Message]:
         return [Message(m.peer, m.buffer[: self._heads[_address(m.buffer)]]) for m in messages]

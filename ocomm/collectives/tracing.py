@@ -31,7 +31,7 @@ def _work(stage: Stage, is_last: bool) -> str:
     for kind, name in _NAMES:
         if any(found.startswith(kind) for found in kinds):
             return name
-    if {"Copy", "CopyIn", "CopyOut", "pack", "place"}.intersection(kinds):
+    if {"Copy", "CopyIn", "CopyOut", "gather", "scatter"}.intersection(kinds):
         return "MEMCPY_OUT_FUSION_BUFFER" if is_last and not stage.sends else "MEMCPY_IN_FUSION_BUFFER"
     return ""
 

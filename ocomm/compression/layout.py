@@ -267,8 +267,8 @@ class Layout:
 
     def slice_of(self, rank: int) -> int:
         """The slice which ``rank`` compresses; -1 if it has none."""
-        place = self.nodes.node_of(rank).index(rank)
-        return place if place < self.nodes.slices else -1
+        position = self.nodes.node_of(rank).index(rank)
+        return position if position < self.nodes.slices else -1
 
     def worker_numel(self, rank: int) -> int:
         """Elements of the worker buffers of ``rank``: the blocks of its slice, each padded to 16."""

@@ -20,8 +20,8 @@ HEADER = np.dtype(
         ("announcement", np.int64),  # the coordinator's decision for the next step; 0 for none
         ("tensors", np.uint32),  # presence bits that follow, one per tensor: "has a gradient on this rank"
         ("reserved", np.uint32),
-        ("replica", np.uint64),  # in a ballot: checksum of the parameters that this step compares
-        # In a ballot: the step's learning rate, and the sum of squares of this rank's gradients.
+        ("replica", np.uint64),  # in a vote: checksum of the parameters that this step compares
+        # In a vote: the step's learning rate, and the sum of squares of this rank's gradients.
         ("lr", np.float64),
         ("squares", np.float64),
     ],

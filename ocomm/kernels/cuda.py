@@ -1178,7 +1178,7 @@ def adam_ratio(
 
 
 @kernel
-def pack(runs: int, tensors: int, destination: int) -> None:
+def gather(runs: int, tensors: int, destination: int) -> None:
     values = cuda.local.array(QUAD, types.float32)
     run = runs + _RUN_NBYTES * cuda.blockIdx.x
     tensor = tensors + _TENSOR_NBYTES * load_long(run + _RUN_TENSOR)
@@ -1195,7 +1195,7 @@ def pack(runs: int, tensors: int, destination: int) -> None:
 
 
 @kernel
-def place(runs: int, tensors: int, source: int) -> None:
+def scatter(runs: int, tensors: int, source: int) -> None:
     values = cuda.local.array(QUAD, types.float32)
     run = runs + _RUN_NBYTES * cuda.blockIdx.x
     target = load_long(tensors + _TENSOR_NBYTES * load_long(run + _RUN_TENSOR) + _GRAD) + 4 * load_long(
@@ -1353,7 +1353,7 @@ def sum_squares(pieces: int, sums: int) -> None:
 
 KERNELS: tuple[Any, ...] = (
     compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite,
-    compress_quantized, average_quantized, compress_signs, apply_signs, soft_sign, descend, adam_ratio, pack, place,
+    compress_quantized, average_quantized, compress_signs, apply_signs, soft_sign, descend, adam_ratio, gather, scatter,
     reduce, reduce_low, reduce_double, reduce_whole, sum_words, sum_squares,
 )  # fmt: skip
 

@@ -100,8 +100,8 @@ class CudaEvent:
         return True
 
 
-class CudaLane:
-    """See ``kernels.device.Lane``."""
+class CudaStream:
+    """See ``kernels.device.Stream``."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -181,8 +181,8 @@ class CudaDevice:
             _check(driver.cuEventRecord(event, stream))
         return CudaEvent(self, event)
 
-    def lane(self) -> CudaLane:
-        return CudaLane(self)
+    def stream(self) -> CudaStream:
+        return CudaStream(self)
 
     def _new_event(self) -> Any:
         with contextlib.suppress(IndexError):
@@ -194,7 +194,7 @@ class CudaDevice:
         require_compiler()
         try:
             with self.current():
-                prepare("place")  # a short one
+                prepare("scatter")  # a short one
         except Exception as error:  # of NVVM, nvJitLink, numba-cuda, cuda.core or the driver: each has its own
             major, minor = divmod(_check(driver.cuDriverGetVersion()) // 10, 100)
             said = " ".join(str(error).replace("\0", " ").split())

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels.base import PIECE, WHOLE, Bytes, Floats, Kernels, Table, sparse_bytes
-from ocomm.kernels.loops import KINDS, LOOPS, Kind
+from ocomm.kernels.loops import KINDS, LOOPS, ArgumentKind
 from ocomm.kernels.reference import CHECKSUM_SPREAD, ReferenceKernels
 from ocomm.types import DType, ReduceOp
 
@@ -58,7 +58,7 @@ class Block(Protocol):
     def address(self) -> int: ...
 
 
-class Lane(Protocol):
+class Stream(Protocol):
     """A stream beside the device's own, for a network that works on the device."""
 
     #: What such a network calls it.
@@ -100,7 +100,7 @@ class Device(Protocol):
         """The end of what is queued now."""
         ...
 
-    def lane(self) -> Lane:
+    def stream(self) -> Stream:
         """A new stream. Nothing on it waits for what is on others, nor they for it."""
         ...
 
@@ -450,7 +450,7 @@ class Queue:
         with self._memory.lock:
             getattr(self._loops, loop)(*(self._there(KINDS[declared.kind], argument) for declared, argument in given))
 
-    def _there(self, kind: Kind, argument: Any) -> Any:
+    def _there(self, kind: ArgumentKind, argument: Any) -> Any:
         """What the device is given for an argument."""
         if kind.device == "table":
             return self._memory.table(argument)

@@ -329,11 +329,11 @@ class Loops(Protocol):
         """
         ...
 
-    def pack(self, runs: Runs, tensors: Tensors, destination: DenseOut) -> None:
+    def gather(self, runs: Runs, tensors: Tensors, destination: DenseOut) -> None:
         """Gradient elements of each run into ``destination``; zeros where a tensor has no gradient."""
         ...
 
-    def place(self, runs: Runs, tensors: Tensors, source: Dense) -> None:
+    def scatter(self, runs: Runs, tensors: Tensors, source: Dense) -> None:
         """Elements of ``source`` to where the tensors have their gradients."""
         ...
 
@@ -428,7 +428,7 @@ NOT_ON_DEVICES = {
 }
 
 
-class Kind(NamedTuple):
+class ArgumentKind(NamedTuple):
     """What becomes of the arguments of one kind.
 
     ``c``: (type, name) of its parameters in C; ``{}`` stands for the argument's name. ``form``: how they are made of
@@ -470,32 +470,32 @@ FORMS = {
 _READ, _WRITTEN = (("const float *", "{}"),), (("float *", "{}"),)
 _BYTES, _BYTES_OUT = (("const uint8_t *", "{}"),), (("uint8_t *", "{}"),)
 KINDS = {
-    "Blocks": Kind((("const ocomm_block *", "{}"), ("int64_t", "count")), "rows", "table"),
-    "Runs": Kind((("const ocomm_run *", "{}"), ("int64_t", "count")), "rows", "table", "cut"),
-    "Pieces": Kind((), "array"),
-    "Tensors": Kind((("const ocomm_tensor *", "{}"),), "array", "rows"),
-    "Noise": Kind((("const ocomm_noise *", "{}"),), "array", "itself"),
-    "Floats": Kind(_READ, "array"),
-    "FloatsOut": Kind(_WRITTEN, "array"),
-    "Sized": Kind((*_READ, ("int64_t", "numel")), "rows"),
-    "SizedOut": Kind((*_WRITTEN, ("int64_t", "numel")), "rows"),
-    "Weights": Kind(_READ, "array", "table"),
-    "Mask": Kind(_BYTES, "array"),
-    "Scale": Kind((("int", "rms"),), "scale", "itself"),
-    "Packed": Kind(_BYTES, "array", staged="all", by="Blocks"),
-    "Gathered": Kind(_BYTES, "array", by="Blocks"),
-    "PackedOut": Kind(_BYTES_OUT, "array", staged="written", by="Blocks"),
-    "Messages": Kind((("const uint8_t *const *", "{}"), ("int", "ranks")), "arrays", "twins", "missing"),
-    "Dense": Kind(_BYTES, "array", staged="missing", by="Runs"),
-    "DenseOut": Kind(_BYTES_OUT, "array", staged="written", by="Runs"),
-    "BufferOut": Kind((*_BYTES_OUT, ("int64_t", "nbytes")), "rows", staged="written"),
-    "Sums": Kind((), "array"),
-    "Float32": Kind((("float", "{}"),), "number", "itself"),
-    "Float64": Kind((("double", "{}"),), "number", "itself"),
-    "Int64": Kind((("int64_t", "{}"),), "number", "itself"),
-    "Truth": Kind((("int", "{}"),), "number", "itself"),
-    "DType": Kind((("int", "{}"),), "number", "itself"),
-    "ReduceOp": Kind((("int", "{}"),), "number", "itself"),
+    "Blocks": ArgumentKind((("const ocomm_block *", "{}"), ("int64_t", "count")), "rows", "table"),
+    "Runs": ArgumentKind((("const ocomm_run *", "{}"), ("int64_t", "count")), "rows", "table", "cut"),
+    "Pieces": ArgumentKind((), "array"),
+    "Tensors": ArgumentKind((("const ocomm_tensor *", "{}"),), "array", "rows"),
+    "Noise": ArgumentKind((("const ocomm_noise *", "{}"),), "array", "itself"),
+    "Floats": ArgumentKind(_READ, "array"),
+    "FloatsOut": ArgumentKind(_WRITTEN, "array"),
+    "Sized": ArgumentKind((*_READ, ("int64_t", "numel")), "rows"),
+    "SizedOut": ArgumentKind((*_WRITTEN, ("int64_t", "numel")), "rows"),
+    "Weights": ArgumentKind(_READ, "array", "table"),
+    "Mask": ArgumentKind(_BYTES, "array"),
+    "Scale": ArgumentKind((("int", "rms"),), "scale", "itself"),
+    "Packed": ArgumentKind(_BYTES, "array", staged="all", by="Blocks"),
+    "Gathered": ArgumentKind(_BYTES, "array", by="Blocks"),
+    "PackedOut": ArgumentKind(_BYTES_OUT, "array", staged="written", by="Blocks"),
+    "Messages": ArgumentKind((("const uint8_t *const *", "{}"), ("int", "ranks")), "arrays", "twins", "missing"),
+    "Dense": ArgumentKind(_BYTES, "array", staged="missing", by="Runs"),
+    "DenseOut": ArgumentKind(_BYTES_OUT, "array", staged="written", by="Runs"),
+    "BufferOut": ArgumentKind((*_BYTES_OUT, ("int64_t", "nbytes")), "rows", staged="written"),
+    "Sums": ArgumentKind((), "array"),
+    "Float32": ArgumentKind((("float", "{}"),), "number", "itself"),
+    "Float64": ArgumentKind((("double", "{}"),), "number", "itself"),
+    "Int64": ArgumentKind((("int64_t", "{}"),), "number", "itself"),
+    "Truth": ArgumentKind((("int", "{}"),), "number", "itself"),
+    "DType": ArgumentKind((("int", "{}"),), "number", "itself"),
+    "ReduceOp": ArgumentKind((("int", "{}"),), "number", "itself"),
 }
 #: What C returns. Of Finite and Supported: 1 for yes, 0 for no.
 ANSWERS = {"None": "void", "Finite": "int", "Supported": "int"}

@@ -32,12 +32,12 @@ class ReferenceKernels:
     name = "reference"
     memory = HOST
 
-    def pack(self, runs: Table, tensors: Table, destination: Bytes) -> None:
+    def gather(self, runs: Table, tensors: Table, destination: Bytes) -> None:
         """Gradient elements of each row of a RUN table into ``destination``, float32; zeros where a tensor has none."""
         for part, gradient in _runs(tensors, runs, destination):
             part[:] = 0 if gradient is None else gradient
 
-    def place(self, runs: Table, tensors: Table, source: Bytes) -> None:
+    def scatter(self, runs: Table, tensors: Table, source: Bytes) -> None:
         """Elements of ``source`` to where the tensors have their gradients."""
         for part, gradient in _runs(tensors, runs, source):
             assert gradient is not None

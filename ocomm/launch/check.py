@@ -12,7 +12,7 @@ from ocomm.errors import LaunchError
 from ocomm.launch import loopback
 from ocomm.launch.flavour import PROBE_TIMEOUT_S, check_match, find_launcher, find_library, probe
 from ocomm.transport import cuda_probe
-from ocomm.transport.cuda_probe import Verdict
+from ocomm.transport.cuda_probe import ProbeResult
 from ocomm.version import __version__
 
 # Frameworks are looked up, not imported: that would take seconds and many megabytes for one line each.
@@ -108,7 +108,9 @@ def _tried(
     return Item(name, False, reason, needed)
 
 
-def _gpu(driver: Item, kernels: Item, messages: Callable[[], Verdict], nccl: Callable[[], Verdict]) -> list[Item]:
+def _gpu(
+    driver: Item, kernels: Item, messages: Callable[[], ProbeResult], nccl: Callable[[], ProbeResult]
+) -> list[Item]:
     """What there is for GPUs, which way messages go from there and sums are made inside hosts, and why."""
     missing = [item.name for item in (driver, kernels) if not item.found]
     if missing:
@@ -126,22 +128,22 @@ def _gpu(driver: Item, kernels: Item, messages: Callable[[], Verdict], nccl: Cal
     return [driver, kernels, optimizers, Item("NCCL", library.yes, f"{library.why}: {sums}")]
 
 
-def _nccl(python: str, environ: Mapping[str, str]) -> Verdict:
+def _nccl(python: str, environ: Mapping[str, str]) -> ProbeResult:
     if environ.get("OCOMM_NCCL") == "0":
-        return Verdict(False, "OCOMM_NCCL=0")
+        return ProbeResult(False, "OCOMM_NCCL=0")
     try:
         done = probe([python, "-m", "ocomm.transport.nccl"], environ)
     except subprocess.TimeoutExpired:
-        return Verdict(False, f"loading it did not end within {PROBE_TIMEOUT_S:.0f} s")
+        return ProbeResult(False, f"loading it did not end within {PROBE_TIMEOUT_S:.0f} s")
     said = done.stdout.strip() or done.stderr.strip() or f"loading it ended with exit code {done.returncode}"
-    return Verdict(done.returncode == 0, said.splitlines()[-1])
+    return ProbeResult(done.returncode == 0, said.splitlines()[-1])
 
 
-def _device_messages(python: str, environ: Mapping[str, str]) -> Verdict:
+def _device_messages(python: str, environ: Mapping[str, str]) -> ProbeResult:
     setting = environ.get("OCOMM_CUDA_AWARE", "auto")
     if setting == "auto":
         return cuda_probe.tried(python, environ, "--ask")
-    return Verdict(setting == "1", f"OCOMM_CUDA_AWARE={setting}")
+    return ProbeResult(setting == "1", f"OCOMM_CUDA_AWARE={setting}")
 
 
 def _cuda_driver() -> Item:

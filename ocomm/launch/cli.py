@@ -19,7 +19,7 @@ from ocomm.errors import LaunchError
 from ocomm.launch import check, loopback, reach
 from ocomm.launch.command import CommandLine, LaunchRequest, build
 from ocomm.launch.config_file import read_config_file
-from ocomm.launch.flavour import Flavour, Launcher, Library, check_match, find_launcher, find_library
+from ocomm.launch.flavour import Flavour, Launcher, MpiLibrary, check_match, find_launcher, find_library
 from ocomm.launch.generations import Limits
 from ocomm.launch.hosts import Host, is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.supervise import Supervisor
@@ -431,7 +431,7 @@ def _python_of(command: tuple[str, ...], environ: Mapping[str, str]) -> str:
     return sys.executable
 
 
-def _find_mpi(python: str, environ: Mapping[str, str]) -> tuple[Launcher, Library]:
+def _find_mpi(python: str, environ: Mapping[str, str]) -> tuple[Launcher, MpiLibrary]:
     # Two processes that take a good part of a second each, mostly waiting for the disk.
     with ThreadPoolExecutor(1) as pool:
         library = pool.submit(find_library, python, environ)

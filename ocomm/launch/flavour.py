@@ -54,7 +54,7 @@ class Launcher:
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class MpiLibrary:
     """The MPI library that mpi4py loads: ``family`` is ``Open MPI``, ``MPICH``, ``Intel MPI`` or empty if unknown."""
 
     family: str
@@ -88,7 +88,7 @@ def classify_launcher(path: str, version_text: str) -> Launcher:
     )
 
 
-def classify_library(text: str) -> Library:
+def classify_library(text: str) -> MpiLibrary:
     """The MPI library from the text of ``MPI.Get_library_version()``; an unknown one keeps its text and no family."""
     patterns = (
         ("Open MPI", r"Open MPI v(\S+?),"),
@@ -98,11 +98,11 @@ def classify_library(text: str) -> Library:
     first_line = text.strip().splitlines()[0] if text.strip() else ""
     for family, pattern in patterns:
         if found := re.search(pattern, text):
-            return Library(family, found[1], first_line)
-    return Library("", "", first_line)
+            return MpiLibrary(family, found[1], first_line)
+    return MpiLibrary("", "", first_line)
 
 
-def check_match(launcher: Launcher, library: Library, python: str) -> None:
+def check_match(launcher: Launcher, library: MpiLibrary, python: str) -> None:
     """Raise LaunchError if the ranks that ``launcher`` starts cannot see each other through ``library``.
 
     MPICH and Intel MPI share an ABI and a start-up protocol and may be mixed. srun and libraries of other makes are
@@ -159,7 +159,7 @@ def probe(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Comp
     )
 
 
-def find_library(python: str, environ: Mapping[str, str]) -> Library:
+def find_library(python: str, environ: Mapping[str, str]) -> MpiLibrary:
     """The MPI library that mpi4py loads in the interpreter ``python``. Raises LaunchError if mpi4py cannot load one."""
     try:
         found = probe([python, "-c", _LIBRARY_PROBE], environ)

@@ -19,7 +19,7 @@ from ocomm.launch import reach
 from ocomm.launch.hosts import is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.server import Server
 from ocomm.launch.task import KEY, MOST_BYTES
-from ocomm.runtime.line import Line, TamperedError, wait
+from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError, wait
 
 #: Seconds for the launcher to end once all results are there, or a rank has failed.
 _END_S = 10.0
@@ -121,7 +121,7 @@ def _pickle(task: object) -> bytes:
 def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: int) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
-    served: list[Line] = []
+    served: list[AuthenticatedSocket] = []
     gone: set[int] = set()
     ended_at: float | None = None
     while len(results) < ranks:
@@ -157,7 +157,7 @@ def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: i
     return [results[rank] for rank in range(ranks)]
 
 
-def _nap() -> list[Line]:
+def _nap() -> list[AuthenticatedSocket]:
     time.sleep(0.05)
     return []
 

@@ -7,8 +7,8 @@ import socket
 import threading
 import time
 
-from ocomm.runtime import line
-from ocomm.runtime.line import Line
+from ocomm.runtime import authenticated_socket
+from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 
 
 class Server:
@@ -21,7 +21,7 @@ class Server:
         key: bytes,
         backlog: int = 128,
         patience_s: float = 20.0,
-        most_bytes: int = line.MOST_BYTES,
+        most_bytes: int = authenticated_socket.MOST_BYTES,
     ) -> None:
         self._key = key
         self._patience_s = patience_s
@@ -30,7 +30,7 @@ class Server:
         self._socket = socket.create_server((host, 0), backlog=backlog)
         self.port: int = self._socket.getsockname()[1]
         #: Lines to clients that know the key.
-        self.lines: list[Line] = []
+        self.lines: list[AuthenticatedSocket] = []
         threading.Thread(target=self._accept, name="ocomm-server", daemon=True).start()
 
     def __enter__(self) -> Server:
@@ -52,7 +52,7 @@ class Server:
 
     def _authenticate(self, client: socket.socket) -> None:
         try:
-            found = line.accept(client, self._key, self._patience_s, self._most_bytes)
+            found = authenticated_socket.accept(client, self._key, self._patience_s, self._most_bytes)
         except (OSError, EOFError):
             client.close()
             return

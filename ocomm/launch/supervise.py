@@ -29,8 +29,8 @@ from ocomm.launch.generations import End, Failure, Generations, Limits, Start, W
 from ocomm.launch.hosts import Host, parse_discovered, total_slots
 from ocomm.launch.reach import HostState, address_of
 from ocomm.launch.server import Server
-from ocomm.runtime.line import Line, TamperedError, wait
-from ocomm.runtime.supervisor import KEY, SILENT
+from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError, wait
+from ocomm.runtime.supervisor_client import KEY, SILENT
 
 #: From the first news of a failure, or the wish to end, until the launcher has ended by itself; and until it is killed.
 END_S = 12.0
@@ -247,7 +247,7 @@ class _Job:
         self.commit = 0
         self.has_left = False
         self._hosts: dict[int, str] = {}
-        self._lines: dict[Line, int] = {}
+        self._lines: dict[AuthenticatedSocket, int] = {}
         self._reported: dict[int, str] = {}
         self._vanished: list[int] = []
         self._told = False
@@ -323,7 +323,7 @@ class _Job:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _tell(self, lines: Sequence[Line] | Mapping[Line, int]) -> None:
+    def _tell(self, lines: Sequence[AuthenticatedSocket] | Mapping[AuthenticatedSocket, int]) -> None:
         for line in list(lines):
             with contextlib.suppress(OSError):
                 line.send(b'{"word": "hosts"}')
@@ -344,7 +344,7 @@ class _Job:
                 elif rank >= 0:
                     self._vanished.append(rank)
 
-    def _hear(self, line: Line, message: dict[str, Any]) -> None:
+    def _hear(self, line: AuthenticatedSocket, message: dict[str, Any]) -> None:
         word = message["word"]
         if word == "here":
             if message["generation"] != self.step.number:

@@ -9,7 +9,7 @@ import traceback
 from typing import Any
 
 from ocomm.config import read_launch
-from ocomm.runtime.supervisor import client
+from ocomm.runtime.supervisor_client import client
 
 #: The variable with the key that both ends must know, in hexadecimal. No setting, hence the name.
 KEY = "_OCOMM_RUN_KEY"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from ocomm.negotiation.cache import CoordinatorCache
 from ocomm.negotiation.call_order import CallOrder
 from ocomm.negotiation.fusion import fuse
-from ocomm.negotiation.request import REGISTERED, Fault, Kind, Place, Request, Response
+from ocomm.negotiation.request import REGISTERED, Fault, Kind, Request, Response, TensorMemory
 from ocomm.types import ReduceOp
 
 #: What every rank's request to join is called.
@@ -241,21 +241,21 @@ class Coordinator:
         for group in fuse(requests, self.fusion_threshold, self.group_fusion):
             names = tuple([request.name for request in group])
             sizes = tuple(sizes_of[name] for name in names if sizes_of.get(name)) if sizes_of else ()
-            yield Response(group[0].kind, names, sizes=sizes, bridged=group[0].place is Place.BRIDGED), group
+            yield Response(group[0].kind, names, sizes=sizes, bridged=group[0].memory is TensorMemory.BRIDGED), group
 
     def _agreed(self, ordered: Sequence[Request | None]) -> Request:
         """What all ranks have asked for. The place is the host for all if one has it there, and takes part with a copy
         where there is no bridge yet: the first time that one would help, the ranks are told to open it."""
         first = ordered[0] or next(request for request in ordered if request is not None)
-        if first.place is Place.HOST:
+        if first.memory is TensorMemory.HOST:
             return first
-        places = {Place.HOST if request is None else request.place for request in ordered}
-        if places == {Place.BRIDGED}:
+        memories = {TensorMemory.HOST if request is None else request.memory for request in ordered}
+        if memories == {TensorMemory.BRIDGED}:
             return first
-        if Place.HOST not in places and not self._bridge_is_asked_for:
+        if TensorMemory.HOST not in memories and not self._bridge_is_asked_for:
             self._bridge_is_asked_for = True
             self._news.append(Response(Kind.BRIDGE, ()))
-        return replace(first, place=Place.HOST)
+        return replace(first, memory=TensorMemory.HOST)
 
     def _answer_names(self) -> list[Response]:
         """What else all ranks have asked for, or what is wrong with it."""
@@ -368,7 +368,7 @@ def _failure(kind: Kind, name: str, error: str, fault: Fault) -> Response:
 
 
 def describe_stall(stall: Stall, coordinator: Coordinator, where: Mapping[int, str] | None = None) -> str:
-    """Who waits for whom, what the missing ranks wait for instead, and where in the user's code they are."""
+    """The stall report: who waits for whom, what the missing ranks wait for instead, and at which line of user code."""
     text = (
         f"tensor '{stall.name}': {_ranks(stall.ready)} submitted it {stall.waited_s:.0f} s ago, "
         f"{_ranks(stall.missing)} did not."

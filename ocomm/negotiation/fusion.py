@@ -1,4 +1,4 @@
-"""What fuses with what: Horovod's rules, as a pure function of an ordered list."""
+"""The fusion rule: which ready tensors share one exchange. Horovod's rule, as a pure function of an ordered list."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ocomm.types import ReduceOp
 
 
 def fuse(ready: Sequence[Request], threshold_nbytes: int, across_groups: bool = True) -> list[list[Request]]:
-    """Groups ready tensors in order. Only allreduces fuse: equal dtype, operation, factors and place, up to the
+    """Groups ready tensors in order. Only allreduces fuse: equal dtype, operation, factors and memory, up to the
     threshold.
     Unless ``across_groups``, the tensors of a group fuse with each other only. Adasum does not fuse, because its
     weights are those of a whole tensor.
@@ -43,4 +43,4 @@ def fuse(ready: Sequence[Request], threshold_nbytes: int, across_groups: bool = 
     return groups
 
 
-_likeness = operator.attrgetter("dtype", "op", "prescale", "postscale", "place")
+_likeness = operator.attrgetter("dtype", "op", "prescale", "postscale", "memory")

@@ -43,7 +43,7 @@ class Fault(enum.IntEnum):
     LEFT = 3  # a rank that is needed has left
 
 
-class Place(enum.IntEnum):
+class TensorMemory(enum.IntEnum):
     """Where a rank has a tensor that is to be added up."""
 
     HOST = 0
@@ -53,7 +53,7 @@ class Place(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One rank's wish for one tensor. All but ``place``, and ``shape[0]`` and ``splits`` of ragged kinds, must agree
+    """One rank's wish for one tensor. All but ``memory``, and ``shape[0]`` and ``splits`` of ragged kinds, must agree
     everywhere.
 
     ``shape`` is the canonical shape; ``order`` tags the order of its elements. ``splits`` are the first-dimension rows
@@ -76,7 +76,7 @@ class Request:
     group_size: int = 0
     digest: int = 0
     detail: str = ""
-    place: Place = Place.HOST
+    memory: TensorMemory = TensorMemory.HOST
     nbytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ class Reader:
 
 
 def write_request(writer: Writer, request: Request) -> None:
-    writer.pack("BBBB", request.kind, request.dtype, request.op, request.place)
+    writer.pack("BBBB", request.kind, request.dtype, request.op, request.memory)
     writer.pack("iddIQ", request.root, request.prescale, request.postscale, request.group_size, request.digest)
     writer.numbers(request.shape)
     writer.numbers(request.splits)
@@ -174,7 +174,7 @@ def write_request(writer: Writer, request: Request) -> None:
 
 
 def read_request(reader: Reader) -> Request:
-    kind, dtype, op, place = reader.unpack("BBBB")
+    kind, dtype, op, memory = reader.unpack("BBBB")
     root, prescale, postscale, group_size, digest = reader.unpack("iddIQ")
     shape, splits = reader.numbers(), reader.numbers()
     name, order, group, detail = (reader.text() for _ in range(4))
@@ -184,7 +184,7 @@ def read_request(reader: Reader) -> Request:
         DType(dtype),
         shape,
         ReduceOp(op),
-        *(root, prescale, postscale, splits, order, group, group_size, digest, detail, Place(place)),
+        *(root, prescale, postscale, splits, order, group, group_size, digest, detail, TensorMemory(memory)),
     )
 
 

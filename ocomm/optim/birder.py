@@ -100,8 +100,8 @@ class Birder(SoftSignSGD):
             received=received,
             origin=layout.message_start[self.rank],
             weights=self._weights,
-            error=self.owner_error,
-            error_out=self.owner_error_out,
+            error=self.server_error,
+            error_out=self.server_error_out,
             noise=self._owner_noise,
             packed=self.result(segment),
         )

@@ -34,7 +34,7 @@ class Bucket:
     tensors: list[int]
     segments: range
     #: Tells the engine where its gradients are.
-    intake: Any
+    inputs: Any
     #: Gradients that are expected and not there yet.
     left: int = 0
     #: Do the headers say that this rank has all gradients?
@@ -96,7 +96,7 @@ class Buckets:
                 self._arrange()
         for flow in flows.flows:
             flow.ticket = None
-            flow.envelopes.begin(step + 1, attempt, hyper, 0)
+            flow.segment_headers.begin(step + 1, attempt, hyper, 0)
             if early:
                 flow.prepare()
         all_expected = all(self._expected)
@@ -113,10 +113,10 @@ class Buckets:
         self._buckets, end = [], 0
         for number, (flow, tensors, segments) in enumerate(groups):
             start, end = end, end + len(tensors)
-            intake = self._wire.channel.intake(
+            inputs = self._wire.channel.inputs(
                 self._flows.core.gradients, self._rows[start:end], self._nbytes[start:end], self._sums[start:end]
             )
-            bucket = Bucket(number, end, flow, tensors, segments, intake)
+            bucket = Bucket(number, end, flow, tensors, segments, inputs)
             self._buckets.append(bucket)
             for tensor in tensors:
                 of[tensor].append(bucket)
@@ -159,7 +159,7 @@ class Buckets:
                 prepared = flow.prepare() if final else flow.prepared
                 flow.ticket = wire.channel.submit(prepared, wire.timeout_s, False, 0)
             part = NOTHING if final else self.verified_part
-            flow.ticket.open(bucket.segments.stop, bucket.intake, addresses, part)
+            flow.ticket.open(bucket.segments.stop, bucket.inputs, addresses, part)
 
     def locate_all(self) -> None:
         """Looks for the gradients of all tensors at once, before the first is posted."""

@@ -53,13 +53,13 @@ def _outline(value: Any, kernels: Kernels) -> Any:
     return value
 
 
-def seal(state: dict[str, Any], kernels: Kernels) -> dict[str, Any]:
+def add_checksum(state: dict[str, Any], kernels: Kernels) -> dict[str, Any]:
     """The state with a ``checksum`` of everything else in it."""
     return {**state, "checksum": fingerprint(state, kernels)}
 
 
-def require_seal(state: State, kernels: Kernels, where: str) -> None:
-    """Raises CheckpointError that begins with ``where`` if the state is not what was sealed."""
+def require_checksum(state: State, kernels: Kernels, where: str) -> None:
+    """Raises CheckpointError that begins with ``where`` if the state is not what its checksum says."""
     if "checksum" not in state:
         raise CheckpointError(f"{where} has no checksum, so it is not what rank_state_dict() returned, or not all.")
     found = fingerprint({key: value for key, value in state.items() if key != "checksum"}, kernels)

@@ -6,6 +6,10 @@ segment ``compress`` and ``average`` describe the work for an engine; when every
 ``commit`` takes the step and moves the parameters. Until then nothing that is in use is written, so a step that is
 not committed has not happened.
 
+Each rank keeps two errors. ``error``, the worker error, is what compressing its own contribution has lost.
+``server_error``, the server error, is what compressing the averages of the blocks that it owns has lost. Both are added
+to the next step's values (error feedback).
+
 Whatever the plans of a step have built in (addresses, options) must be in ``key``: plans are prepared once per key.
 What changes from step to step (learning rates, counters) is read when the plan runs, from ``tensors`` or from
 one-element arrays.
@@ -97,7 +101,7 @@ class Core(abc.ABC):
         self.rank = rank
         self.kernels = kernels
         #: Of the buffers; those of messages are the host's.
-        self.home: Memory = kernels.memory
+        self.param_memory: Memory = kernels.memory
         count = len(layout.tensors)
         self.tensors: Table = np.zeros(count, TENSOR)
         self.tensors["decay"] = 1.0
@@ -116,7 +120,7 @@ class Core(abc.ABC):
         self._allocated = False
         none = np.zeros(0, np.float32)
         self.error, self.error_out = none, none
-        self.owner_error, self.owner_error_out = none, none
+        self.server_error, self.server_error_out = none, none
         self.node_gradient = none
         self._node_addresses = np.zeros(count, np.uint64)
 
@@ -146,8 +150,8 @@ class Core(abc.ABC):
             blocks=layout.owned_blocks,
             received=received,
             origin=layout.message_start[self.rank],
-            error=self.owner_error,
-            error_out=self.owner_error_out,
+            error=self.server_error,
+            error_out=self.server_error_out,
             mask=self.segment_mask(layout),
             scale=self.scale,
             packed=self.result(segment),
@@ -157,13 +161,13 @@ class Core(abc.ABC):
         """Where the averages of a segment are gathered, ``packed_nbytes`` bytes."""
         this = self.segments[segment]
         if this.result is None:
-            this.result = self.home.staging(this.layout.packed_nbytes)
+            this.result = self.param_memory.staging(this.layout.packed_nbytes)
             this.result[:] = 0
         return this.result
 
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
         """What the plan of segments is made for and the next step may change: arrays, and what can be hashed."""
-        return (self.error, self.owner_error, *[self.result(k) for k in segments])
+        return (self.error, self.server_error, *[self.result(k) for k in segments])
 
     def is_finite(self, segment: int) -> bool:
         """Are the gathered averages finite? The same on all ranks, since all hold the same bytes."""
@@ -272,8 +276,8 @@ class Core(abc.ABC):
             return
         if self.keeps_errors:
             mine, owned = self.layout.worker_numel(self.rank), self.layout.owned_numel(self.rank)
-            self.error, self.error_out = (self.home.zeros(mine) for _ in range(2))
-            self.owner_error, self.owner_error_out = (self.home.zeros(owned) for _ in range(2))
+            self.error, self.error_out = (self.param_memory.zeros(mine) for _ in range(2))
+            self.server_error, self.server_error_out = (self.param_memory.zeros(owned) for _ in range(2))
         if not self.layout.nodes.is_flat:
             self._place_node_gradients()
         self._allocated = True
@@ -283,8 +287,8 @@ class Core(abc.ABC):
 
         On a device the others take memory, too.
         """
-        if self.home.is_device:
-            self.node_gradient, offsets = self.home.zeros(self.layout.flat_numel), self.layout.offsets
+        if self.param_memory.is_device:
+            self.node_gradient, offsets = self.param_memory.zeros(self.layout.flat_numel), self.layout.offsets
         else:
             lengths = -(-self.layout.numels // PAGE_NUMEL) * PAGE_NUMEL
             self.node_gradient, offsets = sparse_zeros(int(lengths.sum())), np.cumsum(lengths) - lengths
@@ -294,19 +298,19 @@ class Core(abc.ABC):
     def swap_errors(self) -> None:
         """What the exchange has written is in use from now on."""
         self.error, self.error_out = self.error_out, self.error
-        self.owner_error, self.owner_error_out = self.owner_error_out, self.owner_error
+        self.server_error, self.server_error_out = self.server_error_out, self.server_error
 
     def keep_errors(self, tensor: int) -> None:
         """Copies the errors of a tensor that nobody has a gradient for over what the exchange has written."""
         span, owned = self.local_span(tensor), self.owned_span(tensor)
         self.error_out[span] = self.error[span]
-        self.owner_error_out[owned] = self.owner_error[owned]
+        self.server_error_out[owned] = self.server_error[owned]
 
     def reset_errors(self, tensor: int) -> None:
         """Zeroes all errors of a tensor."""
         for array in (self.error, self.error_out):
             array[self.local_span(tensor)] = 0.0
-        for array in (self.owner_error, self.owner_error_out):
+        for array in (self.server_error, self.server_error_out):
             array[self.owned_span(tensor)] = 0.0
 
     def flat_span(self, tensor: int) -> slice:
@@ -347,7 +351,7 @@ class Core(abc.ABC):
         ``flat``: one value per flat element. A core with further local state (local moments, say) adds it here, and it
         is saved, loaded and shared out among another number of ranks with the rest (see ``optim.checkpoint``).
         """
-        return {"worker": {"error": self.error}, "owner": {"error": self.owner_error}, "flat": {}}
+        return {"worker": {"error": self.error}, "owner": {"error": self.server_error}, "flat": {}}
 
     def rank_state(self) -> dict[str, Any]:
         """What the next steps need and only this rank has: copies of ``rank_buffers``."""
@@ -358,7 +362,7 @@ class Core(abc.ABC):
 
     def _saved(self, buffer: Floats) -> Floats:
         """A copy in the host's memory."""
-        return self.home.host(buffer) if self.home.is_device else buffer.copy()
+        return self.param_memory.host(buffer) if self.param_memory.is_device else buffer.copy()
 
     def check_rank_state(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError if ``load_rank_state`` could not load it: other buffers, of other sizes, or not finite."""
@@ -392,8 +396,8 @@ class Core(abc.ABC):
     def reset_rank_state(self) -> None:
         """As after ``allocate``: nothing was left behind by any step."""
         own = [buffer for buffers in self.rank_buffers().values() for buffer in buffers.values()]
-        for buffer in (*own, self.error_out, self.owner_error_out):
-            if self.home.is_device or buffer.any():  # pages that were never written stay without memory
+        for buffer in (*own, self.error_out, self.server_error_out):
+            if self.param_memory.is_device or buffer.any():  # pages that were never written stay without memory
                 buffer[:] = 0.0
 
     @property
@@ -407,14 +411,14 @@ class Core(abc.ABC):
 
     def replica(self, tensor: int) -> Floats:
         """A copy of what must be equal on all ranks of one parameter: float32, ``numel`` elements."""
-        return self._saved(self.home.at(int(self.replica_addresses()[tensor]), int(self.layout.numels[tensor])))
+        return self._saved(self.param_memory.at(int(self.replica_addresses()[tensor]), int(self.layout.numels[tensor])))
 
     def replica_digest(self) -> list[int]:
         """Checksums of what must be equal on all ranks between steps: one per parameter."""
         return self.kernels.checksums(self.replica_addresses(), self.layout.numels * 4).tolist()
 
     def _node_gradient_nbytes(self) -> int:
-        whole = self.steps_locally or self.home.is_device
+        whole = self.steps_locally or self.param_memory.is_device
         numel = self.layout.numel if whole else self.layout.worker_numel(self.rank)
         return 4 * numel if self.node_gradient.size else 0
 
@@ -422,7 +426,7 @@ class Core(abc.ABC):
         """Bytes held, by buffer."""
         return {
             "worker_error": self.error.nbytes + self.error_out.nbytes,
-            "owner_error": self.owner_error.nbytes + self.owner_error_out.nbytes,
+            "server_error": self.server_error.nbytes + self.server_error_out.nbytes,
             "node_gradient": self._node_gradient_nbytes(),
         }
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ocomm.collectives.envelope import Envelope
+from ocomm.collectives.segment_header import SegmentHeader
 from ocomm.errors import MismatchError
 from ocomm.optim.replicas import ReplicasDifferError
 
 
 def disagreement(
-    name: str, step: int, envelope: Envelope, ranks: Sequence[int], tensors: Sequence[str]
+    name: str, step: int, segment_header: SegmentHeader, ranks: Sequence[int], tensors: Sequence[str]
 ) -> MismatchError:
     """The error where the headers of a segment differ, in step ``step`` of the optimizer ``name``.
 
     ``ranks`` are the channel's ranks as world ranks, ``tensors`` the names of what is in the segment.
     """
-    differences = envelope.differences()
+    differences = segment_header.differences()
     if not differences:
         return MismatchError(f"{name}: a message with a wrong header arrived in step {step}.")
     what, values = differences[0]
@@ -31,7 +31,7 @@ def disagreement(
             f"{name}: the ranks are not at the same step: {said}. Call step() equally often everywhere."
         )
     if what == "hyper":
-        rates = {ranks[rank]: f" (lr {lr:g})" for rank, lr in envelope.learning_rates().items()}
+        rates = {ranks[rank]: f" (lr {lr:g})" for rank, lr in segment_header.learning_rates().items()}
         said = "; ".join(f"rank(s) {who}{rates.get(who[0], '')}" for who in by_value.values())
         return MismatchError(
             f"{name}: lr, betas, eps or weight decay differ between ranks in step {step}: {said}. "

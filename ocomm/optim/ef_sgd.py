@@ -47,8 +47,8 @@ class EFSGD(Core):
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: EFSGDOptions) -> None:
         super().__init__(layout, rank, kernels, options)
-        self.momentum = self.home.zeros(layout.worker_numel(rank))
-        self._update = self.home.zeros(layout.flat_numel)
+        self.momentum = self.param_memory.zeros(layout.worker_numel(rank))
+        self._update = self.param_memory.zeros(layout.flat_numel)
         self._blocks = all_blocks(layout, rank)
         mine = self._blocks if layout.nodes.is_flat else self._blocks[self._blocks["local"] >= 0]
         self._worker_blocks = _by_local(mine)
@@ -126,7 +126,7 @@ class EFSGD(Core):
         rows["skip"] = ~present
         rows["param"] = address(self._update) + 4 * self.layout.offsets.astype(np.uint64)
         for tensor in np.flatnonzero(present & (rows["weight_decay"] != 0)).tolist():
-            param = self.home.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
+            param = self.param_memory.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
             self._update[self.flat_span(tensor)] = param
         self.kernels.local_step(self._worker_blocks, rows, self.momentum, None, self.error_out, None)
 

@@ -19,8 +19,8 @@ from ocomm.collectives.compressed import (
     node_staging,
 )
 from ocomm.collectives.engine import Ticket
-from ocomm.collectives.envelope import Envelopes
 from ocomm.collectives.plan import Computation, Plan, Stage
+from ocomm.collectives.segment_header import SegmentHeaders
 from ocomm.collectives.staged import staged
 from ocomm.compression.layout import SegmentLayout
 from ocomm.kernels.base import TENSOR, Bytes, Floats, Table
@@ -57,7 +57,7 @@ class Flow(abc.ABC):
         self.buckets = [(group, range(*span)) for group, span in zip(groups, pairwise(ends), strict=True)]
         self.segments = [segment for part in parts for segment in part]
         contents = [(segment.signature(self.compressor), len(segment.tensors)) for segment in self.segments]
-        self.envelopes: Envelopes = wire.envelopes(contents, for_node=not core.layout.nodes.is_flat)
+        self.segment_headers: SegmentHeaders = wire.segment_headers(contents, for_node=not core.layout.nodes.is_flat)
         self.core = core
         self.wire = wire
         #: The plan with which it begins before ``step()``, and what its plan of the step under way sends.
@@ -92,7 +92,7 @@ class Flow(abc.ABC):
             if len(self._plans) >= _KEPT_PLANS:
                 self._forget_plans()
             wire = self.wire
-            plan = staged(self._plan(), self.core.home, self._results(), wire.direct, wire.inside)
+            plan = staged(self._plan(), self.core.param_memory, self._results(), wire.direct, wire.intra_node)
             found = self._plans[key] = *wire.prepare(plan), built_in
         self.prepared, self.sent, _ = found
         return self.prepared
@@ -103,15 +103,15 @@ class Flow(abc.ABC):
     def say_presence(self, segments: range, present: NDArray[np.bool_]) -> None:
         """Writes into the headers of ``segments`` which tensors this rank has a gradient of."""
         for k in segments:
-            self.envelopes[k].presence[:] = self.segments[k].presence_bits(present)
+            self.segment_headers[k].presence[:] = self.segments[k].presence_bits(present)
 
     def present_anywhere(self) -> NDArray[np.int64]:
         """Tensors of which some rank has a gradient, as was heard."""
-        heard = self.envelopes.heard.tobytes()
+        heard = self.segment_headers.heard.tobytes()
         if heard != self._heard:
             present = np.zeros(len(self.core.layout.tensors), np.bool_)
-            for segment, envelope in zip(self.segments, self.envelopes, strict=True):
-                segment.read_presence(envelope.heard, present)
+            for segment, segment_header in zip(self.segments, self.segment_headers, strict=True):
+                segment.read_presence(segment_header.heard, present)
             self._heard, self._anywhere = heard, np.flatnonzero(present)
         return self._anywhere
 
@@ -131,7 +131,7 @@ class CompressedFlow(Flow):
         self.compressor = f"{core.compressor}-{core.scale}" if core.scales else core.compressor
         parts = [[core.segments[k].layout for k in span] for span in core.bucket_segments]
         super().__init__(core, wire, groups, parts, partial(core.built_in, range(sum(map(len, parts)))))
-        self.staging = [compressed_staging(segment, core.home) for segment in self.segments]
+        self.staging = [compressed_staging(segment, core.param_memory) for segment in self.segments]
         #: An average that overflows is seen by all in the result; in the headers stands who had a bad gradient.
         self._average_flags = np.zeros(1, np.uint32)
 
@@ -144,14 +144,16 @@ class CompressedFlow(Flow):
     def _plan(self) -> Plan:
         core = self.core
         stages = []
-        for k, (segment, staging, envelope) in enumerate(zip(self.segments, self.staging, self.envelopes, strict=True)):
+        for k, (segment, staging, segment_header) in enumerate(
+            zip(self.segments, self.staging, self.segment_headers, strict=True)
+        ):
 
             def average(rows: Sequence[Bytes], k: int = k) -> Computation:
                 return core.average(k, rows, self._average_flags)
 
-            compress = core.compress(k, staging.send, envelope.node_flags)
+            compress = core.compress(k, staging.send, segment_header.node_flags)
             node_sum = core.node_sum(segment)
-            stages.append(compressed_segment(staging, envelope, core.result(k), compress, average, node_sum))
+            stages.append(compressed_segment(staging, segment_header, core.result(k), compress, average, node_sum))
         return Plan(f"{self.wire.name}: compressed", stages)
 
     def is_finite(self) -> bool:
@@ -186,10 +188,10 @@ class DenseFlow(Flow):
         core = self.core
         stages: list[list[Stage]] = []
         memory: list[Bytes] = []
-        for segment, envelope in zip(self.segments, self.envelopes, strict=True):
-            before, source = core.dense_source(segment, envelope.flags)
+        for segment, segment_header in zip(self.segments, self.segment_headers, strict=True):
+            before, source = core.dense_source(segment, segment_header.flags)
             where = source, self._averages, segment.runs()
-            cut, used = dense_segment(self.wire.rank, core.layout.nodes, envelope, *where, core.home)
+            cut, used = dense_segment(self.wire.rank, core.layout.nodes, segment_header, *where, core.param_memory)
             cut[0].compute[:0] = before
             stages.append(cut)
             memory += used
@@ -216,14 +218,14 @@ class NodeFlow(Flow):
         self, core: Core, wire: StepChannel, groups: Sequence[list[int]], parts: Sequence[Sequence[SegmentLayout]]
     ) -> None:
         super().__init__(core, wire, groups, parts, tuple)
-        self.staging = [node_staging(segment, core.home) for segment in self.segments]
+        self.staging = [node_staging(segment, core.param_memory) for segment in self.segments]
 
     def _plan(self) -> Plan:
         stages = []
-        for segment, envelope, staging in zip(self.segments, self.envelopes, self.staging, strict=True):
+        for segment, segment_header, staging in zip(self.segments, self.segment_headers, self.staging, strict=True):
             node_sum = self.core.node_sum(segment)
             assert node_sum is not None
-            stages.append(node_segment(segment, staging, envelope, node_sum))
+            stages.append(node_segment(segment, staging, segment_header, node_sum))
         return Plan(f"{self.wire.name}: node", stages)
 
     def memory(self) -> dict[str, int]:
@@ -301,7 +303,7 @@ class Flows:
         return True
 
     def _arrange_dense(self, dense: NDArray[np.bool_]) -> None:
-        self.averages = self.core.home.zeros(self.layout.flat_numel if dense.any() else 0)
+        self.averages = self.core.param_memory.zeros(self.layout.flat_numel if dense.any() else 0)
         self._addresses["grad"] = address(self.averages) + 4 * self.layout.offsets.astype(np.uint64)
         self.dense = None
         if dense.any():

@@ -1,4 +1,4 @@
-"""When the dense warm-up ends: decisions only, from the numbers handed in; no clock, network or buffer.
+"""The freeze rule: when the dense warm-up ends and the variance is frozen. Decisions only, from the numbers handed in.
 
 ``FreezeSchedule`` is consulted by the coordinator alone, which announces its answer in the header of an exchange.
 ``LateTensors`` works on whole numbers and on v, which is the same on all ranks: each rank asks its own.

@@ -306,4 +306,4 @@ class Lamb(OneBitAdam):
 
     def _param(self, tensor: int) -> Floats:
         """The parameter behind its address: a flat view."""
-        return self.home.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
+        return self.param_memory.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))

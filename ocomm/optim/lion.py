@@ -64,7 +64,7 @@ class Lion(Core):
         #: Steps taken, whatever tensors had gradients in them.
         self.committed = 0
         self.tensors["beta1"], self.tensors["one_minus_beta1"] = betas[0], 1.0 - betas[0]
-        self.momentum, self.momentum_out = (self.home.zeros(layout.worker_numel(rank)) for _ in range(2))
+        self.momentum, self.momentum_out = (self.param_memory.zeros(layout.worker_numel(rank)) for _ in range(2))
         self._worker = layout.nodes.members.index(layout.nodes.node_of(rank))
         # Read by plans when they run: a new step needs no new plan.
         self._owner_noise = np.array([(options.seed, 0, OWNERS, 0)], NOISE)

@@ -73,7 +73,7 @@ class OneBitAdam(Core):
         super().__init__(layout, rank, kernels, options)
         self.scale = options.scale
         self.mask_refresh = options.mask_refresh
-        self.preconditioner = Preconditioner(layout, options.variance_floor, self.home)
+        self.preconditioner = Preconditioner(layout, options.variance_floor, self.param_memory)
         self.stage = np.zeros(len(layout.tensors), np.uint8)
         self._exchange: Exchange | None = None  # by these stages
         self.compressed_steps = 0
@@ -249,7 +249,7 @@ class OneBitAdam(Core):
                 signs = slice(int(run["bits"][0]), int(run["bits"][-1]) + (int(run["length"][-1]) + 7) // 8)
                 result[scales] = previous[scales]
                 result[signs] = previous[signs]
-            self.home.changed(result)
+            self.param_memory.changed(result)
 
     # Masked elements
 
@@ -291,7 +291,7 @@ class OneBitAdam(Core):
         dense = self._dense.get(tensor)
         if dense is not None:
             return dense.copy()
-        out = self.home.zeros(int(self.layout.numels[tensor]))
+        out = self.param_memory.zeros(int(self.layout.numels[tensor]))
         for segment in self.segments_of(tensor):
             assert segment.previous is not None, "a tensor without momentum"
             self.unpack(tensor, segment.layout, segment.previous, out)

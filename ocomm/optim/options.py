@@ -1,8 +1,8 @@
 """How the options of an optimizer are defined: once, in a frozen dataclass beside its core.
 
-A field is an ``option``: a type, a default, its documentation, whether all ranks must choose the same, and whether a
-saved state goes on only with the same. ``__post_init__`` checks the values. Frontends repeat names, types and defaults
-in their signatures, where editors look for them, and show the documentation with ``documented``;
+A field is an ``option``: a type, the default of the option, its documentation, whether all ranks must choose the same,
+and whether a saved state goes on only with the same. ``__post_init__`` checks the values. Frontends repeat names, types
+and defaults in their signatures, where editors look for them, and show the documentation with ``documented``;
 ``tests/architecture/test_options.py`` holds both equal to the definitions.
 """
 

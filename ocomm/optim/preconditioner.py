@@ -54,7 +54,7 @@ class Preconditioner:
 
     def __init__(self, layout: Layout, variance_floor: float, memory: Memory = HOST) -> None:
         self.layout = layout
-        self.home = memory
+        self.param_memory = memory
         self.variance_floor = variance_floor
         count = len(layout.tensors)
         #: Masked elements per tensor, and how many have been woken in all.
@@ -71,11 +71,11 @@ class Preconditioner:
 
     def _allocate(self) -> None:
         if not self._allocated:
-            self.denominator = self.home.zeros(self.layout.flat_numel)
+            self.denominator = self.param_memory.zeros(self.layout.flat_numel)
             self.block_root = np.zeros(self.layout.blocks.size, np.float32)
-            self.mask = self.home.staging(self.layout.flat_numel // 8)
+            self.mask = self.param_memory.staging(self.layout.flat_numel // 8)
             self.mask[:] = 0
-            self.home.changed(self.mask)
+            self.param_memory.changed(self.mask)
             self._allocated = True
 
     def set_variance(self, tensor: int, variance: Floats, correction: float, eps: float, *, when: str) -> bool:
@@ -89,7 +89,7 @@ class Preconditioner:
         in float64 by folding halves (``fold``), rounded to float32 after the division.
         """
         spec = self.layout.tensors[tensor]
-        variance = self.home.host(flat_floats(variance, spec.numel, f"variance of {spec.name!r}"))
+        variance = self.param_memory.host(flat_floats(variance, spec.numel, f"variance of {spec.name!r}"))
         masked = variance == 0.0
         if spec.numel and masked.all():
             return False
@@ -111,7 +111,7 @@ class Preconditioner:
     def _set_mask(self, tensor: int, mask: Bytes) -> None:
         span = self._mask_span(tensor)
         self.mask[span] = mask
-        self.home.changed(self.mask[span])
+        self.param_memory.changed(self.mask[span])
         self.masked[tensor] = int(np.unpackbits(mask).sum())
 
     def _block_means(self, tensor: int, root: Floats, masked: NDArray[np.bool_]) -> Floats:
@@ -158,7 +158,7 @@ class Preconditioner:
         """One bit per flat element: masked, and gradients have left something in ``error``, the worker error of
         ``rank``."""
         bits = np.zeros(self.mask.size, np.uint8)
-        error = self.home.host(error)
+        error = self.param_memory.host(error)
         for tensor in np.flatnonzero(self.masked).tolist():
             nonzero = np.packbits(self.layout.from_worker(tensor, rank, error != 0.0), bitorder="little")
             span = self._mask_span(tensor)
@@ -181,13 +181,13 @@ class Preconditioner:
             span = self._mask_span(tensor)
             bits = touched[span] & self.mask[span]
             self.mask[span] &= ~bits
-            self.home.changed(self.mask[span])
+            self.param_memory.changed(self.mask[span])
             start = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
             block = np.searchsorted(self.layout.tensor_blocks(tensor)["start"], start, side="right") - 1
             root = self.block_root[self._block_span(tensor)][block]
-            denominator = self.home.host(self.denominator[self.layout.flat_span(tensor)])
+            denominator = self.param_memory.host(self.denominator[self.layout.flat_span(tensor)])
             denominator[start] = root + self.eps[tensor]
-            if self.home.is_device:
+            if self.param_memory.is_device:
                 self.denominator[self.layout.flat_span(tensor)] = denominator
             self.masked[tensor] -= start.size
             woken += start.size
@@ -202,7 +202,7 @@ class Preconditioner:
         v_hat is read back from the denominator, so it has the floor in it, and a rounding: good for plain Adam to go on
         from. ``tensor_state`` has what a bit-identical continuation needs.
         """
-        root = self.home.host(self.denominator[self.layout.flat_span(tensor)]) - self.eps[tensor]
+        root = self.param_memory.host(self.denominator[self.layout.flat_span(tensor)]) - self.eps[tensor]
         root[self.masked_elements(tensor)] = 0.0
         return root * root * np.float32(correction)
 
@@ -211,7 +211,7 @@ class Preconditioner:
         ``block_root`` (float32, blocks)."""
         return {
             "eps": float(self.eps[tensor]),
-            "denominator": np.array(self.home.host(self.denominator[self.layout.flat_span(tensor)])),
+            "denominator": np.array(self.param_memory.host(self.denominator[self.layout.flat_span(tensor)])),
             "mask": self.mask[self._mask_span(tensor)].copy(),
             "block_root": self.block_root[self._block_span(tensor)].copy(),
         }

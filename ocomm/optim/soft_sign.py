@@ -58,13 +58,15 @@ class SoftSignSGD(Core):
         self.beta = options.beta
         self.tensors["beta1"], self.tensors["one_minus_beta1"] = self.beta, 1.0 - self.beta
         mine = layout.worker_numel(rank)
-        self.momentum, self.momentum_out, self.magnitude, self.magnitude_out = (self.home.zeros(mine) for _ in range(4))
+        self.momentum, self.momentum_out, self.magnitude, self.magnitude_out = (
+            self.param_memory.zeros(mine) for _ in range(4)
+        )
         self._allocate_exchanged()
 
     def _allocate_exchanged(self) -> None:
         """Makes what this algorithm exchanges, or keeps of an exchange."""
         self.blocks = all_blocks(self.layout, self.rank)
-        self.ratio = self.home.zeros(self.layout.flat_numel)
+        self.ratio = self.param_memory.zeros(self.layout.flat_numel)
         self._source: Table = np.zeros(len(self.layout.tensors), self.tensors.dtype)
         self._source["grad"] = address(self.ratio) + 4 * self.layout.offsets.astype(np.uint64)
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ocomm.collectives.bridge import Inside
+from ocomm.collectives.bridge import IntraNode
 from ocomm.collectives.engine import Channel, State, Ticket
-from ocomm.collectives.envelope import Envelopes
 from ocomm.collectives.outcome import explain
 from ocomm.collectives.plan import Plan
+from ocomm.collectives.segment_header import SegmentHeaders
 from ocomm.collectives.staged import entry
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.errors import OcommError
@@ -23,14 +23,14 @@ class Sent(NamedTuple):
     """Bytes which a plan sends to other nodes, and to other ranks of this rank's node."""
 
     across: int
-    inside: int
+    intra_node: int
 
 
 class StepChannel:
     """``channel`` of the optimizer ``name``, between the world ranks ``ranks``, which are on ``nodes``.
 
     ``rank`` is this rank's place among them. A plan may take ``timeout_s`` seconds, 0 for any time. ``direct``,
-    ``inside``: see ``staged``.
+    ``intra_node``: see ``staged``.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StepChannel:
         timeout_s: float,
         *,
         direct: bool = False,
-        inside: Inside | None = None,
+        intra_node: IntraNode | None = None,
     ) -> None:
         self.name = name
         self.channel = channel
@@ -54,7 +54,7 @@ class StepChannel:
         self.watch = watch
         self.timeout_s = timeout_s
         self.direct = direct
-        self.inside = inside
+        self.intra_node = intra_node
         #: Flags of this rank's gradients; the engine's thread sets them.
         self.flags = np.zeros(1, np.uint32)
         #: Flags of all ranks, and what the coordinator announces, as heard in the step under way.
@@ -64,12 +64,12 @@ class StepChannel:
 
     def enter(self, memory: Memory) -> None:
         """What all ranks run first where values travel between devices. Collective."""
-        if self.direct or self.inside is not None:
+        if self.direct or self.intra_node is not None:
             self.run(self.channel.prepare(entry(memory)), self.name)
 
-    def envelopes(self, contents: Sequence[tuple[int, int]], *, for_node: bool = False) -> Envelopes:
+    def segment_headers(self, contents: Sequence[tuple[int, int]], *, for_node: bool = False) -> SegmentHeaders:
         """Headers of segments with these signatures and numbers of tensors."""
-        return Envelopes(self.rank, contents, self.flags, self.heard_flags, self.announcement, for_node=for_node)
+        return SegmentHeaders(self.rank, contents, self.flags, self.heard_flags, self.announcement, for_node=for_node)
 
     def prepare(self, plan: Plan) -> tuple[Any, Sent]:
         """A plan that is made ready to be submitted many times, and what it sends."""
@@ -90,5 +90,5 @@ class StepChannel:
 
     def give_up(self, why: str) -> None:
         """Some rank may have been ready for a transfer that this one will not make now."""
-        if self.inside is not None and self.inside.bridge is not None:
-            self.inside.bridge.end(f"{self.name} has failed: {why}")
+        if self.intra_node is not None and self.intra_node.bridge is not None:
+            self.intra_node.bridge.end(f"{self.name} has failed: {why}")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ocomm.collectives.bridge import Inside
+from ocomm.collectives.bridge import IntraNode
 from ocomm.collectives.engine import Channel
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.errors import HorovodInternalError, NonFiniteError, OcommError
@@ -35,7 +35,7 @@ _AGAIN, _OVER = int(Flag.CHANGED | Flag.UNHANDED), int(Flag.SKIP | Flag.RAISED)
 _NON_FINITE, _UNHANDED = int(Flag.NON_FINITE), int(Flag.UNHANDED)
 
 
-class Verdict(enum.Enum):
+class StepOutcome(enum.Enum):
     """What all ranks do with a step."""
 
     TAKE = "take"
@@ -52,7 +52,7 @@ class Stepper:
     on a device of the types that ``core.gradients`` says; before ``step()`` (``final`` False) it may answer None: not
     yet. It is called from hooks: a list of numbers costs them less than an array.
     ``segment_nbytes`` bounds a segment's packed bytes. ``verify``: see ``Buckets``. ``replicas``: what each step
-    compares; None: nothing. ``direct``, ``inside``: see ``staged``.
+    compares; None: nothing. ``direct``, ``intra_node``: see ``staged``.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Stepper:
         replicas: ReplicaWindows | None = None,
         bucket_count: int = BUCKETS,
         direct: bool = False,
-        inside: Inside | None = None,
+        intra_node: IntraNode | None = None,
     ) -> None:
         self.name = name
         self.core = core
@@ -89,12 +89,12 @@ class Stepper:
         self._dead: OcommError | None = None
         self._dense_bytes = core.layout.dense_bytes()
         self.wire = StepChannel(
-            name, channel, ranks, core.rank, core.layout.nodes, watch, timeout_s, direct=direct, inside=inside
+            name, channel, ranks, core.rank, core.layout.nodes, watch, timeout_s, direct=direct, intra_node=intra_node
         )
         self.flows = Flows(core, self.wire, segment_nbytes, bucket_count)
         self.buckets = Buckets(self.flows, self.wire, locate, verify)
         self._vote = Vote(core, self.wire)
-        self.wire.enter(core.home)
+        self.wire.enter(core.param_memory)
 
     # Before step()
 
@@ -118,7 +118,7 @@ class Stepper:
 
     # The exchange
 
-    def agree_on_norm(self, lr: float) -> Verdict | None:
+    def agree_on_norm(self, lr: float) -> StepOutcome | None:
         """Before the exchange of gradients that are to be clipped: all ranks tell their norms, and ``norm`` is set.
 
         For a step of which nothing is on its way. Returns None, or what all ranks do with the step if one of them skips
@@ -151,7 +151,7 @@ class Stepper:
         again: Callable[[], None],
         *,
         with_norm: bool = False,
-    ) -> Verdict:
+    ) -> StepOutcome:
         """Ends the step's exchange on all ranks: posts what is left, votes, waits; commits nothing.
 
         ``hyper`` digests what gradients are compressed with, ``hyper_now`` everything that must agree (lr too), ``lr``
@@ -229,21 +229,21 @@ class Stepper:
         for flow in self.flows.flows:
             present[flow.present_anywhere()] = True
 
-    def _conclude(self, heard: int, sent: Sequence[Sent]) -> Verdict:
+    def _conclude(self, heard: int, sent: Sequence[Sent]) -> StepOutcome:
         """What all ranks do with the step, whose exchange is over. NonFiniteError if a gradient is not finite."""
         flows, is_over = self.flows.flows, bool(heard & _OVER)
         is_finite = is_over or not (heard & _NON_FINITE or not all(flow.is_finite() for flow in flows))
         self.step += 1
         self.traffic.count(sent, flows, self._dense_bytes, skipped=is_over or not is_finite)
         if is_over:
-            return Verdict.OVERFLOW if heard & _NON_FINITE else Verdict.SKIP
+            return StepOutcome.OVERFLOW if heard & _NON_FINITE else StepOutcome.SKIP
         if not is_finite:
             raise NonFiniteError(
                 f"{self.name}: a gradient is NaN or Inf in step {self.step}, on rank(s) "
                 f"{self._vote.non_finite_ranks(flows, self.step)}; the step was discarded on all ranks. Use a "
                 "GradScaler, clip, or lower the learning rate."
             )
-        return Verdict.TAKE
+        return StepOutcome.TAKE
 
     def give_up(self, error: BaseException) -> None:
         """A step that was begun has not come to its end: there will be no other."""

@@ -41,5 +41,5 @@ class Traffic:
         self.local_steps += kinds <= {NodeFlow}
         self.last_bytes_sent = across
         self.bytes_sent += across
-        self.bytes_sent_inside += sum([one.inside for one in sent])
+        self.bytes_sent_inside += sum([one.intra_node for one in sent])
         self.bytes_dense += bytes_dense

@@ -1,8 +1,9 @@
-"""What the ranks agree on before a step is taken: rounds in which every rank tells all others a header, and no more.
+"""The vote of a step: what the ranks agree on before the step is taken.
 
-A step has one round, the vote, after its last bucket: flags, hyperparameters, which gradients there are, a checksum of
-parameters. Gradients that are clipped by their exact norm have one before the first bucket. After a step with a
-gradient that is not finite there may be a third, in which ranks say whose it was.
+In a round every rank sends all others a header, and no more. A step has one round, the vote, after its last bucket:
+flags, hyperparameters, which gradients there are, a checksum of parameters. Gradients that are clipped by their exact
+norm have one before the first bucket. After a step with a gradient that is not finite there may be a third, in which
+ranks say whose it was.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Round:
     """Everyone's header and presence bits of ``tensors``, to all. ``signature`` says which round it is."""
 
     def __init__(self, wire: StepChannel, signature: int, tensors: int) -> None:
-        self.envelopes = wire.envelopes([(signature, tensors)])
-        (self.envelope,) = self.envelopes
-        plan = vote(wire.rank, vote_groups(wire.nodes), self.envelope)
+        self.segment_headers = wire.segment_headers([(signature, tensors)])
+        (self.segment_header,) = self.segment_headers
+        plan = vote(wire.rank, vote_groups(wire.nodes), self.segment_header)
         self.prepared: Any
         self.prepared, self.sent = wire.prepare(plan)
         self.ticket: Ticket | None = None
@@ -74,7 +75,7 @@ class Vote:
     @property
     def presence(self) -> Bytes:
         """Bits of the gradients that this rank has, for a core that steps locally; what ``hold`` sends."""
-        return self._vote.envelope.presence
+        return self._vote.segment_header.presence
 
     @cached_property
     def _early_round(self) -> Round:
@@ -89,7 +90,7 @@ class Vote:
     @property
     def present(self) -> Bytes:
         """The same of all ranks, OR-ed, as heard."""
-        return self._vote.envelope.heard
+        return self._vote.segment_header.heard
 
     def hold(self, said: Statement, flows: Sequence[Flow] | None, with_norm: bool) -> int:
         """Tells all ranks what this one says, and waits for all that say and for ``flows``. Collective.
@@ -100,12 +101,12 @@ class Vote:
         """
         wire, core = self._wire, self._core
         held = self._vote if flows is not None else self._early_round
-        header = held.envelope.header
-        held.envelopes.begin(said.step, said.attempt, said.hyper, said.announcement)
+        header = held.segment_header.header
+        held.segment_headers.begin(said.step, said.attempt, said.hyper, said.announcement)
         header["lr"], header["flags"], header["replica"] = said.lr, said.flags, said.replica
         for flow in flows or ():
             if isinstance(flow, NodeFlow):
-                for heard in flow.envelopes:
+                for heard in flow.segment_headers:
                     if heard.has_disagreement:
                         header[0] = heard.passed_on[0]
         if with_norm:  # read while what has been posted travels; in float64, tensor by tensor in registration order
@@ -120,7 +121,7 @@ class Vote:
         if any(state != State.DONE for state in states):
             raise self._failed(parts, tickets, what, said.step)
         if with_norm:
-            squares = held.envelope.squares()
+            squares = held.segment_header.squares()
             self.norm = math.sqrt(sum(squares) / len(squares))
         return int(wire.heard_flags[0])
 
@@ -132,7 +133,7 @@ class Vote:
         def mismatch() -> MismatchError:
             tensors, segment = self._core.layout.tensors, failed.error_segment
             names = [tensors[tensor].name for tensor in part.tensors_of(segment)]
-            return disagreement(self._wire.name, step, part.envelopes[segment], self._wire.ranks, names)
+            return disagreement(self._wire.name, step, part.segment_headers[segment], self._wire.ranks, names)
 
         return self._wire.explain(failed, what, mismatch, self._core.kernels.name)
 
@@ -142,14 +143,17 @@ class Vote:
         Those that compressed have said so in a header, unless it spoke for a node. For the others, who only add up, the
         ranks look at their gradients and tell each other once more: all of them or none, for all have heard the same.
         """
-        wire, core, envelope = self._wire, self._core, self._vote.envelope
+        wire, core, segment_header = self._wire, self._core, self._vote.segment_header
         if core.layout.nodes.is_flat:
-            envelopes = [envelope, *(envelope for flow in flows for envelope in flow.envelopes)]
-            found = {rank for envelope in envelopes for rank in envelope.ranks_with(Flag.NON_FINITE)}
+            segment_headers = [
+                segment_header,
+                *(segment_header for flow in flows for segment_header in flow.segment_headers),
+            ]
+            found = {rank for segment_header in segment_headers for rank in segment_header.ranks_with(Flag.NON_FINITE)}
             if found:
                 return [wire.ranks[rank] for rank in sorted(found)]
         if not all(core.kernels.finite(s.blocks, core.gradients) for flow in flows for s in flow.segments):
-            envelope.header["flags"] = Flag.NON_FINITE
-        envelope.header["attempt"] = _NON_FINITE_ROUND
+            segment_header.header["flags"] = Flag.NON_FINITE
+        segment_header.header["attempt"] = _NON_FINITE_ROUND
         wire.run(self._vote.prepared, f"{wire.name}: step {step}")
-        return [wire.ranks[rank] for rank in envelope.ranks_with(Flag.NON_FINITE)]
+        return [wire.ranks[rank] for rank in segment_header.ranks_with(Flag.NON_FINITE)]

@@ -98,7 +98,7 @@ class ZeroOneAdam(Core):
         self.scale = options.scale
         self.syncs, self.refreshes = options.schedules()
         self.mask_refresh = options.mask_refresh
-        self.preconditioner = Preconditioner(layout, options.variance_floor, self.home)
+        self.preconditioner = Preconditioner(layout, options.variance_floor, self.param_memory)
         #: Steps taken, syncs among them, and steps in which nothing was averaged but the gradients of late tensors.
         self.step = 0
         self.sync_steps = 0
@@ -133,7 +133,7 @@ class ZeroOneAdam(Core):
     def allocate(self) -> None:
         if not self._allocated:
             super().allocate()
-            self.momentum = self.home.zeros(self.layout.flat_numel)
+            self.momentum = self.param_memory.zeros(self.layout.flat_numel)
 
     # Hyperparameters
 
@@ -212,7 +212,7 @@ class ZeroOneAdam(Core):
     def _parts(self, segment: SegmentLayout, averages: Table) -> Iterator[Floats]:
         for run in segment.runs():
             first = int(averages["grad"][run["tensor"]]) + 4 * int(run["start"])
-            yield self.home.host(self.home.at(first, int(run["length"])))
+            yield self.param_memory.host(self.param_memory.at(first, int(run["length"])))
 
     def is_local_finite(self, tensors: Sequence[int]) -> bool:
         return self.kernels.finite(self._blocks_of(tensors), self.tensors)
@@ -238,7 +238,7 @@ class ZeroOneAdam(Core):
             self._end_sync(met)
         self._take_local_steps(local)
         for tensor in refreshed.tolist():
-            self._refresh(tensor, self.home.host(averages[self.flat_span(tensor)]))
+            self._refresh(tensor, self.param_memory.host(averages[self.flat_span(tensor)]))
         self.tensors["skip"] = 1
         self.steps += moved
         self.step += 1
@@ -259,9 +259,9 @@ class ZeroOneAdam(Core):
         for tensor in np.flatnonzero(dense & present).tolist():
             average = averages[self.flat_span(tensor)]
             first = self.refreshed[tensor] == 0
-            decayed = self.home.host(average)
+            decayed = self.param_memory.host(average)
             if rows["weight_decay"][tensor] != 0:
-                decayed = decayed + rows["weight_decay"][tensor] * self.home.host(self._param(tensor))
+                decayed = decayed + rows["weight_decay"][tensor] * self.param_memory.host(self._param(tensor))
             self._refresh(tensor, decayed)
             if first and self.refreshed[tensor]:
                 self._dense_refreshes[tensor] = max(1, refreshes)
@@ -271,18 +271,18 @@ class ZeroOneAdam(Core):
         # Without a variance all elements are masked: parameters only decay, and gradients wait.
         without = (dense | unseen) & present & ~with_variance
         if without.any():
-            everything = self.home.staging(self.layout.flat_numel // 8)
+            everything = self.param_memory.staging(self.layout.flat_numel // 8)
             everything[:] = 255
-            self.home.changed(everything)
-            waiting = self.home.zeros(self.layout.flat_numel)
+            self.param_memory.changed(everything)
+            waiting = self.param_memory.zeros(self.layout.flat_numel)
             # In the unit of errors. What is masked does not move by the rate.
             rows["step_size"][without] = np.sqrt(self._lr[without])
             self._step_locally(without, waiting, self.momentum, everything)
             rows["step_size"][without] = self._lr[without]
             for tensor in np.flatnonzero(without).tolist():
-                part = self.layout.to_worker(tensor, self.rank, self.home.host(waiting[self.flat_span(tensor)]))
+                part = self.layout.to_worker(tensor, self.rank, self.param_memory.host(waiting[self.flat_span(tensor)]))
                 span = self.local_span(tensor)
-                self.error[span] = self.home.host(self.error[span]) + part
+                self.error[span] = self.param_memory.host(self.error[span]) + part
         self._waits |= without
         self.stage[unseen & present] = Stage.DENSE
         ready = with_variance & (self.refreshed >= self._dense_refreshes)
@@ -329,11 +329,11 @@ class ZeroOneAdam(Core):
     def _leave_sync(self, tensors: Bools, moves: bool) -> None:
         """Keeps what a sync has left of ``tensors``: their momentum, and if the parameters will move those, too."""
         if moves and self._update is None:
-            self._update, self._synced = (self.home.zeros(self.layout.flat_numel) for _ in range(2))
+            self._update, self._synced = (self.param_memory.zeros(self.layout.flat_numel) for _ in range(2))
             for tensor in np.flatnonzero(self.stage == Stage.COMPRESSED).tolist():
                 self._synced[self.flat_span(tensor)] = self._param(tensor)
         if not self._average_momentum.size:
-            self._average_momentum = self.home.zeros(self.layout.flat_numel)
+            self._average_momentum = self.param_memory.zeros(self.layout.flat_numel)
         for tensor in np.flatnonzero(tensors & self._is_average).tolist():
             span = self.flat_span(tensor)
             self._average_momentum[span] = self.momentum[span]
@@ -352,7 +352,7 @@ class ZeroOneAdam(Core):
         if decay != 0:
             span = self.flat_span(tensor)
             param = self._param(tensor) if self._synced is None else self._synced[span]
-            averages[span] = self.home.host(averages[span]) + decay * self.home.host(param)
+            averages[span] = self.param_memory.host(averages[span]) + decay * self.param_memory.host(param)
 
     def _refresh(self, tensor: int, gradient: Floats) -> None:
         """v = beta2 * v + (1 - beta2) * gradient^2, and what follows from it."""
@@ -451,7 +451,7 @@ class ZeroOneAdam(Core):
         if self.preconditioner.set_variance(tensor, variance, 1.0 - beta2**step, eps, when=f"step {step}"):
             self._forget(tensor)
             self.momentum[self.flat_span(tensor)] = momentum
-            self._variance[tensor] = np.array(self.home.host(variance), np.float32).reshape(-1)
+            self._variance[tensor] = np.array(self.param_memory.host(variance), np.float32).reshape(-1)
             self.refreshed[tensor] = step
             self.stage[tensor] = Stage.COMPRESSED
 
@@ -557,7 +557,7 @@ class ZeroOneAdam(Core):
             flat["update"] = self._saved(self._update)
             flat["parameter"] = np.zeros_like(flat["update"])
             for tensor in range(self.stage.size):
-                flat["parameter"][self.flat_span(tensor)] = self.home.host(self._param(tensor))
+                flat["parameter"][self.flat_span(tensor)] = self.param_memory.host(self._param(tensor))
         return {
             **super().rank_state(),
             "flat": flat,
@@ -633,7 +633,7 @@ class ZeroOneAdam(Core):
 
     def _param(self, tensor: int) -> Floats:
         """The parameter behind its address: a flat view."""
-        return self.home.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
+        return self.param_memory.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
 
     def _blocks_of(self, tensors: Sequence[int]) -> Table:
         if len(tensors) == len(self.stage):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ocomm import api
 from ocomm.bench._lab import bits_per_second
 from ocomm.errors import OcommError
-from ocomm.predict.model import GPU, Codec, Network, Training, advice, calibrated, compare
+from ocomm.predict.model import GPU, CodecTimes, Network, Training, advice, calibrated, compare
 from ocomm.predict.probe import Probe, measure
 
 _RATES = ("10gbit", "100gbit", "200gbit")
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         network = Network(bits_per_second(args.rate), args.message_us / 1e6, 1e9 * inside)
     except ValueError as error:
         parser.error(str(error))
-    codec = GPU if args.gpu else Codec()
+    codec = GPU if args.gpu else CodecTimes()
     nodes, ranks_per_node = args.nodes or 8, args.ranks_per_node or 8
     if args.probe:
         try:
@@ -94,7 +94,7 @@ def _found(probe: Probe) -> str:
     return "measured: " + ", ".join([*found, elements])
 
 
-def _table(ranks_per_node: int, training: Training, network: Network, codec: Codec) -> str:
+def _table(ranks_per_node: int, training: Training, network: Network, codec: CodecTimes) -> str:
     rows = [["ranks", "rate", *("dense", "flat", "hierarchical", "two-hop"), "advice"]]
     for rate in _RATES:
         for nodes in _SIZES:

@@ -53,7 +53,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Codec:
+class CodecTimes:
     """Seconds per element to compress, per sign to add up what an owner has received, and per dense element.
 
     ``socket``: seconds of the processor that trains per byte that a rank sends to or receives from other nodes. The
@@ -67,7 +67,7 @@ class Codec:
     socket: float = 0.21e-9
 
 
-GPU = Codec(12.25 / 1.2e12, 0.25 / 1.2e12, DENSE_NBYTES / 1.2e12, 0.0)
+GPU = CodecTimes(12.25 / 1.2e12, 0.25 / 1.2e12, DENSE_NBYTES / 1.2e12, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Prediction:
 
 
 def predict(
-    method: str, nodes: int, ranks_per_node: int, training: Training, network: Network, codec: Codec
+    method: str, nodes: int, ranks_per_node: int, training: Training, network: Network, codec: CodecTimes
 ) -> Prediction:
     """One of ``METHODS`` on ``nodes`` nodes of ``ranks_per_node`` ranks. ValueError for another method."""
     if method not in METHODS:
@@ -150,7 +150,7 @@ def predict(
 
 
 def compare(
-    nodes: int, ranks_per_node: int, training: Training, network: Network, codec: Codec
+    nodes: int, ranks_per_node: int, training: Training, network: Network, codec: CodecTimes
 ) -> dict[str, Prediction]:
     """Every method that differs from the others on these nodes."""
     methods = list(METHODS)
@@ -179,7 +179,7 @@ def calibrated(
     nodes: int,
     ranks_per_node: int,
     dense_step_s: float,
-    codec: Codec = Codec(),
+    codec: CodecTimes = CodecTimes(),
 ) -> Network:
     """The network whose efficiency makes the dense step take as long as was measured; 1 where it was faster."""
     low, high = 0.01, 1.0

@@ -16,7 +16,7 @@ from ocomm import api
 from ocomm.bench._lab import PAYLOAD_FRACTION
 from ocomm.bench.kernels import Bench, elapsed
 from ocomm.operations import ProcessSet, add_process_set, global_process_set, remove_process_set
-from ocomm.predict.model import DENSE_NBYTES, Codec, Network
+from ocomm.predict.model import DENSE_NBYTES, CodecTimes, Network
 
 #: Elements of the large sum, 32 MB, and of the kernels' arrays.
 NUMEL = 8_000_000
@@ -31,7 +31,7 @@ class Probe:
     nodes: int
     ranks_per_node: int
     network: Network
-    codec: Codec
+    codec: CodecTimes
 
 
 def measure(numel: int = NUMEL) -> Probe:
@@ -71,14 +71,14 @@ def _sum(values: np.ndarray, name: str, ranks: ProcessSet) -> None:
     api.allreduce_(values, name=f"predict.{name}", op=api.Sum, process_set=ranks)
 
 
-def _codec() -> Codec:
+def _codec() -> CodecTimes:
     """Of the slowest rank, while all are at work."""
     bench = Bench(_KERNEL_NUMEL, None, with_numpy=False)
     works = {case.kernel: next(iter(case.forms.values())) for case in bench.cases([2])}
     moved, axpy = bench.yardsticks["axpy"]
     compress = _slowest(works["compress_momentum, from 1 bit"]) / _KERNEL_NUMEL
     average = _slowest(works["average of 2 ranks"]) / _KERNEL_NUMEL / 2
-    return Codec(compress, average, DENSE_NBYTES * _slowest(axpy) / moved)
+    return CodecTimes(compress, average, DENSE_NBYTES * _slowest(axpy) / moved)
 
 
 def _slowest(work: Callable[[], object], takes_part: bool = True, rounds: int = _ROUNDS) -> float:

@@ -74,11 +74,11 @@ class Arrival:
     def _watch(self) -> None:
         if self._here.wait(self.timeout_s):
             return
-        sys.stderr.write(self.verdict())
+        sys.stderr.write(self.report())
         sys.stderr.flush()
         os._exit(1)
 
-    def verdict(self) -> str:
+    def report(self) -> str:
         """What is said when time is up."""
         missing = "no list of them could be kept"
         if self._descriptor >= 0:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from ocomm.collectives.engine import Engine, Reason
 from ocomm.collectives.waiting import Waits
 from ocomm.errors import HorovodInternalError, OcommError, PeerError
-from ocomm.runtime.control import Word
+from ocomm.runtime.control import MessageType
 from ocomm.runtime.deadlock import Deadlock
 from ocomm.runtime.process_set import ProcessSet
-from ocomm.runtime.supervisor import SILENT
+from ocomm.runtime.supervisor_client import SILENT
 from ocomm.types import Settings
 
 _log = logging.getLogger("ocomm")
@@ -157,11 +157,11 @@ class Runtime:
                 source, word, payload = message
                 if process_set is self.world:
                     self._silent_since[source] = self.clock()
-                if word in (Word.LEAVE, Word.GONE):
+                if word in (MessageType.LEAVE, MessageType.GONE):
                     self._hear_departure(source, word, payload)
-                elif word in (Word.BLOCKED, Word.CONFIRM, Word.STUCK):
+                elif word in (MessageType.BLOCKED, MessageType.CONFIRM, MessageType.STUCK):
                     self._deadlock.hear(source, word, payload)
-                elif word != Word.ALIVE:
+                elif word != MessageType.ALIVE:
                     process_set.handle_message(source, word, payload)
         now = self.clock()
         if now - self._beat_s >= self._heartbeat_s:
@@ -189,9 +189,9 @@ class Runtime:
         # A rank that has left sends nothing more, nor rank 0 once all have: a message which nobody receives would stay
         # with MPI, and turn up in the next job on a communicator of the same number.
         if self.world.rank == 0 and len(self._gone) < self.world.size:
-            self.world.link.send_all(Word.ALIVE)
+            self.world.link.send_all(MessageType.ALIVE)
         elif self.world.rank != 0 and not self._left:
-            self.world.link.send(0, Word.ALIVE)
+            self.world.link.send(0, MessageType.ALIVE)
         limit = self._silence_s
         for rank, since in list(self._silent_since.items()):
             if rank not in self._gone and 0 < limit < now - since:
@@ -245,18 +245,18 @@ class Runtime:
     def _announce_departure(self, rank: int, failed: bool, why: str) -> None:
         payload = json.dumps([rank, failed, why]).encode()
         if self.world.rank == 0:
-            self.world.link.send_all(Word.GONE, payload)
+            self.world.link.send_all(MessageType.GONE, payload)
             self._note_departure(rank, failed, why)
         elif rank == self.world.rank:
-            self.world.link.send(0, Word.LEAVE, payload)
+            self.world.link.send(0, MessageType.LEAVE, payload)
             if failed:  # rank 0 tells the others; this rank has nothing to wait for
                 self._gone[rank] = (failed, why)
         else:
             self._note_departure(rank, failed, why)
 
-    def _hear_departure(self, source: int, word: Word, payload: bytes) -> None:
+    def _hear_departure(self, source: int, word: MessageType, payload: bytes) -> None:
         rank, failed, why = json.loads(payload)
-        if word == Word.LEAVE:
+        if word == MessageType.LEAVE:
             self._announce_departure(rank, failed, why)
         else:
             self._note_departure(rank, failed, why)

@@ -14,7 +14,7 @@ from ocomm.transport.base import Request, Transport
 TAG = 0
 
 
-class Word(enum.IntEnum):
+class MessageType(enum.IntEnum):
     """First byte of a control message."""
 
     ANNOUNCE = 1  # to the coordinator: what this rank wants
@@ -40,14 +40,14 @@ class Link:
         self._sending: list[tuple[Request, np.ndarray]] = []
         self.balance = 0  # announcements and responses sent, less those received
 
-    def send(self, dest: int, word: Word, payload: bytes = b"") -> None:
+    def send(self, dest: int, word: MessageType, payload: bytes = b"") -> None:
         """Queues a message; its memory is kept until it has left."""
-        self.balance += word in (Word.ANNOUNCE, Word.RESPOND)
+        self.balance += word in (MessageType.ANNOUNCE, MessageType.RESPOND)
         buffer = np.frombuffer(struct.pack("<B", word) + payload, np.uint8)
         request = self.transport.isend(buffer, dest, TAG)
         self._sending.append((request, buffer))
 
-    def send_all(self, word: Word, payload: bytes = b"") -> None:
+    def send_all(self, word: MessageType, payload: bytes = b"") -> None:
         """To every other rank."""
         for dest in range(self.transport.size):
             if dest != self.transport.rank:
@@ -58,7 +58,7 @@ class Link:
         self._sending = [(request, buffer) for request, buffer in self._sending if not self.transport.test(request)]
         return not self._sending
 
-    def receive(self) -> tuple[int, Word, bytes] | None:
+    def receive(self) -> tuple[int, MessageType, bytes] | None:
         """(source, word, payload) of the next message that has arrived, or None."""
         self.flush()
         found = self.transport.probe(TAG)
@@ -74,6 +74,6 @@ class Link:
                 raise PeerError(f"rank {source} began a control message of {nbytes} bytes and did not end it in 30 s")
             time.sleep(20e-6)
         data = buffer.tobytes()
-        word = Word(data[0])
-        self.balance -= word in (Word.ANNOUNCE, Word.RESPOND)
+        word = MessageType(data[0])
+        self.balance -= word in (MessageType.ANNOUNCE, MessageType.RESPOND)
         return source, word, data[1:]

@@ -25,9 +25,9 @@ from typing import Any
 from ocomm.collectives.waiting import Wait, Waits
 from ocomm.negotiation.coordinator import LOADED_ALONE
 from ocomm.runtime import bystanders
-from ocomm.runtime.control import Word
+from ocomm.runtime.call_sites import user_line
+from ocomm.runtime.control import MessageType
 from ocomm.runtime.process_set import ProcessSet
-from ocomm.runtime.whereabouts import whereabouts
 
 _log = logging.getLogger("ocomm")
 
@@ -85,7 +85,7 @@ class Deadlock:
             self._tell(None)
         if self._is_due():
             self._confirmed = {}
-            self._world.link.send_all(Word.CONFIRM)
+            self._world.link.send_all(MessageType.CONFIRM)
 
     def _is_due(self) -> bool:
         """On rank 0: is it time to ask whether what was certain is still so, and to give up?"""
@@ -94,11 +94,11 @@ class Deadlock:
         could_submit = any(report.others for report in self._reports.values())
         return not could_submit and self._clock() - self._since >= self._deadlock_s
 
-    def hear(self, source: int, word: Word, payload: bytes) -> None:
+    def hear(self, source: int, word: MessageType, payload: bytes) -> None:
         """Takes in a message."""
-        if word == Word.CONFIRM:
+        if word == MessageType.CONFIRM:
             self._answer()
-        elif word == Word.STUCK:
+        elif word == MessageType.STUCK:
             said = json.loads(payload)
             reports = {int(rank): _read(report) for rank, report in said["reports"].items()}
             self._report_stuck(reports, said["why"])
@@ -122,7 +122,7 @@ class Deadlock:
         if not users or not users <= waiting | steps.keys() or not all(process_set.is_blocked for process_set in sets):
             return Report(False, progress)
         balance = sum(process_set.link.balance for process_set in sets)
-        where = ", in ".join(filter(None, [whereabouts(list(users)), *(step.what for step in steps.values())]))
+        where = ", in ".join(filter(None, [user_line(list(users)), *(step.what for step in steps.values())]))
         others = tuple(bystanders.bystanders(users | served))
         return Report(True, progress, balance, where, tuple(steps.values()), dict(self._waits.ended), others)
 
@@ -148,12 +148,12 @@ class Deadlock:
         if self._world.rank == 0:
             self._note(0, said)
         else:
-            self._world.link.send(0, Word.BLOCKED, json.dumps(asdict(said)).encode())
+            self._world.link.send(0, MessageType.BLOCKED, json.dumps(asdict(said)).encode())
 
     def _answer(self) -> None:
         self._told = self._report()
         if self._world.rank != 0:
-            self._world.link.send(0, Word.BLOCKED, json.dumps(asdict(self._told)).encode())
+            self._world.link.send(0, MessageType.BLOCKED, json.dumps(asdict(self._told)).encode())
 
     # Rank 0
 
@@ -167,7 +167,7 @@ class Deadlock:
             self._confirmed = self._since = None
             if len(self._reports) == self._world.size and is_certain(self._reports):
                 self._confirmed = {}
-                self._world.link.send_all(Word.CONFIRM)
+                self._world.link.send_all(MessageType.CONFIRM)
             return
         self._confirmed[rank] = report
         if len(self._confirmed) == self._world.size - 1:
@@ -187,7 +187,7 @@ class Deadlock:
                 )
             reports = dict(self._reports)
             said = {"reports": {rank: asdict(report) for rank, report in reports.items()}, "why": why}
-            self._world.link.send_all(Word.STUCK, json.dumps(said).encode())
+            self._world.link.send_all(MessageType.STUCK, json.dumps(said).encode())
             if why:
                 self._reports.clear()  # a rank speaks again when it has moved
                 self._since = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ocomm.errors import InvalidRequestError, LaunchError, SettingsError
-from ocomm.runtime.control import Link, Word
+from ocomm.runtime.control import Link, MessageType
 from ocomm.transport.base import Transport
 from ocomm.types import Settings, Topology
 from ocomm.version import __version__
@@ -40,10 +40,10 @@ def handshake(
                 said[message[0]] = json.loads(message[2])
             elif time.monotonic() > end:
                 missing = [rank for rank in range(control.size) if rank not in said]
-                verdict = f"after {settings.start_timeout_s:.0f} s ranks {missing} have not come to init()"
-                link.send_all(Word.WELCOME, json.dumps({"launch_error": verdict}).encode())
+                why = f"after {settings.start_timeout_s:.0f} s ranks {missing} have not come to init()"
+                link.send_all(MessageType.WELCOME, json.dumps({"launch_error": why}).encode())
                 _flush(link)
-                raise LaunchError(verdict)
+                raise LaunchError(why)
             else:
                 time.sleep(2e-4)
         highest: dict[str, int] = {}
@@ -53,10 +53,10 @@ def handshake(
         difference = _difference(said)
         if difference:
             answer = {"settings_error": difference}
-        link.send_all(Word.WELCOME, json.dumps(answer).encode())
+        link.send_all(MessageType.WELCOME, json.dumps(answer).encode())
         _flush(link)
     else:
-        link.send(0, Word.HELLO, json.dumps(mine).encode())
+        link.send(0, MessageType.HELLO, json.dumps(mine).encode())
         while (message := link.receive()) is None:
             if time.monotonic() > end + 5.0:
                 raise LaunchError(f"rank {control.rank}: no answer from rank 0 after {settings.start_timeout_s:.0f} s")

@@ -49,10 +49,10 @@ from ocomm.negotiation.request import (
     read_responses,
     write_responses,
 )
-from ocomm.runtime.control import Link, Word
+from ocomm.runtime.call_sites import user_line
+from ocomm.runtime.control import Link, MessageType
 from ocomm.runtime.handle import Handle, Listener, Submission
 from ocomm.runtime.tuner import Tuner
-from ocomm.runtime.whereabouts import whereabouts
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request as TransportRequest
 from ocomm.transport.base import Transport
@@ -277,19 +277,19 @@ class ProcessSet:
         self._complete()
         return due
 
-    def handle_message(self, source: int, word: Word, payload: bytes) -> None:
+    def handle_message(self, source: int, word: MessageType, payload: bytes) -> None:
         """Takes in a control message of this set."""
-        if word == Word.ANNOUNCE:
+        if word == MessageType.ANNOUNCE:
             assert self.coordinator is not None
             self._receive(source, payload, self.clock())
-        elif word == Word.RESPOND:
+        elif word == MessageType.RESPOND:
             self._execute_all(payload)
-        elif word == Word.RELEASED:
+        elif word == MessageType.RELEASED:
             if self.coordinator is not None and not self.is_leaving:
                 self.coordinator.release(source, *_RELEASED.unpack(payload))
-        elif word == Word.WHERE:
-            self.link.send(source, Word.HERE, whereabouts(list(self.users)).encode())
-        elif word == Word.HERE:
+        elif word == MessageType.WHERE:
+            self.link.send(source, MessageType.HERE, user_line(list(self.users)).encode())
+        elif word == MessageType.HERE:
             self._where[self.ranks[source]] = payload.decode()
 
     def rank_left(self, world_rank: int, why: str) -> None:
@@ -321,9 +321,9 @@ class ProcessSet:
         for rank in missing - self._asked_s.keys():
             self._asked_s[rank] = now
             if rank == self.ranks[self.rank]:
-                self._where[rank] = whereabouts(list(self.users))
+                self._where[rank] = user_line(list(self.users))
             else:
-                self.link.send(self.ranks.index(rank), Word.WHERE)
+                self.link.send(self.ranks.index(rank), MessageType.WHERE)
         return all(rank in self._where or now - self._asked_s[rank] >= _ANSWER_S for rank in missing)
 
     def _report(self, stalls: Sequence[Stall], now: float, again_s: float) -> None:
@@ -380,7 +380,7 @@ class ProcessSet:
         if self.coordinator is not None:
             self._receive(self.rank, message, now)
         else:
-            self.link.send(0, Word.ANNOUNCE, message)
+            self.link.send(0, MessageType.ANNOUNCE, message)
         return 1.0
 
     def _receive(self, rank: int, message: bytes, now: float) -> None:
@@ -396,7 +396,7 @@ class ProcessSet:
             return
         assert self.coordinator is not None
         message = self.coordinator.cache.epoch.to_bytes(4, "little") + write_responses(tuple(responses))
-        self.link.send_all(Word.RESPOND, message)
+        self.link.send_all(MessageType.RESPOND, message)
         self._execute_all(message)
 
     def _execute_all(self, message: bytes) -> None:
@@ -618,7 +618,7 @@ class ProcessSet:
             if self.coordinator is not None:
                 self.coordinator.release(self.rank, number, segments)
             else:
-                self.link.send(0, Word.RELEASED, _RELEASED.pack(number, segments))
+                self.link.send(0, MessageType.RELEASED, _RELEASED.pack(number, segments))
 
     def close_transports(self) -> None:
         """Gives all communicators back, but for those on which messages may be under way. When the job is over."""

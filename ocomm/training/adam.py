@@ -16,10 +16,10 @@ from ocomm.optim.onebit_adam import OneBitAdam
 from ocomm.optim.options import Options
 from ocomm.optim.zero_one_adam import ZeroOneAdam
 from ocomm.session import Session
-from ocomm.training.driver import Common, Driver, Group, Host
+from ocomm.training.driver import Common, Driver, Frontend, Group
 
 
-class MomentsHost(Host, Protocol):
+class MomentsFrontend(Frontend, Protocol):
     """A frontend that wraps an Adam."""
 
     def wrapped_adam(self) -> str:
@@ -67,7 +67,7 @@ def dense_step(
 
 
 class AdamDriver(Driver):
-    """See ``Driver``; ``host`` is a ``MomentsHost``."""
+    """See ``Driver``; ``frontend`` is a ``MomentsFrontend``."""
 
     core: OneBitAdam | ZeroOneAdam
 
@@ -76,15 +76,18 @@ class AdamDriver(Driver):
         session: Session,
         number: int,
         specs: Sequence[TensorSpec],
-        host: MomentsHost,
+        frontend: MomentsFrontend,
         core_class: type[OneBitAdam] | type[ZeroOneAdam],
         options: Options,
         common: Common,
     ) -> None:
         #: What came from an Adam's checkpoint, for the report.
         self.warm_start: dict[str, Any] | None = None
-        told = {"optimizer": core_class.dense_steps_of or host.wrapped_adam(), "warm_start": host.read_warm_start()}
-        super().__init__(session, number, specs, host, core_class, options, common, told)
+        told = {
+            "optimizer": core_class.dense_steps_of or frontend.wrapped_adam(),
+            "warm_start": frontend.read_warm_start(),
+        }
+        super().__init__(session, number, specs, frontend, core_class, options, common, told)
 
     def clip_averages(self, averages: Sequence[Floats], max_norm: float | None) -> None:
         """Clips averaged gradients in place, as ``torch.nn.utils.clip_grad_norm_``, unless ``max_norm`` is None."""
@@ -107,17 +110,17 @@ class AdamDriver(Driver):
         return {**super()._state(), "warm_start": self.warm_start}
 
     def _load(self, saved: Mapping[str, Any]) -> None:
-        self.core.load_state(saved["core"], lambda tensor: self.host.moments(tensor)[0])
+        self.core.load_state(saved["core"], lambda tensor: self.frontend.moments(tensor)[0])
         for tensor in self.taken_over(saved):
-            self.host.release(tensor)
+            self.frontend.release(tensor)
         self.warm_start = saved.get("warm_start")
 
     def _loaded(self) -> list[tuple[str, Any]]:
         found = super()._loaded()
         for tensor, spec in enumerate(self.core.layout.tensors):
             moments: Any = self.saved_moments(tensor)
-            if moments is None and (own := self.host.moments(tensor)) is not None:
-                moments = tuple(map(self.core.home.host, own))
+            if moments is None and (own := self.frontend.moments(tensor)) is not None:
+                moments = tuple(map(self.core.param_memory.host, own))
             if moments is not None:
                 found.append((f"moments of '{spec.name}'", moments))
         return found
@@ -142,7 +145,7 @@ class AdamDriver(Driver):
 
     def _host_steps(self) -> int:
         """How many steps the wrapped optimizer has taken."""
-        counts = [moments[2] for t in range(self.core.steps.size) if (moments := self.host.moments(t)) is not None]
+        counts = [moments[2] for t in range(self.core.steps.size) if (moments := self.frontend.moments(t)) is not None]
         return max(counts, default=0)
 
     def _say_warm(self, cold: Sequence[int] | np.ndarray) -> None:

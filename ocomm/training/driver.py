@@ -1,7 +1,7 @@
 """Drives one optimizer core through a session, step by step, for a frontend that holds the tensors.
 
-The frontend is the ``Host``: it knows tensors, parameter groups and hooks. The driver knows the runtime: it opens the
-channel, agrees with the other ranks, and takes or skips steps. Nothing here depends on a framework.
+The ``Frontend`` knows tensors, parameter groups and hooks. The driver knows the runtime: it opens the channel, agrees
+with the other ranks, and takes or skips steps. Nothing here depends on a framework.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ocomm.agreement import MADE_ALIKE, by_rank, first_difference, gather
-from ocomm.collectives.bridge import Inside
+from ocomm.collectives.bridge import IntraNode
 from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.compression.layout import Layout, TensorSpec
@@ -32,7 +32,7 @@ from ocomm.optim import checkpoint
 from ocomm.optim.core import Core, Group
 from ocomm.optim.options import Options, option
 from ocomm.optim.replicas import ReplicasDifferError, ReplicaWindows
-from ocomm.optim.stepper import Stepper, Verdict
+from ocomm.optim.stepper import StepOutcome, Stepper
 from ocomm.session import Session
 from ocomm.training import resume
 from ocomm.types import Flag, Nodes, ReduceOp
@@ -40,7 +40,7 @@ from ocomm.types import Flag, Nodes, ReduceOp
 _log = logging.getLogger("ocomm")
 
 
-class Host(Protocol):
+class Frontend(Protocol):
     """A framework's side of a distributed optimizer."""
 
     #: Its name; ranks of several may train one model.
@@ -136,7 +136,7 @@ class Driver:
         session: Session,
         number: int,
         specs: Sequence[TensorSpec],
-        host: Host,
+        frontend: Frontend,
         core_class: type[Core],
         options: Options,
         common: Common,
@@ -147,9 +147,9 @@ class Driver:
         ranks = session.set_ranks[number]
         nodes = session.nodes(number, common.hierarchical)
         name = session.automatic_name(self.kind, number)
-        kernels = host.kernels or session.kernels
+        kernels = frontend.kernels or session.kernels
         assert kernels is not None
-        mine = f"{_where(kernels.memory)} {common.hierarchical} {host.framework} {host.implementation()}"
+        mine = f"{_where(kernels.memory)} {common.hierarchical} {frontend.framework} {frontend.implementation()}"
         said = [text.split(maxsplit=3) for text in gather(session, number, f"{name}.frameworks", mine)]
         columns = list(zip(*said, strict=True))
         places, forms, frameworks = (set(column) for column in columns[:3])
@@ -159,12 +159,14 @@ class Driver:
         self.has_unlike_hosts = self.is_mixed or len(set(columns[3])) > 1
         if self.has_unlike_hosts and not self.is_mixed and topology.rank == ranks[0]:
             _say_unlike(name, dict(zip(ranks, columns[3], strict=True)))
-        direct, inside = False, None
+        direct, intra_node = False, None
         if len(forms) == 1:  # else the channel will be refused, with the reason
-            nodes, direct, inside = _arranged(session, number, common.hierarchical, nodes, places, name, kernels.memory)
+            nodes, direct, intra_node = _arranged(
+                session, number, common.hierarchical, nodes, places, name, kernels.memory
+            )
         #: Do messages go from device to device? And what carries dense values inside nodes? As all ranks have agreed.
         self.direct = direct
-        self.inside = inside
+        self.intra_node = intra_node
         block_size = common.block_size if common.block_size == "tensor" else int(common.block_size)
         layout = Layout(specs, len(ranks), block_size, nodes)
         self.session = session
@@ -177,7 +179,7 @@ class Driver:
         channel = _open_channel(session, number, name, layout, self.options)
         weakref.finalize(self, session.release_channel, number, channel).atexit = False
         # The driver belongs to its host: a reference back would keep both alive, and their buffers.
-        self._host = reference = weakref.ref(host)
+        self._frontend = reference = weakref.ref(frontend)
 
         def locate(tensors: list[int], final: bool) -> list[int] | None:
             alive = reference()
@@ -203,7 +205,7 @@ class Driver:
                 on_devices=places != {_ON_HOST},
             ),
             direct=self.direct,
-            inside=self.inside,
+            intra_node=self.intra_node,
         )
         #: Steps taken, not skipped.
         self.steps = 0
@@ -227,10 +229,10 @@ class Driver:
         self._fresh: Mapping[str, Any] = self._state()
 
     @property
-    def host(self) -> Any:
-        host = self._host()
-        assert host is not None, "the optimizer is gone"
-        return host
+    def frontend(self) -> Any:
+        frontend = self._frontend()
+        assert frontend is not None, "the optimizer is gone"
+        return frontend
 
     @property
     def name(self) -> str:
@@ -244,7 +246,7 @@ class Driver:
         Where ranks are of several frameworks, rates are those that float32 holds, since Keras has no others: the
         shortest number that stands for one.
         """
-        groups = self.host.groups()
+        groups = self.frontend.groups()
         return [replace(g, lr=float(str(np.float32(g.lr)))) for g in groups] if self.is_mixed else groups
 
     def compress_hyper(self, groups: Sequence[Group]) -> Hashable:
@@ -274,7 +276,7 @@ class Driver:
         return self.common.max_grad_norm is not None
 
     @property
-    def _needs_survey(self) -> bool:
+    def _needs_norm_round(self) -> bool:
         """Must N be agreed before anything is sent?"""
         return self.clips and (self.common.clip == "exact" or self.norm is None)
 
@@ -299,28 +301,28 @@ class Driver:
             if self._at_start:
                 self._agree_on_start()
                 self._compress_hyper = None
-            self._clip_by(self.norm if self.clips and not self._needs_survey else None)
+            self._clip_by(self.norm if self.clips and not self._needs_norm_round else None)
             groups = self.groups()
             hyper = self.compress_hyper(groups)
             self._hyper = None
             if self.core.sends_rates or (hyper, self.core.gradient_scale) != self._compress_hyper:
                 self._set_hyper(groups)
-            self.stepper.begin(_hyper_digest(hyper), early=not self._needs_survey)
+            self.stepper.begin(_hyper_digest(hyper), early=not self._needs_norm_round)
 
-    def step(self, changed: Callable[[], bool]) -> Verdict:
+    def step(self, changed: Callable[[], bool]) -> StepOutcome:
         """Exchanges, and takes the step if all ranks do. ``changed()``: is a gradient not what was handed over?"""
         self.begin()
         if changed() or self.stepper.buckets.changed_tensors():
             self.stepper.object(Flag.CHANGED)
         return self._end()
 
-    def skip(self, overflow: bool = False) -> Verdict:
+    def skip(self, overflow: bool = False) -> StepOutcome:
         """This rank does not take the step under way; then nobody does. ``overflow``: its gradients are not finite."""
         self.begin()
         self.stepper.object(Flag.SKIP | Flag.NON_FINITE if overflow else Flag.SKIP)
         return self._end()
 
-    def _end(self) -> Verdict:
+    def _end(self) -> StepOutcome:
         try:
             return self._exchange()
         except ReplicasDifferError as error:
@@ -329,22 +331,23 @@ class Driver:
             told = MismatchError(
                 f"{self.name}: the ranks' parameters have become different within the last {within} steps: "
                 f"{difference or 'they are equal again'}. Something changed them on some ranks only: a write to a "
-                f"weight, a checkpoint that one rank loaded. Do it on all ranks, or {MADE_ALIKE[self.host.framework]} "
-                "after it. OCOMM_REPLICA_CHECK_STEPS says how often this is checked."
+                "weight, a checkpoint that one rank loaded. Do it on all ranks, or "
+                f"{MADE_ALIKE[self.frontend.framework]} after it. "
+                "OCOMM_REPLICA_CHECK_STEPS says how often this is checked."
             )
             self.stepper.give_up(told)
             raise told from error
 
-    def _exchange(self) -> Verdict:
+    def _exchange(self) -> StepOutcome:
         groups = self.groups()
         lr = groups[0].lr
-        if self._needs_survey:
-            verdict = self.stepper.agree_on_norm(lr)
-            if verdict is not None:
-                return verdict
+        if self._needs_norm_round:
+            outcome = self.stepper.agree_on_norm(lr)
+            if outcome is not None:
+                return outcome
             self._clip_by(self.stepper.norm)
             self._set_hyper(groups)
-        verdict = self.stepper.exchange(
+        outcome = self.stepper.exchange(
             _hyper_digest(self.compress_hyper(groups)),
             _hyper_digest(self.full_hyper(groups)),
             lr,
@@ -352,13 +355,13 @@ class Driver:
             lambda: self._set_hyper(groups),
             with_norm=self.clips and self.common.clip == "previous",
         )
-        if verdict is Verdict.TAKE:
+        if outcome is StepOutcome.TAKE:
             if self.clips:
                 self.norm = self.stepper.norm
             if self.full_hyper(groups) != self._hyper:
                 self._set_hyper(groups)
             self._take()
-        return verdict
+        return outcome
 
     def _agree_on_start(self) -> None:
         """Before the first step: do all ranks hold the same? MismatchError that names what they do not."""
@@ -369,7 +372,7 @@ class Driver:
             difference = first_difference(self.session, self.number, f"{self.name}.replicas", said, "hold")
             raise MismatchError(
                 f"{self.name}: the replicas are not alike before their first step: {difference}. Load the same "
-                f"checkpoint on all ranks, or {MADE_ALIKE[self.host.framework]}."
+                f"checkpoint on all ranks, or {MADE_ALIKE[self.frontend.framework]}."
                 if difference
                 else str(error)
             ) from None
@@ -446,11 +449,11 @@ class Driver:
         """What is the same on all ranks, besides parameters and the wrapped optimizer's state; arrays are copies.
 
         ``masters``: tensors whose parameters have more digits here than in the framework. They are in it by name, as
-        ``host.shaped`` gives them their shape.
+        ``frontend.shaped`` gives them their shape.
         """
         specs = self.core.layout.tensors
-        kept = {specs[t].name: self.host.shaped(t, self.core.replica(t)) for t in masters}
-        return checkpoint.seal({**resume.header(self), **self._state(), "masters": kept}, self.kernels)
+        kept = {specs[t].name: self.frontend.shaped(t, self.core.replica(t)) for t in masters}
+        return checkpoint.add_checksum({**resume.header(self), **self._state(), "masters": kept}, self.kernels)
 
     def _state(self) -> dict[str, Any]:
         """A driver with further replicated state adds it here, and takes it back in ``_load``."""
@@ -500,8 +503,10 @@ class Driver:
         return []
 
     def rank_state(self) -> dict[str, Any]:
-        """What only this rank knows, sealed with a checksum; arrays are copies. See ``Core.worker_buffers``."""
-        return checkpoint.seal({**resume.header(self), "rank": self.core.rank, **self.core.rank_state()}, self.kernels)
+        """What only this rank knows, with a checksum; arrays are copies. See ``Core.rank_buffers``."""
+        return checkpoint.add_checksum(
+            {**resume.header(self), "rank": self.core.rank, **self.core.rank_state()}, self.kernels
+        )
 
     def load_rank_state(self, source: resume.Source) -> dict[str, Any]:
         """The inverse. Collective: all ranks load, or none, or all start at zero if the state of any is missing.
@@ -541,15 +546,15 @@ class Driver:
         from the start of this process. The core adds its ``stage``, and more.
 
         ``form`` is ``"flat"`` or ``"hierarchical"``. In the latter ``bytes_sent`` and ``bytes_dense`` count what goes
-        to other nodes, and ``bytes_sent_inside`` what this rank sends to others of its own; ``inside`` is what carries
-        its dense values there, ``"MPI"`` or ``"NCCL"``.
+        to other nodes, and ``bytes_sent_inside`` what this rank sends to others of its own; ``inside`` is ``"MPI"`` or
+        ``"NCCL"``: which of them carries dense values there.
         """
         traffic = self.stepper.traffic
         dense = self.core.layout.dense_bytes()
         return {
             **self.core.report(),
             "form": "flat" if self.core.layout.nodes.is_flat else "hierarchical",
-            "inside": None if self.core.layout.nodes.is_flat else "MPI" if self.inside is None else "NCCL",
+            "inside": None if self.core.layout.nodes.is_flat else "MPI" if self.intra_node is None else "NCCL",
             "bytes_sent_inside": traffic.bytes_sent_inside,
             "step": self.steps,
             "dense_steps": traffic.dense_steps,
@@ -615,7 +620,7 @@ def _arranged(
     places: set[str],
     name: str,
     memory: Memory,
-) -> tuple[Nodes, bool, Inside | None]:
+) -> tuple[Nodes, bool, IntraNode | None]:
     """The nodes, whether messages go from device to device, and what carries dense values inside nodes, as the
     ``places`` of the ranks' parameters allow.
 
@@ -626,13 +631,13 @@ def _arranged(
     direct = reached and nodes.groups == 1
     if nodes.is_flat or places == {_ON_HOST}:
         return nodes, direct, None
-    inside, words = open_bridge(session, number, name, nodes, memory)
+    intra_node, words = open_bridge(session, number, name, nodes, memory)
     is_first = session.require_topology().rank == session.set_ranks[number][0]
-    if inside is not None or (direct and session.settings.nccl != "1"):
+    if intra_node is not None or (direct and session.settings.nccl != "1"):
         if is_first:
-            way = words if inside else f"MPI; not NCCL: {words}"
+            way = words if intra_node else f"MPI; not NCCL: {words}"
             _log.info("%s: hosts add up from device to device, over %s.", name, way)
-        return nodes, direct, inside
+        return nodes, direct, intra_node
     mpi = "there are too many hosts for that (OCOMM_DIRECT_PEERS)" if reached else "some rank's does not"
     why = f"It needs NCCL ({words}), or an MPI that takes device pointers, but {mpi}"
     if session.settings.nccl == "1":

@@ -12,11 +12,11 @@ from ocomm.kernels.base import Floats
 from ocomm.optim.freeze import FreezeSchedule, LateTensors
 from ocomm.optim.onebit_adam import OneBitAdam, OneBitAdamOptions, Stage
 from ocomm.session import Session
-from ocomm.training.adam import AdamDriver, MomentsHost
+from ocomm.training.adam import AdamDriver, MomentsFrontend
 from ocomm.training.driver import Common
 
 
-class AdamHost(MomentsHost, Protocol):
+class AdamFrontend(MomentsFrontend, Protocol):
     """A frontend whose Adam makes the warm-up's steps, or keeps m and v for a core that makes them."""
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
@@ -32,7 +32,7 @@ class AdamHost(MomentsHost, Protocol):
 
 
 class OneBitAdamDriver(AdamDriver):
-    """See ``AdamDriver``; ``host`` is an ``AdamHost``. Also of 1-bit LAMB, whose core makes the dense steps."""
+    """See ``AdamDriver``; ``frontend`` is an ``AdamFrontend``. Also of 1-bit LAMB, whose core makes the dense steps."""
 
     core: OneBitAdam
 
@@ -41,18 +41,18 @@ class OneBitAdamDriver(AdamDriver):
         session: Session,
         number: int,
         specs: Sequence[TensorSpec],
-        host: AdamHost,
+        frontend: AdamFrontend,
         core_class: type[OneBitAdam],
         options: OneBitAdamOptions,
         common: Common,
     ) -> None:
-        self.schedule = FreezeSchedule(options.freeze_step, host.groups()[0].betas[1])
+        self.schedule = FreezeSchedule(options.freeze_step, frontend.groups()[0].betas[1])
         #: T_w, once it is known.
         self.freeze_at = self.schedule.decided
         self._late = LateTensors()
         #: Dense steps of tensors that come later; None: T_w.
         self.late_warmup: int | None = None
-        super().__init__(session, number, specs, host, core_class, options, common)
+        super().__init__(session, number, specs, frontend, core_class, options, common)
 
     @property
     def clips(self) -> bool:
@@ -68,20 +68,20 @@ class OneBitAdamDriver(AdamDriver):
             moving = [t for t in warming if present[t]]
             for tensor in moving if core.gradient_scale != 1.0 else []:
                 average = self.stepper.average(tensor)
-                average[:] = core.home.host(average) * np.float32(core.gradient_scale)
+                average[:] = core.param_memory.host(average) * np.float32(core.gradient_scale)
             self._dense_step(moving, limit)
             self._end_warmup(warming)
         self._wake()
 
     def _dense_step(self, tensors: list[int], max_norm: float | None) -> None:
-        """A step of tensors in warm-up, on their averages; see ``AdamHost.dense_step``."""
+        """A step of tensors in warm-up, on their averages; see ``AdamFrontend.dense_step``."""
         if self.core.dense_steps_of is None:
-            self.host.dense_step(tensors, self.stepper.average, max_norm)
+            self.frontend.dense_step(tensors, self.stepper.average, max_norm)
             return
         averages = [self.stepper.average(tensor) for tensor in tensors]
         self.clip_averages(averages, max_norm)
         for tensor, average in zip(tensors, averages, strict=True):
-            self.core.dense_step(tensor, average, *self.host.advance(tensor))
+            self.core.dense_step(tensor, average, *self.frontend.advance(tensor))
 
     # The end of the warm-up
 
@@ -104,7 +104,7 @@ class OneBitAdamDriver(AdamDriver):
             self._freeze_if_due(tensor)
 
     def _freeze_if_due(self, tensor: int) -> None:
-        moments = self.host.moments(tensor)
+        moments = self.frontend.moments(tensor)
         if moments is None:
             return
         _, variance, step = moments
@@ -114,23 +114,23 @@ class OneBitAdamDriver(AdamDriver):
             self._freeze(tensor)
 
     def _has_any(self, variance: Floats) -> bool:
-        return bool(self.core.home.host(variance).any())
+        return bool(self.core.param_memory.host(variance).any())
 
     def _freeze(self, tensor: int, beta2: float | None = None) -> None:
         """``beta2`` made the variance; None: the group's."""
-        momentum, variance, step = self.host.moments(tensor)
+        momentum, variance, step = self.frontend.moments(tensor)
         beta2 = self._beta2(tensor) if beta2 is None else beta2
         if self.core.freeze(tensor, momentum, variance, step=step, beta2=beta2, eps=self._eps(tensor)):
-            self.host.release(tensor)
+            self.frontend.release(tensor)
 
     def variance_norm(self, tensors: Sequence[int]) -> float:
         """|v_hat|_1 over ``tensors``, in float64."""
         total = 0.0
         betas2 = {int(t): group.betas[1] for group in self.groups() for t in group.tensors}
         for tensor in tensors:
-            moments = self.host.moments(tensor)
+            moments = self.frontend.moments(tensor)
             if moments is not None:
-                total += float(self.core.home.host(moments[1]).sum(dtype=np.float64)) / (
+                total += float(self.core.param_memory.host(moments[1]).sum(dtype=np.float64)) / (
                     1 - betas2[tensor] ** moments[2]
                 )
         return total
@@ -170,7 +170,7 @@ class OneBitAdamDriver(AdamDriver):
             return None
         return {
             "step": int(self.core.steps[tensor]),
-            "exp_avg": self.core.home.host(self.core.momentum(tensor)),
+            "exp_avg": self.core.param_memory.host(self.core.momentum(tensor)),
             "exp_avg_sq": self.core.variance(tensor, beta2=self._beta2(tensor)),
         }
 
@@ -200,6 +200,6 @@ class OneBitAdamDriver(AdamDriver):
     def _freeze_what_is_over(self) -> None:
         """Freezes the tensors that have taken T_w steps."""
         for tensor in range(self.core.steps.size):
-            moments = self.host.moments(tensor)
+            moments = self.frontend.moments(tensor)
             if moments is not None and self.freeze_at is not None and moments[2] >= self.freeze_at:
                 self._freeze(tensor)

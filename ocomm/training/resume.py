@@ -52,7 +52,7 @@ def check(driver: Driver, saved: State, where: str) -> None:
             f"{where} is of {saved.get('optimizer')!r}, the optimizer is {driver.kind!r}. Resume with the same class; "
             "to start from Adam's moments alone, pass them as warm_start."
         )
-    checkpoint.require_seal(saved, driver.kernels, where)
+    checkpoint.require_checksum(saved, driver.kernels, where)
     checkpoint.require_tensors(saved["tensors"], driver.core.layout, where)
     for name in driver.fixed_options:
         now, before = driver.options.get(name), saved["options"].get(name)

@@ -49,9 +49,9 @@ class ZeroOneAdamDriver(AdamDriver):
 
     def _adopt(self, betas2: Mapping[int, float]) -> None:
         for tensor in range(self.core.steps.size):
-            moments = self.host.moments(tensor)
+            moments = self.frontend.moments(tensor)
             if moments is not None:
                 momentum, variance, step = moments
                 beta2 = betas2.get(tensor, self._beta2(tensor))
                 self.core.adopt(tensor, momentum, variance, step=step, beta2=beta2, eps=self._eps(tensor))
-                self.host.release(tensor)
+                self.frontend.release(tensor)

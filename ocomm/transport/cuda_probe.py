@@ -39,26 +39,26 @@ _TRANSPORTS = tuple(f"OMPI_MCA_{name}" for name in ("accelerator", "btl", "mpi_"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ProbeResult:
     """Whether messages may lie on a device, and why or why not."""
 
     yes: bool
     why: str
 
 
-def verdict(setting: str, device: int) -> Verdict:
+def device_messages(setting: str, device: int) -> ProbeResult:
     """For this process, whose MPI is up. ``setting`` is that of OCOMM_CUDA_AWARE; takes seconds if it is ``"auto"`` and
     the library says yes."""
     if setting != "auto":
-        return Verdict(setting == "1", f"OCOMM_CUDA_AWARE={setting}")
+        return ProbeResult(setting == "1", f"OCOMM_CUDA_AWARE={setting}")
     says, words = mpi.cuda_support()
     if not says:
-        return Verdict(False, words)
+        return ProbeResult(False, words)
     found = tried(sys.executable, os.environ, str(device))
-    return Verdict(found.yes, f"{words}; {found.why}")
+    return ProbeResult(found.yes, f"{words}; {found.why}")
 
 
-def tried(python: str, environ: Mapping[str, str], *arguments: str) -> Verdict:
+def tried(python: str, environ: Mapping[str, str], *arguments: str) -> ProbeResult:
     """What the process says, or how it has ended."""
     alone = {
         name: value
@@ -77,15 +77,15 @@ def tried(python: str, environ: Mapping[str, str], *arguments: str) -> Verdict:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with the daemon that Open MPI 4 starts for a single process
             process.communicate()
-            return Verdict(False, f"a trial exchange was not over after {DEADLINE_S:.0f} s")
+            return ProbeResult(False, f"a trial exchange was not over after {DEADLINE_S:.0f} s")
     last = (text.strip().splitlines() or ["without a word"])[-1]
     if process.returncode < 0:
-        return Verdict(False, f"a trial exchange ended with {signal.Signals(-process.returncode).name}")
+        return ProbeResult(False, f"a trial exchange ended with {signal.Signals(-process.returncode).name}")
     if process.returncode == _REFUSED:
-        return Verdict(False, last)
+        return ProbeResult(False, last)
     if process.returncode > 0:
-        return Verdict(False, f"a trial exchange failed: {last}")
-    return Verdict(True, "a trial exchange from device to device has passed")
+        return ProbeResult(False, f"a trial exchange failed: {last}")
+    return ProbeResult(True, "a trial exchange from device to device has passed")
 
 
 class _Memory:

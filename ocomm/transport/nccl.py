@@ -51,7 +51,7 @@ class Piece:
     nbytes: int
 
 
-class Library:
+class NcclLibrary:
     """A loaded NCCL. OSError if ``path`` is none; HorovodInternalError if it is too old, or not what it seems."""
 
     def __init__(self, path: str) -> None:
@@ -100,12 +100,12 @@ class Library:
 class Communicator:
     """One rank's side. Not thread-safe but for what is said."""
 
-    def __init__(self, library: Library, handle: Any) -> None:
+    def __init__(self, library: NcclLibrary, handle: Any) -> None:
         self._library = library
         self._handle = handle
 
-    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], lane: Any) -> None:
-        """Puts all of them on the CUDA stream ``lane`` as one operation, and returns.
+    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], stream: Any) -> None:
+        """Puts all of them on the CUDA stream ``stream`` as one operation, and returns.
 
         All ranks call it with what belongs together in one order. From a thread whose current device is this rank's.
         """
@@ -114,7 +114,7 @@ class Communicator:
         try:
             for name, pieces in (("ncclSend", sends), ("ncclRecv", receives)):
                 for piece in pieces:
-                    call(name, piece.address, piece.nbytes, _UINT8, piece.peer, self._handle, lane)
+                    call(name, piece.address, piece.nbytes, _UINT8, piece.peer, self._handle, stream)
         finally:
             call("ncclGroupEnd")
 
@@ -146,12 +146,12 @@ def candidates(find_spec: Callable[[str], Any] = importlib.util.find_spec) -> li
     return [*(str(path) for path in paths if path.exists()), _NAME]
 
 
-def load() -> Library:
+def load() -> NcclLibrary:
     """The first library that there is. HorovodInternalError if there is none that can be used."""
     reasons = []
     for path in candidates():
         try:
-            return Library(path)
+            return NcclLibrary(path)
         except (OSError, HorovodInternalError) as error:
             reasons.append(str(error))
     raise HorovodInternalError(

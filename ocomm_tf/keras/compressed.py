@@ -29,8 +29,8 @@ from ocomm.training.resume import NO_STATE, Source, one_state
 from ocomm_tf import mpi_ops
 from ocomm_tf.averaging import scaled
 from ocomm_tf.functions import agree_on
-from ocomm_tf.keras.gpu import GpuHost, device_of
-from ocomm_tf.keras.host import Host
+from ocomm_tf.keras.frontend import KerasFrontend
+from ocomm_tf.keras.gpu import GpuFrontend, device_of
 from ocomm_tf.keras.masters import LOW_PRECISION
 from ocomm_tf.keras_optimizer import (
     Distributed,
@@ -41,7 +41,7 @@ from ocomm_tf.keras_optimizer import (
     subclass_of,
 )
 from ocomm_tf.naming import name_of
-from ocomm_tf.order import Place, places_of
+from ocomm_tf.order import WireVariable, wire_variables
 
 #: The documentation of arguments that all compressed optimizers have.
 ARGUMENTS = {
@@ -53,7 +53,7 @@ ARGUMENTS = {
     "variables": "A model or its variables, on which the ranks agree now; None: they do at the first step.",
     "names": (
         "Where ranks of Torch train the same model, the map of variables to its parameters (see "
-        "``ocomm_tf.order.places_of``); else None."
+        "``ocomm_tf.order.wire_variables``); else None."
     ),
     "process_set": "The ranks that train together.",
 }
@@ -87,7 +87,7 @@ def _widened(gradients: Sequence[Any]) -> list[Any]:
 class Compressed(Distributed):
     """Mixed in before the class of the user's optimizer."""
 
-    _host: Host | None = None
+    _frontend: KerasFrontend | None = None
     _setup: tuple[ProcessSet, Mapping[str, Any] | None, Options, Common]
 
     #: The algorithm, and what makes its steps.
@@ -120,22 +120,22 @@ class Compressed(Distributed):
         process_set, names, *chosen = self._setup
         variables = self._trainable_variables
         agreed = agree_on(wrapper, variables, process_set) if names is None else []
-        places = places_of(variables, names, agreed)
+        entries = wire_variables(variables, names, agreed)
         device = None
         if keras.backend.backend() == "tensorflow":
             device = device_of(self.ocomm_core.kind, variables, sessions.current(), self.trains_on_devices)
         driver, core = self.ocomm_driver, self.ocomm_core
 
-        def make(session: Session, number: int, host: Host) -> Driver:
-            return driver(session, number, host.specs, host, core, *chosen)
+        def make(session: Session, number: int, frontend: KerasFrontend) -> Driver:
+            return driver(session, number, frontend.specs, frontend, core, *chosen)
 
-        host = (
-            Host(self, places, process_set, make)
+        frontend = (
+            KerasFrontend(self, entries, process_set, make)
             if device is None
-            else GpuHost(self, places, process_set, make, device)
+            else GpuFrontend(self, entries, process_set, make, device)
         )
-        self.__dict__["_host"] = host  # past Keras, which would look into it for variables
-        host.connect(sessions.current())
+        self.__dict__["_frontend"] = frontend  # past Keras, which would look into it for variables
+        frontend.connect(sessions.current())
         with tf.init_scope():  # a graph may be under construction, in which variables have no values
             self._adopt_moments()
 
@@ -166,54 +166,54 @@ class Compressed(Distributed):
 
     def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         self.ocomm_exchanges += 1
-        host: Host = self._host
+        frontend: KerasFrontend = self._frontend
         indices = [self._get_variable_index(v) for v in trainable_variables]
         if keras.backend.backend() != "tensorflow":
             values = [v.value.detach().float().cpu() for v in trainable_variables]
-            results = host.step(float(learning_rate), indices, [g.detach().cpu() for g in grads], values)
+            results = frontend.step(float(learning_rate), indices, [g.detach().cpu() for g in grads], values)
         else:
             mpi_ops.refuse_xla()
-            results = host.updated(tf.cast(learning_rate, tf.float32), indices, grads, trainable_variables)
+            results = frontend.updated(tf.cast(learning_rate, tf.float32), indices, grads, trainable_variables)
         for variable, result in zip(trainable_variables, results, strict=True):
             variable.assign(result)  # which a low-precision one can hold
 
     def compression_report(self: Any) -> dict[str, Any]:
         """What was really sent, against dense; see the driver's. InvalidRequestError before the first step."""
-        if self._host is None:
+        if self._frontend is None:
             raise InvalidRequestError("there is nothing to report before the optimizer is built.")
-        return self._host.driver.report()
+        return self._frontend.driver.report()
 
     # State: with everything, for elastic jobs
 
     def ocomm_state(self: Any) -> tuple[list[np.ndarray], dict[str, Any], dict[int, Floats]]:
         """What is the same on all ranks: the optimizer's variables, what only ocomm knows, and masters by tensor."""
-        host: Host = self._host
+        frontend: KerasFrontend = self._frontend
         self._export_moments()
-        host.read(self._trainable_variables)
-        return [v.numpy() for v in self.variables], host.driver.state(), host.masters()
+        frontend.read(self._trainable_variables)
+        return [v.numpy() for v in self.variables], frontend.driver.state(), frontend.masters()
 
     def ocomm_load_state(self: Any, state: tuple[list[np.ndarray], dict[str, Any], dict[int, Floats]]) -> None:
         """The inverse, when the model's variables are in place. Collective after ``init``."""
         for variable, value in zip(self.variables, state[0], strict=True):
             variable.assign(value)
-        host: Host = self._host
+        frontend: KerasFrontend = self._frontend
         self.ocomm_reconnect(keep=False)
-        host.read(self._trainable_variables, state[2])
+        frontend.read(self._trainable_variables, state[2])
         self._restore_moments()
-        host.driver.load_state(state[1])
-        host.write(self._trainable_variables)  # between syncs they become those of the last one
+        frontend.driver.load_state(state[1])
+        frontend.write(self._trainable_variables)  # between syncs they become those of the last one
 
     def ocomm_rank_state(self: Any) -> dict[str, Any]:
         """What only this rank knows."""
-        self._host.read(self._trainable_variables)
-        return self._host.driver.rank_state()
+        self._frontend.read(self._trainable_variables)
+        return self._frontend.driver.rank_state()
 
     def ocomm_load_rank_state(self: Any, source: Source) -> dict[str, Any]:
         """The inverse, after ``ocomm_load_state``; see the driver's. Collective."""
-        host: Host = self._host
-        host.read(self._trainable_variables)
-        done = host.driver.load_rank_state(source)
-        host.write(self._trainable_variables)
+        frontend: KerasFrontend = self._frontend
+        frontend.read(self._trainable_variables)
+        done = frontend.driver.load_rank_state(source)
+        frontend.write(self._trainable_variables)
         return done
 
     def ocomm_reconnect(self: Any, keep: bool = True) -> None:
@@ -221,21 +221,21 @@ class Compressed(Distributed):
 
         ``keep``: goes on where it was. If not, a state must be loaded.
         """
-        host: Host = self._host
+        frontend: KerasFrontend = self._frontend
         session = sessions.current()
-        if host.runtime is session.runtime:
+        if frontend.runtime is session.runtime:
             return
         kept = (self.ocomm_state(), self.ocomm_rank_state()) if keep else None
-        host.connect(session)
+        frontend.connect(session)
         if kept is not None:
             self.ocomm_load_state(kept[0])
             self.ocomm_load_rank_state(one_state(kept[1]))
 
     def ocomm_begin_alike(self: Any, root_rank: int) -> None:
         """See ``Distributed``; errors start at zero."""
-        if self._host is None:
+        if self._frontend is None:
             return
-        mine = int(self.iterations.numpy()), self._host.driver.steps
+        mine = int(self.iterations.numpy()), self._frontend.driver.steps
         process_set = self.ocomm_process_set
         if len(set(api.allgather_object(mine, process_set=process_set))) > 1:
             is_root = sessions.current().require_topology().rank == root_rank
@@ -256,7 +256,7 @@ class Compressed(Distributed):
 
     def save_own_variables(self: Any, store: Any) -> None:
         """As plain Keras': m and v are those that a plain Adam would go on with."""
-        if self._host is not None:
+        if self._frontend is not None:
             self._export_moments()
         super().save_own_variables(store)  # type: ignore[misc]
 
@@ -264,8 +264,8 @@ class Compressed(Distributed):
         """The inverse; errors start at zero. All ranks load the same, or one before a fit with
         ``BroadcastGlobalVariablesCallback``."""
         super().load_own_variables(store)  # type: ignore[misc]
-        if self._host is not None:
-            self._host.forget()
+        if self._frontend is not None:
+            self._frontend.forget()
             self._adopt_moments()
 
 
@@ -277,33 +277,33 @@ class CompressedAdam(Compressed):
         return (float(self.beta_1), float(self.beta_2)), float(self.epsilon)
 
     def _export_moments(self: Any) -> None:
-        host: Host = self._host
-        to_host = host.driver.core.home.host
-        for number, place in enumerate(host.places):
-            saved, warming = host.driver.saved_moments(number), host.moments(number)
+        frontend: KerasFrontend = self._frontend
+        to_host = frontend.driver.core.param_memory.host
+        for number, entry in enumerate(frontend.entries):
+            saved, warming = frontend.driver.saved_moments(number), frontend.moments(number)
             if saved is not None:
                 momentum, variance = saved["exp_avg"], saved["exp_avg_sq"]
             elif warming is not None:
                 momentum, variance = warming[:2]
             else:
                 continue
-            self._momentums[place.index].assign(place.from_wire(to_host(momentum)))
-            self._velocities[place.index].assign(place.from_wire(to_host(variance)))
+            self._momentums[entry.index].assign(entry.from_wire(to_host(momentum)))
+            self._velocities[entry.index].assign(entry.from_wire(to_host(variance)))
 
     def _restore_moments(self: Any) -> None:
-        host: Host = self._host
+        frontend: KerasFrontend = self._frontend
         if int(self.iterations.numpy()):
-            for number, place in enumerate(host.places):
-                host.adopt(number, *self._saved(place))
+            for number, entry in enumerate(frontend.entries):
+                frontend.adopt(number, *self._saved(entry))
 
     def _adopt_moments(self: Any) -> None:
         if int(self.iterations.numpy()):
             self._restore_moments()
-            self._host.driver.continue_plain()
+            self._frontend.driver.continue_plain()
 
-    def _saved(self: Any, place: Place) -> tuple[Floats, Floats, int]:
-        arrays = (self._momentums[place.index].numpy(), self._velocities[place.index].numpy())
-        momentum, variance = (place.to_wire(array).copy() for array in arrays)
+    def _saved(self: Any, entry: WireVariable) -> tuple[Floats, Floats, int]:
+        arrays = (self._momentums[entry.index].numpy(), self._velocities[entry.index].numpy())
+        momentum, variance = (entry.to_wire(array).copy() for array in arrays)
         return momentum, variance, int(self.iterations.numpy())
 
 

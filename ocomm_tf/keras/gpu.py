@@ -26,8 +26,8 @@ from ocomm.optim.adam import DeviceAdam
 from ocomm.session import Session
 from ocomm_tf import engine
 from ocomm_tf.errors import of_tensorflow
-from ocomm_tf.keras.host import Host, MakeDriver, shortest
-from ocomm_tf.order import Place
+from ocomm_tf.keras.frontend import KerasFrontend, MakeDriver, shortest
+from ocomm_tf.order import WireVariable
 
 _log = logging.getLogger("ocomm")
 _FULL = (
@@ -36,17 +36,17 @@ _FULL = (
 )
 
 
-class GpuHost(Host):
+class GpuFrontend(KerasFrontend):
     """Parameters and gradients on ``device``, TensorFlow's name of it, in wire order."""
 
     def __init__(
-        self, optimizer: Any, places: Sequence[Place], process_set: ProcessSet, make: MakeDriver, device: str
+        self, optimizer: Any, entries: Sequence[WireVariable], process_set: ProcessSet, make: MakeDriver, device: str
     ) -> None:
-        super().__init__(optimizer, places, process_set, make)
+        super().__init__(optimizer, entries, process_set, make)
         self._device = device
         #: The parameters, while a step or a state is under way: TensorFlow's memory.
-        self._tensors: list[tf.Tensor | None] = [None] * len(places)
-        self._addresses = [0] * len(places)
+        self._tensors: list[tf.Tensor | None] = [None] * len(entries)
+        self._addresses = [0] * len(entries)
         self._warming: DeviceAdam | None = None
 
     def _make_parameters(self) -> None:
@@ -76,27 +76,27 @@ class GpuHost(Host):
             if any(tensor is not None for tensor in self._tensors):
                 self._memory.wait()
         finally:
-            self._tensors = [None] * len(self.places)
-            self._addresses = [0] * len(self.places)
+            self._tensors = [None] * len(self.entries)
+            self._addresses = [0] * len(self.entries)
             self._place_parameters()
 
     # Variables
 
     def read(self, variables: Sequence[Any], masters: Mapping[int, Floats] | None = None) -> None:
         self._let_go()
-        for number, place in enumerate(self.places):
-            self._take_copy(number, variables[place.index])
+        for number, entry in enumerate(self.entries):
+            self._take_copy(number, variables[entry.index])
 
     def write(self, variables: Sequence[Any]) -> None:
         self._memory.wait()
-        for number, place in enumerate(self.places):
+        for number, entry in enumerate(self.entries):
             with tf.device(self._device):
-                variables[place.index].assign(_from_wire(self._tensors[number], place))
+                variables[entry.index].assign(_from_wire(self._tensors[number], entry))
         self._let_go()
 
     def _take_copy(self, number: int, variable: Any) -> None:
         with tf.device(self._device):
-            self._hold(number, _copy(_to_wire(tf.convert_to_tensor(variable), self.places[number])))
+            self._hold(number, _copy(_to_wire(tf.convert_to_tensor(variable), self.entries[number])))
 
     def _hold(self, number: int, tensor: tf.Tensor) -> None:
         """The parameter is ``tensor`` for now, which nobody else reads."""
@@ -109,15 +109,15 @@ class GpuHost(Host):
         self, rate: tf.Tensor, indices: Sequence[int], gradients: Sequence[Any], variables: Sequence[Any]
     ) -> list[tf.Tensor]:
         count = len(indices)
-        place_of = {place.index: place for place in self.places}
-        places = [place_of[index] for index in indices]
+        entry_of = {entry.index: entry for entry in self.entries}
+        entries = [entry_of[index] for index in indices]
 
         def body(lr: Any, *tensors: Any) -> list[Any]:
             return self.step(float(lr), indices, tensors[:count], tensors[count:])
 
         with tf.device(self._device):
-            given = [_to_wire(tf.convert_to_tensor(g), place) for g, place in zip(gradients, places, strict=True)]
-            values = [_copy(_to_wire(tf.convert_to_tensor(v), p)) for v, p in zip(variables, places, strict=True)]
+            given = [_to_wire(tf.convert_to_tensor(g), entry) for g, entry in zip(gradients, entries, strict=True)]
+            values = [_copy(_to_wire(tf.convert_to_tensor(v), p)) for v, p in zip(variables, entries, strict=True)]
             if tf.executing_eagerly():
                 with of_tensorflow():
                     results = body(rate, *map(tf.identity, given), *values)  # copied there if they are elsewhere
@@ -125,20 +125,20 @@ class GpuHost(Host):
                 results = engine.in_python(tf.py_function, body, [rate, *given, *values], [tf.float32] * count)
                 for result, value in zip(results, values, strict=True):
                     result.set_shape(value.shape)
-            return [_from_wire(result, place) for result, place in zip(results, places, strict=True)]
+            return [_from_wire(result, entry) for result, entry in zip(results, entries, strict=True)]
 
     def step(self, lr: float, indices: Sequence[int], gradients: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """As the other host's; ``values`` are changed in place and returned."""
+        """As the other frontend's; ``values`` are changed in place and returned."""
         self._lr = shortest(lr)
         position_of = {index: position for position, index in enumerate(indices)}
         absent = []
         self._let_go()
         try:
-            for number, place in enumerate(self.places):
-                position = position_of.get(place.index)
+            for number, entry in enumerate(self.entries):
+                position = position_of.get(entry.index)
                 if position is None:
                     absent.append(number)
-                    self._take_copy(number, self._owner._trainable_variables[place.index])
+                    self._take_copy(number, self._owner._trainable_variables[entry.index])
                 else:
                     self._hold(number, values[position])
                     self._addresses[number] = address_of(gradients[position])
@@ -151,7 +151,7 @@ class GpuHost(Host):
         self._let_go()
         return list(values)
 
-    # The driver's host
+    # For the driver
 
     def locate(self, tensors: list[int], final: bool) -> list[int]:
         return [self._addresses[tensor] for tensor in tensors]
@@ -183,12 +183,12 @@ class GpuHost(Host):
             self._warming = None
 
 
-def _to_wire(tensor: tf.Tensor, place: Place) -> tf.Tensor:
-    return tensor if place.is_as_keras_has_it else tf.transpose(tensor, place.axes)
+def _to_wire(tensor: tf.Tensor, entry: WireVariable) -> tf.Tensor:
+    return tensor if entry.is_as_keras_has_it else tf.transpose(tensor, entry.axes)
 
 
-def _from_wire(tensor: tf.Tensor, place: Place) -> tf.Tensor:
-    return tensor if place.is_as_keras_has_it else tf.transpose(tensor, np.argsort(place.axes))
+def _from_wire(tensor: tf.Tensor, entry: WireVariable) -> tf.Tensor:
+    return tensor if entry.is_as_keras_has_it else tf.transpose(tensor, np.argsort(entry.axes))
 
 
 def _copy(tensor: tf.Tensor) -> tf.Tensor:

@@ -22,7 +22,7 @@ typedef struct {
     char from[64], to[2][64];
 } copying;
 
-static void begin(ocomm_channel *channel, copying *c, int gate) {
+static void begin(ocomm_channel *channel, copying *c, int open_segments) {
     memset(&c->plan, 0, sizeof c->plan);
     for (int i = 0; i < 2; i++) {
         c->ops[i] = (ocomm_op){.code = OCOMM_COPY, .a = {{.p = c->from}, {.p = c->to[i]}, {.i = sizeof c->from}}};
@@ -33,7 +33,7 @@ static void begin(ocomm_channel *channel, copying *c, int gate) {
     c->plan.stages = c->stages;
     c->plan.segments = c->segments;
     c->plan.segment_count = 2;
-    c->plan.gate = gate;
+    c->plan.open_segments = open_segments;
     ocomm_submit(channel, &c->plan);
 }
 

@@ -264,7 +264,7 @@ class TestGradientsOf16Bits:
         packed = kernels.memory.staging(4 * words.size)
         tensors = table_of("grad", [on_device])
         tensors["grad_dtype"] = dtype
-        kernels.pack(np.array([(0, 0, words.size, 0)], RUN), tensors, packed)
+        kernels.gather(np.array([(0, 0, words.size, 0)], RUN), tensors, packed)
         got = kernels.memory.host(kernels.memory.twin(packed)).view(np.float32)
         assert same_bits(got, widened(words, dtype))
 
@@ -329,7 +329,7 @@ class TestNothingOutsideIsTouched:
         end = message_end(world)
         world.numel = world.local_numel = world.owned_numel = length
         world.nbytes = end
-        for name in ("values", "error", "owner_error", "denominator"):
+        for name in ("values", "error", "server_error", "denominator"):
             setattr(world, name, fenced(getattr(world, name)[:length]))
         world.mask = fenced(world.mask[: (length + 7) // 8])
         world.messages = [fenced(message[:end]) for message in world.messages]
@@ -349,7 +349,7 @@ class TestNothingOutsideIsTouched:
         model.blocks["offset"] = 0
         model.numel = model.owned_numel = length
         model.nbytes = end
-        for name in ("momentum", "magnitude", "error", "owner_error"):
+        for name in ("momentum", "magnitude", "error", "server_error"):
             setattr(model, name, fenced(getattr(model, name)[:length]))
         model.messages = [fenced(message[:end]) for message in model.messages]
         model.weights = fenced(model.weights)
@@ -416,13 +416,13 @@ class TestDenseValues:
         packed, expected = home.staging(nbytes), np.full(nbytes, 0x5A, np.uint8)
         packed[:] = 0x5A
         home.changed(packed)
-        kernels.pack(runs, table_of("grad", on_device), packed)
-        reference.pack(runs, table_of("grad", tensors), expected)
+        kernels.gather(runs, table_of("grad", on_device), packed)
+        reference.gather(runs, table_of("grad", tensors), expected)
         assert same_bits(home.host(home.twin(packed)), expected)
         targets = self.values(1)
         placed = [loaned(kernels, t) for t in targets]
-        kernels.place(runs, table_of("grad", placed), packed)
-        reference.place(runs, table_of("grad", targets), expected)
+        kernels.scatter(runs, table_of("grad", placed), packed)
+        reference.scatter(runs, table_of("grad", targets), expected)
         assert all(same_bits(home.host(a), b) for a, b in zip(placed, targets, strict=True))
 
     @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.3, 1 / 3)])
@@ -560,7 +560,17 @@ def test_seeds_travel_in_halves() -> None:
 
 
 #: Of the dense warm-up and of rare sums, and what looks at gradients only.
-WITHOUT_TIMES = {"finite", "descend", "adam_ratio", "pack", "place", "reduce", "sum_words", "sum_squares", *REDUCTIONS}
+WITHOUT_TIMES = {
+    "finite",
+    "descend",
+    "adam_ratio",
+    "gather",
+    "scatter",
+    "reduce",
+    "sum_words",
+    "sum_squares",
+    *REDUCTIONS,
+}
 
 
 def test_the_benchmark_checks_every_loop_before_it_times_it() -> None:

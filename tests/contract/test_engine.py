@@ -21,11 +21,11 @@ import pytest
 from ocomm.collectives import dense
 from ocomm.collectives.compressed import compressed_segment, compressed_staging, vote
 from ocomm.collectives.engine import Channel, Engine, Reason, State, Ticket, require_open
-from ocomm.collectives.envelope import Envelopes
 from ocomm.collectives.native_engine import _STAGES_PER_SEGMENT, NativeEngine
 from ocomm.collectives.plan import Copy, Loop, Message, Plan, Stage, loop
 from ocomm.collectives.python_engine import PythonEngine, PythonTicket
 from ocomm.collectives.scratch import aligned
+from ocomm.collectives.segment_header import SegmentHeaders
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import InvalidRequestError, NotInitializedError
 from ocomm.kernels.base import NOISE, NOTHING, OWNERS, RUN, TENSOR, WHOLE, Kernels
@@ -219,9 +219,9 @@ def message_plan(rank: int, buffer: np.ndarray, sends: Sequence[int], receives: 
     return Plan(f"plan of rank {rank}", [[stage]])
 
 
-def sealed(rank: int, tensors: int = 1, signature: int = 1) -> Envelopes:
+def headers_of(rank: int, tensors: int = 1, signature: int = 1) -> SegmentHeaders:
     flags, heard, announcement = np.zeros(1, np.uint32), np.zeros(1, np.uint32), np.zeros(1, np.int64)
-    return Envelopes(rank, [(signature, tensors)], flags, heard, announcement)
+    return SegmentHeaders(rank, [(signature, tensors)], flags, heard, announcement)
 
 
 def dense_exchange(kind: str, size: int, dtype: DType, numels: Sequence[int]) -> list[bytes]:
@@ -270,13 +270,13 @@ def compressed_exchange(kind: str, size: int, steps: int, source: str = "values"
         plans, buffers = [], []
         for rank in range(size):
             (segment,) = layout.segments([0, 1, 2], rank, 1 << 20)
-            (env,) = said = sealed(rank, len(segment.tensors), segment.signature("onebit-l1"))
+            (env,) = said = headers_of(rank, len(segment.tensors), segment.signature("onebit-l1"))
             env.presence[:] = segment.presence_bits(np.array([True, rank == 0, False]))
             said.begin(1, 0, 9, 4 if rank == 0 else 0)
             flat = layout.flat_numel
             values, error, out = (np.zeros(flat, np.float32) for _ in range(3))
             values[:] = rng.normal(size=flat)
-            owner_error = np.zeros(layout.owned_numel(rank), np.float32)
+            server_error = np.zeros(layout.owned_numel(rank), np.float32)
             staging, result = compressed_staging(segment), aligned(segment.packed_nbytes)
             staging.send[:] = result[:] = 0
             if source == "values":
@@ -304,7 +304,7 @@ def compressed_exchange(kind: str, size: int, steps: int, source: str = "values"
                     staging.send,
                 )
 
-            def average(rows: Any, s: Any = segment, e: Any = owner_error, r: Any = result, v: Any = env) -> Loop:
+            def average(rows: Any, s: Any = segment, e: Any = server_error, r: Any = result, v: Any = env) -> Loop:
                 origin = s.message_start[s.rank]
                 return loop(Kernels.average, v.flags, s.owned_blocks, rows, origin, e, e, None, "l1", r)
 
@@ -312,7 +312,7 @@ def compressed_exchange(kind: str, size: int, steps: int, source: str = "values"
             stages[-1].compute.append(loop(Kernels.unpack, None, segment.blocks, result, None, out))
             plans.append(Plan("compressed", [stages], [values]))
             headers = [(start, start + segment.header_nbytes) for start in segment.message_start]
-            buffers.append((error, owner_error, out, env.heard, env.heard_flags, env.announcement, result, headers))
+            buffers.append((error, server_error, out, env.heard, env.heard_flags, env.announcement, result, headers))
         for _ in range(steps):
             assert states(submit(channels, plans)) == [State.DONE] * size
         assert len({rank_buffers[2].tobytes() for rank_buffers in buffers}) == 1, "all ranks hold the same result"
@@ -340,7 +340,7 @@ def quantized_exchange(kind: str, size: int, steps: int) -> list[bytes]:
     with world_of(kind, size) as world:
         for rank in range(size):
             (segment,) = layout.segments([0, 1, 2], rank, 1 << 20, scales=False)
-            (env,) = said = sealed(rank, len(segment.tensors), segment.signature("birder"))
+            (env,) = said = headers_of(rank, len(segment.tensors), segment.signature("birder"))
             said.begin(1, 0, 9, 0)
             grads = rng.normal(size=layout.flat_numel).astype(np.float32)
             tensors = np.zeros(3, TENSOR)
@@ -348,7 +348,7 @@ def quantized_exchange(kind: str, size: int, steps: int) -> list[bytes]:
             tensors["beta1"], tensors["one_minus_beta1"] = 0.9, 0.1
             m, b, e, out = (np.zeros(layout.flat_numel, np.float32) for _ in range(4))
             m_out, b_out = np.zeros_like(m), np.zeros_like(b)
-            owner_error = np.zeros(layout.owned_numel(rank), np.float32)
+            server_error = np.zeros(layout.owned_numel(rank), np.float32)
             staging, result = compressed_staging(segment), aligned(segment.packed_nbytes)
             staging.send[:] = result[:] = 0
             noise = np.array([(77, 0, rank, 0), (77, 0, OWNERS, 0)], NOISE)
@@ -358,7 +358,7 @@ def quantized_exchange(kind: str, size: int, steps: int) -> list[bytes]:
             )  # fmt: skip
 
             def average(
-                rows: Any, s: Any = segment, e: Any = owner_error, r: Any = result, v: Any = env, n: Any = noise
+                rows: Any, s: Any = segment, e: Any = server_error, r: Any = result, v: Any = env, n: Any = noise
             ) -> Loop:
                 origin = s.message_start[s.rank]
                 return loop(Kernels.average_quantized, v.flags, s.owned_blocks, rows, origin, weights, e, e, n[1:], r)
@@ -370,7 +370,7 @@ def quantized_exchange(kind: str, size: int, steps: int) -> list[bytes]:
             plans.append(Plan("quantized", [stages], [grads]))
             headers = [(start, start + segment.header_nbytes) for start in segment.message_start]
             noises.append(noise)
-            buffers.append(((m, b, e, m_out, b_out, out, owner_error), env, result, headers))
+            buffers.append(((m, b, e, m_out, b_out, out, server_error), env, result, headers))
         channels = world.channels()
         prepared = [channel.prepare(plan) for channel, plan in zip(channels, plans, strict=True)]
         for step in range(steps):
@@ -409,7 +409,7 @@ def voted_exchange(kind: str, size: int) -> list[bytes]:
     with world_of(kind, size) as world:
         for rank in range(size):
             (segment,) = layout.segments([0, 1], rank, 1 << 20, scales=False)
-            (env,) = said = sealed(rank, len(segment.tensors), segment.signature("lion"))
+            (env,) = said = headers_of(rank, len(segment.tensors), segment.signature("lion"))
             said.begin(1, 0, 9, 0)
             grads = rng.normal(size=layout.flat_numel).astype(np.float32)
             tensors = np.zeros(2, TENSOR)
@@ -451,21 +451,21 @@ def test_what_birder_and_lion_compute_and_is_not_finite_sets_the_flag(kind: str)
     (segment,) = Layout([TensorSpec("a", (40,))], 1, block_size=16).segments([0], 0, 1 << 20, scales=False)
     flags, noise, packed = np.zeros((4, 1), np.uint32), np.zeros(1, NOISE), aligned(segment.packed_nbytes)
     tensors, grad = np.zeros(1, TENSOR), np.ones(40, np.float32)
-    m, b, e, out, owner_error = (np.zeros(48, np.float32) for _ in range(5))
+    m, b, e, out, server_error = (np.zeros(48, np.float32) for _ in range(5))
     tensors["grad"], tensors["one_minus_beta1"] = grad.ctypes.data, 0.1
     quantized = loop(
         Kernels.compress_quantized, flags[0], segment.blocks, tensors, m, m, b, b, e, e, 1e-12, False, noise, packed
     )
     averaged = loop(
-        Kernels.average_quantized, flags[1], segment.owned_blocks, [packed], 0, np.ones(1, np.float32), owner_error,
-        owner_error, noise, packed,
+        Kernels.average_quantized, flags[1], segment.owned_blocks, [packed], 0, np.ones(1, np.float32), server_error,
+        server_error, noise, packed,
     )  # fmt: skip
     soft = loop(Kernels.soft_sign, flags[2], segment.blocks, tensors, m, m, b, b, 1e-12, False, out)
     signs = loop(Kernels.compress_signs, flags[3], segment.blocks, tensors, e, out, 0.99, 0.01, False, packed)
     channel = engine.open_channel(fabric.endpoint(0), 1)
     prepared = channel.prepare(Plan("quantized", [[Stage([quantized, averaged, soft, signs])]]))
     for value, expected in ((1.0, 0), (np.nan, int(Flag.NON_FINITE))):
-        grad[20] = owner_error[20] = value
+        grad[20] = server_error[20] = value
         ticket = channel.submit(prepared, 0.0, True)
         assert engine.run(1.0) & Reason.COMPLETED
         assert ticket.state == State.DONE
@@ -515,33 +515,33 @@ def test_a_peer_that_never_sends_is_named_when_the_time_is_over(kind: str) -> No
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_header_that_differs_ends_the_plan_on_all_ranks(kind: str) -> None:
     with world_of(kind, 3) as world:
-        plans, envelopes = [], []
+        plans, segment_headers = [], []
         for rank in range(3):
-            (env,) = said = sealed(rank)
+            (env,) = said = headers_of(rank)
             said.begin(8 if rank == 2 else 7, 0, 5, 0)
-            envelopes.append(env)
+            segment_headers.append(env)
             plans.append(vote(rank, [range(3)], env))
         channels = world.channels()
         tickets = submit(channels, plans)
         behind = submit(channels, [message_plan(rank, aligned(4), [], []) for rank in range(3)])
         assert states(tickets) == [State.MISMATCH] * 3
         assert [ticket.error for ticket in tickets] == [2, 2, 0]
-        assert [env.differences() for env in envelopes] == [[("step", {0: 7, 1: 7, 2: 8})]] * 3
+        assert [env.differences() for env in segment_headers] == [[("step", {0: 7, 1: 7, 2: 8})]] * 3
         assert set(states(behind)) <= {State.ABORTED, State.DONE}
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_flags_and_presence_of_all_ranks_are_known_to_all(kind: str) -> None:
     with world_of(kind, 3) as world:
-        said = [sealed(rank, tensors=9) for rank in range(3)]
-        envelopes = [env for (env,) in said]
-        for rank, env in enumerate(envelopes):
+        said = [headers_of(rank, tensors=9) for rank in range(3)]
+        segment_headers = [env for (env,) in said]
+        for rank, env in enumerate(segment_headers):
             env.flags[0] = 1 << rank
             env.presence[0] = 1 << rank
             said[rank].begin(1, 0, 0, 0)
-        plans = [vote(rank, [range(3)], env) for rank, env in enumerate(envelopes)]
+        plans = [vote(rank, [range(3)], env) for rank, env in enumerate(segment_headers)]
         assert states(submit(world.channels(), plans)) == [State.DONE] * 3
-        for env in envelopes:
+        for env in segment_headers:
             assert (int(env.heard_flags[0]), int(env.heard[0])) == (7, 7)
 
 
@@ -550,31 +550,32 @@ def test_flags_and_presence_of_all_ranks_are_known_to_all(kind: str) -> None:
 def test_a_vote_in_groups_brings_every_header_to_everyone(kind: str, groups: list[tuple[int, ...]]) -> None:
     size = sum(len(group) for group in groups)
     with world_of(kind, size) as world:
-        said = [sealed(rank, tensors=size) for rank in range(size)]
-        envelopes = [env for (env,) in said]
-        for rank, env in enumerate(envelopes):
+        said = [headers_of(rank, tensors=size) for rank in range(size)]
+        segment_headers = [env for (env,) in said]
+        for rank, env in enumerate(segment_headers):
             env.flags[0] = env.presence[0] = 1 << rank
             said[rank].begin(1, 0, 0, 9 if rank == 0 else 0)
         channels = world.channels()
         assert (
-            states(submit(channels, [vote(r, groups, env) for r, env in enumerate(envelopes)])) == [State.DONE] * size
+            states(submit(channels, [vote(r, groups, env) for r, env in enumerate(segment_headers)]))
+            == [State.DONE] * size
         )
-        for env in envelopes:
+        for env in segment_headers:
             assert (int(env.heard_flags[0]), int(env.heard[0])) == ((1 << size) - 1,) * 2
             assert int(env.announcement[0]) == 9
             assert env.ranks_with(Flag(1 << 1)) == [1]
         for rank in range(size):
             said[rank].begin(2 + (rank == 1), 0, 0, 0)
-        tickets = submit(channels, [vote(r, groups, env) for r, env in enumerate(envelopes)])
+        tickets = submit(channels, [vote(r, groups, env) for r, env in enumerate(segment_headers)])
         assert states(tickets) == [State.MISMATCH] * size
         wanted = [("step", {rank: 2 + (rank == 1) for rank in range(size)})]
-        assert [env.differences() for env in envelopes] == [wanted] * size
+        assert [env.differences() for env in segment_headers] == [wanted] * size
 
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_news_of_the_vote_stays_whichever_message_is_checked_last(kind: str) -> None:
     with world_of(kind, 1) as world:
-        said = sealed(0), sealed(0)
+        said = headers_of(0), headers_of(0)
         (news,), (silence,) = said
         silence.announcement = news.announcement  # as all messages of a step
         said[0].begin(1, 0, 0, 4)
@@ -709,7 +710,10 @@ def test_segments_start_when_they_are_let_and_later_plans_after_them(kind: str, 
         (*plans, target), (*later, last) = pairs_of(3), pairs_of(1)
         gates = [1, None] if closed == 0 else [None, 1]
         prepared = [channel.prepare(plan) for channel, plan in zip(channels, plans, strict=True)]
-        tickets = [c.submit(p, 0.0, False, gate) for c, p, gate in zip(channels, prepared, gates, strict=True)]
+        tickets = [
+            c.submit(p, 0.0, False, open_segments)
+            for c, p, open_segments in zip(channels, prepared, gates, strict=True)
+        ]
         behind = submit(channels, later)
         for opened in (1, 2):
             while target[opened - 1] == 0:
@@ -740,7 +744,7 @@ def test_a_plan_has_no_deadline_while_it_waits_to_be_opened_and_a_new_one_after(
 @pytest.mark.parametrize("part", [NOTHING, WHOLE, 5])
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_plan_finds_its_buffers_where_they_are_when_it_is_opened(kind: str, part: int) -> None:
-    """The third tensor is in no intake, the last has no gradient."""
+    """The third tensor is in no inputs, the last has no gradient."""
     numel, kernels = 3000, ReferenceKernels()
     gradients = [np.arange(n, n + numel, dtype=np.float32) for n in range(4)]
     addresses = [int(gradient.ctypes.data) for gradient in gradients[:3]] + [0]
@@ -748,17 +752,17 @@ def test_a_plan_finds_its_buffers_where_they_are_when_it_is_opened(kind: str, pa
     table["grad"][2] = addresses[2]
     runs = [np.array([(0, 0, numel, tensor)], RUN) for tensor in range(4)]
     packed = [aligned(4 * numel) for _ in runs]
-    segments = [[Stage([loop(Kernels.pack, None, run, table, out)])] for run, out in zip(runs, packed, strict=True)]
+    segments = [[Stage([loop(Kernels.gather, None, run, table, out)])] for run, out in zip(runs, packed, strict=True)]
     sums = np.full(3, 7, np.uint64)
     nbytes = np.full(3, 4 * numel)
     rows = np.array([1, 0, 3])
     with world_of(kind, 1) as world:
         (channel,) = world.channels()
-        intakes = [channel.intake(table, rows[part], nbytes[part], sums[part]) for part in (slice(0, 2), slice(2, 3))]
+        inputs = [channel.inputs(table, rows[part], nbytes[part], sums[part]) for part in (slice(0, 2), slice(2, 3))]
         ticket = channel.submit(channel.prepare(Plan("told", segments)), 0.0, False, 0)
         assert ticket.wait(0.01) == State.QUEUED
-        ticket.open(3, intakes[0], [addresses[1], addresses[0]], part)
-        ticket.open(4, intakes[1], [0], part)
+        ticket.open(3, inputs[0], [addresses[1], addresses[0]], part)
+        ticket.open(4, inputs[1], [0], part)
         assert states([ticket]) == [State.DONE]
     assert table["grad"].tolist() == addresses
     assert [out.tobytes() for out in packed] == [g.tobytes() for g in gradients[:3]] + [bytes(4 * numel)]

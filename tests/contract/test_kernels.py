@@ -57,7 +57,7 @@ class World:
         self.numel, self.owned_numel, self.local_numel, self.nbytes = flat, owned, local, message + 5
         self.values = self.floats(local)
         self.error = self.floats(local)
-        self.owner_error = self.floats(owned)
+        self.server_error = self.floats(owned)
         self.denominator = np.abs(self.floats(flat)) + np.float32(1e-8)
         self.mask = self._mask() if self.masked else None
         self.messages = [self.message() for _ in range(self.ranks)]
@@ -261,7 +261,7 @@ def average_results(world: World, kernels: Kernels, scale: str) -> tuple:
     packed, error_out = world.empty(world.owned_numel)
     origin = 8  # this owner's blocks start later in everyone's packed buffer
     received = [message[origin:] for message in world.messages]
-    error = world.owner_error
+    error = world.server_error
     finite = kernels.average(world.blocks, received, origin, error, error_out, world.mask, scale, packed)
     return finite, packed, error_out
 
@@ -656,7 +656,7 @@ class TestAverage:
         for block in world.blocks:
             hidden = world.hidden(block)
             total = sum(scale_in(m, block).astype(np.float64) * signs_in(m, block) for m in world.messages)
-            error = world.owner_error[span(block, "owned")]
+            error = world.server_error[span(block, "owned")]
             kept = error_out[span(block, "owned")]
             sent = scale_in(packed, block) * signs_in(packed, block)
             assert same_bits(kept[hidden], error[hidden])
@@ -664,7 +664,7 @@ class TestAverage:
 
     def test_of_one_rank_without_error_it_returns_the_message(self, kernels: Kernels) -> None:
         world = World((5000, 77), ranks=1)
-        world.owner_error[:] = 0
+        world.server_error[:] = 0
         _, packed, error_out = average_results(world, kernels, "l1")
         for block in world.blocks:
             sent = scale_in(world.messages[0], block)

@@ -105,8 +105,8 @@ class TestTheSameBits:
         runs = np.array([(i * 100, (89 - i) * 100, 100, i % 2) for i in range(90)], RUN)
         back = runs.copy()
         back["tensor"] = 0
-        pack = loop(Kernels.pack, None, runs, tensors, packed)
-        place = loop(Kernels.place, None, back, targets, packed)
+        pack = loop(Kernels.gather, None, runs, tensors, packed)
+        place = loop(Kernels.scatter, None, back, targets, packed)
         compute = [Copy(source, copied), pack, place]
         channel = engine.open_channel(Fabric(1).endpoint(0), 1)
         ticket = channel.submit(channel.prepare(Plan("copies", [[Stage(compute)]])), 0.0, True)

@@ -45,7 +45,7 @@ class Model:
         self.blocks = np.array(rows, BLOCK)
         self.rng.shuffle(self.blocks)
         self.numel, self.owned_numel, self.nbytes = local, owned, bits + 5
-        self.momentum, self.error, self.owner_error = (self.floats(n) for n in (local, local, owned))
+        self.momentum, self.error, self.server_error = (self.floats(n) for n in (local, local, owned))
         self.magnitude = np.abs(self.momentum) + np.abs(self.floats(local))
         self.messages = [self.rng.integers(0, 256, self.nbytes + 3, np.uint8)[3:] for _ in range(self.ranks)]
         self.weights = self.rng.random(self.ranks).astype(np.float32)
@@ -120,13 +120,13 @@ def average_results(model: Model, kernels: Kernels) -> tuple:
     received = [message[origin:] for message in model.messages]
     draw = noise(stream=OWNERS)
     finite = kernels.average_quantized(
-        model.blocks, received, origin, model.weights, model.owner_error, error_out, draw, packed
+        model.blocks, received, origin, model.weights, model.server_error, error_out, draw, packed
     )
     votes, steady = model.packed(), model.packed()
     kernels.average_quantized(model.blocks, received, origin, model.weights, None, None, draw, votes)
     (steady_error,) = model.empty(model.owned_numel)
     kernels.average_quantized(
-        model.blocks, received, origin, model.weights, model.owner_error, steady_error, STEADY["draw"], steady
+        model.blocks, received, origin, model.weights, model.server_error, steady_error, STEADY["draw"], steady
     )
     return finite, error_out, packed, votes, steady_error, steady
 
@@ -335,14 +335,14 @@ class TestQuantizedAverage:
         assert finite
         for block in model.blocks:
             total = sum(w * signs_in(m, block) for w, m in zip(model.weights.tolist(), model.messages, strict=True))
-            a = total + model.owner_error[span(block, "owned")]
+            a = total + model.server_error[span(block, "owned")]
             sent = signs_in(packed, block)
             assert np.allclose(sent + error_out[span(block, "owned")], a, rtol=1e-5, atol=1e-6)
             assert (sent[a > 1.001] == 1).all() and (sent[a < -1.001] == -1).all()
 
     def test_of_one_rank_without_error_it_returns_the_message(self, kernels: Kernels) -> None:
         model = Model((5000, 77), ranks=1)
-        model.owner_error[:], model.weights[:] = 0, 1
+        model.server_error[:], model.weights[:] = 0, 1
         _, error_out, packed, *_ = average_results(model, kernels)
         for block in model.blocks:
             assert same_bits(bits_in(packed, block), bits_in(model.messages[0], block))
@@ -353,7 +353,7 @@ class TestQuantizedAverage:
         self, kernels: Kernels, steady: int, bound: float
     ) -> None:
         model = Model((2000,), ranks=4)
-        model.weights[:], model.owner_error[:] = 0.25, 0
+        model.weights[:], model.server_error[:] = 0.25, 0
         for message in model.messages:
             message[: 12 + 100] = 0xFF  # the first elements get +1 from everyone, for ever
         for step in range(200):
@@ -361,15 +361,15 @@ class TestQuantizedAverage:
             rows = [message.copy() for message in model.messages]
             for row in rows:
                 row[112:] = model.rng.integers(0, 256, row.size - 112, np.uint8)
-            draw, error = noise(step=step, stream=OWNERS), model.owner_error
+            draw, error = noise(step=step, stream=OWNERS), model.server_error
             assert kernels.average_quantized(model.blocks, rows, 0, model.weights, error, error_out, draw, packed)
-            model.owner_error = error_out
+            model.server_error = error_out
             assert np.abs(error_out[span(model.blocks[0], "owned")]).max() <= 2
 
     @pytest.mark.parametrize("where", [0, 40, 4095, 4096, 4099])
     def test_an_error_that_is_not_finite_is_told(self, kernels: Kernels, where: int) -> None:
         model = Model((4097,), block_size=8192)
-        model.owner_error[:4097][min(where, 4096)] = np.nan
+        model.server_error[:4097][min(where, 4096)] = np.nan
         assert not average_results(model, kernels)[0]
 
 
@@ -467,7 +467,7 @@ class TestApplySigns:
 
 def test_nothing_but_the_blocks_is_written(kernels: Kernels) -> None:
     model = Model((31, 4097, 1))
-    sent, (_, owner_error, owner_packed, votes, *_) = quantize(model, kernels), average_results(model, kernels)
+    sent, (_, server_error, owner_packed, votes, *_) = quantize(model, kernels), average_results(model, kernels)
     lion_momentum, lion_signs = lion_results(model, kernels)[1:3]
     local, owned, message = (np.zeros(n, bool) for n in (model.numel, model.owned_numel, model.nbytes))
     flat = np.zeros(model.numel + 16, bool)
@@ -480,5 +480,5 @@ def test_nothing_but_the_blocks_is_written(kernels: Kernels) -> None:
     for out in (sent.momentum, sent.magnitude, sent.error, lion_momentum, *moments):
         assert (out[~local] == 7).all()
     assert (ratio[~flat] == 7).all()
-    assert (owner_error[~owned] == 7).all()
+    assert (server_error[~owned] == 7).all()
     assert all((packed[~message] == 0x5A).all() for packed in (sent.packed, owner_packed, votes, lion_signs))

@@ -25,7 +25,7 @@ from ocomm.kernels.base import RUN, TENSOR, Kernels
 from ocomm.kernels.device import DeviceArray, DeviceKernels, device_kernels
 from ocomm.telemetry.timeline import Timeline
 from ocomm.types import DType, Flag, ReduceOp
-from tests.contract.test_engine import ENGINES, message_plan, sealed, states, submit, world_of
+from tests.contract.test_engine import ENGINES, headers_of, message_plan, states, submit, world_of
 from tests.fake_device import FakeDevice
 
 
@@ -114,13 +114,13 @@ class Exchange:
         self.plans, self.errors, self.outs, self.flags = [], [], [], []
         for rank, kernels in enumerate(self.kernels):
             home = kernels.memory
-            values, error, owner_error, out = (
+            values, error, server_error, out = (
                 home.zeros(n) for n in (numel, numel, self.layout.owned_numel(rank), numel)
             )
             values[:] = rng.normal(size=numel).astype(np.float32)
             stages, results = [], []
             for layout in self.layout.segments([0], rank, self.layout.numel // 8 // segments):
-                (env,) = said = sealed(rank, 1, layout.signature("onebit-l1"))
+                (env,) = said = headers_of(rank, 1, layout.signature("onebit-l1"))
                 said.begin(1, 0, 9, 0)
                 staging, result = compressed_staging(layout, home), home.staging(layout.packed_nbytes)
                 compress = loop(
@@ -128,7 +128,7 @@ class Exchange:
                 )
 
                 def average(
-                    rows: Any, s: Any = layout, e: Any = owner_error, r: Any = result, f: Any = env.flags
+                    rows: Any, s: Any = layout, e: Any = server_error, r: Any = result, f: Any = env.flags
                 ) -> Loop:
                     origin = s.message_start[s.rank]
                     return loop(Kernels.average, f, s.owned_blocks, rows, origin, e, e, None, "l1", r)
@@ -138,7 +138,7 @@ class Exchange:
                 results.append(result)
                 self.flags.append(env.flags)
             self.plans.append(staged(Plan("compressed", stages), home, results, direct))
-            self.errors += [(home, error), (home, owner_error)]
+            self.errors += [(home, error), (home, server_error)]
             self.outs.append((home, out))
 
     def held(self) -> list[bytes]:

@@ -51,7 +51,7 @@ def state_digest(parameters: Sequence[torch.Tensor], optimizer: DistributedOneBi
     """Hash of everything that a step may change on this rank: parameters, momentum, variance, errors, counts."""
     core = optimizer._driver.core
     arrays = [p.detach().numpy() for p in parameters]
-    arrays += [core.error, core.owner_error, core.preconditioner.denominator, core.preconditioner.mask, core.steps]
+    arrays += [core.error, core.server_error, core.preconditioner.denominator, core.preconditioner.mask, core.steps]
     arrays += [core.momentum(t) for t in np.flatnonzero(core.stage).tolist()]
     for parameter in parameters:
         for value in optimizer.state.get(parameter, {}).values():

@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 
 import ocomm_tf.keras as hvd  # noqa: E402
 from ocomm.session import Session  # noqa: E402
-from ocomm_tf.keras.gpu import GpuHost  # noqa: E402
+from ocomm_tf.keras.gpu import GpuFrontend  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -56,7 +56,7 @@ def trained(make: Callable[[], Any], device: str, in_graph: bool) -> list[np.nda
         variables = [keras.Variable(value, dtype="float32", name=f"v{n}") for n, value in enumerate(initial())]
         optimizer = make()
         optimizer.build(variables)
-        assert isinstance(optimizer._host, GpuHost) == ("GPU" in device)
+        assert isinstance(optimizer._frontend, GpuFrontend) == ("GPU" in device)
 
         def step(gradients: list[Any]) -> None:
             optimizer.apply(gradients, variables)
@@ -104,7 +104,7 @@ def test_a_model_is_fit_without_xla() -> None:
         model.compile(optimizer, "mse", jit_compile=False)
         begin = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
         run = model.fit(x, x.sum(1), batch_size=16, epochs=5, shuffle=False, verbose=0, callbacks=begin)
-        assert isinstance(optimizer._host, GpuHost)
+        assert isinstance(optimizer._frontend, GpuFrontend)
         return run.history["loss"]
 
     for losses in run_ranks(RANKS, body):

@@ -308,10 +308,10 @@ class TestCompressed:
                 rate = keras.optimizers.schedules.ExponentialDecay(3e-3, 5, 0.9)
                 model = compiled(make_model(), wrap(adam(rate), overlap=overlap))
                 model.optimizer.build(model.trainable_variables)
-                stepper = model.optimizer._host.driver.stepper
+                stepper = model.optimizer._frontend.driver.stepper
                 posted: list[list[int]] = []
-                step = model.optimizer._host.step
-                model.optimizer._host.step = lambda *a, step=step, stepper=stepper, posted=posted: (
+                step = model.optimizer._frontend.step
+                model.optimizer._frontend.step = lambda *a, step=step, stepper=stepper, posted=posted: (
                     posted.append(stepper.buckets.posted_tensors if stepper.begun else []),
                     step(*a),
                 )[1]

@@ -80,7 +80,7 @@ def test_masters_are_the_variables_of_a_float32_run_with_the_same_gradients(kind
             twin.apply([tf.cast(g, tf.float32) for g in given], law)
             if step == 0 and kind == "accumulated":
                 continue  # the first step is to come
-            assert same(optimizer._host.parameters, values(law))
+            assert same(optimizer._frontend.parameters, values(law))
             assert same(values(low), rounded(values(law)))
         return values(low)
 
@@ -93,14 +93,14 @@ def test_what_is_written_to_a_variable_counts_and_the_rest_keeps_its_digits() ->
         low = variables()
         optimizer = KINDS["Birder"]()
         optimizer.apply(gradients(0, hvd.rank()), low)
-        before = optimizer._host.parameters[0].copy()
+        before = optimizer._frontend.parameters[0].copy()
         written = np.asarray(low[0].numpy(), np.float32)
         written[3, 4] = 5.0
         low[0].assign(written)
         optimizer.ocomm_state()
         expected = before.reshape(40, 30).copy()
         expected[3, 4] = 5.0
-        assert same([optimizer._host.parameters[0]], [expected])
+        assert same([optimizer._frontend.parameters[0]], [expected])
         assert not same([before], rounded([before], ["bfloat16"]))
 
     run_ranks(1, body)
@@ -117,7 +117,7 @@ def test_a_state_has_the_masters_and_goes_on_bit_for_bit(kind: str) -> None:
         for _ in range(2):
             for step in range(5, 9):
                 optimizer.apply(gradients(step, hvd.rank()), low)
-            ends.append([p.copy() for p in optimizer._host.parameters])
+            ends.append([p.copy() for p in optimizer._frontend.parameters])
             for variable, value in zip(low, kept, strict=True):
                 variable.assign(value)
             optimizer.ocomm_load_state(saved)

@@ -325,7 +325,7 @@ class TestGraphs:
             if hvd.rank() == 0:
 
                 @tf.custom_gradient
-                def gate(x: Any) -> Any:
+                def open_segments(x: Any) -> Any:
                     """Half of backward waits for the other rank, who waits for the first gradient."""
                     return x, lambda dy: dy + 0.0 * hvd.allreduce(dy, op=hvd.Sum, name="gate")
 
@@ -336,7 +336,7 @@ class TestGraphs:
                     with tf.GradientTape() as tape:
                         y = tf.constant([1.0])
                         for k, w in enumerate(weights):
-                            y = gate(y * w) if k == depth // 2 else y * w
+                            y = open_segments(y * w) if k == depth // 2 else y * w
                     gradients = tape.gradient(y, weights)
                     return [hvd.allreduce(g, op=hvd.Sum, name=f"w{k}") for k, g in enumerate(gradients)]
 

@@ -30,7 +30,7 @@ def sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
 def state_digest(parameters: list[torch.Tensor], optimizer: Any) -> str:
     """Hash of everything that a step may change on this rank."""
     core = optimizer._driver.core
-    buffers = [core.momentum, core.magnitude, core.error, core.owner_error, core.steps, np.array(core.committed)]
+    buffers = [core.momentum, core.magnitude, core.error, core.server_error, core.steps, np.array(core.committed)]
     return digest([p.detach().numpy() for p in parameters] + buffers)
 
 

@@ -109,7 +109,7 @@ class TestOnAGpu:
     def test_nccl_takes_bytes_from_a_stream_of_ours_to_the_rank_itself(self) -> None:
         """As far as one GPU goes: the library, the device's context, streams, events and an abort."""
         device: Any = importlib.import_module("ocomm.kernels.cuda_device").CudaDevice(0)
-        memory, lane, numel = DeviceMemory(device), device.lane(), 1 << 20
+        memory, stream, numel = DeviceMemory(device), device.stream(), 1 << 20
         library = nccl.load()
         sent, received = memory.empty(numel, np.uint8), memory.empty(numel, np.uint8)
         values = np.random.default_rng(1).integers(0, 256, numel, np.uint8)
@@ -119,9 +119,9 @@ class TestOnAGpu:
             sent[:] = values + np.uint8(turn)
             memory.wait()
             communicator.exchange(
-                [nccl.Piece(0, sent.address, numel)], [nccl.Piece(0, received.address, numel)], lane.handle
+                [nccl.Piece(0, sent.address, numel)], [nccl.Piece(0, received.address, numel)], stream.handle
             )
-            event, end = lane.record(), time.monotonic() + 30
+            event, end = stream.record(), time.monotonic() + 30
             while not event.is_over():
                 assert not communicator.failure() and time.monotonic() < end
             assert np.array_equal(memory.host(received), values + np.uint8(turn))
@@ -194,7 +194,7 @@ class TestOnAGpu:
                 optimizer.zero_grad()
                 (parameters[0] * 2).sum().backward()
                 optimizer.step()
-                waits.append(optimizer._driver.core.home.waits)
+                waits.append(optimizer._driver.core.param_memory.waits)
             return waits
 
         for waits in run_ranks(RANKS, body):

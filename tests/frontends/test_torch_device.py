@@ -301,7 +301,7 @@ def test_what_nccl_sends_is_counted_by_engine_timeline_and_report(engine: str, o
         assert counted == sent and (counted > 0) == (rank < 2)
         assert rank == 2 or counted < reports[-1]["bytes_sent_inside"]
         if session.bridge is not None and not MPI_SIZE:
-            moved = [c.moved for c in library.communicators if c.rank == session.bridge.place]
+            moved = [c.moved for c in library.communicators if c.rank == session.bridge.position]
             assert moved == [[nccl_opening._TRIAL_NBYTES + sent, nccl_opening._TRIAL_NBYTES + received]]
 
     run_ranks(3, body, Settings(engine=engine), hosts=["a", "a", "b"])
@@ -463,7 +463,7 @@ def test_a_compressed_step_never_waits_for_the_device_and_has_three_launches_a_s
 
         def watch(optimizer: Any, step: int) -> None:
             core, counts = optimizer._driver.core, devices[rank].counts
-            seen.append((counts["launch"], counts["download"], core.home.waits, len(core.segments)))
+            seen.append((counts["launch"], counts["download"], core.param_memory.waits, len(core.segments)))
 
         trained(kind, rank, 9, watch=watch)
         return seen

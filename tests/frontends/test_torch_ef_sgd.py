@@ -41,7 +41,7 @@ def law(ranks: int, shapes: Any = SHAPES, weight_decay: float = 0.0, **options: 
 def state_digest(parameters: list[torch.Tensor], optimizer: Any) -> str:
     """Hash of everything that a step may change on this rank."""
     core = optimizer._driver.core
-    buffers = [core.momentum, core.error, core.owner_error, core.steps]
+    buffers = [core.momentum, core.error, core.server_error, core.steps]
     return digest([p.detach().numpy() for p in parameters] + buffers)
 
 

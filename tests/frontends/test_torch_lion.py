@@ -143,7 +143,7 @@ def test_it_sends_a_thirty_second_part_of_dense_and_keeps_no_errors() -> None:
         assert 31 <= report["ratio"] < 32
         memory = report["memory_bytes"]
         assert memory["momentum"] == 8 * numel
-        assert memory["worker_error"] == memory["owner_error"] == 0
+        assert memory["worker_error"] == memory["server_error"] == 0
         assert sum(memory.values()) < 8.5 * numel
 
 

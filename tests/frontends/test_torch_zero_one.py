@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError, NonFiniteError, SettingsError
-from ocomm.optim.checkpoint import seal
+from ocomm.optim.checkpoint import add_checksum
 from ocomm.session import Session
 from ocomm.types import Settings
 from ocomm_torch import DistributedOneBitAdam, DistributedZeroOneAdam
@@ -425,7 +425,7 @@ def test_errors_of_an_older_release_are_refused_by_name() -> None:
         own = {key: value for key, value in optimizer._driver.rank_state().items() if key != "checksum"}
         own["plain"] = {key: value for key, value in own["plain"].items() if key != "error_unit"}
         with pytest.raises(CheckpointError, match=r"does not fit: need errors in units of sqrt\(lr\) \* m, got"):
-            optimizer.load_rank_state_dict(seal(own, optimizer._driver.kernels))
+            optimizer.load_rank_state_dict(add_checksum(own, optimizer._driver.kernels))
         return digest([p.detach().numpy() for p in parameters])
 
     assert len(set(run_ranks(2, body))) == 1

@@ -16,7 +16,7 @@ from ocomm.negotiation.cache import RankCache
 from ocomm.negotiation.call_order import CallOrder
 from ocomm.negotiation.coordinator import Coordinator
 from ocomm.negotiation.request import Fault, Kind, Request
-from ocomm.runtime import whereabouts
+from ocomm.runtime import call_sites
 from ocomm.session import Session
 from tests.worlds import run_ranks
 
@@ -250,11 +250,11 @@ def test_a_mismatch_of_calls_without_a_name_says_where_they_were_made() -> None:
         )
 
 
-def installed_in(folder: str, lines: str) -> whereabouts.Caller:
+def installed_in(folder: str, lines: str) -> call_sites.Caller:
     """Who calls, from a module in ``folder``."""
     path = f"{folder}/train.py"
     linecache.cache[path] = (len(lines), None, lines.splitlines(keepends=True), path)
-    namespace: dict[str, Any] = {"caller": whereabouts.caller}
+    namespace: dict[str, Any] = {"caller": call_sites.caller}
     exec(compile(lines, path, "exec"), namespace)
     return namespace["found"]
 
@@ -273,7 +273,7 @@ def test_the_hash_of_a_caller_depends_on_the_text_of_calls_and_not_on_where_file
 
 
 def test_who_calls_is_not_looked_up_for_what_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> whereabouts.Caller:
+    def fail() -> call_sites.Caller:
         raise AssertionError("looked up")
 
     monkeypatch.setattr("ocomm.operations.caller", fail)

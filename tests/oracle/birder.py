@@ -49,7 +49,7 @@ class Tensor:
     momenta: list[Array]
     magnitudes: list[Array]
     errors: list[Array]
-    owner_error: Array
+    server_error: Array
 
 
 class SoftSign:
@@ -154,7 +154,7 @@ class Birder(SoftSign):
             u, x.errors[worker] = self._quantize(ratio + x.errors[worker], x.index, worker)
             part = F(self.nodes[worker] / self.ranks) * u
             total = part if worker == 0 else total + part
-        update, x.owner_error = self._quantize(total + x.owner_error, x.index, OWNERS)
+        update, x.server_error = self._quantize(total + x.server_error, x.index, OWNERS)
         return update
 
     def _quantize(self, y: Array, index: Array, stream: int) -> tuple[Array, Array]:

@@ -23,7 +23,7 @@ class Tensor:
     param: Array
     momenta: list[Array]
     errors: list[Array]
-    owner_error: Array
+    server_error: Array
 
 
 class EFSGD:
@@ -97,9 +97,9 @@ class EFSGD:
                 error[block] = values[block] - sent
                 total = sent if total is None else total + sent
             assert total is not None
-            a = total * F(1 / len(c)) + x.owner_error[block]
+            a = total * F(1 / len(c)) + x.server_error[block]
             update[block] = compressed(a)
-            x.owner_error[block] = a - update[block]
+            x.server_error[block] = a - update[block]
         return update
 
     def _of_workers(self, local: list[Array]) -> list[Array]:

@@ -31,7 +31,7 @@ class Simulation:
         self.nodes = nodes
         self.blocks = [slice(start, min(start + block_size, numel)) for start in range(0, numel, block_size)]
         self.errors = [np.zeros(numel, F) for _ in nodes]
-        self.owner_error = np.zeros(numel, F)
+        self.server_error = np.zeros(numel, F)
 
     def step(self, values: Sequence[Array]) -> Array:
         """``values[rank]`` are flat; returns what every rank gets."""
@@ -43,9 +43,9 @@ class Simulation:
                 sent = _sent(c[block])
                 self.errors[node][block] = c[block] - sent
                 total = sent if total is None else total + sent
-            a = total * F(1 / len(self.nodes)) + self.owner_error[block]
+            a = total * F(1 / len(self.nodes)) + self.server_error[block]
             result[block] = _sent(a)
-            self.owner_error[block] = a - result[block]
+            self.server_error[block] = a - result[block]
         return result
 
 

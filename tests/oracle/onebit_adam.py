@@ -37,7 +37,7 @@ class Tensor:
     errors: list[Array]
     momentum: Array
     variance: Array
-    owner_error: Array
+    server_error: Array
     step: int = 0
     compressed: bool = False
     first_variance: int | None = None
@@ -240,8 +240,8 @@ class Simulation:
             for worker in range(self.workers):
                 sent, x.errors[worker][block] = self._compress(c[worker][block], keep)
                 total = sent if worker == 0 else total + sent
-            a = total * F(1 / self.workers) + x.owner_error[block]
-            mbar[block], x.owner_error[block] = self._compress(a, keep)
+            a = total * F(1 / self.workers) + x.server_error[block]
+            mbar[block], x.server_error[block] = self._compress(a, keep)
         return mbar
 
     def _compress(self, c: Array, keep: Array) -> tuple[Array, Array]:

@@ -47,7 +47,7 @@ class Tensor:
     momenta: list[Array]
     updates: list[Array]
     errors: list[Array]
-    owner_error: Array
+    server_error: Array
     synced: Array  # parameters at the last sync
     variance: Array
     stage: str = "dense"  # then "compressed"; "unseen" before the first gradient, if it comes late
@@ -258,8 +258,8 @@ class Simulation:
             for worker in range(len(self.nodes)):
                 sent, x.errors[worker][block] = self._compress(c[worker][block], keep)
                 total = sent if worker == 0 else total + sent
-            a = total * F(1 / len(self.nodes)) + x.owner_error[block]
-            mean[block], x.owner_error[block] = self._compress(a, keep)
+            a = total * F(1 / len(self.nodes)) + x.server_error[block]
+            mean[block], x.server_error[block] = self._compress(a, keep)
         ubar = root * mean
         p = x.synced * F(x.interval_decay)
         x.synced = np.where(x.mask, p, p - ubar / x.denominator)

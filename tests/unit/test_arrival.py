@@ -23,9 +23,9 @@ def test_who_has_left_a_file_has_arrived_and_the_last_removes_the_folder() -> No
         rank.__enter__()
     folder = ranks[0].folder
     assert folder.name == f"ocomm-{os.getuid()}-job1" and folder.stat().st_mode & 0o777 == 0o700
-    assert "init() (as seen from this host): [1]." in ranks[0].verdict()
+    assert "init() (as seen from this host): [1]." in ranks[0].report()
     ranks[0].__exit__()
-    assert "init() (as seen from this host): [0, 1]." in ranks[1].verdict()
+    assert "init() (as seen from this host): [0, 1]." in ranks[1].report()
     ranks[1].__exit__()
     assert not folder.exists()
 
@@ -37,7 +37,7 @@ def test_a_link_in_its_place_is_not_followed(temporary: Path, caplog: pytest.Log
     arrival.folder.symlink_to(target)
     with arrival:
         assert not list(target.iterdir())
-        assert "no list of them could be kept" in arrival.verdict()
+        assert "no list of them could be kept" in arrival.report()
     assert "is no folder but a link or a file" in caplog.text
     assert arrival.folder.is_symlink() and target.exists()
 

@@ -33,15 +33,15 @@ def fill(some: Sequence[Any], seed: int = 0) -> None:
             core.momentum[span] = core.magnitude[span] * rng.uniform(-1, 1, span.stop - span.start)
             if isinstance(core, Birder):
                 core.error[span] = rng.uniform(-2, 2, span.stop - span.start)
-                core.owner_error[owned] = rng.uniform(-2, 2, owned.stop - owned.start)
+                core.server_error[owned] = rng.uniform(-2, 2, owned.stop - owned.start)
 
 
-def owner_errors(some: Sequence[Any]) -> np.ndarray:
+def server_errors(some: Sequence[Any]) -> np.ndarray:
     """Of all owners, flat."""
     flat = np.zeros(some[0].layout.flat_numel, np.float32)
     for block in some[0].layout.blocks:
         owned = slice(int(block["owned"]), int(block["owned"] + block["length"]))
-        flat[block["offset"] : block["offset"] + block["length"]] = some[block["owner"]].owner_error[owned]
+        flat[block["offset"] : block["offset"] + block["length"]] = some[block["owner"]].server_error[owned]
     return flat
 
 
@@ -51,7 +51,7 @@ def test_a_rank_gets_back_what_it_has_saved(kind: type[SoftSignSGD]) -> None:
     fill(before)
     for old, new in zip(before, after, strict=True):
         new.load_rank_state(old.rank_state())
-        for name in ("momentum", "magnitude", "error", "owner_error"):
+        for name in ("momentum", "magnitude", "error", "server_error"):
             np.testing.assert_array_equal(getattr(new, name), getattr(old, name))
 
 
@@ -81,7 +81,7 @@ def test_with_another_number_of_ranks_the_mean_of_what_workers_hold_stays(kind: 
             np.testing.assert_array_equal(getattr(core, name), mean.astype(np.float32))
         assert (np.abs(core.momentum) <= core.magnitude).all()
     if kind is Birder:
-        np.testing.assert_array_equal(owner_errors(new), owner_errors(old))
+        np.testing.assert_array_equal(server_errors(new), server_errors(old))
 
 
 def test_the_counters_of_a_checkpoint_decide_when_magnitudes_may_fall() -> None:

@@ -73,7 +73,7 @@ def buffers_and_events() -> None:
         with ThreadPoolExecutor(1) as another:
             found = another.submit(memory.host, copy).result().tolist()
         assert found == [0.0] * 10 + list(range(10, 100)) and memory.waits == 1
-        event = device.lane().record()
+        event = device.stream().record()
         assert [event.is_over() for _ in range(3)] == [False, False, True]
         device.follow(0)  # Torch's usual stream
         device.precede(32)
@@ -193,13 +193,13 @@ def launches() -> None:
             print(error)
             return
         memory: Any = queue._memory
-        for loop in ("pack", "reduce"):
+        for loop in ("gather", "reduce"):
             queue.prepare(loop)
         compiled = loops.pack.overloads.keys() | loops.reduce.overloads.keys()
         runs, tensors, staging = np.zeros(3, RUN), np.zeros(2, TENSOR), memory.staging(64)
 
         with ThreadPoolExecutor(1) as another:
-            another.submit(queue.call, "pack", runs, tensors, staging).result()
+            another.submit(queue.call, "gather", runs, tensors, staging).result()
             arguments = DType.FLOAT32, ReduceOp.SUM, [staging], 1.0, 0.5, staging
             another.submit(queue.call, "reduce", *arguments).result()
         assert loops.pack.overloads.keys() | loops.reduce.overloads.keys() == compiled, "a launch compiles"

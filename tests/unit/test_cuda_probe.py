@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ocomm.transport import cuda_probe
-from ocomm.transport.cuda_probe import Verdict, tried, verdict
+from ocomm.transport.cuda_probe import ProbeResult, device_messages, tried
 from tests.worlds import MPI_SIZE
 
 pytestmark = pytest.mark.skipif(bool(MPI_SIZE), reason="it starts processes that are alone")
@@ -64,19 +64,19 @@ def environ(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.mark.parametrize("environ", [[]], indirect=True)
 def test_messages_that_arrive_are_a_yes_and_the_librarys_no_is_heard_first(environ: dict[str, str]) -> None:
-    assert tried(sys.executable, environ) == Verdict(True, "a trial exchange from device to device has passed")
+    assert tried(sys.executable, environ) == ProbeResult(True, "a trial exchange from device to device has passed")
     asked = tried(sys.executable, environ, "--ask")  # an MPI with CUDA says yes
     assert asked.yes or "says no (" in asked.why
 
 
 @pytest.mark.parametrize("environ", [["-UOFFSET", "-DOFFSET=(1UL<<60)"]], indirect=True)
 def test_a_library_that_takes_an_address_for_the_hosts_ends_the_trial_only(environ: dict[str, str]) -> None:
-    assert tried(sys.executable, environ) == Verdict(False, "a trial exchange ended with SIGSEGV")
+    assert tried(sys.executable, environ) == ProbeResult(False, "a trial exchange ended with SIGSEGV")
 
 
 @pytest.mark.parametrize("environ", [["-UNO_DEVICE", "-DNO_DEVICE=100"]], indirect=True)
 def test_a_driver_that_fails_is_named(environ: dict[str, str]) -> None:
-    assert tried(sys.executable, environ) == Verdict(
+    assert tried(sys.executable, environ) == ProbeResult(
         False, "a trial exchange failed: cuInit answers with CUDA error 100"
     )
 
@@ -84,9 +84,9 @@ def test_a_driver_that_fails_is_named(environ: dict[str, str]) -> None:
 @pytest.mark.parametrize("environ", [[]], indirect=True)
 def test_a_trial_that_does_not_end_is_given_up(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_probe, "DEADLINE_S", 0.01)
-    assert tried(sys.executable, environ) == Verdict(False, "a trial exchange was not over after 0 s")
+    assert tried(sys.executable, environ) == ProbeResult(False, "a trial exchange was not over after 0 s")
 
 
 def test_a_setting_is_taken_at_its_word_and_without_mpi_there_is_nothing_to_ask() -> None:
-    assert [verdict(setting, 0).yes for setting in ("0", "1")] == [False, True]
-    assert verdict("auto", 0).yes is False
+    assert [device_messages(setting, 0).yes for setting in ("0", "1")] == [False, True]
+    assert device_messages("auto", 0).yes is False

@@ -19,7 +19,7 @@ from ocomm.launch.cli import (
 )
 from ocomm.launch.config_file import flags_of, read_config_file
 from ocomm.launch.reach import HostState, is_this_machine, require_reachable, ssh_command
-from ocomm.transport.cuda_probe import Verdict
+from ocomm.transport.cuda_probe import ProbeResult
 from ocomm.version import __version__
 
 
@@ -145,15 +145,15 @@ logging: {level: debug}
 
 def test_the_build_report_says_which_way_messages_leave_a_gpu_and_why_none_do():
     driver, kernels = Item("CUDA driver", True, "1 device"), Item("CUDA kernels (numba-cuda)", True, "0.30")
-    no, yes = (lambda: Verdict(False, "no NCCL")), (lambda: Verdict(True, "2.23.4 (libnccl.so.2)"))
-    both = {item.name: item for item in _gpu(driver, kernels, lambda: Verdict(False, "MPI says no"), no)}
+    no, yes = (lambda: ProbeResult(False, "no NCCL")), (lambda: ProbeResult(True, "2.23.4 (libnccl.so.2)"))
+    both = {item.name: item for item in _gpu(driver, kernels, lambda: ProbeResult(False, "MPI says no"), no)}
     assert both["1-bit optimizers on GPUs"].found
     assert both["1-bit optimizers on GPUs"].detail == "messages through pinned host memory: MPI says no"
     assert both["NCCL"].detail == "no NCCL: hierarchical='auto' is off where parameters are on GPUs"
-    direct = _gpu(driver, kernels, lambda: Verdict(True, "tried"), no)
+    direct = _gpu(driver, kernels, lambda: ProbeResult(True, "tried"), no)
     assert direct[2].detail == "messages from device to device: tried"
     assert direct[3].detail == "no NCCL: ranks of a host add up through MPI"
-    over = _gpu(driver, kernels, lambda: Verdict(False, "MPI says no"), yes)[3]
+    over = _gpu(driver, kernels, lambda: ProbeResult(False, "MPI says no"), yes)[3]
     assert over.found and over.detail.startswith("2.23.4 (libnccl.so.2): ranks of a host add up over it")
     missing = Item("CUDA driver", False), Item("CUDA kernels (numba-cuda)", False)
     neither = _gpu(*missing, *[lambda: pytest.fail("there is nothing to try")] * 2)

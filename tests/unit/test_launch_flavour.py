@@ -8,7 +8,7 @@ from ocomm.errors import LaunchError
 from ocomm.launch.flavour import (
     Flavour,
     Launcher,
-    Library,
+    MpiLibrary,
     check_match,
     classify_launcher,
     classify_library,
@@ -68,14 +68,14 @@ def test_an_unknown_launcher_is_refused_with_its_own_words(text, message):
 
 def test_a_library_is_known_by_what_mpi4py_says_of_it():
     texts = {
-        "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11": Library(
+        "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11": MpiLibrary(
             "Open MPI", "5.0.11", "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11"
         ),
-        "MPICH Version:      5.0.2\nMPICH ABI: 18": Library("MPICH", "5.0.2", "MPICH Version:      5.0.2"),
-        "Intel(R) MPI Library 2021.18.1 for Linux* OS\n": Library(
+        "MPICH Version:      5.0.2\nMPICH ABI: 18": MpiLibrary("MPICH", "5.0.2", "MPICH Version:      5.0.2"),
+        "Intel(R) MPI Library 2021.18.1 for Linux* OS\n": MpiLibrary(
             "Intel MPI", "2021.18.1", "Intel(R) MPI Library 2021.18.1 for Linux* OS"
         ),
-        "MVAPICH2 2.3": Library("", "", "MVAPICH2 2.3"),
+        "MVAPICH2 2.3": MpiLibrary("", "", "MVAPICH2 2.3"),
     }
     assert {text: classify_library(text) for text in texts} == texts
 
@@ -87,10 +87,10 @@ MPICH = Launcher(Flavour.MPICH, "/x/mpirun", "5.0.2")
 @pytest.mark.parametrize(
     ("launcher", "library"),
     [
-        (OPEN_MPI_5, Library("Open MPI", "5.0.7", "")),
-        (MPICH, Library("Intel MPI", "2021.18.1", "")),
-        (OPEN_MPI_5, Library("", "", "MVAPICH2 2.3")),
-        (Launcher(Flavour.SRUN, "/x/srun", "23.11.4"), Library("MPICH", "5.0.2", "")),
+        (OPEN_MPI_5, MpiLibrary("Open MPI", "5.0.7", "")),
+        (MPICH, MpiLibrary("Intel MPI", "2021.18.1", "")),
+        (OPEN_MPI_5, MpiLibrary("", "", "MVAPICH2 2.3")),
+        (Launcher(Flavour.SRUN, "/x/srun", "23.11.4"), MpiLibrary("MPICH", "5.0.2", "")),
     ],
 )
 def test_a_launcher_goes_with_a_library_of_its_kind_or_of_an_unknown_one(launcher, library):
@@ -100,9 +100,9 @@ def test_a_launcher_goes_with_a_library_of_its_kind_or_of_an_unknown_one(launche
 @pytest.mark.parametrize(
     ("launcher", "library", "names", "abi"),
     [
-        (OPEN_MPI_5, Library("MPICH", "5.0.2", ""), ("Open MPI 5.0.11", "MPICH 5.0.2"), "openmpi"),
-        (OPEN_MPI_5, Library("Open MPI", "4.1.4", ""), ("Open MPI 5.0.11", "Open MPI 4.1.4"), "openmpi"),
-        (MPICH, Library("Open MPI", "5.0.11", ""), ("MPICH 5.0.2", "Open MPI 5.0.11"), "mpich"),
+        (OPEN_MPI_5, MpiLibrary("MPICH", "5.0.2", ""), ("Open MPI 5.0.11", "MPICH 5.0.2"), "openmpi"),
+        (OPEN_MPI_5, MpiLibrary("Open MPI", "4.1.4", ""), ("Open MPI 5.0.11", "Open MPI 4.1.4"), "openmpi"),
+        (MPICH, MpiLibrary("Open MPI", "5.0.11", ""), ("MPICH 5.0.2", "Open MPI 5.0.11"), "mpich"),
     ],
 )
 def test_a_launcher_of_another_mpi_than_the_library_is_an_error_that_names_both(launcher, library, names, abi):

@@ -15,7 +15,7 @@ import pytest
 
 from ocomm.errors import HorovodInternalError
 from ocomm.transport import nccl
-from ocomm.transport.nccl import Library, Piece
+from ocomm.transport.nccl import NcclLibrary, Piece
 
 #: Its functions have the prototypes of nccl.h. Rank 7 as a peer is an error.
 LIBRARY = r"""
@@ -65,7 +65,7 @@ def built(folder: Path, *options: str) -> str:
 
 def test_the_library_is_called_as_its_header_says(tmp_path: Path) -> None:
     path = built(tmp_path, "-DVERSION=22304")
-    library = Library(path)
+    library = NcclLibrary(path)
     assert (str(library), library.version) == ("2.23.4", (2, 23, 4))
     communicator = library.communicator(library.unique_id(), 4, 2)
     far = 0x7F00_0000_0000
@@ -96,9 +96,9 @@ def test_the_library_is_called_as_its_header_says(tmp_path: Path) -> None:
 
 def test_a_library_that_cannot_send_and_receive_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HorovodInternalError, match=r"is NCCL 2\.6\.4, which cannot send and receive"):
-        Library(built(tmp_path, "-DVERSION=2604"))
+        NcclLibrary(built(tmp_path, "-DVERSION=2604"))
     with pytest.raises(HorovodInternalError, match="has no ncclRecv"):
-        Library(built(tmp_path, "-DVERSION=2604", "-DOLD"))
+        NcclLibrary(built(tmp_path, "-DVERSION=2604", "-DOLD"))
 
 
 def test_the_wheels_library_comes_before_the_loaders(tmp_path: Path) -> None:

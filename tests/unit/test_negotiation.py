@@ -14,10 +14,10 @@ from ocomm.negotiation.coordinator import JOIN_NAME, Coordinator, Stall, describ
 from ocomm.negotiation.request import (
     Fault,
     Kind,
-    Place,
     Reader,
     Request,
     Response,
+    TensorMemory,
     Writer,
     read_request,
     read_responses,
@@ -94,7 +94,7 @@ def test_a_request_survives_the_wire() -> None:
         2,
         2**63,
         "d",
-        Place.BRIDGED,
+        TensorMemory.BRIDGED,
     )
     writer = Writer()
     write_request(writer, request)
@@ -434,32 +434,32 @@ def test_names_that_ranks_know_by_number_stay_right_while_one_has_joined() -> No
     assert [r.templates for r in world.ask_all(allreduce("a", 7))] == [()]
 
 
-@given(st.lists(st.tuples(*[st.sampled_from(Place)] * 3), min_size=1, max_size=8), st.booleans())
+@given(st.lists(st.tuples(*[st.sampled_from(TensorMemory)] * 3), min_size=1, max_size=8), st.booleans())
 @settings(max_examples=60)
 def test_tensors_are_bridged_where_all_ranks_have_them_on_devices_and_one_bridge_is_asked_for(
-    steps: list[tuple[Place, Place, Place]], joins: bool
+    steps: list[tuple[TensorMemory, TensorMemory, TensorMemory]], joins: bool
 ) -> None:
     """Also of names that ranks know by number."""
     world = World(3)
     asked_for = 0
-    for places in steps:
-        for rank, place in enumerate(places):
-            world.ask(rank, allreduce("a", place=place), allreduce("b"))
+    for memories in steps:
+        for rank, memory in enumerate(memories):
+            world.ask(rank, allreduce("a", memory=memory), allreduce("b"))
         answers = world.decide()
         bridges = [response for response in answers if response.kind == Kind.BRIDGE]
-        helps = not asked_for and Place.HOST not in places and set(places) != {Place.BRIDGED}
+        helps = not asked_for and TensorMemory.HOST not in memories and set(memories) != {TensorMemory.BRIDGED}
         assert bridges == [Response(Kind.BRIDGE, ())] * helps
         asked_for += len(bridges)
         bridged = {name: response.bridged for response in answers for name in response.names}
-        assert bridged == {"a": set(places) == {Place.BRIDGED}, "b": False}
+        assert bridged == {"a": set(memories) == {TensorMemory.BRIDGED}, "b": False}
         # What goes different ways does not fuse.
         assert not bridged["a"] or all(len(response.names) < 2 for response in answers)
     if joins:
         world.ask(0, JOIN)
-        world.ask(1, allreduce("a", place=Place.BRIDGED))
-        world.ask(2, allreduce("a", place=Place.BRIDGED))
+        world.ask(1, allreduce("a", memory=TensorMemory.BRIDGED))
+        world.ask(2, allreduce("a", memory=TensorMemory.BRIDGED))
         (answer,) = [response for response in world.decide() if response.kind == Kind.ALLREDUCE]
-        assert not answer.bridged and [template.place for template in answer.templates] == [Place.HOST]
+        assert not answer.bridged and [template.memory for template in answer.templates] == [TensorMemory.HOST]
 
 
 @pytest.mark.parametrize(

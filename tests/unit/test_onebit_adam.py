@@ -89,7 +89,7 @@ class World:
             (
                 [p.tobytes() for p in params],
                 core.error.tobytes(),
-                core.owner_error.tobytes(),
+                core.server_error.tobytes(),
                 [core.momentum(t).tobytes() for t in np.flatnonzero(core.stage)],
                 core.steps.tobytes(),
                 core.preconditioner.mask.tobytes(),
@@ -147,8 +147,8 @@ def assert_equal(world, simulation):
             assert core.preconditioner.masked[index] == x.mask.sum()
             for block in world.layout.tensor_blocks(index):
                 if block["owner"] == rank:
-                    mine = core.owner_error[block["owned"] : block["owned"] + block["length"]]
-                    whole = x.owner_error[block["start"] : block["start"] + block["length"]]
+                    mine = core.server_error[block["owned"] : block["owned"] + block["length"]]
+                    whole = x.server_error[block["start"] : block["start"] + block["length"]]
                     np.testing.assert_array_equal(mine, whole)
 
 
@@ -275,11 +275,11 @@ def test_all_ranks_hold_the_same_parameters_and_momentum_after_every_step():
                 assert core.momentum(index).tobytes() == world.cores[0].momentum(index).tobytes()
 
 
-def whole_owner_error(world):
+def whole_server_error(world):
     flat = np.zeros(world.layout.flat_numel)
     for block in world.layout.blocks:
         owned = slice(block["owned"], block["owned"] + block["length"])
-        flat[block["offset"] : block["offset"] + block["length"]] = world.cores[block["owner"]].owner_error[owned]
+        flat[block["offset"] : block["offset"] + block["length"]] = world.cores[block["owner"]].server_error[owned]
     return flat
 
 
@@ -298,7 +298,7 @@ def test_sent_is_received_plus_residuals_over_any_number_of_steps():
         for index in range(len(SHAPES)):
             span = slice(layout.offsets[index], layout.offsets[index] + layout.numels[index])
             received[span] += world.cores[0].momentum(index)
-        residuals = np.mean([core.error for core in world.cores], axis=0) + whole_owner_error(world)
+        residuals = np.mean([core.error for core in world.cores], axis=0) + whole_server_error(world)
         np.testing.assert_allclose(sent, received + residuals, rtol=1e-4, atol=1e-4)
 
 
@@ -346,8 +346,8 @@ def test_a_tensor_without_a_gradient_on_all_ranks_keeps_its_whole_state(first):
     span, owned = core.flat_span(tensor), core.owned_span(tensor)
 
     def everything():
-        error, owner_error = core.error[span].copy(), core.owner_error[owned].copy()
-        return error, owner_error, core.momentum(tensor), world.params[1][tensor].copy(), core.steps[tensor].copy()
+        error, server_error = core.error[span].copy(), core.server_error[owned].copy()
+        return error, server_error, core.momentum(tensor), world.params[1][tensor].copy(), core.steps[tensor].copy()
 
     before = everything()
     for now in gradients[1:4]:
@@ -400,7 +400,7 @@ def test_a_running_world_goes_back_to_a_checkpoint():
         running.step(now)
     for core in running.cores:
         core.load_state(world.cores[0].state(), world.cores[0].momentum)
-        assert not core.error.any() and not core.owner_error.any()
+        assert not core.error.any() and not core.server_error.any()
     restore(running, world)
     for now in gradients[9:]:
         for each in (world, running):
@@ -451,7 +451,7 @@ def test_errors_of_another_number_of_ranks_keep_their_sum(ranks):
     mean = np.mean([core.error.astype(np.float64) for core in world.cores], axis=0).astype(np.float32)
     for core in other.cores:
         np.testing.assert_array_equal(core.error, mean)
-    np.testing.assert_array_equal(whole_owner_error(other), whole_owner_error(world))
+    np.testing.assert_array_equal(whole_server_error(other), whole_server_error(world))
 
 
 def test_a_rank_state_that_does_not_fit_changes_nothing():

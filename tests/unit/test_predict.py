@@ -6,7 +6,7 @@ import pytest
 
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.predict.__main__ import main
-from ocomm.predict.model import GPU, METHODS, Codec, Network, Training, advice, calibrated, compare, predict
+from ocomm.predict.model import GPU, METHODS, CodecTimes, Network, Training, advice, calibrated, compare, predict
 
 BERT = Training(110_000_000, 0.058)
 ETHERNET = Network(10e9, node_rate=200e9)
@@ -16,14 +16,14 @@ ETHERNET = Network(10e9, node_rate=200e9)
 def test_bytes_are_those_of_the_layout_and_of_a_ring(ranks):
     layout = Layout([TensorSpec("x", (40_960_000,))], ranks)
     training = Training(layout.numel, 0.1)
-    flat = predict("flat", ranks, 1, training, ETHERNET, Codec())
+    flat = predict("flat", ranks, 1, training, ETHERNET, CodecTimes())
     assert flat.nbytes == pytest.approx(layout.compressed_bytes())
-    assert predict("dense", ranks, 1, training, ETHERNET, Codec()).nbytes == pytest.approx(layout.dense_bytes())
+    assert predict("dense", ranks, 1, training, ETHERNET, CodecTimes()).nbytes == pytest.approx(layout.dense_bytes())
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
 def test_sockets_cost_the_processor_by_the_byte_and_only_between_nodes(ranks_per_node):
-    codec = Codec(compress=0, average=0, dense=0, socket=1e-9)
+    codec = CodecTimes(compress=0, average=0, dense=0, socket=1e-9)
     dense = predict("dense", 2, ranks_per_node, Training(1_000_000, 0.1), ETHERNET, codec)
     assert dense.codec_s == pytest.approx(1e-9 * 2 * 4 * 1_000_000 / ranks_per_node)
     assert predict("dense", 1, ranks_per_node, Training(1_000_000, 0.1), ETHERNET, codec).codec_s == 0

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from ocomm.launch.server import Server
-from ocomm.runtime.line import Line, TamperedError
-from ocomm.runtime.supervisor import client
+from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError
+from ocomm.runtime.supervisor_client import client
 
 KEY, LIMIT_S = b"key", 20.0
 
@@ -32,9 +32,9 @@ def call(server: Server, strangers: list[socket.socket], count: int) -> None:
         assert strangers[-1].recv(1)
 
 
-def enter(server: Server) -> tuple[Line, Line]:
+def enter(server: Server) -> tuple[AuthenticatedSocket, AuthenticatedSocket]:
     """A client's end of the line, and the server's."""
-    found: list[Line] = []
+    found: list[AuthenticatedSocket] = []
     thread = threading.Thread(target=lambda: found.append(client("127.0.0.1", server.port, KEY)), daemon=True)
     thread.start()
     thread.join(LIMIT_S)

@@ -23,7 +23,7 @@ def test_what_was_sent_is_what_was_received_plus_residuals(ranks: int) -> None:
     def body(session: Session) -> tuple[list[bytes], np.ndarray, np.ndarray, np.ndarray]:
         received = [ocomm.compressed_allreduce(values(call, ocomm.rank()), "x") for call in range(20)]
         state = session.member_set(0).compressed["x"]
-        return [r.tobytes() for r in received], np.sum(received, axis=0), state.error, state.owner_error()
+        return [r.tobytes() for r in received], np.sum(received, axis=0), state.error, state.server_error()
 
     results = run_ranks(ranks, body)
     assert all(result[0] == results[0][0] for result in results)

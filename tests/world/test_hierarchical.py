@@ -69,7 +69,7 @@ def test_what_was_sent_is_what_was_received_plus_residuals(hosts: str) -> None:
     def body(session: Session) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         received = [reduce(values(call, ocomm.rank(), numel)).astype(np.float64) for call in range(calls)]
         held = state()._errors[0].size
-        return np.sum(received, axis=0), state().error, state().owner_error(), held
+        return np.sum(received, axis=0), state().error, state().server_error(), held
 
     results = on(hosts, body)
     nodes = Nodes.of_hosts(hosts)

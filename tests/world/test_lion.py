@@ -11,7 +11,7 @@ import pytest
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.optim.core import Group
 from ocomm.optim.lion import Lion, LionOptions
-from ocomm.optim.stepper import Stepper, Verdict
+from ocomm.optim.stepper import StepOutcome, Stepper
 from ocomm.session import Session
 from ocomm.types import Nodes
 from tests.oracle import lion as oracle
@@ -52,7 +52,7 @@ def test_every_step_equals_the_simulation_bit_for_bit(hosts: str) -> None:
         for step in range(STEPS):
             local[:] = gradients(step, rank)
             core.set_hyper(Group(np.arange(len(SHAPES)), LR, decoupled_decay=0.1))
-            assert stepper.exchange(1, 2, LR, 0, lambda: None) is Verdict.TAKE
+            assert stepper.exchange(1, 2, LR, 0, lambda: None) is StepOutcome.TAKE
             stepper.commit()
             history.append([p.tobytes() for p in params])
         assert sum(core.memory().values()) < 20 * core.layout.worker_numel(rank) + 4096

@@ -14,11 +14,11 @@ import pytest
 
 from ocomm.collectives.compressed import vote
 from ocomm.collectives.engine import State
-from ocomm.collectives.envelope import Envelopes
 from ocomm.collectives.error_feedback import OneBitAllreduce
 from ocomm.collectives.plan import Plan
 from ocomm.collectives.python_engine import PythonChannel, PythonEngine
 from ocomm.collectives.routes import arrange, vote_groups
+from ocomm.collectives.segment_header import SegmentHeaders
 from ocomm.collectives.waiting import Watch
 from ocomm.kernels import cpu_kernels
 from ocomm.transport.local import Fabric
@@ -80,7 +80,7 @@ def messages_of(rank: int, nodes: Nodes) -> tuple[int, int]:
     engine = PythonEngine(cpu_kernels(), threading.Event())
     channel = engine.open_channel(Fabric(nodes.ranks).endpoint(rank), 1)
     exchange = OneBitAllreduce(channel, "x", (numel,), rank, range(nodes.ranks), nodes, 1 << 20, WATCH, block_size=16)
-    (headers,) = Envelopes(rank, [(0, 0)], *(np.zeros(1, kind) for kind in (np.uint32, np.uint32, np.int64)))
+    (headers,) = SegmentHeaders(rank, [(0, 0)], *(np.zeros(1, kind) for kind in (np.uint32, np.uint32, np.int64)))
     plans = exchange._prepared[0], vote(rank, vote_groups(nodes), headers)
     return _leaving(plans[0], nodes.node_of(rank)), _leaving(plans[1], nodes.node_of(rank))
 
@@ -101,5 +101,5 @@ def test_messages_per_rank_grow_with_the_root_of_the_number_of_nodes(which: int)
         group = math.isqrt(ranks)
         if group**2 == ranks:
             assert messages_of(rank, nodes_of(ranks, 1, 7)) == (4 * (group - 1), 2 * (group - 1))
-    exchange, ballot = messages_of(range(1024)[which], nodes_of(1024, 8))
-    assert exchange <= 5 * math.sqrt(128) + 1 and ballot <= 128
+    exchange, vote = messages_of(range(1024)[which], nodes_of(1024, 8))
+    assert exchange <= 5 * math.sqrt(128) + 1 and vote <= 128

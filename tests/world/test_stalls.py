@@ -18,9 +18,9 @@ from ocomm import operations
 from ocomm.collectives.waiting import Wait
 from ocomm.errors import StallError
 from ocomm.runtime import bystanders
+from ocomm.runtime.call_sites import user_line
 from ocomm.runtime.control import TAG
 from ocomm.runtime.deadlock import Report, is_certain
-from ocomm.runtime.whereabouts import whereabouts
 from ocomm.session import Session
 from ocomm.transport.local import LocalTransport
 from ocomm.types import Settings
@@ -186,7 +186,7 @@ def test_a_line_of_the_users_code_is_found_under_the_libraries() -> None:
     thread = threading.Thread(target=users_code)
     thread.start()
     ready.wait()
-    found.append(whereabouts([thread.ident or 0]))
+    found.append(user_line([thread.ident or 0]))
     end.set()
     thread.join()
     assert re.fullmatch(r"test_stalls\.py:\d+ in users_code", found[0])

@@ -21,7 +21,7 @@ _OURS = tuple(_PACKAGE + suffix + os.sep for suffix in ("", "_torch", "_tf"))
 _LIBRARIES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-def whereabouts(threads: Iterable[int]) -> str:
+def user_line(threads: Iterable[int]) -> str:
     """``train.py:12 in step``: the innermost line of the user's own code that one of the threads is in.
 
     The main thread's where there are none; "" if there is none, as in a process that only runs libraries.
@@ -42,7 +42,7 @@ def _line(frame: FrameType) -> str:
 
 
 class Caller(NamedTuple):
-    """Who calls: the line as in ``whereabouts``, and a 64-bit hash of what it and its callers say."""
+    """Who calls: the line as in ``user_line``, and a 64-bit hash of what it and its callers say."""
 
     line: str
     digest: int

@@ -3,11 +3,11 @@
 The end that was connected to is the server. First both prove that they know the key, and make keys for this
 connection; the words in quotes are part of the format:
 
-    server -> client    "ocomm-l1", 32 random bytes D
-    client -> server    32 random bytes C, HMAC(key, "caller" D C)
-    server -> client    HMAC(key, "door" D C)
+    server -> client    "ocomm-l2", 32 random bytes D
+    client -> server    32 random bytes C, HMAC(key, "client" D C)
+    server -> client    HMAC(key, "server" D C)
 
-    key of messages to the server: HMAC(key, "to the door" D C); to the client: HMAC(key, "to the caller" D C)
+    key of messages to the server: HMAC(key, "to server" D C); to the client: HMAC(key, "to client" D C)
 
 Then a message, the n-th of its direction, is
 
@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-_HELLO = b"ocomm-l1"
+_HELLO = b"ocomm-l2"
 _NONCE = 32
 _TAG = 32
 _NUMBER = struct.Struct("<Q")
@@ -43,7 +43,7 @@ class TamperedError(ConnectionError):
     """What has arrived was not sent by the other end, or not now."""
 
 
-class Line:
+class AuthenticatedSocket:
     """One end of a connection, after ``accept`` or ``connect``. Any thread may send; one at a time may receive.
 
     ``most_bytes``: of a message, either way. ``pause_s``: how long a message that has begun may stand still.
@@ -60,7 +60,7 @@ class Line:
         self._lock = threading.Lock()  # of what is sent
         self._broken = ""
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> AuthenticatedSocket:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,7 +134,7 @@ class Line:
 
 def accept(
     connection: socket.socket, key: bytes, patience_s: float, most_bytes: int = MOST_BYTES, pause_s: float = PAUSE_S
-) -> Line:
+) -> AuthenticatedSocket:
     """The server's end: lets the client prove that it knows ``key``, in ``patience_s`` seconds in all.
 
     Raises TamperedError if it does not, and OSError or EOFError if the connection ends or time is up.
@@ -145,16 +145,16 @@ def accept(
     _write(connection, _HELLO + server, patience_s, end_s)
     answer = _read(connection, _NONCE + _TAG, patience_s, end_s)
     client = answer[:_NONCE]
-    if not hmac.compare_digest(answer[_NONCE:], _tag(key, b"caller", server, client)):
+    if not hmac.compare_digest(answer[_NONCE:], _tag(key, b"client", server, client)):
         raise TamperedError("the client does not know the key")
-    _write(connection, _tag(key, b"door", server, client), patience_s, end_s)
-    to_server, to_client = _tag(key, b"to the door", server, client), _tag(key, b"to the caller", server, client)
-    return Line(connection, to_client, to_server, most_bytes, pause_s)
+    _write(connection, _tag(key, b"server", server, client), patience_s, end_s)
+    to_server, to_client = _tag(key, b"to server", server, client), _tag(key, b"to client", server, client)
+    return AuthenticatedSocket(connection, to_client, to_server, most_bytes, pause_s)
 
 
 def connect(
     connection: socket.socket, key: bytes, patience_s: float, most_bytes: int = MOST_BYTES, pause_s: float = PAUSE_S
-) -> Line:
+) -> AuthenticatedSocket:
     """The client's end. Raises as ``accept``."""
     connection.setblocking(False)
     end_s = time.monotonic() + patience_s
@@ -162,18 +162,18 @@ def connect(
     if hello[: len(_HELLO)] != _HELLO:
         raise TamperedError("the port is another program's, or of another version of ocomm")
     client, server = secrets.token_bytes(_NONCE), hello[len(_HELLO) :]
-    _write(connection, client + _tag(key, b"caller", server, client), patience_s, end_s)
+    _write(connection, client + _tag(key, b"client", server, client), patience_s, end_s)
     try:
         answer = _read(connection, _TAG, patience_s, end_s)
     except (EOFError, ConnectionError):
         raise TamperedError("it does not accept our key") from None
-    if not hmac.compare_digest(answer, _tag(key, b"door", server, client)):
+    if not hmac.compare_digest(answer, _tag(key, b"server", server, client)):
         raise TamperedError("it does not know the key")
-    to_server, to_client = _tag(key, b"to the door", server, client), _tag(key, b"to the caller", server, client)
-    return Line(connection, to_server, to_client, most_bytes, pause_s)
+    to_server, to_client = _tag(key, b"to server", server, client), _tag(key, b"to client", server, client)
+    return AuthenticatedSocket(connection, to_server, to_client, most_bytes, pause_s)
 
 
-def wait(lines: Iterable[Line], timeout_s: float) -> list[Line]:
+def wait(lines: Iterable[AuthenticatedSocket], timeout_s: float) -> list[AuthenticatedSocket]:
     """Those on which a message has begun to arrive, or which have ended; [] after ``timeout_s``."""
     poll, found = select.poll(), {}
     for line in lines:

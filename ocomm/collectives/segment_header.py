@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ocomm.collectives.plan import HEADER, MAGIC, Check, Seal, header_nbytes, read_header
+from ocomm.collectives.plan import HEADER, MAGIC, CheckHeaders, WriteHeaders, header_nbytes, read_header
 from ocomm.compression.wire import COMPARED, DISAGREEMENT
 from ocomm.kernels.base import Bytes
 from ocomm.types import Flag
 
 
 @dataclass(slots=True)
-class Envelope:
+class SegmentHeader:
     """What one rank says in the headers of one segment's messages, and what it has heard.
 
     ``header`` is one HEADER row; ``presence`` what this rank has; ``heard`` the OR over ranks; ``flags``,
@@ -35,26 +35,26 @@ class Envelope:
     node_flags: np.ndarray
     received: list[Bytes] = field(default_factory=list)
 
-    def seal(self, messages: Sequence[Bytes]) -> Seal:
+    def write(self, messages: Sequence[Bytes]) -> WriteHeaders:
         """What this rank says for itself."""
-        return Seal(self.header, self.flags, self.presence, messages)
+        return WriteHeaders(self.header, self.flags, self.presence, messages)
 
-    def seal_for_node(self, messages: Sequence[Bytes]) -> Seal:
+    def write_for_node(self, messages: Sequence[Bytes]) -> WriteHeaders:
         """What it says for its node."""
-        return Seal(self.passed_on, self.node_flags, self.heard, messages)
+        return WriteHeaders(self.passed_on, self.node_flags, self.heard, messages)
 
-    def seal_for_all(self, messages: Sequence[Bytes]) -> Seal:
+    def write_for_all(self, messages: Sequence[Bytes]) -> WriteHeaders:
         """What it has heard of everyone."""
-        return Seal(self.passed_on, self.heard_flags, self.heard, messages)
+        return WriteHeaders(self.passed_on, self.heard_flags, self.heard, messages)
 
-    def check(self, messages: Sequence[Bytes]) -> Check:
+    def check(self, messages: Sequence[Bytes]) -> CheckHeaders:
         """Of messages that everyone gets: each rank sees every difference for itself."""
-        return Check(self.header, messages, self.heard_flags, self.heard, self.announcement)
+        return CheckHeaders(self.header, messages, self.heard_flags, self.heard, self.announcement)
 
-    def check_and_pass_on(self, messages: Sequence[Bytes], *, of_node: bool = False, ends: bool = True) -> Check:
+    def check_and_pass_on(self, messages: Sequence[Bytes], *, of_node: bool = False, ends: bool = True) -> CheckHeaders:
         """Of messages that others will hear of through this rank. ``ends``: a difference ends the plan, in time."""
         flags = self.node_flags if of_node else self.heard_flags
-        return Check(self.header, messages, flags, self.heard, self.announcement, self.passed_on, ends)
+        return CheckHeaders(self.header, messages, flags, self.heard, self.announcement, self.passed_on, ends)
 
     @property
     def has_disagreement(self) -> bool:
@@ -75,7 +75,7 @@ class Envelope:
         return {rank: float(read_header(message)["lr"]) for rank, message in enumerate(self.received)}
 
     def squares(self) -> list[float]:
-        """The sum of squares that each rank wrote into its ballot, in rank order."""
+        """The sum of squares that each rank wrote into its header of the vote, in rank order."""
         return [float(read_header(message)["squares"]) for message in self.received]
 
     def differences(self) -> list[tuple[str, dict[int, int]]]:
@@ -96,7 +96,7 @@ class Envelope:
         return found
 
 
-class Envelopes(list[Envelope]):
+class SegmentHeaders(list[SegmentHeader]):
     """Those of segments that travel together, side by side in memory, so that all begin at once.
 
     ``contents``: signature and number of tensors of each. ``for_node``: this rank speaks for its node, not only for
@@ -123,7 +123,7 @@ class Envelopes(list[Envelope]):
         presence, heard = np.zeros(ends[-1], np.uint8), np.zeros(ends[-1], np.uint8)
         node_flags = np.zeros(count, np.uint32)
         super().__init__(
-            Envelope(
+            SegmentHeader(
                 headers[k : k + 1],
                 presence[ends[k] : ends[k + 1]],
                 heard[ends[k] : ends[k + 1]],

@@ -1,4 +1,4 @@
-"""The line from a rank to the ``ocommrun`` that supervises its job: JSON, in messages of ``ocomm.runtime.line``.
+"""A rank's connection to the ``ocommrun`` that supervises its job: JSON messages over an ``AuthenticatedSocket``.
 
 A rank says:
 
@@ -23,8 +23,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from ocomm.errors import LaunchError
-from ocomm.runtime import line
-from ocomm.runtime.line import Line
+from ocomm.runtime import authenticated_socket
+from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 
 _log = logging.getLogger("ocomm")
 #: The variable with the key that both ends must know, in hexadecimal. No setting, hence the name.
@@ -43,7 +43,7 @@ def take_key(environ: MutableMapping[str, str]) -> bytes:
     return bytes.fromhex(environ.pop(KEY, ""))
 
 
-class Supervisor:
+class SupervisorClient:
     """The line of a rank. LaunchError if none of ``addresses`` answers, given as HOST:PORT."""
 
     def __init__(self, addresses: Sequence[str], key: bytes, rank: int, generation: int) -> None:
@@ -79,11 +79,13 @@ class Supervisor:
                 self.hosts_changed = True
 
 
-def client(host: str, port: int, key: bytes, connect_s: float = _CONNECT_S, most_bytes: int = line.MOST_BYTES) -> Line:
+def client(
+    host: str, port: int, key: bytes, connect_s: float = _CONNECT_S, most_bytes: int = authenticated_socket.MOST_BYTES
+) -> AuthenticatedSocket:
     """A line to a server that knows ``key``. OSError or EOFError if there is none that does."""
     connection = socket.create_connection((host, port), connect_s)
     try:
-        return line.connect(connection, key, _ANSWER_S, most_bytes)
+        return authenticated_socket.connect(connection, key, _ANSWER_S, most_bytes)
     except TimeoutError:
         connection.close()
         raise TimeoutError(f"connected, but no answer after {_ANSWER_S:.0f} s") from None
@@ -92,7 +94,7 @@ def client(host: str, port: int, key: bytes, connect_s: float = _CONNECT_S, most
         raise
 
 
-def _connect(addresses: Sequence[str], key: bytes) -> Line:
+def _connect(addresses: Sequence[str], key: bytes) -> AuthenticatedSocket:
     if not key:
         raise LaunchError(
             f"this rank has no key for the ocommrun that supervises it, which passes it on in {KEY}: the launcher has "

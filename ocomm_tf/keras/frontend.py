@@ -24,14 +24,14 @@ from ocomm.training.driver import Driver
 from ocomm_tf import engine
 from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.keras.masters import LOW_PRECISION, follow, rounded
-from ocomm_tf.order import Place
+from ocomm_tf.order import WireVariable
 
-#: (session, process set, host) -> driver
-MakeDriver = Callable[[Session, int, "Host"], Driver]
+#: (session, process set, frontend) -> driver
+MakeDriver = Callable[[Session, int, "KerasFrontend"], Driver]
 
 
-class Host:
-    """See ``training.driver.Host``: parameters and gradients in host memory, in wire order, and float32.
+class KerasFrontend:
+    """See ``training.driver.KerasFrontend``: parameters and gradients in host memory, in wire order, and float32.
 
     Graphs that were traced know it, so an optimizer has one for good; ``connect`` gives it a driver.
     """
@@ -40,23 +40,25 @@ class Host:
     kernels: Kernels | None = None
     driver: Driver
 
-    def __init__(self, optimizer: Any, places: Sequence[Place], process_set: ProcessSet, make: MakeDriver) -> None:
-        self.places = places
+    def __init__(
+        self, optimizer: Any, entries: Sequence[WireVariable], process_set: ProcessSet, make: MakeDriver
+    ) -> None:
+        self.entries = entries
         self._process_set, self._make = process_set, make
         self.parameters: list[Floats] = []
         #: Of Adam's warm-up; None once a tensor is compressed.
-        self.adam: list[DenseAdam | None] = [None] * len(places)
-        self._gradients: list[Floats | None] = [None] * len(places)
+        self.adam: list[DenseAdam | None] = [None] * len(entries)
+        self._gradients: list[Floats | None] = [None] * len(entries)
         #: Tensors whose gradients were handed over for the step to come.
         self._handed: set[int] = set()
         self._lr = 0.0
         self._reference = weakref.ref(optimizer)  # which owns this
-        decayed = [optimizer._use_weight_decay(optimizer._trainable_variables[place.index]) for place in places]
+        decayed = [optimizer._use_weight_decay(optimizer._trainable_variables[entry.index]) for entry in entries]
         self._decayed = np.flatnonzero(decayed), np.flatnonzero(np.logical_not(decayed))
         self._make_parameters()
 
     def _make_parameters(self) -> None:
-        self.parameters = [aligned(4 * place.spec.numel).view(np.float32) for place in self.places]
+        self.parameters = [aligned(4 * entry.spec.numel).view(np.float32) for entry in self.entries]
 
     @property
     def _owner(self) -> Any:
@@ -67,10 +69,10 @@ class Host:
     @property
     def specs(self) -> list[TensorSpec]:
         """What the ranks must agree on, in registration order."""
-        return [place.spec for place in self.places]
+        return [entry.spec for entry in self.entries]
 
     def implementation(self) -> str:
-        """See ``Host``: dense steps are ``dense_step``'s."""
+        """See ``KerasFrontend``: dense steps are ``dense_step``'s."""
         return "ocomm"
 
     def connect(self, session: Session) -> None:
@@ -90,40 +92,40 @@ class Host:
         self.driver.forget()
 
     def _clear(self) -> None:
-        self.adam = [None] * len(self.places)
-        self._gradients = [None] * len(self.places)
+        self.adam = [None] * len(self.entries)
+        self._gradients = [None] * len(self.entries)
         self._handed.clear()
         for parameter in self.parameters:  # no digits beyond those of the variables
             parameter[:] = 0.0
 
     def read(self, variables: Sequence[Any], masters: Mapping[int, Floats] | None = None) -> None:
         """Takes the parameters from the optimizer's variables, with the further digits of saved ``masters``, if any."""
-        for number, place in enumerate(self.places):
-            if masters is not None and place.dtype in LOW_PRECISION:
+        for number, entry in enumerate(self.entries):
+            if masters is not None and entry.dtype in LOW_PRECISION:
                 self.parameters[number][:] = masters[number]
-            self._take(number, np.asarray(variables[place.index].numpy(), np.float32))
+            self._take(number, np.asarray(variables[entry.index].numpy(), np.float32))
 
     def write(self, variables: Sequence[Any]) -> None:
         """The inverse."""
-        for number, place in enumerate(self.places):
-            variables[place.index].assign(self._given(number))
+        for number, entry in enumerate(self.entries):
+            variables[entry.index].assign(self._given(number))
 
     def masters(self) -> dict[int, Floats]:
         """Copies of the parameters of low-precision variables, by tensor."""
-        return {n: self.parameters[n].copy() for n, place in enumerate(self.places) if place.dtype in LOW_PRECISION}
+        return {n: self.parameters[n].copy() for n, entry in enumerate(self.entries) if entry.dtype in LOW_PRECISION}
 
     def _take(self, number: int, value: np.ndarray) -> None:
         """A variable's value as it is now, in float32."""
-        place, parameter = self.places[number], self.parameters[number]
-        if place.dtype in LOW_PRECISION:
-            follow(parameter, place.to_wire(value), place.dtype)
+        entry, parameter = self.entries[number], self.parameters[number]
+        if entry.dtype in LOW_PRECISION:
+            follow(parameter, entry.to_wire(value), entry.dtype)
         else:
-            parameter[:] = place.to_wire(value)
+            parameter[:] = entry.to_wire(value)
 
     def _given(self, number: int) -> np.ndarray:
         """What a variable becomes, in float32."""
-        place, parameter = self.places[number], self.parameters[number]
-        return place.from_wire(rounded(parameter, place.dtype) if place.dtype in LOW_PRECISION else parameter)
+        entry, parameter = self.entries[number], self.parameters[number]
+        return entry.from_wire(rounded(parameter, entry.dtype) if entry.dtype in LOW_PRECISION else parameter)
 
     def updated(
         self, rate: tf.Tensor, indices: Sequence[int], gradients: Sequence[Any], variables: Sequence[Any]
@@ -155,24 +157,24 @@ class Host:
         """
         self._lr = shortest(lr)
         where = {index: position for position, index in enumerate(indices)}
-        absent = [number for number, place in enumerate(self.places) if place.index not in where]
+        absent = [number for number, entry in enumerate(self.entries) if entry.index not in where]
         if self.driver.is_at_start and absent:  # the ranks compare all variables
             variables = self._owner._trainable_variables
             for number in absent:
-                self._take(number, np.asarray(variables[self.places[number].index].numpy(), np.float32))
-        for number, place in enumerate(self.places):
-            position = where.get(place.index)
+                self._take(number, np.asarray(variables[self.entries[number].index].numpy(), np.float32))
+        for number, entry in enumerate(self.entries):
+            position = where.get(entry.index)
             if position is not None:
                 self._take(number, np.asarray(values[position]))
                 if number not in self._handed:
-                    self._gradients[number] = place.to_wire(np.asarray(gradients[position]))
+                    self._gradients[number] = entry.to_wire(np.asarray(gradients[position]))
         try:
             self.driver.step(lambda: False)
         finally:
-            self._gradients = [None] * len(self.places)
+            self._gradients = [None] * len(self.entries)
             self._handed.clear()
         self._refuse_absent(absent)
-        number_of = {place.index: number for number, place in enumerate(self.places)}
+        number_of = {entry.index: number for number, entry in enumerate(self.entries)}
         return [self._given(number_of[index]) for index in indices]
 
     def _handed_over(
@@ -181,7 +183,7 @@ class Host:
         """The gradients; in a graph each is handed over when it is there, while backward goes on."""
         if tf.executing_eagerly() or engine.problem():
             return list(gradients)
-        number_of = {place.index: number for number, place in enumerate(self.places)}
+        number_of = {entry.index: number for number, entry in enumerate(self.entries)}
         reference = weakref.ref(self)  # the graph's calls are kept for good
 
         def start(number: int, tensors: Sequence[Any], name: str) -> Operation:
@@ -205,7 +207,7 @@ class Host:
         moved = [number for number in absent if self.driver.stepper.present_anywhere[number]]
         if moved:
             raise MismatchError(
-                f"{self.driver.name}: variable '{self.places[moved[0]].name}' has a gradient on other ranks, and none "
+                f"{self.driver.name}: variable '{self.entries[moved[0]].name}' has a gradient on other ranks, and none "
                 "on this one, which would leave it behind. Compute the same loss on all ranks; a part that some batch "
                 "does not need can be added times 0."
             )
@@ -219,12 +221,12 @@ class Host:
             return
         self._lr = shortest(lr)
         self.driver.begin()
-        place = self.places[number]
-        self._gradients[number] = place.to_wire(gradient.reshape(place.shape))
+        entry = self.entries[number]
+        self._gradients[number] = entry.to_wire(gradient.reshape(entry.shape))
         self._handed.add(number)
         self.driver.stepper.buckets.mark_ready(number)
 
-    # The driver's host
+    # For the driver
 
     def groups(self) -> list[Group]:
         """Variables with and without weight decay, as the optimizer is now; an empty group is left out."""

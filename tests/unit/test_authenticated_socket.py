@@ -14,21 +14,23 @@ from typing import Any
 
 import pytest
 
-from ocomm.runtime import line
-from ocomm.runtime.line import Line, TamperedError
+from ocomm.runtime import authenticated_socket
+from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError
 
 KEY, LIMIT_S = b"k" * 32, 20.0
 
 
 @contextmanager
-def pair(key: bytes = KEY, most_bytes: int = 1 << 20, pause_s: float = LIMIT_S) -> Iterator[tuple[Line, Line]]:
+def pair(
+    key: bytes = KEY, most_bytes: int = 1 << 20, pause_s: float = LIMIT_S
+) -> Iterator[tuple[AuthenticatedSocket, AuthenticatedSocket]]:
     """The ends of the client and of the server."""
     outer, inner = socket.socketpair()
     found: list[Any] = []
 
     def meet() -> None:
         try:
-            found.append(line.accept(inner, KEY, LIMIT_S, most_bytes, pause_s))
+            found.append(authenticated_socket.accept(inner, KEY, LIMIT_S, most_bytes, pause_s))
         except (OSError, EOFError) as error:
             found.append(error)
             inner.close()
@@ -36,7 +38,7 @@ def pair(key: bytes = KEY, most_bytes: int = 1 << 20, pause_s: float = LIMIT_S) 
     thread = threading.Thread(target=meet)
     thread.start()
     try:
-        client = line.connect(outer, key, LIMIT_S, most_bytes, pause_s)
+        client = authenticated_socket.connect(outer, key, LIMIT_S, most_bytes, pause_s)
         thread.join(LIMIT_S)
         yield client, found[0]
     finally:
@@ -45,13 +47,13 @@ def pair(key: bytes = KEY, most_bytes: int = 1 << 20, pause_s: float = LIMIT_S) 
         inner.close()
 
 
-def tap(sender: Line, receiver: Line, content: bytes) -> bytes:
+def tap(sender: AuthenticatedSocket, receiver: AuthenticatedSocket, content: bytes) -> bytes:
     """What goes over the wire for a message, which does not arrive."""
     sender.send(content)
     return receiver._connection.recv(1 << 16)
 
 
-def put(sender: Line, data: bytes) -> None:
+def put(sender: AuthenticatedSocket, data: bytes) -> None:
     """On the wire, as anybody could."""
     sender._connection.sendall(data)
 
@@ -62,9 +64,9 @@ def test_messages_go_both_ways_in_order() -> None:
             for content in (b"", b"a", b"b" * 1000):
                 one.send(content)
             assert [other.receive(LIMIT_S) for _ in range(3)] == [b"", b"a", b"b" * 1000]
-        assert line.wait([client, server], 0.0) == []
+        assert authenticated_socket.wait([client, server], 0.0) == []
         client.send(b"x")
-        assert line.wait([client, server], LIMIT_S) == [server]
+        assert authenticated_socket.wait([client, server], LIMIT_S) == [server]
 
 
 def test_a_message_that_is_larger_than_the_wire_holds_arrives() -> None:
@@ -179,11 +181,11 @@ def test_ends_that_know_different_keys_do_not_meet() -> None:
 
 def test_a_door_that_does_not_know_the_key_is_found_out_by_the_caller() -> None:
     """It takes whoever comes, and sends back what it has heard, or what it can make without the key."""
-    for answer in (lambda said: said[32:], lambda said: hmac.digest(b"", b"door" + said, hashlib.sha256)):
+    for answer in (lambda said: said[32:], lambda said: hmac.digest(b"", b"server" + said, hashlib.sha256)):
         outer, inner = socket.socketpair()
 
         def false_server(inner: socket.socket = inner, answer: Any = answer) -> None:
-            inner.sendall(b"ocomm-l1" + b"\0" * 32)
+            inner.sendall(b"ocomm-l2" + b"\0" * 32)
             said = b""
             while len(said) < 64 and select.select([inner], [], [], LIMIT_S)[0]:
                 said += inner.recv(64)
@@ -193,7 +195,7 @@ def test_a_door_that_does_not_know_the_key_is_found_out_by_the_caller() -> None:
         thread.start()
         with outer, inner:
             with pytest.raises(TamperedError, match="it does not know the key"):
-                line.connect(outer, KEY, LIMIT_S)
+                authenticated_socket.connect(outer, KEY, LIMIT_S)
             thread.join(LIMIT_S)
 
 
@@ -202,4 +204,4 @@ def test_another_program_at_the_port_is_named() -> None:
     with outer, inner:
         inner.sendall(b"HTTP/1.1 400 Bad Request\r\nServer: something\r\n\r\n")
         with pytest.raises(TamperedError, match="another program's"):
-            line.connect(outer, KEY, LIMIT_S)
+            authenticated_socket.connect(outer, KEY, LIMIT_S)
