@@ -9,6 +9,7 @@ order; where a level has an odd number the last goes up as it is, so any number 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ def _factor(dtype: DType, factor: float) -> np.floating:
     return np.float64(factor) if dtype == DType.FLOAT64 else np.float32(factor)
 
 
-def _pair(a: NDArray, b: NDArray) -> NDArray:
+def _pair(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     # Plain sums of products: a BLAS may choose another order on another host.
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
     dot = float(np.add.reduce(wide_a * wide_b))
@@ -48,14 +49,14 @@ def _pair(a: NDArray, b: NDArray) -> NDArray:
     return a.dtype.type(coefficients[0]) * a + a.dtype.type(coefficients[1]) * b
 
 
-def _load(row: Bytes, dtype: DType) -> NDArray:
+def _load(row: Bytes, dtype: DType) -> NDArray[Any]:
     if dtype == DType.BFLOAT16:
         return (row.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     values = row.view(dtype.label)
     return values if dtype == DType.FLOAT64 else values.astype(np.float32)
 
 
-def _store(values: NDArray, dtype: DType) -> Bytes:
+def _store(values: NDArray[Any], dtype: DType) -> Bytes:
     if dtype != DType.BFLOAT16:
         return values.astype(dtype.label).view(np.uint8)
     bits = values.view(np.uint32)

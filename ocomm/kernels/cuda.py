@@ -100,10 +100,10 @@ _UNIT = np.float32(2.0**-24)
 
 if SIMULATED:
 
-    def inline(function: Callable) -> Callable:
+    def inline(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
-    def kernel(function: Callable) -> Any:
+    def kernel(function: Callable[..., Any]) -> Any:
         return cuda.jit(function)
 
     def _checked(address: int, alignment: int) -> int:
@@ -111,10 +111,10 @@ if SIMULATED:
             raise ValueError(f"address {address:#x} is not aligned to {alignment} bytes")
         return int(address)
 
-    def load_quad(address: int) -> tuple:
+    def load_quad(address: int) -> tuple[float, ...]:
         return tuple(map(np.float32, (ctypes.c_float * 4).from_address(_checked(address, 16))))
 
-    def load_low_quad(address: int) -> tuple:
+    def load_low_quad(address: int) -> tuple[float, ...]:
         return tuple((ctypes.c_uint16 * 4).from_address(_checked(address, 8)))
 
     def load_low(address: int) -> Any:

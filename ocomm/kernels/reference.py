@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -691,7 +692,7 @@ _NUMPY_DTYPE = {
     DType.UINT16: np.uint16,
 }
 
-_COMBINE: dict[ReduceOp, Callable[[NDArray, NDArray], NDArray]] = {
+_COMBINE: dict[ReduceOp, Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]] = {
     ReduceOp.AVERAGE: np.add,
     ReduceOp.SUM: np.add,
     # As np.minimum and np.maximum, which leave open which of 0.0 and -0.0 comes back: here the later rank's.
@@ -720,8 +721,8 @@ def unsupported_reduction(dtype: DType, op: ReduceOp, prescale: float, postscale
     return f"{ReduceOp(op).label} is not defined for {DType(dtype).label}{scaled}"
 
 
-def _load(source: Bytes, dtype: DType) -> NDArray:
-    elements: NDArray = np.frombuffer(source.tobytes(), np.dtype(_NUMPY_DTYPE[dtype]))
+def _load(source: Bytes, dtype: DType) -> NDArray[Any]:
+    elements: NDArray[Any] = np.frombuffer(source.tobytes(), np.dtype(_NUMPY_DTYPE[dtype]))
     if dtype == DType.BFLOAT16:
         return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype == DType.FLOAT16:
@@ -731,7 +732,7 @@ def _load(source: Bytes, dtype: DType) -> NDArray:
     return elements
 
 
-def _store(total: NDArray, dtype: DType) -> Bytes:
+def _store(total: NDArray[Any], dtype: DType) -> Bytes:
     if dtype == DType.BFLOAT16:
         # Round half to even: add just less than half a unit, and one more where the unit is odd.
         bits = total.view(np.uint32)
@@ -741,7 +742,7 @@ def _store(total: NDArray, dtype: DType) -> Bytes:
     return total.astype(_NUMPY_DTYPE[dtype]).view(np.uint8)
 
 
-def _integer_mean(total: NDArray, ranks: int, postscale: float, limits: np.iinfo) -> NDArray:
+def _integer_mean(total: NDArray[Any], ranks: int, postscale: float, limits: np.iinfo[Any]) -> NDArray[Any]:
     """``postscale * total / ranks`` towards zero; ``total`` is int64."""
     if postscale == 1:
         below = total // ranks
@@ -749,7 +750,7 @@ def _integer_mean(total: NDArray, ranks: int, postscale: float, limits: np.iinfo
     return np.clip(_scaled(total, postscale / ranks), limits.min, limits.max)
 
 
-def _scaled(elements: NDArray, factor: float) -> NDArray:
+def _scaled(elements: NDArray[Any], factor: float) -> NDArray[Any]:
     if factor == 1:
         return elements
     if elements.dtype.kind == "f":

@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ocomm.types import DType, ReduceOp
 
@@ -149,7 +150,7 @@ class Reader:
         self.data = data
         self.at = 0
 
-    def unpack(self, format_: str) -> tuple:
+    def unpack(self, format_: str) -> tuple[Any, ...]:
         values = struct.unpack_from("<" + format_, self.data, self.at)
         self.at += struct.calcsize("<" + format_)
         return values

@@ -73,7 +73,7 @@ class _Running:
     parts: dict[Handle, list[int]]
     result: object
     scratch: Scratch  # whose the buffers are
-    buffers: list = field(default_factory=list)
+    buffers: list[Bytes] = field(default_factory=list)
     submitted_ns: int = 0  # with a timeline only
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from ocomm.compression.layout import TensorSpec
 from ocomm.kernels.base import Floats
 from ocomm.optim.adam import DenseAdam
-from ocomm.optim.core import address
+from ocomm.optim.core import Group, address
 from ocomm.optim.onebit_adam import OneBitAdam
 from ocomm.optim.options import Options
 from ocomm.optim.zero_one_adam import ZeroOneAdam
 from ocomm.session import Session
-from ocomm.training.driver import Common, Driver, Frontend, Group
+from ocomm.training.driver import Common, Driver, Frontend
 
 
 class MomentsFrontend(Frontend, Protocol):

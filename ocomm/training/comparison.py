@@ -150,7 +150,7 @@ class StepComparison:
                 "rank does alone. OCOMM_REPLICA_CHECK_STEPS says how often this is checked, 0: never."
             )
 
-    def _said(self, rows: NDArray, lines: Sequence[str], what: str, verb: str) -> str:
+    def _said(self, rows: NDArray[np.void], lines: Sequence[str], what: str, verb: str) -> str:
         """Who has what. Only where no rank has joined: the others cannot ask it."""
         difference = ""
         # Where several optimizers differ, and gradients came in different orders, each rank may ask about another one.
