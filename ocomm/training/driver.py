@@ -213,8 +213,11 @@ class Driver:
         self.norm: float | None = None
         self._announcement = 0
         #: What the core was handed last, all of it and what gradients are compressed with; None: to be handed anew.
-        self._hyper: Hashable = None
         self._compress_hyper: Hashable = None
+        #: Are the gradients of the step under way clipped by N?
+        self.clips = False
+        #: Must N be agreed before anything of the step under way is sent?
+        self._needs_norm_round = False
         #: Are gradients compressed with parameters, by what the core was handed last?
         self.is_decay_coupled = False
         #: What ``load_state`` and ``load_rank_state`` have loaded, for the report.
@@ -260,25 +263,21 @@ class Driver:
         values = [(g.lr, *g.betas, g.eps, g.coupled_decay, g.decoupled_decay) for g in groups]
         return (*values, self.core.gradient_scale)
 
-    def _set_hyper(self, groups: Sequence[Group]) -> None:
-        """Hands the core the hyperparameters of all groups."""
+    def _set_hyper(self, groups: Sequence[Group], hyper: Hashable) -> None:
+        """Hands the core the hyperparameters of all groups; ``hyper`` is their ``compress_hyper``."""
         for group in groups:
             self.core.set_hyper(group)
-        self._hyper = self.full_hyper(groups)
-        self._compress_hyper = self.compress_hyper(groups), self.core.gradient_scale
+        self._compress_hyper = hyper, self.core.gradient_scale
         self.is_decay_coupled = any(group.coupled_decay for group in groups)
 
     # Clipping
 
-    @property
-    def clips(self) -> bool:
-        """Are the gradients of the next step to be clipped by N? Not where only their average is: that is clipped."""
-        return self.common.max_grad_norm is not None
+    def clips_next(self) -> bool:
+        """Are the gradients of the next step to be clipped by N? Not where their average is clipped instead.
 
-    @property
-    def _needs_norm_round(self) -> bool:
-        """Must N be agreed before anything is sent?"""
-        return self.clips and (self.common.clip == "exact" or self.norm is None)
+        Called only with ``max_grad_norm``.
+        """
+        return True
 
     def _clip_by(self, norm: float | None) -> None:
         """Gradients count by min(1, max_grad_norm / (N + 1e-6)), as in ``torch.nn.utils.clip_grad_norm_``."""
@@ -287,6 +286,12 @@ class Driver:
         if limit is not None and norm is not None and math.isfinite(norm):
             scale = min(1.0, limit / (norm + 1e-6))
         self.core.gradient_scale = scale
+
+    def _begin_clipping(self) -> None:
+        """Decides how the gradients of the step that begins are clipped."""
+        self.clips = self.clips_next()
+        self._needs_norm_round = self.clips and (self.common.clip == "exact" or self.norm is None)
+        self._clip_by(self.norm if self.clips and not self._needs_norm_round else None)
 
     # One step
 
@@ -301,12 +306,12 @@ class Driver:
             if self._at_start:
                 self._agree_on_start()
                 self._compress_hyper = None
-            self._clip_by(self.norm if self.clips and not self._needs_norm_round else None)
+            if self.common.max_grad_norm is not None:
+                self._begin_clipping()
             groups = self.groups()
             hyper = self.compress_hyper(groups)
-            self._hyper = None
             if self.core.sends_rates or (hyper, self.core.gradient_scale) != self._compress_hyper:
-                self._set_hyper(groups)
+                self._set_hyper(groups, hyper)
             self.stepper.begin(_hyper_digest(hyper), early=not self._needs_norm_round)
 
     def step(self, changed: Callable[[], bool]) -> StepOutcome:
@@ -340,26 +345,25 @@ class Driver:
 
     def _exchange(self) -> StepOutcome:
         groups = self.groups()
-        lr = groups[0].lr
+        hyper, lr = self.compress_hyper(groups), groups[0].lr
         if self._needs_norm_round:
             outcome = self.stepper.agree_on_norm(lr)
             if outcome is not None:
                 return outcome
             self._clip_by(self.stepper.norm)
-            self._set_hyper(groups)
+            self._set_hyper(groups, hyper)
         outcome = self.stepper.exchange(
-            _hyper_digest(self.compress_hyper(groups)),
+            _hyper_digest(hyper),
             _hyper_digest(self.full_hyper(groups)),
             lr,
             self._announcement,
-            lambda: self._set_hyper(groups),
+            lambda: self._set_hyper(groups, hyper),
             with_norm=self.clips and self.common.clip == "previous",
         )
         if outcome is StepOutcome.TAKE:
             if self.clips:
                 self.norm = self.stepper.norm
-            if self.full_hyper(groups) != self._hyper:
-                self._set_hyper(groups)
+            self._set_hyper(groups, hyper)
             self._take()
         return outcome
 

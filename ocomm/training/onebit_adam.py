@@ -54,9 +54,8 @@ class OneBitAdamDriver(AdamDriver):
         self.late_warmup: int | None = None
         super().__init__(session, number, specs, frontend, core_class, options, common)
 
-    @property
-    def clips(self) -> bool:
-        return super().clips and bool((self.core.stage == Stage.COMPRESSED).any())
+    def clips_next(self) -> bool:
+        return bool((self.core.stage == Stage.COMPRESSED).any())
 
     def take(self) -> None:
         core = self.core
