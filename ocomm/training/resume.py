@@ -6,15 +6,15 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ocomm.agreement import by_rank, gather
 from ocomm.errors import CheckpointError, MismatchError, OcommError
+from ocomm.kernels.base import Kernels
 from ocomm.optim import checkpoint
 from ocomm.optim.checkpoint import Resharding, State
-
-if TYPE_CHECKING:
-    from ocomm.training.driver import Driver
+from ocomm.optim.core import Core
+from ocomm.session import Session
 
 _log = logging.getLogger("ocomm")
 
@@ -22,7 +22,41 @@ _log = logging.getLogger("ocomm")
 VERSION = 1
 
 
-def header(driver: Driver) -> dict[str, Any]:
+class Resumable(Protocol):
+    """What goes on from a saved run: a ``training.driver.Driver``."""
+
+    session: Session
+    #: Of the process set.
+    number: int
+    core: Core
+    #: The optimizer's class, in saved states.
+    kind: str
+    options: dict[str, Any]
+    #: Names of the options with which alone a saved state can go on.
+    fixed_options: list[str]
+    steps: int
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those that take checksums of what is saved, in the host's memory."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """In messages, and on the network."""
+        ...
+
+    @property
+    def replica(self) -> str:
+        """Names what this rank's replica is, the same on all ranks that hold the same."""
+        ...
+
+    def require_idle(self, what: str) -> None:
+        """InvalidRequestError if a step is under way, in which ``what`` cannot be changed."""
+        ...
+
+
+def header(driver: Resumable) -> dict[str, Any]:
     """What every saved state says about its run, in plain values."""
     layout = driver.core.layout
     return {
@@ -40,7 +74,7 @@ def header(driver: Driver) -> dict[str, Any]:
     }
 
 
-def check(driver: Driver, saved: State, where: str) -> None:
+def check(driver: Resumable, saved: State, where: str) -> None:
     """Raises CheckpointError that begins with ``where`` if ``saved`` is not of such a run, or not whole."""
     version = saved.get("version")
     if version is None:
@@ -62,7 +96,7 @@ def check(driver: Driver, saved: State, where: str) -> None:
             )
 
 
-def say_changes(driver: Driver, saved: State) -> None:
+def say_changes(driver: Resumable, saved: State) -> None:
     """Warns of options that are not what they were: the new ones count."""
     before, now = saved["options"], driver.options
     names = [n for n in sorted({*before, *now} - {"warm_start"}) if before.get(n) != now.get(n)]
@@ -132,7 +166,7 @@ class _Finding:
     lost_share: float = 0.0
 
 
-def load_rank_states(driver: Driver, source: Source) -> dict[str, Any]:
+def load_rank_states(driver: Resumable, source: Source) -> dict[str, Any]:
     """See ``Driver.load_rank_state``."""
     mine, error = _Finding("failed"), None
     try:
@@ -197,7 +231,7 @@ def load_rank_states(driver: Driver, source: Source) -> dict[str, Any]:
     return {"rank_state": how, "why": detail, "lost_ranks": list(mine.lost), "lost_owner_share": mine.lost_share}
 
 
-def _examine(driver: Driver, source: Source) -> _Finding:
+def _examine(driver: Resumable, source: Source) -> _Finding:
     """What this rank has, ready to be loaded; nothing is changed."""
     driver.require_idle("load_rank_state_dict")
     core = driver.core
@@ -260,7 +294,7 @@ def _examine(driver: Driver, source: Source) -> _Finding:
     return found
 
 
-def _read(driver: Driver, source: Source, rank: int) -> State | None:
+def _read(driver: Resumable, source: Source, rank: int) -> State | None:
     """The state of a rank, checked against the run that goes on; None if there is none."""
     state, where = source.read(rank), source.name(rank)
     if state is None:
@@ -289,7 +323,7 @@ def _same_checkpoint(source: Source, rank: int, state: State, first: int, beside
         )
 
 
-def _check_buffers(driver: Driver, state: State, where: str) -> None:
+def _check_buffers(driver: Resumable, state: State, where: str) -> None:
     try:
         driver.core.check_rank_state(state)
     except ValueError as error:
