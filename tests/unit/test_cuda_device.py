@@ -195,14 +195,14 @@ def launches() -> None:
         memory: Any = queue._memory
         for loop in ("gather", "reduce"):
             queue.prepare(loop)
-        compiled = loops.pack.overloads.keys() | loops.reduce.overloads.keys()
+        compiled = loops.gather.overloads.keys() | loops.reduce.overloads.keys()
         runs, tensors, staging = np.zeros(3, RUN), np.zeros(2, TENSOR), memory.staging(64)
 
         with ThreadPoolExecutor(1) as another:
             another.submit(queue.call, "gather", runs, tensors, staging).result()
             arguments = DType.FLOAT32, ReduceOp.SUM, [staging], 1.0, 0.5, staging
             another.submit(queue.call, "reduce", *arguments).result()
-        assert loops.pack.overloads.keys() | loops.reduce.overloads.keys() == compiled, "a launch compiles"
+        assert loops.gather.overloads.keys() | loops.reduce.overloads.keys() == compiled, "a launch compiles"
         assert there.driver.fake_depth() == 0, "the thread's own context is as it was"
 
 
