@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -43,6 +43,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ocomm")
 #: Why a rank leaves which will be back.
 REJOINS = "has left to join again"
+#: How many of a session's ``at_end`` are called: a search over hyperparameters makes many optimizers.
+_LAST_WORDS = 3
+
+
+class AtEnd(Protocol):
+    """What has something to say when a session ends."""
+
+    def at_end(self) -> None:
+        """Called once, when all ranks have left in order. Communicates with nobody."""
+        ...
 
 
 class Session:
@@ -66,6 +76,8 @@ class Session:
         self.supervisor: SupervisorClient | None = None  # of an elastic job; stays when the session is started again
         self.launch_ranks: Sequence[int] = ()  # the launcher's numbers of the ranks, where they are others
         self._pool: Pool | None = None
+        #: Their ``at_end`` is called when the session ends in order, of the last ones alone where there are many.
+        self.at_end: list[AtEnd] = []
         #: The process that has started it, which alone may communicate; 0 before.
         self.pid = 0
         self._starts = 0  # with a timeline from the settings
@@ -200,6 +212,10 @@ class Session:
             # The network may still touch buffers of what was under way: engine and communicators stay as they are.
             _abandoned.append((self.engine, self.sets))
         self.engine = None
+        if clean and not failed:
+            for one in self.at_end[-_LAST_WORDS:]:
+                one.at_end()
+        self.at_end.clear()
         if self._pool is not None:
             self._pool.close()  # optimizers may go on to hold the kernels
         self.sets = {}

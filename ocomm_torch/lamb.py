@@ -54,6 +54,7 @@ class OneBitLamb(AdamWrapper):
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         *,
         freeze_step: int | Literal["auto"] = "auto",
+        total_steps: int | None = None,
         warm_start: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,

@@ -51,6 +51,7 @@ class OneBitAdam(AdamWrapper):
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         *,
         freeze_step: int | Literal["auto"] = "auto",
+        total_steps: int | None = None,
         warm_start: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         block_size: int | Literal["tensor"] = 4096,
         scale: Literal["l1", "rms"] = "rms",

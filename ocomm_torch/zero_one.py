@@ -21,9 +21,9 @@ class ZeroOneAdam(AdamWrapper):
     """Data-parallel 0/1 Adam (arXiv 2202.06009): 1 bit per parameter from the second step on, later not at every step.
 
     Between syncs each rank steps by itself, and parameters differ between ranks: evaluate and save after a sync;
-    ``compression_report()["synced"]`` tells. For a run of T steps, a ``local_step_start`` and a ``local_step_doubling``
-    of T/4 and a ``local_step_clip`` of 4 did well. After a warm start v counts as refreshed in each of the checkpoint's
-    steps, and the schedules go on from its step count. In the hierarchical form the ranks of a host step together.
+    ``compression_report()["synced"]`` tells. ``total_steps`` chooses when syncs become rare. After a warm start v
+    counts as refreshed in each of the checkpoint's steps, and the schedules go on from its step count. In the
+    hierarchical form the ranks of a host step together.
 
     ``step`` changes parameters in place, identically on all ranks at a sync, or changes nothing on any. All ranks make
     the optimizer, and take its steps, together.
@@ -53,9 +53,10 @@ class ZeroOneAdam(AdamWrapper):
         *,
         var_update_scaler: int = 16,
         var_freeze_step: int | None = None,
-        local_step_start: int = 0,
-        local_step_doubling: int = 32768,
-        local_step_clip: int = 16,
+        local_step_start: int | None = None,
+        local_step_doubling: int | None = None,
+        local_step_clip: int | None = None,
+        total_steps: int | None = None,
         warm_start: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         block_size: int | Literal["tensor"] = 4096,
         scale: Literal["l1", "rms"] = "rms",

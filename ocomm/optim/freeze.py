@@ -15,6 +15,8 @@ import numpy as np
 
 from ocomm.errors import SettingsError
 
+#: The part of a run of known length after which the warm-up ends at the latest.
+LATEST_FREEZE = 1 / 5
 #: The variance counts as stable when min(r, 1/r) reaches this (1-bit Adam, section 7.1 of arXiv 2102.02888).
 STABLE_RATIO = 0.96
 
@@ -29,19 +31,30 @@ def whole_freeze_step(freeze_step: int | Literal["auto"]) -> int | Literal["auto
     return int(freeze_step)
 
 
+def require_total_steps(total_steps: int | None) -> int | None:
+    """``total_steps`` as an int. Raises SettingsError for all but None and whole numbers from 1 on."""
+    if total_steps is None:
+        return None
+    is_number = not isinstance(total_steps, bool) and isinstance(total_steps, (int, float, np.number))
+    if not is_number or total_steps < 1 or total_steps % 1:
+        raise SettingsError(f"total_steps must be a positive number of steps, got {total_steps!r}")
+    return int(total_steps)
+
+
 class FreezeSchedule:
     """Chooses T_w, the last dense step, counted from 1.
 
     ``freeze_step`` is T_w itself, or ``"auto"``: after step t, with r = |v_hat_t|_1 / |v_hat_{t-Delta}|_1 and
     Delta = round(1 / (1 - beta2)), all of these must hold: min(r, 1/r) >= 0.96, t > 2 Delta, and no group's learning
     rate has risen during the last Delta steps. v_hat is bias-corrected: a raw v that grows from zero would pass a
-    one-sided test at once. Raises SettingsError for anything else.
+    one-sided test at once. With ``"auto"`` and a ``total_steps``, a fifth of it is the latest T_w, but for 2. Raises
+    SettingsError for anything else.
 
     A norm is a pass over all of v, so they are looked at a hundred times per Delta at most, where ``needs_norm`` says
     so, and not before step Delta.
     """
 
-    def __init__(self, freeze_step: int | Literal["auto"], beta2: float) -> None:
+    def __init__(self, freeze_step: int | Literal["auto"], beta2: float, total_steps: int | None = None) -> None:
         if not 0.0 <= beta2 < 1.0:
             raise SettingsError(f"beta2 must be in [0, 1), got {beta2}")
         self.freeze_step = whole_freeze_step(freeze_step)
@@ -49,6 +62,7 @@ class FreezeSchedule:
         #: Steps from one look at the norm to the next; Delta is a multiple of it.
         self.stride = max(s for s in range(1, max(self.window // 100, 1) + 1) if self.window % s == 0)
         self.decided: int | None = None if self.freeze_step == "auto" else self.freeze_step
+        self._latest = None if total_steps is None else max(int(total_steps * LATEST_FREEZE), 2)
         self._norms: deque[float] = deque(maxlen=self.window + 1)
         self._lrs: tuple[float, ...] | None = None
         self._step = 0
@@ -77,9 +91,10 @@ class FreezeSchedule:
             self._last_rise = step
         self._step, self._lrs = step, lrs
         self._norms.append(math.nan if variance_l1 is None else variance_l1)
-        if len(self._norms) <= self.window or step <= 2 * self.window or step - self._last_rise < self.window:
-            return None
-        if is_stable(self._norms[-1], self._norms[0]):
+        is_long_enough = len(self._norms) > self.window and step > 2 * self.window
+        is_late = self._latest is not None and step + 1 >= self._latest
+        has_risen = step - self._last_rise < self.window
+        if is_late or (is_long_enough and not has_risen and is_stable(self._norms[-1], self._norms[0])):
             self.decided = step + 1
         return self.decided
 

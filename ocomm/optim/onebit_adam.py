@@ -30,7 +30,7 @@ from ocomm.collectives.plan import Loop, loop
 from ocomm.compression.layout import Layout, SegmentLayout
 from ocomm.kernels.base import Bytes, Floats, Kernels
 from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, Segment, address, flat_floats
-from ocomm.optim.freeze import whole_freeze_step
+from ocomm.optim.freeze import require_total_steps, whole_freeze_step
 from ocomm.optim.options import option
 from ocomm.optim.preconditioner import Preconditioner, PreconditionerOptions
 
@@ -56,11 +56,15 @@ class OneBitAdamOptions(PreconditionerOptions):
     freeze_step: int | Literal["auto"] = option(
         "auto",
         """The number of dense steps T_w before the first compressed one; ``"auto"``: until the variance is stable, at
-        least 2 / (1 - beta2) steps.""",
+        least 2 / (1 - beta2) steps, and with ``total_steps`` for a fifth of these at most.""",
+    )
+    total_steps: int | None = option(
+        None, "The number of steps of the whole run, of which the warm-up takes a fifth at most. None: it is not known."
     )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "freeze_step", whole_freeze_step(self.freeze_step))
+        object.__setattr__(self, "total_steps", require_total_steps(self.total_steps))
         super().__post_init__()
 
 

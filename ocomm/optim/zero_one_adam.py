@@ -33,6 +33,7 @@ from ocomm.collectives.plan import Loop, loop
 from ocomm.compression.layout import Layout, SegmentLayout
 from ocomm.kernels.base import Bytes, Floats, Kernels, Table
 from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, address, all_blocks, flat_floats
+from ocomm.optim.freeze import require_total_steps
 from ocomm.optim.intervals import RefreshSchedule, SyncSchedule
 from ocomm.optim.options import option
 from ocomm.optim.preconditioner import Preconditioner, PreconditionerOptions
@@ -67,21 +68,43 @@ class ZeroOneAdamOptions(PreconditionerOptions):
     var_freeze_step: int | None = option(
         None, "The last step that may refresh the variance. None: it is refreshed as long as every step is a sync."
     )
-    local_step_start: int = option(0, "Up to this step every step is a sync.")
-    local_step_doubling: int = option(
-        32768,
-        """From there on syncs are min(``local_step_clip``, 2^floor((t - ``local_step_start``) /
-        ``local_step_doubling``)) steps apart, t being the step.""",
+    local_step_start: int | None = option(
+        None, "Up to this step every step is a sync. None: 0, or a quarter of ``total_steps``."
     )
-    local_step_clip: int = option(16, "The number of steps between two syncs at most.")
+    local_step_doubling: int | None = option(
+        None,
+        """From there on syncs are min(``local_step_clip``, 2^floor((t - ``local_step_start``) /
+        ``local_step_doubling``)) steps apart, t being the step. None: 32768, or a quarter of ``total_steps``.""",
+    )
+    local_step_clip: int | None = option(
+        None, "The number of steps between two syncs at most. None: 16, or 4 with ``total_steps``."
+    )
+    total_steps: int | None = option(
+        None,
+        """The number of steps of the whole run, from which the ``local_step`` options are derived that are None. It is
+        not known if it is None.""",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        total = require_total_steps(self.total_steps)
+        quarter = None if total is None else max(total // 4, 1)
+        object.__setattr__(self, "total_steps", total)
+        derived = {
+            "local_step_start": quarter or 0,
+            "local_step_doubling": quarter or 32768,
+            "local_step_clip": 16 if quarter is None else 4,
+        }
+        for name, value in derived.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         self.schedules()
 
     def schedules(self) -> tuple[SyncSchedule, RefreshSchedule]:
         """Of syncs and of refreshes, before the first step."""
-        syncs = SyncSchedule(self.local_step_start, self.local_step_doubling, self.local_step_clip)
+        start, doubling, clip = self.local_step_start, self.local_step_doubling, self.local_step_clip
+        assert start is not None and doubling is not None and clip is not None
+        syncs = SyncSchedule(start, doubling, clip)
         return syncs, RefreshSchedule(syncs, self.var_update_scaler, self.var_freeze_step)
 
 

@@ -241,6 +241,11 @@ class Driver:
     def name(self) -> str:
         return self.stepper.name
 
+    @property
+    def speaks(self) -> bool:
+        """Is this the rank that tells the user what concerns all ranks? One rank alone has nothing to tell."""
+        return self.core.rank == 0 and self.core.layout.ranks > 1
+
     # Hyperparameters
 
     def groups(self) -> list[Group]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +16,8 @@ from ocomm.optim.onebit_adam import OneBitAdam, OneBitAdamOptions, Stage
 from ocomm.session import Session
 from ocomm.training.adam import AdamDriver, MomentsFrontend
 from ocomm.training.driver import Common
+
+_log = logging.getLogger("ocomm")
 
 
 class AdamFrontend(MomentsFrontend, Protocol):
@@ -31,6 +35,32 @@ class AdamFrontend(MomentsFrontend, Protocol):
         ...
 
 
+@dataclass(eq=False)
+class _WarmUp:
+    """A warm-up that has not ended. The session keeps it, also when the optimizer is gone, to say so at its end."""
+
+    name: str
+    schedule: FreezeSchedule
+    steps: int = 0
+
+    def at_end(self) -> None:
+        """Warns that nothing was compressed."""
+        if not self.steps:
+            return
+        why = f"freeze_step is {self.schedule.freeze_step}"
+        if self.schedule.freeze_step == "auto":
+            least = 2 * self.schedule.window
+            why = f"freeze_step='auto' waits for a stable variance, at least 2 / (1 - beta2) = {least} steps"
+        _log.warning(
+            "%s: all %d steps were dense, so nothing was compressed: %s. Pass total_steps=%d, with which the warm-up "
+            "takes a fifth of the run at most, or a smaller freeze_step.",
+            self.name,
+            self.steps,
+            why,
+            self.steps,
+        )
+
+
 class OneBitAdamDriver(AdamDriver):
     """See ``AdamDriver``; ``frontend`` is an ``AdamFrontend``. Also of 1-bit LAMB, whose core makes the dense steps."""
 
@@ -46,13 +76,27 @@ class OneBitAdamDriver(AdamDriver):
         options: OneBitAdamOptions,
         common: Common,
     ) -> None:
-        self.schedule = FreezeSchedule(options.freeze_step, frontend.groups()[0].betas[1])
+        self.schedule = FreezeSchedule(options.freeze_step, frontend.groups()[0].betas[1], options.total_steps)
         #: T_w, once it is known.
         self.freeze_at = self.schedule.decided
         self._late = LateTensors()
         #: Dense steps of tensors that come later; None: T_w.
         self.late_warmup: int | None = None
+        self._total_steps = options.total_steps
         super().__init__(session, number, specs, frontend, core_class, options, common)
+        decided = self.freeze_at
+        if self.speaks and decided is not None and self._total_steps is not None and decided >= self._total_steps:
+            _log.warning(
+                "%s: all of the %d steps will be dense, because freeze_step is %d: nothing will be compressed. Leave "
+                "freeze_step at 'auto', or choose less: a fifth of the steps is usual.",
+                self.name,
+                self._total_steps,
+                decided,
+            )
+        self._warm_up: _WarmUp | None = None
+        if self.speaks:
+            self._warm_up = _WarmUp(self.name, self.schedule)
+            session.at_end.append(self._warm_up)
 
     def clips_next(self) -> bool:
         return bool((self.core.stage == Stage.COMPRESSED).any())
@@ -70,7 +114,16 @@ class OneBitAdamDriver(AdamDriver):
                 average[:] = core.param_memory.host(average) * np.float32(core.gradient_scale)
             self._dense_step(moving, limit)
             self._end_warmup(warming)
+        if self._warm_up is not None:
+            self._count_warm_up(self._warm_up)
         self._wake()
+
+    def _count_warm_up(self, warm_up: _WarmUp) -> None:
+        warm_up.steps = self.steps
+        if self.core.compressed_steps:
+            self._warm_up = None
+            if warm_up in self.session.at_end:
+                self.session.at_end.remove(warm_up)
 
     def _dense_step(self, tensors: list[int], max_norm: float | None) -> None:
         """A step of tensors in warm-up, on their averages; see ``AdamFrontend.dense_step``."""

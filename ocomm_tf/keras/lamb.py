@@ -27,6 +27,7 @@ def DistributedOneBitLamb(
     variables: Any = None,
     *,
     freeze_step: int | Literal["auto"] = "auto",
+    total_steps: int | None = None,
     max_coeff: float = 10.0,
     min_coeff: float = 0.01,
     coeff_beta: float = 0.9,

@@ -23,6 +23,7 @@ def DistributedOneBitAdam(
     variables: Any = None,
     *,
     freeze_step: int | Literal["auto"] = "auto",
+    total_steps: int | None = None,
     block_size: int | Literal["tensor"] = 4096,
     scale: Literal["l1", "rms"] = "rms",
     variance_floor: float = 0.05,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ocomm.errors import SettingsError
-from ocomm.optim.freeze import FreezeSchedule, LateTensors, is_stable
+from ocomm.optim.freeze import FreezeSchedule, LateTensors, is_stable, require_total_steps
 
 BETA2 = 0.9  # a window of 10 steps
 
@@ -66,6 +68,31 @@ def test_it_freezes_as_soon_as_the_norm_changes_by_less_than_four_percent_in_a_w
 def test_a_learning_rate_that_rises_puts_it_off_for_a_window():
     lrs = [[1e-3, min(t, 40) * 1e-5] for t in range(1, 100)]
     assert first_decision(FreezeSchedule("auto", BETA2), [1.0] * 99, lrs) == (50, 51)
+
+
+@pytest.mark.parametrize(("total_steps", "latest"), [(1, 2), (9, 2), (10, 2), (100, 20), (104, 20), (10_000, 2000)])
+def test_a_fifth_of_the_run_is_the_latest_freeze_one_step_ahead(total_steps, latest):
+    schedule = FreezeSchedule("auto", 0.999, total_steps)
+    known = [schedule.observe(step, float(2**step) if step < 1000 else 1.0, [1.0]) for step in range(1, latest)]
+    assert known == [None] * (latest - 2) + [latest]
+
+
+def test_a_stable_variance_freezes_before_a_fifth_of_the_run():
+    assert first_decision(FreezeSchedule("auto", BETA2, 100_000), [5.0] * 50) == (21, 22)
+
+
+def test_a_run_that_goes_on_after_a_fifth_of_it_freezes_in_the_next_step():
+    assert FreezeSchedule("auto", 0.999, 100).observe(50, 1.0, [1.0]) == 51
+
+
+def test_a_chosen_freeze_step_stays_as_it_is():
+    assert FreezeSchedule(70, 0.999, 100).decided == 70
+
+
+@pytest.mark.parametrize("total_steps", [0, -1, 1.5, True, "100", math.nan])
+def test_other_lengths_of_runs_are_errors(total_steps):
+    with pytest.raises(SettingsError, match="total_steps must be a positive number of steps, got"):
+        require_total_steps(total_steps)
 
 
 def test_a_learning_rate_that_falls_does_not():

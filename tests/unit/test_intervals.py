@@ -153,10 +153,24 @@ def test_a_sync_that_cannot_be_is_due_at_the_next_step(schedule, impossible):
 
 
 @pytest.mark.parametrize("option", ["local_step_start", "local_step_doubling", "local_step_clip"])
-@pytest.mark.parametrize("value", [-1, 0.5, "4", None, True])
+@pytest.mark.parametrize("value", [-1, 0.5, "4", True])
 def test_an_interval_that_is_no_number_of_steps_is_an_error_that_names_the_option(option, value):
     with pytest.raises(SettingsError, match=f"{option} must be a whole number of at least"):
         ZeroOneAdamOptions(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (0, 32768, 16)),
+        ({"total_steps": 1000}, (250, 250, 4)),
+        ({"total_steps": 3}, (1, 1, 4)),
+        ({"total_steps": 1000, "local_step_clip": 8, "local_step_start": 0}, (0, 250, 8)),
+    ],
+)
+def test_the_length_of_the_run_gives_what_is_not_chosen(options, expected):
+    found = ZeroOneAdamOptions(**options)
+    assert (found.local_step_start, found.local_step_doubling, found.local_step_clip) == expected
 
 
 @pytest.mark.parametrize("option", ["var_update_scaler", "var_freeze_step"])

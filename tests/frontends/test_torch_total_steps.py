@@ -1,0 +1,101 @@
+"""Optimizers that know the length of the run, and runs that end before anything was compressed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from ocomm.errors import SettingsError
+from ocomm.session import Session
+from ocomm_torch.lamb import DistributedOneBitLamb
+from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.zero_one import DistributedZeroOneAdam
+from tests.world.test_runtime import threads_only
+from tests.worlds import run_ranks
+
+pytestmark = threads_only  # nothing here depends on the network
+
+WRAPS = {"1-bit Adam": DistributedOneBitAdam, "1-bit LAMB": DistributedOneBitLamb}
+
+
+def train(steps: int, kind: str = "1-bit Adam", **options: Any) -> dict[str, Any]:
+    """The report after so many steps."""
+    parameters = [torch.nn.Parameter(torch.ones(40))]
+    optimizer = WRAPS[kind](torch.optim.Adam(parameters), **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        (parameters[0] * torch.arange(40.0) * (step % 3 + 1)).sum().backward()
+        optimizer.step()
+    return optimizer.compression_report()
+
+
+def warnings_of(records: Sequence[logging.LogRecord]) -> list[str]:
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", WRAPS)
+def test_the_warm_up_takes_a_fifth_of_the_run_at_most(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    reports = run_ranks(2, lambda session: train(30, kind, total_steps=30))
+    assert [report["freeze_step"] for report in reports] == [6, 6]
+    assert [report["compressed_steps"] for report in reports] == [24, 24]
+    assert not warnings_of(caplog.records)
+
+
+@pytest.mark.parametrize("options", [{}, {"freeze_step": 100}, {"total_steps": 1000}])
+def test_a_run_that_never_compressed_ends_with_a_warning(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    run_ranks(2, lambda session: train(7, **options))
+    (said,) = warnings_of(caplog.records)
+    assert said.startswith("OneBitAdam.noname.1: all 7 steps were dense, so nothing was compressed: freeze_step")
+    assert "Pass total_steps=7, with which the warm-up takes a fifth of the run at most" in said
+
+
+def test_one_rank_alone_has_nothing_to_compress(caplog: pytest.LogCaptureFixture) -> None:
+    run_ranks(1, lambda session: train(7))
+    assert not warnings_of(caplog.records)
+
+
+def test_many_optimizers_that_never_compressed_are_not_a_flood(caplog: pytest.LogCaptureFixture) -> None:
+    def body(session: Session) -> None:
+        for _ in range(10):
+            train(2)
+
+    run_ranks(2, body)
+    assert len(warnings_of(caplog.records)) == 3
+
+
+def test_a_freeze_after_the_end_is_told_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    run_ranks(2, lambda session: train(0, freeze_step=50, total_steps=50))
+    (said,) = warnings_of(caplog.records)
+    assert "all of the 50 steps will be dense, because freeze_step is 50" in said
+
+
+def test_syncs_of_zero_one_adam_become_rarer_after_half_of_the_run() -> None:
+    def body(session: Session) -> list[int]:
+        parameters = [torch.nn.Parameter(torch.ones(40))]
+        optimizer = DistributedZeroOneAdam(torch.optim.Adam(parameters), total_steps=40)
+        synced = []
+        for step in range(1, 41):
+            optimizer.zero_grad()
+            (parameters[0] * torch.arange(40.0)).sum().backward()
+            optimizer.step()
+            if optimizer.compression_report()["synced"]:
+                synced.append(step)
+        return synced
+
+    # Every step up to half of the run, then every second one for a quarter, then every fourth.
+    assert run_ranks(2, body) == [[*range(1, 20), 21, 23, 25, 27, 29, 33, 37]] * 2
+
+
+@pytest.mark.parametrize("wrap", [DistributedOneBitAdam, DistributedOneBitLamb, DistributedZeroOneAdam])
+def test_an_impossible_length_is_refused(wrap: Any) -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(SettingsError, match="total_steps must be a positive number of steps, got 0"):
+            wrap(torch.optim.Adam([torch.nn.Parameter(torch.ones(4))]), total_steps=0)
+
+    run_ranks(1, body)
