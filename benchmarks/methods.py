@@ -107,10 +107,10 @@ METHODS = (
     Method("1-bit Adam, clipped", one_bit_adam(max_grad_norm=NORM)),
     Method("1-bit Adam, clipped by the previous norm", one_bit_adam(max_grad_norm=NORM, clip="previous")),
     Method("SoftSignSGD", _soft_sign, _grid(SOFT_LRS, SOFT_BETAS), {"text": (-math.inf, 0.02)}),
-    Method("Birder", _birder(), _grid(BIRDER_LRS, BIRDER_BETAS), {"text": (-math.inf, 0.04)}),
+    Method("Birder", _birder(stochastic=True), _grid(BIRDER_LRS, BIRDER_BETAS), {"text": (-math.inf, 0.04)}),
     Method(
         "Birder, signs not random",
-        _birder(stochastic=False),
+        _birder(),
         _grid(SOFT_LRS, SOFT_BETAS),
         {"text": (-math.inf, 0.04)},
     ),

@@ -85,7 +85,7 @@ class Birder(RateOptimizer):
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         *,
         beta: float = 0.95,
-        stochastic: bool = True,
+        stochastic: bool = False,
         seed: int = 0,
         amsgrad_after: int | None = None,
         block_size: int | Literal["tensor"] = 4096,

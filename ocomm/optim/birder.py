@@ -34,12 +34,12 @@ class BirderOptions(SoftSignSGDOptions):
     """Raises SettingsError for values that cannot be."""
 
     stochastic: bool = option(
-        True,
-        """The paper's random signs. False: the sign itself, which is right on average over steps, not in each; what is
-        kept stays in [-1, 1], and losses end nearer to Adam's (docs/decisions/0008).""",
+        False,
+        """Are signs drawn at random, as in the paper? If not, the sign itself is sent: it is right on average over steps,
+        not in each step, errors stay in [-1, 1], and losses end nearer to Adam's.""",
         fixed=True,
     )
-    seed: int = option(0, "Of the random signs, in [0, 2^64).", fixed=True)
+    seed: int = option(0, "The seed of the random signs of ``stochastic``, in [0, 2^64).", fixed=True)
 
     def __post_init__(self) -> None:
         require_seed(self.seed)

@@ -27,7 +27,7 @@ def DistributedBirder(
     variables: Any = None,
     *,
     beta: float = 0.95,
-    stochastic: bool = True,
+    stochastic: bool = False,
     seed: int = 0,
     amsgrad_after: int | None = None,
     block_size: int | Literal["tensor"] = 4096,

@@ -45,7 +45,9 @@ class TorchRun:
         arrays = [np.ones(shape, np.float32) for shape in SHAPES] if values is None else values
         self.parameters = [torch.nn.Parameter(torch.from_numpy(np.array(array))) for array in arrays]
         named = list(zip(NAMES, self.parameters, strict=True))
-        self.optimizer = KINDS[kind].wrap(self.parameters, named_parameters=named)
+        # The default when these were saved.
+        options = {"stochastic": True} if kind == "Birder" else {}
+        self.optimizer = KINDS[kind].wrap(self.parameters, named_parameters=named, **options)
 
     def train(self, first: int, steps: int) -> list[str]:
         """The digests of the parameters after each of ``steps`` steps."""

@@ -27,7 +27,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "0/1 Adam": lambda model: hvd.DistributedZeroOneAdam(
         keras.optimizers.Adam(1e-2), model, local_step_start=2, local_step_doubling=2, local_step_clip=2
     ),
-    "Birder": lambda model: hvd.DistributedBirder(keras.optimizers.SGD(1e-2), model),
+    "Birder": lambda model: hvd.DistributedBirder(keras.optimizers.SGD(1e-2), model, stochastic=True),
     "SoftSignSGD": lambda model: hvd.DistributedSoftSignSGD(keras.optimizers.SGD(1e-2), model),
     "Lion": lambda model: hvd.DistributedLion(keras.optimizers.SGD(1e-2), model),
 }

@@ -142,7 +142,7 @@ class Birder(SoftSign):
     """As ``SoftSign``, with every ratio and every average replaced by signs, random ones if it is ``stochastic``."""
 
     def __init__(
-        self, params: Sequence[Array], ranks: int, *, seed: int = 0, stochastic: bool = True, **settings: object
+        self, params: Sequence[Array], ranks: int, *, seed: int = 0, stochastic: bool = False, **settings: object
     ) -> None:
         super().__init__(params, ranks, **settings)  # type: ignore[arg-type]
         self.seed = seed
