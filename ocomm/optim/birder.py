@@ -35,8 +35,8 @@ class BirderOptions(SoftSignSGDOptions):
 
     stochastic: bool = option(
         False,
-        """Are signs drawn at random, as in the paper? If not, the sign itself is sent: it is right on average over steps,
-        not in each step, errors stay in [-1, 1], and losses end nearer to Adam's.""",
+        """Are signs drawn at random, as in the paper? If not, the sign itself is sent: it is right on average over
+        steps, not in each step, errors stay in [-1, 1], and losses end nearer to Adam's.""",
         fixed=True,
     )
     seed: int = option(0, "The seed of the random signs of ``stochastic``, in [0, 2^64).", fixed=True)
