@@ -872,3 +872,22 @@ def _dumps(obj: Any) -> bytes:
     except ImportError:
         return pickle.dumps(obj)
     return cloudpickle.dumps(obj)
+
+
+def start_message(member: ProcessSetAtRunTime, name: str, buffer: Bytes, source: int, destination: int) -> Handle:
+    """Sends ``buffer`` from rank ``source`` of a set to rank ``destination``; called by these two alone.
+
+    Args:
+        member: The set on this rank.
+        name: The same on both, and of no other message under way: it says which calls belong together.
+        buffer: Contiguous bytes, equally many on both; what is sent, or where it arrives.
+        source: The set's number of the rank that sends.
+        destination: That of the rank that receives, another one.
+
+    Returns:
+        A handle; the buffer belongs to the runtime until it is over. It raises MismatchError where the sizes differ.
+    """
+    request = Request(
+        Kind.MESSAGE, name, shape=(buffer.nbytes,), root=source, splits=(destination,), detail="a message"
+    )
+    return member.submit(Submission.of(request, buffer, buffer))

@@ -81,8 +81,12 @@ class Session:
         #: The process that has started it, which alone may communicate; 0 before.
         self.pid = 0
         self._starts = 0  # with a timeline from the settings
-        self._scratch = Scratch(0)
+        #: Staging memory for plans of dense collectives.
+        self.scratch = Scratch(0)
         self._next_set = 1
+        self._members_parent: Transport | None = None  # of the communicators of ``add_members``
+        self._members_sets = 0
+        self._removed_members: list[ProcessSet] = []
         self._counts: dict[str, int] = {}
 
     # Starting and stopping
@@ -154,7 +158,7 @@ class Session:
         self.engine = engine
         self._pool = pool
         self.settings = settings
-        self._scratch = Scratch(settings.scratch_nbytes)
+        self.scratch = Scratch(settings.scratch_nbytes)
         self.topology = topology_of(control.rank, hosts)
         world = self._open_set(0, range(control.size), control, tuner)
         core = background_core(settings.thread_affinity, self.topology)
@@ -203,10 +207,14 @@ class Session:
             self.bridge.end("the session is over")
             self.bridge = None
         self._end_timeline()
+        parent, self._members_parent = self._members_parent, None
+        removed, self._removed_members = self._removed_members, []
         if clean:
-            for member in self.sets.values():
-                if member is not None:
+            for member in [*self.sets.values(), *removed]:
+                if member is not None and not member.retired.is_set():
                     member.close_transports()
+            if parent is not None:
+                parent.close()
             self.engine.close()
         else:
             # The network may still touch buffers of what was under way: engine and communicators stay as they are.
@@ -231,7 +239,7 @@ class Session:
         hosts = [self.topology.hosts[rank] for rank in ranks]
         nodes = arrange(hosts, "auto" if self.settings.hierarchical_allreduce else False, len(hosts))
         return ProcessSet(
-            ranks, transport, data, self.engine, self._scratch, self.settings, nodes, number=number, tuner=tuner
+            ranks, transport, data, self.engine, self.scratch, self.settings, nodes, number=number, tuner=tuner
         )
 
     # Process sets
@@ -284,7 +292,51 @@ class Session:
                 raise type(runtime.failure)(*runtime.failure.args)
             if not runtime.is_alive:
                 raise no_thread(self.require_topology().rank)
-        member.link.transport.close()  # the ranks have closed its channels together
+
+    def prepare_members(self) -> None:
+        """Makes ``add_members`` possible. Collective over the world; a second call is a no-op."""
+        if self._members_parent is None:
+            request = Request(Kind.DUPLICATE, "add_members", detail="a communicator for sets of members")
+            self._members_parent = self.submit(0, Submission.of(request)).wait()[0]
+
+    @property
+    def has_members(self) -> bool:
+        """May sets be made by ``add_members``?"""
+        return self._members_parent is not None
+
+    def add_members(self, ranks: Sequence[int], name: str) -> int:
+        """Registers a process set that its members alone know of, and returns its number, which is this rank's own.
+
+        Collective over the members, after ``prepare_members``: they make the sets that they share in one order. Unlike
+        those of ``add_set``, several may have the same ranks, and all ranks of the world are allowed.
+
+        Args:
+            ranks: World ranks, ascending; this one is among them.
+            name: Says which set it is, in errors.
+
+        Raises:
+            LaunchError: Some do not come within ``start_timeout_s``.
+        """
+        runtime, parent = self._require(), self._members_parent
+        assert parent is not None
+        seconds = self.settings.start_timeout_s
+        transport = bounded(lambda: parent.subset(ranks), seconds, f"a communicator for {name}, ranks {list(ranks)}")
+        self._members_sets += 1
+        number = -self._members_sets
+        member = self._open_set(number, ranks, transport)
+        member.timeline = self.timeline
+        self.sets[number] = member
+        runtime.add(member)
+        return number
+
+    def remove_members(self, number: int) -> None:
+        """Forgets a set of ``add_members``: what is asked for there fails from now on, and when all of its members have
+        done so, its communicators are freed. Does not wait for them."""
+        member = self.sets.pop(number, None)
+        if member is not None:
+            self._removed_members = [other for other in self._removed_members if not other.retired.is_set()]
+            self._removed_members.append(member)
+            self._require().retire(member)
 
     # Timeline
 
@@ -401,10 +453,10 @@ class Session:
     def watch(self, number: int, name: str) -> Watch:
         """What a thread looks at that waits for an exchange of ``name``, the same in all ranks of the process set."""
         runtime = self._require()
-        ranks = list(self.set_ranks[number])
+        ranks = list(self.member_set(number).ranks)
 
         def failure() -> OcommError | None:
-            if runtime.failure is None and self.runtime is runtime and number not in self.set_ranks:
+            if runtime.failure is None and self.runtime is runtime and number not in self.sets:
                 return InvalidRequestError(f"process set {ranks} was removed.")
             if runtime.failure is None and not runtime.is_alive:
                 return no_thread(runtime.world.rank)

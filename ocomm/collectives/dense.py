@@ -337,17 +337,38 @@ def broadcast(context: Context, source: Bytes, result: Bytes, root: int) -> Plan
     return Plan("broadcast", segments)
 
 
-def alltoall(context: Context, source: Bytes, result: Bytes, nbytes: Sequence[Sequence[int]]) -> Plan:
-    """Row r of ``nbytes`` says how many bytes rank r sends to each rank; parts lie in rank order on both sides."""
+def message(context: Context, buffer: Bytes | None, nbytes: int, source: int, destination: int) -> Plan:
+    """``nbytes`` bytes of ``buffer`` go from rank ``source`` to that of rank ``destination``; the other ranks have no
+    buffer, and a plan of as many segments."""
+    segments = []
+    for low, high in _pieces(nbytes, context.message_nbytes):
+        stage = Stage()
+        if buffer is not None and context.rank == source:
+            stage.sends.append(Message(destination, buffer[low:high]))
+        elif buffer is not None:
+            stage.receives.append(Message(source, buffer[low:high]))
+        segments.append([stage])
+    return Plan("message", segments)
+
+
+def alltoall(
+    context: Context, source: Bytes, result: Bytes, nbytes: Sequence[Sequence[int]], whole: bool = False
+) -> Plan:
+    """Row r of ``nbytes`` says how many bytes rank r sends to each rank; parts lie in rank order on both sides.
+
+    With ``whole`` all is one segment, and a rank need not know but its own row and column.
+    """
     sent = nbytes[context.rank]
     got = [row[context.rank] for row in nbytes]
     send_starts = np.concatenate([[0], np.cumsum(sent)]).tolist()
     receive_starts = np.concatenate([[0], np.cumsum(got)]).tolist()
-    pieces = max(-(-max((n for row in nbytes for n in row), default=0) // context.message_nbytes), 1)
+    largest = max((n for row in nbytes for n in row), default=0)
+    piece_nbytes = max(largest, 1) if whole else context.message_nbytes
+    pieces = max(-(-largest // piece_nbytes), 1)
     segments = []
     for piece in range(pieces):
-        out = [_piece(send_starts[p], sent[p], piece, context.message_nbytes) for p in range(context.size)]
-        into = [_piece(receive_starts[p], got[p], piece, context.message_nbytes) for p in range(context.size)]
+        out = [_piece(send_starts[p], sent[p], piece, piece_nbytes) for p in range(context.size)]
+        into = [_piece(receive_starts[p], got[p], piece, piece_nbytes) for p in range(context.size)]
         own = Copy(source[out[context.rank]], result[into[context.rank]])
         segments.append(
             [

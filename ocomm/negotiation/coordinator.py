@@ -110,7 +110,7 @@ class Coordinator:
             pending = self._pending[request.name] = _Pending(now_s)
             self._named = None
         pending.requests[rank] = request
-        if self._joined or len(pending.requests) == len(self.ranks):
+        if self._joined or request.kind is Kind.MESSAGE or len(pending.requests) == len(self.ranks):
             self._settle(request.name, pending)
 
     def _forget(self, name: str) -> _Pending:
@@ -158,7 +158,7 @@ class Coordinator:
 
     def _settle(self, name: str, pending: _Pending) -> None:
         """Ready if all ranks have asked or joined, unless its group is not."""
-        if pending.is_settled or len(pending.requests) + len(self._without(pending)) < len(self.ranks):
+        if pending.is_settled or self._missing(pending):
             return
         pending.is_settled = True
         first = next(iter(pending.requests.values()))
@@ -172,9 +172,13 @@ class Coordinator:
         if len(members) == size:
             self._ready += self._groups.pop(group)
 
-    def _without(self, pending: _Pending) -> list[int]:
-        """Ranks that take part without having asked."""
-        return [rank for rank in self._joined if rank not in pending.requests]
+    def _missing(self, pending: _Pending) -> list[int]:
+        """Ranks that must ask for it and have not, nor joined."""
+        if len(pending.requests) == len(self.ranks):
+            return []
+        first = next(iter(pending.requests.values()))
+        asked = pending.requests.keys() if first.kind is Kind.MESSAGE else {*pending.requests, *self._joined}
+        return [rank for rank in first.askers(len(self.ranks)) if rank not in asked]
 
     def release(self, rank: int, channel: int, segments: int) -> None:
         """The rank uses a channel no longer, on which it has run so many segments to their end; -1 if it failed there.
@@ -328,7 +332,8 @@ class Coordinator:
         for name in list(self._pending):
             if name not in self._pending:  # failed with its group
                 continue
-            gone = [rank for rank in self._absent if rank not in self._pending[name].requests]
+            missing = self._missing(self._pending[name])
+            gone = [rank for rank in self._absent if rank in missing]
             if gone:
                 reasons = "; ".join(f"rank {self.ranks[rank]} {self._absent[rank]}" for rank in gone)
                 responses += self._fail(name, f"tensor '{name}': {reasons}.", Fault.LEFT)
@@ -341,8 +346,7 @@ class Coordinator:
         for name, pending in self._pending.items():
             if now_s - pending.first_s >= after_s and not pending.is_settled:
                 ready = tuple(self.ranks[r] for r in sorted(pending.requests))
-                here = {*pending.requests, *self._joined}
-                missing = tuple(self.ranks[r] for r in range(len(self.ranks)) if r not in here)
+                missing = tuple(self.ranks[r] for r in self._missing(pending))
                 found.append(Stall(name, now_s - pending.first_s, ready, missing))
         return found
 
@@ -414,12 +418,12 @@ def _registration(request: Request) -> str:
 _SAME: list[tuple[str, Callable[[Request], object], set[Kind]]] = [
     ("operation", lambda r: r.kind.name.lower(), set(Kind)),
     ("dtype", lambda r: r.dtype.label, set(Kind)),
-    ("shape", _shape, {Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCESCATTER}),
+    ("shape", _shape, {Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCESCATTER, Kind.MESSAGE}),
     ("shape", _row_shape, {Kind.ALLGATHER, Kind.ALLTOALL}),
     ("element order", lambda r: r.order, set(Kind)),
     ("reduction", lambda r: r.op.label, {Kind.ALLREDUCE, Kind.REDUCESCATTER}),
     ("prescale and postscale", lambda r: (r.prescale, r.postscale), {Kind.ALLREDUCE, Kind.REDUCESCATTER}),
-    ("root rank", lambda r: r.root, {Kind.BROADCAST}),
+    ("root rank", lambda r: r.root, {Kind.BROADCAST, Kind.MESSAGE}),
     ("group", lambda r: f"'{r.group}' of {r.group_size}" if r.group else "none", set(Kind)),
     ("registration", _registration, set(REGISTERED)),
 ]
@@ -501,6 +505,8 @@ def find_missing(requests: Sequence[Request | None], ranks: Sequence[int]) -> st
     if not joined:
         return ""
     first = next(request for request in requests if request is not None)
+    if first.kind is Kind.MESSAGE:  # the others are not asked
+        return ""
     who = f"{_ranks(joined)} {'has' if len(joined) == 1 else 'have'} joined"
     match first.kind:
         case Kind.BROADCAST if requests[first.root] is None:

@@ -33,6 +33,7 @@ class Kind(enum.IntEnum):
     TUNE = 9  # a response only: what comes after it goes by other settings
     BRIDGE = 10  # a response only: all ranks are to open a bridge between their devices, if they can
     CLOSE = 11  # a response only: no rank uses a channel any more
+    MESSAGE = 12  # from rank ``root`` to rank ``splits[0]``: no other rank asks for it
 
 
 class Fault(enum.IntEnum):
@@ -58,9 +59,9 @@ class Request:
     everywhere.
 
     ``shape`` is the canonical shape; ``order`` tags the order of its elements. ``splits`` are the first-dimension rows
-    for each rank (alltoall). ``group`` and ``group_size``: tensors which become ready together or not at all.
-    ``detail`` and ``digest`` say what a channel or barrier is for, and of another operation, if its name was automatic,
-    the line that called and a hash of it and its callers.
+    for each rank (alltoall), or the rank that gets a message. ``group`` and ``group_size``: tensors which become ready
+    together or not at all. ``detail`` and ``digest`` say what a channel or barrier is for, and of another operation, if
+    its name was automatic, the line that called and a hash of it and its callers.
     """
 
     kind: Kind
@@ -86,6 +87,10 @@ class Request:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def askers(self, size: int) -> Sequence[int]:
+        """Those of ``size`` ranks that must ask for it before it is ready."""
+        return range(size) if self.kind is not Kind.MESSAGE else (self.root, *self.splits)
 
     @property
     def is_automatic(self) -> bool:

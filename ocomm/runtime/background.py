@@ -177,6 +177,7 @@ class Runtime:
                 self._retiring = [other for other in self._retiring if other is not process_set]
                 self._sets = [other for other in self._sets if other is not process_set]
                 self.engine.unwatch(process_set.link.transport)
+                process_set.link.transport.close()  # the ranks have closed its channels together
                 process_set.retired.set()
         return self._depart()
 

@@ -119,6 +119,8 @@ class ProcessSet:
         self.engine = engine
         self.clock = clock
         self._channel = engine.open_channel(data, settings.window)
+        #: How dense sums go.
+        self.nodes = nodes
         self._context = dense.Context(self.rank, self.size, settings.segment_nbytes, scratch.take, nodes)
         self._scratch = scratch
         self._cache = RankCache()
@@ -506,6 +508,8 @@ class ProcessSet:
         if template.kind == Kind.BROADCAST:
             room = np.empty(template.nbytes, np.uint8)
             return Handle(Submission.of(template, room, room), self.expect)
+        if template.kind == Kind.MESSAGE:  # of two others
+            return Handle(Submission.of(template), self.expect)
 
         def allocate(shape: tuple[int, ...]) -> Bytes:
             return np.empty(math.prod(shape) * template.dtype.itemsize, np.uint8)
@@ -516,6 +520,8 @@ class ProcessSet:
         """What to do for a response, what a tensor that is not fused will return, and whose the plan's memory is."""
         submission, position = tensors[0]
         request = submission.requests[position]
+        if request.kind is Kind.MESSAGE:
+            return self._message_plan(response, submission.sources[position], request), None, self._scratch
         source = view(submission.sources[position], request.nbytes)
         result: object = None
         scratch = self._scratch
@@ -562,6 +568,14 @@ class ProcessSet:
                 plan = Plan("barrier", [[Stage()]])
         plan.name = response.names[0] if len(response.names) == 1 else f"{len(response.names)} fused tensors"
         return plan, result, scratch
+
+    def _message_plan(self, response: Response, memory: Location, request: Request) -> Plan:
+        """A message between two ranks of the set; all have a plan, so that its place in their order is the same."""
+        ends = request.root, request.splits[0]
+        buffer = view(memory, request.nbytes) if self.rank in ends else None
+        plan = dense.message(self._context, buffer, request.nbytes, *ends)
+        plan.name = response.names[0]
+        return plan
 
     def _allreduce_plan(
         self, response: Response, tensors: Sequence[tuple[Submission, int]], request: Request

@@ -54,6 +54,7 @@ class LocalTransport:
         self.size = len(members)
         self.arrival = fabric.arrivals[members[rank]]
         self._children = 0
+        self._subsets: dict[tuple[int, ...], int] = defaultdict(int)
 
     def isend(self, buffer: Bytes, dest: int, tag: int) -> None:
         me, peer = self.members[self.rank], self.members[dest]
@@ -116,7 +117,9 @@ class LocalTransport:
 
     def subset(self, ranks: Sequence[int]) -> LocalTransport:
         members = tuple(self.members[r] for r in ranks)
-        return LocalTransport(self.fabric, (*self.identity, "subset", members), members, list(ranks).index(self.rank))
+        self._subsets[members] += 1
+        identity = (*self.identity, "subset", members, self._subsets[members])
+        return LocalTransport(self.fabric, identity, members, list(ranks).index(self.rank))
 
     def abort(self, code: int) -> None:
         self.fabric.aborted = code

@@ -1,0 +1,872 @@
+"""The backend "ocomm" of torch.distributed: process groups of CPU tensors on ocomm's plans and network.
+
+``import ocomm_torch.distributed`` registers it, and so does the entry point of an installed ocomm; then
+``torch.distributed.init_process_group("ocomm")`` works in every process that an MPI launcher has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import queue
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Store, Work
+
+from ocomm import api, operations
+from ocomm import session as sessions
+from ocomm.collectives import dense
+from ocomm.collectives.dense import Context
+from ocomm.collectives.plan import Plan, Stage
+from ocomm.errors import InvalidRequestError, OcommError, StallError, UnsupportedError
+from ocomm.kernels.base import Bytes
+from ocomm.kernels.reference import reject_unsupported
+from ocomm.operations import global_process_set
+from ocomm.ordered import Build, Call, Exchange, OrderedChannel
+from ocomm.runtime.handle import Handle
+from ocomm.session import Session
+from ocomm.types import DType, ReduceOp
+from ocomm_torch.mpi_ops import TORCH
+
+_NAME = "ocomm"
+_TORCH_OP = dist.ReduceOp.RedOpType
+_OPS = {
+    _TORCH_OP.SUM: ReduceOp.SUM,
+    _TORCH_OP.AVG: ReduceOp.AVERAGE,
+    _TORCH_OP.MIN: ReduceOp.MIN,
+    _TORCH_OP.MAX: ReduceOp.MAX,
+    _TORCH_OP.PRODUCT: ReduceOp.PRODUCT,
+}
+_BITWISE: dict[Any, Callable[..., Tensor]] = {
+    _TORCH_OP.BAND: torch.bitwise_and,
+    _TORCH_OP.BOR: torch.bitwise_or,
+    _TORCH_OP.BXOR: torch.bitwise_xor,
+}
+#: How long a rank that has failed waits for what the others say that they were doing.
+_WORDS_S = 2.0
+#: Threads that complete futures. What is called there has an order of its own: see ``OcommProcessGroup._channel``.
+_completing = threading.local()
+
+
+# Tensors
+
+
+def _host(tensor: Tensor, operation: str) -> Tensor:
+    """The tensor itself, without autograd. Raises for what is not dense in this process's memory."""
+    if not tensor.is_cpu:
+        raise NotImplementedError(
+            f"{operation}: the tensor is on {tensor.device}, and backend 'ocomm' has collectives of CPU tensors only. "
+            "Use backend 'nccl' for tensors of a GPU, in a group of its own."
+        )
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(
+            f"{operation}: backend 'ocomm' has no {tensor.layout} tensors; call to_dense(), or use gloo."
+        )
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _bytes(tensor: Tensor) -> Bytes:
+    """The memory of a contiguous tensor of any dtype."""
+    if tensor.dtype is torch.uint8:
+        return tensor.numpy().reshape(-1)
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype)[6:]  # without "torch."
+
+
+class _Out:
+    """Where a collective leaves a result: in the tensor, or in a contiguous copy that ``store`` writes back."""
+
+    __slots__ = ("contiguous", "tensor")
+
+    def __init__(self, tensor: Tensor, operation: str, filled: bool = True) -> None:
+        self.tensor = _host(tensor, operation)
+        self.contiguous = self.tensor
+        if not tensor.is_contiguous():
+            self.contiguous = self.tensor.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    @property
+    def bytes(self) -> Bytes:
+        return _bytes(self.contiguous)
+
+    def store(self) -> None:
+        if self.contiguous is not self.tensor:
+            self.tensor.copy_(self.contiguous)
+
+
+def _joined(tensors: Sequence[Tensor], operation: str) -> Tensor:
+    """Side by side as bytes, in memory of its own."""
+    return torch.cat([_host(t, operation).contiguous().reshape(-1).view(torch.uint8) for t in tensors])
+
+
+class _Parts:
+    """Results that arrive side by side and belong to several tensors."""
+
+    __slots__ = ("buffer", "tensors")
+
+    def __init__(self, tensors: Sequence[Tensor], operation: str) -> None:
+        self.tensors = [_host(tensor, operation) for tensor in tensors]
+        self.buffer = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+
+    def store(self) -> None:
+        start = 0
+        for tensor in self.tensors:
+            part = self.buffer[start : start + tensor.nbytes]
+            tensor.copy_(
+                (part if part.storage_offset() % 16 == 0 else part.clone()).view(tensor.dtype).view(tensor.shape)
+            )
+            start += tensor.nbytes
+
+
+def _reduction(op: Any, tensors: Sequence[Tensor], operation: str) -> tuple[ReduceOp, DType]:
+    """A reduction and element type in ocomm's terms. Raises for what it does not have."""
+    kind = getattr(op, "op", op)
+    if kind not in _OPS:
+        raise NotImplementedError(f"{operation}: backend 'ocomm' has no reduction {kind}.")
+    try:
+        dtype, _ = TORCH.describe(tensors[0])
+        reject_unsupported(dtype, _OPS[kind], 1.0, 1.0)
+    except TypeError as error:
+        raise UnsupportedError(f"{operation} with backend 'ocomm': {error}.") from None
+    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+        raise InvalidRequestError(f"{operation}: the tensors of one call must have one dtype.")
+    return _OPS[kind], dtype
+
+
+# Work
+
+
+def _seconds(timeout: Any) -> float | None:
+    """What a caller has asked for; None for what torch passes where nothing was."""
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else 0.0
+    return seconds if seconds > 0 else None
+
+
+class _Work(Work):
+    """A collective under way. ``wait`` is the operation's; a future is made where somebody asks for one."""
+
+    def __init__(
+        self, group: OcommProcessGroup, exchange: Exchange | _Messages, result: list[Any], finish: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._group = group
+        self._exchange = exchange
+        self._result = result
+        self._finish: Callable[[], None] | None = finish
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._exchange.wait(_seconds(timeout))
+        self._store()
+        return True
+
+    def _store(self) -> None:
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if not self._exchange.poll():
+            return False
+        if self._exchange.error is None:
+            self._store()
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._exchange.error is None
+
+    def exception(self) -> BaseException | None:
+        return self._exchange.error if self.is_completed() else None
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return self._result
+
+    def source_rank(self) -> int:
+        return -1
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+        # What its callbacks call must be in the same order on all ranks, so that one thread completes the group's
+        # futures in their order. Callbacks that ask for another future there find it completed.
+        if getattr(_completing, "group", None) is self._group:
+            self.complete(future)
+        else:
+            self._group.complete_later(self, future)
+        return future
+
+    def complete(self, future: torch.futures.Future[Any]) -> None:
+        """Waits, and gives the future its result or error."""
+        try:
+            self.wait()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(self._result)
+
+    getFuture = get_future
+
+
+class _Messages:
+    """Messages between two ranks under way, in the terms of ``Exchange``."""
+
+    def __init__(self, group: OcommProcessGroup, handles: Sequence[Handle], what: str) -> None:
+        self._group = group
+        self._handles = handles
+        self._what = what
+        self.error: OcommError | None = None
+
+    def poll(self) -> bool:
+        if not all(handle.poll() for handle in self._handles):
+            return False
+        with contextlib.suppress(OcommError):
+            self.wait()
+        return True
+
+    def wait(self, seconds: float | None = None) -> None:
+        if self.error is not None:
+            raise self.error
+        limit = seconds or self._group.timeout_s or None
+        try:
+            for handle in self._handles:
+                handle.wait(limit)
+        except TimeoutError:
+            self.error = StallError(f"{self._what} was not over after {limit:g} s; the other rank has not come.")
+            raise self.error from None
+        except OcommError as error:
+            self.error = error
+            raise
+
+
+class _Mailbox:
+    """Messages of a rank to itself, by tag."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, deque[Tensor]] = defaultdict(deque)
+
+
+# The process group
+
+
+class OcommProcessGroup(ProcessGroup):
+    """A process group of torch.distributed. Creating it is collective over its members.
+
+    All ranks call its collectives in the same order, and two ranks their messages of one direction and tag. What the
+    ranks do not call alike raises MismatchError, what is not over within the group's timeout StallError with the ranks
+    that have not come, a rank that has failed PeerError; then the group can do nothing more.
+    """
+
+    def __init__(
+        self, session: Session, store: Store, rank: int, ranks: Sequence[int], group_id: str, timeout_s: float
+    ) -> None:
+        super().__init__(rank, len(ranks))
+        self._session = session
+        self._store = store
+        self._ranks = tuple(ranks)  # world ranks; ``rank`` and all others count in them
+        self._rank, self._size = rank, len(ranks)
+        self._group_name = group_id
+        self._group_description = "undefined"
+        self.timeout_s = timeout_s
+        order = sorted(self._ranks)
+        # Sets of ocomm are in ascending order, groups of torch in any.
+        self._position = [order.index(world) for world in self._ranks]
+        if order != list(self._ranks):
+            raise InvalidRequestError(
+                f"backend 'ocomm' has groups in ascending order of their ranks only, got {list(self._ranks)}."
+            )
+        self._number = session.add_members(order, f"group {group_id!r}")
+        self._member = session.member_set(self._number)
+        self._channels: dict[str, OrderedChannel] = {}
+        self._open_channel("")
+        self._sent: dict[tuple[int, int, int], int] = defaultdict(int)
+        self._mailbox = _Mailbox()
+        self._futures: queue.SimpleQueue[tuple[_Work, torch.futures.Future[Any]] | None] | None = None
+        self._is_closed = False
+        self._is_checked = False
+
+    # What torch asks of a group
+
+    def getBackendName(self) -> str:
+        return _NAME
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        return self._group_description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._group_description = description
+
+    @property
+    def group_name(self) -> str:
+        return self._group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self._group_description
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._group_description = description
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return _NAME
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend_name(self) -> str:
+        return _NAME
+
+    def _get_backend(self, device: torch.device) -> OcommProcessGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"backend 'ocomm' is for CPU tensors, not for {device}; use 'nccl' there.")
+        return self
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
+        self.timeout_s = timeout.total_seconds()
+        for channel in self._channels.values():
+            channel.timeout_s = self.timeout_s
+
+    set_timeout = _set_default_timeout
+
+    def shutdown(self) -> None:
+        """Leaves the group; torch calls it in ``destroy_process_group``. Does not wait for the other ranks."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._futures is not None:
+            self._futures.put(None)
+        if self._session.is_initialized:
+            self._session.remove_members(self._number)
+
+    abort = shutdown
+
+    # Channels and futures
+
+    def _open_channel(self, kind: str) -> OrderedChannel:
+        name = f"torch.distributed group {self._group_name!r} of ranks {list(self._ranks)}{kind}"
+        channel = OrderedChannel(self._session, self._number, name, self.timeout_s, lambda said: self._tell(kind, said))
+        self._channels[kind] = channel
+        return channel
+
+    @property
+    def _channel(self) -> OrderedChannel:
+        """That of this thread's calls: callbacks of futures have one of their own, because what they call is in one
+        order among themselves, but in none with what the other threads call."""
+        if getattr(_completing, "group", None) is not self:
+            return self._channels[""]
+        kind = ", callbacks"
+        return self._channels.get(kind) or self._open_channel(kind)
+
+    def complete_later(self, work: _Work, future: torch.futures.Future[Any]) -> None:
+        """Completes a future when the work is over, after all futures before it."""
+        if self._futures is None:
+            self._futures = queue.SimpleQueue()
+            threading.Thread(target=self._complete, name="ocomm-futures", daemon=True).start()
+        self._futures.put((work, future))
+
+    def _complete(self) -> None:
+        assert self._futures is not None
+        _completing.group = self
+        while (entry := self._futures.get()) is not None:
+            work, future = entry
+            work.complete(future)
+            del entry, work, future
+
+    def _tell(self, kind: str, said: str) -> Mapping[int, str]:
+        """Tells the others through the store what this rank was doing; returns what they say within two seconds."""
+        heard: dict[int, str] = {}
+        try:
+            keys = {rank: f"ocomm/failed{kind}/{rank}" for rank in range(self._size)}
+            self._store.set(keys[self._rank], said)
+            end = time.monotonic() + _WORDS_S
+            missing = set(keys) - {self._rank}
+            while missing and time.monotonic() < end:
+                for rank in list(missing):
+                    if self._store.check([keys[rank]]):
+                        heard[rank] = self._store.get(keys[rank]).decode()
+                        missing.discard(rank)
+                time.sleep(0.02)
+        except Exception:  # the store is gone with the rank that had it: there is the error all the same
+            return heard
+        return heard
+
+    def _require(self, operation: str) -> None:
+        """Raises where the group cannot be used."""
+        if self._is_closed:
+            raise InvalidRequestError(f"{operation}: process group {self._group_name!r} was destroyed.")
+        if self._is_checked:
+            return
+        # Torch says so after it has made the group.
+        config = str(dist.distributed_c10d._world.pg_backend_config.get(self, f"cpu:{_NAME}"))
+        others = [part for part in config.split(",") if part.split(":")[-1] != _NAME]
+        if others:
+            raise NotImplementedError(
+                f"{operation}: this group was made with the backends {config}, and a backend in Python, as 'ocomm' is, "
+                f"takes the place of all of them: {', '.join(others)} would not be used. Make a group of each backend."
+            )
+        self._is_checked = True
+
+    def _start(
+        self,
+        call: Call,
+        sources: Sequence[Bytes],
+        targets: Sequence[Bytes],
+        build: Build,
+        result: list[Any],
+        *stores: _Out | _Parts,
+    ) -> _Work:
+        self._require(str(call))
+        exchange = self._channel.start(call, sources, targets, build)
+
+        def finish() -> None:
+            for store in stores:
+                store.store()
+
+        return _Work(self, exchange, result, finish)
+
+    # Collectives
+
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, *_: Any) -> Work:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        return self._allreduce(given, opts, "allreduce")
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        return self._allreduce(list(tensors), opts, "allreduce_coalesced")
+
+    def _allreduce(self, tensors: list[Tensor], opts: Any, operation: str) -> Work:
+        op = _op_of(opts)
+        if op in _BITWISE:
+            return self._bitwise(tensors, _BITWISE[op], operation)
+        reduction, dtype = _reduction(op, tensors, operation)
+        outs = [_Out(tensor, operation) for tensor in tensors]
+        buffers = [out.bytes for out in outs]
+        call = Call(operation, dtype.label, tuple([tensor.numel() for tensor in tensors]), reduction.label)
+        return self._start(call, buffers, buffers, _sum(reduction, dtype), tensors, *outs)
+
+    def _bitwise(self, tensors: list[Tensor], combine: Callable[..., Tensor], operation: str) -> Work:
+        """By what all ranks gather: there is no such sum."""
+        gathered = [torch.empty((self._size, *tensor.shape), dtype=tensor.dtype) for tensor in tensors]
+
+        class Combined:
+            def store(self) -> None:
+                for tensor, rows in zip(tensors, gathered, strict=True):
+                    result = rows[0]
+                    for row in rows[1:]:
+                        result = combine(result, row)
+                    tensor.detach().copy_(result)
+
+        call = Call(operation, _dtype(tensors[0]), tuple([t.numel() for t in tensors]), combine.__name__)
+        sources = [_bytes(_host(tensor, operation).contiguous()) for tensor in tensors]
+        targets = [_bytes(rows) for rows in gathered]
+        return self._start(call, sources, targets, _gather_equal, tensors, Combined())  # type: ignore[arg-type]
+
+    def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = None, *_: Any) -> Work:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        root = opts if isinstance(opts, int) else opts.rootRank
+        out = _Out(given[0], "broadcast")
+        call = Call("broadcast", _dtype(given[0]), (given[0].numel(),), root=root)
+
+        def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+            return dense.broadcast(context, sources[0], targets[0], root)
+
+        buffer = [out.bytes]
+        return self._start(call, buffer, buffer, build, given, out)
+
+    def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, *_: Any) -> Work:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        reduction, dtype = _reduction(_op_of(opts), given, "reduce")
+        root = opts.rootRank
+        out = _Out(given[0], "reduce")
+        call = Call("reduce", dtype.label, (given[0].numel(),), reduction.label, root)
+        target = out.bytes if root == self._rank else _bytes(torch.empty_like(out.contiguous))
+        return self._start(call, [out.bytes], [target], _sum(reduction, dtype), given, out)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        if len(inputs) != 1 or len(outputs[0]) != self._size:
+            raise InvalidRequestError(
+                f"allgather needs one input and {self._size} outputs, one for each rank of the group; got "
+                f"{len(inputs)} and {len(outputs[0])}."
+            )
+        source, results = inputs[0], list(outputs[0])
+        _same_size("allgather", results, source)
+        parts = _Parts(results, "allgather")
+        return self._gather_all("allgather", [source], [parts.buffer], outputs[0], parts)
+
+    def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        parts = [_Parts([outputs[k] for outputs in output_lists], "allgather_coalesced") for k in range(len(inputs))]
+        flat = [tensor for outputs in output_lists for tensor in outputs]
+        return self._gather_all("allgather_coalesced", inputs, [part.buffer for part in parts], flat, *parts)
+
+    def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        return self._all_gather_singles("all_gather_into_tensor", [output], [source])
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        return self._all_gather_singles("all_gather_into_tensor_coalesced", outputs, inputs)
+
+    def _all_gather_singles(self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        for output, source in zip(outputs, inputs, strict=True):
+            if output.nbytes != self._size * source.nbytes:
+                raise InvalidRequestError(
+                    f"{operation}: the output has {output.numel()} elements of {_dtype(output)}, and needs "
+                    f"{self._size} times the {source.numel()} of {_dtype(source)} of the input."
+                )
+        outs = [_Out(output, operation, filled=False) for output in outputs]
+        return self._gather_all(operation, inputs, [out.contiguous for out in outs], list(outputs), *outs)
+
+    def _gather_all(
+        self,
+        operation: str,
+        inputs: Sequence[Tensor],
+        gathered: Sequence[Tensor],
+        result: list[Any],
+        *stores: _Out | _Parts,
+    ) -> Work:
+        sources = [_bytes(_host(tensor, operation).contiguous()) for tensor in inputs]
+        call = Call(operation, _dtypes(inputs), tuple([tensor.numel() for tensor in inputs]))
+        targets = [_bytes(tensor) for tensor in gathered]
+        return self._start(call, sources, targets, _gather_equal, result, *stores)
+
+    def gather(self, outputs: Any, inputs: list[Tensor], opts: Any = None) -> Work:
+        root, source = opts.rootRank, inputs[0]
+        call = Call("gather", _dtype(source), (source.numel(),), root=root)
+        results = list(outputs[0]) if root == self._rank else []
+        if root == self._rank:
+            _same_size("gather", results, source)
+        parts = _Parts(results, "gather")
+        table = [[source.nbytes * (peer == root) for peer in range(self._size)] for _ in range(self._size)]
+        sources = [_bytes(_host(source, "gather").contiguous())]
+        return self._start(call, sources, [_bytes(parts.buffer)], _exchange(table), results, parts)
+
+    def scatter(self, outputs: list[Tensor], inputs: Any, opts: Any = None) -> Work:
+        root, output = opts.rootRank, outputs[0]
+        call = Call("scatter", _dtype(output), (output.numel(),), root=root)
+        source = torch.empty(0, dtype=torch.uint8)
+        if root == self._rank:
+            _same_size("scatter", list(inputs[0]), output)
+            source = _joined(inputs[0], "scatter")
+        table = [[output.nbytes * (sender == root)] * self._size for sender in range(self._size)]
+        out = _Out(output, "scatter", filled=False)
+        return self._start(call, [_bytes(source)], [out.bytes], _exchange(table), outputs, out)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        output, parts = outputs[0], list(inputs[0])
+        if len(parts) != self._size or parts[self._rank].numel() != output.numel():
+            raise InvalidRequestError(
+                f"reduce_scatter needs {self._size} inputs, one for each rank, and an output as large as this rank's; "
+                f"got {len(parts)}, and {output.numel()} elements."
+            )
+        whole = _joined(parts, "reduce_scatter").view(output.dtype)
+        sizes = [part.numel() for part in parts]
+        return self._scatter_sums("reduce_scatter", [output], [whole], [sizes], opts)
+
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        return self._reduce_scatter_singles("reduce_scatter_tensor", [output], [source], opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        return self._reduce_scatter_singles("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+
+    def _reduce_scatter_singles(
+        self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        for output, source in zip(outputs, inputs, strict=True):
+            if source.numel() != self._size * output.numel() or source.dtype != output.dtype:
+                raise InvalidRequestError(
+                    f"{operation}: the input has {source.numel()} elements of {_dtype(source)}, and needs {self._size} "
+                    f"times the {output.numel()} of {_dtype(output)} of the output."
+                )
+        sizes = [[output.numel()] * self._size for output in outputs]
+        whole = [_host(source, operation).contiguous() for source in inputs]
+        return self._scatter_sums(operation, outputs, whole, sizes, opts)
+
+    def _scatter_sums(
+        self,
+        operation: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        sizes: Sequence[Sequence[int]],
+        opts: Any,
+    ) -> Work:
+        reduction, dtype = _reduction(_op_of(opts), inputs, operation)
+        call = Call(operation, dtype.label, tuple([n for each in sizes for n in each]), reduction.label)
+        outs = [_Out(output, operation, filled=False) for output in outputs]
+
+        def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+            plan = Plan(operation, [])
+            plan.segments.clear()
+            for source, target, each in zip(sources, targets, sizes, strict=True):
+                nbytes = [n * dtype.itemsize for n in each]
+                one = dense.reducescatter(context, source, target, nbytes, dtype, reduction)
+                plan.segments += one.segments
+                plan.keepalive += one.keepalive
+            return plan
+
+        sources = [_bytes(source) for source in inputs]
+        return self._start(call, sources, [out.bytes for out in outs], build, list(outputs), *outs)
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Work:
+        operation = "all_to_all_single"
+        sent = _rows(source, input_splits, self._size, "input")
+        got = _rows(output, output_splits, self._size, "output")
+        out = _Out(output, operation, filled=False)
+        is_even = not input_splits and not output_splits
+        counts = (source.numel(),) if is_even else ()
+        call = Call(operation, _dtype(source), counts)
+        sources = [_bytes(_host(source, operation).contiguous())]
+        return self._start(call, sources, [out.bytes], self._deal(sent, got), [output], out)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        if not len(outputs) == len(inputs) == self._size:
+            raise InvalidRequestError(
+                f"all_to_all needs {self._size} inputs and outputs, got {len(inputs)} and {len(outputs)}."
+            )
+        parts = _Parts(outputs, "all_to_all")
+        source = _joined(inputs, "all_to_all")
+        deal = self._deal([t.nbytes for t in inputs], [t.nbytes for t in outputs])
+        call = Call("all_to_all", _dtype(inputs[0]))
+        return self._start(call, [_bytes(source)], [_bytes(parts.buffer)], deal, outputs, parts)
+
+    def _deal(self, sent: Sequence[int], got: Sequence[int]) -> Build:
+        """An alltoall of which this rank knows its own bytes only."""
+        table = [[0] * self._size for _ in range(self._size)]
+        for peer in range(self._size):
+            table[peer][self._rank] = got[peer]
+            table[self._rank][peer] = sent[peer]
+        if sent[self._rank] != got[self._rank]:
+            raise InvalidRequestError(
+                f"all_to_all: rank {self._rank} sends itself {sent[self._rank]} bytes and expects {got[self._rank]}."
+            )
+        return _exchange(table)
+
+    def barrier(self, opts: Any = None, *_: Any) -> Work:
+        return self._start(Call("barrier"), [], [], lambda context, sources, targets: Plan("barrier", [[Stage()]]), [])
+
+    # The names that follow torch 2.13
+
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    # Messages between two ranks
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Work:
+        tensor = _host(tensors[0], "send").contiguous()
+        if destination == self._rank:
+            self._mailbox.sent[tag].append(tensor.clone())
+            return self._done(tensors)
+        return self._message(tensor, self._rank, destination, tag, tensors)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
+        out = _Out(tensors[0], "recv", filled=False)
+        if source == self._rank:
+            if not self._mailbox.sent[tag]:
+                raise InvalidRequestError(
+                    f"recv: rank {source} receives from itself with tag {tag} what it has not sent before."
+                )
+            out.tensor.copy_(self._mailbox.sent[tag].popleft())
+            return self._done(tensors)
+        return self._message(out.contiguous, source, self._rank, tag, tensors, out)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        raise NotImplementedError(
+            "recv: backend 'ocomm' has no receive from any source; pass src=, or use a group of backend 'gloo'."
+        )
+
+    def _message(
+        self, tensor: Tensor, source: int, destination: int, tag: int, result: list[Tensor], *stores: _Out
+    ) -> Work:
+        self._require("send or recv")
+        key = source, destination, tag
+        self._sent[key] = count = self._sent[key] + 1
+        name = f"message {count} from rank {self._ranks[source]} to rank {self._ranks[destination]} with tag {tag}"
+        handle = operations.start_message(self._member, name, _bytes(tensor), source, destination)
+
+        def finish() -> None:
+            for store in stores:
+                store.store()
+
+        return _Work(self, _Messages(self, [handle], f"group {self._group_name!r}: {name}"), result, finish)
+
+    def _done(self, result: list[Tensor]) -> Work:
+        return _Work(self, _Messages(self, [], "a message"), result, lambda: None)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """What is called until the end is under way at once in any case."""
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        return self._done([])
+
+
+def _op_of(opts: Any) -> Any:
+    """The reduction of a call's options; a sum where c10d passes none."""
+    op = getattr(opts, "reduceOp", opts)
+    op = _TORCH_OP.SUM if op is None else op
+    return getattr(op, "op", op)
+
+
+def _dtypes(tensors: Sequence[Tensor]) -> str:
+    return " + ".join(dict.fromkeys(_dtype(tensor) for tensor in tensors))
+
+
+def _same_size(operation: str, tensors: Sequence[Tensor], like: Tensor) -> None:
+    for rank, tensor in enumerate(tensors):
+        if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
+            raise InvalidRequestError(
+                f"{operation}: the tensor for rank {rank} has {tensor.numel()} elements of {_dtype(tensor)}, and needs "
+                f"{like.numel()} of {_dtype(like)}."
+            )
+
+
+def _rows(tensor: Tensor, splits: Sequence[int] | None, size: int, what: str) -> list[int]:
+    """The bytes of each rank's rows."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            raise InvalidRequestError(f"all_to_all_single: {rows} rows of the {what} do not part among {size} ranks.")
+        return [tensor.nbytes // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise InvalidRequestError(
+            f"all_to_all_single: the {what} has {rows} rows, and its splits are {list(splits)}; they must be {size} "
+            "counts that add up to the rows."
+        )
+    return [n * (tensor.nbytes // rows if rows else 0) for n in splits]
+
+
+def _sum(reduction: ReduceOp, dtype: DType) -> Build:
+    def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+        return dense.allreduce(context, sources, targets, [s.nbytes for s in sources], dtype, reduction)
+
+    return build
+
+
+def _gather_equal(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+    return dense.allgather(context, [(s, t, [s.nbytes] * context.size) for s, t in zip(sources, targets, strict=True)])
+
+
+def _exchange(table: Sequence[Sequence[int]]) -> Build:
+    """Everything in one segment: no rank knows how many the others would need for what it does not send or get."""
+
+    def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+        return dense.alltoall(context, sources[0], targets[0], table, whole=True)
+
+    return build
+
+
+# Torch's doors
+
+
+def create(options: Any, backend_options: Any = None) -> OcommProcessGroup:
+    """Makes a process group; torch.distributed calls it on each of its members.
+
+    Args:
+        options: Torch's ``_DistributedBackendOptions``: store, ranks, name and timeout of the group.
+        backend_options: Not used.
+
+    Raises:
+        InvalidRequestError: The ranks are not those of the job, or another backend has a part of the group.
+    """
+    if not api.is_initialized():
+        api.init()
+    session = sessions.current()
+    topology = session.require_topology()
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    world, me = topology.size, topology.rank
+    if max(ranks) >= world or ranks[options.group_rank] != me:
+        raise InvalidRequestError(
+            f"this process is rank {ranks[options.group_rank]} of torch.distributed and rank {me} of {world} of "
+            "ocomm's job. Leave RANK and WORLD_SIZE to the launcher, or set them as it numbers the ranks."
+        )
+    if len(ranks) == world:
+        session.prepare_members()
+    elif not session.has_members:
+        raise InvalidRequestError(
+            f"a group of ranks {ranks} with backend 'ocomm' needs one of all {world} ranks before it: call "
+            "init_process_group('ocomm'), or new_group(backend='ocomm') on all ranks."
+        )
+    timeout: datetime.timedelta = options.timeout
+    return OcommProcessGroup(
+        session, options.store, options.group_rank, ranks, options.group_id, timeout.total_seconds()
+    )
+
+
+def _rendezvous(url: str, timeout: datetime.timedelta = dist.default_pg_timeout, **_: Any) -> Iterator[Any]:
+    """``init_method="ocomm://"``: the ranks of the job meet in a store that rank 0 opens, and need no variables."""
+    if not api.is_initialized():
+        api.init()
+    session = sessions.current()
+    topology = session.require_topology()
+    rank, size = topology.rank, topology.size
+    host = "127.0.0.1" if topology.local_size == size else topology.hosts[0]
+    store: Any = None
+    port = 0
+    if rank == 0:
+        store = dist.TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
+        port = store.port
+    port = operations.broadcast_object(session, port, 0, None, global_process_set)
+    if rank != 0:
+        store = dist.TCPStore(host, port, size, False, timeout)
+    yield store, rank, size
+
+
+def register() -> None:
+    """Makes "ocomm" known to torch.distributed; what the entry points call. A second call is a no-op."""
+    if not dist.is_available() or _NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(_NAME, create, extended_api=True, devices=["cpu"])
+    dist.register_rendezvous_handler(_NAME, _rendezvous)
+
+
+register()
