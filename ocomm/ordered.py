@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -75,9 +75,13 @@ def _signature(call: Call) -> int:
 class _Prepared:
     """A plan that was made ready, and the buffers that it reads and writes."""
 
-    __slots__ = ("keepalive", "prepared", "sources", "targets")
+    __slots__ = ("keepalive", "key", "prepared", "sources", "targets")
 
-    def __init__(self, prepared: Any, keepalive: list[Bytes], sources: Sequence[Bytes], targets: Sequence[Bytes]):
+    def __init__(
+        self, prepared: Any, keepalive: list[Bytes], sources: Sequence[Bytes], targets: Sequence[Bytes]
+    ) -> None:
+        #: Says which calls can use it again; None of one that has the caller's buffers.
+        self.key: Hashable = None
         self.prepared = prepared
         self.keepalive = keepalive
         self.sources = sources
@@ -140,7 +144,7 @@ class Exchange:
                     np.copyto(target, result)
             self._is_over = True
         if error is None:  # else the network may still write there: the engine keeps what it needs
-            self._channel.reuse(self._call, plan, self._kept is not None)
+            self._channel.reuse(plan)
 
 
 class OrderedChannel:
@@ -170,12 +174,19 @@ class OrderedChannel:
         # With ``Waits`` of its own: which of several exchanges under way a thread waits for does not say which of them
         # it has come to, so that no rank may conclude from it that another waits for ever.
         self._watch = replace(session.watch(number, name), waits=Waits())
-        self._idle: dict[Call, list[_Prepared]] = {}
+        self._idle: dict[Hashable, list[_Prepared]] = {}
         self._idle_count = 0
         self._lock = threading.Lock()  # of what is idle
         self._failure: OcommError | None = None
 
-    def start(self, call: Call, sources: Sequence[Bytes], targets: Sequence[Bytes], build: Build) -> Exchange:
+    def start(
+        self,
+        call: Call,
+        sources: Sequence[Bytes],
+        targets: Sequence[Bytes],
+        build: Build,
+        own: tuple[int, ...] = (),
+    ) -> Exchange:
         """Sends a collective on its way.
 
         Args:
@@ -183,6 +194,7 @@ class OrderedChannel:
             sources: What the plan reads: contiguous bytes, which must not change before the exchange is over.
             targets: What it writes; may be the sources.
             build: Makes the plan. The same shape of plan on all ranks that make the same call.
+            own: What else the plan depends on, which the ranks need not say alike.
         """
         if self._failure is not None:
             raise type(self._failure)(f"{call} cannot be done: before, {self._failure}")
@@ -190,11 +202,13 @@ class OrderedChannel:
         if nbytes > KEPT_NBYTES:
             plan = self._prepare(call, sources, targets, build)
             return Exchange(self, call, plan, None, self._channel.submit(plan.prepared, self.timeout_s, False))
-        found = self._take(call)
+        key = call, own, tuple([b.nbytes for b in sources]), tuple([b.nbytes for b in targets])
+        found = self._take(key)
         if found is None:
             copies = [aligned(source.nbytes) for source in sources]
             results = [aligned(target.nbytes) for target in targets]
             found = self._prepare(call, copies, results, build)
+            found.key = key
         for copy, source in zip(found.sources, sources, strict=True):
             np.copyto(copy, source)
         return Exchange(self, call, found, targets, self._channel.submit(found.prepared, self.timeout_s, False))
@@ -226,24 +240,24 @@ class OrderedChannel:
         exchange = Stage([], [Message(p, rows[self.rank]) for p in peers], [Message(p, rows[p]) for p in peers])
         return [exchange, Stage([check])]
 
-    def _take(self, call: Call) -> _Prepared | None:
+    def _take(self, key: Hashable) -> _Prepared | None:
         with self._lock:
-            idle = self._idle.get(call)
+            idle = self._idle.get(key)
             if not idle:
                 return None
             self._idle_count -= 1
             return idle.pop()
 
-    def reuse(self, call: Call, plan: _Prepared, whole: bool) -> None:
-        """What nobody uses now: the plan, if ``whole``, or its staging memory."""
-        if not whole:
+    def reuse(self, plan: _Prepared) -> None:
+        """What nobody uses now: the plan, or its staging memory."""
+        if plan.key is None:
             self.scratch.give(plan.keepalive)
             return
         with self._lock:
             if self._idle_count >= _KEPT_PLANS:
                 self._idle.clear()
                 self._idle_count = 0
-            self._idle.setdefault(call, []).append(plan)
+            self._idle.setdefault(plan.key, []).append(plan)
             self._idle_count += 1
 
     def finish(self, ticket: Ticket, call: Call, seconds: float | None) -> OcommError | None:

@@ -35,7 +35,7 @@ from ocomm.api import (
 from ocomm.errors import HorovodInternalError, HostsUpdatedInterrupt
 from ocomm.operations import ProcessSet, add_process_set, global_process_set, remove_process_set
 from ocomm.version import __version__
-from ocomm_torch import elastic
+from ocomm_torch import distributed, elastic
 from ocomm_torch.birder import Birder, DistributedBirder, DistributedSoftSignSGD, SoftSignSGD
 from ocomm_torch.compression import Compression
 from ocomm_torch.ef_sgd import EFSGD, DistributedEFSGD
@@ -132,6 +132,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "distributed",
     "global_process_set",
     "elastic",
     "gloo_built",

@@ -431,7 +431,7 @@ class OcommProcessGroup(ProcessGroup):
             return heard
         return heard
 
-    def _require(self, operation: str) -> None:
+    def _require(self, operation: object) -> None:
         """Raises where the group cannot be used."""
         if self._is_closed:
             raise InvalidRequestError(f"{operation}: process group {self._group_name!r} was destroyed.")
@@ -455,9 +455,10 @@ class OcommProcessGroup(ProcessGroup):
         build: Build,
         result: list[Any],
         *stores: _Out | _Parts,
+        own: tuple[int, ...] = (),
     ) -> _Work:
-        self._require(str(call))
-        exchange = self._channel.start(call, sources, targets, build)
+        self._require(call)
+        exchange = self._channel.start(call, sources, targets, build, own)
 
         def finish() -> None:
             for store in stores:
@@ -664,7 +665,7 @@ class OcommProcessGroup(ProcessGroup):
         counts = (source.numel(),) if is_even else ()
         call = Call(operation, _dtype(source), counts)
         sources = [_bytes(_host(source, operation).contiguous())]
-        return self._start(call, sources, [out.bytes], self._deal(sent, got), [output], out)
+        return self._start(call, sources, [out.bytes], self._deal(sent, got), [output], out, own=(*sent, *got))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         if not len(outputs) == len(inputs) == self._size:
@@ -673,9 +674,9 @@ class OcommProcessGroup(ProcessGroup):
             )
         parts = _Parts(outputs, "all_to_all")
         source = _joined(inputs, "all_to_all")
-        deal = self._deal([t.nbytes for t in inputs], [t.nbytes for t in outputs])
-        call = Call("all_to_all", _dtype(inputs[0]))
-        return self._start(call, [_bytes(source)], [_bytes(parts.buffer)], deal, outputs, parts)
+        sent, got = [tensor.nbytes for tensor in inputs], [tensor.nbytes for tensor in outputs]
+        call, deal = Call("all_to_all", _dtype(inputs[0])), self._deal(sent, got)
+        return self._start(call, [_bytes(source)], [_bytes(parts.buffer)], deal, outputs, parts, own=(*sent, *got))
 
     def _deal(self, sent: Sequence[int], got: Sequence[int]) -> Build:
         """An alltoall of which this rank knows its own bytes only."""
@@ -758,7 +759,7 @@ def _op_of(opts: Any) -> Any:
 
 
 def _dtypes(tensors: Sequence[Tensor]) -> str:
-    return " + ".join(dict.fromkeys(_dtype(tensor) for tensor in tensors))
+    return _dtype(tensors[0]) if len(tensors) == 1 else " + ".join(map(_dtype, tensors))
 
 
 def _same_size(operation: str, tensors: Sequence[Tensor], like: Tensor) -> None:
