@@ -22,7 +22,7 @@ from ocomm.collectives.outcome import explain
 from ocomm.collectives.plan import HEADER, MAGIC, CheckHeaders, Message, Plan, Stage
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.waiting import Waits, wait
-from ocomm.errors import InvalidRequestError, MismatchError, OcommError, StallError
+from ocomm.errors import InvalidRequestError, MismatchError, OcommError, PeerError, StallError
 from ocomm.kernels.base import Bytes
 from ocomm.session import Session
 
@@ -298,14 +298,17 @@ class OrderedChannel:
         )
 
     def _with_words(self, error: OcommError, call: Call) -> OcommError:
-        """The error with what the others say, if anybody does."""
-        if self._tell is None:
+        """The error with what the others say, if anybody does; a MismatchError where that is something else."""
+        if self._tell is None or isinstance(error, PeerError):
             return error
-        said = self._tell(str(call))
+        said = {rank: words for rank, words in self._tell(str(call)).items() if words != str(call)}
         if not said:
             return error
-        others = "; ".join(f"rank {self.ranks[rank]} was in {words}" for rank, words in sorted(said.items()))
-        return type(error)(f"{error} Rank {self.ranks[self.rank]} was in {call}; {others}.")
+        others = ", ".join(f"rank {self.ranks[rank]} called {words}" for rank, words in sorted(said.items()))
+        return MismatchError(
+            f"{self.name}: rank {self.ranks[self.rank]} called {call}, {others}. All ranks must make the same calls in "
+            "the same order."
+        )
 
     def close(self) -> None:
         """This rank uses it no longer; not collective."""

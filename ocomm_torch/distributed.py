@@ -33,6 +33,7 @@ from ocomm.ordered import Build, Call, Exchange, OrderedChannel
 from ocomm.runtime.handle import Handle
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
+from ocomm_torch.compiling import leave_hooks_alone
 from ocomm_torch.mpi_ops import TORCH
 
 _NAME = "ocomm"
@@ -821,6 +822,7 @@ def create(options: Any, backend_options: Any = None) -> OcommProcessGroup:
     """
     if not api.is_initialized():
         api.init()
+    leave_hooks_alone()
     session = sessions.current()
     topology = session.require_topology()
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ocomm_torch.distributed
+import ocomm_torch  # noqa: F401  registers the backend
 
 Feature = Callable[[], Sequence[Tensor]]
 SHORT: dict[str, Feature] = {}

@@ -1,0 +1,230 @@
+"""The backend "ocomm" of torch.distributed: real jobs of two and four ranks, against gloo in the same job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from ocomm.collectives import dense
+from ocomm.collectives.dense import Context
+from ocomm.collectives.plan import Plan
+from ocomm.errors import MismatchError
+from ocomm.operations import start_message
+from ocomm.ordered import Call, OrderedChannel
+from ocomm.session import Session
+from ocomm.types import DType, ReduceOp
+from tests.cluster.jobs import run_job
+from tests.worlds import MPI_SIZE, run_ranks
+
+alone_in_a_job = pytest.mark.skipif(MPI_SIZE > 0, reason="starts jobs of its own")
+FEATURES = "import sys; from tests.frontends import torch_distributed_features as f; f.main(*sys.argv[1:])"
+
+
+def table(ranks: int, names: str, folder: Path) -> dict[str, dict[str, Any]]:
+    done = run_job(ranks, FEATURES, names, str(folder / "table.json"), PYTHONWARNINGS="ignore")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((folder / "table.json").read_text())
+    for row in rows:
+        print(f"{row['feature']:45} same bits {row['same_bits']!s:5} gap {row['largest_relative_gap']:.1e}")
+    return {row["feature"]: row for row in rows}
+
+
+@alone_in_a_job
+def test_every_feature_has_gloos_bits_on_two_ranks(tmp_path: Path) -> None:
+    rows = table(2, "short", tmp_path)
+    assert len(rows) >= 25
+    assert [name for name, row in rows.items() if not row["same_bits"]] == []
+
+
+@alone_in_a_job
+@pytest.mark.long
+@pytest.mark.parametrize("names", ["short", "four"])
+def test_every_feature_has_gloos_numbers_on_four_ranks(names: str, tmp_path: Path) -> None:
+    rows = table(4, names, tmp_path)
+    assert rows
+    sixteen_bits = {"allreduce, every reduction and dtype": 2e-3, "DDP: fp16 hook": 2e-3}  # whose order is another
+    assert [name for name, row in rows.items() if row["largest_relative_gap"] > sixteen_bits.get(name, 1e-6)] == []
+
+
+@alone_in_a_job
+@pytest.mark.long
+def test_compiled_programs_have_gloos_bits(tmp_path: Path) -> None:
+    rows = table(2, "long", tmp_path)
+    assert [row["same_bits"] for row in rows.values()] == [True, True]
+
+
+ERRORS = """
+import datetime, os, sys, time
+import torch
+import torch.distributed as dist
+import ocomm_torch as hvd
+
+dist.init_process_group("ocomm", init_method="ocomm://")
+rank = dist.get_rank()
+assert hvd.is_initialized() and hvd.rank() == rank
+both = lambda seconds=60: dist.new_group([0, 1], timeout=datetime.timedelta(seconds=seconds))
+
+def said(name, call):
+    try:
+        call()
+    except Exception as error:
+        print(f"[{name} {rank}] {type(error).__name__}: {error}".replace("\\n", " "), flush=True)
+    else:
+        print(f"[{name} {rank}] nothing", flush=True)
+
+ones = torch.ones(4)
+group = both()
+said("dtype", lambda: dist.all_reduce(torch.ones(4, dtype=[torch.float32, torch.int32][rank]), group=group))
+said("again", lambda: dist.all_reduce(ones, group=group))
+group = both()
+said("call", lambda: dist.broadcast(ones, 0, group=group) if rank else dist.all_reduce(ones, group=group))
+group = both()
+said("message", lambda: dist.send(torch.ones(5), 0, group=group) if rank else dist.recv(ones, 1, group=group))
+group = both(1)
+if rank == 0:
+    said("late", lambda: dist.all_reduce(ones, group=group))
+dist.barrier()
+group = both(1)
+if rank == 0:
+    said("unsent", lambda: dist.recv(ones, 1, group=group))
+dist.barrier()
+said("meta", lambda: dist.all_reduce(torch.ones(4, device="meta")))
+said("any", lambda: dist.recv(ones))
+said("sparse", lambda: dist.all_reduce(torch.eye(3).to_sparse()))
+group = both()
+group.send([ones * 3], rank, 7)
+mine = torch.zeros(4)
+group.recv([mine], rank, 7)
+assert mine[0] == 3
+dist.destroy_process_group(group)
+said("destroyed", lambda: group.allreduce([ones]).wait())
+dist.destroy_process_group()
+dist.init_process_group("cpu:ocomm,cuda:nccl", init_method="ocomm://")
+said("mixed", lambda: dist.all_reduce(ones))
+dist.destroy_process_group()
+dist.init_process_group("ocomm", init_method="ocomm://")
+said("shape", lambda: dist.all_reduce(torch.ones(4 + rank)))
+time.sleep(2.5)  # the other rank is to hear what this one did
+os._exit(0)
+"""
+
+
+@alone_in_a_job
+def test_what_ranks_do_not_do_alike_is_an_error_that_names_them() -> None:
+    done = run_job(2, ERRORS, timeout_s=120)
+    said = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("["):
+            name, _, text = line[1:].partition("] ")
+            said[name] = text
+    for rank in (0, 1):
+        for name, words in {
+            "dtype": ["MismatchError", "rank 0", "4 elements of float32", "rank 1", "4 elements of int32"],
+            "again": ["MismatchError", "cannot be done"],
+            "call": ["MismatchError", "rank 0 called allreduce", "rank 1 called broadcast"],
+            "message": ["MismatchError", "from rank 1 to rank 0", "(16,)", "(20,)"],
+            "meta": ["NotImplementedError", "meta", "nccl"],
+            "any": ["NotImplementedError", "any source"],
+            "sparse": ["UnsupportedError", "to_dense()"],
+            "destroyed": ["InvalidRequestError", "destroyed"],
+            "mixed": ["NotImplementedError", "cuda:nccl would not be used"],
+            "shape": ["MismatchError", "rank 0", "4 elements", "rank 1", "5 elements"],
+        }.items():
+            for word in words:
+                assert word in said[f"{name} {rank}"], (name, rank, said, done.stderr)
+    assert "StallError" in said["late 0"] and "rank(s) [1]" in said["late 0"]
+    assert "StallError" in said["unsent 0"] and "from rank 1 to rank 0" in said["unsent 0"]
+
+
+POWER_SGD = """
+import torch
+import torch.distributed as dist
+from tests.frontends import torch_distributed_features as features
+
+with features.world("ocomm"):
+    for _ in range(5):
+        torch.manual_seed(0)
+        *_, last = features.powersgd(0.002)
+        every = [torch.zeros_like(last) for _ in range(2)]
+        dist.all_gather(every, last)
+        assert last.isfinite().all() and torch.equal(*every)
+    print("equal")
+"""
+
+
+@alone_in_a_job
+def test_callbacks_of_many_buckets_communicate_in_one_order() -> None:
+    done = run_job(2, POWER_SGD, PYTHONWARNINGS="ignore")
+    assert done.stdout.count("equal") == 2, done.stdout + done.stderr
+
+
+# What it is made of
+
+
+def test_messages_go_between_two_ranks_while_others_do_other_things() -> None:
+    def body(session: Session) -> list[int]:
+        session.prepare_members()
+        rank = session.require_topology().rank
+        if rank == 3:
+            return []
+        member = session.member_set(session.add_members([0, 1, 2], "three"))
+        buffers = [np.full(200_000, rank, np.uint8), np.full(3, rank, np.uint8), np.full(3, rank, np.uint8)]
+        ends = [(0, 1), (1, 2), (2, 0)]
+        handles = [
+            start_message(member, f"message {k}", buffer, *pair)
+            for k, (buffer, pair) in enumerate(zip(buffers, ends, strict=True))
+            if rank in pair
+        ]
+        for handle in reversed(handles):
+            handle.wait()
+        return [int(buffer[-1]) for buffer in buffers]
+
+    assert run_ranks(4, body)[:3] == [[0, 0, 2], [0, 1, 1], [2, 1, 2]]
+
+
+def test_sets_of_members_with_the_same_ranks_do_not_hear_each_other() -> None:
+    def body(session: Session) -> list[float]:
+        session.prepare_members()
+        rank = session.require_topology().rank
+        numbers = [session.add_members([0, 1], name) for name in ("one", "other")] if rank < 2 else []
+        channels = [OrderedChannel(session, number, f"channel {number}", 30.0) for number in numbers]
+        values = [np.full(3, 10.0**k + rank, np.float32) for k in range(len(channels))]
+        exchanges = []
+        for k in (0, 1) if rank == 0 else range(len(channels) - 1, -1, -1):
+            buffer = values[k].view(np.uint8)
+            exchanges.append(channels[k].start(Call("sum", "float32", (3,)), [buffer], [buffer], add))
+        for exchange in exchanges:
+            exchange.wait()
+        for number in numbers:
+            session.remove_members(number)
+        return [float(value[0]) for value in values]
+
+    assert run_ranks(3, body) == [[3.0, 21.0], [3.0, 21.0], []]
+
+
+def add(context: Context, sources: Any, targets: Any) -> Plan:
+    return dense.allreduce(context, sources, targets, [sources[0].nbytes], DType.FLOAT32, ReduceOp.SUM)
+
+
+def test_calls_that_differ_end_as_a_mismatch_on_all_ranks() -> None:
+    def body(session: Session) -> str:
+        rank = session.require_topology().rank
+        channel = OrderedChannel(session, 0, "the channel", 30.0)
+        values = np.zeros(4, np.float32)
+        buffer = values.view(np.uint8)
+        for _ in range(3):  # a plan that is kept compares, too
+            channel.start(Call("sum", "float32", (4,)), [buffer], [buffer], add).wait()
+        call = Call("sum", "float32", (4,), root=1 if rank == 2 else 0)
+        with pytest.raises(MismatchError, match=r"rank 2|rank 0"):
+            channel.start(call, [buffer], [buffer], add).wait()
+        with pytest.raises(MismatchError, match="cannot be done"):
+            channel.start(call, [buffer], [buffer], add)
+        return "raised"
+
+    assert run_ranks(3, body) == ["raised"] * 3
