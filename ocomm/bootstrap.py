@@ -12,13 +12,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
+
 from ocomm import session as sessions
 from ocomm import tuning
 from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings
 from ocomm.errors import LaunchError
 from ocomm.runtime.arrival import Arrival
+from ocomm.runtime.own_address import free_port, own_address
 from ocomm.runtime.supervisor_client import SupervisorClient, take_key
 from ocomm.session import Session
+from ocomm.torch_variables import MASTER, contradiction, missing
 from ocomm.transport.local import Fabric
 from ocomm.types import Settings
 
@@ -27,6 +31,8 @@ _LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fat
 #: What has ended the script, as "raised ValueError: ...".
 _raised: list[str] = []
 _hooked = False
+#: Room for MASTER_ADDR and MASTER_PORT: a name has at most 253 characters.
+_ADDRESS_NBYTES = 512
 
 
 def initialize(communicator: Any = None, process_sets: Sequence[Sequence[int]] = ()) -> None:
@@ -73,6 +79,18 @@ def _start_mpi(
 ) -> None:
     from ocomm.transport import mpi
 
+    with_torch_env = settings.torch_env and communicator is None
+    if with_torch_env and launch is not None and (why := contradiction(os.environ, *launch.said)):
+        raise LaunchError(
+            f"{why}. Unset it, or set OCOMM_TORCH_ENV=0 if it means something else: the launcher's number counts then."
+        )
+    if launch is not None and launch.size > 1 and _accelerate_is_alone(sys.modules):
+        raise LaunchError(
+            f"Accelerate has looked for the other ranks before init(), and found none: accelerate.PartialState is a "
+            f"world of 1, where {launch.variable}={launch.size}. Each rank would train alone. Call init() before the "
+            "first Accelerator, PartialState or TrainingArguments, or start the script with ocommrun, which sets "
+            "RANK, WORLD_SIZE and LOCAL_RANK for it from the start."
+        )
     if launch is not None and not launch.is_mpi:
         raise LaunchError(
             f"{launch.variable}={launch.size}, as torchrun sets it, but this process is in no MPI job (world size 1 "
@@ -111,9 +129,41 @@ def _start_mpi(
                 raise
             _log.warning("%s Where a host is lost the launcher may wait for it for ever.", error)
     session.start(world, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
+    if with_torch_env:
+        _set_torch_variables(session)
     topology = session.require_topology()
     if topology.rank == 0 and (cannot := _left_to_the_launcher(mpi.late_settings(), topology.local_size)):
         _log.warning("%s. ocommrun starts jobs without this.", "; ".join(cannot))
+
+
+def _accelerate_is_alone(modules: Mapping[str, Any]) -> bool:
+    """True if Hugging Face's Accelerate was imported, and has made up its mind that there is one process."""
+    state = getattr(modules.get("accelerate.state"), "PartialState", None)
+    return getattr(state, "_shared_state", {}).get("num_processes") == 1
+
+
+def _set_torch_variables(session: Session) -> None:
+    """Sets those of torchrun's variables that are missing; rank 0's host chooses where its process groups meet.
+    Collective."""
+    topology = session.require_topology()
+    address = np.zeros(_ADDRESS_NBYTES, np.uint8)
+    if topology.rank == 0:
+        others = [host for host in topology.hosts if host != topology.hosts[0]]
+        own = (own_address(others[0]) or topology.hosts[0]) if others else "127.0.0.1"
+        chosen = missing(os.environ, dict(zip(MASTER, (own, str(free_port())), strict=True)))
+        os.environ.update(chosen)
+        said = " ".join(os.environ[name] for name in MASTER).encode()
+        address[: len(said)] = np.frombuffer(said, np.uint8)
+    session.broadcast(0, "init.master", address)
+    master = address.tobytes().rstrip(b"\0").decode().split(" ")
+    wanted = {
+        "RANK": str(topology.rank),
+        "WORLD_SIZE": str(topology.size),
+        "LOCAL_RANK": str(topology.local_rank),
+        "LOCAL_WORLD_SIZE": str(topology.local_size),
+        **dict(zip(MASTER, master, strict=True)),
+    }
+    os.environ.update(missing(os.environ, wanted))
 
 
 def _left_to_the_launcher(late: Mapping[str, str], local_size: int) -> list[str]:

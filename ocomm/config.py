@@ -15,6 +15,7 @@ from typing import Any
 
 from ocomm.errors import SettingsError
 from ocomm.negotiation.autotune import SPACE
+from ocomm.torch_variables import OF_LAUNCHERS
 from ocomm.types import Settings
 
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
@@ -109,6 +110,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "REPLICA_CHECK_STEPS": ("replica_check_steps", _count, False),
     "PEER_TIMEOUT_SECONDS": ("peer_timeout_s", _duration, False),
     "START_TIMEOUT": ("start_timeout_s", _duration, True),
+    "TORCH_ENV": ("torch_env", _flag, False),
     "ENGINE": ("engine", _choice("native", "python"), False),
     "CUDA_AWARE": ("cuda_aware", _choice("auto", "0", "1"), False),
     "NCCL": ("nccl", _choice("auto", "0", "1"), False),
@@ -157,11 +159,11 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 
 
 #: Variables by which launchers tell a process how many ranks there are, the surest first.
-_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "WORLD_SIZE")
-_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
+_WORLD_SIZES = (*OF_LAUNCHERS["WORLD_SIZE"], "WORLD_SIZE")
+_RANKS = (*OF_LAUNCHERS["RANK"], "RANK")
 _JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
 #: Variables by which the launchers of Open MPI and MPICH tell how many ranks are on this host.
-_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_LOCAL_SIZES = OF_LAUNCHERS["LOCAL_WORLD_SIZE"]
 #: Variables by which srun tells how many hosts there are, of this step or of the allocation.
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 
@@ -180,6 +182,11 @@ class Launch:
     is_on_one_host: bool = False
 
     @property
+    def said(self) -> tuple[int, int, str]:
+        """This rank's number, the number of ranks, and the variable that says so."""
+        return self.rank, self.size, self.variable
+
+    @property
     def is_mpi(self) -> bool:
         """True if the launcher is one that MPI knows; torchrun is not."""
         return self.variable != "WORLD_SIZE"
@@ -187,7 +194,12 @@ class Launch:
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
     """Who launched this process, as far as the environment tells; None for a plain ``python train.py``."""
+    # What torchrun starts inside a task of srun inherits the variables of that task, which is no rank.
+    is_of_torchrun = "TORCHELASTIC_RUN_ID" in environment
     for variable, rank in zip(_WORLD_SIZES, _RANKS, strict=True):
+        of_task = variable == "SLURM_NTASKS" or (variable == "PMI_SIZE" and "SLURM_PROCID" in environment)
+        if of_task and is_of_torchrun:
+            continue
         if environment.get(variable, "").isdigit() and (variable != "SLURM_NTASKS" or "SLURM_PROCID" in environment):
             number = environment.get(rank, "0")
             job = next((environment[name] for name in _JOBS if name in environment), "")

@@ -233,6 +233,7 @@ class Settings:
     replica_check_steps: int = 64  # within so many steps all parameters are compared between the ranks; 0: never
     peer_timeout_s: float = 60.0  # silence after which a rank counts as dead; 0: never
     start_timeout_s: float = 120.0
+    torch_env: bool = True  # init() sets RANK, WORLD_SIZE, ... where they are missing
     engine: str = "native"  # or "python", its slow twin
     cuda_aware: str = "auto"  # "1": MPI is given addresses on CUDA devices, "0": it is not
     nccl: str = "auto"  # "1": the hierarchical form needs it on GPUs, "0": it is not used
@@ -261,4 +262,5 @@ class Settings:
         "hierarchical_allreduce",
         "direct_peers",
         "replica_check_steps",
+        "torch_env",
     )

@@ -23,6 +23,7 @@ from ocomm.launch.flavour import Flavour, Launcher, MpiLibrary, check_match, fin
 from ocomm.launch.generations import Limits
 from ocomm.launch.hosts import Host, is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.supervise import Supervisor
+from ocomm.torch_variables import inherited
 from ocomm.version import __version__
 
 _REACH_DEADLINE_S = 15.0
@@ -92,7 +93,12 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     states = _asker(options, launcher, environ)([host.name for host in hosts])
     reach.require_reachable(states)
     spans_hosts = not all(state.is_local for state in states) if states else in_allocation
-    line = build(replace(request, hosts=hosts, spans_hosts=spans_hosts), launcher)
+    torch_environ = request.torch_environ
+    if torch_environ is not None:
+        first = hosts[0].name if hosts else ""
+        torch_environ = reach.torch_environ(first, states, request.interfaces, environ)
+    request = replace(request, hosts=hosts, spans_hosts=spans_hosts, torch_environ=torch_environ)
+    line = build(request, launcher)
     if not spans_hosts:
         _require_program(request.command, environ)
     return line
@@ -172,6 +178,13 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
     if options.as_horovod:
         command = with_horovod_names(command)
 
+    is_fixed = options.min_np is None and options.host_discovery_script is None
+    if options.torch_env and (names := inherited(environ, options.num_proc if is_fixed else None)):
+        raise LaunchError(
+            f"{', '.join(f'{name}={environ[name]}' for name in names)} is set where ocommrun starts {options.num_proc} "
+            "ranks, which would all inherit it, and believe that it is their place in the job: unset it, or add "
+            "--no-torch-env to pass it on as it is."
+        )
     python = _python_of(command, environ)
     launcher, library = _find_mpi(python, environ)
     request = LaunchRequest(
@@ -193,6 +206,7 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
         binding_args=None if options.binding_args is None else tuple(shlex.split(options.binding_args)),
         library_family=library.family,
         loopback=loopback.environment(launcher, environ),
+        torch_environ={} if options.torch_env else None,
     )
     return request, launcher
 
@@ -273,6 +287,8 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
         settings["OCOMM_TIMELINE_MARK_CYCLES"] = "1" if options.timeline_mark_cycles else "0"
     if options.log_level is not None:
         settings["OCOMM_LOG_LEVEL"] = options.log_level
+    if not options.torch_env:
+        settings["OCOMM_TORCH_ENV"] = "0"
     if options.start_timeout is not None:
         settings["OCOMM_START_TIMEOUT"] = str(options.start_timeout)
     return settings
@@ -301,6 +317,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--install-horovodrun", action="store_true", help="put a horovodrun that is ocommrun beside this Python")
     add("--start-timeout", type=_positive, metavar="S", help="seconds until a rank that has not arrived is an error")
+    add(
+        "--no-torch-env",
+        dest="torch_env",
+        action="store_false",
+        help="leave RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as they are; by "
+        "default every rank gets those that are not set, as torchrun's ranks do",
+    )
     add(
         "--output-filename", metavar="DIR", help="write each rank's output to files in this folder, not to the terminal"
     )

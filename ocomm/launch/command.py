@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ocomm.errors import LaunchError
 from ocomm.launch.flavour import Flavour, Launcher
 from ocomm.launch.hosts import Host, place, total_slots
+from ocomm.torch_variables import exports
 from ocomm.tuning import MPICH_ON_ONE_HOST, OPEN_MPI
 
 # From this many hosts on, a tree of ssh connections costs more (host keys, hops between workers) than it saves:
@@ -28,7 +29,7 @@ _DESCRIBES_THIS_PROCESS = re.compile(
 )
 # Hydra leaves the standard input of all ranks but 0 open for ever, so that one which reads from it hangs (seen with
 # MPICH 5.0 and Intel MPI 2021.18); only Intel's has a flag for it.
-_WITHOUT_INPUT = ("sh", "-c", 'exec "$0" "$@" </dev/null')
+_WITHOUT_INPUT = "</dev/null"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -40,6 +41,8 @@ class LaunchRequest:
     runs on this machine. ``settings`` are the ``OCOMM_*`` variables that the flags stand for; ``environ`` is the
     environment that ocommrun itself has. ``binding_args`` None means no binding. ``loopback`` is the environment
     in which the launcher itself keeps to loopback (``loopback.environment``), used if every rank runs on this machine.
+    ``torch_environ`` is what all ranks have in common of torchrun's variables (``torch_variables.MASTER``), as far as
+    it is known before the job starts; None: the ranks get none of those variables.
     """
 
     num_proc: int
@@ -61,6 +64,7 @@ class LaunchRequest:
     binding_args: tuple[str, ...] | None = None
     library_family: str = ""
     loopback: Mapping[str, str] = field(default_factory=dict)
+    torch_environ: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +117,19 @@ def exported_names(environ: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
+def _command(request: LaunchRequest, launchers_rank: str, redirection: str = "") -> tuple[str, ...]:
+    """The program, after a shell that sets torchrun's variables from the launcher's and becomes the program."""
+    steps = [] if request.torch_environ is None else [exports(launchers_rank)]
+    if not steps and not redirection:
+        return request.command
+    return ("sh", "-c", "; ".join([*steps, f'exec "$0" "$@" {redirection}'.rstrip()]), *request.command)
+
+
 def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     five = launcher.flavour is Flavour.OPEN_MPI_5
     runtime_flag = "--prtemca" if five else "--mca"  # the launcher's own parameters, apart from the library's in 5
     ssh = "plm_ssh" if five else "plm_rsh"
-    added = dict(request.settings)
+    added = _common(request)
     if request.is_root:
         # Containers run as root; without both the launcher refuses.
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -158,7 +170,12 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     if request.spans_hosts:
         for name in exported_names({**request.environ, **added}):
             argv += ["-x", name]
-    return CommandLine((*argv, *request.mpi_args, *request.command), added)
+    return CommandLine((*argv, *request.mpi_args, *_command(request, "OMPI_COMM_WORLD_RANK")), added)
+
+
+def _common(request: LaunchRequest) -> dict[str, str]:
+    """The variables that all ranks have in common, under every launcher."""
+    return {**request.settings, **(request.torch_environ or {})}
 
 
 def _open_mpi_output(request: LaunchRequest, five: bool) -> list[str]:
@@ -209,7 +226,7 @@ def _unless_given(request: LaunchRequest, *options: tuple[str, str]) -> list[str
 
 def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     intel = launcher.flavour is Flavour.INTEL_MPI
-    added = dict(request.settings)
+    added = _common(request)
     if request.tcp_only:
         added |= {"FI_PROVIDER": "tcp"} | ({"I_MPI_FABRICS": "ofi"} if intel else {"UCX_TLS": "tcp,self"})
     added |= _nccl_interfaces(request)
@@ -238,7 +255,7 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
         options += ["-genvlist", ",".join(exported_names({**request.environ, **added}))]
     options += [*(request.binding_args or ()), *request.mpi_args]
 
-    command = (*_WITHOUT_INPUT, *request.command)
+    command = _command(request, "PMI_RANK", _WITHOUT_INPUT)
     hosts = place(_named_for_others(request), request.num_proc)
     if sum(host.slots for host in hosts) < request.num_proc:
         # Fewer slots than ranks happens on this machine only (`build` refuses it elsewhere): all of them run here.
@@ -263,7 +280,7 @@ def _named_for_others(request: LaunchRequest) -> tuple[Host, ...]:
 def _srun(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     if request.ssh_port is not None or request.ssh_identity_file is not None:
         raise LaunchError("--ssh-port and --ssh-identity-file: srun starts ranks without ssh; leave them out.")
-    added = dict(request.settings)
+    added = _common(request)
     open_mpi = request.library_family == "Open MPI"
     if open_mpi:
         # srun passes the environment on, and has no other way to set Open MPI's parameters. vader is an alias of sm
@@ -296,7 +313,8 @@ def _srun(request: LaunchRequest, launcher: Launcher) -> CommandLine:
             f"--output={request.output_directory}/rank.%t.out",
             f"--error={request.output_directory}/rank.%t.err",
         ]
-    return CommandLine((*argv, *request.mpi_args, *request.command), added, request.output_directory)
+    command = _command(request, "SLURM_PROCID")
+    return CommandLine((*argv, *request.mpi_args, *command), added, request.output_directory)
 
 
 def _ssh_args(request: LaunchRequest) -> list[str]:

@@ -11,10 +11,12 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ocomm.errors import LaunchError
+from ocomm.runtime.own_address import free_port, own_address
+from ocomm.torch_variables import MASTER, missing
 
 # ssh's own limit is below the deadline, so that its reason is heard rather than ours.
 _CONNECT_SHARE = 0.7
@@ -82,6 +84,43 @@ def address_of(interfaces: Sequence[str]) -> str:
         f"interface with an IPv4 address; it has {there}. Name one that all machines have, or a network such as "
         "10.0.0.0/24."
     )
+
+
+def own_addresses(hosts: Mapping[str, bool]) -> list[str]:
+    """This machine's addresses as ``hosts`` see it: names of hosts, and whether each is this machine."""
+    found: list[str] = []
+    for name, is_local in hosts.items():
+        address = "127.0.0.1"
+        if not is_local:
+            address = own_address(name) or socket.gethostname()
+        if address not in found:
+            found.append(address)
+    # What is not this machine for some must not be tried by them first.
+    return sorted(found, key=lambda address: address == "127.0.0.1")
+
+
+def torch_environ(
+    first: str, states: Sequence[HostState], interfaces: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT, where the user has not set them: a free port of rank 0's host.
+
+    Args:
+        first: The host of rank 0.
+        states: Of all hosts of the job; empty where they are not known.
+        interfaces: Through which the hosts reach each other, as ``address_of`` takes them; empty for any.
+        environ: The environment of ``ocommrun``.
+
+    Returns:
+        No variables where rank 0 is not on this machine: there ``init()`` chooses them.
+    """
+    hosts = {state.name: state.is_local for state in states}
+    if not hosts.get(first):
+        return {}
+    others = {name: is_local for name, is_local in hosts.items() if not is_local}
+    address = "127.0.0.1"
+    if others:
+        address = address_of(interfaces) if interfaces else own_addresses(others)[0]
+    return missing(environ, dict(zip(MASTER, (address, str(free_port())), strict=True)))
 
 
 def _network(text: str) -> ipaddress.IPv4Network:

@@ -12,7 +12,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,11 +22,12 @@ from dataclasses import replace
 from typing import Any
 
 from ocomm.errors import LaunchError
+from ocomm.launch import reach
 from ocomm.launch.command import LaunchRequest, build
 from ocomm.launch.flavour import Launcher
 from ocomm.launch.generations import End, Failure, Generations, Limits, Start, Wait, blame
 from ocomm.launch.hosts import Host, parse_discovered, total_slots
-from ocomm.launch.reach import HostState, address_of
+from ocomm.launch.reach import HostState
 from ocomm.launch.server import Server
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError, wait
 from ocomm.runtime.supervisor_client import KEY, SILENT
@@ -90,7 +90,7 @@ class Supervisor:
         """The address of the port to which ranks connect."""
         if self._is_here:
             return "127.0.0.1"
-        return address_of(self.request.interfaces) if self.request.interfaces else "0.0.0.0"
+        return reach.address_of(self.request.interfaces) if self.request.interfaces else "0.0.0.0"
 
     def _end_on_signal(self, number: int, frame: object) -> None:
         self._asked_to_end = number
@@ -176,6 +176,11 @@ class Supervisor:
             "OCOMM_ELASTIC_SUPERVISOR": ",".join(f"{name}:{port}" for name in self._addresses(hosts)),
         }
         ranks = total_slots(step.hosts)
+        torch_environ = self.request.torch_environ
+        if torch_environ is not None:
+            torch_environ = reach.torch_environ(
+                step.hosts[0].name, states, self.request.interfaces, self.request.environ
+            )
         output = self.request.output_directory
         if output is not None and self.is_elastic:
             output = os.path.join(output, f"generation.{step.number}")
@@ -187,6 +192,7 @@ class Supervisor:
                 num_proc=ranks,
                 spans_hosts=not all(hosts.values()),
                 settings=settings,
+                torch_environ=torch_environ,
                 environ={**self.request.environ, KEY: ""},
             ),
             self.launcher,
@@ -202,7 +208,7 @@ class Supervisor:
 
     def _addresses(self, hosts: Mapping[str, bool]) -> list[str]:
         address = self._listens_at()
-        return _own_addresses(hosts) if address == "0.0.0.0" else [address]
+        return reach.own_addresses(hosts) if address == "0.0.0.0" else [address]
 
     def _where_commits_are(self) -> str:
         if not self.generations.commit:
@@ -226,6 +232,7 @@ class Supervisor:
             num_proc=len(there),
             spans_hosts=True,
             command=("rm", "-rf", self.folder),
+            torch_environ=None,
         )
         line = build(request, self.launcher)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -461,24 +468,6 @@ def _offspring(ancestor: int) -> dict[int, str]:
             found[child] = _start_of(child)
             left.append(child)
     return found
-
-
-def _own_addresses(hosts: Mapping[str, bool]) -> list[str]:
-    """This machine's addresses as the hosts see it."""
-    found: list[str] = []
-    for name, is_local in hosts.items():
-        address = "127.0.0.1"
-        if not is_local:
-            try:
-                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                    probe.connect((name, 9))  # sends nothing, but finds the way
-                    address = probe.getsockname()[0]
-            except OSError:
-                address = socket.gethostname()
-        if address not in found:
-            found.append(address)
-    # What is not this machine for some must not be tried by them first.
-    return sorted(found, key=lambda address: address == "127.0.0.1")
 
 
 def _say(text: str) -> None:

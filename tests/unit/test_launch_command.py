@@ -10,6 +10,7 @@ from ocomm.errors import LaunchError
 from ocomm.launch.command import CommandLine, LaunchRequest, build, exported_names
 from ocomm.launch.flavour import Flavour, Launcher
 from ocomm.launch.hosts import parse_hosts
+from ocomm.torch_variables import exports
 
 OPEN_MPI_4 = Launcher(Flavour.OPEN_MPI_4, "/x/mpirun", "4.1.4")
 OPEN_MPI_5 = Launcher(Flavour.OPEN_MPI_5, "/x/mpirun", "5.0.11")
@@ -303,3 +304,18 @@ def test_what_a_launcher_cannot_do_is_refused_with_the_reason(request_, launcher
     with pytest.raises(LaunchError) as caught:
         build(request_, launcher)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("launcher", [OPEN_MPI_5, MPICH, SRUN], ids=str)
+def test_ranks_become_the_program_after_a_shell_that_tells_them_their_place(launcher: Launcher):
+    line = build(local(torch_environ={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"}), launcher)
+    assert line.argv[-5:-3] == ("sh", "-c") and line.argv[-2:] == ("python", "train.py")
+    variable = {OPEN_MPI_5: "OMPI_COMM_WORLD_RANK", MPICH: "PMI_RANK", SRUN: "SLURM_PROCID"}[launcher]
+    end = 'exec "$0" "$@"' + (" </dev/null" if launcher is MPICH else "")
+    assert line.argv[-3] == f"{exports(variable)}; {end}"
+    assert line.added_environ["MASTER_PORT"] == "4711"
+
+
+def test_what_all_ranks_share_of_torchs_variables_travels_to_other_hosts():
+    line = build(remote(torch_environ={"MASTER_ADDR": "10.0.0.1"}), OPEN_MPI_5)
+    assert ("-x", "MASTER_ADDR") in list(zip(line.argv, line.argv[1:], strict=False))
