@@ -62,7 +62,7 @@ test: install $(STAMP)-ptx
 
 # What is too long for every change: whole matrices, repeats, jobs of minutes, and everything under mpirun. Before a
 # release, and before an issue is closed.
-test-long: install $(STAMP)-ptx
+test-long: install $(STAMP)-ptx $(VENV)-mpich/bin/mpiexec
 	timeout 3600 $(PY) -m pytest $(TOGETHER) --timeout=1800 -m 'long and not alone' tests
 	timeout 1800 $(PY) -m pytest -q --timeout=1800 -m 'long and alone' $(ALONE)
 	NUMBA_ENABLE_CUDASIM=1 timeout 1800 $(PY) -m pytest $(TOGETHER) --no-header $(SIMULATED)
@@ -110,8 +110,11 @@ test-gpu-speed: install
 
 # The same extension and mpi4py under another MPI, which has an environment of its own: two MPIs in one get in each
 # other's way.
-test-mpich: install
-	[ -x $(VENV)-mpich/bin/mpiexec ] || { python3 -m venv $(VENV)-mpich && $(VENV)-mpich/bin/pip install -q $(PIP_ARGS) mpich; }
+$(VENV)-mpich/bin/mpiexec:
+	python3 -m venv $(VENV)-mpich && $(VENV)-mpich/bin/pip install -q $(PIP_ARGS) mpich
+
+test-mpich: install $(VENV)-mpich/bin/mpiexec
+	TEST_MPICH=$(CURDIR)/$(VENV)-mpich timeout 1800 $(PY) -m pytest -q tests/cluster/test_torchrun.py
 	for n in 2 4; do \
 	    MPI4PY_MPIABI=mpich LD_LIBRARY_PATH=$(CURDIR)/$(VENV)-mpich/lib TEST_MPI_SIZE=$$n \
 	    timeout 600 $(VENV)-mpich/bin/mpiexec -n $$n $(PY) -m pytest -q --capture=no --no-header \

@@ -40,14 +40,20 @@ Product = ReduceOp.PRODUCT
 # The job
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
+def init(
+    comm: Any = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+    store: Any = None,
+) -> None:
     """Joins the job; a second call is a no-op. Collective over all ranks.
 
     ``comm``: None for all ranks, an mpi4py communicator (which is duplicated), or a list of the launcher's ranks, which
     are the ranks 0, 1, ... of a job of their own. Those that are not in it call ``init`` with lists of theirs.
-    ``process_sets``: the same list on all ranks, or "dynamic", Horovod's word for sets that are added later. Raises
-    LaunchError where this process is not a rank of the job it seems to belong to or some ranks do not come,
-    SettingsError for settings that are wrong or differ between ranks, InvalidRequestError for wrong arguments.
+    ``process_sets``: the same list on all ranks, or "dynamic", Horovod's word for sets that are added later.
+    ``store``: a ``torch.distributed.Store`` in which ranks meet that no launcher of MPI's has started; by default that
+    of Torch's default process group, of torchrun's agent, or one at MASTER_ADDR and MASTER_PORT. Raises LaunchError
+    where this process is not a rank of the job it seems to belong to or some ranks do not come, SettingsError for
+    settings that are wrong or differ between ranks, InvalidRequestError for wrong arguments.
     """
     if isinstance(process_sets, str):
         if process_sets != "dynamic":
@@ -68,7 +74,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
             )
         if comm == list(world):
             comm = None
-    bootstrap.initialize(comm, [ps.ranks for ps in sets])
+    bootstrap.initialize(comm, [ps.ranks for ps in sets], store)
 
 
 def shutdown() -> None:

@@ -10,16 +10,19 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ocomm import session as sessions
-from ocomm import tuning
+from ocomm import torch_store, tuning
 from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings
 from ocomm.errors import LaunchError
+from ocomm.pmi_start import PmiStart
 from ocomm.runtime.arrival import Arrival
 from ocomm.runtime.own_address import free_port, own_address
+from ocomm.runtime.rendezvous import Store
 from ocomm.runtime.supervisor_client import SupervisorClient, take_key
 from ocomm.session import Session
 from ocomm.torch_variables import MASTER, contradiction, missing
@@ -31,12 +34,19 @@ _LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fat
 #: What has ended the script, as "raised ValueError: ...".
 _raised: list[str] = []
 _hooked = False
+#: What has started MPI, where no launcher of MPI's has.
+_pmi: PmiStart | None = None
 #: Room for MASTER_ADDR and MASTER_PORT: a name has at most 253 characters.
 _ADDRESS_NBYTES = 512
 
 
-def initialize(communicator: Any = None, process_sets: Sequence[Sequence[int]] = ()) -> None:
-    """Starts the process's session: with MPI under a launcher, alone without. A second call is a no-op."""
+def initialize(
+    communicator: Any = None, process_sets: Sequence[Sequence[int]] = (), store: Store | None = None
+) -> None:
+    """Starts the process's session: with MPI under a launcher, alone without. A second call is a no-op.
+
+    Where the launcher is none of MPI's, the ranks meet in ``store``; see ``pmi_start``.
+    """
     session = sessions.current()
     if session.is_initialized:
         return
@@ -49,7 +59,9 @@ def initialize(communicator: Any = None, process_sets: Sequence[Sequence[int]] =
     key = take_key(os.environ)
     logging.addLevelName(5, "TRACE")
     _log.setLevel(_LEVELS[settings.log_level])
-    if multiprocessing.parent_process() is not None:
+    group = torch_store.default_group()
+    # Launchers of notebooks start ranks by multiprocessing, which then have made, or been given, what loaders have not.
+    if multiprocessing.parent_process() is not None and store is None and group is None:
         raise LaunchError(
             f"init() was called in process {os.getpid()}, which multiprocessing started from process "
             f"{os.getppid()}. Only the processes that the launcher started are ranks: keep init() and the training "
@@ -62,10 +74,18 @@ def initialize(communicator: Any = None, process_sets: Sequence[Sequence[int]] =
             "cannot find the other ranks. Start the job with ocommrun and the same flags, with horovodrun --mpi, or "
             "with mpirun or srun."
         )
+    if launch is None or not launch.is_mpi:
+        if group is not None:
+            launch = Launch("torch.distributed.get_world_size()", group[1], group[0], "")
+        if launch is None and store is not None:
+            raise LaunchError(
+                "init(store=...) needs this process's number and that of all processes: set RANK and WORLD_SIZE, or "
+                "call torch.distributed.init_process_group first."
+            )
     if communicator is None and (launch is None or (not launch.is_mpi and launch.size == 1)):
         session.start(Fabric(1).endpoint(0), settings, process_sets)
     else:
-        _start_mpi(session, communicator, launch, settings, process_sets, key)
+        _start_mpi(session, communicator, launch, settings, process_sets, key, store)
     _hook()
 
 
@@ -76,7 +96,9 @@ def _start_mpi(
     settings: Settings,
     process_sets: Sequence[Sequence[int]],
     supervisor_key: bytes,
+    store: Store | None,
 ) -> None:
+    global _pmi
     from ocomm.transport import mpi
 
     with_torch_env = settings.torch_env and communicator is None
@@ -91,11 +113,9 @@ def _start_mpi(
             "first Accelerator, PartialState or TrainingArguments, or start the script with ocommrun, which sets "
             "RANK, WORLD_SIZE and LOCAL_RANK for it from the start."
         )
-    if launch is not None and not launch.is_mpi:
-        raise LaunchError(
-            f"{launch.variable}={launch.size}, as torchrun sets it, but this process is in no MPI job (world size 1 "
-            "for MPI). Start the script with ocommrun -np N, mpirun or srun instead of torchrun."
-        )
+    if launch is not None and not launch.is_mpi and launch.size > 1 and _pmi is None:
+        _pmi = PmiStart(launch, store, settings)
+        launch = replace(launch, job=_pmi.name, is_on_one_host=_pmi.is_on_one_host)
     is_on_one_host = launch is not None and launch.is_on_one_host
     if is_on_one_host:
         for name, value in tuning.NCCL_ON_ONE_HOST.items():
@@ -105,6 +125,8 @@ def _start_mpi(
         arrival = Arrival(launch.job, launch.rank, launch.size, settings.start_timeout_s)
     with arrival:
         world = mpi.open_world(communicator, is_on_one_host)
+        if _pmi is not None:
+            _pmi.entered()
     session.launch_ranks = () if communicator is None else mpi.world_ranks(world.communicator)
     if communicator is None and launch is not None and launch.size != world.size:
         if launch.variable == "SLURM_NTASKS":
@@ -219,7 +241,11 @@ def _finalize(clean: bool) -> None:
     from ocomm.transport import mpi
 
     if clean:
+        if _pmi is not None:
+            _pmi.leave()
         mpi.finalize()
+        if _pmi is not None:
+            _pmi.left()
     elif not _raised:
         # This rank ended well but the job did not: MPI_Finalize would wait for the dead.
         time.sleep(0.5)  # let the rank that failed be the one whose exit the launcher reports

@@ -189,7 +189,7 @@ class Launch:
     @property
     def is_mpi(self) -> bool:
         """True if the launcher is one that MPI knows; torchrun is not."""
-        return self.variable != "WORLD_SIZE"
+        return self.variable in OF_LAUNCHERS["WORLD_SIZE"]
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:

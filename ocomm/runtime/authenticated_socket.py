@@ -74,6 +74,12 @@ class AuthenticatedSocket:
         """Ends the connection."""
         self._connection.close()
 
+    def detach(self) -> socket.socket:
+        """The connection itself, for what comes without proofs from now on; this object can no longer be used."""
+        with self._lock:
+            self._broken = "the connection was detached"
+        return self._connection
+
     def send(self, content: bytes) -> None:
         """Sends a message.
 

@@ -94,12 +94,8 @@ def client(
         raise
 
 
-def _connect(addresses: Sequence[str], key: bytes) -> AuthenticatedSocket:
-    if not key:
-        raise LaunchError(
-            f"this rank has no key for the ocommrun that supervises it, which passes it on in {KEY}: the launcher has "
-            "not passed on that variable, or this process was started by a rank."
-        )
+def connect_to_any(addresses: Sequence[str], key: bytes) -> AuthenticatedSocket:
+    """A line to the first of ``addresses``, given as HOST:PORT, where a server knows ``key``; LaunchError if none."""
     reasons = []
     for address in addresses:
         host, _, port = address.rpartition(":")
@@ -108,7 +104,19 @@ def _connect(addresses: Sequence[str], key: bytes) -> AuthenticatedSocket:
             return client(host, int(port), key, _CONNECT_S / len(addresses))
         except (OSError, EOFError) as error:
             reasons.append(f"{address}: {error}")
-    raise LaunchError(
-        f"this rank cannot reach the ocommrun that supervises it: {'; '.join(reasons)}. Ranks connect to a port of the "
-        "machine where ocommrun runs; is there a firewall?"
-    )
+    raise LaunchError("; ".join(reasons))
+
+
+def _connect(addresses: Sequence[str], key: bytes) -> AuthenticatedSocket:
+    if not key:
+        raise LaunchError(
+            f"this rank has no key for the ocommrun that supervises it, which passes it on in {KEY}: the launcher has "
+            "not passed on that variable, or this process was started by a rank."
+        )
+    try:
+        return connect_to_any(addresses, key)
+    except LaunchError as error:
+        raise LaunchError(
+            f"this rank cannot reach the ocommrun that supervises it: {error}. Ranks connect to a port of the machine "
+            "where ocommrun runs; is there a firewall?"
+        ) from None

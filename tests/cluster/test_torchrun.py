@@ -1,0 +1,194 @@
+"""Jobs that torchrun starts, or nobody: ranks with nothing but RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+Their MPI is MPICH, beside Open MPI in no environment: TEST_MPICH is a folder with its lib/libmpi.so.12 (a virtual
+environment into which pip has installed mpich), by default what ``make test-mpich`` makes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ocomm.runtime.own_address import free_port
+from ocomm.torch_variables import MASTER, OF_LAUNCHERS
+from tests.cluster.jobs import LIMIT_S, MPIRUN, ROOT
+
+MPICH = Path(os.environ.get("TEST_MPICH", ROOT / ".venv-mpich"))
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif("TEST_MPI_SIZE" in os.environ, reason="starts jobs itself"),
+    pytest.mark.skipif(not (MPICH / "lib").is_dir(), reason="no MPICH: make test-mpich installs one"),
+]
+TRAIN = str(Path(__file__).with_name("train_anywhere.py"))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+WAITING = """
+import ocomm, time
+ocomm.init()
+print("initialized", flush=True)
+ocomm.barrier()
+time.sleep(600)
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that no launcher has started, and whose MPI is MPICH."""
+    clean = {name: value for name, value in os.environ.items() if name not in (*OF_LAUNCHERS, *MASTER)}
+    mpich = {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(MPICH / "lib")}
+    return {**clean, **mpich, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+class Ranks:
+    """Processes with RANK and WORLD_SIZE: all ranks of a job, or some."""
+
+    def __init__(self, script: list[str], size: int, ranks: list[int] | None = None, **more: str) -> None:
+        meet = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self.processes = {
+            rank: subprocess.Popen(
+                [sys.executable, *script],
+                env=environment(**{**meet, "RANK": str(rank), **more}),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in (range(size) if ranks is None else ranks)
+        }
+
+    def ended(self) -> dict[int, tuple[int, str]]:
+        """Exit code and standard error output of every rank. That ends only when the service has ended, too."""
+        try:
+            said = {rank: process.communicate(timeout=LIMIT_S)[1] for rank, process in self.processes.items()}
+        finally:
+            for process in self.processes.values():
+                process.kill()
+        return {rank: (process.returncode, said[rank]) for rank, process in self.processes.items()}
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*TORCHRUN, str(free_port()), *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
+    )
+
+
+def digest(path: Path, ranks: int = 2) -> str:
+    size, found = path.read_text().split()
+    assert int(size) == ranks
+    return found
+
+
+def test_one_script_has_one_result_under_mpirun_ocommrun_and_torchrun(tmp_path: Path) -> None:
+    with_open_mpi = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    jobs = {
+        "torchrun": ([*TORCHRUN, str(free_port())], environment()),
+        "ocommrun": ([sys.executable, "-m", "ocomm.launch", "-np", "2", sys.executable], with_open_mpi),
+        "mpirun": ([str(MPIRUN), "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable], with_open_mpi),
+    }
+    for name, (command, environ) in jobs.items():
+        done = subprocess.run(
+            [*command, TRAIN, str(tmp_path / name)],
+            cwd=ROOT,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+    assert len({digest(tmp_path / name) for name in jobs}) == 1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_nobody_has_started_find_each_other(size: int, tmp_path: Path) -> None:
+    job = Ranks([TRAIN, str(tmp_path / "sha")], size)
+    assert job.ended() == dict.fromkeys(range(size), (0, ""))
+    digest(tmp_path / "sha", size)
+
+
+def test_two_jobs_run_at_once_on_one_host(tmp_path: Path) -> None:
+    jobs = [Ranks([TRAIN, str(tmp_path / str(number))], 2) for number in range(2)]
+    for job in jobs:
+        assert job.ended() == {0: (0, ""), 1: (0, "")}
+    assert digest(tmp_path / "0") == digest(tmp_path / "1")
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    ended = Ranks(["-c", WAITING], 3, [0, 2], OCOMM_START_TIMEOUT="8").ended()
+    assert time.monotonic() - began_s < LIMIT_S / 2
+    for code, said in ended.values():
+        assert code == 1
+        assert "after 8 s ranks [1] have not come to init()" in said
+
+
+def test_a_killed_rank_ends_the_others_by_name_and_leaves_nothing_for_the_next_job(tmp_path: Path) -> None:
+    for killed in (1, 0):
+        job = Ranks(["-c", WAITING], 3)
+        for process in job.processes.values():
+            assert process.stdout is not None and process.stdout.readline() == "initialized\n"
+        job.processes[killed].kill()
+        for rank, (code, said) in job.ended().items():
+            if rank != killed:
+                assert code == 1
+                assert f"ocomm: rank {rank} ends: rank {killed} has ended without MPI_Finalize." in said
+        after = Ranks([TRAIN, str(tmp_path / f"after {killed}")], 2)
+        assert after.ended() == {0: (0, ""), 1: (0, "")}
+
+
+def test_torchrun_starts_a_job_again_in_which_a_rank_was_killed(tmp_path: Path) -> None:
+    done = torchrun("--max-restarts", "1", TRAIN, str(tmp_path / "again"), "kill", "1", "10")
+    assert done.returncode == 0, done.stderr
+    done = torchrun(TRAIN, str(tmp_path / "at once"))
+    assert done.returncode == 0, done.stderr
+    assert digest(tmp_path / "again") == digest(tmp_path / "at once")
+
+
+def test_a_process_group_of_torchs_works_before_and_after_init() -> None:
+    script = """
+import sys, torch, torch.distributed as dist
+import ocomm_torch as hvd
+if sys.argv[1] == "before":
+    dist.init_process_group("gloo")
+hvd.init()
+if sys.argv[1] == "after":
+    dist.init_process_group("gloo")
+ones = torch.ones(3)
+dist.all_reduce(ones)
+assert ones.tolist() == hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2, 2, 2]
+dist.destroy_process_group()
+"""
+    for when in ("before", "after"):
+        for code, said in Ranks(["-c", script, when], 2).ended().values():
+            assert code == 0, said
+
+
+def test_a_store_may_be_given(tmp_path: Path) -> None:
+    script = """
+import sys, torch.distributed as dist
+import ocomm_torch as hvd
+hvd.init(store=dist.FileStore(sys.argv[1], 2))
+assert hvd.size() == 2
+"""
+    job = Ranks(["-c", script, str(tmp_path / "store")], 2, MASTER_ADDR="", MASTER_PORT="")
+    for code, said in job.ended().values():
+        assert code == 0, said
+
+
+def test_what_mpi_has_started_before_init_is_an_error_on_all_ranks() -> None:
+    script = "import os\nif os.environ['RANK'] == '1':\n    from mpi4py import MPI\nimport ocomm\nocomm.init()\n"
+    for code, said in Ranks(["-c", script], 2).ended().values():
+        assert code == 1
+        assert f"rank 1 on {socket.gethostname()}: MPI was started before init(), in a world of one" in said

@@ -1,0 +1,124 @@
+"""Ranks meet in a store, or hear who has not come, and why there is no job."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ocomm.errors import LaunchError
+from ocomm.runtime.rendezvous import Member, disagreement, meet
+
+
+class DictStore:
+    """What a c10d Store does for ranks that are threads."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        with self._lock:
+            self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            self._values[key] = b"%d" % (int(self._values.get(key, b"0")) + amount)
+            return int(self._values[key])
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+
+def member(rank: int, **changes: str) -> Member:
+    return Member(**{"rank": rank, "host": "h", "node": "n", "version": "1", "library": "MPICH 5.0.2", **changes})
+
+
+def met(
+    members: list[Member], size: int, timeout_s: float, begin: Callable[..., Any] = lambda them: {"ranks": len(them)}
+) -> list[Any]:
+    """What each of these ranks gets, an answer or an error."""
+    store = DictStore()
+
+    def one(mine: Member) -> Any:
+        try:
+            return meet(store, "ocomm/0", mine, size, timeout_s, begin)
+        except LaunchError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(one, members))
+
+
+def test_all_ranks_hear_what_rank_0_has_begun() -> None:
+    seen: list[list[int]] = []
+
+    def begin(them: list[Member]) -> dict[str, str]:
+        seen.append([each.rank for each in them])
+        return {"name": "x"}
+
+    assert met([member(rank) for rank in (2, 0, 1)], 3, 60.0, begin) == [{"name": "x"}] * 3
+    assert seen == [[0, 1, 2]]
+
+
+def test_a_rank_that_does_not_come_is_named_on_all_others() -> None:
+    began_s = time.monotonic()
+    said = met([member(0), member(2)], 3, 0.2)
+    assert time.monotonic() - began_s < 60.0
+    assert len(set(said)) == 1, "rank 0 says it for all"
+    assert "after 0.2 s ranks [1] have not come to init()" in said[0]
+
+
+def test_without_rank_0_the_others_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ocomm.runtime.rendezvous._HEAR_S", 0.1)
+    for said in met([member(1), member(2)], 3, 0.2):
+        assert "ranks [0] have not come to init()" in said
+
+
+def test_what_rank_0_cannot_begin_is_raised_everywhere() -> None:
+    def begin(them: list[Member]) -> dict[str, str]:
+        raise LaunchError("the service has not started")
+
+    assert met([member(0), member(1)], 2, 60.0, begin) == ["the service has not started"] * 2
+
+
+def test_two_processes_with_one_number_are_told() -> None:
+    said = met([member(0), member(1), member(1)], 2, 60.0)
+    assert sum("two processes have RANK=1" in str(each) for each in said) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"problem": "there is no MPI."}, "rank 1 on h: there is no MPI."),
+        (
+            {"version": "2"},
+            "the ranks have different versions of ocomm: 1 on ranks 0 (h); 2 on ranks 1 (h). Type on all hosts: pip "
+            "install the same version of ocomm.",
+        ),
+        (
+            {"library": "MPICH 4.2.0", "host": "g"},
+            "the ranks have different versions of MPI: MPICH 5.0.2 on ranks 0 (h); MPICH 4.2.0 on ranks 1 (g). Type on "
+            "all hosts: pip install the same version of mpich.",
+        ),
+    ],
+)
+def test_ranks_that_cannot_start_together_are_named(changes: dict[str, str], said: str) -> None:
+    assert disagreement([member(0), member(1, **changes)]) == said
+
+
+def test_a_store_that_breaks_is_an_error_that_says_so() -> None:
+    class Broken(DictStore):
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("Connection reset by peer\nframes ...")
+
+    with pytest.raises(LaunchError, match=r"rank 1: the store .* cannot be used any more: Connection reset by peer"):
+        meet(Broken(), "ocomm/0", member(1), 2, 60.0, lambda them: {})
