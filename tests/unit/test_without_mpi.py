@@ -1,0 +1,64 @@
+"""Where there is no mpi4py, or one without an MPI library, one rank works, and several say what to install."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ocomm.torch_variables import MASTER, OF_LAUNCHERS
+
+ROOT = Path(__file__).resolve().parents[2]
+#: In front of a script: what importing mpi4py, or its MPI, raises.
+WITHOUT = {
+    "mpi4py": "import sys\nsys.modules['mpi4py'] = None\n",
+    "a library": """
+import sys
+from importlib.abc import MetaPathFinder
+class NoLibrary(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "mpi4py.MPI":
+            raise RuntimeError("cannot load MPI library")
+sys.meta_path.insert(0, NoLibrary())
+""",
+}
+ONE_RANK = """
+import numpy as np
+import ocomm_torch, ocomm
+ocomm_torch.init()
+assert ocomm.allreduce(np.ones(3)).tolist() == [1, 1, 1] and ocomm.size() == 1
+ocomm.shutdown()
+assert not [name for name in sys.modules if name.startswith("mpi4py") and sys.modules[name] is not None]
+"""
+
+
+def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Of a process that no launcher has started."""
+    variables = {name for theirs in OF_LAUNCHERS.values() for name in theirs} | {*OF_LAUNCHERS, *MASTER}
+    clean = {name: value for name, value in os.environ.items() if name not in variables}
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**clean, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.parametrize("missing", WITHOUT)
+def test_one_rank_works(missing: str) -> None:
+    done = run(WITHOUT[missing] + ONE_RANK)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("missing", WITHOUT)
+def test_a_rank_of_several_says_what_to_install(missing: str) -> None:
+    done = run(WITHOUT[missing] + "import ocomm\nocomm.init()", RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 1
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("ocomm.errors.LaunchError: ")]
+    assert "need MPICH; type: pip install 'ocomm[mpich]'." in error
