@@ -108,7 +108,8 @@ def _library(size: int) -> tuple[str, str]:
         name, version, is_up = mpi.library()
     except LaunchError as error:
         cause = error.__cause__ or error
-        return "", f"there is no MPI ({cause}). Ranks that torchrun starts need MPICH; type: pip install 'ocomm[mpich]'."
+        remedy = "Ranks that torchrun starts need MPICH; type: pip install 'ocomm[mpich]'."
+        return "", f"there is no MPI ({cause}). {remedy}"
     text = f"{name} {version}"
     if name not in ("MPICH", "Intel MPI"):
         return text, (

@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ocomm.bench._lab import Lab, why_not
 from ocomm.runtime.own_address import free_port
 from ocomm.torch_variables import MASTER, OF_LAUNCHERS
 from tests.cluster.jobs import LIMIT_S, MPIRUN, ROOT
@@ -46,11 +48,18 @@ def environment(**more: str) -> dict[str, str]:
 class Ranks:
     """Processes with RANK and WORLD_SIZE: all ranks of a job, or some."""
 
-    def __init__(self, script: list[str], size: int, ranks: list[int] | None = None, **more: str) -> None:
+    def __init__(
+        self,
+        script: list[str],
+        size: int,
+        ranks: list[int] | None = None,
+        on: Callable[[int, list[str]], list[str]] = lambda rank, command: command,
+        **more: str,
+    ) -> None:
         meet = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.processes = {
             rank: subprocess.Popen(
-                [sys.executable, *script],
+                on(rank, [sys.executable, *script]),
                 env=environment(**{**meet, "RANK": str(rank), **more}),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -192,3 +201,29 @@ def test_what_mpi_has_started_before_init_is_an_error_on_all_ranks() -> None:
     for code, said in Ranks(["-c", script], 2).ended().values():
         assert code == 1
         assert f"rank 1 on {socket.gethostname()}: MPI was started before init(), in a world of one" in said
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"no lab: {why_not()}")
+@pytest.mark.parametrize("hosts", ["ab", "abab", "aabb", "abb"])
+def test_ranks_may_be_dealt_to_hosts_in_any_order(hosts: str, tmp_path: Path) -> None:
+    script = """
+import sys, numpy as np, ocomm
+ocomm.init()
+rank, hosts = ocomm.rank(), sys.argv[1]
+mine = [each for each in range(len(hosts)) if hosts[each] == hosts[rank]]
+assert (ocomm.size(), ocomm.local_rank(), ocomm.local_size()) == (len(hosts), mine.index(rank), len(mine))
+total = sum(range(1, len(hosts) + 1))
+assert ocomm.allreduce(np.full(100_000, rank + 1.0), op=ocomm.Sum).tolist() == [total] * 100_000
+from mpi4py import MPI
+assert MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).size == len(mine), "MPICH shares memory with others"
+"""
+    with Lab(2) as lab:
+        job = Ranks(
+            ["-c", script, hosts],
+            len(hosts),
+            on=lambda rank, command: lab.on("ab".index(hosts[rank]), command),
+            MASTER_ADDR=lab.address(0),
+            PATH=f"{os.environ['PATH']}:/usr/sbin:/sbin",
+        )
+        for code, said in job.ended().values():
+            assert code == 0, said
