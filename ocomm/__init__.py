@@ -1,4 +1,4 @@
-"""Data-parallel training with 1-bit traffic: Horovod's calls on NumPy arrays.
+"""Data-parallel training with 1-bit gradient exchange: Horovod's calls on NumPy arrays.
 
 Torch and TensorFlow have their own frontends: ``import ocomm_torch as hvd``.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ocomm.operations import remove_process_set as remove_process_set
     from ocomm.version import __version__ as __version__
 
-# The launcher and tools import this package too: names are loaded when they are first used, with NumPy and the rest.
+# The launcher and tools import this package too, so each name, and NumPy with it, is loaded when it is first used.
 _HOMES = {
     "ocomm.api": (
         "Adasum Average Max Min Product Sum allgather allgather_async allgather_object allreduce allreduce_ "

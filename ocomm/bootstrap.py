@@ -1,4 +1,4 @@
-"""Starts and ends the process's own session: finds its launcher and MPI, and leaves the job at exit."""
+"""Starts and ends the session of the process: finds its launcher and MPI, and leaves the job at exit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ocomm.types import Settings
 
 _log = logging.getLogger("ocomm")
 _LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
-#: What has ended the script, as "raised ValueError: ...".
+#: The exception that has ended the script, as "raised ValueError: ...".
 _raised: list[str] = []
 _hooked = False
 #: What has started MPI, where no launcher of MPI's has.
@@ -43,9 +43,10 @@ _ADDRESS_NBYTES = 512
 def initialize(
     communicator: Any = None, process_sets: Sequence[Sequence[int]] = (), store: Store | None = None
 ) -> None:
-    """Starts the process's session: with MPI under a launcher, alone without. A second call is a no-op.
+    """Starts the session of the process: with MPI under a launcher, as a single rank without. A second call does
+    nothing.
 
-    Where the launcher is none of MPI's, the ranks meet in ``store``; see ``pmi_start``.
+    Where the launcher is not one of MPI's, the ranks meet in ``store`` (``ocomm.pmi_start``).
     """
     session = sessions.current()
     if session.is_initialized:
@@ -189,8 +190,12 @@ def _set_torch_variables(session: Session) -> None:
 
 
 def _left_to_the_launcher(late: Mapping[str, str], local_size: int) -> list[str]:
-    """What ``ocommrun`` sets and ``init()`` cannot, as sentences: parameters of an MPI that was up before, and the
-    binding of ranks to cores. ``late`` are variables with their values, ``local_size`` is that of this host."""
+    """Returns sentences about what ``ocommrun`` sets and ``init()`` cannot set.
+
+    Args:
+        late: Variables, with their values, for parameters of an MPI that was started before ``init()``.
+        local_size: Number of ranks on this host; their binding to cores is looked at.
+    """
     found = []
     if late:
         values = " ".join(f"{name}={value}" for name, value in late.items())
@@ -198,9 +203,9 @@ def _left_to_the_launcher(late: Mapping[str, str], local_size: int) -> list[str]
     own = len(os.sched_getaffinity(0))
     try:
         launchers = len(os.sched_getaffinity(os.getppid()))
-    except OSError:  # the launcher is somebody else's
+    except OSError:  # the launcher belongs to another user
         return found
-    # A rank has a thread that trains and one that communicates: one core is too few where there are more.
+    # A rank has a thread that trains and one that communicates, so one core is too few if the host has more.
     if own < launchers and own < max(2, launchers // local_size):
         found.append(
             f"the launcher has bound each rank to {own} of {launchers} cores, which the {local_size} ranks of this "
@@ -210,7 +215,9 @@ def _left_to_the_launcher(late: Mapping[str, str], local_size: int) -> list[str]
 
 
 def _hook() -> None:
-    """Once per process: leave the job at exit, and tell the others if an exception is why."""
+    """Arranges once per process that it leaves the job at exit, and tells the other ranks if an exception is the
+    reason.
+    """
     global _hooked
     if _hooked:
         return
@@ -234,7 +241,7 @@ def _at_exit() -> None:
     elif session.supervisor is not None and not _raised:
         session.supervisor.say("bye")
     session.shutdown(bool(_raised), _raised[0] if _raised else "shut down")
-    _finalize(session.left_in_order)  # also where the script has called shutdown() itself
+    _finalize(session.left_in_order)  # also if the script has called shutdown() itself
 
 
 def _finalize(clean: bool) -> None:
@@ -247,7 +254,7 @@ def _finalize(clean: bool) -> None:
         if _pmi is not None:
             _pmi.left()
     elif not _raised:
-        # This rank ended well but the job did not: MPI_Finalize would wait for the dead.
+        # This rank ended well but the job did not: MPI_Finalize would wait for ranks that have died.
         time.sleep(0.5)  # let the rank that failed be the one whose exit the launcher reports
         sys.stdout.flush()
         sys.stderr.flush()

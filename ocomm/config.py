@@ -1,8 +1,8 @@
-"""Settings from the environment. The only place that reads it for them.
+"""Reads settings from the environment. No other module does.
 
-``OCOMM_<NAME>`` wins; Horovod's ``HOROVOD_<NAME>`` is taken where ours is unset. An ``OCOMM_*`` that does not exist or
-cannot be parsed is an error, because a mistyped setting that is silently ignored costs someone a day. A ``HOROVOD_*``
-that has no meaning here is named once in the log.
+``OCOMM_<NAME>`` wins; Horovod's ``HOROVOD_<NAME>`` is read if it is unset. An ``OCOMM_*`` variable that does not exist
+or cannot be parsed is an error, because a mistyped setting that is silently ignored costs someone a day. A
+``HOROVOD_*`` variable without a meaning here is named once in the log.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def _list(text: str) -> tuple[str, ...]:
 
 
 def _timeline(text: str) -> str:
-    return "" if text == "DYNAMIC" else text  # Horovod's word for: not yet, but start_timeline() may be called
+    return "" if text == "DYNAMIC" else text  # Horovod's word for a timeline that start_timeline() begins later
 
 
 #: MPI counts the bytes of a message in an int, and a message can be a little more than a segment.
 MOST_SEGMENT_NBYTES = 2**30
-#: Segments in flight at once need tags of their own, of which MPI promises 32768: 16 for each segment.
+#: Each segment in flight needs 16 tags of its own, and MPI promises 32768 tags.
 MOST_WINDOW = 2047
 
 #: Settings that autotuning changes, unless the environment gives them a value.
@@ -133,7 +133,9 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """The settings that ``environment`` asks for. SettingsError for an unknown or unparsable ``OCOMM_*``."""
+    """Returns the settings that ``environment`` asks for. Raises SettingsError for an unknown or unparsable
+    ``OCOMM_*``.
+    """
     values: dict[str, Any] = {}
     for variable, text in sorted(environment.items()):
         prefix, _, name = variable.partition("_")
@@ -158,19 +160,20 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     return Settings(**values)
 
 
-#: Variables by which launchers tell a process how many ranks there are, the surest first.
+#: Variables in which launchers tell a process the number of ranks, the most reliable first.
 _WORLD_SIZES = (*OF_LAUNCHERS["WORLD_SIZE"], "WORLD_SIZE")
 _RANKS = (*OF_LAUNCHERS["RANK"], "RANK")
 _JOBS = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
-#: Variables by which the launchers of Open MPI and MPICH tell how many ranks are on this host.
+#: Variables in which the launchers of Open MPI and MPICH tell the number of ranks on this host.
 _LOCAL_SIZES = OF_LAUNCHERS["LOCAL_WORLD_SIZE"]
-#: Variables by which srun tells how many hosts there are, of this step or of the allocation.
+#: Variables in which srun tells the number of hosts, of this step or of the allocation.
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the environment says about the job: the variable that says so, the number of ranks, this rank's number.
+    """What the environment says about the job: the number of ranks, this rank's number, and the variable with the
+    number of ranks.
 
     ``is_on_one_host`` is True only if the environment says that all ranks are on this host.
     """
@@ -193,7 +196,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """Who launched this process, as far as the environment tells; None for a plain ``python train.py``."""
+    """Returns what the environment tells about the launcher of this process; None for a plain ``python train.py``."""
     # What torchrun starts inside a task of srun inherits the variables of that task, which is no rank.
     is_of_torchrun = "TORCHELASTIC_RUN_ID" in environment
     for variable, rank in zip(_WORLD_SIZES, _RANKS, strict=True):
@@ -216,5 +219,5 @@ def _is_on_one_host(variable: str, size: int, environment: Mapping[str, str]) ->
 
 
 def is_gloo_launch(environment: Mapping[str, str]) -> bool:
-    """True if horovodrun started this process in Gloo mode, as one of several: its ranks do not know of MPI."""
+    """Returns True if horovodrun started this process as one of several in Gloo mode, whose ranks do not use MPI."""
     return "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environment and environment.get("HOROVOD_SIZE", "1") not in ("", "1")

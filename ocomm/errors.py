@@ -1,4 +1,4 @@
-"""What ocomm raises. Every message names the tensor, the ranks, what was expected and got, and what to do.
+"""The exceptions of ocomm. Every message names the tensor, the ranks, what was expected and got, and what to do.
 
     OcommError
     |-- NotInitializedError (also ValueError)     a call before init() or after shutdown()
@@ -13,22 +13,22 @@
         |-- PeerError                             a rank raised, left or died
         `-- NonFiniteError                        NaN or Inf in a gradient; no rank's state was changed
 
-HostsUpdatedInterrupt is Horovod's signal of an elastic job, for scripts that catch it; it is no error.
+HostsUpdatedInterrupt tells a script of an elastic job that the hosts have changed. It is no error.
 """
 
 from __future__ import annotations
 
 
 class OcommError(Exception):
-    """Base of every error of ocomm."""
+    """Base class of all errors of ocomm."""
 
 
 class NotInitializedError(OcommError, ValueError):
-    """A call before ``init()`` or after ``shutdown()``."""
+    """A function was called before ``init()`` or after ``shutdown()``."""
 
 
 class SettingsError(OcommError, ValueError):
-    """A setting is unknown, unparsable, or differs between ranks."""
+    """A setting is unknown, cannot be parsed, or differs between ranks."""
 
 
 class LaunchError(OcommError, RuntimeError):
@@ -36,28 +36,28 @@ class LaunchError(OcommError, RuntimeError):
 
 
 class InvalidRequestError(OcommError, ValueError):
-    """A call which is wrong on this rank alone, found before anything is sent."""
+    """A call is wrong on this rank alone; raised before anything is sent."""
 
 
 class UnsupportedError(InvalidRequestError, NotImplementedError):
-    """An operation that tensors of this element type, layout or shape do not have: Adasum of integers, an average of
-    bool, an allgather of a tensor without dimensions.
+    """The operation does not exist for this element type, layout or shape: Adasum of integers, an average of bool, an
+    allgather of a tensor without dimensions.
 
-    Horovod sends such calls and fails in all ranks with a RuntimeError, which its scripts catch; this one is raised at
-    once, and is a RuntimeError, a NotImplementedError and a ValueError.
+    Horovod sends such calls, and they fail on all ranks with a RuntimeError, which scripts catch. This error is raised
+    at once and is a RuntimeError, a NotImplementedError and a ValueError.
     """
 
 
 class CheckpointError(OcommError, ValueError):
-    """A saved state is damaged, or of another model, optimizer or world; nothing of it was loaded."""
+    """A saved state is damaged, or belongs to another model, optimizer or number of ranks. Nothing of it was loaded."""
 
 
 class HorovodInternalError(OcommError, RuntimeError):
-    """A collective failed. Horovod's name, so that ``except hvd.HorovodInternalError`` goes on working."""
+    """A collective failed. It has Horovod's name, so that ``except hvd.HorovodInternalError`` still works."""
 
 
 class MismatchError(HorovodInternalError):
-    """The ranks do not agree on what a collective is."""
+    """The ranks called different things: another shape, dtype, operation, order or step."""
 
 
 class StallError(HorovodInternalError):
@@ -69,13 +69,15 @@ class PeerError(HorovodInternalError):
 
 
 class NonFiniteError(HorovodInternalError):
-    """A gradient has NaN or Inf on some rank; the step was discarded on all ranks, no state was changed."""
+    """A gradient has NaN or Inf on some rank. All ranks discarded the step, and no state was changed."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts of an elastic job have changed; ``skip_sync`` says that no state needs to be sent again.
+    """The hosts of an elastic job have changed.
 
-    ``relaunch``: the processes end, and others go on from this commit on the new hosts.
+    Args:
+        skip_sync: True if no state needs to be sent again.
+        relaunch: True if the processes of the job end, and others continue from this commit on the new hosts.
     """
 
     def __init__(self, skip_sync: bool = False, relaunch: bool = False) -> None:

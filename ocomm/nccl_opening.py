@@ -1,4 +1,4 @@
-"""Opening NCCL between the GPUs of each node (ncclCommInitRank): on all nodes of a process set, or on none.
+"""Opens NCCL between the GPUs of each node (ncclCommInitRank): on all nodes of a process set, or on none.
 
 The result is the ``Bridge`` of each node (``collectives.bridge``).
 """
@@ -29,13 +29,15 @@ from ocomm.transport import nccl
 from ocomm.types import Nodes
 
 _log = logging.getLogger("ocomm")
-#: Bytes that each rank sends to each other one before a bridge is used.
+#: Bytes that each rank sends to every other rank in the trial transfer, before a bridge is used.
 _TRIAL_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """What a rank tells the others: why it cannot, "" if it can; its library, its device, the bridge that it has."""
+    """What a rank tells the others: why it cannot use NCCL, "" if it can; its library; its device; the bridge that it
+    has.
+    """
 
     why: str
     version: str = ""
@@ -46,12 +48,18 @@ class _Word:
 def open_bridge(
     session: Session, number: int, name: str, nodes: Nodes, memory: Memory, waits: bool = True
 ) -> tuple[IntraNode | None, str]:
-    """NCCL between the devices of each node of process set ``number``, and its version; or None, and why not.
+    """Opens NCCL between the devices of each node of process set ``number``.
 
-    Collective: all ranks of the set come to the same. May take until ``start_timeout_s`` is over. A process has one
-    bridge at most, because NCCL wants the calls of all its communicators in one order: optimizers of the same ranks
-    share it, and one of other ranks gets none. So it opens one at a time: unless it ``waits`` for another thread that
-    does, no rank gets one. The threads that wait must come in one order on all ranks.
+    Collective: the result is the same on all ranks of the set. May take up to ``start_timeout_s``. A process has at
+    most one bridge, because NCCL wants the calls of all its communicators in one order: optimizers of the same ranks
+    share it, and an optimizer of other ranks gets none.
+
+    Args:
+        waits: True to wait while another thread of this process opens a bridge; such threads must come in the same
+            order on all ranks. False: in that case no rank gets a bridge.
+
+    Returns:
+        The bridge of this rank's node and the version of NCCL, or None and the reason why there is no bridge.
     """
     patience = session.settings.start_timeout_s if waits else 0
     if not session.opening_bridge.acquire(timeout=patience):
@@ -78,7 +86,7 @@ def _open_bridge(
     version = f"NCCL {library}"
     bridges = {said[rank].bridge for rank in node}
     kept = len(bridges) == 1 and "" not in bridges
-    # All ranks go through all rounds, whoever has a bridge already.
+    # All ranks take part in all rounds, also those that have a bridge already.
     unique_id, why = "", ""
     if node[0] == me and len(node) > 1 and not kept:
         try:
@@ -105,7 +113,9 @@ def _open_bridge(
 
 
 def could_be_bridged(session: Session, number: int) -> bool:
-    """Whether dense sums over process set ``number`` could go over a bridge: its ranks are several, on one host."""
+    """Returns True if dense sums over process set ``number`` could go over a bridge: it has several ranks, all on one
+    host.
+    """
     member, hosts = session.member_set(number), session.require_topology().hosts
     if session.settings.nccl == "0" or member.size == 1 or (member.unbridged and session.settings.nccl != "1"):
         return False
@@ -113,10 +123,11 @@ def could_be_bridged(session: Session, number: int) -> bool:
 
 
 def memory_of(session: Session, number: int, memory: DeviceMemory) -> TensorMemory:
-    """Where tensors that are on this device are to be when they are added up over a set that ``could_be_bridged``.
+    """Returns which way tensors on this device take when they are summed over a set that ``could_be_bridged``.
 
-    The set's bridge is opened when all ranks have come with tensors that are ``COPIED``; this is no collective call.
-    InvalidRequestError where settings want a bridge, and the ranks have found that there can be none.
+    ``BRIDGED`` tensors stay on the device; ``COPIED`` tensors go through the host's memory. The set's bridge is opened
+    once all ranks have come with tensors that are ``COPIED``. Not collective. Raises InvalidRequestError if settings
+    ask for NCCL and the ranks have found that there can be no bridge.
     """
     member = session.member_set(number)
     if member.bridged is not None:
@@ -130,14 +141,16 @@ def memory_of(session: Session, number: int, memory: DeviceMemory) -> TensorMemo
 
 
 def give_up(member: ProcessSet, why: str, is_news: bool = True) -> None:
-    """There will be no bridge for sums over this set."""
+    """Notes that there will be no bridge for sums over this set, with a warning if that is news."""
     member.unbridged = why
     if is_news:
         _log.warning("dense sums of tensors on GPUs go through the host's memory, not over NCCL: %s.", why)
 
 
 def _open_for_sums(session: Session, number: int, member: ProcessSet, memory: DeviceMemory) -> None:
-    """On all ranks at once, in threads that nobody waits for but the end of the session."""
+    """Opens the set's bridge for dense sums. Runs on all ranks at once, in a thread that only the end of the session
+    waits for.
+    """
     intra_node: IntraNode | None = None
     try:
         memory.device.enter()
@@ -145,7 +158,7 @@ def _open_for_sums(session: Session, number: int, member: ProcessSet, memory: De
         intra_node, words = open_bridge(session, number, "dense sums", nodes, memory, waits=False)
         if intra_node is not None:
             member.bridged = BridgedSums(intra_node, memory, session.settings.scratch_nbytes)
-    except (OcommError, MemoryError, ValueError) as error:  # the last where a rank has joined, and says nothing
+    except (OcommError, MemoryError, ValueError) as error:  # ValueError: a rank has joined, and its text is empty
         words = str(error) or "out of memory"
     if member.bridged is None:
         give_up(member, words, is_news=session.is_initialized and (member.rank == 0 or intra_node is not None))
@@ -158,7 +171,7 @@ def _tell(session: Session, number: int, name: str, what: object) -> list[str]:
 
 
 def _ability(session: Session, members: tuple[int, ...], memory: Memory) -> tuple[nccl.NcclLibrary | None, _Word]:
-    """This rank's library, and what it says of itself."""
+    """Returns this rank's NCCL library, and what this rank tells the others."""
     if session.settings.nccl == "0":
         return None, _Word("OCOMM_NCCL=0")
     if not isinstance(memory, DeviceMemory):
@@ -175,7 +188,7 @@ def _ability(session: Session, members: tuple[int, ...], memory: Memory) -> tupl
 
 
 def _objection(said: list[_Word], nodes: Nodes, ranks: tuple[int, ...]) -> str:
-    """Why there can be no bridges, as all ranks see it; "" if there can."""
+    """Returns why there can be no bridges, the same on all ranks; "" if there can be."""
     for rank, word in enumerate(said):
         if word.why:
             return f"rank {ranks[rank]}: {word.why}"
@@ -194,7 +207,9 @@ def _objection(said: list[_Word], nodes: Nodes, ranks: tuple[int, ...]) -> str:
 def _opened(
     session: Session, library: nccl.NcclLibrary, unique_id: bytes, memory: DeviceMemory, members: tuple[int, ...]
 ) -> Bridge:
-    """The bridge, after a trial: connections are made by the first transfer, which may wait for other ranks."""
+    """Returns the bridge after a trial transfer, since NCCL makes connections in the first transfer, which may wait for
+    ranks.
+    """
     position = members.index(session.require_topology().rank)
     seconds = session.settings.start_timeout_s
     device = memory.device
@@ -218,7 +233,9 @@ def _opened(
 def _try(
     communicator: nccl.Communicator, memory: DeviceMemory, stream: Stream, size: int, position: int, seconds: float
 ) -> None:
-    """Everyone sends everyone else its number, many times. HorovodInternalError if that does not arrive."""
+    """Sends 64 KiB of this rank's number to every other rank. Raises HorovodInternalError if a rank's number does not
+    arrive.
+    """
     mine, theirs = memory.empty(_TRIAL_NBYTES, np.uint8), memory.empty(size * _TRIAL_NBYTES, np.uint8)
     mine[:] = np.full(_TRIAL_NBYTES, position + 1, np.uint8)
     memory.wait()

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ocomm.kernels.cpu import Pool
 
 _log = logging.getLogger("ocomm")
-#: Why a rank leaves which will be back.
+#: The reason that a rank gives if it leaves to join again.
 REJOINS = "has left to join again"
 #: How many of a session's ``at_end`` are called: a search over hyperparameters makes many optimizers.
 _LAST_WORDS = 3
@@ -56,7 +56,7 @@ class AtEnd(Protocol):
 
 
 class Session:
-    """One rank of one job, from ``start`` to ``shutdown``; may be started again."""
+    """One rank's membership in a job, from ``start`` to ``shutdown``. A session may be started again."""
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
@@ -64,23 +64,23 @@ class Session:
         self.topology: Topology | None = None
         self.kernels: Kernels | None = None
         self._device_kernels: dict[int, Kernels] = {}
-        #: Between this rank's device and those of other ranks of its host; one per process (``nccl_opening``).
+        #: Connects this rank's device with those of other ranks of its host; one per process (``nccl_opening``).
         self.bridge: Bridge | None = None
-        #: Held while it is opened.
+        #: Held while the bridge is opened.
         self.opening_bridge = threading.Lock()
         self.sets: dict[int, ProcessSet | None] = {}
         self.set_ranks: dict[int, tuple[int, ...]] = {}
         self.engine: Engine | None = None
         self.timeline: Timeline | None = None
         self.left_in_order = True  # whether the last shutdown was clean on all ranks
-        self.supervisor: SupervisorClient | None = None  # of an elastic job; stays when the session is started again
-        self.launch_ranks: Sequence[int] = ()  # the launcher's numbers of the ranks, where they are others
+        self.supervisor: SupervisorClient | None = None  # of an elastic job; kept when the session is started again
+        self.launch_ranks: Sequence[int] = ()  # the launcher's numbers of the ranks, if they differ
         self._pool: Pool | None = None
         #: Their ``at_end`` is called when the session ends in order, of the last ones alone where there are many.
         self.at_end: list[AtEnd] = []
-        #: The process that has started it, which alone may communicate; 0 before.
+        #: Id of the process that has started the session, which alone may communicate; 0 before ``start``.
         self.pid = 0
-        self._starts = 0  # with a timeline from the settings
+        self._starts = 0  # number of starts with a timeline that the settings ask for
         #: Staging memory for plans of dense collectives.
         self.scratch = Scratch(0)
         self._next_set = 1
@@ -118,15 +118,22 @@ class Session:
         abi: Any = None,
         host: str | None = None,
     ) -> None:
-        """Joins the job on ``control``, which becomes this session's. Collective over its ranks.
+        """Joins the job of the ranks of ``control``. Collective over these ranks.
 
-        ``process_sets`` are lists of world ranks, the same on all ranks; they get the ids 1, 2, ... ``abi`` says how C
-        calls MPI, None where the network is not MPI. Raises SettingsError where ranks do not agree, LaunchError where
-        some do not come within ``start_timeout_s``.
+        Args:
+            control: The network between all ranks; the session owns it from now on.
+            settings: This rank's settings.
+            process_sets: Lists of world ranks, the same on all ranks; they get the ids 1, 2, ...
+            abi: How C calls MPI; None if the network is not MPI.
+            host: Name of this host; None to ask the system.
+
+        Raises:
+            SettingsError: A setting differs between ranks, or cannot be used.
+            LaunchError: Some ranks do not come within ``start_timeout_s``.
         """
         tuner = _tuner(settings) if settings.autotune and control.rank == 0 else None
         sets = [tuple(ranks) for ranks in process_sets]
-        # Before anybody hears of this rank: it may fail.
+        # Threads are started before this rank tells the others that it is there, because starting them may fail.
         pool = _kernel_threads(settings)
         try:
             self._join(control, settings, sets, abi, host or socket.gethostname(), pool, tuner)
@@ -187,23 +194,26 @@ class Session:
         self.runtime = runtime
 
     def say_lost(self, lost: dict[int, str]) -> None:
-        """Tells the supervisor, if there is one, of ranks that have failed; it knows them by the launcher's numbers."""
+        """Tells the supervisor, if there is one, which ranks have failed. It knows them by the launcher's numbers."""
         if self.supervisor is not None:
             self.supervisor.say_lost(
                 {self.launch_ranks[rank] if self.launch_ranks else rank: lost[rank] for rank in lost}
             )
 
     def shutdown(self, failed: bool = False, why: str = "shut down") -> bool:
-        """Leaves the job; True if all ranks did so in order. Collective unless ``failed``. No-op before ``start``."""
+        """Leaves the job. Collective unless ``failed``; does nothing before ``start``.
+
+        Returns True if all ranks left in order.
+        """
         if not self.is_initialized:
             return True
         assert self.runtime is not None and self.engine is not None
         runtime, self.runtime = self.runtime, None
         clean = self.left_in_order = runtime.leave(failed, why)
         for member in self.sets.values():
-            if member is not None and member.opening_bridge is not None:  # has heard by now, unless it waits for NCCL
+            if member is not None and member.opening_bridge is not None:  # ends by itself, unless it waits for NCCL
                 member.opening_bridge.join(self.settings.start_timeout_s)
-        if self.bridge is not None:  # nobody is in a transfer any more, or the job is over
+        if self.bridge is not None:  # no rank has a transfer under way, or the job has failed
             self.bridge.end("the session is over")
             self.bridge = None
         self._end_timeline()
@@ -217,7 +227,7 @@ class Session:
                 parent.close()
             self.engine.close()
         else:
-            # The network may still touch buffers of what was under way: engine and communicators stay as they are.
+            # The network may still use buffers of what was under way, so engine and communicators are kept as they are.
             _abandoned.append((self.engine, self.sets))
         self.engine = None
         if clean and not failed:
@@ -225,14 +235,14 @@ class Session:
                 one.at_end()
         self.at_end.clear()
         if self._pool is not None:
-            self._pool.close()  # optimizers may go on to hold the kernels
+            self._pool.close()  # optimizers may keep the kernels, which go on without threads
         self.sets = {}
         return clean
 
     def _open_set(
         self, number: int, ranks: Sequence[int], transport: Transport, tuner: Tuner | None = None
     ) -> ProcessSet:
-        """A member's side of a set; ``transport`` becomes its own."""
+        """Makes this rank's member of a process set, which owns ``transport`` from now on."""
         assert self.engine is not None and self.topology is not None
         self.engine.watch(transport)
         data = duplicate(transport, self.settings.start_timeout_s)
@@ -245,9 +255,11 @@ class Session:
     # Process sets
 
     def add_set(self, ranks: Sequence[int]) -> int:
-        """Registers another process set and returns its id. Collective over the world, in one order everywhere.
+        """Registers another process set and returns its id. Collective over the world, in one order on all ranks.
 
-        InvalidRequestError for ranks that are not there or a set that is; MismatchError if the ranks do not agree.
+        Raises:
+            InvalidRequestError: A rank does not exist, or the set is registered already.
+            MismatchError: The ranks do not add the same set.
         """
         runtime = self._require()
         topology = self.require_topology()
@@ -256,7 +268,7 @@ class Session:
         if added in self.set_ranks.values():
             raise InvalidRequestError(f"Attempted to add a duplicate process set: ranks {list(added)}.")
         check_sets([added], topology.size, number)
-        # On a copy of the world's communicator: MPI's own messages for this would be taken for control messages.
+        # MPI makes the new communicator on a copy of the world's: there its messages cannot be taken for ours.
         request = Request(Kind.DUPLICATE, f"add_process_set.{number}", detail=f"ranks {list(added)}")
         world: Transport = self.submit(0, Submission.of(request)).wait()[0]
         member = None
@@ -274,13 +286,14 @@ class Session:
         return number
 
     def remove_set(self, number: int) -> None:
-        """Forgets a process set. Collective over the world, in one order everywhere.
+        """Forgets a process set. Collective over the world, in one order on all ranks.
 
-        Operations of the set which some of its ranks have not asked for fail. MismatchError if the ranks do not agree.
+        Operations of the set that some of its ranks have not asked for fail. Raises MismatchError if the ranks do not
+        remove the same set.
         """
         runtime = self._require()
         ranks, member = self.set_ranks[number], self.sets[number]
-        if member is not None:  # what the others have asked for before is decided
+        if member is not None:  # a response to this comes after those to everything that ranks asked for before
             self.agree(number, "remove_process_set", "removed")
         self.agree(0, f"remove_process_set.{number}", f"ranks {list(ranks)}")
         del self.sets[number], self.set_ranks[number]
@@ -341,13 +354,15 @@ class Session:
     # Timeline
 
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
-        """Records from now on into ``path`` (see ``telemetry.timeline.path_of``); ends the timeline before it."""
+        """Records from now on into ``path`` (``telemetry.timeline.path_of`` gives each rank its file), and ends the
+        timeline before it.
+        """
         self._require()
         self._end_timeline()
         self._write_timeline(path, mark_cycles)
 
     def stop_timeline(self) -> None:
-        """Ends the timeline, if there is one; its file is whole when this returns."""
+        """Ends the timeline, if there is one. Its file is complete when this returns."""
         self._require()
         self._end_timeline()
 
@@ -384,13 +399,13 @@ class Session:
         return self.runtime
 
     def require_topology(self) -> Topology:
-        """Where this rank stands; NotInitializedError before ``start``."""
+        """Returns the place of this rank in the job. Raises NotInitializedError before ``start``."""
         self._require()
         assert self.topology is not None
         return self.topology
 
     def member_set(self, number: int) -> ProcessSet:
-        """The process set ``number``, of which this rank must be a member. InvalidRequestError if it is not."""
+        """Returns the process set ``number``. Raises InvalidRequestError if this rank is not a member of it."""
         self._require()
         if number not in self.sets:
             raise InvalidRequestError(f"process set {number} does not exist, or has not been registered.")
@@ -403,46 +418,54 @@ class Session:
         return member
 
     def nodes(self, number: int, hierarchical: bool | Literal["auto"] = "auto") -> Nodes:
-        """How the ranks of process set ``number`` exchange compressed values; see ``routes.arrange``."""
+        """Returns how the ranks of process set ``number`` exchange compressed values, as ``routes.arrange`` decides."""
         hosts = self.require_topology().hosts
         ranks = self.member_set(number).ranks
         return arrange([hosts[rank] for rank in ranks], hierarchical, self.settings.direct_peers)
 
     def submit(self, number: int, submission: Submission) -> Handle:
-        """Queues tensors in process set ``number``, all or none."""
+        """Queues all tensors of a submission in process set ``number``, or none if one cannot be queued."""
         return self.member_set(number).submit(submission)
 
     def automatic_name(self, operation: str, number: int = 0) -> str:
-        """A name for a tensor that the user gave none.
+        """Returns a name for a tensor without one.
 
-        Counted per process set and operation, so that calls which only some ranks make do not shift other names.
+        Names are counted per process set and operation, so a call that only some ranks make does not shift the names of
+        others.
         """
         return f"{operation}.noname.{self.ordinal(operation, number)}"
 
     def ordinal(self, what: str, number: int = 0) -> int:
-        """1, 2, 3, ... for what all ranks of a process set make in the same order; unique in this process.
+        """Returns 1, 2, 3, ... for the things named ``what`` that all ranks of a process set make in the same order.
 
-        Ranks that join a job again, from different failures, go on from the highest of them.
+        Numbers are unique in this process. Ranks that join a job again after different failures continue from the
+        highest number of any rank.
         """
         key = f"{what} {number}"
         self._counts[key] = count = self._counts.get(key, 0) + 1
         return count
 
     def open_channel(self, number: int, name: str, digest: int, detail: str) -> Channel:
-        """A channel for fixed-layout exchanges. Collective in the set; MismatchError if ``digest`` differs."""
+        """Opens a channel for fixed-layout exchanges. Collective in the set; raises MismatchError if ``digest``
+        differs.
+        """
         request = Request(Kind.CHANNEL, name, digest=digest, detail=detail)
         return self.submit(number, Submission.of(request)).wait()[0]
 
     def release_channel(self, number: int, channel: Channel) -> None:
-        """This rank will not use a channel of ``open_channel`` again; when no rank does, it is closed. Not collective,
-        and safe in a finalizer."""
+        """Says that this rank will not use a channel of ``open_channel`` again; once no rank does, it is closed.
+
+        Not collective, and safe in a finalizer.
+        """
         member = self.sets.get(number)
         if member is not None:
             member.release(channel)
 
     @contextlib.contextmanager
     def enclosed_step(self) -> Iterator[None]:
-        """While this thread makes a step for another one, which waits for it in a framework: see ``Waits.enclosed``."""
+        """Marks this thread as one that makes a step for another thread, which waits for it inside a framework
+        (``Waits.enclosed``).
+        """
         enclosed = self._require().waits.enclosed
         enclosed.add(threading.get_ident())
         try:
@@ -451,7 +474,9 @@ class Session:
             enclosed.discard(threading.get_ident())
 
     def watch(self, number: int, name: str) -> Watch:
-        """What a thread looks at that waits for an exchange of ``name``, the same in all ranks of the process set."""
+        """Returns what a thread looks at while it waits for an exchange of ``name``, the same on all ranks of the
+        process set.
+        """
         runtime = self._require()
         ranks = list(self.member_set(number).ranks)
 
@@ -472,12 +497,16 @@ class Session:
         )
 
     def agree(self, number: int, name: str, detail: str) -> None:
-        """Waits until all ranks of the set say the same ``detail`` about ``name``; MismatchError if they do not."""
+        """Waits until all ranks of the set say the same ``detail`` about ``name``. Raises MismatchError if they do
+        not.
+        """
         request = Request(Kind.BARRIER, name, detail=detail)
         self.submit(number, Submission.of(request)).wait()
 
     def device_kernels(self, number: int) -> Kernels:
-        """Those of CUDA device ``number`` of this process. InvalidRequestError if numba-cuda is missing."""
+        """Returns the kernels of CUDA device ``number``, made at the first call. Raises InvalidRequestError without
+        numba-cuda.
+        """
         if number not in self._device_kernels:
             try:
                 from ocomm.kernels.cuda_device import CudaDevice
@@ -510,14 +539,16 @@ class Session:
         self.submit(number, Submission.of(request, flat, flat)).wait()
 
     def broadcast(self, number: int, name: str, array: np.ndarray) -> None:
-        """The array of the set's first rank replaces everyone's, in place; waits."""
+        """Replaces the array on every rank by that of the set's first rank, in place; waits."""
         flat = array.reshape(-1).view(np.uint8)
         request = Request(Kind.BROADCAST, name, DType.from_numpy(array.dtype), array.shape, root=0)
         self.submit(number, Submission.of(request, flat, flat)).wait()
 
 
 def _tuner(settings: Settings) -> Tuner:
-    """What tunes ``settings.autotune``. SettingsError if its package is missing or its log cannot be written."""
+    """Makes the tuner of ``settings.autotune``. Raises SettingsError if its package is missing or its log cannot be
+    written.
+    """
     start, names = Tuned.of(settings), settings.autotune
     autotune = Autotune(
         start,
@@ -550,7 +581,7 @@ def _kernels(settings: Settings, pool: Pool | None) -> Kernels:
     return CpuKernels(pool)
 
 
-# One process's own session
+# The session of this process
 
 _abandoned: list[tuple[Engine, dict[int, ProcessSet | None]]] = []
 _process_session = Session()
@@ -558,12 +589,12 @@ _current: contextvars.ContextVar[Session | None] = contextvars.ContextVar("ocomm
 
 
 def current() -> Session:
-    """The session of this thread if a test has set one, else the process's."""
+    """Returns the session that a test has set for this thread, else the session of the process."""
     return _current.get() or _process_session
 
 
 def of_process() -> Session:
-    """The process's own session."""
+    """Returns the session of the process."""
     return _process_session
 
 

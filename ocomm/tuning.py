@@ -1,5 +1,5 @@
-"""Settings of MPI libraries: the one table for ``ocommrun``, which passes them to the launcher, and for ``init()``,
-which sets them where another launcher has started the job. Importing this starts nothing and needs no MPI.
+"""Settings of MPI libraries, in one table. ``ocommrun`` passes them to the launcher; ``init()`` sets them if another
+launcher has started the job. Importing this module starts nothing and needs no MPI.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ OPEN_MPI: Mapping[str, str] = {
     "btl_tcp_eager_limit": str(_MESSAGE_NBYTES),
     "btl_tcp_rndv_eager_limit": str(_MESSAGE_NBYTES),
     "btl_tcp_max_send_size": str(_MESSAGE_NBYTES),
-    # A rank that waits inside MPI must not take the core from the one it waits for.
+    # A rank that waits inside MPI must not take the core from the rank it waits for.
     "mpi_yield_when_idle": "1",
-    # Where a rank dies, its sockets close, and Open MPI aborts the ranks at their other ends. The first of them to tell
-    # the launcher is blamed for the end of the job, unless it waits until the launcher has seen the dead one.
+    # When a rank dies, its sockets close, and Open MPI aborts the ranks at their other ends. The launcher would name
+    # the first of those as the cause, unless they wait until it has seen the rank that died.
     "opal_abort_delay": "5",
 }
-#: Further MCA parameters where all ranks are on one host: nothing needs TCP, whose port would be open on all
-#: interfaces. An exclusion, because which transports for shared memory and devices there are differs between builds.
+#: Further MCA parameters if all ranks are on one host: nothing needs TCP, whose port would be open on all interfaces.
+#: They exclude TCP instead of naming other transports, because those differ between builds of Open MPI.
 OPEN_MPI_ON_ONE_HOST: Mapping[str, str] = {"btl": "^tcp"}
-#: Environment for MPICH and Intel MPI where all ranks are on one host: UCX and libfabric, whichever MPICH uses, would
+#: Environment for MPICH and Intel MPI if all ranks are on one host. UCX or libfabric, whichever MPICH uses, would
 #: otherwise open a port on every interface.
 MPICH_ON_ONE_HOST: Mapping[str, str] = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
-#: Environment for NCCL where all ranks are on one host: its ranks meet at a port of the first interface otherwise.
+#: Environment for NCCL if all ranks are on one host: its ranks would otherwise meet at a port of the first interface.
 NCCL_ON_ONE_HOST: Mapping[str, str] = {"NCCL_SOCKET_IFNAME": "lo"}
 
 
 def environment(library: str, one_host: bool) -> dict[str, str]:
-    """The variables by which ``init()`` sets the parameters of an MPI library before MPI_Init.
+    """Returns the variables that ``init()`` sets before MPI_Init, for the parameters of an MPI library.
 
     Args:
-        library: ``Open MPI``, ``MPICH`` or ``Intel MPI``; there are no settings for others.
+        library: ``Open MPI``, ``MPICH`` or ``Intel MPI``; there are no variables for others.
         one_host: True if all ranks of the job are on one host.
     """
     if library == "Open MPI":
@@ -48,7 +48,9 @@ def environment(library: str, one_host: bool) -> dict[str, str]:
 
 
 def mca_names(text: str) -> set[str]:
-    """The MCA parameters that a file sets: lines ``name = value``, or ``--mca name value`` in a file for ``--tune``."""
+    """Returns the MCA parameters that a file sets by ``name = value``, or by ``--mca name value`` in a file for
+    ``--tune``.
+    """
     lines = [line.split("#", 1)[0] for line in text.splitlines()]
     assigned = {match[1] for line in lines if (match := re.match(r"\s*(\w+)\s*=", line))}
     return assigned | {name for line in lines for name in re.findall(r"-mca\s+(\w+)\s", line)}

@@ -1,6 +1,6 @@
-"""Value types that every layer may name: element types, operations, topology, settings.
+"""Value types that every layer may use: element types, operations, topology, settings.
 
-Nothing here acts: no network, thread, clock or environment.
+Nothing here has side effects: no network, thread, clock or environment.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 #: Raw memory: a one-dimensional, contiguous uint8 array.
 Bytes = NDArray[np.uint8]
-#: The same, or the address of memory that somebody else keeps.
+#: The same, or the address of memory that its owner keeps alive.
 Location = Bytes | int
 
 
 class DType(enum.IntEnum):
-    """Element types on the wire; the numbers are part of the wire format and of ``native/ocomm.h``."""
+    """Element types on the wire. The numbers are part of the wire format and of ``native/ocomm.h``."""
 
     UINT8 = 0
     INT8 = 1
@@ -38,7 +38,7 @@ class DType(enum.IntEnum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """Returns the number of bytes per element."""
         return _ITEMSIZE[self]
 
     @property
@@ -47,12 +47,15 @@ class DType(enum.IntEnum):
 
     @property
     def label(self) -> str:
-        """The name as NumPy, Torch and TensorFlow print it: ``float32``."""
+        """Returns the name as NumPy, Torch and TensorFlow print it, such as ``float32``."""
         return self.name.lower()
 
     @classmethod
     def from_numpy(cls, dtype: np.dtype) -> DType:
-        """Element type of a NumPy dtype; ``bfloat16`` is recognised by name (ml_dtypes). TypeError if unsupported."""
+        """Returns the element type of a NumPy dtype. ``bfloat16`` is recognised by name (ml_dtypes).
+
+        Raises TypeError if the dtype is not supported.
+        """
         try:
             return cls[dtype.name.upper()]
         except KeyError:
@@ -77,7 +80,7 @@ _ITEMSIZE = {
 
 
 class ReduceOp(enum.IntEnum):
-    """Reductions, with Horovod's numbers. BITWISE_OR is for the runtime's own masks (uint8 only)."""
+    """Reductions, with Horovod's numbers. BITWISE_OR is for uint8 masks of the runtime itself."""
 
     AVERAGE = 0
     SUM = 1
@@ -94,7 +97,7 @@ class ReduceOp(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Where a rank stands: in the world, inside its host, and among the hosts' equal local ranks."""
+    """The place of a rank in the job, on its host, and among the ranks with the same local rank on other hosts."""
 
     rank: int
     size: int
@@ -113,14 +116,16 @@ class Topology:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks of a set by the node they are on, and how the nodes reach each other.
+    """The ranks of a process set, grouped by the node they are on, and how the nodes reach each other.
 
-    ``members[k]`` are the ranks of node k, ascending; nodes come in the order of their first ranks. Each node cuts what
-    it has into ``slices`` equal slices, as many as the smallest node has ranks. Rank ``members[k][s]`` is the worker of
-    slice s in node k: it compresses the node's sum, and exchanges it with the workers of slice s in the other nodes.
-    Further ranks of larger nodes only add to the sum and hear the result. Flat is the case of nodes of one rank.
+    ``members[k]`` are the ranks of node k, ascending; nodes are ordered by their first ranks. Each node cuts its values
+    into ``slices`` equal slices, as many as the smallest node has ranks. Rank ``members[k][s]`` is the worker of slice
+    s in node k: it compresses the node's sum, and exchanges it with the workers of slice s in the other nodes. Further
+    ranks of larger nodes only add to the sum and receive the result. The flat form is the case in which every node is
+    one rank.
 
-    With ``groups`` > 1 the workers of a slice reach each other in two hops: inside their group of nodes, then across.
+    With ``groups`` > 1 the workers of a slice reach each other in two hops: inside their group of nodes, then across
+    groups.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -141,12 +146,12 @@ class Nodes:
 
     @classmethod
     def flat(cls, ranks: int) -> Nodes:
-        """Every rank by itself."""
+        """Returns nodes of one rank each."""
         return cls(tuple((rank,) for rank in range(ranks)))
 
     @classmethod
     def of_hosts(cls, hosts: Sequence[str]) -> Nodes:
-        """Ranks with the same host share a node; ``hosts[r]`` is that of rank r."""
+        """Returns one node per host; ``hosts[r]`` is the host of rank r."""
         members: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             members.setdefault(host, []).append(rank)
@@ -166,52 +171,58 @@ class Nodes:
 
     @property
     def weight(self) -> float:
-        """What the sum of a node's ranks is multiplied by: then the mean over nodes is the mean over ranks."""
+        """Returns the factor for the sum of a node's ranks that makes the mean over nodes equal to the mean over
+        ranks.
+        """
         return len(self.members) / self.ranks
 
     def node_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of this rank's node."""
+        """Returns the ranks of this rank's node."""
         return next(node for node in self.members if rank in node)
 
     def workers(self, rank: int) -> tuple[int, ...]:
-        """The workers of this rank's slice, one per node in the order of nodes; none if it has no slice."""
+        """Returns the workers of this rank's slice, one per node in the order of nodes; empty if the rank has no
+        slice.
+        """
         position = self.node_of(rank).index(rank)
         return tuple(node[position] for node in self.members) if position < self.slices else ()
 
     @cached_property
     def node_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Node numbers by group: runs of nearly equal length."""
+        """Returns the node numbers of each group, which are runs of nearly equal length."""
         count = len(self.members)
         bounds = [count * g // self.groups for g in range(self.groups + 1)]
         return tuple(tuple(range(low, high)) for low, high in pairwise(bounds))
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The ranks that own a part of what is exchanged, in the order of their messages in a packed buffer."""
+        """Returns the ranks that own a part of what is exchanged, in the order of their messages in a packed buffer."""
         return tuple(self.members[node][position] for position in range(self.slices) for node in self.wire_order)
 
     @cached_property
     def wire_order(self) -> tuple[int, ...]:
-        """Node numbers in the order of their messages in a packed buffer: what passes one relay lies side by side."""
+        """Returns node numbers in the order of their messages in a packed buffer, where messages through one relay are
+        adjacent.
+        """
         places = sorted((position, node) for group in self.node_groups for position, node in enumerate(group))
         return tuple(node for _, node in places)
 
 
 class Flag(enum.IntFlag):
-    """What a rank tells all others before a step is committed; OR-ed over the ranks."""
+    """What a rank tells all others before a step is committed; the flags of all ranks are combined by OR."""
 
     NON_FINITE = 1  # a scale was NaN or Inf
-    CHANGED = 2  # a gradient, or what it was compressed with, changed after hand-over: do the step again
+    CHANGED = 2  # a gradient, or what it was compressed with, changed after it was handed over: do the step again
     SKIP = 4  # this rank does not take the step (loss scaling found an overflow, or zero_grad() came instead)
     RAISED = 8  # this rank raised an exception between backward and step()
-    UNHANDED = 16  # a gradient came that overlap had not expected (second backward)
+    UNHANDED = 16  # a gradient came after its bucket had been posted (second backward)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a user can set, as values; ``ocomm.config`` reads them from the environment.
+    """What a user can set. ``ocomm.config`` reads the values from the environment.
 
-    Bytes, milliseconds and seconds as the names say.
+    Units are in the names or in the comments.
     """
 
     fusion_threshold: int = 128 * 1024 * 1024  # bytes; 0: no fusion
@@ -221,40 +232,40 @@ class Settings:
     segment_nbytes: int = 4 * 1024 * 1024  # largest piece of an exchange
     window: int = 4  # segments in flight per channel
     hierarchical_allreduce: bool = True  # dense sums inside hosts first, where several have several ranks each
-    direct_peers: int = 63  # with more than these a compressed exchange takes two hops
+    direct_peers: int = 63  # a compressed exchange with more peers than this takes two hops
     scratch_nbytes: int = 512 * 1024 * 1024  # idle fusion and staging buffers kept
     idle_ms: float = 5.0  # longest sleep of the background thread while nothing is queued
-    spin_us: float = 50.0  # how long it spins for who waits before it also lets others have its core
+    spin_us: float = 50.0  # how long it spins for a waiting thread before it yields its core between looks
     stall_check: bool = True
     stall_check_s: float = 60.0
-    stall_raise: bool = False  # StallError instead of a warning
-    deadlock_s: float = 10.0  # how long it must be certain that no rank can move; 0: no error for that
+    stall_raise: bool = False  # a stall raises StallError instead of a warning
+    deadlock_s: float = 10.0  # how long it must be certain that no rank can go on; 0: a deadlock is no error
     stall_shutdown_s: float = 1800.0  # 0: never give up on a rank that is alive
-    replica_check_steps: int = 64  # within so many steps all parameters are compared between the ranks; 0: never
+    replica_check_steps: int = 64  # all parameters are compared between the ranks once in this many steps; 0: never
     peer_timeout_s: float = 60.0  # silence after which a rank counts as dead; 0: never
     start_timeout_s: float = 120.0
     torch_env: bool = True  # init() sets RANK, WORLD_SIZE, ... where they are missing
-    engine: str = "native"  # or "python", its slow twin
+    engine: str = "native"  # or "python", the slow one that it must equal
     cuda_aware: str = "auto"  # "1": MPI is given addresses on CUDA devices, "0": it is not
-    nccl: str = "auto"  # "1": the hierarchical form needs it on GPUs, "0": it is not used
+    nccl: str = "auto"  # "1": an error if GPUs of a host cannot use it, "0": it is not used
     kernels: str = "cpu"  # or "reference"
-    kernel_threads: int = 1  # that share a large loop, the one which runs it included
+    kernel_threads: int = 1  # number of threads that share a large loop, with the one that calls it
     log_level: str = "warning"
     thread_affinity: tuple[int, ...] = ()  # core of the background thread, by local rank; empty: any
     timeline: str = ""  # file of rank 0's timeline; "": none
     timeline_mark_cycles: bool = False
     elastic_folder: str = ""  # where commits of elastic states are kept on each host; "": in memory only
-    elastic_generation: int = 0  # how often an elastic job has been started before
-    elastic_supervisor: tuple[str, ...] = ()  # HOST:PORT, tried in turn, of the ocommrun that starts it again
+    elastic_generation: int = 0  # number of times that an elastic job was started before
+    elastic_supervisor: tuple[str, ...] = ()  # addresses HOST:PORT of the supervisor, which are tried in turn
 
-    autotune: tuple[str, ...] = ()  # which of these are tuned while the job runs
+    autotune: tuple[str, ...] = ()  # the settings that are tuned while the job runs
     autotune_log: str = ""  # CSV file of rank 0; "": none
     autotune_warmup_samples: int = 3
     autotune_steps_per_sample: int = 10
     autotune_max_points: int = 20
-    autotune_noise: float = 0.8  # of the spread of scores
+    autotune_noise: float = 0.8  # noise of a score, as a fraction of the spread of scores
 
-    #: Must be equal on all ranks: they change what is sent when.
+    #: Settings that must be equal on all ranks, because they change what is sent when.
     AGREED: ClassVar[tuple[str, ...]] = (
         "fusion_threshold",
         "cache_capacity",
