@@ -1,7 +1,7 @@
-"""The collectives, once for all frontends: arguments are checked, tensors become bytes, requests are queued.
+"""The collectives, once for all frontends: checks arguments, turns tensors into bytes, and queues requests.
 
 A frontend brings an ``Adapter`` for its tensors; everything else about a call is the same in NumPy, Torch and
-TensorFlow. What is wrong on this rank alone raises InvalidRequestError here, before anything is sent.
+TensorFlow. A call that is wrong on this rank alone raises InvalidRequestError here, before anything is sent.
 """
 
 from __future__ import annotations
@@ -31,49 +31,54 @@ from ocomm.types import DType, ReduceOp
 
 
 class Copies(Protocol):
-    """Copies to the host's memory that a device makes."""
+    """Copies from a device to the host's memory that are under way."""
 
     def is_over(self) -> bool:
-        """Never waits."""
+        """Returns True if all copies are complete; never waits."""
         ...
 
     def wait(self) -> None: ...
 
 
 class Adapter(Protocol):
-    """How a framework's tensors become bytes and back. ``host`` tensors are contiguous and in this process's memory."""
+    """Turns a framework's tensors into bytes and back. ``host`` tensors are contiguous and in this process's memory."""
 
     def describe(self, tensor: Any) -> tuple[DType, tuple[int, ...]]:
-        """Element type and shape; TypeError, with the reason, for tensors that cannot be sent."""
+        """Returns element type and shape. Raises TypeError, with the reason, for tensors that cannot be sent."""
         ...
 
     def host(self, tensor: Any) -> tuple[Any, bool]:
-        """The tensor as a host tensor, and whether it shares the memory of ``tensor``. See ``copies``."""
+        """Returns the tensor as a host tensor, and whether it shares the memory of ``tensor``.
+
+        A copy from a device may still be under way; ``copies`` returns what to wait for.
+        """
         ...
 
     def copies(self, tensors: Sequence[Any]) -> Copies | None:
-        """What ``host`` has begun for them in this thread and must be over before anyone reads; None: nothing."""
+        """Returns the copies of ``tensors`` that ``host`` has begun in this thread, which must be over before anyone
+        reads them; None if there are none.
+        """
         ...
 
     def view(self, host: Any) -> Bytes:
-        """The bytes of a host tensor, sharing its memory and keeping it alive."""
+        """Returns the bytes of a host tensor, which share its memory and keep it alive."""
         ...
 
     def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
-        """A new host tensor with the dtype of ``like``; called on any thread."""
+        """Returns a new host tensor with the dtype of ``like``. May be called on any thread."""
         ...
 
     def deliver(self, host: Any, like: Any) -> Any:
-        """A result where ``like`` lives."""
+        """Returns a result on the device of ``like``."""
         ...
 
     def store(self, host: Any, into: Any) -> None:
-        """Writes a host tensor into one of the user's, of the same shape."""
+        """Copies a host tensor into a user's tensor of the same shape."""
         ...
 
 
 class NumpyAdapter:
-    """NumPy arrays, and what ``np.asarray`` makes one of."""
+    """The ``Adapter`` of NumPy arrays."""
 
     def describe(self, tensor: Any) -> tuple[DType, tuple[int, ...]]:
         return DType.from_numpy(tensor.dtype), tensor.shape
@@ -103,17 +108,19 @@ NUMPY = NumpyAdapter()
 
 
 class ProcessSet:
-    """Some of the world's ranks, which may communicate among themselves.
+    """Some of the ranks of the job, with collectives of their own.
 
-    Pass it to ``init(process_sets=[...])`` or, later, to ``add_process_set``. Two sets of the same ranks are the same
-    set. All members make the same calls in it.
+    Pass it to ``init(process_sets=[...])`` or, later, to ``add_process_set``. Two objects with the same ranks are the
+    same set. All members make the same calls in it.
+
+    Args:
+        ranks: Ranks of the whole job in any order, or an mpi4py communicator of these ranks.
+
+    Raises:
+        InvalidRequestError: The ranks are not distinct whole numbers.
     """
 
     def __init__(self, ranks: Any) -> None:
-        """``ranks``: world ranks in any order, or an mpi4py communicator of theirs.
-
-        InvalidRequestError if they are not distinct whole numbers.
-        """
         self.mpi_comm = ranks if hasattr(ranks, "Get_group") else None
         if self.mpi_comm is not None:
             from ocomm.transport import mpi
@@ -128,7 +135,7 @@ class ProcessSet:
         self._ranks: tuple[int, ...] = tuple(found)
 
     def number(self, session: Session) -> int:
-        """The set's id in ``session``. InvalidRequestError if it was not registered there."""
+        """Returns the set's id in ``session``. Raises InvalidRequestError if it was not registered there."""
         session.require_topology()
         for number, ranks in session.set_ranks.items():
             if ranks == self._ranks:
@@ -140,26 +147,26 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The id in the running job; None before ``init()`` or if the set was not registered."""
+        """Returns the id in the running job; None before ``init()`` or if the set was not registered."""
         session = sessions.current()
         return next((n for n, ranks in session.set_ranks.items() if ranks == self._ranks), None)
 
     @property
     def ranks(self) -> list[int]:
-        """World ranks of the members, ascending."""
+        """Returns the members' ranks in the whole job, ascending."""
         return list(self._ranks)
 
     def size(self) -> int:
-        """Number of ranks in the set."""
+        """Returns the number of ranks in the set."""
         return len(self.ranks)
 
     def rank(self) -> int:
-        """This rank's position in the set. InvalidRequestError if it is not a member."""
+        """Returns this rank's position in the set. Raises InvalidRequestError if it is not a member."""
         session = sessions.current()
         return session.member_set(self.number(session)).rank
 
     def included(self) -> bool:
-        """True if this rank is a member."""
+        """Returns True if this rank is a member."""
         return sessions.current().require_topology().rank in self.ranks
 
     def __repr__(self) -> str:
@@ -167,7 +174,7 @@ class ProcessSet:
 
 
 class _World(ProcessSet):
-    """All ranks, whoever they are; what calls use by default."""
+    """The set of all ranks of the job, which calls use by default."""
 
     def __init__(self) -> None:
         self.mpi_comm = None
@@ -188,15 +195,25 @@ class _World(ProcessSet):
         return "global_process_set"
 
 
-#: The set of all ranks, id 0.
+#: The set of all ranks, with id 0.
 global_process_set: ProcessSet = _World()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Registers a set while the job runs, and returns it. Collective over all ranks of the world, also those outside.
+    """Registers a process set while the job runs. Collective over all ranks of the job, also those that are not
+    members.
 
-    All ranks add and remove sets in the same order. Raises InvalidRequestError for ranks that are not there and for a
-    set that is registered already, MismatchError where the ranks do not add the same one.
+    All ranks add and remove sets in the same order.
+
+    Args:
+        process_set: A ``ProcessSet``, or its ranks.
+
+    Returns:
+        The set, registered.
+
+    Raises:
+        InvalidRequestError: A rank does not exist, or the set is registered already.
+        MismatchError: The ranks do not add the same set.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     sessions.current().add_set(added.ranks)
@@ -204,9 +221,15 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Undoes ``add_process_set`` or what ``init`` registered; False if it was not registered, or is the world.
+    """Forgets a process set of ``add_process_set`` or ``init``. Collective over all ranks of the job.
 
-    Collective over all ranks of the world. What some of its ranks have not asked for by then fails there.
+    Operations of the set that some of its ranks have not asked for by then fail.
+
+    Returns:
+        False if the set was not registered, or is the set of all ranks; else True.
+
+    Raises:
+        MismatchError: The ranks do not remove the same set.
     """
     number = process_set.process_set_id
     if not number:
@@ -217,49 +240,51 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One call under way: its tensors belong to the runtime until it is over. Without a handle it is over.
+    """One call that is under way. Its tensors belong to the runtime until it is over; without a handle it is over.
 
-    ``_finish`` makes the call's result of those of its handle.
+    ``_finish`` makes the call's result from the results of its handle.
     """
 
     _handle: Handle | None
     _finish: Callable[[list[Any]], Any]
 
     def poll(self) -> bool:
-        """True once ``wait`` will not block."""
+        """Returns True once ``wait`` will not block."""
         return self._handle is None or self._handle.poll()
 
     def notify(self, listener: Callable[[], None]) -> None:
-        """Calls ``listener`` once ``wait`` will not block, on the background thread or here and now."""
+        """Calls ``listener`` once ``wait`` will not block: on the background thread, or here if that is so already."""
         if self._handle is None:
             listener()
         else:
             self._handle.notify(listener)
 
     def wait(self) -> Any:
-        """Waits for the end and returns the result. Raises what went wrong, when no tensor is in use any more."""
+        """Waits for the end and returns the result. If the operation failed, raises its error once no tensor is in use
+        any more.
+        """
         return self._finish([] if self._handle is None else self._handle.wait())
 
     def then(self, change: Callable[[Any], Any]) -> Operation:
-        """The same operation with another result."""
+        """Returns the same operation with ``change`` applied to its result."""
         finish = self._finish
         return Operation(self._handle, lambda results: change(finish(results)))
 
 
 @dataclass(slots=True, eq=False)
 class PreparedOperation:
-    """One call that is to be submitted, when its tensors have come to the host's memory."""
+    """One call that is ready to be submitted once its tensors are in the host's memory."""
 
     _session: Session
     _number: int
     _submission: Submission
-    #: What is on its way there; None if nothing is.
+    #: The copies to the host that are under way; None if there are none.
     copies: Copies | None
     _finish: Callable[[list[Any]], Any]
     _operation: Operation | None = None
 
     def submit(self) -> Operation:
-        """Waits for the copies, and submits; the same operation when called again."""
+        """Waits for the copies and submits the call. Returns the same operation when called again."""
         if self._operation is None:
             if self.copies is not None:
                 self.copies.wait()
@@ -269,16 +294,16 @@ class PreparedOperation:
 
 
 def without_sizes(operation: Operation) -> Operation:
-    """An allgather or alltoall whose result is the tensor alone."""
+    """Returns an allgather or alltoall whose result is the tensor alone, without the numbers of rows."""
     return operation.then(lambda result: result[0])
 
 
 class HandleTable:
-    """Horovod's integer handles: numbers for operations under way, unique in this process."""
+    """Horovod's integer handles: numbers of operations under way, unique in this process."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._operations: dict[int, Operation] = {}  # single dict operations, which threads may do at once
+        self._operations: dict[int, Operation] = {}  # only single dict operations, which are atomic between threads
 
     def add(self, operation: Operation) -> int:
         number = next(self._numbers)
@@ -286,14 +311,14 @@ class HandleTable:
         return number
 
     def poll(self, number: int) -> bool:
-        """True if ``synchronize`` will not block. InvalidRequestError for an unknown handle."""
+        """Returns True if ``synchronize`` will not block. Raises InvalidRequestError for an unknown handle."""
         operation = self._operations.get(number)
         if operation is None:
             raise InvalidRequestError(f"handle {number} was not created or has been synchronized already.")
         return operation.poll()
 
     def synchronize(self, number: int) -> Any:
-        """The result of an operation, waiting for it. None for an unknown handle."""
+        """Waits for an operation and returns its result; None for an unknown handle."""
         operation = self._operations.pop(number, None)
         return None if operation is None else operation.wait()
 
@@ -302,7 +327,9 @@ handles = HandleTable()
 
 
 def choose_op(op: int | None, average: bool | None) -> int:
-    """Horovod's two ways of naming the reduction: ``op``, or the older ``average``. ValueError if both are given."""
+    """Returns the reduction that ``op``, or Horovod's older ``average``, names. Raises InvalidRequestError if both are
+    given.
+    """
     if average is None:
         return ReduceOp.AVERAGE if op is None else op
     if op is not None:
@@ -310,7 +337,7 @@ def choose_op(op: int | None, average: bool | None) -> int:
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
-# Found in a fifth of the time.
+# Module globals, because looking up a member of an enumeration takes five times as long.
 _BRIDGED, _AVERAGE, _SUM, _BOOL = TensorMemory.BRIDGED, ReduceOp.AVERAGE, ReduceOp.SUM, DType.BOOL
 _USABLE = frozenset(op for op in ReduceOp if op != ReduceOp.BITWISE_OR)
 
@@ -350,8 +377,11 @@ def _need_dimension(kind: str, name: str, shape: tuple[int, ...]) -> None:
 def _names(
     session: Session, number: int, operation: str, name: str | Sequence[str] | None, count: int | None
 ) -> list[str]:
-    """Names on the wire, as Horovod forms them; ``count``: of a group, None for a single tensor, or for several that
-    have a name each."""
+    """Returns names on the wire, as Horovod forms them.
+
+    Args:
+        count: Number of tensors of a group; None for a single tensor, and for several tensors that have a name each.
+    """
     if name is not None and not isinstance(name, str):
         return [f"{operation}.{each}" for each in name]
     if count is not None:
@@ -361,7 +391,7 @@ def _names(
 
 
 class _Result:
-    """Room for a result whose shape is only known to all ranks together."""
+    """Allocates a result whose shape is known only once all ranks have submitted their tensors."""
 
     __slots__ = ("_adapter", "_like", "tensor")
 
@@ -377,11 +407,11 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class Allreduce:
-    """An allreduce as it was asked for.
+    """The arguments of an allreduce.
 
-    ``prescale`` is applied to every input, ``postscale`` to the result. ``grouped``: the tensors become ready together,
-    and the result is a list. With a sequence of names, one for each tensor, each is matched by itself, as if it had
-    been submitted alone; the result is a list then, too. ``name`` None: one by the order of calls.
+    ``prescale`` multiplies every input, ``postscale`` the result. If ``grouped``, the tensors become ready together and
+    the result is a list. If ``name`` is a sequence, one name for each tensor, each tensor is matched by itself, as if
+    it had been submitted alone, and the result is a list, too. If ``name`` is None, calls are matched by their order.
     """
 
     tensors: Sequence[Any]
@@ -395,17 +425,18 @@ class Allreduce:
 
 
 def allreduce(session: Session, adapter: Adapter, call: Allreduce) -> Operation:
-    """Reduces every tensor over the ranks of the set; the operation's result is the tensor, or the list of a group."""
+    """Reduces every tensor over the ranks of the set. The operation's result is the tensor, or a list for a group."""
     return prepare_allreduce(session, adapter, call).submit()
 
 
 def prepare_allreduce(
     session: Session, adapter: Adapter, call: Allreduce, memory: TensorMemory = TensorMemory.HOST
 ) -> PreparedOperation:
-    """An ``allreduce`` whose tensors are on their way to the host's memory.
+    """Returns an ``allreduce`` that is not submitted yet, because its tensors are on their way to the host's memory.
 
-    ``memory``: where ``adapter`` leaves them (``nccl_opening.memory_of``); those that are ``BRIDGED`` stay on their
-    device, and what it calls host tensors and their bytes is there.
+    Args:
+        memory: Where ``adapter`` leaves the tensors (``nccl_opening.memory_of``). ``BRIDGED`` tensors stay on their
+            device: the adapter's host tensors, and their bytes, are there.
     """
     tensors, name, op, prescale, postscale = call.tensors, call.name, call.op, call.prescale, call.postscale
     number = call.process_set.number(session)
@@ -415,8 +446,8 @@ def prepare_allreduce(
     sources: list[Any] = []
     targets: list[Any] = []
     finishing: list[tuple[Any, Any, bool]] = []  # host result, the user's tensor, whether they share memory
-    awaited = memory is _BRIDGED  # whatever the device was given to do before
-    # Right for all element types but bool, as nearly all are: once per gradient.
+    awaited = memory is _BRIDGED  # waits for what was queued on the device before
+    # The usual case needs no further check unless elements are bool. This runs once per gradient.
     is_usual = (op is _AVERAGE or op is _SUM) and type(prescale) is float and type(postscale) is float
     line, digest = caller() if name is None else NOBODY
     for tensor, full_name in zip(tensors, names, strict=True):
@@ -453,8 +484,11 @@ def _finish_allreduce(
     requests: Sequence[Request],
     targets: Sequence[Any],
 ) -> Callable[[list[Any]], Any]:
-    """What makes the result, when all is over; ``finishing`` has each host result, the user's tensor, and whether they
-    share memory."""
+    """Returns the function that makes the result once all is over.
+
+    Args:
+        finishing: Of each tensor its host result, the user's tensor, and whether they share memory.
+    """
     is_single = not call.grouped and (call.name is None or isinstance(call.name, str))
 
     def finish(results: list[Any]) -> Any:
@@ -474,10 +508,10 @@ def _finish_allreduce(
 
 
 class RepeatedAllreduce:
-    """Allreduces of one name, again and again: what does not change from run to run is made once.
+    """Allreduces of one name that are made again and again. What does not change from run to run is made once.
 
-    ``count``: of the tensors of a group, None for a single tensor. The other arguments and errors are those of
-    ``allreduce``; not for Adasum. ``AllreduceBatch`` submits it.
+    ``count`` is the number of tensors of a group, None for a single tensor. The other arguments and the errors are
+    those of ``allreduce``; Adasum is not supported. ``AllreduceBatch`` submits it.
     """
 
     __slots__ = ("_described", "_factors", "_group", "_names", "_op", "member", "requests")
@@ -493,18 +527,18 @@ class RepeatedAllreduce:
         count: int | None,
     ) -> None:
         number = process_set.number(session)
-        #: Where the requests go.
+        #: The process set to which the requests are submitted.
         self.member = session.member_set(number)
         self._names = _names(session, number, "allreduce", name, count)
         self._group = (self._names[0], count) if count else ("", 0)
         self._op = op
         self._factors = prescale, postscale
         self._described: Sequence[tuple[DType, tuple[int, ...]]] = []
-        #: One for each tensor, of the last ``describe``.
+        #: The requests that the last ``describe`` made, one for each tensor.
         self.requests: list[Request] = []
 
     def describe(self, tensors: Sequence[tuple[DType, tuple[int, ...]]]) -> None:
-        """Makes ``requests`` those of tensors with these element types and shapes."""
+        """Makes ``requests`` for tensors with these element types and shapes."""
         if tensors is self._described or tensors == self._described:
             return
         requests = [
@@ -520,14 +554,14 @@ class RepeatedAllreduce:
 
 
 class _SetBatch:
-    """What an ``AllreduceBatch`` submits to one process set."""
+    """The part of an ``AllreduceBatch`` that goes to one process set."""
 
     __slots__ = ("_failures", "_left", "_listener", "_owners", "submission")
 
     def __init__(self, listener: Callable[[list[int], OcommError | None], None]) -> None:
         self.submission = Submission([], [], [], is_checked=True)
-        self._owners: list[int] = []  # by tensor
-        self._left: dict[int, int] = {}  # tensors which are not over of those owners that have several
+        self._owners: list[int] = []  # the owner of each tensor
+        self._left: dict[int, int] = {}  # for owners of several tensors: how many of these are not over
         self._failures: dict[int, OcommError] = {}
         self._listener = listener
 
@@ -549,7 +583,7 @@ class _SetBatch:
         return list(dict.fromkeys(self._owners))
 
     def hear(self, positions: Sequence[int], error: OcommError | None) -> None:
-        """Tensors are over."""
+        """Takes in that the tensors at these positions are over, and tells the listener which owners are."""
         owners = [self._owners[position] for position in positions]
         if not self._left:
             self._listener(owners, error)
@@ -563,18 +597,28 @@ class _SetBatch:
 
 
 class AllreduceBatch:
-    """Repeated allreduces that are submitted at once: each is matched by itself, as if it had been submitted alone."""
+    """Repeated allreduces that are submitted at once. Each is matched by itself, as if it had been submitted alone.
+
+    Args:
+        listener: Called on the background thread with the owners whose operations are over, and the error if they
+            failed.
+    """
 
     def __init__(self, listener: Callable[[list[int], OcommError | None], None]) -> None:
-        """``listener`` hears, on the background thread, whose operations are over, and what went wrong with them."""
         self._listener = listener
         self._batches: dict[ProcessSetAtRunTime, _SetBatch] = {}
 
     def add(
         self, repeated: Sequence[RepeatedAllreduce], owners: Sequence[int], sources: list[int], targets: list[int]
     ) -> None:
-        """Operations of one process set, each known as its owner: addresses of their tensors, at least one of each, and
-        of the results."""
+        """Adds operations of one process set.
+
+        Args:
+            repeated: The operations, at least one.
+            owners: The number by which the caller knows each operation.
+            sources: Addresses of the operations' tensors, one after the other.
+            targets: Addresses of the results, in the same order.
+        """
         member = repeated[0].member
         batch = self._batches.get(member)
         if batch is None:
@@ -582,7 +626,11 @@ class AllreduceBatch:
         batch.add(repeated, owners, sources, targets)
 
     def submit(self) -> list[int]:
-        """Submits all. Returns the owners of those that could not be: one of them cannot, or the set is closed."""
+        """Submits all operations of the batch.
+
+        Returns the owners of those that could not be submitted: the operations of a process set are refused together if
+        one of them cannot be submitted or the set is closed.
+        """
         refused: list[int] = []
         for member, batch in self._batches.items():
             try:
@@ -595,10 +643,11 @@ class AllreduceBatch:
 def compressed_allreduce(
     session: Session, number: int, name: str, array: np.ndarray, hierarchical: bool | Literal["auto"] = "auto"
 ) -> np.ndarray:
-    """1-bit average of a float32 array over process set ``number``; keeps the errors of ``name`` between calls. Waits.
+    """Averages a float32 array over process set ``number`` with 1 bit per element, and keeps the errors of ``name`` for
+    the next call. Collective; waits.
 
-    Collective; the result is a new array of the same shape. Raises InvalidRequestError for another dtype, or another
-    shape than before, MismatchError, NonFiniteError, StallError.
+    Returns a new array of the same shape. Raises InvalidRequestError for another dtype, or another shape than before,
+    MismatchError, NonFiniteError and StallError.
     """
     if array.dtype != np.float32:
         raise InvalidRequestError(
@@ -633,9 +682,10 @@ def allgather(
     grouped: bool,
     called: Caller = NOBODY,
 ) -> Operation:
-    """Concatenates along the first dimension, in rank order; the result is (tensor, rows of every rank), or a list.
+    """Concatenates the tensors of all ranks along the first dimension, in rank order.
 
-    ``called``: who called, where ``name`` stands for none.
+    The operation's result is a pair (tensor, rows of every rank), or a list of pairs for a group. ``called`` is the
+    caller's line if ``name`` was made up because the user gave none.
     """
     number = process_set.number(session)
     session.member_set(number)
@@ -674,9 +724,10 @@ def broadcast(
     order: str = "torch",
     called: Caller = NOBODY,
 ) -> Operation:
-    """The root's tensor on every rank of the set; ``root_rank`` is a world rank, ``order`` that of the elements.
+    """Sends the tensor of the rank ``root_rank`` of the job to every rank of the set; ``order`` is the order of its
+    elements.
 
-    ``called``: who called, where ``name`` stands for none.
+    ``called`` is the caller's line if ``name`` was made up because the user gave none.
     """
     number = process_set.number(session)
     session.member_set(number)
@@ -703,7 +754,9 @@ def broadcast(
 
 
 def root_in_set(session: Session, number: int, root_rank: int, name: str) -> int:
-    """The set's own number of a world rank. InvalidRequestError if that rank is not in the set."""
+    """Returns the position in the set of a rank of the job. Raises InvalidRequestError if that rank is not in the
+    set.
+    """
     ranks = session.set_ranks[number]
     if root_rank not in ranks:
         raise InvalidRequestError(
@@ -725,9 +778,10 @@ def alltoall(
     name: str | None,
     process_set: ProcessSet,
 ) -> Operation:
-    """Deals rows to the ranks and collects theirs; the result is (tensor, rows received from every rank).
+    """Sends rows to the ranks and receives theirs. The operation's result is (tensor, rows received from every rank).
 
-    ``splits``: rows for each rank of the set, a sequence or 1-d array of whole numbers, None for equal parts.
+    Args:
+        splits: Number of rows for each rank of the set, a sequence or 1-d array of whole numbers; None for equal parts.
     """
     number = process_set.number(session)
     size = session.member_set(number).size
@@ -788,7 +842,9 @@ def reducescatter(
     process_set: ProcessSet,
     grouped: bool,
 ) -> Operation:
-    """Reduces, and deals out the rows of the result; the first ranks get the remainder. Average and Sum only."""
+    """Reduces tensors and gives each rank a share of the rows; the first ranks get the remainder. Only Average and
+    Sum.
+    """
     number = process_set.number(session)
     session.member_set(number)
     names = _names(session, number, "reducescatter", name, len(tensors) if grouped else None)
@@ -817,7 +873,7 @@ def reducescatter(
 
 
 def barrier(session: Session, process_set: ProcessSet) -> None:
-    """Returns when every rank of the set has come."""
+    """Returns once every rank of the set has called it."""
     number = process_set.number(session)
     session.member_set(number)
     request = Request(Kind.BARRIER, session.automatic_name("barrier", number))
@@ -825,14 +881,16 @@ def barrier(session: Session, process_set: ProcessSet) -> None:
 
 
 def join(session: Session, process_set: ProcessSet) -> int:
-    """Takes part in what the others of the set ask for until all have joined; returns the last, as world rank."""
+    """Takes part in what other ranks of the set ask for until all have joined. Returns the rank of the job that joined
+    last.
+    """
     number = process_set.number(session)
     session.member_set(number)
     return session.submit(number, Submission.of(Request(Kind.JOIN, JOIN_NAME))).wait()[0]
 
 
 def broadcast_object(session: Session, obj: Any, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
-    """The root's object on every rank of the set, pickled (cloudpickle where it is installed)."""
+    """Returns the root's object on every rank of the set; it travels pickled (by cloudpickle if that is installed)."""
     number = process_set.number(session)
     called = caller() if name is None else NOBODY
     if name is None:
@@ -850,9 +908,10 @@ def broadcast_object(session: Session, obj: Any, root_rank: int, name: str | Non
 
 
 def allgather_object(session: Session, obj: Any, name: str | None, process_set: ProcessSet) -> list[Any]:
-    """The objects of all ranks of the set in rank order, pickled (cloudpickle where it is installed).
+    """Returns the objects of all ranks of the set in rank order; they travel pickled (by cloudpickle if that is
+    installed).
 
-    Ranks that have joined have none.
+    Ranks that have joined contribute none.
     """
     number = process_set.number(session)
     called = caller() if name is None else NOBODY
@@ -866,7 +925,9 @@ def allgather_object(session: Session, obj: Any, name: str | None, process_set: 
 
 
 def _dumps(obj: Any) -> bytes:
-    """cloudpickle also takes lambdas and classes of the main script."""
+    """Pickles an object, with cloudpickle if it is installed, because that also takes lambdas and classes of the main
+    script.
+    """
     try:
         import cloudpickle
     except ImportError:

@@ -13,16 +13,17 @@ import threading
 from pathlib import Path
 
 _log = logging.getLogger("ocomm")
-#: How often a folder is made anew that another rank has removed meanwhile, because it was empty.
+#: How often a folder is made again if another rank removes it meanwhile because it is empty.
 _ATTEMPTS = 100
 
 
 class Arrival:
-    """While it is entered: after ``timeout_s`` the process ends, with the news which ranks of the job have not come.
+    """Ends the process if MPI_Init takes longer than ``timeout_s``, and names the ranks of the job that have not come.
 
-    Every rank leaves a file, named by its number, in a folder of its host; who has none is missing. The folder's name
-    is made of the user and of ``job``, and so can be guessed: it is used only if it is a folder of this user's which
-    nobody else can look into. Else, or on a full disk, the ranks are not named.
+    It is a context manager around MPI_Init. Every rank leaves a file, named by its number, in a folder of its host; a
+    rank without a file is missing. The folder's name is made of the user and of ``job``, so it can be guessed: the
+    folder is used only if it belongs to this user and nobody else can look into it. Without a folder, or on a full
+    disk, the ranks are not named.
     """
 
     def __init__(self, job: str, rank: int, size: int, timeout_s: float) -> None:
@@ -39,7 +40,7 @@ class Arrival:
             return
         try:
             self._descriptor = self._sign_in()
-        except OSError as error:  # must not keep anyone from training
+        except OSError as error:  # the list of ranks is not worth the end of the training
             _log.warning("rank %d keeps no list of arrived ranks: %s", self.rank, error)
         threading.Thread(target=self._watch, name="ocomm-arrival", daemon=True).start()
 
@@ -50,14 +51,14 @@ class Arrival:
         try:
             os.unlink(str(self.rank), dir_fd=self._descriptor)
             self.folder.rmdir()
-        except OSError:  # others are still in it
+        except OSError:  # the folder still has files of other ranks
             return
         finally:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def _sign_in(self) -> int:
-        """Leaves this rank's file, and returns a descriptor of the folder."""
+        """Creates this rank's file and returns a descriptor of the folder."""
         for _ in range(_ATTEMPTS):
             descriptor = open_private(self.folder)
             try:
@@ -79,7 +80,7 @@ class Arrival:
         os._exit(1)
 
     def report(self) -> str:
-        """What is said when time is up."""
+        """Returns the message for when the time is up."""
         missing = "no list of them could be kept"
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):  # the process ends all the same
@@ -93,7 +94,10 @@ class Arrival:
 
 
 def open_private(folder: Path) -> int:
-    """A descriptor of ``folder``, which is made if there is none. PermissionError if it is not this user's alone."""
+    """Returns a descriptor of ``folder``, which is created if it does not exist.
+
+    Raises PermissionError if the folder is not accessible to this user alone.
+    """
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)

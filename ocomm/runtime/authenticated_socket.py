@@ -1,7 +1,7 @@
-"""Messages over a socket which nobody can send, change, repeat, drop or read twice who does not know a key.
+"""Messages over a socket that nobody can send, change, repeat, drop or read twice without knowing a key.
 
-The end that was connected to is the server. First both prove that they know the key, and make keys for this
-connection; the words in quotes are part of the format:
+The end that was connected to is the server. First both ends prove that they know the key, and derive keys for this
+connection. The words in quotes are part of the format:
 
     server -> client    "ocomm-l2", 32 random bytes D
     client -> server    32 random bytes C, HMAC(key, "client" D C)
@@ -9,12 +9,12 @@ connection; the words in quotes are part of the format:
 
     key of messages to the server: HMAC(key, "to server" D C); to the client: HMAC(key, "to client" D C)
 
-Then a message, the n-th of its direction, is
+Then the n-th message of a direction is
 
     length (8 bytes), HMAC(k, "length" n length), content, HMAC(k, "content" n content)
 
-HMACs are those of SHA-256; n and lengths are little-endian 64-bit integers. The length is proved by itself, so that
-memory is made for a message only if the other end has announced it. Contents are not encrypted.
+HMACs use SHA-256; n and lengths are little-endian 64-bit integers. The length has an HMAC of its own, so that memory is
+allocated only for a message that the other end has announced. Contents are not encrypted.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ _NONCE = 32
 _TAG = 32
 _NUMBER = struct.Struct("<Q")
 _PIECE = 1 << 20
-#: Longest message, in bytes, where nothing else is said.
+#: Default limit for the length of a message, in bytes.
 MOST_BYTES = 1 << 24
-#: Seconds for which a message that has begun may stand still.
+#: Default limit for the time in which no further byte of a message arrives, in seconds.
 PAUSE_S = 60.0
 
 
 class TamperedError(ConnectionError):
-    """What has arrived was not sent by the other end, or not now."""
+    """The bytes that arrived are not the next message that the other end has sent."""
 
 
 class AuthenticatedSocket:
     """One end of a connection, after ``accept`` or ``connect``. Any thread may send; one at a time may receive.
 
-    ``most_bytes``: of a message, either way. ``pause_s``: how long a message that has begun may stand still.
+    Args:
+        most_bytes: Limit for the length of a message, in both directions.
+        pause_s: Limit for the time in which no further byte of a message arrives or can be sent.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class AuthenticatedSocket:
         self._most_bytes = most_bytes
         self._pause_s = pause_s
         self._sent = self._received = 0
-        self._lock = threading.Lock()  # of what is sent
+        self._lock = threading.Lock()  # held while a message is sent
         self._broken = ""
 
     def __enter__(self) -> AuthenticatedSocket:
@@ -67,11 +69,11 @@ class AuthenticatedSocket:
         self.close()
 
     def fileno(self) -> int:
-        """Of the socket, which is readable when a message has begun to arrive."""
+        """Returns the descriptor of the socket, which is readable when a message has begun to arrive."""
         return self._connection.fileno()
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._connection.close()
 
     def detach(self) -> socket.socket:
@@ -98,7 +100,7 @@ class AuthenticatedSocket:
             start = length + _tag(key, b"length", number, length)
             end = _tag(key, b"content", number, content)
             try:
-                # What is short goes at once: packets of a few bytes wait for each other.
+                # A short message goes in one packet: packets of a few bytes wait for each other.
                 for piece in [start + content + end] if len(content) < _PIECE else [start, content, end]:
                     _write(self._connection, piece, self._pause_s)
             except OSError as error:
@@ -106,15 +108,15 @@ class AuthenticatedSocket:
                 raise
 
     def receive(self, patience_s: float | None = None) -> bytearray:
-        """The next message.
+        """Returns the content of the next message.
 
         Args:
-            patience_s: How long to wait until it begins; None for as long as the connection lives.
+            patience_s: How long to wait until the message begins; None for as long as the connection lives.
 
         Raises:
             EOFError: The other end has closed the connection.
             TamperedError: The message is not the next one that the other end has sent.
-            OSError: The connection is broken, or there was nothing for ``patience_s`` or ``pause_s``.
+            OSError: The connection is broken, or nothing came for ``patience_s`` or ``pause_s``.
         """
         key, number = self._keys[1], _NUMBER.pack(self._received)
         first = _read(self._connection, 1, patience_s)
@@ -141,9 +143,10 @@ class AuthenticatedSocket:
 def accept(
     connection: socket.socket, key: bytes, patience_s: float, most_bytes: int = MOST_BYTES, pause_s: float = PAUSE_S
 ) -> AuthenticatedSocket:
-    """The server's end: lets the client prove that it knows ``key``, in ``patience_s`` seconds in all.
+    """Makes the server's end of a connection: the client has ``patience_s`` seconds in all to prove that it knows
+    ``key``.
 
-    Raises TamperedError if it does not, and OSError or EOFError if the connection ends or time is up.
+    Raises TamperedError if it does not know the key, and OSError or EOFError if the connection ends or time is up.
     """
     connection.setblocking(False)
     end_s = time.monotonic() + patience_s
@@ -161,7 +164,12 @@ def accept(
 def connect(
     connection: socket.socket, key: bytes, patience_s: float, most_bytes: int = MOST_BYTES, pause_s: float = PAUSE_S
 ) -> AuthenticatedSocket:
-    """The client's end. Raises as ``accept``."""
+    """Makes the client's end of a connection: the server has ``patience_s`` seconds in all to prove that it knows
+    ``key``.
+
+    Raises TamperedError if it does not know the key or does not accept ours, and OSError or EOFError if the connection
+    ends or time is up.
+    """
     connection.setblocking(False)
     end_s = time.monotonic() + patience_s
     hello = _read(connection, len(_HELLO) + _NONCE, patience_s, end_s)
@@ -180,7 +188,9 @@ def connect(
 
 
 def wait(lines: Iterable[AuthenticatedSocket], timeout_s: float) -> list[AuthenticatedSocket]:
-    """Those on which a message has begun to arrive, or which have ended; [] after ``timeout_s``."""
+    """Returns the connections on which a message has begun to arrive or which have ended; [] after ``timeout_s``
+    seconds.
+    """
     poll, found = select.poll(), {}
     for line in lines:
         found[line.fileno()] = line
@@ -189,14 +199,20 @@ def wait(lines: Iterable[AuthenticatedSocket], timeout_s: float) -> list[Authent
 
 
 def _tag(key: bytes, word: bytes, first: bytes | bytearray, second: bytes | bytearray) -> bytes:
-    """The HMAC of a word and a zero byte, of ``first``, whose length is that of its kind, and of ``second``."""
+    """Returns the HMAC of a word, a zero byte, ``first`` and ``second``. The length of ``first`` is the same for each
+    word.
+    """
     mac = hmac.new(key, word + b"\0" + first, "sha256")
     mac.update(second)
     return mac.digest()
 
 
 def _read(connection: socket.socket, nbytes: int, pause_s: float | None, end_s: float | None = None) -> bytearray:
-    """So many bytes. EOFError at their end, TimeoutError if none come for ``pause_s`` or it is later than ``end_s``."""
+    """Reads ``nbytes`` bytes.
+
+    Raises EOFError at the end of the connection, TimeoutError if no byte comes for ``pause_s`` or the clock has passed
+    ``end_s``.
+    """
     data = bytearray(nbytes)
     view, got = memoryview(data), 0
     while got < nbytes:
@@ -212,7 +228,9 @@ def _read(connection: socket.socket, nbytes: int, pause_s: float | None, end_s: 
 
 
 def _write(connection: socket.socket, data: bytes, pause_s: float, end_s: float | None = None) -> None:
-    """All of ``data``; raises as ``_read``."""
+    """Writes all of ``data``. Raises TimeoutError if no byte can be sent for ``pause_s`` or the clock has passed
+    ``end_s``.
+    """
     view = memoryview(data)
     while view:
         _wait(connection, select.POLLOUT, pause_s, end_s)
@@ -223,7 +241,9 @@ def _write(connection: socket.socket, data: bytes, pause_s: float, end_s: float 
 
 
 def _wait(connection: socket.socket, event: int, pause_s: float | None, end_s: float | None) -> None:
-    """Until the socket can be read or written. Its own timeout would be that of all threads."""
+    """Waits until the socket can be read or written. The socket's own timeout is not used, because all threads share
+    it.
+    """
     limit_s = pause_s
     if end_s is not None:
         limit_s = max(0.0, end_s - time.monotonic())

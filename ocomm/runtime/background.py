@@ -22,13 +22,15 @@ from ocomm.runtime.supervisor_client import SILENT
 from ocomm.types import Settings
 
 _log = logging.getLogger("ocomm")
-_HEARTBEAT_S = 2.0  # at most; a third of the timeout if that is less
-_FAREWELL_S = 3.0  # how long a failing rank stays to see that the others have heard it
+_HEARTBEAT_S = 2.0  # longest time between signs of life; a third of the timeout if that is less
+_FAREWELL_S = 3.0  # how long a failing rank waits until its last messages have been delivered
 _LAST_PLANS_S = 10.0  # how long plans may still run after every rank has left
 
 
 class Runtime:
-    """Owns the thread and the process sets; ``world`` is the set of all ranks and carries the farewells."""
+    """Owns the background thread and the process sets. ``world`` is the set of all ranks; its link carries the news of
+    ranks that leave.
+    """
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class Runtime:
         self._retiring: list[ProcessSet] = []
         self.waits = Waits()
         self._deadlock = Deadlock(world, lambda: self._sets, self.waits, settings.deadlock_s, clock)
-        self._leaving: tuple[bool, str] | None = None  # (failed, why), asked for by the user's thread
+        self._leaving: tuple[bool, str] | None = None  # (failed, why), set by the user's thread
         self._left = False
         self._gone: dict[int, tuple[bool, str]] = {}
         self._all_gone_s: float | None = None
@@ -58,7 +60,7 @@ class Runtime:
         self._silent_since: dict[int, float] = {}
         self._heartbeat_s = min(_HEARTBEAT_S, settings.peer_timeout_s / 3 or _HEARTBEAT_S)
         self._silence_s = settings.peer_timeout_s
-        if settings.stall_shutdown_s > 0:  # nothing may be waited for longer than that, an answer of rank 0 neither
+        if settings.stall_shutdown_s > 0:  # no wait may be longer than that, nor one for an answer of rank 0
             self._silence_s = min(self._silence_s, max(settings.stall_shutdown_s, 3 * self._heartbeat_s))
         self._beat_s = self._inspected_s = self._waited_s = clock()
         self._over = threading.Event()
@@ -66,14 +68,14 @@ class Runtime:
         world.is_served = self.is_serving
 
     def add(self, process_set: ProcessSet) -> None:
-        """Serves another set. From any thread."""
+        """Serves another process set. May be called from any thread."""
         process_set.is_served = self.is_serving
-        self._sets = [*self._sets, process_set]  # a round that has begun keeps its own list
+        self._sets = [*self._sets, process_set]  # a new list, because a cycle under way iterates over the old one
 
     def retire(self, process_set: ProcessSet) -> None:
-        """Serves a set no longer, once nothing of it is under way; then ``process_set.retired`` is set.
+        """Stops to serve a process set once nothing of it is under way, and then sets ``process_set.retired``.
 
-        No rank of the set may ask for anything in it any more. From any thread but the background one.
+        No rank may submit anything to the set any more. May be called from any thread but the background one.
         """
         self._retiring = [*self._retiring, process_set]
         self.engine.wake()
@@ -89,18 +91,21 @@ class Runtime:
         return self._thread.is_alive()
 
     def is_serving(self) -> bool:
-        """Does the thread run, or is it still to start? From any thread."""
+        """Returns True if the background thread runs or is still to start. May be called from any thread."""
         return self._thread.ident is None or self._thread.is_alive()
 
     def departed(self) -> dict[int, str]:
-        """World ranks which have left the job, and how, as "has shut down". From any thread."""
+        """Returns the world ranks that have left the job, and how, as "has shut down". May be called from any
+        thread.
+        """
         return {rank: _how(why) for rank, (_, why) in self._gone.copy().items()}
 
     def leave(self, failed: bool = False, why: str = "shut down") -> bool:
-        """Takes this rank out of the job and ends the thread; True if every rank has left in order.
+        """Takes this rank out of the job and ends the thread. Returns True if every rank has left in order.
 
-        A clean departure waits for the others, whose tensors this rank may still own, as long as they show signs of
-        life. A failed one tells them and waits three seconds at most. From any thread but the background one.
+        A clean departure waits for the other ranks, whose tensors this rank may still own, as long as they show signs
+        of life. A failed one tells them and waits three seconds at most. May be called from any thread but the
+        background one.
         """
         if self._leaving is None:
             self._leaving = (failed, why)
@@ -137,7 +142,9 @@ class Runtime:
                 self._over.set()
 
     def _end_plans(self) -> None:
-        """Nobody runs the engine after this: whoever waits for a plan must hear that it will not be done."""
+        """Ends all plans of the engine, which nobody runs any more: threads that wait for a plan hear that it will not
+        be done.
+        """
         try:
             self.engine.fail()
             self.engine.run(0.0)
@@ -145,7 +152,7 @@ class Runtime:
             _log.warning("rank %d: the engine did not stop: %s", self.world.rank, error)
 
     def cycle(self) -> bool:
-        """One round of the loop; True when it is over. An ordinary method, which a test may call by itself."""
+        """Makes one round of the loop; returns True when the loop is over. A test may call it as an ordinary method."""
         due = min(process_set.cycle() for process_set in self._sets)
         polling = any(process_set.wants_polling for process_set in self._sets)
         longest = min(0.25, self._heartbeat_s / 2)
@@ -182,13 +189,15 @@ class Runtime:
         return self._depart()
 
     def _beat(self, now: float) -> None:
-        """Signs of life between rank 0 and the others; silence beyond the timeout is death."""
+        """Sends and checks signs of life between rank 0 and the others. A rank that is silent longer than the timeout
+        counts as dead.
+        """
         missed = now - self._beat_s - self._heartbeat_s
-        if missed > self._heartbeat_s:  # this process stood still itself, and says nothing about others' silence
+        if missed > self._heartbeat_s:  # this process itself stood still, so it cannot judge the others' silence
             self._silent_since = {rank: min(now, since + missed) for rank, since in self._silent_since.items()}
         self._beat_s = now
-        # A rank that has left sends nothing more, nor rank 0 once all have: a message which nobody receives would stay
-        # with MPI, and turn up in the next job on a communicator of the same number.
+        # A rank that has left sends nothing more, nor does rank 0 once all have left. MPI would keep a message that
+        # nobody receives, and deliver it in the next job on a communicator of the same number.
         if self.world.rank == 0 and len(self._gone) < self.world.size:
             self.world.link.send_all(MessageType.ALIVE)
         elif self.world.rank != 0 and not self._left:
@@ -213,7 +222,7 @@ class Runtime:
             return False
         assert self._leaving is not None
         if self.failure is not None or self._leaving[0]:
-            # The launcher ends the others as soon as one rank exits: let them hear, and say, what happened first.
+            # The launcher ends the others as soon as one rank exits, so they get the time to report what happened.
             now = self.clock()
             self._failed_s = now if self._failed_s is None else self._failed_s
             if len(self._gone) < self.world.size and now - self._failed_s < _FAREWELL_S:
@@ -233,14 +242,14 @@ class Runtime:
         return False
 
     def _farewell(self, why: str | None) -> None:
-        """Lets the last words leave before the thread ends."""
+        """Sends the last messages before the thread ends."""
         try:
             if why is not None:
                 self._announce_departure(self.world.rank, True, why)
             end = self.clock() + _FAREWELL_S
             while not self.world.link.flush() and self.clock() < end:
                 self.engine.run(0.01)
-        except Exception as error:  # the network is gone too: nobody is left to tell
+        except Exception as error:  # the network has failed, too, so nobody can be told
             _log.warning("rank %d could not tell the others: %s", self.world.rank, error)
 
     def _announce_departure(self, rank: int, failed: bool, why: str) -> None:
@@ -250,7 +259,7 @@ class Runtime:
             self._note_departure(rank, failed, why)
         elif rank == self.world.rank:
             self.world.link.send(0, MessageType.LEAVE, payload)
-            if failed:  # rank 0 tells the others; this rank has nothing to wait for
+            if failed:  # rank 0 tells the others; this rank does not wait
                 self._gone[rank] = (failed, why)
         else:
             self._note_departure(rank, failed, why)
@@ -268,12 +277,12 @@ class Runtime:
             process_set.rank_left(rank, _how(why))
         if failed and rank != self.world.rank:
             fails_itself = self._leaving is not None and self._leaving[0]
-            if self.failure is None and not fails_itself:  # later ones may have failed because of this
+            if self.failure is None and not fails_itself:  # a later failure may be a consequence of the first
                 self._on_loss({rank: why})
             self._fail(PeerError(f"rank {rank} {why}."))
 
     def _fail(self, error: OcommError) -> None:
-        """Everything under way and everything to come fails with ``error``."""
+        """Fails everything that is under way, and everything that is submitted from now on, with ``error``."""
         if self.failure is None:
             self.failure = error
         self.engine.fail()

@@ -1,6 +1,7 @@
-"""Threads that may still submit something: while there are any, a rank that waits is not certain to wait for ever.
+"""Finds the threads that could still submit something. While there is one, a waiting rank may yet go on.
 
-Whoever decides this must never be wrong in one direction: a thread that is not known to be a servant of others counts.
+A thread that is wrongly left out would turn a wait into an error, so every thread counts that is not known to serve
+others only.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from types import FrameType
 
 from ocomm.runtime.frames import current_frames
 
-#: Threads that only do what another thread asks them to, known by a function on their stack: of libraries that do not
-#: call the user's training code there. (end of the file's path, function)
+#: Threads of libraries that only do what another thread asks for, and never call the user's training code. They are
+#: recognised by a function on their stack: (end of the file's path, function).
 _SERVANTS = tuple(
     (os.path.join(*path.split("/")), function)
     for path, function in (
@@ -25,25 +26,26 @@ _SERVANTS = tuple(
         ("tensorboard/summary/writer/event_file_writer.py", "_run"),
     )
 )
-#: An idle thread of a pool waits for work in this function itself.
+#: The innermost function of an idle thread of a pool.
 _IDLE = os.path.join("concurrent", "futures", "thread.py"), "_worker"
 _TENSORFLOW = os.sep + os.path.join("tensorflow", "python") + os.sep
 
 
-#: Submits what graphs of TensorFlow hand it.
+#: Name of the thread that submits the collectives of TensorFlow's graphs.
 TENSORFLOW = "ocomm-tensorflow"
 
 
 def is_ours(thread: threading.Thread) -> bool:
-    """Is it one of ocomm's own, which submit nothing for the user?"""
+    """Returns True for a thread of ocomm that submits nothing for the user."""
     return thread.name == "ocomm" or (thread.name.startswith("ocomm-") and thread.name != TENSORFLOW)
 
 
 def bystanders(waiting: Collection[int]) -> list[str]:
-    """The names of live Python threads that may still submit: those which neither are in ``waiting`` nor only serve
-    others.
+    """Returns the names of live Python threads that may still submit: those that are not in ``waiting`` and do not only
+    serve others.
 
-    Threads that Python does not know of, a framework's in C++, say, are left out: they work for those it knows.
+    Threads that Python does not know, such as those of a framework in C++, are left out: they work for threads it
+    knows.
     """
     frames = current_frames()
     return sorted(
@@ -54,7 +56,7 @@ def bystanders(waiting: Collection[int]) -> list[str]:
 
 
 def is_in_tensorflow(thread: int) -> bool:
-    """Is the thread's innermost Python code TensorFlow's: does it wait for a graph, say?"""
+    """Returns True if the innermost Python code of the thread is TensorFlow's, as while it waits for a graph."""
     frame = current_frames().get(thread)
     return frame is not None and _TENSORFLOW in frame.f_code.co_filename
 

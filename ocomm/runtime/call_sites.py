@@ -1,4 +1,6 @@
-"""Where a thread of the user's is, for messages to people. Looked up when somebody asks, or gives a tensor no name."""
+"""Finds the line of the user's code that a thread is in, for messages. Used when a report is made, or for a call
+without a name.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ _LIBRARIES = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "
 
 
 def user_line(threads: Iterable[int]) -> str:
-    """``train.py:12 in step``: the innermost line of the user's own code that one of the threads is in.
+    """Returns the innermost line of the user's own code that one of the threads is in, as ``train.py:12 in step``.
 
-    The main thread's where there are none; "" if there is none, as in a process that only runs libraries.
+    Looks at the main thread if there are no threads. Returns "" if there is no such line, as in a process that only
+    runs libraries.
     """
     frames = current_frames()
     for thread in [*threads, threading.main_thread().ident]:
@@ -42,21 +45,23 @@ def _line(frame: FrameType) -> str:
 
 
 class Caller(NamedTuple):
-    """Who calls: the line as in ``user_line``, and a 64-bit hash of what it and its callers say."""
+    """The line that calls, as ``user_line`` gives it, and a 64-bit hash of the text of that call and of those around
+    it.
+    """
 
     line: str
     digest: int
 
 
-#: Whose tensor has a name.
+#: Stands for the caller of a call with a name, which is not looked up.
 NOBODY = Caller("", 0)
 
 
 def caller() -> Caller:
-    """Who has called ocomm in this thread.
+    """Returns the line of the user's code that has called ocomm in this thread.
 
-    The hash is of the calls' text and the names of their files: the same where a package is installed elsewhere, and
-    in two branches of an ``if`` that make the same call.
+    The hash is made of the calls' text and the names of their files. So it is the same if a package is installed
+    elsewhere, and in two branches of an ``if`` that make the same call.
     """
     frame: FrameType | None = sys._getframe(1)
     said, line = [], ""
@@ -75,12 +80,14 @@ def caller() -> Caller:
     return Caller(line, int.from_bytes(hashed, "little") or 1)
 
 
-#: What frames say, by file, function, line and instruction.
+#: The text of calls, by file, function, line and instruction.
 _texts: dict[tuple[str, str, int, int], str] = {}
 
 
 def _call_text(frame: FrameType) -> str:
-    """The call that a frame is in, without white space; its line where that is not known, or the line's number."""
+    """Returns the text of the call that a frame is in, without white space; else its source line, else the line's
+    number.
+    """
     code = frame.f_code
     first, last, start, end = frame.f_lineno, frame.f_lineno, None, None
     if hasattr(code, "co_positions"):  # since Python 3.11

@@ -1,15 +1,17 @@
-"""Finds out that no rank of the job can move, when it is certain, instead of waiting for a minute to pass.
+"""Detects a deadlock of the job: no rank can go on, whatever any of them still does. It needs no deadline for that.
 
-A rank is blocked when every thread of the user's that ever submitted something waits for a handle which other ranks
-have not asked for, or for a second has waited in an optimizer's step, and nothing else is under way. It tells rank 0.
-When all ranks have, rank 0 asks once more: if nothing has moved anywhere in between and no message is on its way (what
-all have sent is what all have received), then none of these threads ever will (Mattern, Algorithms for distributed
-termination detection, 1987). Messages of steps are not counted: who waits in a step waits for ever if one of the ranks
-that it waits for has not come to that step. One that has may be long done with it, while its messages are still on a
+A rank is blocked when every user's thread that ever submitted something waits, and nothing else is under way. Such a
+thread waits for a handle that other ranks have not asked for, or it has waited in an optimizer's step for a second. A
+blocked rank tells rank 0. When all ranks have, rank 0 asks once more. If nothing has moved anywhere in between, and no
+message is on its way (all that was sent has been received), none of these threads will ever go on (Mattern, Algorithms
+for distributed termination detection, 1987).
+
+Messages of steps are not counted. A thread that waits in a step waits for ever if one of the ranks that it waits for
+has not come to that step. A rank that has come to it may have finished it long ago, while its messages are still on a
 slow wire.
 
-That is reported at once. It becomes an error when it has been so for ``deadlock_s``, at whose end rank 0 asks again, if
-in all that time no rank had another live thread that could submit for the first time (``bystanders``).
+A deadlock is reported at once. It becomes an error when it has lasted for ``deadlock_s``: then rank 0 asks again,
+provided that no rank has another live thread that could submit for the first time (``bystanders``).
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ _log = logging.getLogger("ocomm")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank says of itself. ``progress`` changes whenever anything moves; ``balance`` is sent less received.
+    """What a rank says of itself.
 
-    ``steps`` are its threads that wait in some, ``ended`` is how many it has ended of each name. ``others`` are live
-    threads that have not submitted, and still could.
+    ``progress`` changes whenever anything moves. ``balance`` is the number of control messages sent minus received.
+    ``steps`` are the steps in which its threads wait, ``ended`` the number of steps of each name that it has finished.
+    ``others`` are the live threads that have not submitted and still could.
     """
 
     is_blocked: bool
@@ -50,7 +53,7 @@ class Report:
 
 
 class Deadlock:
-    """One rank's part in it. Driven by the background thread; messages travel on the world's link."""
+    """One rank's part in the detection. Driven by the background thread; messages travel on the world's link."""
 
     def __init__(
         self,
@@ -67,13 +70,15 @@ class Deadlock:
         self._waits = waits
         self._seen = -1
         self._told: Report | None = None
-        # rank 0
+        # used on rank 0 only
         self._reports: dict[int, Report] = {}
         self._confirmed: dict[int, Report] | None = None
-        self._since: float | None = None  # when what is in ``_reports`` was certain first
+        self._since: float | None = None  # when the deadlock in ``_reports`` was certain for the first time
 
     def inspect(self) -> None:
-        """Every half second: tells rank 0 if this rank has come to a halt since the last time, or moves again."""
+        """Tells rank 0 if this rank has become blocked since the last call, or moves again. Called every half
+        second.
+        """
         if self._world.size == 1:
             return
         now = self._report()
@@ -88,14 +93,14 @@ class Deadlock:
             self._world.link.send_all(MessageType.CONFIRM)
 
     def _is_due(self) -> bool:
-        """On rank 0: is it time to ask whether what was certain is still so, and to give up?"""
+        """Returns True on rank 0 if it is time to ask whether the deadlock still holds, and to give up."""
         if self._since is None or self._confirmed is not None or self._deadlock_s == 0:
             return False
         could_submit = any(report.others for report in self._reports.values())
         return not could_submit and self._clock() - self._since >= self._deadlock_s
 
     def hear(self, source: int, word: MessageType, payload: bytes) -> None:
-        """Takes in a message."""
+        """Takes in a message about deadlocks."""
         if word == MessageType.CONFIRM:
             self._answer()
         elif word == MessageType.STUCK:
@@ -127,8 +132,11 @@ class Deadlock:
         return Report(True, progress, balance, where, tuple(steps.values()), dict(self._waits.ended), others)
 
     def _served(self, alive: Mapping[int | None, threading.Thread], waiting: Collection[int]) -> set[int]:
-        """Threads that wait, in TensorFlow, for one of its pool, which waits in an enclosed step; and ours, which hands
-        over what TensorFlow submits: nothing before that step is over."""
+        """Returns the threads that wait for others and submit nothing before these go on.
+
+        They are the threads in TensorFlow that wait for a thread of its pool, which waits in an enclosed step, and
+        ocomm's own thread that submits for TensorFlow.
+        """
         inside = [user for user in self._waits.enclosed if user in waiting and user not in alive]
         outside = [
             ident
@@ -189,7 +197,7 @@ class Deadlock:
             said = {"reports": {rank: asdict(report) for rank, report in reports.items()}, "why": why}
             self._world.link.send_all(MessageType.STUCK, json.dumps(said).encode())
             if why:
-                self._reports.clear()  # a rank speaks again when it has moved
+                self._reports.clear()  # a rank reports again when it has moved
                 self._since = None
             self._report_stuck(reports, why)
 
@@ -206,7 +214,7 @@ class Deadlock:
 
 
 def describe_step(step: Wait, reports: Mapping[int, Report]) -> str:
-    """For whom a step waits that will never end, and where those are."""
+    """Returns a sentence about a step that will never end: which ranks it waits for, and which lines those are in."""
     absent = [rank for rank in step.late if is_absent(reports[rank], step)] or list(step.late)
     where = "; ".join(f"rank {rank} is at {reports[rank].where}" for rank in absent if reports[rank].where)
     are_elsewhere = any(reports[rank].steps for rank in absent)
@@ -215,7 +223,7 @@ def describe_step(step: Wait, reports: Mapping[int, Report]) -> str:
 
 
 def is_absent(report: Report, step: Wait) -> bool:
-    """Has the rank of ``report`` not come to that step?"""
+    """Returns True if the rank of ``report`` has not come to that step."""
     is_in_it = any((other.name, other.number) == (step.name, step.number) for other in report.steps)
     return not is_in_it and report.ended.get(step.name, 0) <= step.number
 
@@ -226,7 +234,9 @@ def _read(said: Mapping[str, Any]) -> Report:
 
 
 def is_certain(reports: Mapping[int, Report]) -> bool:
-    """No message is on its way, and each step that some rank waits in waits for one that has not come to it."""
+    """Returns True if no message is on its way, and each step that a rank waits in waits for a rank that has not come
+    to it.
+    """
 
     steps = [step for report in reports.values() for step in report.steps]
     return sum(report.balance for report in reports.values()) == 0 and all(

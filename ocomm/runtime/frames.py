@@ -1,4 +1,4 @@
-"""The frames of all threads, without the deadlock of CPython up to 3.11.8."""
+"""The frames of all threads, without a deadlock of CPython up to 3.11.8."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _lock = threading.Lock()
 
 
 def current_frames() -> dict[int, FrameType]:
-    """``sys._current_frames()``: by a thread's ident, its innermost frame.
+    """Returns ``sys._current_frames()``: the innermost frame of each thread, by the thread's ident.
 
-    The garbage collector is off meanwhile. CPython holds a lock on the list of threads while it makes the dictionary;
-    if that sets off a collection, and a finalizer in it lets go of the GIL, every thread then waits for one of the two
-    (https://github.com/python/cpython/issues/106883, mended in 3.11.9 and 3.12).
+    The garbage collector is off meanwhile. CPython holds a lock on the list of threads while it makes the dictionary.
+    If that starts a collection, and a finalizer releases the GIL, every thread then waits for the lock or the GIL
+    (https://github.com/python/cpython/issues/106883, fixed in 3.11.9 and 3.12).
     """
-    with _lock:  # one caller's `enable` would come into another's call
+    with _lock:  # else one caller could enable the collector during another's call
         was_enabled = gc.isenabled()
         gc.disable()
         try:

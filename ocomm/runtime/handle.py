@@ -1,4 +1,4 @@
-"""What a user holds of an operation under way."""
+"""Submissions, and the handles with which a user's thread waits for them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ocomm.telemetry.timeline import Timeline
 from ocomm.types import Location
 
 NOTHING: Bytes = np.zeros(0, np.uint8)
-_LOOK_S = 1.0  # how often a wait looks whether there is still somebody to end it
+_LOOK_S = 1.0  # how often a wait checks that the background thread, which would end it, is still there
 _events = threading.Lock()  # held while a handle gets its event, or its list of listeners
 
-#: Makes room for a result of this shape; called on the background thread, returns the bytes of the new tensor.
+#: Allocates a result of a shape and returns its bytes; called on the background thread.
 Allocate = Callable[[tuple[int, ...]], Bytes]
-#: Hears, on the background thread, of tensors of a submission that are over, by position, and what went wrong.
+#: Called on the background thread with the positions of a submission's tensors that are over, and their error.
 Listener = Callable[[Sequence[int], OcommError | None], None]
 
 
 @dataclass(slots=True)
 class Submission:
-    """Tensors that a frontend hands over at once: of each a request, where it is, and where its result goes.
+    """Tensors that a frontend submits at once: for each a request, its source, and the target of its result.
 
-    Contiguous bytes, as many as the request says, which belong to the runtime until the tensor is over; source and
-    target may be the same. An ``Allocate`` where the result's size is only known to all ranks together. ``is_checked``:
-    the requests have passed ``process_set.check_reduction``.
+    Sources and targets are contiguous bytes, as many as the request says. They belong to the runtime until the tensor
+    is over, and may be the same. A target is an ``Allocate`` if the size of the result is known only to all ranks
+    together. ``is_checked``: the requests have passed ``process_set.check_reduction``.
     """
 
     requests: list[Request]
@@ -47,12 +47,12 @@ class Submission:
 
     @classmethod
     def of(cls, request: Request, source: Location = NOTHING, target: Location | Allocate = NOTHING) -> Submission:
-        """A single tensor."""
+        """Returns a submission of a single tensor."""
         return cls([request], [source], [target])
 
 
 class Handle:
-    """Of a submission. Its tensors are completed by the background thread, each once, in any order."""
+    """Waits for a submission. The background thread completes its tensors, each once, in any order."""
 
     __slots__ = (
         "_errors", "_event", "_expect", "_left", "_listener", "_listeners", "_results", "positions", "submission",
@@ -66,11 +66,11 @@ class Handle:
         timeline: Timeline | None = None,
         listener: Listener | None = None,
     ) -> None:
-        #: The runtime's, until it is over.
+        #: Belongs to the runtime until it is over.
         self.submission = submission
-        #: By name.
+        #: Position of each tensor in the submission, by name.
         self.positions = {request.name: position for position, request in enumerate(submission.requests)}
-        #: The one that has its beginning.
+        #: The timeline in which the submission's spans have begun.
         self.timeline = timeline
         self._expect = expect
         self._listener = listener
@@ -81,18 +81,21 @@ class Handle:
         self._listeners: list[Callable[[], None]] | None = None
 
     def poll(self) -> bool:
-        """True once ``wait`` will not block."""
+        """Returns True once ``wait`` will not block."""
         return not self._left
 
     def complete(self, positions: Sequence[int], result: Any = None, error: OcommError | None = None) -> None:
-        """``result``, of a tensor that was not fused, is whatever the operation made: sizes, a channel."""
+        """Completes the tensors at these positions, with an error or a result.
+
+        ``result`` is set for a tensor that was not fused: the sizes or the channel that the operation has made.
+        """
         if error is not None:
             self._errors.update(dict.fromkeys(positions, error))
         elif result is not None:
             self._results[positions[0]] = result
         if self._listener is not None:
             self._listener(positions, error)
-        self._left -= len(positions)  # before looking who is there: whoever comes later looks at this first
+        self._left -= len(positions)  # before looking for waiters: a thread that comes later looks at this first
         if not self._left:
             if self._event is not None:
                 self._event.set()
@@ -100,7 +103,9 @@ class Handle:
                 self._tell()
 
     def notify(self, listener: Callable[[], None]) -> None:
-        """Calls ``listener`` once all is over: on the background thread, whose time is everybody's, or here and now."""
+        """Calls ``listener`` once all tensors are over: on the background thread, so it must be quick, or here if that
+        is so already.
+        """
         with _events:
             if self._listeners is None:
                 self._listeners = []
@@ -111,17 +116,17 @@ class Handle:
     def _tell(self) -> None:
         while self._listeners:
             try:
-                listener = self._listeners.pop()  # a list.pop is atomic: nobody is told twice
+                listener = self._listeners.pop()  # list.pop is atomic, so no listener is called twice
             except IndexError:
                 return
             listener()
 
     def wait(self, seconds: float | None = None) -> list[Any]:
-        """Waits for the end of all tensors and returns their results, in order; raises what went wrong with the first
-        that failed. TimeoutError after ``seconds``.
+        """Waits for the end of all tensors and returns their results, in order.
 
-        The runtime bounds every operation by its own deadlines, and a wait looks every second whether the runtime is
-        still there: so waiting without a limit ends too.
+        Raises the error of the first tensor that failed, and TimeoutError after ``seconds``. Without a limit the wait
+        ends, too: every operation has a deadline of the runtime, and the wait checks every second that the runtime is
+        still there.
         """
         if self._left:
             with _events:

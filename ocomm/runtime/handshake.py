@@ -1,4 +1,4 @@
-"""What the ranks tell each other before the runtime starts: who is where, and whether all are set alike."""
+"""What the ranks tell each other before the runtime starts: their hosts and settings, which are compared."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from ocomm.version import __version__
 def handshake(
     control: Transport, settings: Settings, sets: Sequence[tuple[int, ...]], host: str, counts: dict[str, int]
 ) -> tuple[list[str], dict[str, int]]:
-    """Everybody tells rank 0 who it is and how it is set; rank 0 compares, and tells everybody.
+    """Exchanges hosts and settings: every rank tells rank 0 its own; rank 0 compares them and answers all.
 
-    Returns all hosts, and ``counts`` as they are from now on: each the highest of any rank.
+    Returns the hosts of all ranks, and ``counts`` as they are from now on: for each name the highest count of any rank.
+    Raises SettingsError if settings differ, LaunchError if some ranks do not come within ``start_timeout_s``.
     """
     link = Link(control)
     agreed = {name: getattr(settings, name) for name in Settings.AGREED}
@@ -78,7 +79,7 @@ def _flush(link: Link) -> None:
 
 
 def _difference(said: dict[int, dict[str, Any]]) -> str:
-    """The first thing on which the ranks do not agree, as a sentence; "" if none."""
+    """Returns a sentence about the first setting on which the ranks do not agree; "" if there is none."""
     for name in ("version", *Settings.AGREED, "process_sets"):
         values: dict[str, list[int]] = {}
         for rank in sorted(said):
@@ -101,7 +102,11 @@ def check_sets(sets: Sequence[tuple[int, ...]], size: int, first: int = 1) -> No
 
 
 def topology_of(rank: int, hosts: Sequence[str]) -> Topology:
-    """Local rank: position among the ranks of the same host. Cross rank: position among equal local ranks."""
+    """Returns the place of a rank in the job.
+
+    The local rank is its position among the ranks of its host; the cross rank is its position among the ranks with the
+    same local rank.
+    """
     local_ranks = [hosts[:r].count(host) for r, host in enumerate(hosts)]
     mine = local_ranks[rank]
     return Topology(
@@ -116,7 +121,9 @@ def topology_of(rank: int, hosts: Sequence[str]) -> Topology:
 
 
 def background_core(cores: Sequence[int], topology: Topology) -> int | None:
-    """The core of this rank's background thread; None for any. SettingsError if there is no such core."""
+    """Returns the core for this rank's background thread; None for any. Raises SettingsError if there is no such
+    core.
+    """
     if not cores:
         return None
     if topology.local_rank >= len(cores):
@@ -132,7 +139,10 @@ def background_core(cores: Sequence[int], topology: Topology) -> int | None:
 
 
 def bounded(call: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    """The result of a call which may wait for other ranks for ever, as some of MPI's do. LaunchError after a while."""
+    """Returns the result of a call that may wait for other ranks for ever, as some calls of MPI do.
+
+    Raises LaunchError if it does not return within ``timeout_s``.
+    """
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def work() -> None:

@@ -1,6 +1,6 @@
-"""One process set at run time: its queue, its negotiation, its channel. Driven by the background thread.
+"""One process set at run time: its queue, its negotiation, its channels. Driven by the background thread.
 
-Users and that thread meet in the queue, under its lock; nothing is called back while it is held.
+Users' threads and the background thread meet in the queue, under its lock. Nothing is called back while it is held.
 """
 
 from __future__ import annotations
@@ -60,26 +60,27 @@ from ocomm.types import Bytes, DType, Location, Nodes, ReduceOp, Settings
 
 _log = logging.getLogger("ocomm")
 _ANSWER_S = 2.0  # how long a rank that is late may take to say where it is
-_AVERAGE, _SUM, _BOOL = ReduceOp.AVERAGE, ReduceOp.SUM, DType.BOOL  # found in a fifth of the time
+# Module globals, because looking up a member of an enumeration takes five times as long.
+_AVERAGE, _SUM, _BOOL = ReduceOp.AVERAGE, ReduceOp.SUM, DType.BOOL
 _RELEASED = struct.Struct("<qq")  # channel, segments
 _FAULTS = {Fault.MISMATCH: MismatchError, Fault.STALL: StallError, Fault.LEFT: PeerError}
 
 
 @dataclass(slots=True)
 class _Running:
-    """A submitted plan and whom it serves."""
+    """A submitted plan, and the tensors that it serves."""
 
     ticket: Ticket
     parts: dict[Handle, list[int]]
     result: object
-    scratch: Scratch  # whose the buffers are
+    scratch: Scratch  # owner of the buffers
     buffers: list[Bytes] = field(default_factory=list)
-    submitted_ns: int = 0  # with a timeline only
+    submitted_ns: int = 0  # set only if there is a timeline
 
 
 @dataclass(slots=True)
 class _Opening:
-    """A communicator that is being made, for a channel or another set."""
+    """A communicator that is being made, for a channel or for another process set."""
 
     handle: Handle
     pending: TransportRequest
@@ -87,14 +88,18 @@ class _Opening:
 
 @dataclass(slots=True)
 class _Open:
-    """A channel and its communicator. ``channel`` is None once this rank does not use it any more."""
+    """A channel and its communicator. ``channel`` is None once this rank has released it."""
 
     channel: Channel | None
     transport: Transport
 
 
 class ProcessSet:
-    """``ranks`` are world ranks; ``rank`` is this process's position among them. All else counts within the set."""
+    """A process set as one of its ranks sees it.
+
+    ``ranks`` are the world ranks of the members, ``rank`` is this process's position among them. All other numbers of
+    ranks are positions in the set.
+    """
 
     def __init__(
         self,
@@ -133,45 +138,48 @@ class ProcessSet:
         self._cycle_s = settings.cycle_time_ms / 1e3
         self._lock = threading.Lock()
         self._queue: list[Request] = []
-        self._entries: dict[str, Handle] = {}  # what has not been answered, by name
+        self._entries: dict[str, Handle] = {}  # tensors that have not been answered, by name
         self._closed: OcommError | None = None
         self._hurried = False
-        # background thread only
+        # used by the background thread only
         self._running: list[_Running] = []
         self._opening: list[_Opening] = []
         self._announced_s = -1e9
         self._warned: dict[str, float] = {}
         self.users: set[int] = set()  # threads that have submitted; grows only
-        self.waiting: dict[int, Handle] = {}  # thread -> what it waits for; single dict operations
-        self.progress = 0  # counts whatever moves; background thread only
-        self._asked_s: dict[int, float] = {}  # world rank -> when it was asked where it is
+        self.waiting: dict[int, Handle] = {}  # thread -> its handle; only single dict operations, which are atomic
+        self.progress = 0  # counts announcements and responses; background thread only
+        self._asked_s: dict[int, float] = {}  # world rank -> when it was asked for its line of code
         self._where: dict[int, str] = {}
         self.joined: list[int] = []  # world ranks without more data; written by the background thread, read by any
-        # By number, which is the same on all ranks: they open channels, and close them, as responses say.
+        # By number. Ranks open and close channels in the order of responses, so a number is the same on all ranks.
         self._channels = {0: _Open(self._channel, data)}
         self._opened = 1
-        self._released: deque[Channel] = deque()  # what users have let go of; any thread appends
-        self._kept: list[Transport] = []  # of closed channels on which messages may be under way
+        self._released: deque[Channel] = deque()  # channels that users have released; any thread appends
+        self._kept: list[Transport] = []  # communicators of closed channels on which messages may be under way
         self._retiring = False
         self.is_leaving = False  # set once by the background thread: this rank has left the job
         self.retired = threading.Event()
-        #: Is there a thread that calls ``cycle``? Set by who has one.
+        #: Returns True if there is a thread that calls ``cycle``; set by the owner of that thread.
         self.is_served: Callable[[], bool] = lambda: True
-        #: What ``compressed_allreduce`` keeps between calls: a channel, and the errors of each name. The users' own.
+        #: What ``compressed_allreduce`` keeps between calls, a channel and the errors of each name. For users' threads.
         self.compressed_channel: Channel | None = None
         self.compressed: dict[str, OneBitAllreduce] = {}
-        #: Set once by the thread that opens a bridge between the ranks' devices, read by any.
+        #: Sums over the bridge between the ranks' devices. Set once by the thread that opens the bridge, read by any.
         self.bridged: BridgedSums | None = None
-        #: Why there is none, once that is known.
+        #: Why there is no bridge, once that is known.
         self.unbridged = ""
-        #: Opens it, in a thread of its own; set by whoever submits what could go over it, before.
+        #: Opens the bridge, in a thread of its own. Set before the first tensor that could use it is submitted.
         self.open_bridge: Callable[[], None] | None = None
         self.opening_bridge: threading.Thread | None = None
 
     # Users' side
 
     def submit(self, submission: Submission, listener: Listener | None = None) -> Handle:
-        """Queues tensors, all or none. InvalidRequestError if a name is in use; what closed the set if it is closed."""
+        """Queues all tensors of a submission, or none. May be called from any thread.
+
+        Raises InvalidRequestError if a name is in use, and the error that closed the set if it is closed.
+        """
         timeline = self.timeline
         requests = submission.requests
         if not submission.is_checked:
@@ -201,14 +209,16 @@ class ProcessSet:
                     timeline.begin(request.name + self._suffix, f"NEGOTIATE_{request.kind.name}")
             self._entries.update(dict.fromkeys(names, handle))
             self._queue += requests
-        if first:  # else the thread knows that something is queued, and when to announce it
+        if first:  # else the background thread knows already that something is queued, and when to announce it
             self.engine.wake()
         return handle
 
     def expect(self, waiters: int, handle: Handle) -> None:
-        """One thread more (or fewer) waits for ``handle``. What is queued is announced at once for who waits.
+        """Notes that one thread more (or less) waits for ``handle``. With a waiter, queued requests are announced at
+        once.
 
-        0: it goes on waiting. Raises what closed the set if the background thread has ended without ending ``handle``.
+        ``waiters`` 0 means that the thread still waits: raises the error that closed the set if the background thread
+        has ended without completing ``handle``.
         """
         if waiters == 0:
             if not self.is_served() and not handle.poll():
@@ -224,7 +234,9 @@ class ProcessSet:
         self.engine.expect(waiters, hurried)
 
     def close(self, error: OcommError) -> None:
-        """Fails everything under way and everything that comes. From the background thread."""
+        """Fails everything that is under way and everything that is submitted later. Called on the background
+        thread.
+        """
         with self._lock:
             if self._closed is None:
                 self._closed = error
@@ -237,25 +249,26 @@ class ProcessSet:
             self.bridged.bridge.end(str(error), wait_s=0.0)
         ended += [part for running in self._running for part in running.parts.items()]
         ended += [(opening.handle, [0]) for opening in self._opening]
-        self._running.clear()  # the engine keeps the memory of plans that are not over
+        self._running.clear()  # the engine keeps the memory of plans that are under way
         self._opening.clear()
         for handle, positions in ended:
             try:
                 handle.complete(positions, error=type(error)(*error.args))
-            except Exception:  # of a listener: the others must hear of it all the same
+            except Exception:  # raised by a listener; the other handles must be completed all the same
                 _log.exception("rank %d: could not report an error", self.ranks[self.rank])
 
     def release(self, channel: Channel) -> None:
-        """Nobody here will use ``channel``, of this set, any more: once no rank does, it is closed. From any thread.
+        """Notes that this rank will not use ``channel`` of this set any more. Once no rank does, it is closed. From any
+        thread.
 
-        Safe in a finalizer: it takes no lock, for the garbage collector may run while this thread holds one.
+        Safe in a finalizer: it takes no lock, because the garbage collector may run while this thread holds one.
         """
         self._released.append(channel)
 
     def retire(self) -> bool:
-        """The end of a set which was removed while the job goes on; True when it is over. From the background thread.
+        """Ends a process set that was removed while the job goes on; returns True when that is done.
 
-        Called again and again. All ranks of the set must do so: they close its channels together.
+        Called repeatedly on the background thread, on all ranks of the set, because they close its channels together.
         """
         if not self._retiring:
             self._retiring = True
@@ -266,7 +279,9 @@ class ProcessSet:
     # Background thread's side
 
     def cycle(self) -> float:
-        """One round: announce, decide, execute, complete. Returns in how many seconds the next is due at the latest."""
+        """Makes one round: announce, decide, execute, complete. Returns the seconds after which the next is due at the
+        latest.
+        """
         now = self.clock()
         due = self._announce(now)
         if self._released:
@@ -295,12 +310,14 @@ class ProcessSet:
             self._where[self.ranks[source]] = payload.decode()
 
     def rank_left(self, world_rank: int, why: str) -> None:
-        """A member has left; whatever needs it fails on all others."""
+        """Takes in that a rank has left; if it is a member, whatever needs it fails on all other members."""
         if world_rank in self.ranks and self.coordinator is not None:
             self.coordinator.remove(self.ranks.index(world_rank), why)
 
     def inspect(self) -> None:
-        """The coordinator's look for stalls; warns or gives up, after asking the missing ranks where they are."""
+        """Looks for stalls on the coordinator; asks the missing ranks for their lines of code, then warns or gives
+        up.
+        """
         if self.coordinator is None or not self.settings.stall_check:
             return
         now = self.clock()
@@ -319,7 +336,7 @@ class ProcessSet:
                 self._respond(self.coordinator.fail_stalled(hopeless, self._where))
 
     def _knows_where(self, missing: set[int], now: float) -> bool:
-        """Whether all missing ranks have said where they are, or have had the time to."""
+        """Returns True if all missing ranks have said which line they are in, or have had the time to."""
         for rank in missing - self._asked_s.keys():
             self._asked_s[rank] = now
             if rank == self.ranks[self.rank]:
@@ -339,9 +356,9 @@ class ProcessSet:
                 _log.warning("%s", describe_stall(stall, self.coordinator, self._where))
 
     def report_stuck(self, where: Mapping[int, str], why: str = "") -> None:
-        """No rank of the job can move: whatever waits here will wait for ever. ``where`` is every rank's code.
+        """Reports that no rank of the job can go on, so that everything that waits here will wait for ever.
 
-        With ``why`` all of it fails, and is told that; else it is reported.
+        ``where`` has the line of code of every rank. If ``why`` is given, everything fails with that reason instead.
         """
         if self.coordinator is not None and self.settings.stall_check:
             now = self.clock()
@@ -354,15 +371,15 @@ class ProcessSet:
 
     @property
     def is_blocked(self) -> bool:
-        """Nothing moves here by itself; what waits, waits for other ranks."""
+        """True if nothing here moves by itself: everything that waits, waits for other ranks."""
         if self._queue or self._running or self._opening:
             return False
-        # A thread whose handle is over may not have noticed yet.
+        # A thread whose handle is over may not have woken up yet.
         return not any(handle.poll() for handle in list(self.waiting.values()))
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing of ours is under way on the network."""
+        """True if nothing of this set is under way on the network."""
         return not self._running and not self._opening and self.link.flush()
 
     def _announce(self, now: float) -> float:
@@ -373,7 +390,7 @@ class ProcessSet:
             return wait
         self.progress += 1
         with self._lock:
-            self._hurried = False  # before the queue is taken, so that no later one's hurry is lost
+            self._hurried = False  # before the queue is taken, so that a later waiter's wish is not lost
             requests, self._queue = self._queue, []
         self._announced_s = now
         message = self._cache.announcement(requests)
@@ -386,7 +403,9 @@ class ProcessSet:
         return 1.0
 
     def _receive(self, rank: int, message: bytes, now: float) -> None:
-        """The coordinator takes in an announcement; its ticks in the timeline say which rank is ready for what."""
+        """Takes in an announcement on the coordinator. Marks in the timeline say which rank is ready for which
+        tensor.
+        """
         assert self.coordinator is not None
         if self.timeline is not None:
             for request in self.coordinator.heard(rank, message):
@@ -468,8 +487,10 @@ class ProcessSet:
 
     @contextmanager
     def _failing_together(self, found: Sequence[tuple[str, Handle]]) -> Iterator[None]:
-        """What was taken from the entries goes back if there is no memory, or no communicator, for it: who waits for it
-        is told when the set is closed."""
+        """Returns what was taken from the entries if there is no memory, or no communicator, for it.
+
+        Then threads that wait for it are told when the set is closed.
+        """
         try:
             yield
         except BaseException:
@@ -478,7 +499,7 @@ class ProcessSet:
             raise
 
     def _tune(self, tuned: Tuned) -> None:
-        """Goes by other settings from the next response on; so do all ranks."""
+        """Uses other settings from the next response on; so do all ranks."""
         self._cycle_s = tuned.cycle_time_ms / 1e3
         self._context = replace(self._context, segment_nbytes=tuned.segment_nbytes)
         if self.coordinator is not None:
@@ -501,7 +522,9 @@ class ProcessSet:
             handle.complete([0], self.ranks[response.sizes[0][0]])
 
     def _stand_in(self, template: Request) -> Handle:
-        """What this rank, which has joined, puts into an operation of the others: nothing that changes the result."""
+        """Returns what this rank, which has joined, contributes to an operation of the others: values that do not
+        change the result.
+        """
         if template.kind == Kind.ALLREDUCE:
             nothing = neutral(template.dtype, template.op, template.numel)
             return Handle(Submission.of(template, nothing, nothing), self.expect)
@@ -517,7 +540,9 @@ class ProcessSet:
         return Handle(Submission.of(template, np.zeros(0, np.uint8), allocate), self.expect)
 
     def _plan(self, response: Response, tensors: Sequence[tuple[Submission, int]]) -> tuple[Plan, object, Scratch]:
-        """What to do for a response, what a tensor that is not fused will return, and whose the plan's memory is."""
+        """Returns the plan of a response, the result of a tensor that is not fused, and the owner of the plan's
+        memory.
+        """
         submission, position = tensors[0]
         request = submission.requests[position]
         if request.kind is Kind.MESSAGE:
@@ -580,7 +605,7 @@ class ProcessSet:
     def _allreduce_plan(
         self, response: Response, tensors: Sequence[tuple[Submission, int]], request: Request
     ) -> tuple[Plan, Scratch]:
-        """The sum of fused tensors that are like ``request``, and whose the plan's memory is."""
+        """Returns the plan of a sum of fused tensors that are like ``request``, and the owner of its memory."""
         sources = [submission.sources[position] for submission, position in tensors]
         what = (
             sources,
@@ -597,12 +622,12 @@ class ProcessSet:
         return dense.allreduce(self._context, *what), self._scratch
 
     def _open_channels(self) -> None:
-        while self._opening:  # in order: MPI must see them in one order everywhere
+        while self._opening:  # MPI must see them in the same order on all ranks
             opening = self._opening[0]
             transport = self.link.transport.duplicated(opening.pending)
             if transport is None:
                 return
-            # It stays in the list until nothing can fail: ``close`` ends what is in it.
+            # The first stays in the list until nothing can fail, because ``close`` ends what is in the list.
             if opening.handle.submission.requests[0].kind == Kind.DUPLICATE:
                 self._opening.pop(0)
                 opening.handle.complete([0], transport)
@@ -614,12 +639,14 @@ class ProcessSet:
             opening.handle.complete([0], channel)
 
     def _close_channels(self) -> None:
-        """Tells the coordinator of channels that this rank uses no longer, once nothing of it is under way there."""
+        """Tells the coordinator which channels this rank has released, once nothing of this rank is under way on
+        them.
+        """
         for _ in range(len(self._released)):
             channel = self._released.popleft()
             found = [(number, opened) for number, opened in self._channels.items() if opened.channel is channel]
             if not found or self.is_leaving:
-                continue  # of another job, or not worth a message that may come too late
+                continue  # of another job; or the job ends, and a message about it might come too late
             segments = channel.close()
             if segments is None:
                 if self._retiring:
@@ -635,17 +662,19 @@ class ProcessSet:
                 self.link.send(0, MessageType.RELEASED, _RELEASED.pack(number, segments))
 
     def close_transports(self) -> None:
-        """Gives all communicators back, but for those on which messages may be under way. When the job is over."""
+        """Frees all communicators except those on which messages may be under way. Called when the job is over."""
         for transport in [*(opened.transport for opened in self._channels.values()), self.link.transport]:
             transport.close()
 
     @property
     def wants_polling(self) -> bool:
-        """A channel is being opened, or all are being closed, which the engine cannot see."""
+        """True if a channel is being opened or all are being closed, which the engine cannot see."""
         return bool(self._opening) or self._retiring
 
     def _complete(self) -> None:
-        """Ends the handles of plans that are over. Raises if one failed by itself: the other ranks wait for it."""
+        """Completes the handles of plans that are over. Raises if a plan failed by itself, because other ranks wait for
+        it.
+        """
         still = []
         failure: OcommError | None = None
         for running in self._running:
@@ -670,7 +699,7 @@ class ProcessSet:
             raise failure
 
     def _record(self, running: _Running) -> None:
-        """The rows of the tensors that a plan served, in Horovod's words."""
+        """Writes the timeline rows of the tensors that a plan served, with Horovod's names."""
         ticket = running.ticket
         if ticket.trace is None:
             return
@@ -689,7 +718,7 @@ class ProcessSet:
 
 
 def no_thread(rank: int) -> HorovodInternalError:
-    """What waits for a background thread that is no more."""
+    """Returns the error of a wait whose background thread has ended."""
     return HorovodInternalError(
         f"rank {rank}: ocomm's background thread has ended, so this will never be over. Its error is in this rank's "
         "output; a process that was forked from a rank has none."
@@ -697,7 +726,7 @@ def no_thread(rank: int) -> HorovodInternalError:
 
 
 def neutral(dtype: DType, op: ReduceOp, numel: int) -> Bytes:
-    """Elements that change nothing in a reduction: zeros for sums, 1 for a product, the extremes for Min and Max."""
+    """Returns elements that change nothing in a reduction: 0 for sums, 1 for products, the extremes for Min and Max."""
     kind = np.dtype(np.uint16 if dtype == DType.BFLOAT16 else dtype.label)
     value: float = 0
     if op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -716,8 +745,9 @@ def neutral(dtype: DType, op: ReduceOp, numel: int) -> Bytes:
 
 
 def check_reduction(request: Request) -> None:
-    """UnsupportedError for a reduction which the element type does not have, InvalidRequestError for factors that are
-    no numbers."""
+    """Raises UnsupportedError for a reduction that the element type does not have, InvalidRequestError for factors that
+    are not numbers.
+    """
     if type(request.prescale) is not float or type(request.postscale) is not float:
         try:
             struct.pack("dd", request.prescale, request.postscale)
@@ -737,7 +767,7 @@ def check_reduction(request: Request) -> None:
 
 
 def split_rows(rows: int, size: int) -> list[int]:
-    """Rows of each rank when ``rows`` are dealt out; the first ranks get the remainder (as Horovod does)."""
+    """Returns the rows of each rank when ``rows`` are shared out; the first ranks get the remainder, as in Horovod."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
@@ -749,7 +779,7 @@ def _row_nbytes(request: Request) -> int:
 
 
 def _by_handle(entries: Sequence[tuple[str, Handle]]) -> dict[Handle, list[int]]:
-    """The positions of names in their handles."""
+    """Returns the positions that names have in their handles, by handle."""
     parts: dict[Handle, list[int]] = {}
     for name, handle in entries:
         parts.setdefault(handle, []).append(handle.positions[name])

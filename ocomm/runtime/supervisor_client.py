@@ -1,14 +1,14 @@
 """A rank's connection to the ``ocommrun`` that supervises its job: JSON messages over an ``AuthenticatedSocket``.
 
-A rank says:
+A rank sends:
 
-    {"word": "here", "rank": 3, "host": "b", "generation": 1}      first
+    {"word": "here", "rank": 3, "host": "b", "generation": 1}      its first message
     {"word": "commit", "number": 12}                               a commit that a later generation can restore
-    {"word": "lost", "ranks": {"2": "has not answered for 7 s"}}   these have failed, as this rank knows
+    {"word": "lost", "ranks": {"2": "has not answered for 7 s"}}   ranks that have failed, as this rank knows
     {"word": "leave"}                                              it ends in order, for a generation on other hosts
     {"word": "bye"}                                                it ends in order
 
-and hears {"word": "hosts"}: there will be such a generation, leave after the next commit.
+and receives {"word": "hosts"}: there will be such a generation, so leave after the next commit.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from ocomm.runtime import authenticated_socket
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 
 _log = logging.getLogger("ocomm")
-#: The variable with the key that both ends must know, in hexadecimal. No setting, hence the name.
+#: The variable with the key that both ends must know, in hexadecimal. It is no setting, so its name differs from
+#: theirs.
 KEY = "_OCOMM_ELASTIC_KEY"
-#: How the words begin for a rank which may be alive, behind a cable that is cut.
+#: Beginning of the reason for a rank that may be alive, but cut off from the network.
 SILENT = "has not answered"
 _CONNECT_S = 10.0
-#: Until the other end has shown that it knows the key.
+#: Time for the other end to prove that it knows the key.
 _ANSWER_S = 60.0
-#: Of an error's words. Somebody may raise a whole file.
+#: Characters of an error's text that are sent, because an exception may carry a whole file.
 _WORDS = 2000
 
 
 def take_key(environ: MutableMapping[str, str]) -> bytes:
-    """The key, which is removed from the environment: what this process starts is not to have it."""
+    """Returns the key and removes it from the environment, so that processes started by this one do not get it."""
     return bytes.fromhex(environ.pop(KEY, ""))
 
 
 class SupervisorClient:
-    """The line of a rank. LaunchError if none of ``addresses`` answers, given as HOST:PORT."""
+    """Connects a rank to its supervisor. Raises LaunchError if none of ``addresses``, given as HOST:PORT, answers."""
 
     def __init__(self, addresses: Sequence[str], key: bytes, rank: int, generation: int) -> None:
         self.hosts_changed = False
@@ -55,7 +56,9 @@ class SupervisorClient:
         threading.Thread(target=self._listen, name="ocomm-supervisor", daemon=True).start()
 
     def say(self, word: str, **more: Any) -> None:
-        """Sends a message; from any thread. One that cannot be sent is dropped: the other end has gone."""
+        """Sends a message; from any thread. A message that cannot be sent is dropped, because the other end has
+        gone.
+        """
         with self._lock:
             try:
                 self._connection.send(json.dumps({"word": word, **more}).encode())
@@ -63,7 +66,7 @@ class SupervisorClient:
                 _log.info("rank %d cannot tell ocommrun '%s': %s", self._rank, word, error)
 
     def say_lost(self, ranks: Mapping[int, str]) -> None:
-        """These ranks have failed, and how."""
+        """Tells the supervisor which ranks have failed, and how."""
         self.say("lost", ranks={str(rank): why[:_WORDS] for rank, why in ranks.items()})
 
     def _listen(self) -> None:
@@ -71,7 +74,7 @@ class SupervisorClient:
             try:
                 heard = json.loads(self._connection.receive())
             except (EOFError, OSError) as error:
-                # Nobody would start a lost rank again, nor end this one: a job without its head is no job.
+                # Without its supervisor nobody starts a lost rank again or ends this one, so this rank ends itself.
                 sys.stderr.write(f"ocomm: rank {self._rank}: ocommrun, which supervises this job, has gone: {error}.\n")
                 sys.stderr.flush()
                 os._exit(1)
@@ -82,7 +85,7 @@ class SupervisorClient:
 def client(
     host: str, port: int, key: bytes, connect_s: float = _CONNECT_S, most_bytes: int = authenticated_socket.MOST_BYTES
 ) -> AuthenticatedSocket:
-    """A line to a server that knows ``key``. OSError or EOFError if there is none that does."""
+    """Connects to a server that knows ``key``. Raises OSError or EOFError if there is none."""
     connection = socket.create_connection((host, port), connect_s)
     try:
         return authenticated_socket.connect(connection, key, _ANSWER_S, most_bytes)
@@ -100,7 +103,7 @@ def connect_to_any(addresses: Sequence[str], key: bytes) -> AuthenticatedSocket:
     for address in addresses:
         host, _, port = address.rpartition(":")
         try:
-            # An address that nobody has is given up before the system would.
+            # An address that no machine has is given up earlier than the operating system would.
             return client(host, int(port), key, _CONNECT_S / len(addresses))
         except (OSError, EOFError) as error:
             reasons.append(f"{address}: {error}")

@@ -14,9 +14,10 @@ _COLUMNS = ("cycle_time_ms", "tensor_fusion_threshold", "segment_bytes", "score"
 
 
 class Tuner:
-    """Feeds ``autotune`` and asks ``search``, which may take long and is waited for by nobody.
+    """Feeds ``autotune`` with measurements and asks ``search`` for the next settings, which may take long, so nobody
+    waits for it.
 
-    ``path``: a CSV file with a line per point, score in bytes per microsecond; "" for none.
+    ``path`` is a CSV file with a line per point, the score in bytes per microsecond; "" for no file.
     """
 
     def __init__(self, autotune: Autotune, search: Search, names: Sequence[str], path: str) -> None:
@@ -30,7 +31,7 @@ class Tuner:
             self._log.write_text(",".join(_COLUMNS) + "\n")
 
     def note(self, tensors: Sequence[str], nbytes: int, now_s: float) -> None:
-        """See ``Autotune.note``."""
+        """Notes tensors that are reduced from now on; if that completes a point's score, asks for the next point."""
         score = self._autotune.note(tensors, nbytes, now_s)
         if score is None:
             return
@@ -46,13 +47,13 @@ class Tuner:
         return seed or self._search.ask()
 
     def poll(self) -> Tuned | None:
-        """What all ranks should switch to now, if anything."""
+        """Returns the settings to which all ranks should switch now; None if nothing changes."""
         if self._next is None or not self._next.done():
             return None
         pending, self._next = self._next, None
         try:
             point = pending.result()
-        except Exception as error:  # a search that fails must not take the training with it
+        except Exception as error:  # a search that fails must not end the training
             _log.warning("autotuning ends early: %s: %s", type(error).__name__, error)
             point = None
         tuned = self._autotune.go_on(point)
@@ -72,6 +73,6 @@ class Tuner:
         try:
             with self._log.open("a") as file:
                 print(*(tuned.cycle_time_ms, tuned.fusion_threshold, tuned.segment_nbytes, score), sep=",", file=file)
-        except OSError as error:  # a full disk must not take the training with it
+        except OSError as error:  # a full disk must not end the training
             _log.warning("the log of autotuning ends here: %s", error)
             self._log = None

@@ -1,1 +1,1 @@
-"""What the runtime tells about itself: the timeline. Below everything that writes to it, so that all layers may."""
+"""The timeline, in which the runtime records what it does. The lowest layer, so that all others may write to it."""

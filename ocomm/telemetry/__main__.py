@@ -1,4 +1,4 @@
-"""``python -m ocomm.telemetry merged.json trace.json trace.*.json``: one timeline of the files of all ranks."""
+"""``python -m ocomm.telemetry merged.json trace.json trace.*.json`` merges the timelines of all ranks into one file."""
 
 from __future__ import annotations
 

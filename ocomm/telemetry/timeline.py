@@ -1,12 +1,12 @@
 """The timeline: what every tensor waited for, as a Chrome trace (chrome://tracing, ui.perfetto.dev).
 
 Every rank writes a file of its own. A rank is a process of the trace, a tensor is one of its threads; events have
-Horovod's names. Times are microseconds of the wall clock, so the files of all ranks lie side by side as well as the
-hosts' clocks agree; ``merge`` makes one of them.
+Horovod's names. Times are microseconds of the wall clock, so the files of several hosts are aligned as well as the
+hosts' clocks agree; ``merge`` joins files into one.
 
-Whoever records an event only appends it to a list. A thread of the timeline's own turns events into text and writes
-them, one a line, so that the file of a job that was killed can be read up to its last line. A disk that is full ends
-the timeline with one warning; nobody waits for it, and nobody hears of it otherwise.
+Recording an event only appends it to a list. A thread of the timeline turns events into text and writes one per line,
+so that the file of a killed job can be read up to its last line. A full disk ends the timeline with one warning;
+nothing else waits for the disk or fails because of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, TextIO
 _log = logging.getLogger("ocomm")
 _FLUSH_S = 0.2
 _CLOSE_S = 10.0
-#: Events that wait for the disk; beyond this many they are dropped, and counted in the file.
+#: Number of events that may wait for the disk. Further events are dropped, and counted in the file.
 _LIMIT = 1_000_000
 _BATCH = 10_000
 
@@ -32,7 +32,7 @@ _Event = tuple[str, str, str, int, int, Mapping[str, Any] | None]
 
 
 def path_of(path: str, rank: int, start: int = 1) -> Path:
-    """Where a rank writes: rank 0 into ``path`` itself, rank 3 into ``trace.3.json`` for ``trace.json``.
+    """Returns the file of a rank: ``path`` itself for rank 0, ``trace.3.json`` for rank 3 and ``trace.json``.
 
     A job that is joined again in the same process writes into ``trace.start2.json``, ``trace.start2.3.json``.
     """
@@ -42,14 +42,17 @@ def path_of(path: str, rank: int, start: int = 1) -> Path:
 
 
 class Timeline:
-    """One rank's file. All methods are for any thread; the file belongs to the timeline's own."""
+    """One rank's file. All methods may be called from any thread; only the timeline's own thread writes the file.
+
+    ``label`` is the name of this rank in the trace. A file that cannot be opened is a warning, and so is a full disk.
+    """
 
     def __init__(self, path: str | Path, rank: int, label: str, mark_cycles: bool = False) -> None:
-        """``label`` is what the trace calls this rank. A file that cannot be opened is a warning, as is a full disk."""
+
         self.path = Path(path)
         self.mark_cycles = mark_cycles
         self._rank = rank
-        self._events: deque[_Event] = deque()  # appended to and popped from its ends only, which threads may do at once
+        self._events: deque[_Event] = deque()  # only appended to and popped from its ends, which is atomic
         self._dropped = 0
         self._over = False
         self._wake = threading.Event()
@@ -66,25 +69,25 @@ class Timeline:
     # Recording
 
     def begin(self, track: str, name: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """A span of ``track`` begins now; spans of one track nest."""
+        """Begins a span of ``track`` now; spans of one track nest."""
         self._add(("B", track, name, time.monotonic_ns(), 0, arguments))
 
     def end(self, track: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """The span of ``track`` that began last ends now."""
+        """Ends the span of ``track`` that began last."""
         self._add(("E", track, "", time.monotonic_ns(), 0, arguments))
 
     def mark(self, track: str, name: str) -> None:
-        """A moment without length."""
+        """Records a moment on ``track``."""
         self._add(("X", track, name, time.monotonic_ns(), 0, None))
 
     def span(
         self, track: str, name: str, start_ns: int, end_ns: int, arguments: Mapping[str, Any] | None = None
     ) -> None:
-        """A span that is over already; times are those of ``time.monotonic_ns``."""
+        """Records a span that is over; times are those of ``time.monotonic_ns``."""
         self._add(("X", track, name, start_ns, max(end_ns - start_ns, 0), arguments))
 
     def lane(self, start_ns: int, end_ns: int) -> str:
-        """A track on which nothing overlaps [start, end). For one thread at a time."""
+        """Returns a track on which nothing overlaps [start, end). For one thread at a time."""
         free = next((k for k, last in enumerate(self._lanes) if last <= start_ns), None)
         if free is None:
             free = len(self._lanes)
@@ -165,7 +168,7 @@ class Timeline:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """The events of a file, also of one that was cut off: then up to its last whole line."""
+    """Returns the events of a file; of a file that was cut off, those up to its last whole line."""
     events = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         try:
@@ -178,7 +181,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def merge(into: str | Path, files: Iterable[str | Path]) -> int:
-    """One trace of the files of several ranks; returns the number of events."""
+    """Writes the events of several ranks' files into one trace, and returns their number."""
     rows = [json.dumps(event) for file in files for event in read(file)]
     Path(into).write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
     return len(rows)
