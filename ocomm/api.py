@@ -377,8 +377,8 @@ def compressed_allreduce(
     Raises:
         NonFiniteError: An array has NaN or Inf on some rank; raised on all ranks.
         MismatchError: The ranks disagree on the shape.
-        InvalidRequestError: The dtype or shape is wrong, or ``hierarchical`` is True and there are no nodes of several
-            ranks.
+        InvalidRequestError: The dtype or shape is wrong, or ``hierarchical`` is True although all ranks are on one
+            host or each has a host of its own.
     """
     if compressor != "onebit":
         raise InvalidRequestError(f"compressor {compressor!r} is not known; use 'onebit'.")

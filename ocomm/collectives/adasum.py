@@ -1,9 +1,9 @@
-"""Adasum: a sum whose terms lose what they have in common (Maleki et al., arXiv 2006.02924, section 3).
+"""Adasum: a sum of gradients without what they have in common (Maleki et al., arXiv 2006.02924, section 3).
 
     adasum(a, b) = (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b
 
-Orthogonal gradients are added, parallel ones averaged. More than two are taken pairwise along a binary tree in rank
-order; where a level has an odd number the last goes up as it is, so any number of ranks will do.
+Orthogonal gradients are added, parallel ones averaged. More than two are combined pairwise along a binary tree in rank
+order. If a level has an odd number, its last gradient goes up unchanged, so any number of ranks works.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _TINY = float(np.sqrt(np.finfo(np.float64).tiny))
 
 
 def adasum(rows: Sequence[Bytes], dtype: DType, prescale: float, postscale: float, out: Bytes) -> None:
-    """Combines the tensors of all ranks (bytes of a floating dtype, in rank order) into ``out``.
+    """Combines the tensors of all ranks (bytes of a floating-point dtype, in rank order) into ``out``.
 
-    ``prescale`` multiplies every input, ``postscale`` the result. float64 is computed in float64, the others in
-    float32, dot products always in float64; rounded once, at the end. The bits depend on ``rows`` alone.
+    ``prescale`` multiplies every input, ``postscale`` the result. float64 is computed in float64, other dtypes in
+    float32, and dot products always in float64; values are rounded once, at the end. The bits depend on ``rows`` alone.
     """
-    with np.errstate(all="ignore"):  # what is not finite comes out as such
+    with np.errstate(all="ignore"):  # NaN and Inf of the inputs are in the result
         terms = [_load(row, dtype) * _factor(dtype, prescale) for row in rows]
         while len(terms) > 1:
             pairs = [_pair(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
@@ -39,7 +39,7 @@ def _factor(dtype: DType, factor: float) -> np.floating:
 
 
 def _pair(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
-    # Plain sums of products: a BLAS may choose another order on another host.
+    # Plain sums of products, because a BLAS may sum in another order on another host.
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
     dot = float(np.add.reduce(wide_a * wide_b))
     coefficients = []

@@ -1,7 +1,8 @@
-"""What carries dense values between the devices of a node, beside the network: NCCL.
+"""The NCCL communicator of a node, which carries dense values between its devices.
 
-Its calls come from the engine's thread, for all segments and channels, in the order of ``collectives.turns``. A bridge
-that has failed once is gone: what was to go over it raises, and what is on its way is aborted, lest devices hang.
+Calls of NCCL come from the engine's thread, for all segments and channels, in the order of ``collectives.turns``. A
+bridge that has failed once is not used again: later transfers raise, and those under way are aborted, so that no device
+hangs.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from ocomm.kernels.device import Device, Event, Stream
 from ocomm.transport.nccl import Communicator, Piece
 from ocomm.types import Bytes
 
-#: Seconds after which nobody waits any more for an abort, or for a call that it is to end.
+#: Limit for the wait for an abort, or for a call that the abort should end, in seconds.
 _ABORT_S = 10.0
-#: Seconds that what is on its way is given before the abort: other ranks may still read what this one would free.
+#: Seconds between the end of a bridge and the abort, in which other ranks may still read what it would free.
 _SETTLE_S = 1.0
 
 
 class Bridge:
-    """One rank's side of the bridge of a node; ``ranks`` are the node's ranks in the world, ``position`` is this one's.
-    Transfers are put on ``stream``, of ``device``.
+    """One rank's side of the bridge of a node.
 
-    A transfer that is not over, or not launched, after ``timeout_s`` ends the bridge; 0: it may take any time.
+    ``ranks`` are the world ranks of the node, ``position`` is the position of this rank among them. Transfers are
+    queued on ``stream`` of ``device``. A transfer that is not over, or not launched, after ``timeout_s`` ends the
+    bridge; 0: no limit.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Bridge:
         self.position = position
         self.timeout_s = timeout_s or float("inf")
         self.turns = Turns()
-        #: Why it is gone, "" while it is not.
+        #: Why the bridge has ended, "" while it has not.
         self.ended = ""
         self._communicator = communicator
         self._stream = stream
@@ -59,7 +61,7 @@ class Bridge:
         self._aborting = threading.Thread(target=self._abort, name="ocomm-abort", daemon=True)
 
     def launch(self, number: int, sends: Sequence[Piece], receives: Sequence[Piece]) -> Event | None:
-        """Transfer ``number``, if it is its turn: the event of its end."""
+        """Launches transfer ``number`` if it is its turn, and returns the event of its end; else returns None."""
         with self._lock:
             self._require()
             if not self.turns.is_due(number):
@@ -69,7 +71,7 @@ class Bridge:
             return self._stream.record()
 
     def is_over(self, event: Event) -> bool:
-        """Of a transfer that was launched. HorovodInternalError if the bridge has failed."""
+        """Returns True if a launched transfer is over. Raises HorovodInternalError if the bridge has failed."""
         with self._lock:
             self._require()
             words = self._communicator.failure()
@@ -85,8 +87,8 @@ class Bridge:
             )
 
     def end(self, why: str, wait_s: float = _ABORT_S) -> None:
-        """Gives it up, with what is on its way, and waits so long for the abort. The first reason stays."""
-        # A call of the engine's thread that hangs is ended by the abort.
+        """Ends the bridge and the transfers under way, and waits ``wait_s`` for the abort. The first reason is kept."""
+        # If a call of the engine's thread hangs, the abort ends it.
         is_locked = self._lock.acquire(timeout=_ABORT_S)
         if not self.ended:
             self.ended = why
@@ -96,7 +98,7 @@ class Bridge:
         self._aborting.join(wait_s)
 
     def _abort(self) -> None:
-        with contextlib.suppress(OcommError):  # it is gone either way
+        with contextlib.suppress(OcommError):  # the bridge is not used again either way
             self.device.enter()
             last, until = self._stream.record(), time.monotonic() + _SETTLE_S
             while not last.is_over() and time.monotonic() < until:
@@ -106,9 +108,9 @@ class Bridge:
 
 @dataclass(frozen=True, slots=True)
 class IntraNode:
-    """How dense values travel inside a node: over ``bridge`` between ``ranks``, those of the channel.
+    """How dense values travel inside a node: over ``bridge`` between ``ranks``, which are ranks of the channel.
 
-    None where this node has one rank; its plans have the stages of the others.
+    ``bridge`` is None if this node has one rank; its plans have the same stages as those of the other nodes.
     """
 
     bridge: Bridge | None
@@ -118,8 +120,12 @@ class IntraNode:
 def take_turn(
     intra_node: IntraNode, what: str, first: Stage, second: Stage, sends: Sequence[Piece], receives: Sequence[Piece]
 ) -> Offload:
-    """A transfer among the ranks of ``intra_node``, who all call it ``what``. Two stages end with its messages:
-    ``first`` says that this rank is ready, ``second`` gives the number. The next stage is to begin with the task."""
+    """Adds a transfer among the ranks of ``intra_node``, which all call it ``what``, and returns the task that makes
+    it.
+
+    Messages are added to two stages: those of ``first`` say that this rank is ready, those of ``second`` give the
+    transfer its number. The stage after these is to begin with the task.
+    """
     assert intra_node.bridge is not None
     bridge, ranks = intra_node.bridge, intra_node.ranks
     ready = np.full(len(ranks), zlib.crc32(what.encode()), np.int64)
@@ -136,7 +142,7 @@ def take_turn(
 
 
 class Order:
-    """See ``plan.Task``: the first rank, which has heard that all are ready, gives a transfer its number."""
+    """A ``plan.Task`` that gives a transfer its number, on the first rank of the node once all ranks are ready."""
 
     def __init__(self, bridge: Bridge, ready: np.ndarray, number: Bytes) -> None:
         self.failure: BaseException | None = None
@@ -157,7 +163,7 @@ class Order:
 
 
 class Transfer:
-    """See ``plan.Task``: goes over the bridge when it is its turn."""
+    """A ``plan.Task`` that makes a transfer over the bridge when it is its turn."""
 
     def __init__(self, bridge: Bridge, number: Bytes, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
         self.failure: BaseException | None = None

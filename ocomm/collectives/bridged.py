@@ -1,9 +1,9 @@
-"""Dense sums of tensors that are on the ranks' devices, one for each rank, over the bridge between these.
+"""Dense sums of tensors on the ranks' devices, one device per rank, over the bridge between these devices.
 
-The plan is the host's (``collectives.dense``), of memory of the device: tensors are copied into it side by side, the
-owner of each slice sums in the order of ranks, and what comes back is copied out. Its computations become tasks of the
-device, its messages transfers. Where some rank has a tensor in the host's memory the plan is of page-locked memory, and
-the device copies there and back.
+The plan is that of the host (``collectives.dense``), in memory of the device: tensors are copied into it side by side,
+the owner of each slice sums in the order of ranks, and results are copied out. Its computations become tasks of the
+device, its messages become transfers. If some rank has a tensor in the host's memory, the plan is in page-locked
+memory, and the device copies there and back.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from ocomm.types import DType, Location, ReduceOp
 
 
 class BridgedSums:
-    """Those of one process set, between all of whose ranks there is the bridge of ``intra_node``; ``memory`` is this
-    rank's device's, of which at most ``idle_nbytes`` are kept for the next plans. Makes kernels ready, which may take
-    seconds; then it is for the engine's thread, but for ``end``.
+    """The dense sums of one process set, all of whose ranks are connected by the bridge of ``intra_node``.
+
+    ``memory`` is that of this rank's device; at most ``idle_nbytes`` of it are kept for later plans. Making one
+    compiles kernels, which may take seconds. After that only the engine's thread uses it, except for ``end``.
     """
 
     def __init__(self, intra_node: IntraNode, memory: DeviceMemory, idle_nbytes: int) -> None:
@@ -55,9 +56,12 @@ class BridgedSums:
         prescale: float,
         postscale: float,
     ) -> tuple[Plan, Scratch]:
-        """See ``dense.allreduce``: the same plan, and where its memory is to be given back. ``bridged``: all ranks have
-        all of them on devices; else a ``DeviceArray`` is, and the other ranks may have made that plan themselves."""
-        self._memory.device.enter()  # as NCCL expects of who calls it
+        """Returns the plan that ``dense.allreduce`` makes, for device memory, and the owner of its memory.
+
+        ``bridged``: all ranks have all tensors on devices. Else some are ``DeviceArray``, and other ranks may have made
+        the host's plan.
+        """
+        self._memory.device.enter()  # NCCL wants the device's context in the thread that calls it
         scratch = self._on_device if bridged else self._on_host
         context = replace(context, scratch=scratch.take)
         plan = dense.allreduce(context, sources, results, nbytes, dtype, op, prescale, postscale, copied=True)
@@ -86,7 +90,7 @@ class BridgedSums:
         return found
 
     def _on_the_device(self, computations: Sequence[Computation]) -> list[Computation]:
-        """One task for all of them."""
+        """Returns one task for all of these computations."""
         task = DeviceTask(self._memory)
         for c in computations:
             match c:
@@ -104,7 +108,7 @@ class BridgedSums:
         return [Offload(name_of(computations[0]), task)] if computations else []
 
     def _through_the_host(self, c: Computation) -> list[Computation]:
-        """Copies of device arrays are the device's; what else there is stays as it is."""
+        """Makes copies of device arrays tasks of the device; returns other computations as they are."""
         if not isinstance(c, (CopyIn, CopyOut)):
             return [c]
         task, device = DeviceTask(self._memory), self._memory.device
@@ -134,7 +138,7 @@ def _pieces(messages: Sequence[Message], intra_node: IntraNode) -> list[Piece]:
 
 
 def _side_by_side(places: Sequence[Any], nbytes: Sequence[int], whole: Bytes) -> list[tuple[Any, Bytes]]:
-    """Each place with its part of ``whole``."""
+    """Returns each place with its part of ``whole``."""
     found, at = [], 0
     for place, n in zip(places, nbytes, strict=True):
         if n:

@@ -1,8 +1,8 @@
-"""The fixed-layout exchange: three-phase compressed allreduce, its dense counterpart for warm-up, and the vote.
+"""The fixed-layout exchange: three-phase compressed allreduce, its dense counterpart for the warm-up, and the vote.
 
-Every message starts with a header (``compression.wire``) that says what it is; owners compare all of them before they
-average, so every rank sees every disagreement, or hears of it. The flags of all ranks are known to all ranks before
-anyone commits. ``phases`` says who sends what to whom.
+Every message starts with a header (``compression.wire``) that says what it is. Owners compare all headers before they
+average, so every rank sees every disagreement or is told of it. All ranks know the flags of all ranks before any of
+them commits. ``phases`` says who sends what to whom.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ocomm.types import DType, Nodes, ReduceOp
 
 
 def compressed_staging(layout: SegmentLayout, memory: Memory = HOST) -> Staging:
-    """The memory of a segment. Inside a node gradients travel, not what ``send`` is for."""
+    """Returns the memory of a segment. Inside a node gradients are sent instead of compressed values."""
     return Staging(layout, memory, None if layout.nodes.is_flat else _slice_nbytes(layout))
 
 
 def node_staging(layout: SegmentLayout, memory: Memory = HOST) -> NodeStaging:
-    """The memory of a ``node_segment``."""
+    """Returns the memory of a ``node_segment``."""
     messages = [memory.staging(nbytes, headers_only=True) for nbytes in _slice_nbytes(layout)]
     return NodeStaging(layout.nodes, layout.rank, messages, memory)
 
@@ -42,8 +42,8 @@ def _slice_nbytes(layout: SegmentLayout) -> list[int]:
 class NodeSum:
     """The dense sum inside a node: gradients from the addresses in ``gradients``, summed in the order of ranks.
 
-    The sum times ``weight`` goes to the addresses in ``targets``, of each slice by the RUN table in ``runs``: of this
-    rank's own slice only, or, if it is ``shared``, of all slices on all ranks of the node.
+    The sum times ``weight`` goes to the addresses in ``targets``, where ``runs`` has a RUN table for each slice. It
+    goes there for this rank's own slice only or, if ``shared``, for all slices on all ranks of the node.
     """
 
     gradients: Table
@@ -61,14 +61,15 @@ def compressed_segment(
     average: Callable[[Sequence[Bytes]], Computation],
     node_sum: NodeSum | None = None,
 ) -> list[Stage]:
-    """The stages of one segment. ``result`` has ``packed_nbytes``.
+    """Returns the stages of one segment. ``result`` has ``packed_nbytes``.
 
-    ``compress`` writes ``staging.send`` and sets ``segment_header.node_flags``; ``average`` makes the server's
-    computation from all workers' messages in the order of their nodes. A rank without a slice does neither.
-    ``node_sum`` is there if nodes have several ranks.
+    ``compress`` writes ``staging.send`` and sets ``segment_header.node_flags``. ``average`` makes the server's
+    computation from the messages of all workers, in the order of their nodes. A rank without a slice does neither.
+    ``node_sum`` is given if nodes have several ranks.
 
-    Bytes sent to other nodes: each owner's message (header, scales, signs) to that owner, then our averages (no header)
-    to everyone. Inside the node: our gradients of the other ranks' slices, then the averages of our slice to everyone.
+    Bytes sent to other nodes: the message (header, scales, signs) for each owner, then this rank's averages (no header)
+    to every worker. Inside the node: this rank's gradients of the other ranks' slices, then the averages of its slice
+    to every rank.
     """
     if node_sum is None:
         return flat_stages(staging, segment_header, result, [compress], lambda rows: [average(rows)])
@@ -89,9 +90,10 @@ def compressed_segment(
 def node_segment(
     layout: SegmentLayout, node: NodeStaging, segment_header: SegmentHeader, node_sum: NodeSum
 ) -> list[Stage]:
-    """The sum inside the node alone, for all its ranks.
+    """Returns the stages of the sum inside the node alone, for all its ranks.
 
-    A disagreement does not end it, but stands in ``segment_header.passed_on`` afterwards; the vote tells everyone.
+    A disagreement does not end the plan; it is in ``segment_header.passed_on`` afterwards, and the vote tells all
+    ranks.
     """
     header = layout.header_nbytes
     summed: list[Computation] = []
@@ -137,11 +139,13 @@ def dense_segment(
     runs: Table,
     memory: Memory = HOST,
 ) -> tuple[list[Stage], list[Bytes]]:
-    """Order-fixed float32 average of runs of gradients, with headers. Returns its stages and the memory they use.
+    """Returns the stages of a float32 average of runs of gradients, with headers, in a fixed order, and the memory they
+    use.
 
-    ``runs`` is a RUN table; its elements are read from the addresses in ``gradients``, and their averages written to
-    those in ``averages``. Flat: the sum in the order of ranks, times float32(1/n). On nodes of several ranks: sums of
-    nodes in the order of their ranks, times float32(nodes/n); their sum in the order of nodes, times float32(1/nodes).
+    ``runs`` is a RUN table. Its elements are read from the addresses in ``gradients``, and their averages written to
+    those in ``averages``. In the flat form: the sum in the order of ranks, times float32(1/n). On nodes of several
+    ranks: the sum of each node in the order of its ranks, times float32(nodes/n); then the sum of these in the order of
+    nodes, times float32(1/nodes).
     """
     header = header_nbytes(int(segment_header.header["tensors"][0]))
     layout, parts = float_messages(rank, nodes, header, int(runs["length"].sum()))
@@ -178,7 +182,9 @@ def dense_segment(
 
 
 def _cut(runs: Table, parts: Sequence[tuple[int, int]]) -> Table:
-    """``runs``, one behind the other, cut where a part begins: (its first element, its position in the message)."""
+    """Returns ``runs``, adjacent in the message, cut where a part begins: (its first element, its position in the
+    message).
+    """
     lengths = runs["length"]
     ends = np.cumsum(lengths)
     starts = ends - lengths
@@ -196,10 +202,10 @@ def _cut(runs: Table, parts: Sequence[tuple[int, int]]) -> Table:
 
 
 def vote(rank: int, groups: Sequence[Sequence[int]], segment_header: SegmentHeader) -> Plan:
-    """Headers only: everyone tells everyone its flags and presence, before anyone commits.
+    """Returns the plan of a vote: every rank learns the flags and presence of all ranks before any of them commits.
 
-    ``groups`` share out the ranks. In one group everyone sends to everyone; with more, ranks tell their group, and then
-    each passes its group's headers on to some ranks of the other groups.
+    Messages are headers only. ``groups`` share out the ranks. With one group every rank sends to every rank. With more,
+    ranks tell their group, and then each passes its group's headers on to some ranks of the other groups.
     """
     nbytes = segment_header.nbytes
     order = [member for group in groups for member in group]

@@ -1,11 +1,11 @@
 """Plans of the uncompressed collectives: who sends which bytes, and what is summed where.
 
 Sums are made by one owner per element, in rank order, so their bits depend neither on fusion nor on timing nor on the
-segment size (docs/algorithms.md, Dense average). Every builder is pure: arrays in, a ``Plan`` out, the same shape of
-plan on all ranks.
+segment size (docs/algorithms.md, Dense average). Every builder is a pure function: arrays in, a ``Plan`` out, with the
+same shape on all ranks.
 
-Sends and the results received over the same bytes may overlap in place: a peer's result for a slice cannot come before
-that peer has received our part of it.
+Sends, and results received over the same bytes, may overlap in place: the result of a slice cannot arrive before its
+owner has received this rank's part of it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ocomm.kernels.base import Bytes, Kernels, view
 from ocomm.types import DType, Location, Nodes, ReduceOp
 
 ALIGNMENT = 64
-#: Below this many bytes everybody sends everything to everybody and sums alone: one message time instead of two.
+#: Below this many bytes every rank sends everything to every rank and sums alone: one message time instead of two.
 SMALL_NBYTES = 8192
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a plan is built in: this rank of ``size``, the largest segment in bytes, and a source of staging memory.
+    """What a plan is built for: this rank of ``size``, the largest segment in bytes, and a source of staging memory.
 
-    ``nodes`` say how an allreduce goes: flat, or with a sum inside each node first.
+    ``nodes`` says whether an allreduce is flat, or sums inside each node first.
     """
 
     rank: int
@@ -45,12 +45,12 @@ class Context:
 
     @property
     def message_nbytes(self) -> int:
-        """The largest message of a collective whose segments have no owners' shares."""
+        """The largest message, in bytes, of a collective whose segments are not shared out among owners."""
         return message_nbytes(self.segment_nbytes)
 
     @cached_property
     def peers(self) -> list[int]:
-        """The other ranks, starting after this one, so that not everybody sends to rank 0 first."""
+        """The other ranks, starting after this one, so that not all ranks send to rank 0 first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
     @cached_property
@@ -60,7 +60,7 @@ class Context:
 
     @cached_property
     def mates(self) -> list[int]:
-        """The others of them."""
+        """The other ranks of this rank's node."""
         return after(self.members, self.members.index(self.rank))
 
     @cached_property
@@ -70,7 +70,7 @@ class Context:
 
 
 def _pieces(nbytes: int, largest_nbytes: int) -> list[tuple[int, int]]:
-    """Cuts [0, nbytes) into equal pieces for the pipeline; what is small enough to be sent at once, is one."""
+    """Cuts [0, nbytes) into equal pieces for the pipeline; a size that can be sent at once is one piece."""
     count = 1 if nbytes <= SMALL_NBYTES else -(-nbytes // largest_nbytes)
     step = max(-(-nbytes // (count * ALIGNMENT)), 1) * ALIGNMENT
     return [(low, min(low + step, nbytes)) for low in range(0, nbytes, step)]
@@ -84,7 +84,7 @@ def _slices(low: int, high: int, size: int) -> list[slice]:
 
 
 def average_factor(dtype: DType, op: ReduceOp, postscale: float, size: int) -> float:
-    """The factor after the sum. The reduction itself divides for an integer average."""
+    """Returns the factor that multiplies the sum. An integer average is divided by the reduction itself."""
     return postscale / size if op == ReduceOp.AVERAGE and dtype.is_floating else postscale
 
 
@@ -99,15 +99,16 @@ def allreduce(
     postscale: float = 1.0,
     copied: bool = False,
 ) -> Plan:
-    """Reduces each of ``sources`` into its result, of ``nbytes`` both. In place where they are one.
+    """Returns the plan that reduces each of ``sources`` into its result, both of ``nbytes``. They may be the same
+    memory.
 
-    Small tensors are fused: they travel side by side in a buffer. A large one goes from where it is to where it shall
-    be, because copies cost as much as all else that a sum does to memory. With ``copied`` it is copied in and out, too,
-    and messages are the same: no other computation sees what is not in memory from ``scratch``.
+    Small tensors are fused: they travel side by side in a buffer. A large tensor is sent from its own memory and
+    received there, because copies take as much memory bandwidth as the rest of a sum. With ``copied`` it is copied in
+    and out, too, with the same messages: then other computations only see memory from ``scratch``.
 
     Bytes sent per rank: 2 (n-1)/n of the total; (n-1) times what is fused if that is below ``SMALL_NBYTES``. On N nodes
-    of M ranks 2 (N-1)/(N M) of the total to other nodes, and twice (M-1)/M inside: not for averages of integers, whose
-    one division has to be that of the whole sum.
+    of M ranks 2 (N-1)/(N M) of the total to other nodes, and twice (M-1)/M inside the node. Averages of integers are
+    always flat, because their one division must be that of the whole sum.
     """
     staging: list[Bytes] = []
 
@@ -117,8 +118,8 @@ def allreduce(
         return buffer[:nbytes]
 
     reduction = _Reduction(context, stage_memory, dtype, op, prescale, postscale)
-    # As large as messages may be: each costs as much time of a processor as some ten thousand bytes on the wire, and in
-    # front of a sum there is nothing to compute that smaller ones would hide.
+    # Messages are as large as they may be: each costs as much processor time as some ten thousand bytes on the wire,
+    # and nothing is computed before a sum that smaller ones would hide.
     piece = min(reduction.shares * share_nbytes(reduction.shares), context.segment_nbytes)
     alone_nbytes = max(piece // 4, SMALLEST_NBYTES)  # a segment is worth its messages
     is_fused = [n < alone_nbytes for n in nbytes]
@@ -141,7 +142,7 @@ def allreduce(
 def _fused(
     reduction: _Reduction, sources: Sequence[Location], results: Sequence[Location], nbytes: Sequence[int], piece: int
 ) -> list[list[Stage]]:
-    """The segments of tensors that travel in one buffer: copied in, reduced, copied out."""
+    """Returns the segments of tensors that travel in one buffer: they are copied in, reduced, and copied out."""
     ends = list(accumulate(nbytes))
     buffer = reduction.memory(ends[-1])
     segments = reduction.segments(buffer, buffer, piece)
@@ -159,7 +160,9 @@ def _fused(
 def _cut(
     places: Sequence[Location], nbytes: Sequence[int], ends: list[int], low: int, high: int
 ) -> tuple[list[Location], list[int]]:
-    """What of tensors that lie side by side, each up to its end, lies in [low, high): where, and how much."""
+    """Returns the parts, as places and sizes, of adjacent tensors (each up to its end in ``ends``) that lie in [low,
+    high).
+    """
     first, last = bisect.bisect_right(ends, low), bisect.bisect_left(ends, high) + 1
     found, lengths = list(places[first:last]), list(nbytes[first:last])
     if found:
@@ -174,7 +177,7 @@ def _cut(
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """How tensors are reduced; ``memory`` lasts as long as the plan."""
+    """How tensors are reduced. ``memory`` returns memory that lasts as long as the plan."""
 
     context: Context
     memory: Callable[[int], Bytes]
@@ -185,23 +188,27 @@ class _Reduction:
 
     @property
     def in_nodes(self) -> bool:
-        """Whether nodes reduce first: then they do for every number of bytes, so that fusion changes no bit."""
+        """True if nodes reduce first. That is so for every number of bytes or for none, so that fusion changes no
+        bit.
+        """
         return not self.context.nodes.is_flat and (self.dtype.is_floating or self.op != ReduceOp.AVERAGE)
 
     @property
     def shares(self) -> int:
-        """Into how many parts a segment is cut, each of which is reduced by another rank."""
+        """The number of parts of a segment, each of which is reduced by another rank."""
         return len(self.context.nodes.owners) if self.in_nodes else self.context.size
 
     def segments(self, source: Bytes, result: Bytes, largest_nbytes: int) -> list[list[Stage]]:
-        """The stages of an allreduce of ``source`` into ``result``, which may be the same, piece by piece."""
+        """Returns the stages of an allreduce of ``source`` into ``result``, which may be the same memory, piece by
+        piece.
+        """
         if source.nbytes <= SMALL_NBYTES:
             return [self._at_once(source, result)]
         way = self._through_nodes if self.in_nodes else self._flat
         return [way(source, result, low, high) for low, high in _pieces(source.nbytes, largest_nbytes)]
 
     def _at_once(self, source: Bytes, result: Bytes) -> list[Stage]:
-        """Everybody sends everything to everybody, and reduces alone."""
+        """Returns the stages in which every rank sends everything to every rank and reduces alone."""
         context = self.context
         rows = self._rows(range(context.size), source)
         received = dict(rows) | {context.rank: source}
@@ -211,20 +218,25 @@ class _Reduction:
             [Message(peer, received[peer]) for peer in context.peers],
         )
         if not self.in_nodes:
-            # The sends are over when the stage is, so a sum in place may overwrite what was sent.
+            # The sends are over when the stage is over, so a sum in place may overwrite what was sent.
             return [send, Stage([self._reduce(list(received.values()), result, context.size, self.prescale)])]
         inner = [self._inner([received[r] for r in node], rows[node[0]]) for node in context.nodes.members]
         outer = self._reduce([rows[node[0]] for node in context.nodes.members], result, len(inner))
         return [send, Stage([*inner, outer])]
 
     def _flat(self, source: Bytes, result: Bytes, low: int, high: int) -> list[Stage]:
-        """The bytes [low, high): each rank sums its slice in the order of ranks, and gives it to everyone."""
+        """Returns the stages for the bytes [low, high): each rank sums its slice in the order of ranks, and sends it to
+        all.
+        """
         ranks = range(self.context.size)
         return self._between(_shares(low, high, ranks), ranks, source, result, self.prescale)
 
     def _through_nodes(self, source: Bytes, result: Bytes, low: int, high: int) -> list[Stage]:
-        """The bytes [low, high), cut into slices: each node reduces them in the order of its ranks, the ranks that have
-        a slice reduce that in the order of nodes, and give it to their node."""
+        """Returns the stages for the bytes [low, high), cut into slices.
+
+        Each node reduces the slices in the order of its ranks. The ranks that have a slice reduce it in the order of
+        nodes, and send it to the ranks of their node.
+        """
         context = self.context
         slices = _shares(low, high, context.members[: context.nodes.slices])
         collect = Stage([], [Message(peer, source[slices[peer]]) for peer in context.mates if peer in slices])
@@ -242,7 +254,9 @@ class _Reduction:
     def _between(
         self, owners: dict[int, slice], ranks: Sequence[int], source: Bytes, result: Bytes, prescale: float = 1.0
     ) -> list[Stage]:
-        """Each of ``ranks`` sends its ``source`` to the owners, who reduce it into ``result`` and send that back."""
+        """Returns the stages in which each of ``ranks`` sends its ``source`` to the owners, which reduce it into
+        ``result`` and send that back.
+        """
         rank = self.context.rank
         others = after(ranks, ranks.index(rank))
         scatter = Stage([], [Message(peer, source[owners[peer]]) for peer in others if peer in owners])
@@ -256,30 +270,36 @@ class _Reduction:
         return [scatter, gather]
 
     def _reduce(self, sources: list[Bytes], out: Bytes, size: int, prescale: float = 1.0) -> Loop:
-        """What is left of the reduction of all ranks, as the last of ``size`` to be averaged."""
+        """Returns the last reduction of ``sources``, with what remains to be done: the average over ``size`` and the
+        factors.
+        """
         factor = average_factor(self.dtype, self.op, self.postscale, size)
         return loop(Kernels.reduce, None, self.dtype, self.op, sources, prescale, factor, out)
 
     def _inner(self, sources: list[Bytes], out: Bytes) -> Loop:
-        """The ranks of a node. For an average times nodes/n, so that it overflows no sooner than the values do."""
+        """Returns the reduction of the ranks of a node. For an average the sum is multiplied by nodes/n, so that it
+        overflows no sooner than the values do.
+        """
         weight = self.context.nodes.weight if self.op == ReduceOp.AVERAGE else 1.0
         return loop(Kernels.reduce, None, self.dtype, self.op, sources, self.prescale, weight, out)
 
     def _rows(self, ranks: Sequence[int], like: Bytes) -> dict[int, Bytes]:
-        """Memory for as many bytes as ``like`` has from each of ``ranks``, in their order."""
+        """Returns memory for as many bytes as ``like`` has from each of ``ranks``, in their order."""
         nbytes = like.nbytes
         memory = self.memory(nbytes * len(ranks))
         return {peer: memory[k * nbytes : (k + 1) * nbytes] for k, peer in enumerate(ranks)}
 
 
 def _shares(low: int, high: int, ranks: Sequence[int]) -> dict[int, slice]:
-    """Cuts [low, high) among ``ranks``; those for whom nothing is left are not in it."""
+    """Cuts [low, high) among ``ranks``; a rank for which nothing is left is not in the result."""
     cut = zip(ranks, _slices(low, high, len(ranks)), strict=True)
     return {rank: part for rank, part in cut if part.stop > part.start}
 
 
 def allgather(context: Context, tensors: Sequence[tuple[Bytes, Bytes, Sequence[int]]]) -> Plan:
-    """For each (input, output, bytes of every rank): the inputs of all ranks side by side in ``output``."""
+    """Returns the plan of an allgather. For each (input, output, bytes of every rank), ``output`` gets the inputs of
+    all ranks side by side.
+    """
     segments = []
     for source, result, nbytes in tensors:
         starts = np.concatenate([[0], np.cumsum(nbytes)]).tolist()
@@ -306,7 +326,10 @@ def _piece(start: int, nbytes: int, piece: int, piece_nbytes: int) -> slice:
 
 
 def broadcast(context: Context, source: Bytes, result: Bytes, root: int) -> Plan:
-    """``result`` on every rank becomes the root's ``source``. Large: the root deals slices, owners pass them on."""
+    """Returns the plan that copies the root's ``source`` to ``result`` on every rank.
+
+    If it is large, the root sends a slice to each owner, and owners pass their slices on.
+    """
     copy = [Copy(source, result)] if context.rank == root and source is not result and source.nbytes else []
     is_root = context.rank == root
     segments: list[list[Stage]] = [[Stage(list(copy))]] if copy else [[Stage()]]
@@ -338,8 +361,10 @@ def broadcast(context: Context, source: Bytes, result: Bytes, root: int) -> Plan
 
 
 def message(context: Context, buffer: Bytes | None, nbytes: int, source: int, destination: int) -> Plan:
-    """``nbytes`` bytes of ``buffer`` go from rank ``source`` to that of rank ``destination``; the other ranks have no
-    buffer, and a plan of as many segments."""
+    """Returns the plan of a message: ``nbytes`` bytes of ``buffer`` go from rank ``source`` to rank ``destination``.
+
+    The other ranks have no buffer, and a plan of as many segments.
+    """
     segments = []
     for low, high in _pieces(nbytes, context.message_nbytes):
         stage = Stage()
@@ -354,9 +379,10 @@ def message(context: Context, buffer: Bytes | None, nbytes: int, source: int, de
 def alltoall(
     context: Context, source: Bytes, result: Bytes, nbytes: Sequence[Sequence[int]], whole: bool = False
 ) -> Plan:
-    """Row r of ``nbytes`` says how many bytes rank r sends to each rank; parts lie in rank order on both sides.
+    """Returns the plan of an alltoall. Row r of ``nbytes`` says how many bytes rank r sends to each rank; parts are in
+    rank order.
 
-    With ``whole`` all is one segment, and a rank need not know but its own row and column.
+    With ``whole`` the plan has one segment, and a rank needs to know only its own row and column.
     """
     sent = nbytes[context.rank]
     got = [row[context.rank] for row in nbytes]
@@ -392,7 +418,7 @@ def reducescatter(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Plan:
-    """Rank r gets the reduced r-th part of the inputs, ``nbytes[r]`` bytes."""
+    """Returns the plan after which rank r has the reduced r-th part of the inputs, of ``nbytes[r]`` bytes."""
     factor = average_factor(dtype, op, postscale, context.size)
     starts = np.concatenate([[0], np.cumsum(nbytes)]).tolist()
     staging: list[Bytes] = []

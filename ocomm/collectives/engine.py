@@ -1,4 +1,4 @@
-"""What runs plans: the seam between ``native_engine`` (C, without the GIL) and its slow twin ``python_engine``."""
+"""Engines run plans: ``native_engine`` in C without the GIL, and ``python_engine``, which is slow and must equal it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ocomm.transport.base import Transport
 
 
 class State(enum.IntEnum):
-    """Of a submitted plan; ``DONE`` and later are final. The numbers are those of ``native/ocomm.h``."""
+    """The state of a submitted plan; ``DONE`` and later are final. The numbers are those of ``native/ocomm.h``."""
 
     QUEUED = 0
     ACTIVE = 1
@@ -33,11 +33,11 @@ class State(enum.IntEnum):
 
 
 class Reason(enum.IntFlag):
-    """Why ``Engine.run`` returned before its time."""
+    """Why ``Engine.run`` returned before its time was over."""
 
     WOKEN = 1
-    COMPLETED = 2  # a plan submitted with notify is over
-    CONTROL = 4  # a message waits on a watched transport
+    COMPLETED = 2  # a plan that was submitted with notify is over
+    CONTROL = 4  # a message has arrived on a watched transport
     FAILED = 8  # the network failed
 
 
@@ -62,72 +62,90 @@ class Ticket(Protocol):
 
     @property
     def trace(self) -> Trace | None:
-        """The times of its stages, once it is over; None where the engine had no timeline when it was submitted."""
+        """The times of the plan's stages once it is over; None if the engine had no timeline when it was submitted."""
         ...
 
     def open(self, segments: int, inputs: Any = None, addresses: Sequence[int] = (), part: int = NOTHING) -> None:
-        """Lets the first ``segments`` of the plan start, which was submitted with fewer; ``timeout_s`` counts anew.
+        """Lets the first ``segments`` of a plan start that was submitted with fewer; ``timeout_s`` counts anew. From
+        any thread.
 
-        They find the buffers of ``inputs``, of ``Channel.inputs``, at ``addresses``, 0 for none; before they start,
-        checksums are taken of ``part`` of each buffer (see ``Kernels.checksum``), or of NOTHING. From any thread; a
-        plan that is over is left alone.
+        A plan that is over is left alone.
+
+        Args:
+            segments: Number of segments that may start.
+            inputs: Buffers made by ``Channel.inputs``, which these segments read.
+            addresses: Address of each of these buffers, 0 for none.
+            part: The part of each buffer of which a checksum is taken before the segments start (``Kernels.checksum``),
+                or NOTHING.
         """
         ...
 
     def wait(self, seconds: float) -> State:
-        """Waits until the plan is over or the time is; from any thread, without the GIL where the engine is native."""
+        """Waits until the plan or the time is over; from any thread, without the GIL if the engine is native."""
         ...
 
 
 class Channel(Protocol):
-    """An order of plans and a window of segments in flight, on a communicator of its own.
+    """An ordered queue of plans on a communicator of its own, with a window of segments in flight.
 
     All ranks submit the same plans in the same order. Channels never wait for each other.
     """
 
     def prepare(self, plan: Plan) -> Any:
-        """Whatever of a plan can be made ready once and submitted many times."""
+        """Prepares a plan once, so that it can be submitted many times."""
         ...
 
     def inputs(
         self, tensors: Table, rows: NDArray[np.int64], nbytes: NDArray[np.int64], sums: NDArray[np.uint64]
     ) -> Any:
-        """Buffers of so many bytes, whose addresses ``Ticket.open`` writes to ``tensors["grad"][rows]``, and whose
-        checksums to ``sums``: contiguous arrays, which stay alive with it."""
+        """Returns buffers of ``nbytes`` bytes each, for ``Ticket.open``.
+
+        ``Ticket.open`` writes their addresses to ``tensors["grad"][rows]`` and their checksums to ``sums``. These are
+        contiguous arrays, which stay alive with the result.
+        """
         ...
 
     def submit(self, prepared: Any, timeout_s: float, notify: bool, segments: int | None = None) -> Ticket:
-        """Queues a prepared plan; ``timeout_s`` counts from now, 0 for none. From any thread.
+        """Queues a prepared plan. From any thread.
 
-        Only its first ``segments`` may start, and nothing that is submitted later, before the ticket is opened for
-        all. Time in which it waits for that alone, and for no rank, does not count.
+        Args:
+            prepared: The result of ``prepare``.
+            timeout_s: Deadline from now, in seconds; 0 for none. Time in which the plan only waits for ``Ticket.open``
+                does not count.
+            notify: Whether ``Engine.run`` returns when the plan is over.
+            segments: Number of segments that may start before ``Ticket.open``; None for all. No later plan starts
+                before all segments may.
 
-        NotInitializedError in a forked child, and after ``Engine.close``.
+        Raises:
+            NotInitializedError: This is a forked child, or ``Engine.close`` was called.
         """
         ...
 
     def abandon(self) -> None:
-        """Ends every plan of this channel as ABORTED, soon; later submissions are refused."""
+        """Ends every plan of this channel as ABORTED, soon, and refuses later submissions."""
         ...
 
     def close(self) -> int | None:
-        """None while a plan that may start is not over, and nothing is done. Else the engine forgets the channel: plans
-        that wait to be opened end as ABORTED, and later submissions are refused.
+        """Closes the channel, unless a plan that may start is not over: then it does nothing and returns None.
 
-        Returns how many segments have started, all of which are over; -1 if the channel has failed, and messages may be
-        under way. The communicator stays the caller's. From the thread of ``Engine.run``.
+        The engine forgets the channel: plans that wait to be opened end as ABORTED, and later submissions are refused.
+        Called on the thread of ``Engine.run``.
+
+        Returns:
+            The number of segments that have started, all of which are over; -1 if the channel has failed, so that
+            messages may be under way. The communicator still belongs to the caller.
         """
         ...
 
     def waiting_for(self) -> list[int]:
-        """Ranks whose messages the stages in flight wait for, or waited for when the channel failed."""
+        """Returns the ranks whose messages the stages in flight wait for, or waited for when the channel failed."""
         ...
 
 
 class Engine(Protocol):
-    """Runs the plans of all channels of a process. ``run`` belongs to one thread, the rest to any.
+    """Runs the plans of all channels of a process. ``run`` belongs to one thread; all else may be called from any.
 
-    Plans that are submitted while there is a ``timeline`` are written to it, by ``run``, when they are done.
+    While there is a ``timeline``, ``run`` writes to it the plans that are submitted, once they are done.
     """
 
     timeline: Timeline | None
@@ -135,15 +153,15 @@ class Engine(Protocol):
     def open_channel(self, transport: Transport, window: int) -> Channel: ...
 
     def watch(self, transport: Transport) -> None:
-        """``run`` returns CONTROL when a message with tag 0 waits on this transport."""
+        """Makes ``run`` return CONTROL when a message with tag 0 has arrived on this transport."""
         ...
 
     def unwatch(self, transport: Transport) -> None:
-        """Undoes ``watch``. From the thread of ``run``."""
+        """Ends what ``watch`` began. Called on the thread of ``run``."""
         ...
 
     def run(self, seconds: float) -> Reason:
-        """Moves everything on until there is a reason to return or the time is over."""
+        """Runs plans until there is a reason to return, or until the time is over."""
         ...
 
     def wake(self) -> None:
@@ -151,7 +169,9 @@ class Engine(Protocol):
         ...
 
     def expect(self, waiters: int, wake: bool) -> None:
-        """So many threads more (or fewer) wait for a result: a hint to poll more often. Wakes ``run`` if ``wake``."""
+        """Notes that ``waiters`` threads more (or less) wait for a result, a hint to poll more often. Wakes ``run`` if
+        ``wake``.
+        """
         ...
 
     def fail(self) -> None:
@@ -160,21 +180,24 @@ class Engine(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """True while any plan is not over, unless it waits for ``Ticket.open`` alone."""
+        """True while any plan is not over, except for plans that only wait for ``Ticket.open``."""
         ...
 
     def counters(self) -> dict[str, int]:
-        """bytes_sent, messages_sent, plans, polls, sleeps, compute_ns, network_ns since the start; bytes_bridged, not
-        among bytes_sent, are what NCCL has sent for plans that are over."""
+        """Returns bytes_sent, messages_sent, plans, polls, sleeps, compute_ns, network_ns and bytes_bridged since the
+        start.
+
+        bytes_bridged are the bytes that NCCL has sent for plans that are over; they are not part of bytes_sent.
+        """
         ...
 
     def close(self) -> None:
-        """Refuses plans from now on and lets go of all memory. ``run`` is over, and nothing is under way."""
+        """Refuses plans from now on and frees all memory. ``run`` is over, and nothing is under way."""
         ...
 
 
 def require_open(owner: int, is_closed: bool, what: str) -> None:
-    """NotInitializedError where nobody will run plan ``what`` of an engine that process ``owner`` has made."""
+    """Raises NotInitializedError if no thread will run plan ``what`` of an engine that process ``owner`` has made."""
     if os.getpid() != owner:
         raise NotInitializedError(
             f"{what}: this process (pid {os.getpid()}) was forked from a rank (pid {owner}), which is the one that may "

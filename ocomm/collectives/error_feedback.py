@@ -1,7 +1,7 @@
-"""Compressed allreduce of one named array: the three-phase exchange with errors kept between calls.
+"""Compressed allreduce of one named array: the three-phase exchange with errors that are kept between calls.
 
-What the optimizers do inside their steps, as a collective of its own (docs/algorithms.md, Compressed allreduce). Sent =
-received + residuals, over any number of calls.
+The optimizers do the same inside their steps; this is a collective of its own (docs/algorithms.md, Compressed
+allreduce). Sent = received + residuals, over any number of calls.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from ocomm.types import Flag, Nodes
 
 
 class OneBitAllreduce:
-    """Owner of the errors of one name on rank ``rank`` of the channel's ``ranks`` (world ranks, for messages).
+    """Owns the errors of one name on rank ``rank`` of the channel. ``ranks`` are the channel's world ranks, for
+    messages.
 
-    ``nodes`` share out the channel's ranks. If they have several each, a node sums before it compresses, and each of
+    ``nodes`` groups the channel's ranks. If they have several ranks each, a node sums before it compresses, and each of
     its ranks keeps the errors of its slice.
 
-    Memory per element: worker errors 2 * 4 B, owner errors 2 * 4/n B, values and result 8 B, packed 3/8 B. On nodes of
+    Memory per element: worker errors 2 * 4 B, server errors 2 * 4/n B, values and result 8 B, packed 3/8 B. On nodes of
     M ranks: worker errors 2 * 4/M B, values 4 + 4/M B, result 4 B, packed 3/8 B, messages inside the node about 8 B.
     """
 
@@ -77,7 +78,7 @@ class OneBitAllreduce:
         self._headers = SegmentHeaders(rank, contents, *shared, for_node=not nodes.is_flat)
         stagings = [compressed_staging(segment) for segment in segments]
         results = [aligned(segment.packed_nbytes) for segment in segments]
-        # Errors are written beside the old ones; the roles of the two alternate.
+        # New errors are written to a second buffer, so that a failed call changes nothing; the two buffers alternate.
         self._prepared = [channel.prepare(self._plan(stagings, results, turn)) for turn in (0, 1)]
         self._turn = 0
 
@@ -104,7 +105,7 @@ class OneBitAllreduce:
         return Plan(self.name, segments or [[Stage()]])
 
     def _node_sum(self, layout: SegmentLayout) -> NodeSum | None:
-        """The sum goes to where this rank's blocks have their values."""
+        """Returns the node's sum, which is written to where this rank's blocks have their values."""
         if layout.nodes.is_flat:
             return None
         runs = [table.copy() for table in layout.slice_runs]
@@ -115,17 +116,18 @@ class OneBitAllreduce:
         return NodeSum(self._addresses, self._node_addresses, runs, layout.nodes.weight)
 
     def __call__(self, array: np.ndarray, timeout_s: float) -> np.ndarray:
-        """The average over ranks as scale times sign: a new float32 array of the same shape, the same on all ranks.
+        """Returns the average over ranks as scale times sign: a new float32 array of the same shape and bits on all
+        ranks.
 
-        Raises InvalidRequestError for another shape or dtype than the first call's, MismatchError if the ranks call
-        different names, NonFiniteError (all ranks, errors unchanged) if a value is NaN or Inf.
+        Collective; waits. Raises InvalidRequestError for another shape or dtype than in the first call, MismatchError
+        if the ranks call different names, NonFiniteError (on all ranks, errors unchanged) if a value is NaN or Inf.
         """
         ticket = self.begin(array, timeout_s)
         wait(ticket, self.channel, self.ranks, self._watch, f"compressed_allreduce of '{self.name}'")
         return self.finish(ticket, timeout_s)
 
     def begin(self, array: np.ndarray, timeout_s: float) -> Ticket:
-        """The first half of a call: hands a copy of ``array`` to the engine."""
+        """Begins a call: gives a copy of ``array`` to the engine."""
         if array.shape != self.shape or array.dtype != np.float32:
             raise InvalidRequestError(
                 f"'{self.name}' was float32 of shape {self.shape} in its first call, now it is {array.dtype} of shape "
@@ -137,7 +139,7 @@ class OneBitAllreduce:
         return self.channel.submit(self._prepared[self._turn], timeout_s, False)
 
     def finish(self, ticket: Ticket, timeout_s: float) -> np.ndarray:
-        """The other half, once the ticket is over."""
+        """Ends a call once the ticket is over, and returns the average."""
         if ticket.state != State.DONE:
             what = f"compressed_allreduce of '{self.name}': call {self.calls + 1}"
             raise explain(ticket, self.channel, self.ranks, what, timeout_s, mismatch=lambda: self._mismatch(ticket))
@@ -160,7 +162,9 @@ class OneBitAllreduce:
         )
 
     def _non_finite_ranks(self, timeout_s: float) -> list[int]:
-        """Whose values were not finite. Of nodes' sums it is not known, so the ranks tell each other."""
+        """Returns the ranks whose values were not finite. Of a node's sum that is not known, so the ranks tell each
+        other.
+        """
         if self.layout.nodes.is_flat:
             return sorted(
                 {rank for segment_header in self._headers for rank in segment_header.ranks_with(Flag.NON_FINITE)}
@@ -176,11 +180,13 @@ class OneBitAllreduce:
 
     @property
     def error(self) -> Floats:
-        """This rank's worker error: a copy, flat float32, zero where other ranks of its node compress."""
+        """A copy of this rank's worker error: flat float32, zero where other ranks of its node compress."""
         return self.layout.from_worker(0, self.rank, self._errors[self._turn]).copy()
 
     def server_error(self) -> Floats:
-        """This rank's owner error, as a flat float32 array of the whole tensor, zero where others own."""
+        """Returns this rank's server error as a flat float32 array of the whole tensor, zero where other ranks own
+        blocks.
+        """
         flat = np.zeros(int(self.layout.numel), np.float32)
         for block in self.layout.blocks[self.layout.blocks["owner"] == self.rank]:
             first, owned, length = int(block["start"]), int(block["owned"]), int(block["length"])

@@ -26,7 +26,7 @@ from ocomm.transport.base import Transport
 from ocomm.types import Location
 
 _MESSAGE = np.dtype([("address", np.int64), ("nbytes", np.int64), ("peer", np.int32), ("receive", np.int32)])
-_STAGES_PER_SEGMENT = 16  # as STAGES_PER_TAG in engine.c
+_STAGES_PER_SEGMENT = 16  # equals STAGES_PER_TAG in engine.c
 _LARGEST_NBYTES = 2**31 - 1  # MPI counts in ints
 #: Plans which had messages under way when their engine was closed: MPI may still write to their buffers.
 _unfinished: list[_CompiledPlan] = []
@@ -41,12 +41,14 @@ _NULL = ffi.NULL
 
 def _address(array: np.ndarray | None) -> int:
     if type(array) is np.ndarray:
-        return int(ffi.cast(_INTPTR, ffi.from_buffer(array)))  # in a third of the time that the interface takes
-    return 0 if array is None else array.__array_interface__["data"][0]  # what only looks like one
+        return int(ffi.cast(_INTPTR, ffi.from_buffer(array)))  # takes a third of the time of __array_interface__
+    return (
+        0 if array is None else array.__array_interface__["data"][0]
+    )  # an object that is like an array, without its buffer
 
 
 def _encoding(loop: Declaration) -> Any:
-    """The function that makes an ``ocomm_op`` of a loop's flags and arguments."""
+    """Returns the function that makes an ``ocomm_op`` from a loop's flags and arguments."""
     slots = [expression for argument in loop.arguments for expression in argument.encoded()]
     slots += ["address(flags)"] * loop.reports
     letters = "".join("d" if of in ("float", "double") else "q" for of, _ in loop.c) + "q" * loop.reports
@@ -60,7 +62,7 @@ _ENCODED = {loop.name: _encoding(loop) for loop in IN_C}
 
 @ffi.def_extern(error=-1)
 def ocomm_run_task(handle: Any, begin: int) -> int:
-    """An ``ocomm_task``: of the engine's thread, which takes the GIL for it."""
+    """An ``ocomm_task``, called by the engine's thread, which takes the GIL for it."""
     task: plans.Task = ffi.from_handle(handle)
     try:
         if not begin:
@@ -79,7 +81,7 @@ class _Compiler:
         self.ops: list[bytes] = []
         self.messages: list[tuple[int, int, int, int]] = []
         self.keep: list[Any] = []
-        self._pointers: dict[int, tuple[Sequence[Any], int]] = {}  # by the id of the arrays, which it keeps
+        self._pointers: dict[int, tuple[Sequence[Any], int]] = {}  # by the id of the arrays, which it keeps alive
 
     def pointers(self, arrays: Sequence[np.ndarray] | Sequence[Location]) -> int:
         known = self._pointers.get(id(arrays))
@@ -91,7 +93,7 @@ class _Compiler:
         return known[1]
 
     def numbers(self, numbers: Sequence[int]) -> int:
-        table = Array("q", numbers)  # made in a third of the time of NumPy's
+        table = Array("q", numbers)  # takes a third of the time of a NumPy array
         self.keep.append(table)
         return table.buffer_info()[0]
 
@@ -169,7 +171,7 @@ class _CompiledPlan:
         row.segment_count = len(self.segments) // 2
 
     def row(self, notify: bool, timeout_s: float, segments: int | None) -> Any:
-        """Of one submission."""
+        """Returns the C row of one submission."""
         row = ffi.new(_PLAN, self._row[0])
         row.open_segments = row.segment_count if segments is None else segments
         row.notify = notify
@@ -178,7 +180,7 @@ class _CompiledPlan:
 
 
 class _Inputs:
-    """The C row of buffers whose addresses come when a plan is opened, and the arrays that it points into."""
+    """The C row of buffers whose addresses are told when a plan is opened, and the arrays that it points into."""
 
     def __init__(
         self, tensors: Table, rows: NDArray[np.int64], nbytes: NDArray[np.int64], sums: NDArray[np.uint64]
@@ -193,7 +195,7 @@ class _Inputs:
 
 
 class NativeTicket:
-    """See ``engine.Ticket``."""
+    """The ``engine.Ticket`` of the native engine."""
 
     def __init__(self, engine: NativeEngine, channel: Any, prepared: _CompiledPlan, row: Any) -> None:
         self._engine = engine
@@ -216,12 +218,12 @@ class NativeTicket:
 
     @property
     def left_under_way(self) -> _CompiledPlan | None:
-        """What the network may still write to, though the plan is over or will not go on; None: nothing."""
+        """What the network may still write to, although the plan is over or will not go on; None for nothing."""
         return self._prepared if self._row.segments_started and self._row.state != State.DONE else None
 
     @property
     def state(self) -> State:
-        """A glance. What the plan wrote is sure to be visible to another thread only after ``wait``."""
+        """The state at this moment. What the plan wrote is visible to another thread for sure only after ``wait``."""
         return State(self._row.state)
 
     @property
@@ -240,7 +242,7 @@ class NativeTicket:
 
 
 class NativeChannel:
-    """See ``engine.Channel``."""
+    """The ``engine.Channel`` of the native engine."""
 
     def __init__(self, engine: NativeEngine, transport: Transport, window: int) -> None:
         self._engine = engine
@@ -249,7 +251,7 @@ class NativeChannel:
         pointer = lib.ocomm_channel_new(engine.pointer, handle, transport.size, window)
         if pointer == ffi.NULL:
             raise MemoryError("no memory for another channel")
-        # Freed with its last user: a plan that was submitted may still be opened after close().
+        # Freed with its last user, because a submitted plan may still be opened after close().
         self._pointer = ffi.gc(pointer, lib.ocomm_channel_free)
         engine.channels.add(self._pointer)
 
@@ -288,9 +290,10 @@ class NativeChannel:
 
 
 class NativeEngine:
-    """See ``engine.Engine``. ``abi`` is ``transport.mpi.MpiAbi``, None for a world of one without MPI.
+    """The ``engine.Engine`` in C.
 
-    ``pool`` helps with computations; whoever made it closes it.
+    ``abi`` is a ``transport.mpi.MpiAbi``, or None for a job of one rank without MPI. ``pool`` helps with computations,
+    and is closed by its owner.
     """
 
     def __init__(self, abi: Any = None, spin_us: float = 50.0, idle_ms: float = 5.0, pool: Pool | None = None) -> None:
@@ -305,24 +308,28 @@ class NativeEngine:
         pointer = lib.ocomm_engine_new(mpi, pointer_to(pool), int(spin_us * 1e3), int(idle_ms * 1e6))
         if pointer == ffi.NULL:
             raise MemoryError("no memory for the engine")
-        # Freed with its last user, not by close(): another thread may be about to submit, wake or wait.
+        # Freed with its last user, not by close(), because another thread may be about to submit, wake or wait.
         self.pointer = ffi.gc(pointer, lib.ocomm_engine_free)
         self.timeline: Timeline | None = None
         self.owner = os.getpid()
         self.is_closed = False
         self._lock = threading.Lock()
-        #: Those which the C engine knows: it needs their memory.
+        #: Tickets that the C engine knows, so that their memory is kept.
         self.channels: set[Any] = set()
         self._alive: list[NativeTicket] = []
         self._bytes_bridged = 0
 
     def remember(self, ticket: NativeTicket) -> None:
-        """Keeps a plan's memory until it is done; a failed one's for good, because the network may still touch it."""
+        """Keeps a plan's memory until it is done. That of a failed plan is kept for good, because the network may still
+        use it.
+        """
         with self._lock:
             self._alive.append(ticket)
 
     def forget(self, channel: Any, keep_plans: bool) -> None:
-        """The C engine knows a channel no longer. Its plans, which are over, are kept if the network may touch them."""
+        """Forgets a channel that the C engine has closed. Its plans, which are over, are kept if the network may use
+        them.
+        """
         self.channels.discard(channel)
         if not keep_plans:
             with self._lock:
@@ -378,5 +385,5 @@ class NativeEngine:
         self.is_closed = True
         self.fail()
         with self._lock:
-            alive, self._alive = self._alive, []  # a cycle through the engine
+            alive, self._alive = self._alive, []  # ends a reference cycle through the engine
         _unfinished.extend(prepared for ticket in alive if (prepared := ticket.left_under_way) is not None)

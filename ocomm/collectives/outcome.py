@@ -1,4 +1,4 @@
-"""Which error ends an exchange, by the state in which its plan has ended: of steps and of collectives alike."""
+"""The error that ends an exchange, by the final state of its plan: for optimizer steps and collectives alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ocomm.collectives.engine import Channel, State, Ticket
 from ocomm.errors import HorovodInternalError, MismatchError, OcommError, PeerError, StallError
 
-#: Final states of plans that have failed: causes before what they bring about.
+#: Final states of plans that have failed: causes before consequences.
 _CAUSES = (
     State.MISMATCH,
     State.WRONG_SIZE,
@@ -19,9 +19,9 @@ _CAUSES = (
 
 
 def cause(tickets: Sequence[Ticket]) -> Ticket | None:
-    """Of plans of one channel that are over: the one whose failure made the others fail; None if all are done.
+    """Returns the plan whose failure made the other plans of its channel fail; None if all are done.
 
-    A plan that fails takes the others of its channel with it, whichever comes first here.
+    All plans of ``tickets`` are over. A plan that fails ends the other plans of its channel, in any order here.
     """
     failed = [ticket for ticket in tickets if ticket.state != State.DONE]
     return min(failed, key=lambda ticket: _CAUSES.index(ticket.state)) if failed else None
@@ -37,16 +37,16 @@ def explain(
     mismatch: Callable[[], OcommError] | None = None,
     device: str = "the device",
 ) -> OcommError:
-    """The error of a plan that has ended without being done.
+    """Returns the error of a plan that has ended without being done.
 
     Args:
-        ticket: Of the plan; its state is final and not DONE.
-        channel: On which it ran.
+        ticket: The plan's ticket; its state is final and not DONE.
+        channel: The channel on which it ran.
         ranks: The channel's ranks as world ranks.
         what: Names the exchange and begins the message: "OneBitAdam.1: step 3".
         timeout_s: The plan's deadline, in seconds.
-        mismatch: Makes the error where the headers of messages differ; None for one without details.
-        device: Names what computes, for a plan that waits for no rank.
+        mismatch: Makes the error for different headers; None for an error without details.
+        device: Names the device that computes, for a plan that waits for no rank.
     """
     match ticket.state:
         case State.MISMATCH:

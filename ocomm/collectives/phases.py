@@ -1,17 +1,17 @@
-"""The phases of an exchange between owners: out to them, averaged, and back to everyone.
+"""The phases of an exchange with owners: values go to them, are averaged, and go back to all ranks.
 
-Flat, each rank is a worker of its own:
+In the flat form each rank is a worker:
 
     workers scatter -> owners average -> owners gather
 
-On nodes of several ranks, the hierarchical form, the ranks of a node first add up what they have. Each node cuts its
-sum into slices, one per rank, and the workers of a slice in all nodes go through the three phases:
+In the hierarchical form, on nodes of several ranks, the ranks of a node first sum their values. Each node cuts its sum
+into slices, one per rank, and the workers of a slice in all nodes go through the three phases:
 
     ranks of a node collect -> sum -> [share ->] scatter -> average -> gather -> spread
 
-``share`` gives the node's sum to all its ranks, ``spread`` the averages. Every message begins with a header: that of
-``collect`` has what a rank says for itself, of ``scatter`` what a worker says for its node, of ``spread`` what it has
-heard of everyone.
+``share`` sends the node's sum to all its ranks, ``spread`` the averages. Every message begins with a header. In
+``collect`` it has what a rank says for itself, in ``scatter`` what a worker says for its node, in ``spread`` what a
+worker has heard from all ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ocomm.types import DType, Nodes, ReduceOp
 class NodeStaging:
     """Messages inside a node: this rank's part of each slice, and all ranks' parts of its own slice.
 
-    ``messages`` go to the workers of the node, one per slice. Beside a device they are of headers alone for the host:
-    payloads go from device to device, or there are no nodes.
+    ``messages`` go to the workers of the node, one per slice. With a device the messages of the host are headers alone:
+    payloads go from device to device, or there are no nodes of several ranks.
     """
 
     def __init__(self, nodes: Nodes, rank: int, messages: Sequence[Bytes], memory: Memory = HOST) -> None:
@@ -39,7 +39,7 @@ class NodeStaging:
         self.position = self.ranks.index(rank)
         self.messages = list(messages)
         self.memory: Bytes = memory.staging(0)
-        #: From each rank of the node; none if this rank has no slice.
+        #: The message from each rank of the node; none if this rank has no slice.
         self.rows: list[Bytes] = []
         if self.position < len(self.messages):
             own = self.messages[self.position]
@@ -55,20 +55,22 @@ class NodeStaging:
 
     @property
     def workers(self) -> dict[int, Bytes]:
-        """The message to each worker of the node."""
+        """The message to each worker of the node, by rank."""
         return dict(zip(self.ranks, self.messages, strict=False))
 
     def sum(self, first: int, nbytes: int, weight: float, out: Bytes) -> Loop:
-        """Float32 sum of all ranks' bytes [first, first + nbytes) of this slice, in their order, times ``weight``."""
+        """Returns the float32 sum of all ranks' bytes [first, first + nbytes) of this slice, in rank order, times
+        ``weight``.
+        """
         parts = [row[first : first + nbytes] for row in self.rows]
         return loop(Kernels.reduce, None, DType.FLOAT32, ReduceOp.SUM, parts, 1.0, weight, out)
 
 
 class Staging:
-    """Memory of one segment on one rank: what goes out and what comes in. All plans of the segment use the same.
+    """Memory of the messages of one segment on one rank. All plans of the segment use the same.
 
-    ``send`` has ``packed_nbytes``. ``node`` is there on nodes of several ranks; its messages are the slices of ``send``
-    unless ``node_nbytes`` gives the sizes of others.
+    ``send`` has ``packed_nbytes``. ``node`` is set on nodes of several ranks; its messages are the slices of ``send``,
+    unless ``node_nbytes`` gives the sizes of separate ones.
     """
 
     def __init__(self, layout: MessageLayout, memory: Memory = HOST, node_nbytes: Sequence[int] | None = None) -> None:
@@ -87,16 +89,16 @@ class Staging:
 
     @property
     def messages(self) -> list[Bytes]:
-        """To the workers of this rank's slice, in the order of their nodes."""
+        """The messages to the workers of this rank's slice, in the order of their nodes."""
         return [self.route.message(node) for node in range(len(self.layout.workers))]
 
     @property
     def memory(self) -> list[Bytes]:
-        """All of it."""
+        """All buffers."""
         return [self.send, *self.route.memory, *self.node_memory]
 
     def held(self) -> dict[str, int]:
-        """Bytes held, by buffer."""
+        """Returns the bytes held, by buffer."""
         return {
             "send": self.send.nbytes,
             "receive": sum(buffer.nbytes for buffer in self.route.memory),
@@ -105,7 +107,7 @@ class Staging:
 
 
 def slices(layout: MessageLayout, packed: Bytes) -> list[Bytes]:
-    """The messages of each slice in a packed buffer."""
+    """Returns the messages of each slice in a packed buffer."""
     return [packed[low:high] for low, high in pairwise(layout.slice_bounds)]
 
 
@@ -116,11 +118,15 @@ def flat_stages(
     work: Sequence[Computation],
     average: Callable[[list[Bytes]], Sequence[Computation]],
 ) -> list[Stage]:
-    """``work`` fills the payload of the messages; ``average`` reads all workers' and fills ours in ``result``."""
+    """Returns the stages of the flat form.
+
+    ``work`` fills the payload of the messages; ``average`` reads those of all workers and fills this rank's in
+    ``result``.
+    """
     route = staging.route
     scatter, gather = route.scatter(), route.gather(result)
     segment_header.received = route.rows
-    # In two hops a rank that ended at once would leave others without what it is to pass on.
+    # With two hops a rank must not end at once, because others wait for what it passes on.
     check = segment_header.check if staging.layout.nodes.groups == 1 else segment_header.check_and_pass_on
     scatter[0].compute[:0] = [*work, segment_header.write(staging.messages)]
     gather[0].compute[:0] = [check(route.rows), *average(route.rows)]
@@ -139,11 +145,12 @@ def node_stages(
     *,
     is_dense: bool = False,
 ) -> list[Stage]:
-    """``collected`` fills the payload of the node's messages, ``summed`` adds up those of this slice.
+    """Returns the stages of the hierarchical form.
 
-    ``work`` and ``average`` as in ``flat_stages``. With ``shared`` all ranks of the node get the sum, in the node's
-    messages, and it says what all of them do with it. Ranks without a slice do the collected and the shared only.
-    ``is_dense``: so are the averages.
+    ``collected`` fills the payload of the node's messages, ``summed`` sums those of this slice. ``work`` and
+    ``average`` are those of ``flat_stages``. With ``shared`` all ranks of the node get the sum, in the node's messages,
+    and ``shared`` computes from it. Ranks without a slice only run ``collected`` and ``shared``. ``is_dense``: the
+    averages are dense, too.
     """
     route, node = staging.route, staging.node
     assert node is not None
@@ -163,7 +170,7 @@ def node_stages(
 
 
 def collect(node: NodeStaging, segment_header: SegmentHeader, collected: Sequence[Computation]) -> Stage:
-    """Everyone's part of a slice to its worker in the node."""
+    """Returns the stage in which every rank sends its part of a slice to the slice's worker in the node."""
     workers = node.workers
     stage = Stage([*collected, segment_header.write(node.messages)], intra_node=True)
     stage.sends = [Message(peer, workers[peer]) for peer in node.others if peer in workers]
@@ -174,9 +181,9 @@ def collect(node: NodeStaging, segment_header: SegmentHeader, collected: Sequenc
 
 
 def share(node: NodeStaging, segment_header: SegmentHeader, summed: Sequence[Computation]) -> Stage:
-    """The sum of each slice from its worker to all ranks of the node.
+    """Returns the stage in which the worker of each slice sends its sum to all ranks of the node.
 
-    It comes in where this rank's part of the slice was: the worker has that before it sends anything.
+    It overwrites this rank's part of the slice, which the worker has received before it sends anything.
     """
     stage = Stage([*summed], intra_node=True)
     if node.rows:
@@ -191,7 +198,7 @@ def share(node: NodeStaging, segment_header: SegmentHeader, summed: Sequence[Com
 def spread(
     layout: MessageLayout, node: NodeStaging, segment_header: SegmentHeader, result: Bytes, is_dense: bool
 ) -> list[Stage]:
-    """The averages of each slice from its worker to all ranks of the node."""
+    """Returns the stages in which the worker of each slice sends its averages to all ranks of the node."""
     parts = slices(layout, result)
     stage = Stage(intra_node=is_dense)
     if node.rows:

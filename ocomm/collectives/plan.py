@@ -1,14 +1,14 @@
 """A plan: what one exchange computes and sends, as a value.
 
-Python decides and builds plans; an engine runs them. ``native_engine`` runs one in C without the GIL, ``python_engine``
-is its slow twin over any transport; both must leave the same bytes in every buffer.
+Python builds plans; an engine runs them. ``native_engine`` runs one in C without the GIL. ``python_engine`` runs one
+slowly over any transport. Both must leave the same bytes in every buffer.
 
-A plan is a list of segments which may overlap in time. A segment is a list of stages which may not: a stage first
+A plan is a list of segments, which may overlap in time. A segment is a list of stages, which may not: a stage first
 runs its computations, then posts its messages, and is over when all of them have arrived and left. So the three-phase
-compressed allreduce is three stages: compress and alltoall; average, compress again and allgather; unpack. What
-computes is a ``Loop`` of the kernels; the other computations copy, or are about headers.
+compressed allreduce is three stages: compress and alltoall; average, compress again and allgather; unpack. A ``Loop``
+of the kernels computes; the other computations copy, or are about headers.
 
-Buffers are those of the host. What lives on a device is computed by an ``Offload`` (see ``collectives.staged``).
+Buffers are in the host's memory. What is on a device is computed by an ``Offload`` (``collectives.staged``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ P = ParamSpec("P")
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """memcpy of one array over another of the same nbytes."""
+    """Copies one array to another of the same size in bytes."""
 
     source: Bytes
     destination: Bytes
@@ -41,7 +41,7 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class CopyIn:
-    """memcpy of ``sources``, so many ``nbytes`` each, side by side into ``destination``, which they fill."""
+    """Copies ``sources``, of ``nbytes`` each, side by side into ``destination``, which they fill."""
 
     sources: Sequence[Location]
     nbytes: Sequence[int]
@@ -50,7 +50,7 @@ class CopyIn:
 
 @dataclass(slots=True, eq=False)
 class CopyOut:
-    """memcpy of ``source``, cut into ``nbytes``, to ``destinations``."""
+    """Copies ``source``, cut into parts of ``nbytes``, to ``destinations``."""
 
     source: Bytes
     destinations: Sequence[Location]
@@ -59,10 +59,10 @@ class CopyOut:
 
 @dataclass(slots=True, eq=False)
 class Loop:
-    """A loop of ``Kernels`` with all of its arguments, which are read when the plan runs. Made by ``loop``.
+    """A loop of ``Kernels`` with all its arguments, which are read when the plan runs. Made by ``loop``.
 
-    ``flags`` is one uint32, of a loop that says whether everything was finite, else None: ``Flag.NON_FINITE`` is set in
-    it where that is not so.
+    If the loop reports whether everything was finite, ``flags`` is one uint32, in which ``Flag.NON_FINITE`` is set if
+    something was not; else it is None.
     """
 
     declaration: Declaration
@@ -74,11 +74,11 @@ class Loop:
         return self.declaration.name
 
     def argument(self, name: str) -> Any:
-        """One of them, by its name in the declaration."""
+        """Returns an argument by its name in the declaration."""
         return self.arguments[self.declaration.names.index(name)]
 
     def run(self, kernels: Kernels) -> None:
-        """At once, by the caller."""
+        """Runs the loop now, in this thread."""
         if getattr(kernels, self.name)(*self.arguments) is False:
             assert self.flags is not None
             self.flags[0] |= Flag.NON_FINITE
@@ -87,9 +87,10 @@ class Loop:
 def loop(
     method: Callable[Concatenate[Any, P], Any], flags: Flags | None, /, *arguments: P.args, **named: P.kwargs
 ) -> Loop:
-    """The operation that calls a loop: ``loop(Kernels.unpack, None, blocks, packed, mask, out)``.
+    """Returns the computation that calls a loop: ``loop(Kernels.unpack, None, blocks, packed, mask, out)``.
 
-    ``flags`` as in ``Loop``. TypeError where arguments are missing, or ``flags`` are where there is nothing to report.
+    ``flags`` is that of ``Loop``. Raises TypeError if arguments are missing, or if ``flags`` is given for a loop that
+    reports nothing.
     """
     declaration = LOOPS[method.__name__]
     names = declaration.names
@@ -117,12 +118,13 @@ class WriteHeaders:
 class CheckHeaders:
     """Compares the headers of ``messages`` with ``header``; a difference ends the plan as MISMATCH.
 
-    At once, where everyone sees all headers (``messages`` in rank order). With ``passed_on``, one HEADER row which goes
-    out in later messages, the first difference is written there as a DISAGREEMENT, and the plan ends when its segment
-    and all before it are over: then everyone has heard of it. Without ``ends`` it goes on.
+    Without ``passed_on`` all ranks see all headers (``messages`` in rank order), and the plan ends at once. With
+    ``passed_on``, one HEADER row that goes out in later messages, the first difference is written there as a
+    DISAGREEMENT. Then the plan ends once its segment and all before it are over, when every rank has been told. Unless
+    ``ends``, it goes on.
 
-    ORs the flags of equal headers into ``flags``, their presence bits into ``presence``; copies an announcement other
-    than 0.
+    ORs the flags of equal headers into ``flags`` and their presence bits into ``presence``; copies an announcement that
+    is not 0.
     """
 
     header: np.ndarray
@@ -135,25 +137,28 @@ class CheckHeaders:
 
 
 class Task(Protocol):
-    """Something that goes on elsewhere, on a device say, while the engine does other things. Used again and again."""
+    """Work that goes on elsewhere, such as on a device, while the engine does other things. A task is used
+    repeatedly.
+    """
 
-    #: Why ``start`` or ``is_over`` has raised, the last time.
+    #: The exception that ``start`` or ``is_over`` raised last.
     failure: BaseException | None
 
     def start(self) -> None:
-        """Sets it off, and returns at once. From the engine's thread."""
+        """Starts the work and returns at once. Called on the engine's thread."""
         ...
 
     def is_over(self) -> bool:
-        """Asked again and again until it says True, once per ``start``; never waits."""
+        """Returns True if the work is over. Called until that is so, once per ``start``; never waits."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Offload:
-    """Starts ``task``; what comes next in the stage waits until it is over. ``name`` is that of what it computes.
+    """Starts ``task``; the next computation of the stage waits until it is over. ``name`` is the name of what it
+    computes.
 
-    ``bytes_sent`` and ``bytes_received``: what a bridge of devices carries to and from other ranks of the node.
+    ``bytes_sent`` and ``bytes_received`` are what a bridge carries to and from other ranks of the node.
     """
 
     name: str
@@ -166,13 +171,13 @@ Computation = Copy | CopyIn | CopyOut | Loop | WriteHeaders | CheckHeaders | Off
 
 
 def name_of(computation: Computation) -> str:
-    """What a computation is called in timelines."""
+    """Returns the name of a computation in timelines."""
     return computation.name if isinstance(computation, (Loop, Offload)) else type(computation).__name__
 
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """``buffer`` goes to, or is filled from, rank ``peer`` of the channel."""
+    """``buffer`` is sent to, or received from, rank ``peer`` of the channel."""
 
     peer: int
     buffer: Bytes
@@ -180,7 +185,10 @@ class Message:
 
 @dataclass(slots=True, eq=False)
 class Stage:
-    """``intra_node``: its messages are dense values for ranks of the same node, which a bridge may carry."""
+    """Computations, and then messages.
+
+    ``intra_node``: the messages are dense values for ranks of the same node, which a bridge may carry.
+    """
 
     compute: list[Computation] = field(default_factory=list)
     sends: list[Message] = field(default_factory=list)
@@ -190,33 +198,35 @@ class Stage:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """``segments[k]`` is a list of stages. ``name`` is for messages to people; ``keepalive`` holds borrowed memory."""
+    """``segments[k]`` is a list of stages. ``name`` is for messages to people; ``keepalive`` keeps borrowed memory
+    alive.
+    """
 
     name: str
     segments: list[list[Stage]]
     keepalive: list[Bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not self.segments:  # empty tensors: nothing to send, but an end to reach
+        if not self.segments:  # of empty tensors; a plan without segments would never end
             self.segments.append([Stage()])
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes which this rank sends to others."""
+        """Payload bytes that this rank sends to others."""
         return sum(m.buffer.nbytes for stages in self.segments for stage in stages for m in stage.sends)
 
     def bytes_sent_to(self, peers: Collection[int]) -> int:
-        """Those of them that go to ``peers``."""
+        """Returns the payload bytes that this rank sends to ``peers``."""
         stages = (stage for segment in self.segments for stage in segment)
         return sum(m.buffer.nbytes for stage in stages for m in stage.sends if m.peer in peers)
 
     @property
     def bytes_bridged(self) -> int:
-        """What a bridge of devices carries to other ranks of the node, beside the messages."""
+        """Bytes that a bridge carries to other ranks of the node, in addition to the messages."""
         return sum(offload.bytes_sent for offload in self._offloads())
 
     def failures(self) -> list[BaseException]:
-        """Why tasks of it have raised."""
+        """Returns the exceptions of the plan's tasks."""
         return [offload.task.failure for offload in self._offloads() if offload.task.failure is not None]
 
     def _offloads(self) -> list[Offload]:
@@ -229,5 +239,5 @@ class Plan:
 
 
 def read_header(message: Bytes) -> np.void:
-    """The HEADER row at the start of a message."""
+    """Returns the HEADER row at the start of a message."""
     return message[: HEADER.itemsize].view(HEADER)[0]

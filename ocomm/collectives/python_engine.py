@@ -1,7 +1,7 @@
-"""The engine in plain Python, over any transport: what the native engine must equal, and what the local one runs on.
+"""The engine in plain Python, over any transport. The native engine must equal it; the in-process transport runs on it.
 
-It obeys the same rules in the same order: a window of segments per channel, receives posted as a segment starts,
-stages in turn, plans retired when all their segments are over.
+It follows the same rules in the same order: a window of segments per channel, receives posted when a segment starts,
+stages in order, plans ended when all their segments are over.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request, Transport
 
 _TAGS, _STAGES_PER_SEGMENT = 2048, 16
-_PASSING_ON_S = 5.0  # as PASSING_ON_NS in engine.c
+_PASSING_ON_S = 5.0  # equals PASSING_ON_NS in engine.c
 
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """See ``engine.Channel.inputs``."""
+    """The result of ``PythonChannel.inputs``."""
 
     tensors: Table
     rows: NDArray[np.int64]
@@ -42,7 +42,7 @@ class _Inputs:
 
 
 class PythonTicket:
-    """See ``engine.Ticket``."""
+    """The ``engine.Ticket`` of the Python engine."""
 
     def __init__(self, engine: PythonEngine, plan: Plan, timeout_s: float, notify: bool, segments: int | None) -> None:
         timeline = engine.timeline
@@ -55,7 +55,7 @@ class PythonTicket:
         self.state = State.QUEUED
         self.error = 0
         self.error_segment = 0
-        self.culprit: int | None = None  # whose header differs, while others still have to hear of it through us
+        self.culprit: int | None = None  # rank whose header differs, while this rank still tells others about it
         self.disagreed = 0.0
         self.started_segments = 0
         self.done_segments = 0
@@ -64,7 +64,7 @@ class PythonTicket:
         self._over = threading.Event()
 
     def note(self, segment: Sequence[plans.Stage], stage: int, which: int) -> None:
-        """Puts the time into the trace, if there is one."""
+        """Writes the time into the trace, if there is one."""
         if self.trace is not None:
             before = 0
             for stages in self.plan.segments:
@@ -91,7 +91,7 @@ class PythonTicket:
 
     @property
     def is_busy(self) -> bool:
-        """Does it wait for more than to be opened further?"""
+        """True if the plan is not over and does not only wait to be opened further."""
         return self.done_segments < self.open_segments
 
     def is_late(self, now: float) -> bool:
@@ -121,14 +121,14 @@ class _Segment:
     sequence: int
     stage: int = 0
     begun: bool = False
-    next: int = 0  # of the stage's computations
-    offloaded: plans.Task | None = None  # what the stage waits for before the computations from ``next`` on
-    culprit: int | None = None  # whose header differs from ours, if others hear of it through us
+    next: int = 0  # index of the stage's next computation
+    offloaded: plans.Task | None = None  # the task that the stage waits for before computation ``next``
+    culprit: int | None = None  # rank whose header differs, if this rank tells others about it
     flights: dict[int, list[_Flight]] = field(default_factory=dict)  # by stage
 
 
 class PythonChannel:
-    """See ``engine.Channel``."""
+    """The ``engine.Channel`` of the Python engine."""
 
     def __init__(self, engine: PythonEngine, transport: Transport, window: int) -> None:
         self.engine = engine
@@ -138,7 +138,7 @@ class PythonChannel:
         self.abandoned_by_user = False
         self.queue: deque[PythonTicket] = deque()
         self.active: list[_Segment] = []
-        self.abandoned: list[_Segment] = []  # requests and buffers of a failed channel: the network may still use them
+        self.abandoned: list[_Segment] = []  # kept because the network may still use their requests and buffers
         self.sequence = 0
 
     def prepare(self, plan: Plan) -> Plan:
@@ -180,7 +180,7 @@ class PythonChannel:
         return sorted({f.peer for s in segments for f in s.flights.get(s.stage, []) if f.receive})
 
     def step(self) -> bool:
-        """Moves every segment as far as it goes; True if anything moved."""
+        """Moves every segment as far as it goes; returns True if anything moved."""
         moved = False
         if self.abandoned_by_user and not self.failed:
             self.fail(None, State.ABORTED, 0)
@@ -202,7 +202,7 @@ class PythonChannel:
             self.fail(self.queue[0] if self.queue else None, State.MPI_ERROR, 1)
             return True
         now = time.monotonic()
-        queue = list(self.queue)  # others submit meanwhile
+        queue = list(self.queue)  # a copy, because other threads submit meanwhile
         late = next((t for t in queue if t.is_late(now)), None)
         disputed = next((t for t in queue if t.culprit is not None and now > t.disagreed + _PASSING_ON_S), None)
         if disputed is not None and disputed.culprit is not None:
@@ -212,7 +212,7 @@ class PythonChannel:
         return moved
 
     def _conclude(self) -> None:
-        """A segment in which ranks disagree is over: the channel ends, once the segments before it are over, too."""
+        """Ends the channel if a segment in which ranks disagree, and all segments before it, are over."""
         first = self.active[0] if self.active else None
         if first is not None and first.culprit is not None and first.stage == len(first.stages):
             first.ticket.error_segment = _number(first)
@@ -221,7 +221,7 @@ class PythonChannel:
     def _next_ticket(self) -> PythonTicket | None:
         with self.engine.lock:
             ticket = next((t for t in self.queue if t.started_segments < len(t.plan.segments)), None)
-        # Later plans wait for one that is closed: the order is everyone's.
+        # Later plans wait for one that is not opened yet, because the order is the same on all ranks.
         return ticket if ticket is not None and ticket.started_segments < ticket.open_segments else None
 
     def _start(self, ticket: PythonTicket) -> None:
@@ -252,7 +252,7 @@ class PythonChannel:
 
     def _advance(self, segment: _Segment) -> bool:
         if segment.stage == len(segment.stages):
-            return False  # over, and in dispute
+            return False  # over, with headers that differ
         moved = False
         while segment.stage < len(segment.stages):
             stage = segment.stages[segment.stage]
@@ -290,7 +290,7 @@ class PythonChannel:
         return True
 
     def _compute(self, segment: _Segment, stage: plans.Stage) -> bool:
-        """Runs the stage's computations as far as they go; False if it waits for one that goes on elsewhere."""
+        """Runs the stage's computations as far as they go; returns False if it waits for an offloaded one."""
         if segment.next == 0:
             segment.ticket.note(segment.stages, segment.stage, 0)
         while True:
@@ -329,7 +329,7 @@ def _run(ticket: PythonTicket, task: plans.Task, part: Callable[[], Any]) -> Any
 
 
 def _number(segment: _Segment) -> int:
-    """Which of its plan's segments it is."""
+    """Returns the index of the segment in its plan."""
     return next(i for i, stages in enumerate(segment.ticket.plan.segments) if stages is segment.stages)
 
 
@@ -345,7 +345,9 @@ class _TaskError(Exception):
 
 
 class PythonEngine:
-    """See ``engine.Engine``. ``arrival`` is the transports' event, shared by all communicators of this rank."""
+    """The ``engine.Engine`` in Python. ``arrival`` is the transports' event, shared by all communicators of this
+    rank.
+    """
 
     def __init__(self, kernels: Kernels, arrival: threading.Event, idle_ms: float = 5.0) -> None:
         self.kernels = kernels
@@ -432,7 +434,7 @@ class PythonEngine:
                 continue
             self.totals["sleeps"] += 1
             self.arrival.wait(min(nap, self.idle_s, max(end - time.monotonic(), 0.0)))
-            # Nobody wakes us for what goes on elsewhere.
+            # An offloaded task does not wake this thread.
             offloaded = any(s.offloaded for channel in self.channels for s in channel.active)
             nap = min(2 * nap, 5e-4) if offloaded else 2 * nap
 

@@ -1,9 +1,9 @@
 """How the workers of a slice reach each other: directly, or in two hops across groups of nodes.
 
-Directly, each of N workers has N - 1 messages per phase. In two hops it has about 2 sqrt(N). A message goes to the
+Directly, each of N workers has N - 1 messages per phase; with two hops it has about 2 sqrt(N). A message goes to the
 relay: the member of the sender's own group that has the receiver's position. The relay sends on what its whole group
-has for that receiver. Relays pass messages on as they are, so servers average the same bits in the same order either
-way. The price: half of the exchange, the alltoall, crosses the network twice
+has for that receiver. Relays do not change messages, so servers average the same bits in the same order either way. The
+price is that half of the exchange, the alltoall, crosses the network twice
 (docs/decisions/0006-hierarchical-exchange.md).
 """
 
@@ -22,22 +22,24 @@ from ocomm.types import Nodes
 
 
 def after(members: Sequence[int], position: int) -> list[int]:
-    """The other members, starting behind this one, so that not everybody sends to the first one first."""
+    """Returns the other members, starting after this one, so that not all members send to the first one first."""
     return [*members[position + 1 :], *members[:position]]
 
 
 def relay(group: Sequence[int], position: int) -> int:
-    """The member of a group that stands between it and the members of other groups with this place."""
+    """Returns the member of a group that passes messages between it and the members of other groups with this
+    position.
+    """
     return group[position % len(group)]
 
 
 def arrange(hosts: Sequence[str], hierarchical: bool | Literal["auto"], direct_peers: int) -> Nodes:
-    """How the ranks on these hosts exchange compressed values; ``hosts[r]`` is that of rank r.
+    """Decides how the ranks on these hosts exchange compressed values; ``hosts[r]`` is the host of rank r.
 
-    Hierarchically if there are several hosts with several ranks each, or if ``hierarchical`` says so and any host has
-    several; else with every rank by itself. In two hops where a worker has more than ``direct_peers`` others. It
-    depends on the hosts alone, so all ranks come to the same. Raises InvalidRequestError for other values of
-    ``hierarchical``, and for True where it cannot be.
+    With ``"auto"`` the form is hierarchical if there are several hosts with several ranks each; with True, if there are
+    several hosts and any of them has several ranks. Else every rank is a node. Two hops are used if a worker has more
+    than ``direct_peers`` others. The result depends on the hosts alone, so it is the same on all ranks. Raises
+    InvalidRequestError for other values of ``hierarchical``, and for True if there can be no hierarchical form.
     """
     nodes = Nodes.of_hosts(hosts)
     if hierarchical not in (True, False, "auto"):
@@ -53,7 +55,7 @@ def arrange(hosts: Sequence[str], hierarchical: bool | Literal["auto"], direct_p
 
 
 def vote_groups(nodes: Nodes) -> tuple[tuple[int, ...], ...]:
-    """In which groups ranks tell each other what they have to say: nodes, or all ranks of a group of nodes."""
+    """Returns the groups of ranks in which votes are exchanged: nodes, or all ranks of a group of nodes."""
     if nodes.groups == 1 and not nodes.is_flat:
         return nodes.members
     return tuple(tuple(sorted(r for k in group for r in nodes.members[k])) for group in nodes.node_groups)
@@ -62,8 +64,8 @@ def vote_groups(nodes: Nodes) -> tuple[tuple[int, ...], ...]:
 class Route:
     """The messages of one segment between this rank and the other workers of its slice; none if it has no slice.
 
-    ``send`` is this rank's packed buffer. ``rows`` are what the workers, in the order of their nodes, have for this
-    rank, valid when the stages of ``scatter`` are over.
+    ``send`` is this rank's packed buffer. ``rows`` are the workers' messages for this rank, in the order of their
+    nodes; they are valid when the stages of ``scatter`` are over.
     """
 
     def __init__(self, layout: MessageLayout, send: Bytes, memory: Memory = HOST) -> None:
@@ -94,11 +96,11 @@ class Route:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, ``send`` not counted."""
+        """Bytes of memory, without ``send``."""
         return sum(buffer.nbytes for buffer in self.memory)
 
     def message(self, node: int, packed: Bytes | None = None) -> Bytes:
-        """What goes to the worker in ``node``; or, in another packed buffer, what comes from it."""
+        """Returns the message to the worker in ``node``; in another packed buffer, the message from it."""
         layout = self.layout
         rank = layout.workers[node]
         start = layout.message_start[rank]
@@ -108,7 +110,7 @@ class Route:
 
     @cached_property
     def _relayed(self) -> list[list[int]]:
-        """By place in this group: the nodes that its member stands for, itself included, in the order of wires."""
+        """For each position in this group: the nodes that its member is the relay for, with its own, in wire order."""
         size = len(self.group)
         position = {node: p for group in self.nodes.node_groups for p, node in enumerate(group)}
         behind: list[list[int]] = [[] for _ in self.group]
@@ -117,7 +119,7 @@ class Route:
         return behind
 
     def _ranges(self, position: int, packed: Bytes) -> list[Bytes]:
-        """Their messages in a packed buffer, neighbours as one."""
+        """Returns the messages of these nodes in a packed buffer, adjacent ones as one."""
         bounds: list[list[int]] = []
         for node in self._relayed[position]:
             rank = self.layout.workers[node]
@@ -167,7 +169,9 @@ class Route:
         return [Stage() for _ in range(1 if self.nodes.groups == 1 else 2)]
 
     def scatter(self) -> list[Stage]:
-        """Every worker's messages to their owners. The first stage has no computation yet."""
+        """Returns the stages that send every worker's messages to their owners. The first stage has no computation
+        yet.
+        """
         if not self.layout.workers:
             return self._empty()
         if self.nodes.groups == 1:
@@ -194,7 +198,7 @@ class Route:
             yield node, self.message(to) if node == self.me else self.parts[node, to]
 
     def _split(self, memory: Bytes) -> list[Bytes]:
-        """``memory`` cut as the sender's messages are: into the ranges of what is behind this rank."""
+        """Cuts ``memory`` as the sender's messages are cut: into the ranges of the nodes behind this relay."""
         parts, at = [], 0
         for piece in self._ranges(self.position, self.send):
             parts.append(memory[at : at + piece.nbytes])
@@ -202,7 +206,9 @@ class Route:
         return parts
 
     def gather(self, result: Bytes) -> list[Stage]:
-        """Every owner's averages, in their places in ``result``, to all workers of the slice."""
+        """Returns the stages that send every owner's averages, in their places in ``result``, to all workers of the
+        slice.
+        """
         layout = self.layout
         if not layout.workers:
             return self._empty()

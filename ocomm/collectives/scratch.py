@@ -1,4 +1,4 @@
-"""Reused memory for fusion buffers and receive staging: fresh pages cost more than the copies into them."""
+"""Reused memory for fusion and staging buffers: fresh pages cost more than the copies into them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from ocomm.kernels.base import aligned as aligned
 
 
 class Scratch:
-    """Owner of idle buffers, at most ``limit_nbytes`` of them. ``new`` makes one of a number of bytes. Thread-safe."""
+    """Owns idle buffers of at most ``limit_nbytes`` in all. ``new`` allocates a buffer of a number of bytes.
+    Thread-safe.
+    """
 
     def __init__(self, limit_nbytes: int, new: Callable[[int], Bytes] = aligned) -> None:
         self.limit_nbytes = limit_nbytes
@@ -21,7 +23,7 @@ class Scratch:
         self._idle_nbytes = 0
 
     def take(self, nbytes: int) -> Bytes:
-        """A buffer of ``nbytes``, the smallest idle one that fits and wastes less than half, else a new one."""
+        """Returns a buffer of ``nbytes``: the smallest idle one that fits and wastes less than half, else a new one."""
         with self._lock:
             fits = [b for b in self._idle if nbytes <= b.nbytes <= 2 * nbytes + 4096]
             if fits:

@@ -1,4 +1,4 @@
-"""What stands in the headers of a segment's messages, sent and heard."""
+"""The headers of a segment's messages: what this rank says in them, and what it has heard."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ocomm.types import Flag
 class SegmentHeader:
     """What one rank says in the headers of one segment's messages, and what it has heard.
 
-    ``header`` is one HEADER row; ``presence`` what this rank has; ``heard`` the OR over ranks; ``flags``,
-    ``heard_flags`` and ``announcement`` are single-element arrays shared by all segments of a step.
+    ``header`` is one HEADER row; ``presence`` says which tensors this rank has; ``heard`` is the OR of that over ranks.
+    ``flags``, ``heard_flags`` and ``announcement`` are single-element arrays, shared by all segments of a step.
 
-    Where ranks hear of each other through others, ``passed_on`` is the header that they pass on: their own, or the
-    disagreement that they have found or heard of. ``node_flags`` are the flags of this rank's node, ``flags`` where it
+    If ranks learn about each other through other ranks, ``passed_on`` is the header that they pass on: their own, or a
+    disagreement that they have found or heard of. ``node_flags`` are the flags of this rank's node, or ``flags`` if it
     speaks for itself alone; the compressor sets them.
     """
 
@@ -36,52 +36,57 @@ class SegmentHeader:
     received: list[Bytes] = field(default_factory=list)
 
     def write(self, messages: Sequence[Bytes]) -> WriteHeaders:
-        """What this rank says for itself."""
+        """Returns the computation that writes what this rank says for itself."""
         return WriteHeaders(self.header, self.flags, self.presence, messages)
 
     def write_for_node(self, messages: Sequence[Bytes]) -> WriteHeaders:
-        """What it says for its node."""
+        """Returns the computation that writes what this rank says for its node."""
         return WriteHeaders(self.passed_on, self.node_flags, self.heard, messages)
 
     def write_for_all(self, messages: Sequence[Bytes]) -> WriteHeaders:
-        """What it has heard of everyone."""
+        """Returns the computation that writes what this rank has heard from all ranks."""
         return WriteHeaders(self.passed_on, self.heard_flags, self.heard, messages)
 
     def check(self, messages: Sequence[Bytes]) -> CheckHeaders:
-        """Of messages that everyone gets: each rank sees every difference for itself."""
+        """Returns the computation that compares messages which all ranks get, so that each rank sees every difference
+        itself.
+        """
         return CheckHeaders(self.header, messages, self.heard_flags, self.heard, self.announcement)
 
     def check_and_pass_on(self, messages: Sequence[Bytes], *, of_node: bool = False, ends: bool = True) -> CheckHeaders:
-        """Of messages that others will hear of through this rank. ``ends``: a difference ends the plan, in time."""
+        """Returns the computation that compares messages which others learn about through this rank.
+
+        ``ends``: a difference ends the plan, once it has been passed on.
+        """
         flags = self.node_flags if of_node else self.heard_flags
         return CheckHeaders(self.header, messages, flags, self.heard, self.announcement, self.passed_on, ends)
 
     @property
     def has_disagreement(self) -> bool:
-        """Has this rank found that ranks disagree, or heard of it?"""
+        """True if this rank has found, or heard, that ranks disagree."""
         return bool(self.passed_on["magic"][0] == DISAGREEMENT)
 
     @property
     def nbytes(self) -> int:
-        """Of a message without payload."""
+        """Bytes of a message without payload."""
         return HEADER.itemsize + self.presence.nbytes
 
     def ranks_with(self, flag: Flag) -> list[int]:
-        """Ranks that set ``flag`` in the messages received."""
+        """Returns the ranks that set ``flag`` in the messages received."""
         return [rank for rank, message in enumerate(self.received) if int(read_header(message)["flags"]) & flag]
 
     def learning_rates(self) -> dict[int, float]:
-        """The lr that each rank wrote into its vote."""
+        """Returns the learning rate that each rank wrote into its vote."""
         return {rank: float(read_header(message)["lr"]) for rank, message in enumerate(self.received)}
 
     def squares(self) -> list[float]:
-        """The sum of squares that each rank wrote into its header of the vote, in rank order."""
+        """Returns the sum of squares that each rank wrote into its vote, in rank order."""
         return [float(read_header(message)["squares"]) for message in self.received]
 
     def differences(self) -> list[tuple[str, dict[int, int]]]:
-        """After a mismatch: (field, value by rank) for every field that is not the same everywhere.
+        """Returns, after a mismatch, (field, value by rank) for every field that is not equal on all ranks.
 
-        Where the headers of all ranks are not here, one field and two ranks.
+        If this rank does not have the headers of all ranks, that is one field and two ranks.
         """
         rows = [read_header(message) for message in self.received]
         for said in rows or [self.passed_on[0]]:
@@ -97,9 +102,9 @@ class SegmentHeader:
 
 
 class SegmentHeaders(list[SegmentHeader]):
-    """Those of segments that travel together, side by side in memory, so that all begin at once.
+    """The headers of segments that travel together, adjacent in memory, so that they begin a step at once.
 
-    ``contents``: signature and number of tensors of each. ``for_node``: this rank speaks for its node, not only for
+    ``contents`` are signature and number of tensors of each. ``for_node``: this rank speaks for its node, not only for
     itself.
     """
 
@@ -135,14 +140,14 @@ class SegmentHeaders(list[SegmentHeader]):
             )
             for k in range(count)
         )
-        #: What was heard in all of them.
+        #: The presence bits that were heard in all of them.
         self.heard: Bytes = heard
         self._node_flags = node_flags
         self._columns = [headers[name] for name in ("step", "attempt", "hyper", "announcement")]
         self._headers, self._passed_on = headers.view(np.uint8), passed_on.view(np.uint8)
 
     def begin(self, step: int, attempt: int, hyper: int, announcement: int) -> None:
-        """Fills in what changes from step to step, and forgets what was heard."""
+        """Writes what changes from step to step, and forgets what was heard."""
         for column, value in zip(self._columns, (step, attempt, hyper, announcement), strict=True):
             column.fill(value)
         self._passed_on[:] = self._headers

@@ -1,16 +1,16 @@
 """Plans whose buffers are on a device.
 
 ``staged`` takes a plan as it would be for the host, in which states are device arrays and messages are staging memory.
-Every computation on those becomes an ``Offload``: what has come in is copied to the device, the loop is queued behind
-that, and what goes out is copied back behind the loop. Nobody waits: the engine asks for the event at the end, and goes
-on with other segments meanwhile, so that the copies of one run under the exchange of the others.
+Every computation on those becomes an ``Offload``: what has arrived is copied to the device, the loop is queued behind
+that, and what is sent is copied back behind the loop. Nothing waits: the engine asks for the event at the end and runs
+other segments meanwhile, so copies of one overlap the exchange of others.
 
-Headers are written and compared by the host, in the host's memory, as ever. So where the network reaches a device's
-memory, the direct form, each is a message of its own, and payloads go from device to device: nothing is copied but the
-averages, at which the host looks.
+Headers are written and compared by the host, in the host's memory. So in the direct form, where the network reaches a
+device's memory, each header is a message of its own, and payloads go from device to device. Then nothing is copied but
+the averages, in which the host looks for values that are not finite.
 
-Inside a node a bridge (``collectives.bridge``) may carry dense payloads in the network's place; then they are not
-copied to the host at all.
+Inside a node a bridge (``collectives.bridge``) may carry dense payloads instead of the network; they are not copied to
+the host at all.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ocomm.kernels.loops import KINDS
 from ocomm.transport.nccl import Piece
 from ocomm.types import Flag
 
-#: Elements that one thread block of a device copies into a message, or out of it.
+#: Elements that one thread block of a device copies into or out of a message.
 _CHUNK = 1 << 15
 
 
 class DeviceTask:
-    """See ``plan.Task``: copies and loops, in order, and what they have found in the end.
+    """A ``plan.Task``: copies and loops, in order, and what they have found at the end.
 
-    ``direct``: messages lie on the device and are not copied.
+    ``direct``: messages are on the device and are not copied.
     """
 
     def __init__(self, memory: DeviceMemory, direct: bool = False) -> None:
@@ -66,8 +66,11 @@ class DeviceTask:
         self._steps.append(partial(queue, *arguments))
 
     def loop(self, flags: np.ndarray | None, loop: str, *arguments: object) -> None:
-        """Adds a loop of ``Kernels``. If something is not finite ``flags`` says so. Compiles it, if nobody has yet: the
-        engine's thread, which will start it, has others to move on."""
+        """Adds a loop of ``Kernels``, which sets ``flags`` if something is not finite.
+
+        Compiles the loop now if that has not been done, because the engine's thread, which will start it, must not stop
+        for that.
+        """
         if self._queue is None:
             self._queue = Queue(self._memory)
         self._queue.prepare(loop)
@@ -99,7 +102,7 @@ class DeviceTask:
 
 
 class _Upload:
-    """See ``plan.Task``: nobody waits for it but the device itself."""
+    """A ``plan.Task`` that copies to the device; only the device itself waits for it."""
 
     def __init__(self, memory: DeviceMemory, staging: Bytes) -> None:
         self.failure: BaseException | None = None
@@ -114,7 +117,9 @@ class _Upload:
 
 
 class _Entry:
-    """See ``plan.Task``: the engine's thread has the device's context from then on, as MPI expects of who calls it."""
+    """A ``plan.Task`` after which the engine's thread has the device's context, as MPI wants it of threads that call
+    it.
+    """
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.failure: BaseException | None = None
@@ -128,7 +133,7 @@ class _Entry:
 
 
 def entry(memory: Memory) -> Plan:
-    """What all ranks run on a channel before their first plan, where a network works on devices; it has no messages."""
+    """Returns the plan that all ranks run first on a channel whose network works on devices; it has no messages."""
     tasks = [Offload("Enter", _Entry(memory))] if isinstance(memory, DeviceMemory) else []
     return Plan("entry", [[Stage([*tasks])]])
 
@@ -136,14 +141,15 @@ def entry(memory: Memory) -> Plan:
 def staged(
     plan: Plan, memory: Memory, results: Sequence[Bytes] = (), direct: bool = False, intra_node: IntraNode | None = None
 ) -> Plan:
-    """``plan`` itself where ``memory`` is the host's; else the plan that does the same through staging memory.
+    """Returns ``plan`` itself if ``memory`` is the host's, else the plan that does the same through staging memory.
 
-    ``results``: what each segment gathers, where both the host and the device are to have it when the plan is over.
-
-    ``direct``: all ranks have agreed that payloads travel apart from their headers, in messages that follow them; those
-    of a device leave and reach its own memory. Not for plans in which messages are put together by the host.
-
-    ``intra_node``: all ranks have agreed that bridges carry the payloads of stages inside a node.
+    Args:
+        plan: The plan, with device arrays and staging memory.
+        memory: The memory that the arrays are in.
+        results: What each segment gathers, if both host and device need it when the plan is over.
+        direct: All ranks have agreed that payloads follow their headers in messages of their own; those of a device
+            leave and reach its own memory. Not for plans in which the host puts messages together.
+        intra_node: All ranks have agreed that bridges carry the payloads of stages inside a node.
     """
     heads = [_heads(stages) for stages in plan.segments]
     if direct:
@@ -168,7 +174,7 @@ def staged(
 
 
 def _heads(stages: Sequence[Stage]) -> dict[int, int]:
-    """By the address of a message: how many bytes of it are its header."""
+    """Returns how many bytes of each message are its header, by the message's address."""
     return {
         _address(message): HEADER.itemsize + c.presence.nbytes
         for stage in stages
@@ -181,8 +187,9 @@ def _heads(stages: Sequence[Stage]) -> dict[int, int]:
 def _parted(
     stages: Sequence[Stage], memory: Memory, heads: Mapping[int, int], intra_node: IntraNode | None
 ) -> list[Stage]:
-    """The same stages, each message as its header, if it has one, and its payload, where the network finds that. Not
-    those of stages whose payloads go over a bridge."""
+    """Returns the same stages with each message cut into its header, if it has one, and its payload, where the network
+    finds that. Payloads that go over a bridge are left out.
+    """
     computations = [c for stage in stages for c in stage.compute]
     assert not any(isinstance(c, plans.Copy) for c in computations), "a message that the host puts together"
 
@@ -206,9 +213,9 @@ def _parted(
 
 
 class _Segment:
-    """One segment as it is on a device.
+    """One segment as it runs on a device.
 
-    ``heads`` are those of its messages, ``seen`` is what the host looks at when it is over.
+    ``heads`` are the header sizes of its messages, ``seen`` is what the host reads when it is over.
     """
 
     def __init__(
@@ -227,9 +234,9 @@ class _Segment:
         self._intra_node = intra_node
         self._name = name
         self._heads = heads
-        #: Staging memory of which the device has the bytes that count. Headers count for the host alone.
+        #: Staging memory of which the device has a current copy. Headers are used by the host alone.
         self._at_hand = _Ranges()
-        #: What the host sends, passes on or looks at.
+        #: What the host sends, passes on or reads.
         self._of_host = _Ranges()
         for stage in stages:
             if not (stage.intra_node and intra_node is not None):
@@ -250,8 +257,8 @@ class _Segment:
         assert not self._next, "a segment that ends with a transfer"
 
     def _computed(self, stage: Stage) -> list[Computation]:
-        """What it computes, on the device where it is not about headers."""
-        # What goes over a bridge stays on the device.
+        """Returns the stage's computations, those that are not about headers as tasks of the device."""
+        # Payloads that go over a bridge stay on the device.
         stays = stage.intra_node and self._intra_node is not None
         compute: list[Computation] = []
         task: DeviceTask | None = None
@@ -262,7 +269,7 @@ class _Segment:
                 for message in c.messages if isinstance(c, plans.WriteHeaders) else ():
                     self._at_hand.remove(message[: self._heads[_address(message)]])
                 continue
-            if task is None:  # one event for all that comes one after the other
+            if task is None:  # consecutive computations share one task and its event
                 task = DeviceTask(self._memory, self._direct)
                 compute.append(Offload(plans.name_of(c), task))
             read, written = _add(task, c, self._missing)
@@ -275,12 +282,14 @@ class _Segment:
         return compute
 
     def _missing(self, parts: Iterable[Bytes]) -> list[Bytes]:
-        """What of them the device does not have; neighbours as one."""
+        """Returns those parts of staging memory that the device does not have, adjacent ones as one."""
         pieces = [piece for part in parts for piece in self._at_hand.missing(part)]
         return _joined([p for p in pieces if p.nbytes > self._heads.get(_address(p), 0)], self._at_hand)
 
     def _bridge(self, stage: Stage, compute: list[Computation], intra_node: IntraNode) -> None:
-        """Two stages: headers, and that this rank is ready; the number of the transfer, with which the next begins."""
+        """Adds two stages: headers, with the news that this rank is ready; then the number of the transfer, which the
+        next begins with.
+        """
         sends, receives = self._payloads(stage.sends), self._payloads(stage.receives)
         missing = self._missing(payload for _, payload in sends)
         if missing and not self._direct:
@@ -314,10 +323,10 @@ def _copied(stage: Stage) -> list[Bytes]:
 
 
 class _Ranges:
-    """Bytes of the host's memory, by address."""
+    """A set of bytes of the host's memory, as ranges of addresses."""
 
     def __init__(self) -> None:
-        self._all: list[tuple[int, int]] = []  # that do not overlap, in order
+        self._all: list[tuple[int, int]] = []  # ranges that do not overlap, in order
 
     def remove(self, part: Bytes) -> None:
         low, high = _span(part)
@@ -330,12 +339,12 @@ class _Ranges:
             bisect.insort(self._all, _span(part))
 
     def touch(self, part: Bytes) -> bool:
-        """Is any byte of ``part`` among them?"""
+        """Returns True if any byte of ``part`` is in the set."""
         low, high = _span(part)
         return any(a < high and low < b for a, b in self._all)
 
     def missing(self, part: Bytes) -> list[Bytes]:
-        """The pieces of ``part`` that are not among them."""
+        """Returns the pieces of ``part`` that are not in the set."""
         low, high = _span(part)
         found, at = [], low
         for a, b in [*((a, b) for a, b in self._all if a < high and low < b), (high, high)]:
@@ -355,7 +364,7 @@ def _add(
 ) -> tuple[list[Bytes], Bytes | None]:
     """Adds a computation to a task. Returns the staging memory that it copies to the device, and what it writes there.
 
-    ``missing``: what of some staging memory the device does not have.
+    ``missing`` returns those parts of staging memory that the device does not have.
     """
     if not isinstance(c, plans.Loop):
         raise AssertionError(f"{type(c).__name__} has no form on a device")
@@ -382,7 +391,7 @@ def _address(array: Bytes) -> int:
 
 
 def _payload(blocks: Table, packed: Bytes) -> Bytes:
-    """Where scales and signs of all blocks are."""
+    """Returns the memory of the scales and signs of all blocks."""
     if not blocks.size:
         return packed[:0]
     ends = blocks["bits"] + (blocks["length"] + 7) // 8
@@ -391,18 +400,18 @@ def _payload(blocks: Table, packed: Bytes) -> Bytes:
 
 
 def _elements(runs: Table, message: Bytes) -> Bytes:
-    """Where all runs have their elements."""
+    """Returns the memory of the elements of all runs."""
     if not runs.size:
         return message[:0]
     return message[4 * int(runs["position"].min()) : 4 * int((runs["position"] + runs["length"]).max())]
 
 
-#: Where a table's rows have their elements in staging memory.
+#: The function that returns where a table's rows have their elements in staging memory.
 _PARTS = {"Blocks": _payload, "Runs": _elements}
 
 
 def _chunks(runs: Table) -> Table:
-    """The same runs, none of them longer than a chunk."""
+    """Returns the same runs, cut so that none is longer than a chunk."""
     counts = -(-runs["length"] // _CHUNK)
     of = np.repeat(np.arange(runs.size), counts)
     first = (np.arange(of.size) - np.repeat(np.cumsum(counts) - counts, counts)) * _CHUNK
@@ -414,8 +423,9 @@ def _chunks(runs: Table) -> Table:
 
 
 def _joined(parts: Iterable[Bytes], kept: _Ranges) -> list[Bytes]:
-    """The same memory in fewer pieces: what lies side by side in one array, but for padding, is one. Not what is
-    ``kept``."""
+    """Returns the same memory in fewer pieces: those that are adjacent in one array, but for padding, become one. Not
+    what is ``kept``.
+    """
     found: list[Bytes] = []
     for part in sorted(parts, key=_address):
         if found and part.base is found[-1].base and part.base is not None:

@@ -1,7 +1,7 @@
 """What a plan that is over has spent its time on, for the timeline.
 
-The engine notes three times per stage: its computations begin, its messages are out, its messages are over. What the
-stage did is written in the plan.
+The engine notes three times per stage: when its computations begin, when its messages are posted, and when these are
+over. The plan says what the stage did.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from ocomm.collectives.plan import CopyOut, Offload, Plan, Stage, name_of
 from ocomm.telemetry.timeline import Timeline
 
-#: (stages of the plan in order, 3) int64, ns of the monotonic clock; zeros for what has not happened.
+#: Shape (stages of the plan in order, 3), int64, ns of the monotonic clock; 0 for what has not happened.
 Trace = NDArray[np.int64]
 
-#: A stage is called after its most telling computation; every compressor's loops begin with the same words.
+#: The name of a stage by the first words of its most significant computation; each compressor's loops have the same.
 _NAMES = (("compress", "COMPRESS"), ("average", "AVERAGE"), ("reduce", "REDUCE"), ("unpack", "DECOMPRESS"))
 
 
 def new_trace(plan: Plan) -> Trace:
-    """Room for the times of a plan."""
+    """Returns an array for the times of a plan."""
     return np.zeros((sum(len(segment) for segment in plan.segments), 3), np.int64)
 
 
@@ -37,7 +37,9 @@ def _work(stage: Stage, is_last: bool) -> str:
 
 
 def record(timeline: Timeline, plan: Plan, trace: Trace) -> None:
-    """Writes the segments of a plan, each on a lane of its own, with what they computed, sent and received."""
+    """Writes the segments of a plan to the timeline, each on a lane of its own, with what they computed, sent and
+    received.
+    """
     at = 0
     for number, stages in enumerate(plan.segments):
         times = trace[at : at + len(stages)]
@@ -61,9 +63,9 @@ def record(timeline: Timeline, plan: Plan, trace: Trace) -> None:
 
 
 def activities(plan: Plan, trace: Trace) -> Sequence[tuple[str, int, int]]:
-    """What Horovod shows of a fused tensor, one after the other: copied in, exchanged, copied out; (name, from, to).
+    """Returns Horovod's activities of a fused tensor: copied in, exchanged, copied out, as (name, from, to).
 
-    Segments overlap: "in" ends when the first has sent, "out" begins when the last has received.
+    Segments overlap: "in" ends when the first segment has sent, "out" begins when the last has received.
     """
     first, last = plan.segments[0], plan.segments[-1]
     start, end = int(trace[:, 0].min()), int(trace[:, 2].max())

@@ -1,4 +1,4 @@
-"""Waiting for a plan from the user's thread: bounded, and never in silence about whom it waits for."""
+"""Waits for a plan on the user's thread: with a deadline, and with warnings that say which ranks are late."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from ocomm.collectives.engine import Channel, State, Ticket
 from ocomm.errors import OcommError, PeerError, StallError
 
 _log = logging.getLogger("ocomm")
-#: A rank that left in order has sent all it had; what is not here after this long was never sent.
+#: A rank that left in order has sent everything before; what has not arrived after this long was never sent.
 _GRACE_S = 5.0
 
 
 class Wait(NamedTuple):
-    """What a thread waits for: the exchange ``what``, which is number ``number``, from 0 on, of those of ``name``, and
-    in it the messages of the world ranks ``late``."""
+    """What a thread waits for: the exchange ``what``, number ``number`` (from 0) of the exchanges of ``name``, and in
+    it the messages of the world ranks ``late``.
+    """
 
     what: str
     name: str
@@ -29,12 +30,13 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Of this rank's threads in exchanges that all ranks make in one order. Single dict operations, from any thread.
+    """This rank's threads in exchanges that all ranks make in one order. Only single dict operations, from any thread.
 
-    ``waiting``: those that have waited for a second. ``ended``: how many exchanges of each name have ended.
-    ``hopeless``: those of ``waiting`` that will wait for ever, and why.
-    ``enclosed``: threads of a framework's pool that make a step for a thread of the user's, which waits for them;
-    nothing else in the framework can submit before they are done.
+    - ``waiting``: the threads that have waited for a second.
+    - ``ended``: how many exchanges of each name have ended.
+    - ``hopeless``: those of ``waiting`` that will wait for ever, and why.
+    - ``enclosed``: threads of a framework's pool that make a step for a user's thread, which waits for them. Nothing
+      else in the framework can submit before they are done.
     """
 
     waiting: dict[int, Wait] = field(default_factory=dict)
@@ -45,9 +47,9 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What a waiting thread looks at: whether the runtime has failed and why, which world ranks have left and how.
+    """What a waiting thread looks at: whether and why the runtime has failed, and which world ranks have left and how.
 
-    ``name`` is that of what makes the exchanges, an optimizer, say: the same on all ranks.
+    ``name`` is the name of what makes the exchanges, such as an optimizer: the same on all ranks.
     """
 
     failure: Callable[[], OcommError | None]
@@ -55,15 +57,15 @@ class Watch:
     stall_check_s: float
     name: str = ""
     waits: Waits = field(default_factory=Waits)
-    #: Is there a thread that runs the engine?
+    #: Returns True if there is a thread that runs the engine.
     is_served: Callable[[], bool] = lambda: True
 
 
 def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, what: str) -> State:
-    """Until the plan is over, one way or another; its own deadline bounds the wait.
+    """Waits until the plan is over, at most until its own deadline, and returns its state.
 
-    ``ranks`` are the channel's world ranks, ``what`` names the exchange. Warns every ``stall_check_s``. Raises the
-    runtime's failure, PeerError if a rank that has left in order owes a message, and StallError if no rank can move.
+    ``ranks`` are the channel's world ranks; ``what`` names the exchange. Warns every ``stall_check_s``. Raises the
+    runtime's failure, PeerError if a rank that has left in order owes a message, and StallError if no rank can go on.
     """
     me, waits = threading.get_ident(), watch.waits
     begun = warned = time.monotonic()

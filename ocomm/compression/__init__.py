@@ -1,1 +1,1 @@
-"""Fixed layout of compressed tensors, and the wire format."""
+"""Layout of compressed tensors, which is fixed, and their wire format."""

@@ -1,7 +1,7 @@
 """Where every compressed element lives: its block, its owner, its place in the flat buffers and on the wire.
 
-A layout is fixed for the life of a run. Tensors in registration order are cut into blocks from their own start; a
-block has one owner, so an element's errors never move, whatever is fused with whatever (docs/algorithms.md, Layout).
+A layout is fixed for the life of a run. Tensors in registration order are cut into blocks from their own start. A block
+has one owner, so an element's errors never move, whichever tensors are fused (docs/algorithms.md, Layout).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ocomm.compression.wire import RUN, header_nbytes
 from ocomm.kernels.base import BLOCK, Bytes, Table
 from ocomm.types import Nodes
 
-#: Elements; flat offsets are multiples of it, so that a block starts on a cache line and on a whole mask byte.
+#: In elements. Flat offsets are multiples of it, so that a block starts on a cache line and on a whole byte of a mask.
 ALIGNMENT = 16
 
 #: One row per block of the layout, in registration order.
@@ -51,12 +51,14 @@ def _padded(numbers: Any, multiple: int) -> Any:
 
 
 def _starts(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Exclusive prefix sum."""
+    """Returns the exclusive prefix sum."""
     return np.cumsum(sizes) - sizes
 
 
 def _shared_out(sizes: NDArray[np.int64], to: NDArray[Any], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What each of ``count`` gets in all, and for each size the sum of those before it that go to the same one."""
+    """Returns the total that each of ``count`` receivers gets, and for each size the sum of earlier sizes with the same
+    receiver.
+    """
     order = np.argsort(to, kind="stable")
     totals = np.bincount(to, sizes, count).astype(np.int64)
     before = np.empty_like(sizes)
@@ -65,13 +67,15 @@ def _shared_out(sizes: NDArray[np.int64], to: NDArray[Any], count: int) -> tuple
 
 
 def _digest(*parts: bytes) -> int:
-    """64-bit unsigned hash."""
+    """Returns a 64-bit unsigned hash of the parts."""
     return int.from_bytes(hashlib.blake2b(b"".join(parts), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What the ranks must agree on about one tensor. ``shape`` is canonical, ``order`` tags the order of elements."""
+    """What the ranks must agree on about one tensor. ``shape`` is canonical; ``order`` names the order of its
+    elements.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -85,16 +89,16 @@ class TensorSpec:
 
 @dataclass(frozen=True, eq=False)
 class MessageLayout:
-    """Where the messages to owners stand in one buffer: slice by slice, in each slice node by node.
+    """Where the messages to owners lie in one buffer: slice by slice, and in each slice node by node.
 
-    Each begins with a header. The same geometry serves what a worker sends (alltoall) and what everybody gathers
-    (allgather).
+    Each message begins with a header. What a worker sends (alltoall) and what every rank gathers (allgather) have the
+    same geometry.
     """
 
     rank: int
     nodes: Nodes
     header_nbytes: int
-    #: Byte position and size of each owner's message, by rank; a rank that owns nothing gets none.
+    #: Byte position and size of each owner's message, by rank. The size is 0 for a rank that owns nothing.
     message_start: tuple[int, ...]
     message_nbytes: tuple[int, ...]
     #: Byte position of each slice's first message, and the end of the last.
@@ -102,12 +106,12 @@ class MessageLayout:
 
     @property
     def packed_nbytes(self) -> int:
-        """Bytes of the whole buffer."""
+        """Number of bytes of the whole buffer."""
         return self.slice_bounds[-1]
 
     @cached_property
     def workers(self) -> tuple[int, ...]:
-        """The ranks that exchange this rank's slice, itself among them; none if it has no slice."""
+        """The ranks that exchange this rank's slice, with this rank; none if it has no slice."""
         return self.nodes.workers(self.rank)
 
 
@@ -115,21 +119,21 @@ class MessageLayout:
 class SegmentLayout(MessageLayout):
     """Geometry of one segment's packed buffer.
 
-    A message is a header with one presence bit per tensor of the segment, the float32 scales of the owner's blocks, if
+    A message is a header with one presence bit per tensor of the segment, the float32 scales of the owner's blocks if
     blocks have scales, and their signs (``ceil(length / 8)`` bytes per block, first element in the lowest bit), padded
     to 8 bytes.
     """
 
-    #: BLOCK table of all blocks, in bucket order; ``owned`` is -1 where another rank owns the block, ``local`` where
-    #: others compress it, ``scale`` where blocks have none.
+    #: BLOCK table of all blocks, in bucket order. ``owned`` is -1 if another rank owns the block, ``local`` is -1 if
+    #: another rank compresses it, ``scale`` is -1 if blocks have no scales.
     blocks: Table
-    #: The rows of ``blocks`` which this rank owns.
+    #: The rows of ``blocks`` that this rank owns.
     owned_blocks: Table
-    #: The rows of ``blocks`` which this rank compresses.
+    #: The rows of ``blocks`` that this rank compresses.
     worker_blocks: Table
     #: Layout indices of the tensors; their order is that of the presence bits.
     tensors: tuple[int, ...]
-    #: Slice of each row of ``blocks``.
+    #: The slice of each row of ``blocks``.
     block_slices: NDArray[np.int32]
     #: 64-bit hash of the layout and of the blocks covered; the same on all ranks.
     digest: int
@@ -140,12 +144,12 @@ class SegmentLayout(MessageLayout):
 
     @property
     def bytes_sent(self) -> int:
-        """Packed bytes that this rank sends to other nodes: its alltoall messages, then its own averages."""
+        """Packed bytes that this rank sends to other nodes: its alltoall messages, and then its own averages."""
         own = self.message_nbytes[self.rank]
         return sum(self.message_nbytes[r] for r in self.workers) - own + max(len(self.workers) - 1, 0) * own
 
     def runs(self) -> Table:
-        """The blocks as runs of neighbouring elements: a RUN table, without positions."""
+        """Returns the blocks as runs of adjacent elements: a RUN table, without positions."""
         blocks = self.blocks
         ends = blocks["start"] + blocks["length"]
         joined = (np.diff(blocks["tensor"]) == 0) & (blocks["start"][1:] == ends[:-1])
@@ -157,7 +161,7 @@ class SegmentLayout(MessageLayout):
 
     @cached_property
     def slice_runs(self) -> tuple[Table, ...]:
-        """RUN tables: how the elements of each slice lie in a message of float32, in the order of ``blocks``."""
+        """RUN tables: how the elements of each slice lie in a float32 message, in the order of ``blocks``."""
         found = []
         for number in range(self.nodes.slices):
             rows = self.blocks[self.block_slices == number]
@@ -178,31 +182,39 @@ class SegmentLayout(MessageLayout):
         return np.array(self.tensors, np.int64)
 
     def signature(self, compressor: str) -> int:
-        """64-bit hash for ``HEADER["signature"]``: layout, segment and compressor."""
+        """Returns the 64-bit hash of layout, segment and compressor that ``HEADER["signature"]`` has."""
         return _digest(self.digest.to_bytes(8, "little"), compressor.encode())
 
     def presence_bits(self, present: NDArray[np.bool_]) -> Bytes:
-        """The segment's presence bytes, as they follow a header, from one bool per tensor of the layout."""
+        """Returns the segment's presence bytes, which follow a header, from one bool per tensor of the layout."""
         bits = np.zeros((len(self.tensors) + 63) // 64 * 8, np.uint8)
         packed = np.packbits(present[self.tensor_indices], bitorder="little")
         bits[: packed.size] = packed
         return bits
 
     def read_presence(self, bits: Bytes, present: NDArray[np.bool_]) -> None:
-        """The inverse: ORs presence bytes into one bool per tensor of the layout, in place."""
+        """Reads presence bytes, as ``presence_bits`` makes them, and ORs them into one bool per tensor of the layout,
+        in place.
+        """
         flags = np.unpackbits(bits, count=len(self.tensors), bitorder="little").view(np.bool_)
         present[self.tensor_indices] |= flags
 
 
 class Layout:
-    """The fixed layout of ``tensors`` (registration order) over ``ranks`` ranks, or over nodes; immutable.
+    """The fixed layout of ``tensors``, in registration order, over ranks or nodes. Immutable.
 
-    With ``nodes`` a block belongs to a slice and a node: its owner is that node's worker of the slice. Owners are the
-    least loaded in registration order, taken in turn within a node and then from node to node, so the slices are mixed
-    block by block and every bucket is shared out evenly.
+    With ``nodes`` a block belongs to a slice and a node: its owner is that node's worker of the slice. Blocks are
+    assigned in registration order to the least loaded owner; owners are taken in turn within a node, then from node to
+    node. So slices are mixed block by block, and every bucket is shared out evenly.
 
-    ``block_size`` counts elements and is a multiple of 16, or is ``"tensor"``: one block per tensor. Raises ValueError
-    where that is not so, or if two tensors have the same name.
+    Args:
+        tensors: The tensors, with distinct names.
+        ranks: Number of ranks.
+        block_size: Number of elements, a multiple of 16, or ``"tensor"`` for one block per tensor.
+        nodes: The nodes of the ranks; None for the flat form.
+
+    Raises:
+        ValueError: An argument is wrong, or two tensors have the same name.
     """
 
     def __init__(
@@ -227,19 +239,19 @@ class Layout:
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"two tensors have the name {twice!r}; give each its own")
 
-        #: Elements of each tensor, and its first element in the flat buffers.
+        #: Number of elements of each tensor, and its first element in the flat buffers.
         self.numels = np.array([spec.numel for spec in self.tensors], np.int64)
         if block_size == "tensor" and self.numels.size and self.numels.max() > np.iinfo(np.int32).max:
             raise ValueError("block_size='tensor' needs tensors of fewer than 2^31 elements; use blocks of 4096")
         padded = _padded(self.numels, ALIGNMENT)
         self.offsets = _starts(padded)
-        #: Elements of a flat buffer, padding included.
+        #: Number of elements of a flat buffer, with padding.
         self.flat_numel = int(padded.sum())
         self.numel = int(self.numels.sum())
 
         size = np.maximum(self.numels, 1) if block_size == "tensor" else np.full(len(names), block_size, np.int64)
         counts = (self.numels + size - 1) // size
-        #: Row of each tensor's first block; one more than there are tensors.
+        #: The row of each tensor's first block, and at the end the number of blocks.
         self.first_block = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         tensor = np.repeat(np.arange(len(names)), counts)
         blocks = np.zeros(int(counts.sum()), LAYOUT_BLOCK)
@@ -266,22 +278,24 @@ class Layout:
         return f"Layout({len(self.tensors)} tensors, {self.numel} elements, {self.blocks.size} blocks, {over})"
 
     def slice_of(self, rank: int) -> int:
-        """The slice which ``rank`` compresses; -1 if it has none."""
+        """Returns the slice that ``rank`` compresses, -1 for none."""
         position = self.nodes.node_of(rank).index(rank)
         return position if position < self.nodes.slices else -1
 
     def worker_numel(self, rank: int) -> int:
-        """Elements of the worker buffers of ``rank``: the blocks of its slice, each padded to 16."""
+        """Returns the number of elements of the worker buffers of ``rank``: the blocks of its slice, each padded to
+        16.
+        """
         number = self.slice_of(rank)
         return self._slice_numel[number] if number >= 0 else 0
 
     def owned_numel(self, rank: int) -> int:
-        """Elements of the owner error buffer of ``rank``: its blocks, each padded to 16."""
+        """Returns the number of elements of the server error of ``rank``: the blocks it owns, each padded to 16."""
         return self._owned_numel[rank]
 
     @cached_property
     def digest(self) -> int:
-        """64-bit unsigned hash of all that the ranks must agree on."""
+        """64-bit unsigned hash of everything that the ranks must agree on."""
         tensors = [(spec.name, [int(n) for n in spec.shape], spec.order, spec.dtype) for spec in self.tensors]
         described: list[Any] = ["layout 1", self.ranks, self.block_size, tensors]
         if self.nodes != Nodes.flat(self.ranks):
@@ -289,7 +303,9 @@ class Layout:
         return _digest(json.dumps(described).encode())
 
     def local_span(self, tensor: int, rank: int) -> slice:
-        """Where the part of a tensor that ``rank`` compresses lies in its worker buffers: its blocks side by side."""
+        """Returns where the blocks of a tensor that ``rank`` compresses lie in its worker buffers, where they are
+        adjacent.
+        """
         blocks = self.tensor_blocks(tensor)
         mine = blocks[blocks["slice"] == self.slice_of(rank)]
         if not mine.size:
@@ -297,16 +313,17 @@ class Layout:
         return slice(int(mine["local"][0]), int(mine["local"][-1]) + int(mine["length"][-1]))
 
     def from_worker(self, tensor: int, rank: int, buffer: NDArray[Any]) -> NDArray[Any]:
-        """A whole tensor as the worker buffer ``buffer`` of ``rank`` has it, flat, zeros where others compress it.
+        """Returns a whole flat tensor from the worker buffer ``buffer`` of ``rank``, with zeros in blocks that others
+        compress.
 
-        A view where the rank compresses all of it.
+        It is a view if the rank compresses all of the tensor.
         """
         part = buffer[self.local_span(tensor, rank)]
         blocks = self.tensor_blocks(tensor)
         mine = blocks["slice"] == self.slice_of(rank)
         if mine.all():
             return part
-        # All blocks but the last have one length, so they are the rows of a table.
+        # All blocks but the last have the same length, so they are the rows of a table.
         width = int(blocks["length"].max())
         table = np.zeros((blocks.size, width), buffer.dtype)
         rows = np.zeros(int(mine.sum()) * width, buffer.dtype)
@@ -315,7 +332,9 @@ class Layout:
         return table.reshape(-1)[: int(self.numels[tensor])]
 
     def to_worker(self, tensor: int, rank: int, whole: NDArray[Any]) -> NDArray[Any]:
-        """The inverse: what ``rank`` compresses of a tensor, flat."""
+        """Returns the elements of the flat tensor ``whole`` that ``rank`` compresses, in the order of its worker
+        buffers.
+        """
         blocks = self.tensor_blocks(tensor)
         mine = blocks["slice"] == self.slice_of(rank)
         if mine.all() or not mine.any():
@@ -326,19 +345,20 @@ class Layout:
         return table.reshape(-1, width)[mine].reshape(-1)[: int(blocks["length"][mine].sum())]
 
     def tensor_blocks(self, tensor: int) -> Table:
-        """The rows of ``blocks`` of one tensor."""
+        """Returns the rows of ``blocks`` of one tensor."""
         return self.blocks[self.first_block[tensor] : self.first_block[tensor + 1]]
 
     def flat_span(self, tensor: int) -> slice:
-        """Where a tensor lies in the flat buffers."""
+        """Returns where a tensor lies in the flat buffers."""
         start = int(self.offsets[tensor])
         return slice(start, start + int(self.numels[tensor]))
 
     def buckets(self, tensors: Sequence[int], count: int) -> list[list[int]]:
         """Cuts tensors, in this order, into at most ``count`` runs of about equal numbers of elements.
 
-        A bucket leaves when its last gradient is there and those before it have left. So what comes last should be
-        small, for the step waits for it, and what comes first should be early, for the network waits for that.
+        A bucket is sent when its last gradient is ready and the buckets before it have been sent. So the last bucket
+        should be small, because the step waits for it, and the first should be ready early, because the network waits
+        for it.
         """
         numels = self.numels[list(tensors)]
         of = np.minimum(_starts(numels) * count // max(int(numels.sum()), 1), count - 1)
@@ -350,9 +370,16 @@ class Layout:
     ) -> list[SegmentLayout]:
         """Cuts a bucket, the tensors with these indices in this order, into segments of whole blocks.
 
-        Each segment has about ``segment_nbytes`` bytes of scales and signs, at most one block more; ``scales`` says
-        whether blocks have a scale. A tensor may continue in the next segment. Tensors without elements travel in none.
-        ``rank`` only decides which blocks are marked as owned. Raises ValueError if a tensor comes twice.
+        A tensor may continue in the next segment. Tensors without elements travel in none.
+
+        Args:
+            tensors: Indices of the tensors in the layout.
+            rank: The rank for which blocks are marked as owned and as compressed.
+            segment_nbytes: Approximate number of bytes of scales and signs of a segment, at most one block more.
+            scales: Whether blocks have a scale.
+
+        Raises:
+            ValueError: A tensor comes twice, or ``segment_nbytes`` is not positive.
         """
         if len(set(tensors)) != len(tensors):
             raise ValueError("a tensor comes twice in a bucket")
@@ -367,7 +394,7 @@ class Layout:
         payload = payload_nbytes(blocks["length"], scales=scales)
         before = _starts(payload)
         total = int(payload.sum())
-        # Equal segments, not full ones and a short last one: the pipeline ends when the last segment does.
+        # Segments are equal, instead of full ones and a short last one, because the pipeline ends with the last one.
         count = -(-total // segment_nbytes)
         segment = before * count // total
         cuts = np.flatnonzero(np.diff(segment)) + 1
@@ -387,7 +414,7 @@ class Layout:
         owners = np.array(self.nodes.owners)
         message = np.empty(self.ranks, np.int64)
         message[owners] = np.arange(owners.size)
-        of = message[blocks["owner"]]  # in which message each block stands, in the order of the buffer
+        of = message[blocks["owner"]]  # number of the message that each block is in, in the order of the buffer
         scale_nbytes, scale = _shared_out(np.full(of.size, 4 if scales else 0), of, owners.size)
         signs_nbytes, signs = _shared_out(sign_nbytes, of, owners.size)
         sizes = _padded(header + scale_nbytes + signs_nbytes, 8)
@@ -416,24 +443,27 @@ class Layout:
         )
 
     def dense_bytes(self) -> float:
-        """Bytes that each rank of N nodes sends to other nodes in a step, on average, by a dense float32 average.
+        """Returns the bytes that a dense float32 average sends to other nodes per step, as an average over N nodes.
 
-        2 (N-1)/N * 4d leave a node; in the flat form, where every rank counts as a node, that is a ring's bytes.
+        2 (N-1)/N * 4d leave a node. In the flat form, where every rank counts as a node, a ring sends as many.
         """
         nodes = len(self.nodes.members)
         return 2 * (nodes - 1) / nodes * 4 * self.numel * nodes / self.ranks
 
     def compressed_bytes(self, *, scales: bool = True) -> float:
-        """Bytes that leave each node in a step, on average, without headers: 2 (N-1)/N * sum (ceil(length/8) + 4).
+        """Returns the bytes that leave each node in a step, on average, without headers: 2 (N-1)/N * sum
+        (ceil(length/8) + 4).
 
-        Without the 4 where blocks have no scale. If every rank is a node, that is what each rank sends.
+        Without ``scales`` the 4 is missing. In the flat form every rank counts as a node.
         """
         nodes = len(self.nodes.members)
         return 2 * (nodes - 1) / nodes * int(payload_nbytes(self.blocks["length"], scales=scales).sum())
 
 
 def float_messages(rank: int, nodes: Nodes, header: int, numel: int) -> tuple[MessageLayout, dict[int, range]]:
-    """Messages of float32 for ``numel`` elements, shared out in equal parts; and the elements in each owner's part."""
+    """Returns the layout of float32 messages for ``numel`` elements in equal parts, and the elements of each owner's
+    part.
+    """
     count = len(nodes.owners)
     share = int(_padded(-(-numel // count), ALIGNMENT))
     start, starts, nbytes = 0, [0] * nodes.ranks, [0] * nodes.ranks
@@ -452,13 +482,15 @@ def _slice_bounds(nodes: Nodes, starts: Sequence[int], end: int) -> tuple[int, .
 
 
 def payload_nbytes(lengths: NDArray[np.int32], *, scales: bool = True) -> NDArray[np.int64]:
-    """Bytes on the wire of blocks of ``lengths`` elements: signs and, where blocks have one, a float32 scale."""
+    """Returns the bytes on the wire of blocks of ``lengths`` elements: signs and, if ``scales``, a float32 scale
+    each.
+    """
     return (lengths.astype(np.int64) + 7) // 8 + 4 * scales
 
 
 def _least_loaded(lengths: NDArray[np.int32], owners: int) -> NDArray[np.int64]:
-    """Assignment by real elements, in order, ties to the lowest owner."""
-    loads = [(0, owner) for owner in range(owners)]  # sorted, hence a heap
+    """Assigns blocks to owners by their number of elements, in order; the lowest owner wins ties."""
+    loads = [(0, owner) for owner in range(owners)]  # sorted, so it is a heap
     chosen = []
     for length in lengths.tolist():
         load, owner = loads[0]

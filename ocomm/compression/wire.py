@@ -1,4 +1,6 @@
-"""What every message of a fixed-layout exchange starts with; the geometry of packed payloads is in ``layout``."""
+"""The header with which every message of a fixed-layout exchange starts; ``layout`` has the geometry of what
+follows.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import numpy as np
 
 from ocomm.kernels.base import RUN as RUN
 
-#: What precedes the payload of every message of a fixed-layout exchange; the numbers are compared on arrival.
+#: The header of every message of a fixed-layout exchange; its numbers are compared on arrival.
 #: ``signature`` names layout, segment and compressor; ``hyper`` digests lr, betas and weight decay.
 HEADER = np.dtype(
     [
@@ -16,12 +18,12 @@ HEADER = np.dtype(
         ("signature", np.uint64),
         ("hyper", np.uint64),
         ("flags", np.uint32),
-        ("attempt", np.uint32),  # 0, then 1 for a step that is done again without overlap
+        ("attempt", np.uint32),  # 0; 1 for a step that is done again without overlap
         ("announcement", np.int64),  # the coordinator's decision for the next step; 0 for none
         ("tensors", np.uint32),  # presence bits that follow, one per tensor: "has a gradient on this rank"
         ("reserved", np.uint32),
         ("replica", np.uint64),  # in a vote: checksum of the parameters that this step compares
-        # In a vote: the step's learning rate, and the sum of squares of this rank's gradients.
+        # In a vote: the learning rate of the step, and the sum of squares of this rank's gradients.
         ("lr", np.float64),
         ("squares", np.float64),
     ],
@@ -29,13 +31,14 @@ HEADER = np.dtype(
 )
 MAGIC = 0x4F434F4D
 assert HEADER.itemsize == 80
-#: What the ranks must say alike.
+#: The fields of a header that must be equal on all ranks.
 COMPARED = ("magic", "step", "signature", "hyper", "attempt", "tensors", "replica")
-#: Instead of MAGIC: ranks ``rank`` and ``reserved`` differ in COMPARED[``tensors``], where the one says ``signature``
-#: and the other ``hyper``. So a difference reaches ranks which see neither header.
+#: Stands in the place of MAGIC in a header that reports a difference: ranks ``rank`` and ``reserved`` differ in the
+#: field COMPARED[``tensors``], in which the first has the value ``signature`` and the second ``hyper``. It reaches
+#: ranks that see neither header.
 DISAGREEMENT = 0x4F434F44
 
 
 def header_nbytes(tensors: int) -> int:
-    """Bytes of a header with presence bits for ``tensors`` tensors; a multiple of 8."""
+    """Returns the bytes of a header with presence bits for ``tensors`` tensors, a multiple of 8."""
     return HEADER.itemsize + (tensors + 63) // 64 * 8

@@ -1,1 +1,3 @@
-"""Who is ready, what fuses, what does not match: pure decisions about requests."""
+"""Decisions about requests: which tensors are ready, what fuses, what does not match. Pure functions and state
+machines.
+"""

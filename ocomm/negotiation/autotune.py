@@ -1,7 +1,7 @@
-"""Which fusion threshold, cycle time and segment size move the most bytes per second. Decisions only.
+"""Searches for the fusion threshold, cycle time and segment size that move the most bytes per second. Decisions only.
 
-A step ends where a tensor comes again; so many steps are a sample, the median of a few samples is a point's score. What
-is tuned changes when bytes are sent, never a result.
+A step ends when a tensor comes again. A number of steps is a sample, and the median of a few samples is a point's
+score. The tuned settings change when bytes are sent, never a result.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Protocol
 from ocomm.errors import SettingsError
 from ocomm.types import Settings
 
-#: Samples of a point. One alone would be at the mercy of whatever else the machine does.
+#: Number of samples of a point. A single sample would depend on what else the machine does.
 SAMPLES = 5
 MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What all ranks of a set switch to together; fields of ``Settings``."""
+    """The tuned fields of ``Settings``; all ranks of a set switch to new values at the same response."""
 
     fusion_threshold: int
     cycle_time_ms: float
@@ -33,7 +33,7 @@ class Tuned:
         return cls(settings.fusion_threshold, settings.cycle_time_ms, settings.segment_nbytes)
 
     def pack(self) -> tuple[int, int, int]:
-        """As integers, for the wire: bytes, microseconds, bytes."""
+        """Returns the values as integers for the wire: bytes, microseconds, bytes."""
         return self.fusion_threshold, round(1e3 * self.cycle_time_ms), self.segment_nbytes
 
     @classmethod
@@ -41,22 +41,22 @@ class Tuned:
         return cls(numbers[0], numbers[1] / 1e3, numbers[2])
 
 
-#: What can be tuned: (lowest, highest), searched by their logarithms.
+#: Settings that can be tuned: (lowest, highest). The search uses the logarithms of the values.
 SPACE: Mapping[str, tuple[float, float]] = {
     "fusion_threshold": (MIB, 128 * MIB),
     "cycle_time_ms": (0.1, 25.0),
     "segment_nbytes": (MIB // 4, 16 * MIB),
 }
 assert list(SPACE) == [field.name for field in fields(Tuned)]
-#: Points that are tried after the start and before the search has something to go by: positions within SPACE.
+#: Points, as positions within SPACE, that are tried after the start and before the search.
 _SEEDS = ({"fusion_threshold": 0.3}, {"cycle_time_ms": 0.6}, {"segment_nbytes": 0.2})
 
-#: By name of what is tuned, a number from 0 (lowest) to 1 (highest).
+#: For the name of each tuned setting, a number from 0 (lowest) to 1 (highest).
 Point = Mapping[str, float]
 
 
 class Search(Protocol):
-    """Where the next point should be, after what has been seen."""
+    """Proposes the next point from the scores of those before."""
 
     def tell(self, point: Point, score: float) -> None: ...
 
@@ -64,7 +64,7 @@ class Search(Protocol):
 
 
 class BayesianSearch:
-    """Gaussian-process search of the package ``bayesian-optimization``. SettingsError where it is missing."""
+    """Gaussian-process search of the package ``bayesian-optimization``. Raises SettingsError if it is not installed."""
 
     def __init__(self, names: Sequence[str], noise: float) -> None:
         try:
@@ -73,7 +73,7 @@ class BayesianSearch:
             raise SettingsError("autotuning needs bayesian-optimization: pip install 'ocomm[autotune]'.") from None
         bounds = dict.fromkeys(names, (0.0, 1.0))
         self._optimizer = BayesianOptimization(None, bounds, random_state=0, verbose=0, allow_duplicate_points=True)
-        # Scores are normalized before they are compared; noise is a part of their spread.
+        # Scores are normalized before they are compared; noise is a fraction of their spread.
         self._optimizer.set_gp_params(alpha=noise**2)
 
     def tell(self, point: Point, score: float) -> None:
@@ -84,7 +84,7 @@ class BayesianSearch:
 
 
 def position(tuned: Tuned, names: Sequence[str]) -> Point:
-    """Where these values lie within SPACE; at its edge if outside."""
+    """Returns where these values lie within SPACE; on its edge if they are outside."""
     found = {}
     for name in names:
         low, high = SPACE[name]
@@ -94,7 +94,7 @@ def position(tuned: Tuned, names: Sequence[str]) -> Point:
 
 
 def at(point: Point, tuned: Tuned) -> Tuned:
-    """``tuned`` with the values at ``point``: whole MiB, tenths of milliseconds, whole 64 KiB."""
+    """Returns ``tuned`` with the values at ``point``, rounded to MiB, tenths of a millisecond and 64 KiB."""
     values: dict[str, float] = {
         name: SPACE[name][0] * (SPACE[name][1] / SPACE[name][0]) ** where for name, where in point.items()
     }
@@ -104,7 +104,9 @@ def at(point: Point, tuned: Tuned) -> Tuned:
 
 
 class Autotune:
-    """What to measure next, and with what to stay. ``names`` are tuned, the rest stays as in ``start``."""
+    """Decides which values are measured next, and which are kept in the end. ``names`` are tuned; all others stay as in
+    ``start``.
+    """
 
     def __init__(
         self, start: Tuned, names: Sequence[str], warmup_samples: int, steps_per_sample: int, max_points: int
@@ -123,18 +125,20 @@ class Autotune:
 
     @property
     def is_over(self) -> bool:
-        """Every point has been tried: ``current`` is the best."""
+        """True if every point has been tried; ``current`` then has the best values."""
         return len(self.results) >= self._max_points
 
     def note(self, tensors: Sequence[str], nbytes: int, now_s: float) -> float | None:
-        """These tensors, of so many bytes, are reduced from now on. Returns the score of a point when it is known."""
+        """Notes that these tensors, of ``nbytes`` bytes in all, are reduced from now on. Returns the score of a point
+        once it is known.
+        """
         if self.is_over or self._is_waiting:
             return None
         score = None
         if not self._seen.isdisjoint(tensors):
             self._seen.clear()
             self._steps += 1
-            if self._steps > self._steps_per_sample:  # the first step was not seen from its beginning
+            if self._steps > self._steps_per_sample:  # the first step does not count: its beginning was not seen
                 score = self._end_sample(now_s)
             elif self._steps == 1:
                 self._since_s, self._nbytes = now_s, 0
@@ -158,14 +162,14 @@ class Autotune:
 
     @property
     def seed(self) -> Point | None:
-        """The next point, if it needs no search."""
+        """The next point, if it needs no search; else None."""
         tried = len(self.results) - 1
         if not 0 <= tried < len(_SEEDS):
             return None
         return {name: _SEEDS[tried].get(name, where) for name, where in position(self._start, self._names).items()}
 
     def go_on(self, point: Point | None) -> Tuned:
-        """Tries ``point`` next; None, or once everything was tried: stays with the best."""
+        """Tries ``point`` next. With None, or once every point has been tried, returns to the best values."""
         if point is None or self.is_over:
             self._max_points = len(self.results)
             self.current = max(self.results, key=lambda result: result[1])[0]

@@ -1,9 +1,9 @@
-"""The response cache: a request made before, word for word, is one bit of a bit vector.
+"""The response cache: a request that was made before, word for word, is one bit of a bit vector.
 
-The coordinator gives an id to a name it answers for the second time, and tells everyone in the response. From then on
-a rank whose request is unchanged sends the id's bit; a changed request travels in full and replaces the remembered one.
-When the ids are used up the coordinator starts a new epoch: all ids are void, but bits of older epochs are understood
-until every rank has spoken in a newer one.
+When the coordinator answers a name for the second time, it gives the name an id and tells all ranks in the response.
+From then on a rank whose request is unchanged sends the id's bit; a changed request travels in full and replaces the
+remembered one. When the ids are used up the coordinator starts a new epoch: all ids become void, but bits of older
+epochs are understood until every rank has sent an announcement in a newer one.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from ocomm.negotiation.request import Reader, Request, Writer, read_request, wri
 
 
 class RankCache:
-    """One rank's side: which of its requests the coordinator knows by number. Every kind of operation is cached."""
+    """One rank's side of the cache: the ids of its requests. Every kind of operation is cached."""
 
     def __init__(self) -> None:
         self.epoch = 0
-        self._known: dict[str, tuple[Request, int]] = {}  # with its bit
+        self._known: dict[str, tuple[Request, int]] = {}  # name -> (request, its bit)
 
     def enter(self, epoch: int) -> None:
-        """The coordinator speaks in this epoch; an older one's ids are void."""
+        """Notes the epoch of the coordinator's message; ids of an older one become void."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._known.clear()
 
     def learn(self, name: str, number: int, request: Request) -> None:
-        """The coordinator has remembered ``request`` under ``number``."""
+        """Notes that the coordinator has remembered ``request`` under the id ``number``."""
         self._known[name] = request, 1 << number
 
     def announcement(self, requests: Sequence[Request]) -> bytes:
-        """The message that announces ``requests``: bits for known ones, the others in full."""
+        """Returns the message that announces ``requests``: bits for known ones, the others in full."""
         bits = 0
         full: list[Request] = []
         known = self._known
-        for request in requests:  # without a call: there are hundreds in every step
+        for request in requests:  # no function is called here, because every step has hundreds of requests
             name = request.name
             if name in known:
                 asked, bit = known[name]
@@ -57,33 +57,33 @@ class RankCache:
 
 @dataclass(slots=True)
 class _Epoch:
-    """Ids are bit numbers of masks."""
+    """The ids of one epoch, which are bit numbers of masks."""
 
     ids: dict[str, int]
-    requests: list[dict[int, Request]]  # by rank
-    answered: dict[str, list[Request]] = field(default_factory=dict)  # in rank order, as they were when they agreed
+    requests: list[dict[int, Request]]  # of each rank, by id
+    answered: dict[str, list[Request]] = field(default_factory=dict)  # in rank order, when they last agreed
     groups: dict[str, int] = field(default_factory=dict)  # masks of the members with an id
 
 
 class CoordinatorCache:
-    """The coordinator's side: what every rank last asked under each id."""
+    """The coordinator's side of the cache: each rank's last request under each id."""
 
     def __init__(self, ranks: int, capacity: int) -> None:
         self.capacity = capacity
         self.epoch = 0
         self.hits = 0
-        #: Mask of the ids of this epoch under which all ranks ask for the same: a bit says all that has to be checked.
-        #: A group's members are in it together.
+        #: Mask of the ids of this epoch under which all ranks ask for the same, so that a bit needs no further check.
+        #: It has all members of a group, or none.
         self.agreed = 0
-        #: Counts the changes of what the ids stand for.
+        #: Counts the changes of the requests that ids stand for.
         self.version = 0
         self._ranks = ranks
-        self._heard = [0] * ranks  # the newest epoch in which each rank has spoken
+        self._heard = [0] * ranks  # the newest epoch of each rank's announcements
         self._epochs = {0: _Epoch({}, [{} for _ in range(ranks)])}
         self._seen: OrderedDict[str, None] = OrderedDict()
 
     def read(self, rank: int, message: bytes) -> tuple[int, list[Request]]:
-        """An announcement: the mask of what is asked for under ids of this epoch, and the other requests."""
+        """Reads an announcement. Returns the mask of ids of this epoch that are asked for, and the other requests."""
         epoch, bits, full = _parse(message)
         self._heard[rank] = epoch
         for old in [e for e in self._epochs if e < min(self._heard)]:
@@ -101,40 +101,42 @@ class CoordinatorCache:
         return 0, [known.requests[rank][number] for number in numbers_of(bits)] + full
 
     def requests_of(self, rank: int, mask: int, epoch: int) -> list[Request]:
-        """What a rank asks for under the ids of a mask."""
+        """Returns the requests of a rank under the ids of a mask."""
         return [self._epochs[epoch].requests[rank][number] for number in numbers_of(mask)]
 
     def heard(self, rank: int, message: bytes) -> list[Request]:
-        """All requests of an announcement that has not been read yet."""
+        """Returns all requests of an announcement that has not been read yet."""
         epoch, bits, full = _parse(message)
         return self.requests_of(rank, bits, epoch) + full
 
     def with_groups(self, mask: int) -> int:
-        """A mask of this epoch and what is in a group with it."""
+        """Returns a mask of this epoch with all ids that share a group with one of its ids."""
         for members in self._epochs[self.epoch].groups.values():
             if members & mask:
                 mask |= members
         return mask
 
     def whole_groups(self, mask: int) -> int:
-        """What of a mask of this epoch is in no group, or in it with its whole group."""
+        """Returns those ids of a mask of this epoch that have no group, or whose whole group is in the mask."""
         for members in self._epochs[self.epoch].groups.values():
             if members & mask != members:
                 mask &= ~members
         return mask
 
     def number_of(self, name: str) -> int:
-        """The id of a name in this epoch, -1 for none."""
+        """Returns the id of a name in this epoch, -1 for none."""
         return self._epochs[self.epoch].ids.get(name, -1)
 
     def assign(self, name: str, requests: Sequence[Request]) -> int:
-        """The id of a name that has just been answered, -1 for none. ``requests`` in rank order are remembered."""
+        """Returns the id of a name that has just been answered, -1 for none, and remembers its requests, which are in
+        rank order.
+        """
         if self.capacity == 0:
             return -1
         current = self._epochs[self.epoch]
         number = current.ids.get(name)
         if number is None:
-            # Names that come once (automatic ones) are not worth an id.
+            # A name that comes only once, such as an automatic one, is not worth an id.
             if name not in self._seen:
                 self._seen[name] = None
                 if len(self._seen) > 4 * self.capacity:
@@ -155,12 +157,12 @@ class CoordinatorCache:
         return number
 
     def _trust(self, number: int, request: Request) -> None:
-        """All ranks ask for the same under this id, as long as they do not say something else."""
+        """Notes that all ranks ask for the same under this id, until one of them asks for something else."""
         mask = 1 << number
         if request.group:
             groups = self._epochs[self.epoch].groups
             mask = groups[request.group] = groups.get(request.group, 0) | mask
-            if mask.bit_count() > request.group_size:  # one name for several groups
+            if mask.bit_count() > request.group_size:  # several groups have the same name
                 self._doubt(number)
                 groups[request.group] = mask
             if mask.bit_count() != request.group_size:
@@ -169,7 +171,7 @@ class CoordinatorCache:
         self.agreed |= mask
 
     def _doubt(self, number: int) -> None:
-        """A rank has asked for something else under this id."""
+        """Notes that a rank has asked for something else under this id."""
         mask = 1 << number
         groups = self._epochs[self.epoch].groups
         for group in [group for group, members in groups.items() if members & mask]:
@@ -178,18 +180,20 @@ class CoordinatorCache:
         self.agreed &= ~mask
 
     def has_answered(self, name: str, requests: Sequence[Request | None]) -> bool:
-        """Whether these requests, in rank order, are those with which the name got its id: then they agree."""
+        """Returns True if these requests, in rank order, are those with which the name got its id, so that they
+        agree.
+        """
         return self._epochs[self.epoch].answered.get(name) == requests
 
     def agreeing(self, mask: int) -> list[tuple[Request, ...]]:
-        """The requests under ids that are agreed upon, in rank order."""
+        """Returns, for ids under which all ranks agree, the requests in rank order."""
         numbers = numbers_of(mask)
         by_rank = [[asked[number] for number in numbers] for asked in self._epochs[self.epoch].requests]
         return list(zip(*by_rank, strict=True))
 
 
 def numbers_of(mask: int) -> list[int]:
-    """The numbers of the bits of a mask, ascending."""
+    """Returns the numbers of the bits of a mask, ascending."""
     data = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
     return [at * 8 + bit for at, byte in enumerate(data) if byte for bit in _BITS[byte]]
 
@@ -198,7 +202,7 @@ _BITS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
 
 
 def _parse(message: bytes) -> tuple[int, int, list[Request]]:
-    """Epoch, bits and full requests of an announcement."""
+    """Returns epoch, bits and full requests of an announcement."""
     reader = Reader(message)
     epoch, nbits, nfull = reader.unpack("III")
     bits = int.from_bytes(message[reader.at : reader.at + nbits], "little")

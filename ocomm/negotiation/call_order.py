@@ -1,4 +1,4 @@
-"""Do all ranks make their calls without a name in the same order? Found out from the lines that call."""
+"""Detects ranks that make their calls without a name in different orders, from the lines that call."""
 
 from __future__ import annotations
 
@@ -6,33 +6,35 @@ from collections.abc import Iterator, Sequence
 
 from ocomm.negotiation.request import Kind, Request
 
-#: What a call asks for, and the hash of the lines that ask.
+#: What a call asks for, and the hash of the lines that make it.
 _Call = tuple[object, ...]
 _RAGGED = (Kind.ALLGATHER, Kind.ALLTOALL)
 
 
 class CallOrder:
-    """What ranks have asked for under the same automatic name, from different lines.
+    """Remembers what ranks have asked for under the same automatic name, from different lines.
 
-    Other lines alone are no mistake: rank 0 may call in a branch of its own. But if one rank calls from line A while
-    another calls from line B, and at another time the one calls from B while the other calls from A, for tensors of the
-    same kind, then their calls come in different orders, and each result is made of two different tensors. The same
-    holds for a circle of more lines, as where one rank makes a call more than the others before a loop.
+    Different lines alone are no mistake: rank 0 may make its call in a branch of its own. But suppose that one rank
+    calls from line A while another calls from line B, and at another time the one calls from B while the other calls
+    from A, for tensors of the same kind. Then their calls come in different orders, and each result is made of two
+    different tensors. The same holds for a cycle of more lines, as when one rank makes one more call than the others
+    before a loop.
     """
 
     def __init__(self) -> None:
-        # By two ranks: call of the one -> call of the other under the same name -> the first such name.
+        # For two ranks: call of the one -> call of the other under the same name -> the first such name.
         self._instead: dict[tuple[int, int], dict[_Call, dict[_Call, str]]] = {}
 
     def note(self, requests: Sequence[Request | None]) -> None:
-        """The requests for one name in rank order, None of a rank that has not asked."""
+        """Notes the requests for one name in rank order, None for a rank that has not asked."""
         for pair, one, other in _different(requests):
             name = requests[pair[0]].name  # type: ignore[union-attr]
             self._instead.setdefault(pair, {}).setdefault(one, {}).setdefault(other, name)
 
     def crossed(self, requests: Sequence[Request | None]) -> tuple[tuple[int, int], list[str]] | None:
-        """Two ranks whose calls came in different orders, as these requests for one name and those noted show, and the
-        names of the others that show it; None if there are none."""
+        """Returns two ranks whose calls came in different orders, and the names of the earlier requests that show it,
+        if these requests for one name do; else None.
+        """
         for pair, one, other in _different(requests):
             names = self._way(pair, other, one)
             if names:
@@ -40,7 +42,7 @@ class CallOrder:
         return None
 
     def _way(self, pair: tuple[int, int], start: _Call, end: _Call) -> list[str]:
-        """The names by which one comes from ``start`` to ``end``; none if there is no way."""
+        """Returns the names that lead from ``start`` to ``end``; none if there is no way."""
         instead = self._instead.get(pair, {})
         names: dict[_Call, list[str]] = {start: []}
         waiting = [start]
@@ -56,7 +58,7 @@ class CallOrder:
 
 
 def _different(requests: Sequence[Request | None]) -> Iterator[tuple[tuple[int, int], _Call, _Call]]:
-    """The first rank that has asked and each one that called from elsewhere, with their calls."""
+    """Yields the first rank that has asked and each rank that called from elsewhere, with their calls."""
     first = None
     for rank, request in enumerate(requests):
         if request is None:

@@ -1,6 +1,6 @@
-"""The coordinator of one process set: who has asked for what, what is ready, what is wrong. Decisions only.
+"""The coordinator of one process set: decides which tensors are ready and which requests are wrong. Decisions only.
 
-No thread, clock or network: messages and times come in as arguments, responses go out as values.
+It has no thread, clock or network: messages and times come in as arguments, responses go out as values.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ocomm.negotiation.fusion import fuse
 from ocomm.negotiation.request import REGISTERED, Fault, Kind, Request, Response, TensorMemory
 from ocomm.types import ReduceOp
 
-#: What every rank's request to join is called.
+#: The name of every rank's request to join.
 JOIN_NAME = "join"
-#: What an optimizer's name is followed by where the ranks compare what they begin with.
+#: Follows an optimizer's name in the name of the exchange that compares the ranks' states at the beginning.
 FIRST_STEP = ": first step, or first after load_state_dict()"
-#: What to do where some ranks do that and others do not.
+#: The remedy if only some ranks begin anew.
 LOADED_ALONE = "If a rank has loaded a state that others have not: load it on all ranks, or broadcast it"
-_ANSWERS = 256  # how many are remembered
+_ANSWERS = 256  # how many answers are remembered
 
 
 @dataclass(slots=True)
@@ -32,13 +32,13 @@ class _Pending:
     is_settled: bool = False  # all ranks have asked or joined
 
     def ordered(self, ranks: int) -> list[Request | None]:
-        """The requests in rank order; None of a rank that has joined."""
+        """Returns the requests in rank order, None for a rank that has joined."""
         return list(map(self.requests.get, range(ranks)))
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A name that has waited too long."""
+    """A tensor that some ranks have submitted and others have not, for longer than a limit."""
 
     name: str
     waited_s: float
@@ -47,9 +47,9 @@ class Stall:
 
 
 class Coordinator:
-    """Collects requests until all ranks have asked, checks them, fuses what is ready.
+    """Collects requests until all ranks have asked, checks them, and fuses what is ready.
 
-    ``ranks`` are the world ranks of the set, for messages to people; all other rank numbers are the set's own.
+    ``ranks`` are the world ranks of the set, for messages to people; all other rank numbers are positions in the set.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Coordinator:
         self.fusion_threshold = fusion_threshold
         self.group_fusion = group_fusion
         self.cache = CoordinatorCache(len(ranks), cache_capacity)
-        # Requests under ids on which all ranks agree are bits, as long as all goes well; ``_name`` makes them what all
-        # others are from the start. A name, and a group, is either the one or the other.
-        self._asked = [0] * len(ranks)  # masks of ids, by rank
-        self._bits = 0  # all of them
-        self._since: list[tuple[float, int]] = []  # when which of them were first asked for
-        self._epoch = 0  # to which the ids belong
-        self._late = 0  # a rank that others have waited for
+        # Requests under ids on which all ranks agree are kept as bits, as long as nothing goes wrong. All others are
+        # kept by name, in ``_pending``; ``_name`` moves bits there. A name, or a group, is never in both.
+        self._asked = [0] * len(ranks)  # mask of the ids that each rank has asked for
+        self._bits = 0  # the union of these masks
+        self._since: list[tuple[float, int]] = []  # (time, mask of the ids that were asked for first at that time)
+        self._epoch = 0  # the epoch of the ids
+        self._late = 0  # a rank that others had to wait for
         self._answers: dict[tuple[int, int, int], list[Response]] = {}
         self._pending: dict[str, _Pending] = {}
-        self._named: int | None = 0  # mask of the ids in it, and in a group with those; None: to be found again
+        self._named: int | None = 0  # mask of pending names' ids and of their groups'; None: unknown
         self._ready: list[str] = []
         self._groups: dict[str, list[str]] = {}
         self._absent: dict[int, str] = {}  # rank -> why it will never ask again
@@ -94,7 +94,7 @@ class Coordinator:
                 self._ask(rank, request, now_s)
 
     def heard(self, rank: int, message: bytes) -> list[Request]:
-        """What an announcement asks for that has not been received yet."""
+        """Returns the requests of an announcement that has not been received yet."""
         return self.cache.heard(rank, message)
 
     def _count(self, rank: int, bits: int, now_s: float) -> None:
@@ -127,7 +127,9 @@ class Coordinator:
         return self._named
 
     def _name(self, mask: int) -> None:
-        """What has been asked for under these ids, and in a group with them, is looked at by name."""
+        """Moves the requests under these ids, and under those of their groups, to the requests that are kept by
+        name.
+        """
         mask &= self._bits
         if not mask:
             return
@@ -149,7 +151,7 @@ class Coordinator:
         self._since = [(since_s, new & ~mask) for since_s, new in self._since if new & ~mask]
 
     def _join(self, rank: int) -> None:
-        """From now on the rank takes part in everything that the others ask for."""
+        """Notes that the rank takes part in everything that the others ask for from now on."""
         self._name(self._bits)
         self._joined.append(rank)
         self._news.append(Response(Kind.JOIN, (), sizes=((rank,),)))
@@ -157,13 +159,13 @@ class Coordinator:
             self._settle(name, pending)
 
     def _settle(self, name: str, pending: _Pending) -> None:
-        """Ready if all ranks have asked or joined, unless its group is not."""
+        """Makes a name ready if all ranks have asked or joined, unless its group is not ready."""
         if pending.is_settled or self._missing(pending):
             return
         pending.is_settled = True
         first = next(iter(pending.requests.values()))
         group, size = first.group, first.group_size
-        # Ranks that do not agree on the group will hear of it in ``decide``.
+        # If ranks do not agree on the group, ``decide`` tells them.
         if not group or any(r.group != group or r.group_size != size for r in pending.requests.values()):
             self._ready.append(name)
             return
@@ -173,7 +175,7 @@ class Coordinator:
             self._ready += self._groups.pop(group)
 
     def _missing(self, pending: _Pending) -> list[int]:
-        """Ranks that must ask for it and have not, nor joined."""
+        """Returns the ranks that must ask for it, and have neither asked nor joined."""
         if len(pending.requests) == len(self.ranks):
             return []
         first = next(iter(pending.requests.values()))
@@ -181,10 +183,11 @@ class Coordinator:
         return [rank for rank in first.askers(len(self.ranks)) if rank not in asked]
 
     def release(self, rank: int, channel: int, segments: int) -> None:
-        """The rank uses a channel no longer, on which it has run so many segments to their end; -1 if it failed there.
+        """Notes that the rank has released a channel, on which it has run ``segments`` segments to their end; -1 if it
+        failed there.
 
-        Once all ranks have said so they are told to close it. Its communicator may be freed if all have run the same
-        segments: then every message that was sent has been received.
+        Once all ranks have released the channel they are told to close it. Its communicator may be freed if all have
+        run the same segments: then every message that was sent has been received.
         """
         said = self._released.setdefault(channel, {})
         said[rank] = segments
@@ -194,17 +197,17 @@ class Coordinator:
             self._news.append(Response(Kind.CLOSE, (), sizes=((channel, int(is_empty)),)))
 
     def remove(self, rank: int, why: str) -> None:
-        """The rank has left: what waits for it, and what will, fails."""
+        """Notes that the rank has left: what waits for it fails, now and later."""
         self._name(self._bits)
         self._absent[rank] = why
 
     def decide(self) -> list[Response]:
-        """What all ranks are to do now, in this order."""
+        """Returns what all ranks are to do now, in this order."""
         responses, self._news = self._news, []
         responses += self._answer_bits()
         if self._ready:
             responses += self._answer_names()
-        responses += self._news  # of what has just been answered
+        responses += self._news  # consequences of what has just been answered
         self._news = []
         if len(self._joined) == len(self.ranks):
             responses.append(Response(Kind.JOIN, (JOIN_NAME,), sizes=((self._joined[-1],),), cache_ids=(-1,)))
@@ -214,7 +217,7 @@ class Coordinator:
         return responses
 
     def _answer_bits(self) -> list[Response]:
-        """What all ranks have asked for under ids on which they agree."""
+        """Answers what all ranks have asked for under ids on which they agree."""
         ready = self._bits & self._asked[self._late]
         if not ready:
             return []
@@ -241,15 +244,20 @@ class Coordinator:
     def _fused(
         self, requests: Sequence[Request], sizes_of: Mapping[str, tuple[int, ...]]
     ) -> Iterator[tuple[Response, list[Request]]]:
-        """What goes together, with its requests; ``sizes_of``: what ranks must know of a name, () for nothing."""
+        """Yields fused responses with their requests. ``sizes_of`` has what ranks must know about a name, () for
+        nothing.
+        """
         for group in fuse(requests, self.fusion_threshold, self.group_fusion):
             names = tuple([request.name for request in group])
             sizes = tuple(sizes_of[name] for name in names if sizes_of.get(name)) if sizes_of else ()
             yield Response(group[0].kind, names, sizes=sizes, bridged=group[0].memory is TensorMemory.BRIDGED), group
 
     def _agreed(self, ordered: Sequence[Request | None]) -> Request:
-        """What all ranks have asked for. The place is the host for all if one has it there, and takes part with a copy
-        where there is no bridge yet: the first time that one would help, the ranks are told to open it."""
+        """Returns the request that stands for those of all ranks.
+
+        Its memory is the host's if one rank has the tensor there. If all ranks have copies of device tensors, bridging
+        would help: the first time, the ranks are told to open a bridge.
+        """
         first = ordered[0] or next(request for request in ordered if request is not None)
         if first.memory is TensorMemory.HOST:
             return first
@@ -262,7 +270,7 @@ class Coordinator:
         return replace(first, memory=TensorMemory.HOST)
 
     def _answer_names(self) -> list[Response]:
-        """What else all ranks have asked for, or what is wrong with it."""
+        """Answers what all ranks have asked for by name, with an error if their requests do not fit."""
         responses: list[Response] = []
         ordered_of: dict[str, list[Request | None]] = {}
         for name in self._ready:
@@ -270,9 +278,9 @@ class Coordinator:
                 ordered_of[name] = self._pending[name].ordered(len(self.ranks))
                 self._order.note(ordered_of[name])
         for name, ordered in ordered_of.items():
-            if name not in self._pending:  # failed with its group
+            if name not in self._pending:  # it has failed with its group
                 continue
-            if self.cache.has_answered(name, ordered):  # and checked
+            if self.cache.has_answered(name, ordered):  # these requests were checked before
                 continue
             if error := find_mismatch(ordered, self.ranks) or find_disorder(ordered, self.ranks, self._order):
                 responses += self._fail(name, error, Fault.MISMATCH)
@@ -308,7 +316,7 @@ class Coordinator:
         return responses
 
     def _fail(self, name: str, error: str, fault: Fault) -> list[Response]:
-        """Gives up on a name, and on its group, which is all or nothing."""
+        """Gives up on a name, and on all names of its group."""
         requests = list(self._forget(name).requests.values())
         responses = [_failure(requests[0].kind, name, error, fault)]
         for group in {request.group for request in requests if request.group}:
@@ -322,7 +330,7 @@ class Coordinator:
         return responses
 
     def _fail_orphans(self) -> list[Response]:
-        """Names that can never become ready, because a rank which has not asked for them has left."""
+        """Fails names that can never become ready, because a rank that has not asked for them has left."""
         responses = []
         if self._joined:
             reasons = "; ".join(f"rank {self.ranks[rank]} {why}" for rank, why in self._absent.items())
@@ -330,7 +338,7 @@ class Coordinator:
             responses.append(Response(Kind.JOIN, (JOIN_NAME,), text, Fault.LEFT, cache_ids=(-1,)))
             self._joined.clear()
         for name in list(self._pending):
-            if name not in self._pending:  # failed with its group
+            if name not in self._pending:  # it has failed with its group
                 continue
             missing = self._missing(self._pending[name])
             gone = [rank for rank in self._absent if rank in missing]
@@ -340,7 +348,9 @@ class Coordinator:
         return responses
 
     def stalled(self, now_s: float, after_s: float) -> list[Stall]:
-        """Names which some ranks asked for at least ``after_s`` seconds ago and others have not."""
+        """Returns the names that some ranks asked for at least ``after_s`` seconds ago and others have not asked
+        for.
+        """
         self._name(self._bits)
         found = []
         for name, pending in self._pending.items():
@@ -351,15 +361,15 @@ class Coordinator:
         return found
 
     def waited_for(self, rank: int) -> list[str]:
-        """Names that ``rank`` (the set's number) has asked for and others have not."""
+        """Returns the names that ``rank``, a position in the set, has asked for and others have not."""
         self._name(self._bits)
         return [name for name, pending in self._pending.items() if rank in pending.requests]
 
     def fail_stalled(
         self, stalls: Sequence[Stall], where: Mapping[int, str] | None = None, why: str = ""
     ) -> list[Response]:
-        """Gives up on names: an error for every rank that asked, which ends with ``why``."""
-        texts = [describe_stall(stall, self, where or {}) + why for stall in stalls]  # before any of them is forgotten
+        """Gives up on names: every rank that asked for one gets an error, whose text ends with ``why``."""
+        texts = [describe_stall(stall, self, where or {}) + why for stall in stalls]  # before any stall is forgotten
         responses = []
         for stall, text in zip(stalls, texts, strict=True):
             if stall.name in self._pending:
@@ -372,7 +382,9 @@ def _failure(kind: Kind, name: str, error: str, fault: Fault) -> Response:
 
 
 def describe_stall(stall: Stall, coordinator: Coordinator, where: Mapping[int, str] | None = None) -> str:
-    """The stall report: who waits for whom, what the missing ranks wait for instead, and at which line of user code."""
+    """Returns the stall report: who waits for whom, what the missing ranks wait for instead, and at which line of user
+    code.
+    """
     text = (
         f"tensor '{stall.name}': {_ranks(stall.ready)} submitted it {stall.waited_s:.0f} s ago, "
         f"{_ranks(stall.missing)} did not."
@@ -414,7 +426,7 @@ def _registration(request: Request) -> str:
     return request.detail + (f" (digest {request.digest:016x})" if request.digest else "")
 
 
-#: What must agree, in the order of importance: (what to call it, how to show it, for which kinds).
+#: What must agree, the most important first: (its name in messages, how to show it, for which kinds).
 _SAME: list[tuple[str, Callable[[Request], object], set[Kind]]] = [
     ("operation", lambda r: r.kind.name.lower(), set(Kind)),
     ("dtype", lambda r: r.dtype.label, set(Kind)),
@@ -430,9 +442,9 @@ _SAME: list[tuple[str, Callable[[Request], object], set[Kind]]] = [
 
 
 def find_mismatch(requests: Sequence[Request | None], ranks: Sequence[int]) -> str:
-    """What the requests of all ranks disagree on, as a sentence for people; "" if nothing.
+    """Returns a sentence about what the requests of all ranks disagree on; "" if they agree.
 
-    In rank order, None of a rank that has joined: it agrees with everything.
+    Requests are in rank order, None for a rank that has joined, which agrees with everything.
     """
     asked = [(rank, request) for rank, request in zip(ranks, requests, strict=True) if request is not None]
     first = asked[0][1]
@@ -443,7 +455,7 @@ def find_mismatch(requests: Sequence[Request | None], ranks: Sequence[int]) -> s
         for rank, request in asked:
             shown = show(request)
             if what == "root rank" and 0 <= request.root < len(ranks):
-                shown = ranks[request.root]  # people count roots in the world
+                shown = ranks[request.root]  # users give the root as a world rank
             values.setdefault(shown, []).append(rank)
         if len(values) > 1:
             said = ", ".join(f"{_ranks(who)} submitted {value}" for value, who in values.items())
@@ -472,7 +484,7 @@ _UNNAMED = "Calls without a name belong together by their order"
 
 
 def _lines(asked: Sequence[tuple[int, Request]]) -> dict[str, list[int]]:
-    """The ranks that called from each line."""
+    """Returns the ranks that called from each line."""
     lines: dict[str, list[int]] = {}
     for rank, request in asked:
         lines.setdefault(request.detail, []).append(rank)
@@ -484,7 +496,7 @@ def _called(lines: Mapping[str, Sequence[int]]) -> str:
 
 
 def find_disorder(requests: Sequence[Request | None], ranks: Sequence[int], order: CallOrder) -> str:
-    """How the ranks' calls without a name come in different orders, as a sentence; "" if they do not."""
+    """Returns a sentence about ranks whose calls without a name come in different orders; "" if they do not."""
     crossed = order.crossed(requests)
     if crossed is None:
         return ""
@@ -500,7 +512,9 @@ def find_disorder(requests: Sequence[Request | None], ranks: Sequence[int], orde
 
 
 def find_missing(requests: Sequence[Request | None], ranks: Sequence[int]) -> str:
-    """Why an operation cannot do without the ranks that have joined, as a sentence; "" if it can."""
+    """Returns a sentence about why an operation is not possible without the ranks that have joined; "" if it is
+    possible.
+    """
     joined = [rank for rank, request in zip(ranks, requests, strict=True) if request is None]
     if not joined:
         return ""
@@ -529,7 +543,9 @@ def find_missing(requests: Sequence[Request | None], ranks: Sequence[int]) -> st
 
 
 def _sizes(requests: Sequence[Request | None]) -> tuple[int, ...]:
-    """What differs between ranks and all must know: first dimensions (allgather) or the table of splits (alltoall)."""
+    """Returns what differs between ranks and all must know: first dimensions (allgather) or the table of splits
+    (alltoall).
+    """
     kind = next(request for request in requests if request is not None).kind
     if kind is Kind.ALLREDUCE:
         return ()

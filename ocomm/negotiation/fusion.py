@@ -1,4 +1,6 @@
-"""The fusion rule: which ready tensors share one exchange. Horovod's rule, as a pure function of an ordered list."""
+"""The fusion rule: which ready tensors share one exchange. It is Horovod's rule, as a pure function of an ordered
+list.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,14 @@ from ocomm.types import ReduceOp
 
 
 def fuse(ready: Sequence[Request], threshold_nbytes: int, across_groups: bool = True) -> list[list[Request]]:
-    """Groups ready tensors in order. Only allreduces fuse: equal dtype, operation, factors and memory, up to the
-    threshold.
-    Unless ``across_groups``, the tensors of a group fuse with each other only. Adasum does not fuse, because its
-    weights are those of a whole tensor.
+    """Groups ready tensors, in order, into exchanges.
 
-    Look-ahead: a tensor that does not fit may be passed over, as long as the group and what was passed over stay within
-    the threshold together. A tensor larger than the threshold goes alone. 0 turns fusion off.
+    Only allreduces of equal dtype, operation, factors and memory fuse, up to the threshold. Adasum does not fuse,
+    because its weights are those of a whole tensor. Unless ``across_groups``, the tensors of a group fuse with each
+    other only.
+
+    Look-ahead: a tensor that does not fit may be passed over, as long as the exchange and what was passed over stay
+    within the threshold together. A tensor larger than the threshold goes alone. A threshold of 0 turns fusion off.
     """
     groups: list[list[Request]] = []
     waiting = list(ready)

@@ -1,6 +1,6 @@
-"""What a rank asks for, what the coordinator answers, and how both look on the wire.
+"""Requests and responses, and their wire format.
 
-The format is fixed and little-endian: no pickle crosses the network. A request which a rank has made before, word for
+The format is fixed and little-endian: no pickle crosses the network. A request that a rank has made before, word for
 word, travels as one bit (``cache``).
 """
 
@@ -30,7 +30,7 @@ class Kind(enum.IntEnum):
     CHANNEL = 6  # opens a channel for fixed-layout exchanges; ``digest`` names the layout
     JOIN = 7  # this rank has no more data: it counts as ready for everything, until all have joined
     DUPLICATE = 8  # copies the set's communicator; ``detail`` says what for
-    TUNE = 9  # a response only: what comes after it goes by other settings
+    TUNE = 9  # a response only: later responses use other settings
     BRIDGE = 10  # a response only: all ranks are to open a bridge between their devices, if they can
     CLOSE = 11  # a response only: no rank uses a channel any more
     MESSAGE = 12  # from rank ``root`` to rank ``splits[0]``: no other rank asks for it
@@ -42,26 +42,26 @@ class Fault(enum.IntEnum):
     NONE = 0
     MISMATCH = 1
     STALL = 2
-    LEFT = 3  # a rank that is needed has left
+    LEFT = 3  # a rank whose data is needed has left
 
 
 class TensorMemory(enum.IntEnum):
-    """Where a rank has a tensor that is to be added up."""
+    """Where a rank has a tensor that is to be summed."""
 
     HOST = 0
     COPIED = 1  # in the host's memory, a copy of what is on a device that could have a bridge
-    BRIDGED = 2  # on a device that has one to those of all other ranks
+    BRIDGED = 2  # on a device that has a bridge to the devices of all other ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One rank's wish for one tensor. All but ``memory``, and ``shape[0]`` and ``splits`` of ragged kinds, must agree
-    everywhere.
+    """One rank's request about one tensor. All fields must agree on all ranks, except ``memory``, and ``splits`` and
+    ``shape[0]`` of operations whose ranks may have different numbers of rows.
 
-    ``shape`` is the canonical shape; ``order`` tags the order of its elements. ``splits`` are the first-dimension rows
-    for each rank (alltoall), or the rank that gets a message. ``group`` and ``group_size``: tensors which become ready
-    together or not at all. ``detail`` and ``digest`` say what a channel or barrier is for, and of another operation, if
-    its name was automatic, the line that called and a hash of it and its callers.
+    ``shape`` is the canonical shape; ``order`` names the order of its elements. ``splits`` are the rows for each rank
+    (alltoall), or the rank that gets a message. Tensors of one ``group`` of ``group_size`` become ready together or not
+    at all. For a channel or barrier ``detail`` and ``digest`` say what it is for; for another operation with an automatic
+    name they are the line that called, and a hash of it and its callers.
     """
 
     kind: Kind
@@ -94,26 +94,30 @@ class Request:
 
     @property
     def is_automatic(self) -> bool:
-        """Was it given no name, and is it known who called?"""
+        """True if the user gave the tensor no name, and it is known which line called."""
         return self.digest != 0 and self.kind not in REGISTERED
 
 
-#: Operations whose ``detail`` and ``digest`` all ranks must share.
+#: Operations whose ``detail`` and ``digest`` must be equal on all ranks.
 REGISTERED = frozenset({Kind.CHANNEL, Kind.DUPLICATE, Kind.BARRIER})
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """Go ahead with ``names``, fused in this order, or fail them all with ``error``.
+    """Tells all ranks to run ``names``, fused in this order, or to fail them all with ``error``.
 
-    ``sizes``: first dimensions of every rank for each name (allgather), or the flattened table of splits (alltoall).
-    ``cache_ids``: the ids under which the requests are known from now on, -1 for none; one per name, or nothing where
-    all ranks have asked under the ids they know.
-    ``templates``: one request per name where ranks take part that have joined and not asked; theirs is of this kind.
-    ``bridged``: all ranks have them on devices, between which they are to go.
-    A TUNE has no names; ``sizes`` are the new settings (``autotune.Tuned.pack``). Nor has a BRIDGE, nor a CLOSE, whose
-    ``sizes`` are the channel's number and 1 if its communicator is to be freed, else 0.
-    A JOIN without a name is news: ``sizes`` has the set's rank that joined. With a name all have; ``sizes`` the last.
+    - ``sizes``: the first dimensions of all ranks for each name (allgather), or the flattened table of splits
+      (alltoall).
+    - ``cache_ids``: the ids under which the requests are known from now on, one per name, -1 for none. Empty if all
+      ranks have asked under the ids they know.
+    - ``templates``: one request per name, for ranks that take part because they have joined; theirs is of the same
+      kind.
+    - ``bridged``: all ranks have the tensors on devices, and they travel over the bridge between these.
+
+    A TUNE has no names; its ``sizes`` are the new settings (``autotune.Tuned.pack``). A BRIDGE has no names, either.
+    Nor has a CLOSE, whose ``sizes`` are the channel's number, and 1 if its communicator is to be freed, else 0. A JOIN
+    without a name says that a rank has joined, whose position in the set is in ``sizes``. A JOIN with a name says that
+    all have, with the last of them in ``sizes``.
     """
 
     kind: Kind
@@ -136,7 +140,7 @@ class Writer:
         self.parts.append(struct.pack("<" + format_, *values))
 
     def text(self, text: str) -> None:
-        data = text.encode("utf-8", "surrogatepass")  # a name may be made of a file's
+        data = text.encode("utf-8", "surrogatepass")  # a file name in it may have surrogates
         self.pack("I", len(data))
         self.parts.append(data)
 
@@ -149,7 +153,7 @@ class Writer:
 
 
 class Reader:
-    """Takes fields off a message in the order they were written."""
+    """Reads the fields of a message in the order in which they were written."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -194,7 +198,7 @@ def read_request(reader: Reader) -> Request:
     )
 
 
-@functools.lru_cache(maxsize=128)  # steps are alike
+@functools.lru_cache(maxsize=128)  # most steps have the same responses
 def write_responses(responses: tuple[Response, ...]) -> bytes:
     writer = Writer()
     writer.pack("I", len(responses))
