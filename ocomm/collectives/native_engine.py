@@ -42,9 +42,7 @@ _NULL = ffi.NULL
 def _address(array: np.ndarray | None) -> int:
     if type(array) is np.ndarray:
         return int(ffi.cast(_INTPTR, ffi.from_buffer(array)))  # takes a third of the time of __array_interface__
-    return (
-        0 if array is None else array.__array_interface__["data"][0]
-    )  # an object that is like an array, without its buffer
+    return 0 if array is None else array.__array_interface__["data"][0]  # not an array, but like one
 
 
 def _encoding(loop: Declaration) -> Any:
