@@ -59,9 +59,9 @@ class Request:
     ``shape[0]`` of operations whose ranks may have different numbers of rows.
 
     ``shape`` is the canonical shape; ``order`` names the order of its elements. ``splits`` are the rows for each rank
-    (alltoall), or the rank that gets a message. Tensors of one ``group`` of ``group_size`` become ready together or not
-    at all. For a channel or barrier ``detail`` and ``digest`` say what it is for; for another operation with an automatic
-    name they are the line that called, and a hash of it and its callers.
+    (alltoall), or the rank that gets a message. Tensors of one ``group`` of ``group_size`` become ready together or
+    not at all. For a channel or barrier ``detail`` and ``digest`` say what it is for; for another operation with an
+    automatic name they are the line that called, and a hash of it and its callers.
     """
 
     kind: Kind

@@ -1,1 +1,1 @@
-"""Optimizers as framework-free state machines over flat float32 buffers."""
+"""Optimizers as state machines on flat float32 buffers, without a framework."""

@@ -1,7 +1,7 @@
 """Adam on flat float32 arrays, with the same bits in every framework.
 
-For the dense steps of frontends whose own Adam is another formula than Torch's, and of all ranks where they are of
-several frameworks: Torch's own kernels round differently.
+Used for the dense steps of frontends whose own Adam differs from Torch's, and for those of all ranks if the job has
+several frameworks, because Torch's own kernels round differently.
 
     m = m + (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g^2
@@ -26,7 +26,7 @@ from ocomm.optim.core import all_blocks
 
 @dataclass(slots=True)
 class DenseAdam:
-    """m and v of one tensor, which are changed in place, and its step count."""
+    """The moments m and v of one tensor, which are changed in place, and its step count."""
 
     momentum: Floats
     variance: Floats
@@ -34,13 +34,13 @@ class DenseAdam:
 
     @classmethod
     def fresh(cls, numel: int) -> DenseAdam:
-        """Before the first step of a tensor of ``numel`` elements."""
+        """Returns the state before the first step of a tensor of ``numel`` elements."""
         return cls(aligned_zeros(numel), aligned_zeros(numel))
 
     def update(
         self, param: Floats, grad: Floats, *, lr: float, betas: tuple[float, float], eps: float, decay: float
     ) -> None:
-        """One step of ``param``, in place; ``decay`` is taken from the parameter. ``grad`` is not changed."""
+        """Makes one step of ``param``, in place. ``decay`` is the decoupled weight decay; ``grad`` is not changed."""
         self.step += 1
         beta1, beta2 = betas
         if decay:
@@ -54,14 +54,15 @@ class DenseAdam:
         param -= np.float32(lr / (1 - beta1**self.step)) * (self.momentum / root)
 
 
-#: Sets of tensors whose tables are kept.
+#: Number of sets of tensors whose tables are kept.
 _REMEMBERED = 64
 
 
 class DeviceAdam:
-    """The same for the tensors of ``layout`` on a device: all that are at one step of one group at once.
+    """``DenseAdam`` for the tensors of ``layout`` on a device: all tensors at one step of one group are updated at
+    once.
 
-    m and v are there from a tensor's first step, or ``adopt``, to its ``release``.
+    A tensor has m and v from its first step, or ``adopt``, until ``release``.
     """
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels) -> None:
@@ -75,7 +76,7 @@ class DeviceAdam:
         self._table = np.zeros(len(layout.tensors), TENSOR)
 
     def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
-        """m, v and step count of a tensor; None without."""
+        """Returns m, v and step count of a tensor; None if it has none."""
         if not self._has[tensor]:
             return None
         first = int(self._layout.offsets[tensor])
@@ -83,7 +84,7 @@ class DeviceAdam:
         return self._momentum[span], self._variance[span], int(self._steps[tensor])
 
     def adopt(self, tensor: int, momentum: Floats, variance: Floats, step: int) -> None:
-        """A tensor's m and v become these, of the host or the device, after ``step`` steps."""
+        """Copies m and v, from the host or the device, as those of a tensor after ``step`` steps."""
         self._has[tensor] = True
         found = self.moments(tensor)
         assert found is not None
@@ -91,15 +92,17 @@ class DeviceAdam:
         self._steps[tensor] = step
 
     def release(self, tensor: int) -> bool:
-        """A tensor has none any more. Has no other either?"""
+        """Frees m and v of a tensor. Returns True if no other tensor has any."""
         self._has[tensor] = False
         return not self._has.any()
 
     def update(
         self, tensors: Sequence[int], averages: Floats, params: Any, groups: Iterable[Any], factor: float
     ) -> None:
-        """One step of ``tensors``, whose parameters lie at the addresses ``params``, on what the flat ``averages`` have
-        times ``factor``; those are used up. ``groups`` are the ``training.driver.Group`` of all tensors. Queued."""
+        """Queues one step of ``tensors`` on the flat ``averages`` times ``factor``, and overwrites ``averages``.
+
+        ``params`` are the addresses of the parameters, ``groups`` the ``training.driver.Group`` of all tensors.
+        """
         chosen = np.zeros(self._has.size, np.bool_)
         chosen[tensors] = True
         self._has |= chosen
@@ -119,7 +122,7 @@ class DeviceAdam:
         self._kernels.descend(self._rows(np.flatnonzero(chosen)), self._table, averages)
 
     def _rows(self, tensors: Any) -> Table:
-        """The blocks of ``tensors``: the same object every time, since devices have copies of it."""
+        """Returns the blocks of ``tensors``. Each call returns the same object, since devices have copies of it."""
         key = tuple(tensors.tolist())
         if key not in self._blocks_of:
             if len(self._blocks_of) == _REMEMBERED:

@@ -1,15 +1,15 @@
 """Birder (Peng et al., algorithm 2) as a state machine over flat float32 buffers: SoftSignSGD with 1 bit each way.
 
     m and b as in SoftSignSGD;  y = m / (b + eps) + e;  u = Q(y);  e = y - u
-    owner:  a = mean over ranks of u + E;  ubar = Q(a);  E = a - ubar
+    server:  a = mean over ranks of u + E;  ubar = Q(a);  E = a - ubar
     p = p * (1 - lr * wd) - lr * ubar
 
-Q is +1 with probability (y + 1) / 2, else -1: right on average inside [-1, 1], saturated outside, so that abs(e) <= 2.
-Its random numbers depend on seed, element, step and rank alone: cuts, threads and arrival change no bit. If it is not
-stochastic, Q is +1 where y > 0 (more exactly: where y + 1 > 1), else -1, and abs(e) <= 1.
+Q is +1 with probability (y + 1) / 2, else -1: unbiased for y in [-1, 1] and saturated outside, so that abs(e) <= 2. Its
+random numbers depend on seed, element, step and rank alone, so buckets, threads and the order of arrival change no bit.
+If it is not stochastic, Q is +1 if y > 0 (more exactly, if y + 1 > 1), else -1, and abs(e) <= 1.
 
-Memory per parameter, besides the parameter and its gradient, for n ranks: m, b and worker error 2 * 12 B, owner error
-2 * 4/n B.
+Memory per parameter, besides the parameter and its gradient, for n ranks: m, b and the worker's error 2 * 12 B, the
+server's 2 * 4/n B.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ocomm.optim.soft_sign import EPS, SoftSignSGD, SoftSignSGDOptions
 
 @dataclass(frozen=True, kw_only=True)
 class BirderOptions(SoftSignSGDOptions):
-    """Raises SettingsError for values that cannot be."""
+    """The options of Birder. Raises SettingsError for impossible values."""
 
     stochastic: bool = option(
         False,
-        """Are signs drawn at random, as in the paper? If not, the sign itself is sent: it is right on average over
-        steps, not in each step, errors stay in [-1, 1], and losses end nearer to Adam's.""",
+        """Use the paper's random signs, which are unbiased in each step. False: use the sign itself, which is right on
+        average over steps; errors stay in [-1, 1], and losses end nearer to Adam's (docs/decisions/0008).""",
         fixed=True,
     )
-    seed: int = option(0, "The seed of the random signs of ``stochastic``, in [0, 2^64).", fixed=True)
+    seed: int = option(0, "Seed of the random signs, in [0, 2^64).", fixed=True)
 
     def __post_init__(self) -> None:
         require_seed(self.seed)
@@ -47,7 +47,7 @@ class BirderOptions(SoftSignSGDOptions):
 
 
 class Birder(SoftSignSGD):
-    """For the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
+    """Birder for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
     kind = "Birder"
     compressor = "birder"
@@ -56,7 +56,7 @@ class Birder(SoftSignSGD):
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: BirderOptions) -> None:
         super().__init__(layout, rank, kernels, options)
         seed, plain = options.seed, not options.stochastic
-        # Read by plans when they run: a new step needs no new plan.
+        # Plans read this when they run, so a new step needs no new plan.
         members = layout.nodes.members
         self._noise = np.array([(seed, 0, members.index(layout.nodes.node_of(rank)), plain)], NOISE)
         self._owner_noise = np.array([(seed, 0, OWNERS, plain)], NOISE)
@@ -73,7 +73,9 @@ class Birder(SoftSignSGD):
         return Exchange(everything, ~everything)
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
-        """This step's signs into ``packed``. Reads gradients; writes momentum, magnitude and error."""
+        """Returns the loop that writes this step's signs into ``packed``. It reads gradients and writes momentum,
+        magnitude and error.
+        """
         return loop(
             Kernels.compress_quantized,
             flags,
@@ -110,7 +112,7 @@ class Birder(SoftSignSGD):
         return (*super().built_in(segments), self.amsgrad)
 
     def is_finite(self, segment: int) -> bool:
-        """Signs always are; what a worker cannot compute is in the flags of its messages."""
+        """Returns True: signs are finite. What a worker cannot compute is in the flags of its messages."""
         return True
 
     def commit(self, present: Bools, averages: Floats) -> None:

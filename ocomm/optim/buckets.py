@@ -1,7 +1,7 @@
-"""The buckets of a step: which gradients leave together, in which order, and which of them are on their way.
+"""The buckets of a step: which gradients are exchanged together, in which order, and which of them have been posted.
 
-A bucket is posted when all its gradients are there and the buckets before it are posted, in one order on all ranks:
-before ``step()`` where steps overlap with backward, else in it.
+A bucket is posted when all its gradients are ready and the buckets before it have been posted, in one order on all
+ranks: before ``step()`` if steps overlap with backward, else in it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from ocomm.kernels.base import NOTHING, PARTS, WHOLE
 from ocomm.optim.flows import Flow, Flows
 from ocomm.optim.step_channel import StepChannel
 
-#: Addresses of the gradients of these tensors as they are now, 0 for none; None: not to be read before ``step()``.
+#: Returns the addresses of the tensors' gradients at this moment, 0 for none; or None if they must not be read before
+#: ``step()``.
 Locate = Callable[[list[int], bool], list[int] | None]
 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Tensors which leave together, in ``segments`` of their flow.
+    """Tensors that are exchanged together, in ``segments`` of their flow.
 
-    ``number``: its place in the order of posting; ``end``: how many tensors are in the buckets up to this one.
+    ``number`` is its position in the order of posting; ``end`` is the number of tensors in the buckets up to this one.
     """
 
     number: int
@@ -33,19 +34,19 @@ class Bucket:
     flow: Flow
     tensors: list[int]
     segments: range
-    #: Tells the engine where its gradients are.
+    #: The result of ``Channel.inputs``, through which the engine gets the addresses of the gradients.
     inputs: Any
-    #: Gradients that are expected and not there yet.
+    #: Number of gradients that are expected and not ready yet.
     left: int = 0
-    #: Do the headers say that this rank has all gradients?
+    #: True if the headers say that this rank has all gradients.
     is_full: bool = False
 
 
 class Buckets:
-    """Those of ``flows``; gradients are found by ``locate(tensors, final)``: see ``Stepper``.
+    """The buckets of ``flows``. ``locate(tensors, final)`` finds gradients, as ``Stepper`` says.
 
-    ``verify``: how much of a gradient is read again to notice that it changed after it was posted: ``"full"``: all of
-    it, ``"sampled"``: another 64th in each step, ``"version"``: nothing.
+    ``verify`` says how much of a gradient is read again to detect that it changed after it was posted: all of it
+    (``"full"``), another 64th in each step (``"sampled"``), or nothing (``"version"``).
     """
 
     def __init__(self, flows: Flows, wire: StepChannel, locate: Locate, verify: str) -> None:
@@ -54,25 +55,25 @@ class Buckets:
         self._locate = locate
         self._verify = verify
         core = flows.core
-        #: Tensors whose gradients the frontend expects in the step that begins: a bucket waits for those.
+        #: Tensors whose gradients the frontend expects in the step that begins; a bucket waits for these.
         self.expected = [True] * len(core.layout.tensors)
-        self._expected = self.expected  # as the step under way has begun with
-        #: Tensors in the order in which their gradients came.
+        self._expected = self.expected  # the tensors that the current step expects
+        #: Tensors in the order in which their gradients became ready.
         self.arrivals: list[int] = []
-        #: Has a gradient come that was not expected, and whose bucket was on its way?
+        #: True if a gradient came that was not expected and whose bucket had been posted.
         self.is_surprised = False
-        #: How many buckets of the step under way have been posted, and how many tensors are in them.
+        #: How many buckets of the current step have been posted, and how many tensors are in them.
         self.posted = self._posted_count = 0
-        #: What is read again of a gradient that is posted before ``step()``: see ``Kernels.checksum``.
+        #: The part of a gradient posted before ``step()`` that is read again (``Kernels.checksum``).
         self.verified_part = NOTHING
-        #: Where this rank's gradients lie, 0 for none; those of all tensors, if they were looked for all at once.
+        #: Addresses of this rank's gradients, 0 for none; those of all tensors if all were located at once.
         self.addresses: NDArray[np.uint64] = core.gradients["grad"]
         self._are_located = False
         self._early = False
         self._buckets: list[Bucket] = []
         self._of_tensor: list[tuple[Bucket, ...]] = []
-        # Their tensors one after the other, the bytes of the gradients, and the checksums that these had when they were
-        # posted before ``step()``.
+        # The tensors of the buckets one after the other, the sizes of their gradients in bytes, and the checksums of
+        # the gradients when they were posted before ``step()``.
         self._rows = np.zeros(0, np.int64)
         self._nbytes = np.zeros(0, np.int64)
         self._sums = np.zeros(0, np.uint64)
@@ -80,8 +81,9 @@ class Buckets:
     def begin(self, step: int, attempt: int, hyper: int, early: bool) -> None:
         """Opens an attempt of step ``step``, counted from 0, of which nothing is posted.
 
-        ``early``: buckets may be posted before ``step()``. ``hyper`` digests what compression depends on. Does what can
-        be done for all buckets at once: when one is posted, caches are full of what backward needs.
+        ``early``: buckets may be posted before ``step()``. ``hyper`` is a hash of what compression depends on.
+        Everything that can be prepared is prepared here for all buckets at once, because when a bucket is posted the
+        caches hold what backward needs.
         """
         flows = self._flows
         self._early = early
@@ -104,7 +106,7 @@ class Buckets:
             bucket.left = len(bucket.tensors) if all_expected else sum([self._expected[t] for t in bucket.tensors])
 
     def _arrange(self) -> None:
-        """Makes the buckets of the flows that the step has."""
+        """Makes the buckets of the flows of this step."""
         groups = [(flow, *bucket) for flow in self._flows.flows for bucket in flow.buckets]
         self._rows = np.array([tensor for _, tensors, _ in groups for tensor in tensors], np.int64)
         self._nbytes = 4 * self._flows.layout.numels[self._rows]
@@ -123,9 +125,9 @@ class Buckets:
         self._of_tensor = [tuple(buckets) for buckets in of]
 
     def mark_ready(self, tensor: int) -> None:
-        """The gradient of ``tensor`` is there and will not change. Called from hooks, once a step: it only counts.
+        """Notes that the gradient of ``tensor`` is ready and will not change. Called from hooks, once a step.
 
-        A bucket that is full is posted when it is its turn.
+        It only counts; a bucket that is complete is posted when it is its turn.
         """
         self.arrivals.append(tensor)
         if not self._expected[tensor]:
@@ -138,7 +140,9 @@ class Buckets:
                 self.post(final=False)
 
     def post(self, final: bool) -> None:
-        """Sends buckets on their way as long as the next is full and can be read; in ``step()`` (``final``) all."""
+        """Posts buckets as long as the next one is complete and its gradients can be read; in ``step()`` (``final``)
+        all of them.
+        """
         buckets, addresses_of, wire = self._buckets, self.addresses, self._wire
         while self.posted < len(buckets):
             bucket = buckets[self.posted]
@@ -155,19 +159,19 @@ class Buckets:
             self.posted += 1
             self._posted_count = bucket.end
             if flow.ticket is None:
-                # In step() hyperparameters that are built in may be others than when the step was begun.
+                # In step() hyperparameters that are built in may have changed since the step was begun.
                 prepared = flow.prepare() if final else flow.prepared
                 flow.ticket = wire.channel.submit(prepared, wire.timeout_s, False, 0)
             part = NOTHING if final else self.verified_part
             flow.ticket.open(bucket.segments.stop, bucket.inputs, addresses, part)
 
     def locate_all(self) -> None:
-        """Looks for the gradients of all tensors at once, before the first is posted."""
+        """Finds the gradients of all tensors at once, before the first is posted."""
         self.addresses[:] = self._found(list(range(len(self.expected))))
         self._are_located = True
 
     def locate_unposted(self, tensors: list[int]) -> None:
-        """Looks for the gradients of those of ``tensors`` that are in no bucket."""
+        """Finds the gradients of those of ``tensors`` that are in no bucket."""
         unposted = [tensor for tensor in tensors if not self._of_tensor[tensor]]
         if unposted and not self._are_located:
             self.addresses[unposted] = self._found(unposted)
@@ -179,15 +183,17 @@ class Buckets:
 
     @property
     def posted_tensors(self) -> list[int]:
-        """Tensors whose bucket is on its way: a change of their gradient comes too late for this attempt."""
+        """Tensors whose bucket has been posted: a change of their gradients comes too late for this attempt."""
         return list(dict.fromkeys(self._rows[: self._posted_count].tolist()))
 
     def is_posted(self, tensor: int) -> bool:
-        """Is a bucket of the tensor on its way?"""
+        """Returns True if a bucket of the tensor has been posted."""
         return any(bucket.number < self.posted for bucket in self._of_tensor[tensor])
 
     def changed_tensors(self) -> list[int]:
-        """Before ``exchange``: tensors of posted buckets whose gradient's bytes are not what was posted."""
+        """Returns the tensors of posted buckets whose gradients have other bytes than when they were posted. Called
+        before ``exchange``.
+        """
         if not self.posted or self.verified_part == NOTHING:
             return []
         count = self._posted_count

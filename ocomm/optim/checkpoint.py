@@ -1,16 +1,16 @@
-"""Saved states: are they whole, do they fit, and what becomes of errors when the number of ranks changes.
+"""Saved states: checks that they are complete and fit, and redistributes errors when the number of ranks changes.
 
 A saved state is a dict with string keys of plain values, lists, dicts and NumPy arrays. What is the same on all ranks
-is saved once; each rank saves what it alone knows, its *rank state*:
+is saved once. Each rank also saves what only it has, its *rank state*:
 
     worker   buffers of what this rank compresses (worker errors)
-    owner    buffers of what this rank keeps for all, by the blocks it owns (owner errors)
+    owner    buffers of the blocks that this rank owns (errors as a server)
     flat     buffers of all elements (local moments)
-    plain    plain values, the same on all ranks, that go with the others
+    plain    plain values, the same on all ranks, that belong to the others
 
-On another number of ranks owner buffers move with their blocks. Of the others every rank gets the mean over those who
-had the element: an average over the ranks then holds the same as before. What a rank takes with it that is lost counts
-as zero where it is an error; where it is a value of its own (flat), the mean is that of the others.
+On another number of ranks owner buffers move with their blocks. Of the other buffers every rank gets the mean over the
+ranks that had the element, so that an average over the ranks is the same as before. If a rank state is lost, its errors
+count as zero; of a flat buffer the mean is over the others.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ State = Mapping[str, Any]
 
 
 def fingerprint(state: Any, kernels: Kernels) -> str:
-    """Hash of a state's contents, 16 hexadecimal digits. An empty dict counts as absent: some formats drop it."""
+    """Returns a hash of a state's contents, 16 hexadecimal digits. An empty dict counts as absent, because some formats
+    drop it.
+    """
     hasher = hashlib.blake2b(digest_size=8)
     hasher.update(json.dumps(_outline(state, kernels), sort_keys=True).encode())
     return hasher.hexdigest()
 
 
 def _outline(value: Any, kernels: Kernels) -> Any:
-    """The value with checksums for its arrays."""
+    """Returns the value with checksums in the place of its arrays."""
     if isinstance(value, Mapping):
         parts = {key: _outline(item, kernels) for key, item in value.items()}
         return {key: part for key, part in parts.items() if part != {}}
@@ -54,12 +56,12 @@ def _outline(value: Any, kernels: Kernels) -> Any:
 
 
 def add_checksum(state: dict[str, Any], kernels: Kernels) -> dict[str, Any]:
-    """The state with a ``checksum`` of everything else in it."""
+    """Adds a ``checksum`` of everything else in the state, and returns it."""
     return {**state, "checksum": fingerprint(state, kernels)}
 
 
 def require_checksum(state: State, kernels: Kernels, where: str) -> None:
-    """Raises CheckpointError that begins with ``where`` if the state is not what its checksum says."""
+    """Raises CheckpointError, whose message begins with ``where``, if the state does not have the checksum it names."""
     if "checksum" not in state:
         raise CheckpointError(f"{where} has no checksum, so it is not what rank_state_dict() returned, or not all.")
     found = fingerprint({key: value for key, value in state.items() if key != "checksum"}, kernels)
@@ -71,12 +73,14 @@ def require_checksum(state: State, kernels: Kernels, where: str) -> None:
 
 
 def describe(layout: Layout) -> list[list[Any]]:
-    """Tensors as plain values: name, shape, order and dtype of each."""
+    """Returns the tensors as plain values: name, shape, order and dtype of each."""
     return [[spec.name, [int(n) for n in spec.shape], spec.order, spec.dtype] for spec in layout.tensors]
 
 
 def require_tensors(saved: Iterable[Any], layout: Layout, where: str) -> None:
-    """Raises CheckpointError that names the first tensor in which a ``describe``d layout is not this one."""
+    """Raises CheckpointError, which names the first different tensor, if a layout saved by ``describe`` has other
+    tensors.
+    """
     before = [(name, tuple(shape), order, dtype) for name, shape, order, dtype in saved]
     now = [(name, tuple(shape), order, dtype) for name, shape, order, dtype in describe(layout)]
     for number in range(max(len(before), len(now))):
@@ -95,9 +99,9 @@ def _spell(tensor: tuple[str, tuple[int, ...], str, str]) -> str:
 
 
 def layout_of(state: State, layout: Layout, where: str) -> Layout:
-    """The layout of the run in which a rank state was saved; its tensors are those of ``layout``.
+    """Returns the layout of the run in which a rank state was saved; its tensors are those of ``layout``.
 
-    Raises CheckpointError if it cannot be made again, as from a state of another release.
+    Raises CheckpointError if that layout cannot be made again, for instance because another release has saved it.
     """
     nodes = Nodes(tuple(tuple(node) for node in state["nodes"]), state["groups"])
     old = Layout(layout.tensors, state["ranks"], state["block_size"], nodes)
@@ -110,7 +114,9 @@ def layout_of(state: State, layout: Layout, where: str) -> Layout:
 
 
 def _runs(layout: Layout, rank: int, kind: str) -> NDArray[np.int64]:
-    """Where the elements of a rank's buffer lie: rows (first in the flat buffers, first in the buffer, how many)."""
+    """Returns where the elements of a rank's buffer lie: rows (first in the flat buffers, first in the buffer,
+    number).
+    """
     if kind == "flat":
         return np.array([[0, 0, layout.flat_numel]])
     blocks = layout.blocks
@@ -123,9 +129,10 @@ def _runs(layout: Layout, rank: int, kind: str) -> NDArray[np.int64]:
 
 
 class Resharding:
-    """Shares the rank states of ``old`` out to ``rank`` of ``new``: ``add`` them in rank order, then ``result``.
+    """Redistributes the rank states of ``old`` to ``rank`` of ``new``: ``add`` them in rank order, then take the
+    ``result``.
 
-    The tensors of both layouts are the same, so their flat buffers are, too, whatever the blocks.
+    Both layouts have the same tensors, so their flat buffers are the same, whatever the blocks.
     """
 
     def __init__(self, old: Layout, new: Layout, rank: int) -> None:
@@ -135,12 +142,14 @@ class Resharding:
         self.rank = rank
         self._next = 0
         self._plain: Any = {}
-        #: How many ranks of a run have each element in a buffer of this kind.
+        #: Number of ranks of a run that have each element in a buffer of this kind.
         self._holders = {"worker": len(old.nodes.members), "owner": 1, "flat": old.ranks}
         self._totals: dict[str, dict[str, NDArray[np.float64]]] = {kind: {} for kind in self._holders}
 
     def add(self, state: State) -> None:
-        """The state of the next old rank. Buffers without elements stand for zeros: nothing was compressed yet."""
+        """Adds the state of the next old rank. A buffer without elements stands for zeros: nothing was compressed
+        yet.
+        """
         rank, self._next = self._next, self._next + 1
         assert state["rank"] == rank
         self._plain = state.get("plain", {})
@@ -154,12 +163,12 @@ class Resharding:
                     total[flat : flat + length] += buffer[own : own + length]
 
     def skip(self) -> None:
-        """In the place of ``add``: the state of the next old rank is lost."""
+        """Skips the next old rank, whose state is lost."""
         self._next += 1
         self._holders["flat"] -= 1
 
     def result(self) -> dict[str, Any]:
-        """The buffers of the new rank: means over those who had each element, in float64, rounded once."""
+        """Returns the buffers of the new rank: means over the ranks that had each element, in float64, rounded once."""
         assert self._next == self.old.ranks
         numels = {
             "worker": self.new.worker_numel(self.rank),
@@ -178,7 +187,7 @@ class Resharding:
 
 
 def stand_in(states: Iterable[State]) -> dict[str, Any]:
-    """A rank state for a rank that has lost its own, from those of others of the same layout: see this module."""
+    """Returns a rank state for a rank that has lost its own, made from those of the other ranks of the same layout."""
     plain: Any = {}
     empty: dict[str, dict[str, NDArray[np.float32]]] = {"worker": {}, "owner": {}}
     totals: dict[str, NDArray[np.float64]] = {}

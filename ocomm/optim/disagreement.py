@@ -1,4 +1,4 @@
-"""What the ranks disagree on in a step, in words, from the headers of their messages."""
+"""Errors that say what the ranks disagree on in a step, from the headers of their messages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ocomm.optim.replicas import ReplicasDifferError
 def disagreement(
     name: str, step: int, segment_header: SegmentHeader, ranks: Sequence[int], tensors: Sequence[str]
 ) -> MismatchError:
-    """The error where the headers of a segment differ, in step ``step`` of the optimizer ``name``.
+    """Returns the error for headers of a segment that differ in step ``step`` of the optimizer ``name``.
 
-    ``ranks`` are the channel's ranks as world ranks, ``tensors`` the names of what is in the segment.
+    ``ranks`` are the channel's ranks as world ranks, ``tensors`` the names of the segment's tensors.
     """
     differences = segment_header.differences()
     if not differences:

@@ -1,17 +1,17 @@
 """dist-EF-SGD with blockwise momentum (Zheng, Huang, Kwok, arXiv 1905.10936) as a state machine over flat buffers.
 
-    g = local gradient (+ wd * p where the decay is coupled)
-    m = mu * m + g                                     every rank its own
+    g = local gradient (+ wd * p if the decay is coupled)
+    m = mu * m + g                                     each rank its own
     d = m, or with Nesterov's momentum g + mu * m
     c = lr * d + e;  u = C(c);  e = c - u              C: per block, mean of abs(c) times the signs
-    owner:  a = mean over ranks of u + E;  ubar = C(a);  E = a - ubar
-    p = p * (1 - lr * wd) - ubar                       with a decoupled decay
+    server:  a = mean over ranks of u + E;  ubar = C(a);  E = a - ubar
+    p = p * (1 - lr * wd) - ubar                       if the decay is decoupled
 
 The paper sends C(d + lr_{t-1} / lr_t * e). C(lr * x) is lr * C(x), so errors in units of lr * d need no such ratio, and
-the step with a learning rate of 0 is defined, too.
+a step with a learning rate of 0 is defined, too.
 
-Memory per parameter, besides the parameter and its gradient, for n ranks: m 4 B, worker error 2 * 4 B, owner error
-2 * 4/n B, ubar 4 B.
+Memory per parameter, besides the parameter and its gradient, for n ranks: m 4 B, the worker's error 2 * 4 B, the
+server's 2 * 4/n B, ubar 4 B.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from ocomm.optim.options import Options
 
 @dataclass(frozen=True, kw_only=True)
 class EFSGDOptions(Options):
-    """There are none: momentum, Nesterov's form, learning rate and weight decay are the wrapped optimizer's."""
+    """The options of dist-EF-SGD: none. Momentum, Nesterov's form, learning rate and weight decay are the wrapped
+    optimizer's.
+    """
 
 
 class EFSGD(Core):
-    """For the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``.
+    """dist-EF-SGD for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``.
 
     A group's ``betas`` are mu, and mu again for Nesterov's momentum, else 0.
     """
@@ -53,15 +55,18 @@ class EFSGD(Core):
         mine = self._blocks if layout.nodes.is_flat else self._blocks[self._blocks["local"] >= 0]
         self._worker_blocks = _by_local(mine)
         self._momentum_rows: Table = np.zeros(len(layout.tensors), self.tensors.dtype)
-        # Of the next step, by tensor.
+        # Hyperparameters of the next step, by tensor.
         self._mu, self._lr = np.zeros((2, len(layout.tensors)))
-        # Errors are in units of lr * d; the loop divides by this.
+        # The loop divides by this; errors are in units of lr * d, so it is 1.
         self.tensors["interval_root"] = 1.0
         self.allocate()
 
     def set_hyper(self, group: Group) -> None:
-        """With m as it was before, d is mu * m + g, or mu^2 * m + (1 + mu) * g. A ``gradient_scale`` is built in as in
-        1-bit Adam."""
+        """Sets a group's hyperparameters for the next step.
+
+        With m of the last step, d is mu * m + g, or mu^2 * m + (1 + mu) * g. A ``gradient_scale`` is built in as in
+        1-bit Adam.
+        """
         rows, index = self.tensors, group.tensors
         mu, nesterov = group.betas[0], group.betas[1] > 0
         self._mu[index], self._lr[index] = mu, group.lr
@@ -82,7 +87,9 @@ class EFSGD(Core):
         return self._exchange
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
-        """This step's lr * d, by the loop of 0/1 Adam. Reads gradients and, where the decay is coupled, parameters."""
+        """Returns the loop of 0/1 Adam that compresses lr * d. It reads gradients and, if the decay is coupled,
+        parameters.
+        """
         return loop(
             Kernels.compress_update,
             flags,
@@ -98,10 +105,12 @@ class EFSGD(Core):
         )
 
     def commit(self, present: Bools, averages: Floats) -> None:
-        """Swaps the errors with what the exchange has written; moves momenta and parameters. Nothing is dense."""
+        """Swaps the errors with what the exchange has written, and moves momenta and parameters. ``averages`` is not
+        used.
+        """
         if present.shape != self.steps.shape:
             raise ValueError(f"presence of {present.size} tensors, the layout has {self.steps.size}")
-        # All copies go to the buffers that are not yet in use: up to the swap nothing has changed.
+        # Copies only go to the buffers that are not in use yet, so nothing changes before the swap.
         for tensor in np.flatnonzero(~present).tolist():
             self.keep_errors(tensor)
         self.swap_errors()
@@ -109,16 +118,17 @@ class EFSGD(Core):
         for number, segment in enumerate(self.segments):
             self.kernels.unpack(segment.layout.blocks, self.result(number), None, self._update)
         self.tensors["skip"] = ~present
-        self.tensors["step_size"] = 1.0  # it is in what was sent
+        self.tensors["step_size"] = 1.0  # the learning rate is in the values that were sent
         self.kernels.descend(self._blocks, self.tensors, self._update)
         self.tensors["step_size"] = self._lr
         self.steps += present
 
     def _accumulate(self, present: Bools) -> None:
-        """m = mu * m + g, g with its coupled decay, of what this rank compresses of the tensors ``present``.
+        """Updates m = mu * m + g, g with its coupled decay, for what this rank compresses of the tensors ``present``.
 
-        By the loop of 0/1 Adam's local steps, with a step size of 0, on copies of the parameters, for p - 0 * m may
-        have another sign of 0 on each rank. What it divides by does not matter: nobody reads these copies again.
+        It uses the loop of 0/1 Adam's local steps with a step size of 0. That loop would change the parameters, because
+        p - 0 * m may have another sign of 0 on each rank, so it gets copies of them. What it divides by does not
+        matter, since nobody reads these copies.
         """
         rows = self._momentum_rows
         rows[:] = self.tensors
@@ -133,7 +143,7 @@ class EFSGD(Core):
     # State
 
     def adopt(self, tensor: int, momentum: Floats) -> None:
-        """Goes on from the momentum of an SGD, ``numel`` float32 in the host's memory, as this rank's own."""
+        """Continues from the momentum of an SGD, ``numel`` float32 in the host's memory, as this rank's own."""
         self.momentum[self.local_span(tensor)] = self.layout.to_worker(tensor, self.rank, momentum)
 
     def rank_buffers(self) -> dict[str, dict[str, Floats]]:
@@ -141,7 +151,7 @@ class EFSGD(Core):
         return {**buffers, "worker": {**buffers["worker"], "momentum": self.momentum}}
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by buffer."""
+        """Returns the bytes held, by buffer."""
         results = [segment.result for segment in self.segments]
         return {
             **super().memory(),
@@ -155,7 +165,9 @@ class EFSGD(Core):
 
 
 def _by_local(blocks: Table) -> Table:
-    """A copy for the loops that look for the momentum at ``offset``: it lies as the worker errors do."""
+    """Returns a copy of ``blocks`` for loops that look for the momentum at ``offset``, where it is placed as the worker
+    errors are.
+    """
     found = blocks.copy()
     found["offset"] = found["local"]
     return found

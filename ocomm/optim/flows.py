@@ -28,17 +28,18 @@ from ocomm.kernels.device import DeviceArray
 from ocomm.optim.core import Core, Exchange, address
 from ocomm.optim.step_channel import Sent, StepChannel
 
-#: At most so many buckets, of at least so many elements: at 1 Gbit/s these take as long as posting a bucket takes.
+#: Limit for the number of buckets, and the least number of elements of a bucket. At 1 Gbit/s so many elements take as
+#: long as posting a bucket takes.
 BUCKETS, BUCKET_NUMEL = 8, 1 << 17
-#: Prepared plans that a flow keeps: buffers alternate, so two are used in turn.
+#: Number of prepared plans that a flow keeps. Buffers alternate, so two are used in turn.
 _KEPT_PLANS = 4
 
 
 class Flow(abc.ABC):
-    """The exchange of all tensors of one kind: one plan, whose segments may start as their buckets are posted.
+    """The exchange of all tensors of one kind: one plan, whose segments may start when their buckets are posted.
 
-    ``groups`` are the tensors of its buckets, ``parts`` the segments of each. ``built_in()`` are the buffers and
-    options for which the plan of the step under way is made.
+    ``groups`` are the tensors of its buckets, ``parts`` the segments of each. ``built_in()`` returns the buffers and
+    options for which the plan of the current step is made.
     """
 
     #: Names what the segments hold, for their signatures.
@@ -53,38 +54,38 @@ class Flow(abc.ABC):
         built_in: Callable[[], tuple[Any, ...]],
     ) -> None:
         ends = np.cumsum([0, *(len(part) for part in parts)]).tolist()
-        #: Tensors that leave together, and the numbers of their segments.
+        #: The tensors of each bucket, and the numbers of their segments.
         self.buckets = [(group, range(*span)) for group, span in zip(groups, pairwise(ends), strict=True)]
         self.segments = [segment for part in parts for segment in part]
         contents = [(segment.signature(self.compressor), len(segment.tensors)) for segment in self.segments]
         self.segment_headers: SegmentHeaders = wire.segment_headers(contents, for_node=not core.layout.nodes.is_flat)
         self.core = core
         self.wire = wire
-        #: The plan with which it begins before ``step()``, and what its plan of the step under way sends.
+        #: The prepared plan if it begins before ``step()``, and what the plan of the current step sends.
         self.prepared: Any = None
         self.sent = Sent(0, 0)
         self.ticket: Ticket | None = None
         self._built_in = built_in
-        #: By the identity of what is built into them, which they keep alive.
+        #: Prepared plans, by the identity of what is built into them, which they keep alive.
         self._plans: dict[tuple[Hashable, ...], tuple[Any, Sent, tuple[Any, ...]]] = {}
-        #: The presence bits heard last, and the tensors that some rank has by them.
+        #: The presence bits heard last, and the tensors that some rank has according to them.
         self._heard: bytes = b""
         self._anywhere: NDArray[np.int64] = np.zeros(0, np.int64)
 
     @abc.abstractmethod
     def _plan(self) -> Plan:
-        """The plan for the buffers that this step reads and writes."""
+        """Returns the plan for the buffers that this step reads and writes."""
 
     def _results(self) -> list[Bytes]:
-        """What each segment gathers, if the host is to have it, too."""
+        """Returns what each segment gathers, if the host needs it, too."""
         return []
 
     def is_finite(self) -> bool:
-        """Are the averages finite? The same on all ranks, since all hold the same bytes."""
+        """Returns True if the averages are finite. The same on all ranks, since all have the same bytes."""
         return True
 
     def prepare(self) -> Any:
-        """The prepared plan for the buffers that this step reads and writes."""
+        """Returns the prepared plan for the buffers that this step reads and writes."""
         built_in = self._built_in()
         key = tuple([id(part) if isinstance(part, (np.ndarray, DeviceArray)) else part for part in built_in])
         found = self._plans.get(key)
@@ -101,12 +102,12 @@ class Flow(abc.ABC):
         self._plans.clear()
 
     def say_presence(self, segments: range, present: NDArray[np.bool_]) -> None:
-        """Writes into the headers of ``segments`` which tensors this rank has a gradient of."""
+        """Writes into the headers of ``segments`` which tensors have a gradient on this rank."""
         for k in segments:
             self.segment_headers[k].presence[:] = self.segments[k].presence_bits(present)
 
     def present_anywhere(self) -> NDArray[np.int64]:
-        """Tensors of which some rank has a gradient, as was heard."""
+        """Returns the tensors that have a gradient on some rank, as was heard."""
         heard = self.segment_headers.heard.tobytes()
         if heard != self._heard:
             present = np.zeros(len(self.core.layout.tensors), np.bool_)
@@ -116,27 +117,28 @@ class Flow(abc.ABC):
         return self._anywhere
 
     def tensors_of(self, segment: int) -> tuple[int, ...]:
-        """The tensors of a segment."""
+        """Returns the tensors of a segment."""
         return self.segments[segment].tensors
 
     @abc.abstractmethod
     def memory(self) -> dict[str, int]:
-        """Bytes of messages held, by buffer."""
+        """Returns the bytes of messages held, by buffer."""
 
 
 class CompressedFlow(Flow):
-    """Averages with errors kept, in the core's own segments."""
+    """Compressed averages with error feedback, in the core's own segments."""
 
     def __init__(self, core: Core, wire: StepChannel, groups: Sequence[list[int]]) -> None:
         self.compressor = f"{core.compressor}-{core.scale}" if core.scales else core.compressor
         parts = [[core.segments[k].layout for k in span] for span in core.bucket_segments]
         super().__init__(core, wire, groups, parts, partial(core.built_in, range(sum(map(len, parts)))))
         self.staging = [compressed_staging(segment, core.param_memory) for segment in self.segments]
-        #: An average that overflows is seen by all in the result; in the headers stands who had a bad gradient.
+        #: The flags that ``average`` sets, which are not sent: all ranks see an average that overflows in the result,
+        #: and headers say which rank had a bad gradient.
         self._average_flags = np.zeros(1, np.uint32)
 
     def _results(self) -> list[Bytes]:
-        # In the direct form a device has the averages already, and without scales the host does not look at them.
+        # In the direct form a device has the averages already, and without scales the host does not read them.
         if self.wire.direct and not self.core.scales:
             return []
         return [self.core.result(k) for k in range(len(self.segments))]
@@ -210,7 +212,7 @@ class DenseFlow(Flow):
 
 
 class NodeFlow(Flow):
-    """Sums inside nodes, of steps which the ranks of a node take by themselves."""
+    """Sums inside nodes, in steps that the ranks of a node take by themselves."""
 
     compressor = "node"
 
@@ -234,7 +236,7 @@ class NodeFlow(Flow):
 
 
 class Flows:
-    """The flows of the step under way, as the core wants them, and where the averages of dense ones are.
+    """The flows of the current step, as the core wants them, and the addresses of dense averages.
 
     ``segment_nbytes`` bounds a segment's packed bytes, ``bucket_count`` the number of a flow's buckets.
     """
@@ -245,18 +247,18 @@ class Flows:
         self.segment_nbytes = segment_nbytes
         self.bucket_count = bucket_count
         count = len(self.layout.tensors)
-        #: The order in which gradients arrive, by which buckets are cut: the same on all ranks.
+        #: The order of gradients in which buckets are cut, the same on all ranks.
         self.order = list(range(count - 1, -1, -1))
-        #: Compressed, dense, inside nodes; those that the step has.
+        #: The flows of the step: compressed, dense, inside nodes.
         self.flows: list[Flow] = []
-        #: Tensors that do not travel in the step, and what adds them up inside nodes.
+        #: Tensors that do not travel in the step, and the flow that sums them inside nodes.
         self.local: list[int] = []
         self.node: NodeFlow | None = None
-        #: Flat float32; and the addresses of each tensor's part.
+        #: The dense averages, flat float32, and the addresses of each tensor's part.
         self.averages: Floats = np.zeros(0, np.float32)
         self._addresses: Table = np.zeros(count, TENSOR)
         self._wire = wire
-        #: Those of the last step that had any.
+        #: The flows of the last step that had any of their kind.
         self.compressed: CompressedFlow | None = None
         self.dense: DenseFlow | None = None
         self._exchange: Exchange | None = None
@@ -271,7 +273,7 @@ class Flows:
         self._cut_for.clear()
 
     def arrange(self) -> bool:
-        """Makes the flows that the core wants for the step that begins. Returns whether they are others than before."""
+        """Makes the flows that the core wants for the step that begins. Returns True if they have changed."""
         exchange = self.core.exchange()
         if exchange is self._exchange:
             return False
@@ -280,7 +282,7 @@ class Flows:
         if wanted == self._wanted:
             self._exchange = exchange
             return False
-        # Steps without one kind or the other come and go; its buckets stay as they are until other tensors are in them.
+        # Some steps lack a kind of exchange; its buckets are kept until they have other tensors.
         if compressed.any() and self._cut_for.get("compressed") != wanted[0]:
             groups = self._cut(compressed)
             self.core.set_buckets(groups, self.segment_nbytes)
@@ -293,7 +295,7 @@ class Flows:
         self.local = np.flatnonzero(local).tolist()
         alone = local & (self.layout.numels > 0)
         self.node = None
-        # Ranks take steps of their own, and nodes take them together.
+        # In local steps the ranks of a node step together, on the sum of their gradients.
         if self.core.steps_locally and not self.layout.nodes.is_flat and alone.any():
             groups = self._cut(alone)
             self.node = NodeFlow(self.core, self._wire, groups, self._segments(groups, self.segment_nbytes))
@@ -312,7 +314,7 @@ class Flows:
             self.dense = DenseFlow(self.core, self._wire, groups, parts, self._addresses)
 
     def _cut(self, wanted: NDArray[np.bool_]) -> list[list[int]]:
-        """At most ``bucket_count`` runs of the tensors that are wanted, small models in one."""
+        """Returns at most ``bucket_count`` runs of the wanted tensors; a small model is one run."""
         tensors = [tensor for tensor in self.order if wanted[tensor]]
         numel = int(self.layout.numels[tensors].sum())
         return self.layout.buckets(tensors, max(1, min(self.bucket_count, numel // BUCKET_NUMEL)))
@@ -321,7 +323,7 @@ class Flows:
         return [self.layout.segments(group, self.core.rank, nbytes) for group in groups]
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by buffer; those of messages of the last step that had any of the kind."""
+        """Returns the bytes held, by buffer; for messages, those of the last step that had any of the kind."""
         held = {
             "averages": self.averages.nbytes,
             **dict.fromkeys(("dense_staging", "send", "receive", "node_staging"), 0),

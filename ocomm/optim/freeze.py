@@ -1,7 +1,8 @@
-"""The freeze rule: when the dense warm-up ends and the variance is frozen. Decisions only, from the numbers handed in.
+"""The freeze rule: when the dense warm-up ends and the variance is frozen. Decisions only, from numbers given as
+arguments.
 
-``FreezeSchedule`` is consulted by the coordinator alone, which announces its answer in the header of an exchange.
-``LateTensors`` works on whole numbers and on v, which is the same on all ranks: each rank asks its own.
+Only the coordinator consults a ``FreezeSchedule``; it announces the answer in the header of an exchange.
+``LateTensors`` uses whole numbers and v, which are the same on all ranks, so each rank consults its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ STABLE_RATIO = 0.96
 
 
 def whole_freeze_step(freeze_step: int | Literal["auto"]) -> int | Literal["auto"]:
-    """``freeze_step``, as an int where it is a number. Raises SettingsError for all but whole numbers from 1 on."""
+    """Returns ``freeze_step``, as an int if it is a number. Raises SettingsError for a number that is not whole and
+    positive.
+    """
     if freeze_step == "auto":
         return "auto"
     is_number = not isinstance(freeze_step, bool) and isinstance(freeze_step, (int, float, np.number))
@@ -44,13 +47,13 @@ def require_total_steps(total_steps: int | None) -> int | None:
 class FreezeSchedule:
     """Chooses T_w, the last dense step, counted from 1.
 
-    ``freeze_step`` is T_w itself, or ``"auto"``: after step t, with r = |v_hat_t|_1 / |v_hat_{t-Delta}|_1 and
-    Delta = round(1 / (1 - beta2)), all of these must hold: min(r, 1/r) >= 0.96, t > 2 Delta, and no group's learning
-    rate has risen during the last Delta steps. v_hat is bias-corrected: a raw v that grows from zero would pass a
-    one-sided test at once. With ``"auto"`` and a ``total_steps``, a fifth of it is the latest T_w, but for 2. Raises
-    SettingsError for anything else.
+    ``freeze_step`` is T_w itself, or ``"auto"``. With ``"auto"`` all of these must hold after step t, with r =
+    |v_hat_t|_1 / |v_hat_{t-Delta}|_1 and Delta = round(1 / (1 - beta2)): min(r, 1/r) >= 0.96, t > 2 Delta, and no
+    group's learning rate has risen during the last Delta steps. v_hat is bias-corrected, because a raw v that grows
+    from zero would pass a one-sided test at once. With ``total_steps``, ``"auto"`` means a fifth of them at the latest,
+    and at least 2. Raises SettingsError for anything else.
 
-    A norm is a pass over all of v, so they are looked at a hundred times per Delta at most, where ``needs_norm`` says
+    A norm is a pass over all of v. So norms are computed at most a hundred times per Delta, when ``needs_norm`` says
     so, and not before step Delta.
     """
 
@@ -59,7 +62,7 @@ class FreezeSchedule:
             raise SettingsError(f"beta2 must be in [0, 1), got {beta2}")
         self.freeze_step = whole_freeze_step(freeze_step)
         self.window = round(1.0 / (1.0 - beta2))
-        #: Steps from one look at the norm to the next; Delta is a multiple of it.
+        #: Number of steps between two norms; Delta is a multiple of it.
         self.stride = max(s for s in range(1, max(self.window // 100, 1) + 1) if self.window % s == 0)
         self.decided: int | None = None if self.freeze_step == "auto" else self.freeze_step
         self._latest = None if total_steps is None else max(int(total_steps * LATEST_FREEZE), 2)
@@ -69,23 +72,26 @@ class FreezeSchedule:
         self._last_rise = 0
 
     def needs_norm(self, step: int) -> bool:
-        """Does ``observe`` read the norm of v_hat after this step? It need not be computed otherwise."""
+        """Returns True if ``observe`` reads the norm of v_hat after this step, which need not be computed otherwise."""
         return self.decided is None and step > self.window and step % self.stride == 0
 
     def observe(self, step: int, variance_l1: float | None, lrs: Sequence[float]) -> int | None:
-        """What is known after dense step ``step``: |v_hat|_1 over all parameters (float64; None: not needed), every
-        group's lr.
+        """Takes in what is known after dense step ``step``. Returns T_w once it is known, else None.
 
-        Returns T_w once it is known, else None. With ``"auto"`` T_w is ``step + 1``: the ranks hear of it in the
-        exchange of that step. Steps come one by one; a gap (a restart) starts the window again, as does a change in
-        the number of groups.
+        With ``"auto"`` T_w is ``step + 1``, because ranks are told in the exchange of that step. Steps come one by one;
+        after a gap (a restart), or if the number of groups changes, the window starts again.
+
+        Args:
+            step: The step, counted from 1.
+            variance_l1: |v_hat|_1 over all parameters, float64; None if it is not needed.
+            lrs: The learning rate of each group.
         """
         if self.decided is not None:
             return self.decided
         lrs = tuple(lrs)
         if step != self._step + 1 or self._lrs is None or len(lrs) != len(self._lrs):
             self._norms.clear()
-            # The first lr of a window is no rise, but what came before is unknown.
+            # The first lr of a window has no known predecessor, so it counts as a rise at the step before.
             self._last_rise = step - 1
         elif any(new > old for new, old in zip(lrs, self._lrs, strict=True)):
             self._last_rise = step
@@ -99,7 +105,9 @@ class FreezeSchedule:
         return self.decided
 
     def state(self) -> dict[str, Any]:
-        """What has been observed, as plain values and an array: a schedule that loads it goes on without a gap."""
+        """Returns what has been observed, as plain values and an array. A schedule that loads it continues without a
+        gap.
+        """
         return {
             "freeze_step": self.freeze_step,
             "decided": self.decided,
@@ -110,7 +118,9 @@ class FreezeSchedule:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """The inverse. What was decided counts only where both are ``"auto"``; a chosen number of steps is kept."""
+        """Loads the result of ``state``. A decision counts only if both are ``"auto"``; a chosen number of steps is
+        kept.
+        """
         if self.freeze_step == "auto":
             self.decided = state["decided"] if state["freeze_step"] == "auto" else None
         self._norms.clear()
@@ -120,23 +130,24 @@ class FreezeSchedule:
 
 
 def is_stable(now: float, before: float) -> bool:
-    """min(r, 1/r) >= 0.96 for r = now / before; False where a norm is zero or not finite."""
+    """Returns min(r, 1/r) >= 0.96 for r = now / before; False if a norm is zero or not finite."""
     if not (math.isfinite(now) and math.isfinite(before)) or min(now, before) <= 0.0:
         return False
     return min(now, before) / max(now, before) >= STABLE_RATIO
 
 
 class LateTensors:
-    """Dense warm-up of tensors which had no variance at T_w: never used so far, frozen by the user, or added later.
+    """Dense warm-up of tensors that had no variance at T_w, because they were not used, frozen by the user, or added
+    later.
 
-    Each gets T_w dense steps of its own, counted from the first with a variance.
+    Each tensor gets T_w dense steps of its own, counted from the first with a variance.
     """
 
     def __init__(self) -> None:
         self._first: dict[int, int] = {}
 
     def observe(self, tensor: int, step: int, has_variance: bool, warmup_steps: int) -> bool:
-        """After dense step ``step`` of the tensor's own count: should it be frozen now?
+        """Returns True if the tensor should be frozen after the dense step ``step`` of its own count.
 
         ``warmup_steps`` is the run's T_w. Once True is returned the tensor is forgotten.
         """
@@ -149,9 +160,11 @@ class LateTensors:
         return True
 
     def state(self) -> dict[str, int]:
-        """The first step with a variance of each tensor under way; keys are strings, as in every saved state."""
+        """Returns the first step with a variance of each tensor in its warm-up; keys are strings, as in every saved
+        state.
+        """
         return {str(tensor): step for tensor, step in self._first.items()}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """The inverse."""
+        """Loads the result of ``state``."""
         self._first = {int(tensor): step for tensor, step in state.items()}

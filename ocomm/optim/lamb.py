@@ -44,14 +44,14 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LambOptions(OneBitAdamOptions):
-    """Raises SettingsError for values that cannot be."""
+    """The options of 1-bit LAMB. Raises SettingsError for impossible values."""
 
     max_coeff: float = option(10.0, "The upper bound of the trust ratio.")
     min_coeff: float = option(0.01, "The lower bound of the trust ratio, above 0.")
     coeff_beta: float = option(
         0.9,
-        """Of the trust ratio's moving average, in [0, 1), whose value at the freeze the 1-bit steps take: the warm-up
-        should have more than 1 / (1 - coeff_beta) steps.""",
+        """The factor, in [0, 1), of the trust ratio's moving average, whose value at the freeze the 1-bit steps use.
+        The warm-up should have more than 1 / (1 - coeff_beta) steps.""",
     )
     factor_max: float = option(
         4.0, "The upper bound, at least 1, of the factor that multiplies the trust ratio and follows the variance."
@@ -85,19 +85,19 @@ class Lamb(OneBitAdam):
         count = len(layout.tensors)
         # Hyperparameters of the next step, by tensor.
         self._lr, self._beta1, self._beta2, self._eps, self._decay = np.zeros((5, count))
-        #: Moving average of the trust ratio in the warm-up, from 0 on, and of how many it is.
+        #: Moving average of the trust ratio in the warm-up, which starts at 0, and the number of ratios in it.
         self.trust_average = np.zeros(count)
         self.trust_count = np.zeros(count, np.int64)
-        #: The trust ratio at the freeze, 0 where it is not known yet.
+        #: The trust ratio at the freeze, 0 if it is not known yet.
         self.coefficient = np.zeros(count)
-        #: Of the last compressed step.
+        #: The factor of the last compressed step.
         self.factor = np.ones(count)
-        #: By what lr was multiplied in the last step.
+        #: The ratio by which lr was multiplied in the last step.
         self.trust_ratio = np.ones(count)
-        #: Flat: v with the rebuilt gradients.
+        #: v with the rebuilt gradients, flat.
         self.fresh = np.zeros(0, np.float32)
         self._scratch = np.zeros(0, np.float32)
-        #: Of each tensor, until its segments change.
+        #: The parts of each tensor, until its segments change.
         self._parts: dict[int, list[_Part]] = {}
 
     def allocate(self) -> None:
@@ -106,7 +106,7 @@ class Lamb(OneBitAdam):
             self.fresh = aligned_zeros(self.layout.flat_numel)
 
     def _workspace(self, numel: int) -> Floats:
-        """An array for a tensor's update, which is free after its step."""
+        """Returns an array for a tensor's update, which is free again after its step."""
         if self._scratch.size < numel:
             self._scratch = aligned_zeros(int(self.layout.numels.max()))
         return self._scratch[:numel]
@@ -114,7 +114,7 @@ class Lamb(OneBitAdam):
     # Hyperparameters
 
     def set_hyper(self, group: Group) -> None:
-        """Any decay is LAMB's, of the update; ``eps`` counts up to the freeze."""
+        """Sets a group's hyperparameters. All decay is LAMB's, part of the update; ``eps`` is used up to the freeze."""
         super().set_hyper(replace(group, coupled_decay=0.0, decoupled_decay=0.0))
         for values, value in (
             (self._lr, group.lr),
@@ -128,13 +128,13 @@ class Lamb(OneBitAdam):
     # The warm-up
 
     def dense_step(self, tensor: int, gradient: Floats, momentum: Floats, variance: Floats, step: int) -> None:
-        """LAMB's step ``step``, counted from 1, of a tensor in warm-up: m, v and the parameter move in place.
+        """Makes LAMB's step ``step``, counted from 1, of a tensor in warm-up; changes m, v and the parameter in place.
 
-        ``gradient`` is the averaged one, all are ``numel`` float32. Each line of
+        ``gradient`` is the averaged one; all arrays are ``numel`` float32. Each line of
 
             m = beta1 * m + (1 - beta1) * g;   v = beta2 * v + (1 - beta2) * (g * g)
             update = m * (1 / (1 - beta1^t)) / (sqrt(v * (1 / (1 - beta2^t))) + eps) + wd * p
-            p = p - (lr * ratio) * update,     ratio = |p| / |update| within bounds, 1 where one of them is 0
+            p = p - (lr * ratio) * update,     ratio = |p| / |update| within bounds, 1 if one of them is 0
 
         is float32 operations in this order, with factors that are float64 rounded once; norms are float64.
         """
@@ -152,27 +152,30 @@ class Lamb(OneBitAdam):
         self._descend(tensor, param, update, 1.0 if ratio is None else ratio)
 
     def _descend(self, tensor: int, param: Floats, update: Floats, ratio: float) -> None:
-        """p = p - (lr * ratio) * update."""
+        """Updates p = p - (lr * ratio) * update."""
         self.trust_ratio[tensor] = ratio
         self.kernels.axpy(param, update, -(float(self._lr[tensor]) * ratio))
 
     def _ratio(self, param: Floats, update: Floats) -> float | None:
-        """|p| / |update| within bounds; None where one of them is 0."""
+        """Returns |p| / |update| within bounds; None if one of them is 0."""
         of_param, of_update = self._norm(param), self._norm(update)
         if not of_param or not of_update:
             return None
         return min(max(of_param / of_update, self.options.min_coeff), self.options.max_coeff)
 
     def _norm(self, array: Floats) -> float:
-        """In float64, summed in one order whatever is fused with whatever."""
+        """Returns the norm in float64, summed in an order that does not depend on fusion."""
         squares = self.kernels.squares(np.array([address(array)], np.uint64), np.array([array.size], np.int64))
         return math.sqrt(squares[0])
 
     # Freezing
 
     def freeze(self, tensor: int, momentum: Floats, variance: Floats, *, step: int, beta2: float, eps: float) -> bool:
-        """See ``OneBitAdam.freeze``. A tensor that has taken no dense step with a trust ratio, as after a warm start,
-        takes the ratio of its first compressed step for good."""
+        """Ends the warm-up of a tensor, as ``OneBitAdam.freeze`` does.
+
+        A tensor that has taken no dense step with a trust ratio, as after a warm start, keeps the ratio of its first
+        compressed step.
+        """
         if not super().freeze(tensor, momentum, variance, step=step, beta2=beta2, eps=eps):
             return False
         self.fresh[self.flat_span(tensor)] = variance.reshape(-1)
@@ -208,7 +211,7 @@ class Lamb(OneBitAdam):
         self._descend(tensor, param, update, float(self.coefficient[tensor]) * factor)
 
     def _update(self, tensor: int, part: _Part, update: Floats) -> float:
-        """Brings ``fresh`` up to date and makes Adam's update of a part of a tensor; returns the unbounded factor."""
+        """Updates ``fresh`` and computes Adam's update of a part of a tensor; returns the unbounded factor."""
         segment, preconditioner = part.segment, self.preconditioner
         assert segment.previous is not None
         dense = self._dense.get(tensor)
@@ -233,7 +236,7 @@ class Lamb(OneBitAdam):
         return float(largest.max(initial=0.0))
 
     def _parts_of(self, tensor: int) -> list[_Part]:
-        """The parts of a tensor in the segments in which it travels."""
+        """Returns the parts of a tensor in the segments in which it travels."""
         if tensor not in self._parts:
             starts = self.layout.tensor_blocks(tensor)["start"]
             found = []
@@ -249,7 +252,9 @@ class Lamb(OneBitAdam):
         super().set_buckets(buckets, segment_nbytes)
 
     def wake(self, touched: Bytes) -> int:
-        """See ``OneBitAdam.wake``; what wakes has the fresh variance of its block at the freeze."""
+        """Unmasks elements, as ``OneBitAdam.wake`` does. They get the fresh variance that their block had at the
+        freeze.
+        """
         waking = self.preconditioner.touched_tensors(touched)
         before = {tensor: self.preconditioner.masked_elements(tensor) for tensor in waking}
         woken = super().wake(touched)
@@ -263,8 +268,9 @@ class Lamb(OneBitAdam):
     # State
 
     def report(self) -> dict[str, Any]:
-        """Also, by tensor, ``trust_ratios``, by which the last step multiplied lr, and ``factors``, the part of it that
-        follows the variance since the freeze."""
+        """Also returns, by tensor, ``trust_ratios``, by which the last step multiplied lr, and ``factors``, the part of
+        them that follows the variance since the freeze.
+        """
         names = [spec.name for spec in self.layout.tensors]
         return {
             **super().report(),
@@ -273,7 +279,7 @@ class Lamb(OneBitAdam):
         }
 
     def state(self) -> dict[str, Any]:
-        """Also the trust ratios, and ``fresh`` (float32, numel) of each compressed tensor."""
+        """Also returns the trust ratios, and ``fresh`` (float32, numel) of each compressed tensor."""
         state = super().state()
         numbers = {spec.name: number for number, spec in enumerate(self.layout.tensors)}
         for name, entry in state["tensors"].items():
@@ -305,5 +311,5 @@ class Lamb(OneBitAdam):
         return {**super().memory(), "fresh_variance": self.fresh.nbytes, "scratch": self._scratch.nbytes}
 
     def _param(self, tensor: int) -> Floats:
-        """The parameter behind its address: a flat view."""
+        """Returns the parameter at its address: a flat view."""
         return self.param_memory.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))

@@ -1,16 +1,16 @@
 """1-bit Lion (Liu et al., *Communication Efficient Distributed Training with Distributed Lion*, majority vote) as a
 state machine over flat float32 buffers.
 
-    u = sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2) * g      every rank its own
-    owner:  vote = the sign that most ranks sent; where there are as many of either, one by chance
+    u = sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2) * g      each rank its own
+    server:  vote = the sign that most ranks sent; a random sign if both were sent equally often
     p = p * (1 - lr * wd) - lr * vote
 
-Lion's step is a sign already, so nothing is lost on the way to the owner and there are no errors to keep. The owner's
-sum of signs is a whole number, of which Q (see ``optim.birder``) makes the sign, or for 0 a random one, the same
-wherever it is computed.
+Lion's step is a sign already, so compression loses nothing on the way to the server and there are no errors to keep.
+The server's sum of signs is a whole number; Q (``optim.birder``) turns it into its sign, or 0 into a random one that is
+the same wherever it is computed.
 
-1 bit has no zero. So where a worker has nothing to say its sign alternates from step to step and from worker to worker:
-such votes neither push anywhere in the long run nor, being as many up as down, outvote those who have something to say.
+1 bit has no zero. So the sign of a worker's zero alternates from step to step and from worker to worker. In the long
+run such votes neither move a parameter nor, since half of them are +1, outvote workers whose value is not zero.
 
 Memory per parameter, besides the parameter and its gradient: m 2 * 4 B.
 """
@@ -34,14 +34,12 @@ from ocomm.optim.options import Options, option, require_seed
 
 @dataclass(frozen=True, kw_only=True)
 class LionOptions(Options):
-    """Raises SettingsError for values that cannot be."""
+    """The options of 1-bit Lion. Raises SettingsError for impossible values."""
 
     betas: tuple[float, float] = option(
-        (0.9, 0.99), "Of the sign's average of momentum and gradient, and of the momentum; both in [0, 1).", fixed=True
+        (0.9, 0.99), "The factor of the momentum in the sign, and of its moving average; both in [0, 1).", fixed=True
     )
-    seed: int = option(
-        0, "Of the coin that decides where half of the ranks voted either way, in [0, 2^64).", fixed=True
-    )
+    seed: int = option(0, "Seed of the random sign where both signs have equally many votes, in [0, 2^64).", fixed=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(float(beta) for beta in self.betas))
@@ -51,7 +49,7 @@ class LionOptions(Options):
 
 
 class Lion(Core):
-    """For the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
+    """1-bit Lion for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
     kind = "Lion"
     compressor = "lion"
@@ -61,23 +59,23 @@ class Lion(Core):
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: LionOptions) -> None:
         super().__init__(layout, rank, kernels, options)
         self.betas = betas = options.betas
-        #: Steps taken, whatever tensors had gradients in them.
+        #: Number of steps taken, whatever tensors had gradients in them.
         self.committed = 0
         self.tensors["beta1"], self.tensors["one_minus_beta1"] = betas[0], 1.0 - betas[0]
         self.momentum, self.momentum_out = (self.param_memory.zeros(layout.worker_numel(rank)) for _ in range(2))
         self._worker = layout.nodes.members.index(layout.nodes.node_of(rank))
-        # Read by plans when they run: a new step needs no new plan.
+        # Plans read this when they run, so a new step needs no new plan.
         self._owner_noise = np.array([(options.seed, 0, OWNERS, 0)], NOISE)
         self._votes = np.array([len(node) for node in layout.nodes.members], np.float32)
         self.allocate()
 
     @property
     def zero_up(self) -> bool:
-        """Is the sign of zero +1 in this worker's next step?"""
+        """True if the sign of zero is +1 in this worker's next step."""
         return (self.committed + self._worker) % 2 == 0
 
     def set_hyper(self, group: Group) -> None:
-        """Reads ``lr`` and ``decoupled_decay``."""
+        """Sets a group's hyperparameters; reads ``lr`` and ``decoupled_decay``."""
         self.tensors["one_minus_beta1"][group.tensors] = (1.0 - self.betas[0]) * self.gradient_scale
         self.tensors["step_size"][group.tensors] = group.lr
         self.tensors["decay"][group.tensors] = 1.0 - group.lr * group.decoupled_decay
@@ -93,7 +91,9 @@ class Lion(Core):
         return self._exchange
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
-        """This step's signs into ``packed``. Reads gradients; writes the momentum."""
+        """Returns the loop that writes this step's signs into ``packed``. It reads gradients and writes the
+        momentum.
+        """
         return loop(
             Kernels.compress_signs,
             flags,
@@ -108,7 +108,7 @@ class Lion(Core):
         )
 
     def average(self, segment: int, received: Sequence[Bytes], flags: Flags) -> Loop:
-        """The majority: a worker has one vote for each rank of its node."""
+        """Returns the loop that computes the majority; a worker has one vote for each rank of its node."""
         layout = self.segments[segment].layout
         return loop(
             Kernels.average_quantized,
@@ -127,14 +127,14 @@ class Lion(Core):
         return self.momentum, self.zero_up, self.gradient_scale, *[self.result(k) for k in segments]
 
     def is_finite(self, segment: int) -> bool:
-        """Signs always are; what a worker cannot compute is in the flags of its messages."""
+        """Returns True: signs are finite. What a worker cannot compute is in the flags of its messages."""
         return True
 
     def commit(self, present: Bools, averages: Floats) -> None:
-        """Swaps the momentum with what the exchange has written; moves the parameters. Nothing is dense."""
+        """Swaps the momentum with what the exchange has written, and moves the parameters. ``averages`` is not used."""
         if present.shape != self.steps.shape:
             raise ValueError(f"presence of {present.size} tensors, the layout has {self.steps.size}")
-        # All copies go to the buffer that is not yet in use: up to the swap nothing has changed.
+        # Copies only go to the buffer that is not in use yet, so nothing changes before the swap.
         for tensor in np.flatnonzero(~present).tolist():
             span = self.local_span(tensor)
             self.momentum_out[span] = self.momentum[span]
@@ -163,7 +163,7 @@ class Lion(Core):
         self._count()
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by buffer."""
+        """Returns the bytes held, by buffer."""
         results = [segment.result for segment in self.segments]
         return {
             **super().memory(),

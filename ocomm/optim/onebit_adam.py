@@ -1,19 +1,20 @@
-"""1-bit Adam (arXiv 2102.02888) as a state machine over flat float32 buffers; no framework, thread or network.
+"""1-bit Adam (arXiv 2102.02888) as a state machine over flat float32 buffers, without framework, thread or network.
 
 Steps 1..T_w are the wrapped optimizer's own. ``freeze`` then takes over a tensor's m and v, and from step T_w + 1 on
 
-    g    = local gradient (+ wd * p where the decay is coupled)
+    g    = local gradient (+ wd * p if the decay is coupled)
     m    = beta1 * mbar_{t-1} + (1 - beta1) * g
     mbar = CompressedAllreduce(m)
     p    = p * (1 - lr * wd) - lr / (1 - beta1^t) * mbar / (max(sqrt(v_hat), f * mean_block sqrt(v_hat)) + eps)
 
-Errors and momentum are written beside the old ones and swapped by ``commit``, so nothing is half changed.
+Errors and momentum are written to second buffers, which ``commit`` swaps with the current ones, so nothing is ever half
+changed.
 
 Memory per parameter, besides the parameter and its gradient, for n ranks (``memory`` gives the real numbers):
 
     warm-up      nothing: m and v (8 B) belong to the wrapped optimizer
-    compressed   denominator 4 B, worker error 2 * 4 B, owner error 2 * 4/n B, packed momentum 2 * 1/8 B;
-                 mask 1/8 B if an element is masked. m and v may be given up by the wrapped optimizer.
+    compressed   denominator 4 B, worker's error 2 * 4 B, server's error 2 * 4/n B, packed momentum 2 * 1/8 B;
+                 mask 1/8 B if an element is masked. m and v may be freed by the wrapped optimizer.
     in between   m (4 B), borrowed from the frontend until the first committed compressed step
 """
 
@@ -36,7 +37,7 @@ from ocomm.optim.preconditioner import Preconditioner, PreconditionerOptions
 
 
 class Stage(enum.IntEnum):
-    """Of one tensor."""
+    """The stage of one tensor."""
 
     WARMUP = 0
     COMPRESSED = 1
@@ -44,19 +45,21 @@ class Stage(enum.IntEnum):
 
 @dataclass(slots=True)
 class MomentumSegment(Segment):
-    """``result`` is the packed momentum of the step under way, ``previous`` that of the last committed one."""
+    """A segment with its packed momentum: ``result`` that of the current step, ``previous`` that of the last committed
+    one.
+    """
 
     previous: Bytes | None = None  # None: every tensor's momentum is dense
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneBitAdamOptions(PreconditionerOptions):
-    """Raises SettingsError for values that cannot be."""
+    """The options of 1-bit Adam. Raises SettingsError for impossible values."""
 
     freeze_step: int | Literal["auto"] = option(
         "auto",
-        """The number of dense steps T_w before the first compressed one; ``"auto"``: until the variance is stable, at
-        least 2 / (1 - beta2) steps, and with ``total_steps`` for a fifth of these at most.""",
+        """The number of dense steps T_w before the first compressed one. ``"auto"``: until the variance is stable,
+        which takes at least 2 / (1 - beta2) steps, and with ``total_steps`` a fifth of these at most.""",
     )
     total_steps: int | None = option(
         None, "The number of steps of the whole run, of which the warm-up takes a fifth at most. None: it is not known."
@@ -79,7 +82,7 @@ class OneBitAdam(Core):
         self.mask_refresh = options.mask_refresh
         self.preconditioner = Preconditioner(layout, options.variance_floor, self.param_memory)
         self.stage = np.zeros(len(layout.tensors), np.uint8)
-        self._exchange: Exchange | None = None  # by these stages
+        self._exchange: Exchange | None = None  # what these stages send
         self.compressed_steps = 0
         self._refreshed_at = 0
         self._dense: dict[int, Floats] = {}
@@ -87,7 +90,9 @@ class OneBitAdam(Core):
     # The warm-up
 
     def dense_step(self, tensor: int, gradient: Floats, momentum: Floats, variance: Floats, step: int) -> None:
-        """Where the core makes them, a dense step of a tensor in warm-up, numbered from 1, on its averaged gradient."""
+        """Makes a dense step, numbered from 1, of a tensor in warm-up, on its averaged gradient, if the core makes such
+        steps.
+        """
         raise NotImplementedError("the wrapped optimizer makes the dense steps")
 
     # Freezing
@@ -96,9 +101,9 @@ class OneBitAdam(Core):
         """Ends the warm-up of ``tensor`` after its dense step ``step``, with Adam's m and v: ``numel`` float32.
 
         ``momentum`` is borrowed, not copied, until the tensor's first committed compressed step. ``variance`` is only
-        read. An element with v == 0 is masked. Returns False, and changes nothing, if all are: such a tensor stays in
-        warm-up. Otherwise it is in no bucket yet: call ``set_buckets``. Raises ValueError if it is frozen already,
-        NonFiniteError (on all ranks alike: v is replicated) if v has NaN or Inf.
+        read. An element with v == 0 is masked. If all elements are, returns False and changes nothing: the tensor stays
+        in warm-up. Otherwise the tensor is in no bucket yet: call ``set_buckets``. Raises ValueError if it is frozen
+        already, NonFiniteError (on all ranks, because v is replicated) if v has NaN or Inf.
         """
         spec = self.layout.tensors[tensor]
         if self.stage[tensor] == Stage.COMPRESSED:
@@ -110,7 +115,7 @@ class OneBitAdam(Core):
         return True
 
     def _begin(self, tensor: int, step: int, momentum: Floats) -> None:
-        """Common to ``freeze`` and ``load_state``: the tensor is compressed from now on, with no errors yet."""
+        """Begins the compressed stage of a tensor, without errors, for ``freeze`` and ``load_state``."""
         self.allocate()
         self.stage[tensor] = Stage.COMPRESSED
         self._exchange = None
@@ -129,7 +134,7 @@ class OneBitAdam(Core):
         return MomentumSegment(layout)
 
     def _drop(self, tensors: Sequence[int], segments: Sequence[MomentumSegment]) -> None:
-        """The momentum of buckets that change is kept dense until the next committed step."""
+        """Keeps the momentum of buckets that change dense until the next committed step."""
         if any(segment.previous is not None for segment in segments):
             for tensor in tensors:
                 self._set_dense(tensor, self.momentum(tensor))
@@ -137,13 +142,13 @@ class OneBitAdam(Core):
     # Hyperparameters
 
     def set_hyper(self, group: Group) -> None:
-        """Reads all but beta2 and ``eps``, which are those of the freeze.
+        """Sets a group's hyperparameters; reads all but beta2 and ``eps``, which are those of the freeze.
 
         step_size = lr / (1 - beta1^t) with the t that the step will have; decay = 1 - lr * decoupled_decay. With a
         ``gradient_scale`` f, (1 - beta1) * f * (g + (wd / f) * p) is what (1 - beta1) * (f * g + wd * p) would be.
         """
         tensors, lr, beta1 = group.tensors, group.lr, group.betas[0]
-        # One group of all is what most have, and a slice is the quicker index.
+        # Most users have one group of all tensors, for which a slice is a faster index.
         index: Any = slice(None) if len(tensors) == self.steps.size else tensors
         rows = self.tensors
         rows["beta1"][index] = beta1
@@ -157,7 +162,9 @@ class OneBitAdam(Core):
     # One step
 
     def exchange(self) -> Exchange:
-        """Tensors in warm-up travel dense: their averages are for the wrapped optimizer."""
+        """Returns what the next step sends. Tensors in warm-up travel dense: their averages are for the wrapped
+        optimizer.
+        """
         if self._exchange is None:
             compressed = self.stage == Stage.COMPRESSED
             self._exchange = Exchange(compressed, ~compressed)
@@ -168,7 +175,8 @@ class OneBitAdam(Core):
         return preconditioner.mask if preconditioner.masked[layout.tensor_indices].any() else None
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
-        """This step's momentum into ``packed``. Reads gradients and, where the decay is coupled, parameters.
+        """Returns the loop that writes this step's momentum into ``packed``. It reads gradients and, if the decay is
+        coupled, parameters.
 
         Raises ValueError if one of the segment's tensors is still in warm-up.
         """
@@ -197,9 +205,10 @@ class OneBitAdam(Core):
         return (*super().built_in(segments), *masks, *previous)
 
     def commit(self, present: Bools, averages: Floats) -> None:
-        """Swaps errors and momentum of the compressed tensors with those which the exchange has written; moves them.
+        """Swaps errors and momentum of the compressed tensors with what the exchange has written, and moves these
+        tensors.
 
-        The arrays handed out by ``compress``, ``average`` and ``result`` are invalid afterwards.
+        The arrays returned by ``compress``, ``average`` and ``result`` are invalid afterwards.
         """
         if present.shape != self.stage.shape:
             raise ValueError(f"presence of {present.size} tensors, the layout has {self.stage.size}")
@@ -208,7 +217,7 @@ class OneBitAdam(Core):
             return
         moved = compressed & present
         if moved.tobytes() != compressed.tobytes():
-            # All copies go to the buffers that are not yet in use: up to the swap nothing has changed.
+            # Copies only go to the buffers that are not in use yet, so nothing changes before the swap.
             for tensor in np.flatnonzero(compressed & ~present).tolist():
                 self.keep_errors(tensor)
                 self._keep_momentum(tensor)
@@ -224,9 +233,9 @@ class OneBitAdam(Core):
             self._drop_dense(tensor)
 
     def _move(self, moved: Bools) -> None:
-        """Moves the parameters of ``moved``, which are those without ``skip``: one bool per tensor.
+        """Moves the parameters of ``moved``, one bool per tensor, which are those without ``skip``.
 
-        A segment's ``previous`` is what has just been committed, ``result`` what was there before, None at first; where
+        A segment's ``previous`` is what has just been committed, ``result`` what was there before, None at first. If
         the momentum was dense before, it still is.
         """
         masks = self.preconditioner.masked.any()
@@ -238,7 +247,7 @@ class OneBitAdam(Core):
             )
 
     def _keep_momentum(self, tensor: int) -> None:
-        """Copies the momentum of a tensor that nobody has a gradient for over what the exchange has gathered."""
+        """Copies the momentum of a tensor that has no gradient on any rank over what the exchange has gathered."""
         for segment in self.segments_of(tensor):
             previous, result = segment.previous, _result_of(segment)
             if previous is None:
@@ -259,30 +268,32 @@ class OneBitAdam(Core):
 
     @property
     def wake_due(self) -> bool:
-        """Every ``mask_refresh`` compressed steps, while anything is masked."""
+        """True every ``mask_refresh`` compressed steps, while an element is masked."""
         steps = self.compressed_steps
         due = steps > self._refreshed_at and steps % self.mask_refresh == 0
         return due and bool(self.preconditioner.masked.any())
 
     def touched(self) -> Bytes:
-        """One bit per flat element: masked, and this rank's gradients have left something in its worker error."""
+        """Returns one bit per flat element: it is masked, and this rank's gradients have left something in its worker
+        error.
+        """
         return self.preconditioner.touched(self.error, self.rank)
 
     def wake(self, touched: Bytes) -> int:
-        """Unmasks the elements of ``touched``, the OR over all ranks; returns how many.
+        """Unmasks the elements of ``touched``, the OR over all ranks. Returns their number.
 
-        Their momentum is 0; what they have gathered in the worker errors goes into the next step.
+        Their momentum is 0. What they have accumulated in the worker errors goes into the next step.
         """
         self._refreshed_at = self.compressed_steps
         for tensor in self.preconditioner.touched_tensors(touched):
-            # A packed momentum has no zero: it is kept dense for one step, while the mask still says which are 0.
+            # A packed momentum has no zero, so it is kept dense for one step, while the mask still says which are 0.
             self._set_dense(tensor, self.momentum(tensor))
         return self.preconditioner.wake(touched)
 
     # State
 
     def report(self) -> dict[str, Any]:
-        """Also how many elements are masked and were woken."""
+        """Also returns the numbers of elements that are masked and that were woken."""
         stages = {int(stage) for stage in self.stage[self.layout.numels > 0]}
         return {
             "stage": "warm-up" if stages == {0} else "compressed" if stages == {1} else "mixed",
@@ -291,7 +302,7 @@ class OneBitAdam(Core):
         }
 
     def momentum(self, tensor: int) -> Floats:
-        """mbar of a compressed tensor as a new float32 array of ``numel`` elements; 0 where masked."""
+        """Returns mbar of a compressed tensor as a new float32 array of ``numel`` elements; 0 for masked ones."""
         dense = self._dense.get(tensor)
         if dense is not None:
             return dense.copy()
@@ -302,7 +313,9 @@ class OneBitAdam(Core):
         return out
 
     def unpack(self, tensor: int, layout: SegmentLayout, packed: Bytes, out: Floats) -> None:
-        """Writes the part of a tensor that is in ``packed``, of a segment, into ``out``: ``numel`` float32."""
+        """Writes the part of a tensor that is in ``packed``, the buffer of a segment, into ``out``: ``numel``
+        float32.
+        """
         offset = int(self.layout.offsets[tensor])
         mask = self.preconditioner.mask[offset // 8 :] if self.preconditioner.masked[tensor] else None
         rows = layout.blocks[layout.blocks["tensor"] == tensor]
@@ -310,12 +323,15 @@ class OneBitAdam(Core):
         self.kernels.unpack(rows, packed, mask, out)
 
     def variance(self, tensor: int, *, beta2: float) -> Floats:
-        """Adam's exp_avg_sq for a checkpoint: v_hat * (1 - beta2^t), new float32 array, 0 where masked."""
+        """Returns Adam's exp_avg_sq for a checkpoint: v_hat * (1 - beta2^t), a new float32 array, 0 for masked
+        elements.
+        """
         return self.preconditioner.variance(tensor, 1.0 - beta2 ** int(self.steps[tensor]))
 
     def state(self) -> dict[str, Any]:
-        """Counters, and per compressed tensor all but its momentum: ``denominator`` (float32, numel), ``mask`` (uint8
-        bits), ``block_root`` (float32, blocks), ``eps``."""
+        """Returns counters, and all but the momentum of each compressed tensor: ``denominator`` (float32, numel),
+        ``mask`` (uint8 bits), ``block_root`` (float32, blocks), ``eps``.
+        """
         names = [spec.name for spec in self.layout.tensors]
         compressed = np.flatnonzero(self.stage == Stage.COMPRESSED).tolist()
         return {
@@ -327,7 +343,8 @@ class OneBitAdam(Core):
         }
 
     def load_state(self, state: Mapping[str, Any], momentum: Callable[[int], Floats] | None = None) -> None:
-        """The inverse: a tensor in ``state["tensors"]`` is compressed from now on, any other is in warm-up.
+        """Loads the result of ``state``: a tensor in ``state["tensors"]`` is compressed from now on, any other is in
+        warm-up.
 
         ``momentum(tensor)``, float32, is borrowed as by ``freeze``. Raises ValueError, before anything is changed, if a
         number of elements differs.
@@ -357,7 +374,7 @@ class OneBitAdam(Core):
         self.preconditioner.woken = int(state["woken"])
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by buffer."""
+        """Returns the bytes held, by buffer."""
         packed = [getattr(s, name) for s in self.segments for name in ("previous", "result")]
         return {
             **self.preconditioner.memory(),

@@ -1,9 +1,9 @@
-"""How the options of an optimizer are defined: once, in a frozen dataclass beside its core.
+"""Definitions of an optimizer's options: each once, in a frozen dataclass beside its core.
 
-A field is an ``option``: a type, the default of the option, its documentation, whether all ranks must choose the same,
-and whether a saved state goes on only with the same. ``__post_init__`` checks the values. Frontends repeat names, types
-and defaults in their signatures, where editors look for them, and show the documentation with ``documented``;
-``tests/architecture/test_options.py`` holds both equal to the definitions.
+A field is an ``option``: a type, the default of the option, its documentation, whether all ranks must choose the same
+value, and whether a saved state needs the same value. ``__post_init__`` checks the values. Frontends repeat names,
+types and defaults in their signatures, where editors look for them, and show the documentation with ``documented``;
+``tests/architecture/test_options.py`` compares both with the definitions.
 """
 
 from __future__ import annotations
@@ -24,38 +24,42 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def option(default: Any, text: str, *, agree: bool = True, fixed: bool = False) -> Any:
-    """A field of an ``Options`` class.
+    """Returns a field of an ``Options`` class.
 
     Args:
-        default: Its value where the user does not choose.
+        default: The value if the user does not choose one.
         text: What it means, in sentences, for the docstrings of all frontends.
-        agree: Do all ranks have to choose the same? Such options are also saved.
-        fixed: Does a saved state go on only with the same? With another value the run would be another.
+        agree: True if all ranks must choose the same value. Such options are also saved.
+        fixed: True if a saved state can only be loaded with the same value, because another would be another run.
     """
     return field(default=default, metadata={"text": " ".join(text.split()), "agree": agree, "fixed": fixed})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The base of all definitions. Its subclasses raise SettingsError or InvalidRequestError for impossible values."""
+    """The base class of all definitions. Subclasses raise SettingsError or InvalidRequestError for impossible
+    values.
+    """
 
     @classmethod
     def of(cls: type[O], arguments: Mapping[str, Any]) -> O:
-        """Those of ``arguments``, a function's ``locals()`` say, that are options; the others have their defaults."""
+        """Takes the options from ``arguments``, such as a function's ``locals()``; those that are missing have their
+        defaults.
+        """
         return cls(**{f.name: arguments[f.name] for f in fields(cls) if f.name in arguments})
 
     @classmethod
     def texts(cls) -> dict[str, str]:
-        """The documentation of each option."""
+        """Returns the documentation of each option."""
         return {f.name: f.metadata["text"] for f in fields(cls)}
 
     @classmethod
     def fixed(cls) -> list[str]:
-        """The names of options that a saved state must share."""
+        """Returns the names of options that must be the same when a saved state is loaded."""
         return [f.name for f in fields(cls) if f.metadata["fixed"]]
 
     def agreed(self) -> dict[str, Any]:
-        """The options that all ranks must choose alike, as values of JSON, which are compared and saved."""
+        """Returns the options that must be equal on all ranks, as JSON values, which are compared and saved."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.metadata["agree"]}
 
 
@@ -72,12 +76,12 @@ def require_seed(seed: int) -> None:
 
 
 def documented(texts: Mapping[str, str], *definitions: type[Options]) -> Callable[[F], F]:
-    """A decorator that replaces ``{arguments}`` in a docstring by entries of ``Args:``, one per parameter.
+    """Returns a decorator that replaces ``{arguments}`` in a docstring by entries of ``Args:``, one per parameter.
 
     A parameter that has an entry in the docstring itself keeps that one.
 
     Args:
-        texts: The documentation of parameters that are no options, by name.
+        texts: The documentation of parameters that are not options, by name.
         definitions: Where the options are defined.
     """
     found = {**texts, **{name: text for definition in definitions for name, text in definition.texts().items()}}

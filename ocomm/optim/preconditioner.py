@@ -1,7 +1,7 @@
-"""What 1-bit Adam and 0/1 Adam divide by: sqrt(v_hat) with a floor, and the mask of elements which have no variance.
+"""The denominator of 1-bit Adam and 0/1 Adam, sqrt(v_hat) with a floor, and the mask of elements without a variance.
 
-An element with v == 0 has had no gradient. One bit has no zero, so it is masked, on all ranks alike, until some rank
-sees a gradient for it: then it is woken (docs/algorithms.md, Mask). v is replicated, so floor and first mask need no
+An element with v == 0 has had no gradient. One bit has no zero, so the element is masked on all ranks, until some rank
+has a gradient for it: then it is woken (docs/algorithms.md, Mask). v is replicated, so floor and first mask need no
 communication.
 """
 
@@ -23,7 +23,7 @@ from ocomm.optim.options import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class PreconditionerOptions(Options):
-    """What 1-bit Adam, 1-bit LAMB and 0/1 Adam have in common. Raises SettingsError for values that cannot be."""
+    """The options that 1-bit Adam, 1-bit LAMB and 0/1 Adam share. Raises SettingsError for impossible values."""
 
     scale: Literal["l1", "rms"] = option(
         "rms",
@@ -32,12 +32,12 @@ class PreconditionerOptions(Options):
     )
     variance_floor: float = option(
         0.05,
-        """The fraction, in [0, 1], of a block's mean sqrt(v) below which no element's sqrt(v) falls. 0: no floor.""",
+        """A fraction, in [0, 1], of a block's mean sqrt(v): the least sqrt(v) of its elements. 0: no floor.""",
     )
     mask_refresh: int = option(
         100,
-        """The number of compressed exchanges after which the ranks look for elements that had no gradient while v was
-        made, and have one now.""",
+        """The number of compressed exchanges after which the ranks look for elements that had no gradient when v was
+        computed, and have one now.""",
     )
 
     def __post_init__(self) -> None:
@@ -50,20 +50,22 @@ class PreconditionerOptions(Options):
 
 
 class Preconditioner:
-    """``variance_floor`` is f, in [0, 1]: no element's sqrt(v_hat) is below f times its block's mean."""
+    """Denominators and masks of all tensors. ``variance_floor`` is f, in [0, 1]: no sqrt(v_hat) is below f times its
+    block's mean.
+    """
 
     def __init__(self, layout: Layout, variance_floor: float, memory: Memory = HOST) -> None:
         self.layout = layout
         self.param_memory = memory
         self.variance_floor = variance_floor
         count = len(layout.tensors)
-        #: Masked elements per tensor, and how many have been woken in all.
+        #: Number of masked elements per tensor, and of all elements that have been woken.
         self.masked = np.zeros(count, np.int64)
         self.woken = 0
         self.eps = np.zeros(count, np.float32)
-        #: Flat: what a step is divided by.
+        #: What a step is divided by, flat.
         self.denominator = np.zeros(0, np.float32)
-        #: Per block: mean of sqrt(v_hat), what a woken element gets.
+        #: Mean of sqrt(v_hat) of each block, which a woken element gets.
         self.block_root = np.zeros(0, np.float32)
         #: One bit per flat element, for the host and for kernels.
         self.mask = np.zeros(0, np.uint8)
@@ -79,14 +81,14 @@ class Preconditioner:
             self._allocated = True
 
     def set_variance(self, tensor: int, variance: Floats, correction: float, eps: float, *, when: str) -> bool:
-        """Takes v of ``tensor``, ``numel`` float32, as it is now: v_hat = v / float32(correction).
+        """Sets v of ``tensor``, ``numel`` float32: v_hat = v / float32(correction).
 
-        Returns False, and changes nothing, if all of v is 0. Raises NonFiniteError (on all ranks alike: v is
-        replicated) if v has NaN or Inf; ``when`` says in the message since when.
+        Returns False, and changes nothing, if all of v is 0. Raises NonFiniteError (on all ranks, because v is
+        replicated) if v has NaN or Inf; ``when`` names the step in the message.
 
         Rounding, each line one float32 operation per element: v_hat = v / float32(correction); root = sqrt(v_hat);
         floor = float32(f) * mean; max(root, floor) + float32(eps). The mean is over a block's unmasked elements, summed
-        in float64 by folding halves (``fold``), rounded to float32 after the division.
+        in float64 by folding halves (``fold``), and rounded to float32 after the division.
         """
         spec = self.layout.tensors[tensor]
         variance = self.param_memory.host(flat_floats(variance, spec.numel, f"variance of {spec.name!r}"))
@@ -115,17 +117,19 @@ class Preconditioner:
         self.masked[tensor] = int(np.unpackbits(mask).sum())
 
     def _block_means(self, tensor: int, root: Floats, masked: NDArray[np.bool_]) -> Floats:
-        """Mean of ``root`` over each block's unmasked elements, over the tensor's where a block has none; float32."""
+        """Returns the mean of ``root`` over each block's unmasked elements, or the tensor's for a block without any;
+        float32.
+        """
         blocks = self.layout.tensor_blocks(tensor)
         if not blocks.size:
             return np.zeros(0, np.float32)
         width = int(blocks["length"].max())
         sums = np.zeros(blocks.size)
-        # Some blocks at a time: in float64 a whole embedding would be large.
+        # Some blocks at a time, because a whole embedding would be large in float64.
         for first in range(0, blocks.size, 1024):
             part = root[first * width : (first + 1024) * width]
             table = np.zeros((min(1024, blocks.size - first), width))
-            # The last block is short: zeros do not change a sum. Masked elements have root 0 already.
+            # The last block is short; zeros do not change its sum. Masked elements have root 0 already.
             table.reshape(-1)[: part.size] = part
             sums[first : first + 1024] = fold(table)
         counts = np.add.reduceat(~masked, blocks["start"], dtype=np.int64)
@@ -140,23 +144,24 @@ class Preconditioner:
         return slice(int(self.layout.first_block[tensor]), int(self.layout.first_block[tensor + 1]))
 
     def roots(self, tensor: int) -> Floats:
-        """Mean of sqrt(v_hat) of its block, per element of a tensor: a new array."""
+        """Returns, for each element of a tensor, the mean of sqrt(v_hat) of its block: a new array."""
         return np.repeat(self.block_root[self._block_span(tensor)], self.layout.tensor_blocks(tensor)["length"])
 
     def floors(self, blocks: NDArray[np.int64]) -> Floats:
-        """Below what no sqrt(v_hat) counts, per block of the layout: a new array."""
+        """Returns the floor of sqrt(v_hat) for each of these blocks of the layout: a new array."""
         return np.float32(self.variance_floor) * self.block_root[blocks]
 
     # Masked elements
 
     def masked_elements(self, tensor: int) -> NDArray[np.bool_]:
-        """One bool per element of a tensor."""
+        """Returns one bool per element of a tensor: whether it is masked."""
         count = int(self.layout.numels[tensor])
         return np.unpackbits(self.mask[self._mask_span(tensor)], count=count, bitorder="little").view(np.bool_)
 
     def touched(self, error: Floats, rank: int) -> Bytes:
-        """One bit per flat element: masked, and gradients have left something in ``error``, the worker error of
-        ``rank``."""
+        """Returns one bit per flat element: it is masked, and gradients have left something in ``error``, the worker
+        error of ``rank``.
+        """
         bits = np.zeros(self.mask.size, np.uint8)
         error = self.param_memory.host(error)
         for tensor in np.flatnonzero(self.masked).tolist():
@@ -166,15 +171,15 @@ class Preconditioner:
         return bits
 
     def touched_tensors(self, touched: Bytes) -> list[int]:
-        """The tensors in which ``wake(touched)`` would wake something."""
+        """Returns the tensors in which ``wake(touched)`` would wake an element."""
         masked = np.flatnonzero(self.masked).tolist()
         return [t for t in masked if (touched[self._mask_span(t)] & self.mask[self._mask_span(t)]).any()]
 
     def wake(self, touched: Bytes) -> int:
-        """Unmasks the elements of ``touched``, the OR over all ranks; returns how many.
+        """Unmasks the elements of ``touched``, the OR over all ranks. Returns their number.
 
-        Their sqrt(v_hat) becomes the mean over their block's elements that had one, the tensor's where the block had
-        none.
+        Their sqrt(v_hat) becomes the mean over those elements of their block that had one; of their tensor if the block
+        had none.
         """
         woken = 0
         for tensor in self.touched_tensors(touched):
@@ -197,18 +202,19 @@ class Preconditioner:
     # State
 
     def variance(self, tensor: int, correction: float) -> Floats:
-        """v for a checkpoint: v_hat * correction, new float32 array, 0 where masked.
+        """Returns v for a checkpoint: v_hat * correction, a new float32 array, 0 for masked elements.
 
-        v_hat is read back from the denominator, so it has the floor in it, and a rounding: good for plain Adam to go on
-        from. ``tensor_state`` has what a bit-identical continuation needs.
+        v_hat is computed from the denominator, so it includes the floor, and a rounding. That is good enough for a
+        plain Adam that continues. ``tensor_state`` has what a bit-identical continuation needs.
         """
         root = self.param_memory.host(self.denominator[self.layout.flat_span(tensor)]) - self.eps[tensor]
         root[self.masked_elements(tensor)] = 0.0
         return root * root * np.float32(correction)
 
     def tensor_state(self, tensor: int) -> dict[str, Any]:
-        """Of one tensor; arrays are copies: ``eps``, ``denominator`` (float32, numel), ``mask`` (uint8 bits),
-        ``block_root`` (float32, blocks)."""
+        """Returns the state of one tensor, with copies of arrays: ``eps``, ``denominator`` (float32, numel), ``mask``
+        (uint8 bits), ``block_root`` (float32, blocks).
+        """
         return {
             "eps": float(self.eps[tensor]),
             "denominator": np.array(self.param_memory.host(self.denominator[self.layout.flat_span(tensor)])),
@@ -217,8 +223,10 @@ class Preconditioner:
         }
 
     def load_tensor_state(self, tensor: int, state: Mapping[str, Any]) -> None:
-        """The inverse. A state saved with another block size is taken as it is, but for the roots of woken elements,
-        which are then the means of what the denominator says. Raises ValueError if the number of elements differs.
+        """Loads the result of ``tensor_state``. Raises ValueError if the number of elements differs.
+
+        If the state was saved with another block size, the roots of woken elements are means computed from the
+        denominator.
         """
         spec = self.layout.tensors[tensor]
         denominator = flat_floats(state["denominator"], spec.numel, f"denominator of {spec.name!r}")
@@ -233,14 +241,15 @@ class Preconditioner:
         self.block_root[self._block_span(tensor)] = roots
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by buffer."""
+        """Returns the bytes held, by buffer."""
         return {"denominator": self.denominator.nbytes, "mask": self.mask.nbytes}
 
 
 def fold(table: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sum of each row in float64: its second half is added to its first, and so on until one element is left.
+    """Returns the sum of each row in float64: the second half is added to the first, and so on until one element is
+    left.
 
-    The order is spelled out, so that ranks with different processors get the same bits.
+    The order is explicit, so that ranks with different processors get the same bits.
     """
     while table.shape[1] > 1:
         width = table.shape[1]

@@ -1,7 +1,8 @@
-"""Which bytes of the parameters a step compares between the ranks, so that replicas that drift apart are noticed.
+"""Which bytes of the parameters a step compares between the ranks, to detect replicas that drift apart.
 
-A step checksums one window of the parameters, laid end to end, and every rank writes the sum into its vote. The windows
-follow each other, so all parameters are compared within ``steps`` steps, and a step reads ``1 / steps`` of them.
+A step computes the checksum of one window of the parameters, laid end to end, and every rank writes it into its vote.
+The windows follow each other, so all parameters are compared within ``steps`` steps, and a step reads ``1 / steps`` of
+them.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class ReplicasDifferError(MismatchError):
 
 
 class ReplicaWindows:
-    """The windows of parameters of ``nbytes`` each; all of them are seen within ``steps`` steps, 0: none.
+    """The windows of parameters of ``nbytes`` each, which cover all of them within ``steps`` steps; 0: there are none.
 
-    ``on_devices``: are any rank's parameters on a device, where the host waits for a checksum? Then one step in
-    ``steps`` compares everything, and the others nothing. It knows no addresses and keeps no sums: the same step gives
-    the same window on all ranks.
+    ``on_devices``: some rank's parameters are on a device, where the host would wait for a checksum. Then one step in
+    ``steps`` compares everything, and the others nothing. A window depends on the step alone, so it is the same on all
+    ranks.
     """
 
     def __init__(self, nbytes: NDArray[np.int64], steps: int, kernels: Kernels, *, on_devices: bool = False) -> None:
@@ -38,14 +39,16 @@ class ReplicaWindows:
         self._cut: dict[int, tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]] = {}
 
     def checksum(self, addresses: Addresses, step: int) -> int:
-        """Of the window of ``step``; 0 where the step compares nothing. ``addresses(rows)`` are those of parameters."""
+        """Returns the checksum of the window of ``step``, 0 if the step compares nothing. ``addresses(rows)`` returns
+        those of parameters.
+        """
         if not self._count or (step + 1) % self._stride:
             return 0
         rows, starts, nbytes = self._window(step // self._stride % self._count)
         return self._sum(addresses(rows) + starts, nbytes)
 
     def whole(self, addresses: Addresses) -> int:
-        """Of all parameters."""
+        """Returns the checksum of all parameters."""
         return self._sum(addresses(np.arange(self._ends.size)), np.diff(self._ends, prepend=0))
 
     def _sum(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64]) -> int:
@@ -53,7 +56,9 @@ class ReplicaWindows:
         return int.from_bytes(hashlib.blake2b(sums.tobytes(), digest_size=8).digest(), "little")
 
     def _window(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]:
-        """Rows of the parameters that the window touches, and the first byte and the number of bytes of each."""
+        """Returns the rows of the parameters that the window touches, and the first byte and number of bytes of
+        each.
+        """
         if number not in self._cut:
             total = int(self._ends[-1])
             low, high = (total * k // self._count // 4 * 4 for k in (number, number + 1))

@@ -3,7 +3,8 @@
     m = beta * m + (1 - beta) * g;  b = beta * b + (1 - beta) * |g|      (from step T_0 + 1 on b = max(b_prev, b))
     p = p * (1 - lr * wd) - lr * mean over ranks of m / (b + eps)
 
-m and b are this rank's own, the ratio travels dense. They are written beside the old ones and swapped by ``commit``.
+Each rank has its own m and b; the ratio travels dense. m and b are written to second buffers, which ``commit`` swaps
+with the current ones.
 
 Memory per parameter, besides the parameter and its gradient: m and b 2 * 8 B, the ratio 4 B.
 """
@@ -29,13 +30,13 @@ EPS = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class SoftSignSGDOptions(Options):
-    """Raises SettingsError for values that cannot be."""
+    """The options of SoftSignSGD. Raises SettingsError for impossible values."""
 
     beta: float = option(
-        0.95, "Of the moving averages m of the gradient and b of its magnitude, in [0, 1).", fixed=True
+        0.95, "The factor, in [0, 1), of the moving averages m of the gradient and b of its magnitude.", fixed=True
     )
     amsgrad_after: int | None = option(
-        None, "The number of steps T_0 after which b never falls. None: it may always.", fixed=True
+        None, "The number of steps T_0 after which b never falls. None: it may always fall.", fixed=True
     )
 
     def __post_init__(self) -> None:
@@ -46,14 +47,14 @@ class SoftSignSGDOptions(Options):
 
 
 class SoftSignSGD(Core):
-    """For the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
+    """SoftSignSGD for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
     kind = "SoftSignSGD"
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: SoftSignSGDOptions) -> None:
         super().__init__(layout, rank, kernels, options)
         self.amsgrad_after = options.amsgrad_after
-        #: Steps taken, whatever tensors had gradients in them.
+        #: Number of steps taken, whatever tensors had gradients in them.
         self.committed = 0
         self.beta = options.beta
         self.tensors["beta1"], self.tensors["one_minus_beta1"] = self.beta, 1.0 - self.beta
@@ -64,7 +65,7 @@ class SoftSignSGD(Core):
         self._allocate_exchanged()
 
     def _allocate_exchanged(self) -> None:
-        """Makes what this algorithm exchanges, or keeps of an exchange."""
+        """Allocates what this algorithm exchanges, or keeps of an exchange."""
         self.blocks = all_blocks(self.layout, self.rank)
         self.ratio = self.param_memory.zeros(self.layout.flat_numel)
         self._source: Table = np.zeros(len(self.layout.tensors), self.tensors.dtype)
@@ -72,11 +73,11 @@ class SoftSignSGD(Core):
 
     @property
     def amsgrad(self) -> bool:
-        """Is b in the next step no less than before?"""
+        """True if b must not fall in the next step."""
         return self.amsgrad_after is not None and self.committed >= self.amsgrad_after
 
     def set_hyper(self, group: Group) -> None:
-        """Reads ``lr`` and ``decoupled_decay``."""
+        """Sets a group's hyperparameters; reads ``lr`` and ``decoupled_decay``."""
         self.tensors["one_minus_beta1"][group.tensors] = (1.0 - self.beta) * self.gradient_scale
         self.tensors["step_size"][group.tensors] = group.lr
         self.tensors["decay"][group.tensors] = 1.0 - group.lr * group.decoupled_decay
@@ -114,10 +115,10 @@ class SoftSignSGD(Core):
         return self.momentum, self.amsgrad
 
     def commit(self, present: Bools, averages: Floats) -> None:
-        """Swaps the state with what the exchange has written; moves the parameters. ``averages`` is used up."""
+        """Swaps the state with what the exchange has written, and moves the parameters. Overwrites ``averages``."""
         if present.shape != self.steps.shape:
             raise ValueError(f"presence of {present.size} tensors, the layout has {self.steps.size}")
-        # All copies go to the buffers that are not yet in use: up to the swap nothing has changed.
+        # Copies only go to the buffers that are not in use yet, so nothing changes before the swap.
         for tensor in np.flatnonzero(~present).tolist():
             self._keep(tensor)
         self._swap()
@@ -127,7 +128,7 @@ class SoftSignSGD(Core):
         self._move(averages)
 
     def _keep(self, tensor: int) -> None:
-        """Copies the state of a tensor that nobody has a gradient for over what the exchange has written."""
+        """Copies the state of a tensor that has no gradient on any rank over what the exchange has written."""
         span = self.local_span(tensor)
         self.momentum_out[span] = self.momentum[span]
         self.magnitude_out[span] = self.magnitude[span]
@@ -137,7 +138,7 @@ class SoftSignSGD(Core):
         self.magnitude, self.magnitude_out = self.magnitude_out, self.magnitude
 
     def _move(self, averages: Floats) -> None:
-        """Updates the parameters of tensors without ``skip``, through their addresses."""
+        """Updates the parameters of tensors without ``skip``, at their addresses."""
         self.kernels.descend(self.blocks, self.tensors, averages)
 
     # State
@@ -155,7 +156,7 @@ class SoftSignSGD(Core):
         self.committed = int(state["committed"])
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by buffer."""
+        """Returns the bytes held, by buffer."""
         return {
             **super().memory(),
             "momentum": self.momentum.nbytes + self.momentum_out.nbytes,

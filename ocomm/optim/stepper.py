@@ -1,9 +1,10 @@
-"""One rank's steps of an optimizer core: gradients become ready, are exchanged, and all ranks take the step or none.
+"""One rank's steps of an optimizer core: gradients become ready, are exchanged, and all ranks take the step or none
+does.
 
-A frontend tells ``buckets`` that a gradient is there (``mark_ready``, from a hook, while backward goes on) and calls
-``exchange`` in its ``step()``. Buckets (``buckets``) are posted in a fixed order; what they exchange is in ``flows``,
-what the ranks agree on in ``vote``. Nothing that the exchange writes is in use before all ranks have agreed: flags are
-OR-ed over the ranks, and if any is set all ranks discard, and skip the step or do it once more without overlap.
+A frontend tells ``buckets`` that a gradient is ready (``mark_ready``, from a hook, while backward goes on) and calls
+``exchange`` in its ``step()``. Buckets (``buckets``) are posted in a fixed order; ``flows`` has what they exchange,
+``vote`` what the ranks agree on. Nothing that the exchange writes is in use before all ranks have agreed: flags are
+OR-ed over the ranks. If any is set all ranks discard the step, and skip it or do it again without overlap.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ocomm.optim.vote import Statement, Vote
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
-#: Flags with which a step is exchanged once more, and with which it is over.
+#: Flags after which a step is exchanged again, and flags after which it is over.
 _AGAIN, _OVER = int(Flag.CHANGED | Flag.UNHANDED), int(Flag.SKIP | Flag.RAISED)
 _NON_FINITE, _UNHANDED = int(Flag.NON_FINITE), int(Flag.UNHANDED)
 
@@ -40,19 +41,31 @@ class StepOutcome(enum.Enum):
 
     TAKE = "take"
     SKIP = "skip"
-    #: They skip it, and some rank that does has a gradient that is not finite: a loss scale was too large.
+    #: All ranks skip it because a loss scale was too large: a gradient is not finite on some rank that skips.
     OVERFLOW = "overflow"
 
 
 class Stepper:
     """Exchanges the gradients of ``core``'s layout over ``channel``, step by step, on one rank.
 
-    ``ranks`` are the world ranks of the set, for messages.
-    ``locate(tensors, final)`` gives the addresses of their gradients as they are now, 0 for none: contiguous float32,
-    on a device of the types that ``core.gradients`` says; before ``step()`` (``final`` False) it may answer None: not
-    yet. It is called from hooks: a list of numbers costs them less than an array.
-    ``segment_nbytes`` bounds a segment's packed bytes. ``verify``: see ``Buckets``. ``replicas``: what each step
-    compares; None: nothing. ``direct``, ``intra_node``: see ``staged``.
+    Args:
+        name: The optimizer's name in messages.
+        core: The optimizer.
+        channel: The channel of the optimizer's steps.
+        ranks: The world ranks of the set, for messages.
+        watch: What a waiting thread looks at.
+        locate: ``locate(tensors, final)`` returns the addresses of their gradients at this moment, 0 for none:
+            contiguous float32, or on a device of the types in ``core.gradients``. Before ``step()`` (``final`` False)
+            it may return None if they must not be read yet. It is called from hooks, and returns a list because that
+            costs less than an array.
+        segment_nbytes: Limit for a segment's packed bytes.
+        overlap: Whether buckets are posted before ``step()``, after a first step without overlap.
+        verify: How much of a gradient is read again, as ``Buckets`` says.
+        timeout_s: Deadline of a step in seconds, 0 for none.
+        replicas: What each step compares; None for nothing.
+        bucket_count: Limit for the number of a flow's buckets.
+        direct: Whether messages go from device to device.
+        intra_node: What carries dense values inside nodes.
     """
 
     def __init__(
@@ -78,14 +91,14 @@ class Stepper:
         self.overlap = overlap
         self.overlapping = False  # switched on after a first step without
         self.traffic = Traffic()
-        self.step = 0  # committed or skipped by all
+        self.step = 0  # number of steps that were committed or skipped
         self.begun = False
-        #: Of which some rank has a gradient, in the last step.
+        #: Tensors that had a gradient on some rank in the last step.
         self.present_anywhere: Bools = np.zeros(len(core.layout.tensors), np.bool_)
         self._replicas = replicas
-        self._objections = 0  # flags of this rank, beside those of its gradients
+        self._objections = 0  # flags of this rank other than those of its gradients
         self._hyper = 0
-        self._early_sent: list[Sent] = []  # what the step under way has sent before its exchange
+        self._early_sent: list[Sent] = []  # what the current step has sent before its exchange
         self._dead: OcommError | None = None
         self._dense_bytes = core.layout.dense_bytes()
         self.wire = StepChannel(
@@ -99,9 +112,9 @@ class Stepper:
     # Before step()
 
     def begin(self, hyper: int, early: bool = True) -> None:
-        """Opens the next step. ``hyper`` digests what gradients are compressed with: betas and coupled decay.
+        """Opens the next step. ``hyper`` is a hash of what gradients are compressed with: betas and coupled decay.
 
-        ``early``: buckets may be posted before ``step()``, if that is done at all.
+        ``early``: buckets may be posted before ``step()``, if the stepper overlaps at all.
         """
         if self._dead is not None:
             raise type(self._dead)(*self._dead.args)
@@ -119,10 +132,10 @@ class Stepper:
     # The exchange
 
     def agree_on_norm(self, lr: float) -> StepOutcome | None:
-        """Before the exchange of gradients that are to be clipped: all ranks tell their norms, and ``norm`` is set.
+        """Exchanges norms and sets ``norm``, before the exchange of gradients that are to be clipped. Collective.
 
-        For a step of which nothing is on its way. Returns None, or what all ranks do with the step if one of them skips
-        it: then it is over. ``lr`` is shown in messages. Raises MismatchError, StallError, PeerError.
+        For a step of which nothing has been posted. ``lr`` is shown in messages. Returns None, or what all ranks do
+        with the step if one of them skips it: then it is over. Raises MismatchError, StallError, PeerError.
         """
         assert self.begun and not self.buckets.posted
         try:
@@ -139,7 +152,7 @@ class Stepper:
 
     @property
     def norm(self) -> float:
-        """sqrt(mean over ranks of |g|^2), as the ranks have said in the last round that asked for it."""
+        """sqrt(mean over ranks of |g|^2), from the last round in which ranks sent norms."""
         return self._vote.norm
 
     def exchange(
@@ -152,13 +165,21 @@ class Stepper:
         *,
         with_norm: bool = False,
     ) -> StepOutcome:
-        """Ends the step's exchange on all ranks: posts what is left, votes, waits; commits nothing.
+        """Ends the step's exchange on all ranks: posts what is left, votes, and waits; commits nothing. Collective.
 
-        ``hyper`` digests what gradients are compressed with, ``hyper_now`` everything that must agree (lr too), ``lr``
-        is shown in messages. ``announcement`` is the coordinator's news for all. ``again`` is called before a second
-        attempt, to set the hyperparameters as they are now. ``with_norm``: the vote also sets ``norm``.
+        Args:
+            hyper: Hash of what gradients are compressed with.
+            hyper_now: Hash of everything that must agree, with lr.
+            lr: The learning rate, for messages.
+            announcement: The coordinator's announcement to all ranks.
+            again: Called before a second attempt, to set the current hyperparameters.
+            with_norm: Whether the vote also sets ``norm``.
 
-        Raises NonFiniteError (all ranks, nothing changed), MismatchError, StallError, PeerError.
+        Raises:
+            NonFiniteError: A gradient is not finite; on all ranks, nothing was changed.
+            MismatchError: The ranks disagree.
+            StallError: A rank did not come in time.
+            PeerError: A rank raised, left or died.
         """
         started = time.perf_counter()
         if not self.begun:
@@ -183,7 +204,7 @@ class Stepper:
         return self._conclude(heard, [*(flow.sent for flow in self.flows.flows), self._vote.sent, *self._early_sent])
 
     def _finish(self, attempt: int, hyper: int, lr: float, announcement: int) -> Statement:
-        """Posts every bucket that is not, and returns what this rank says in the vote."""
+        """Posts all buckets that are not posted, and returns what this rank says in the vote."""
         buckets, core, replica = self.buckets, self.core, 0
         buckets.post(final=True)
         if core.steps_locally:
@@ -194,7 +215,7 @@ class Stepper:
         return Statement(self.step + 1, attempt, hyper, lr, flags, announcement, replica)
 
     def _look_at_local(self) -> None:
-        """Looks at the gradients that do not travel, for the vote to tell the others."""
+        """Checks the gradients that do not travel, so that the vote can tell the other ranks."""
         local, node, wire = self.flows.local, self.flows.node, self.wire
         if node is not None:
             assert node.ticket is not None
@@ -206,7 +227,7 @@ class Stepper:
         self._vote.presence[: bits.size] = bits
 
     def _start_again(self, hyper: int) -> None:
-        """A gradient has changed: all ranks exchange once more, and from now on without overlap."""
+        """Begins the step again after a gradient has changed; from now on all ranks exchange without overlap."""
         if self.overlap:
             _log.warning(
                 "%s: a gradient changed after backward (clipping, loss scaling or a second backward), so it is "
@@ -221,7 +242,7 @@ class Stepper:
         self.buckets.begin(self.step, 1, hyper, False)
 
     def _hear(self) -> None:
-        """Takes over which tensors some rank has a gradient of."""
+        """Notes which tensors have a gradient on some rank."""
         present = self.present_anywhere
         present[:] = False
         if self.core.steps_locally:
@@ -230,7 +251,9 @@ class Stepper:
             present[flow.present_anywhere()] = True
 
     def _conclude(self, heard: int, sent: Sequence[Sent]) -> StepOutcome:
-        """What all ranks do with the step, whose exchange is over. NonFiniteError if a gradient is not finite."""
+        """Returns what all ranks do with the step, whose exchange is over. Raises NonFiniteError if a gradient is not
+        finite.
+        """
         flows, is_over = self.flows.flows, bool(heard & _OVER)
         is_finite = is_over or not (heard & _NON_FINITE or not all(flow.is_finite() for flow in flows))
         self.step += 1
@@ -246,7 +269,7 @@ class Stepper:
         return StepOutcome.TAKE
 
     def give_up(self, error: BaseException) -> None:
-        """A step that was begun has not come to its end: there will be no other."""
+        """Ends the stepper because a step was interrupted: every later step raises."""
         if not isinstance(error, OcommError):
             self.wire.channel.abandon()
             error = HorovodInternalError(
@@ -265,24 +288,29 @@ class Stepper:
         return int(self.wire.announcement[0])
 
     def commit(self) -> None:
-        """Takes the step: the core's state and parameters move."""
+        """Takes the step: the core's state and parameters change."""
         self.core.commit(self.present_anywhere, self.flows.averages)
 
     @property
     def averages(self) -> Floats:
-        """What the dense tensors of the last step brought: flat float32, in the order of the layout."""
+        """The averages of the tensors that traveled dense in the last step: flat float32, in the order of the
+        layout.
+        """
         return self.flows.averages
 
     def average(self, tensor: int) -> Floats:
-        """The averaged gradient of a tensor in warm-up: float32, ``numel`` elements, valid until the next step."""
+        """Returns the averaged gradient of a tensor in warm-up: float32, ``numel`` elements, valid until the next
+        step.
+        """
         layout = self.core.layout
         first = int(layout.offsets[tensor])
         return self.flows.averages[first : first + int(layout.numels[tensor])]
 
     def resume(self, step: int, order: Sequence[int] | None) -> None:
-        """Goes on after ``step`` steps, with the order of a saved run or, if None, with the first step's as at a start.
+        """Continues after ``step`` steps, with the order of a saved run or, if that is None, with a first step as at a
+        start.
 
-        Raises ValueError if a step is under way.
+        Raises ValueError if a step has begun.
         """
         if self.begun:
             raise ValueError("a step is under way")
@@ -293,10 +321,10 @@ class Stepper:
             self.overlapping = self.overlap
 
     def adopt_order(self, order: Sequence[int]) -> None:
-        """Takes over the order in which gradients arrive (rank 0's, the same on all ranks) for all later steps."""
+        """Uses the order in which gradients became ready on rank 0, the same on all ranks, for all later steps."""
         assert not self.begun
         self.flows.adopt_order(order)
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by buffer: the core's state and the runtime's own."""
+        """Returns the bytes held, by buffer: the core's state and the runtime's own."""
         return {**self.core.memory(), **self.flows.memory()}

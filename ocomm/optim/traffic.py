@@ -11,7 +11,7 @@ from ocomm.optim.step_channel import Sent
 
 @dataclass(slots=True)
 class Traffic:
-    """What this rank has really sent through its optimizer, headers included.
+    """What this rank has sent through its optimizer, with headers.
 
     ``bytes_sent`` went to other nodes, ``bytes_sent_inside`` to ranks of its own; in the flat form each rank counts as
     a node. ``bytes_dense`` is what a dense average would have sent to other nodes.
@@ -31,7 +31,7 @@ class Traffic:
     last_exposed_s: float = 0.0
 
     def count(self, sent: Sequence[Sent], flows: Sequence[Flow], bytes_dense: float, skipped: bool) -> None:
-        """A step is over in which this rank has ``sent`` these plans; ``flows`` are what it had."""
+        """Counts a step that is over, in which this rank has ``sent`` these plans; ``flows`` are those of the step."""
         kinds = {type(flow) for flow in flows}
         across = sum([one.across for one in sent])
         self.steps += 1

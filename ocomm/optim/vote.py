@@ -1,9 +1,9 @@
 """The vote of a step: what the ranks agree on before the step is taken.
 
-In a round every rank sends all others a header, and no more. A step has one round, the vote, after its last bucket:
-flags, hyperparameters, which gradients there are, a checksum of parameters. Gradients that are clipped by their exact
-norm have one before the first bucket. After a step with a gradient that is not finite there may be a third, in which
-ranks say whose it was.
+In a round every rank sends a header, and nothing else, to all others. A step has one round, the vote, after its last
+bucket: flags, hyperparameters, which gradients exist, a checksum of parameters. If gradients are clipped by their exact
+norm, there is a round before the first bucket. After a step with a gradient that is not finite there may be a third, in
+which ranks say whose it was.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from ocomm.optim.flows import Flow, NodeFlow
 from ocomm.optim.step_channel import Sent, StepChannel
 from ocomm.types import Flag
 
-#: ``attempt`` of the round in which ranks say whose gradients were not finite.
+#: The ``attempt`` of the round in which ranks say whose gradients were not finite.
 _NON_FINITE_ROUND = 2
 
 
 class Statement(NamedTuple):
-    """What this rank says in a round. ``step`` counts from 1, ``hyper`` digests all that must agree, ``lr`` is shown in
-    messages, ``announcement`` is the coordinator's news for all, ``replica`` a checksum of parameters."""
+    """What this rank says in a round.
+
+    ``step`` counts from 1. ``hyper`` is a hash of everything that must agree, ``lr`` is shown in messages,
+    ``announcement`` is the coordinator's to all ranks, ``replica`` is a checksum of parameters.
+    """
 
     step: int
     attempt: int
@@ -44,7 +47,7 @@ class Statement(NamedTuple):
 
 
 class Round:
-    """Everyone's header and presence bits of ``tensors``, to all. ``signature`` says which round it is."""
+    """Headers, with presence bits of ``tensors``, from every rank to all. ``signature`` says which round it is."""
 
     def __init__(self, wire: StepChannel, signature: int, tensors: int) -> None:
         self.segment_headers = wire.segment_headers([(signature, tensors)])
@@ -55,7 +58,7 @@ class Round:
         self.ticket: Ticket | None = None
 
     def tensors_of(self, segment: int) -> tuple[int, ...]:
-        """None: it has no payload."""
+        """Returns no tensors, because a round has no payload."""
         return ()
 
 
@@ -67,37 +70,44 @@ class Vote:
         self._wire = wire
         layout = core.layout
         self._vote = Round(wire, layout.digest, len(layout.tensors) if core.steps_locally else 0)
-        #: sqrt(mean over ranks of |g|^2), as the ranks have said in the last round that asked for it.
+        #: sqrt(mean over ranks of |g|^2), from the last round in which ranks sent norms.
         self.norm = 0.0
-        #: Bytes of the vote of a step.
+        #: Number of bytes of the vote of a step.
         self.sent = self._vote.sent
 
     @property
     def presence(self) -> Bytes:
-        """Bits of the gradients that this rank has, for a core that steps locally; what ``hold`` sends."""
+        """Bits that say which gradients this rank has, for a core that steps locally; ``hold`` sends them."""
         return self._vote.segment_header.presence
 
     @cached_property
     def _early_round(self) -> Round:
-        """The round of norms, before anything is on its way."""
+        """The round of norms, before anything is posted."""
         return Round(self._wire, self._core.layout.digest ^ 1, 0)
 
     @property
     def early_sent(self) -> Sent:
-        """Bytes of a round before anything is on its way."""
+        """Bytes of a round before anything is posted."""
         return self._early_round.sent
 
     @property
     def present(self) -> Bytes:
-        """The same of all ranks, OR-ed, as heard."""
+        """The presence bits of all ranks, OR-ed, as heard."""
         return self._vote.segment_header.heard
 
     def hold(self, said: Statement, flows: Sequence[Flow] | None, with_norm: bool) -> int:
-        """Tells all ranks what this one says, and waits for all that say and for ``flows``. Collective.
+        """Sends ``said`` to all ranks, and waits for their statements and for ``flows``. Collective.
 
-        ``flows``: those of the step; None for a round before anything is on its way. ``with_norm``: all ranks also tell
-        their norms, and ``norm`` is set. Returns the flags of all ranks. Raises MismatchError, StallError, PeerError,
-        HorovodInternalError.
+        Args:
+            said: What this rank says.
+            flows: The flows of the step; None for a round before anything is posted.
+            with_norm: Whether ranks also send their norms, which sets ``norm``.
+
+        Returns:
+            The flags of all ranks.
+
+        Raises:
+            HorovodInternalError: The exchange failed: MismatchError, StallError or PeerError.
         """
         wire, core = self._wire, self._core
         held = self._vote if flows is not None else self._early_round
@@ -138,10 +148,11 @@ class Vote:
         return self._wire.explain(failed, what, mismatch, self._core.kernels.name)
 
     def non_finite_ranks(self, flows: Sequence[Flow], step: int) -> list[int]:
-        """World ranks whose gradients have NaN or Inf; empty where only the average overflowed. Collective.
+        """Returns the world ranks whose gradients have NaN or Inf; none if only the average overflowed. Collective.
 
-        Those that compressed have said so in a header, unless it spoke for a node. For the others, who only add up, the
-        ranks look at their gradients and tell each other once more: all of them or none, for all have heard the same.
+        A rank that compressed has said so in a header, unless the header spoke for a node. For other ranks, which only
+        add to a sum, all ranks look at their gradients and tell each other in one more round. All ranks do so or none,
+        since all have heard the same.
         """
         wire, core, segment_header = self._wire, self._core, self._vote.segment_header
         if core.layout.nodes.is_flat:

@@ -1,22 +1,23 @@
-"""0/1 Adam (arXiv 2202.06009) as a state machine over flat float32 buffers; no framework, thread or network.
+"""0/1 Adam (arXiv 2202.06009) as a state machine over flat float32 buffers, without framework, thread or network.
 
-Each rank keeps a momentum of its own and steps with it. At a sync the ranks average, with 1 bit, what their steps since
-the last one add up to, and start again from one point; at a refresh they average the gradient densely for v:
+Each rank keeps a momentum of its own and steps with it. At a sync the ranks average, with 1 bit, the sum of their
+updates since the last sync, and continue from the same parameters. At a refresh they average the gradient densely for
+v:
 
     m  = beta1 * m + (1 - beta1) * g;  p = p * (1 - lr * wd) - lr * m / denominator;  u = u + lr * m
     sync:     ubar = q * CompressedAllreduce(u / q);  m = ubar / L;  u = 0
               p = p_sync * W - ubar / denominator;  p_sync = p
     refresh:  v = beta2 * v + (1 - beta2) * gbar^2, after p has moved
 
-L is the sum of lr and W the product of (1 - lr * wd) since the last sync, and q the root of L: errors grow and shrink
-with it (decision 0009). ``intervals`` says which steps are what: whole numbers alone decide, so that all ranks agree
-without asking. A tensor's first steps are dense: see ``Stage``.
+L is the sum of lr and W the product of (1 - lr * wd) since the last sync, and q is the square root of L: errors grow
+and shrink with it (decision 0009). ``intervals`` says which steps are what, from whole numbers alone, so that all ranks
+agree without a message. A tensor's first steps are dense (``Stage``).
 
 Memory per parameter, besides the parameter and its gradient, for n ranks (``memory`` gives the real numbers):
 
-    always          m 4 B, denominator 4 B, worker error 2 * 4 B, owner error 2 * 4/n B; mask 1/8 B
-    refreshes       v 4 B, until there are no more of them
-    local steps     u 4 B, p_sync 4 B, m of the last sync 4 B, from the first one on
+    always          m 4 B, denominator 4 B, worker's error 2 * 4 B, server's error 2 * 4/n B; mask 1/8 B
+    refreshes       v 4 B, until the last refresh
+    local steps     u 4 B, p_sync 4 B, m of the last sync 4 B, from the first local step on
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ from ocomm.optim.intervals import RefreshSchedule, SyncSchedule
 from ocomm.optim.options import option
 from ocomm.optim.preconditioner import Preconditioner, PreconditionerOptions
 
-#: Of the errors in a rank state. One that does not say it has errors in units of lr * m.
+#: The unit of the errors in a rank state. A state without this entry has errors in units of lr * m.
 ERROR_UNIT = "sqrt(lr) * m"
 
 
 class Stage(enum.IntEnum):
-    """Of one tensor. It starts DENSE: each step averages the gradient, refreshes v with it, and moves by the average.
+    """The stage of one tensor. It starts DENSE: each step averages the gradient, refreshes v with it, and moves by the
+    average.
 
-    One such step is enough, so all begin together. A tensor without a gradient in its first step is UNSEEN: it does not
-    travel until some rank has one, which waits in the worker errors, and then takes as many dense steps as the others
-    had refreshes.
+    One such step is enough, so all tensors begin together. A tensor without a gradient in its first step is UNSEEN: it
+    does not travel until some rank has a gradient. That gradient waits in the worker errors, and the tensor then takes
+    as many dense steps as the others had refreshes.
     """
 
     DENSE = 0
@@ -57,13 +59,13 @@ class Stage(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOneAdamOptions(PreconditionerOptions):
-    """Raises SettingsError for values that cannot be."""
+    """The options of 0/1 Adam. Raises SettingsError for impossible values."""
 
     variance_floor: float = option(0.2, PreconditionerOptions.texts()["variance_floor"])
     var_update_scaler: int = option(
         16,
         """The variance is refreshed, with a dense average of the gradients, at step 1 and then after 2^floor(j /
-        ``var_update_scaler``) steps, j counting the refreshes.""",
+        ``var_update_scaler``) steps, where j counts the refreshes.""",
     )
     var_freeze_step: int | None = option(
         None, "The last step that may refresh the variance. None: it is refreshed as long as every step is a sync."
@@ -73,16 +75,16 @@ class ZeroOneAdamOptions(PreconditionerOptions):
     )
     local_step_doubling: int | None = option(
         None,
-        """From there on syncs are min(``local_step_clip``, 2^floor((t - ``local_step_start``) /
-        ``local_step_doubling``)) steps apart, t being the step. None: 32768, or a quarter of ``total_steps``.""",
+        """After ``local_step_start``, syncs at step t are min(``local_step_clip``, 2^floor((t - ``local_step_start``) /
+        ``local_step_doubling``)) steps apart. None: 32768, or a quarter of ``total_steps``.""",
     )
     local_step_clip: int | None = option(
-        None, "The number of steps between two syncs at most. None: 16, or 4 with ``total_steps``."
+        None, "The largest number of steps between two syncs. None: 16, or 4 with ``total_steps``."
     )
     total_steps: int | None = option(
         None,
-        """The number of steps of the whole run, from which the ``local_step`` options are derived that are None. It is
-        not known if it is None.""",
+        """The number of steps of the whole run, which sets those ``local_step`` options that are None. None: it is not
+        known.""",
     )
 
     def __post_init__(self) -> None:
@@ -101,7 +103,7 @@ class ZeroOneAdamOptions(PreconditionerOptions):
         self.schedules()
 
     def schedules(self) -> tuple[SyncSchedule, RefreshSchedule]:
-        """Of syncs and of refreshes, before the first step."""
+        """Returns the schedules of syncs and of refreshes, before the first step."""
         start, doubling, clip = self.local_step_start, self.local_step_doubling, self.local_step_clip
         assert start is not None and doubling is not None and clip is not None
         syncs = SyncSchedule(start, doubling, clip)
@@ -122,21 +124,22 @@ class ZeroOneAdam(Core):
         self.syncs, self.refreshes = options.schedules()
         self.mask_refresh = options.mask_refresh
         self.preconditioner = Preconditioner(layout, options.variance_floor, self.param_memory)
-        #: Steps taken, syncs among them, and steps in which nothing was averaged but the gradients of late tensors.
+        #: Numbers of steps taken, of syncs among them, and of steps that averaged nothing but the gradients of late
+        #: tensors.
         self.step = 0
         self.sync_steps = 0
         self.local_steps = 0
         count = len(layout.tensors)
         self.stage = np.zeros(count, np.uint8)
-        #: Refreshes of each tensor's v, and with how many its dense steps end.
+        #: Number of refreshes of each tensor's v, and the number with which its dense steps end.
         self.refreshed = np.zeros(count, np.int64)
         self._dense_refreshes = np.ones(count, np.int64)
         # Since the last sync, in float64.
         self._interval_lr = np.zeros(count)
         self._interval_decay = np.ones(count)
-        #: Is the tensor's momentum that of the last sync?
+        #: Whether the tensor's momentum is that of the last sync.
         self._is_average = np.ones(count, np.bool_)
-        #: Has a tensor which is not yet compressed something waiting in its worker errors?
+        #: Whether a tensor that is not compressed yet has gradients waiting in its worker errors.
         self._waits = np.zeros(count, np.bool_)
         self._lr, self._decay, self._beta2, self._eps = (
             np.zeros(count),
@@ -161,7 +164,9 @@ class ZeroOneAdam(Core):
     # Hyperparameters
 
     def set_hyper(self, group: Group) -> None:
-        """beta2 and ``eps`` are read at refreshes. A ``gradient_scale`` is built in as in 1-bit Adam."""
+        """Sets a group's hyperparameters. beta2 and ``eps`` are read at refreshes. A ``gradient_scale`` is built in as
+        in 1-bit Adam.
+        """
         index, lr, (beta1, beta2) = group.tensors, group.lr, group.betas
         rows = self.tensors
         decay = 1.0 - lr * group.decoupled_decay
@@ -178,22 +183,24 @@ class ZeroOneAdam(Core):
 
     @property
     def is_sync(self) -> bool:
-        """Is the next step a sync? With learning rates of 0 it comes to nothing, and the one after it tries again."""
+        """True if the next step is a sync. If learning rates are 0 nothing is exchanged, and the step after it becomes
+        a sync.
+        """
         return self.syncs.is_due(self.step + 1)
 
     @property
     def is_synced(self) -> bool:
-        """Do all ranks hold the same parameters?"""
+        """True if all ranks have the same parameters."""
         return not (self._interval_lr > 0).any()
 
     @property
     def is_refresh(self) -> bool:
-        """Is the next step a refresh?"""
+        """True if the next step is a refresh."""
         return self.refreshes.is_due(self.step + 1)
 
     @property
     def dense_again(self) -> bool:  # type: ignore[override]
-        """While there are refreshes to come."""
+        """True while there are refreshes to come."""
         return not self.refreshes.is_over(self.step + 1)
 
     def exchange(self) -> Exchange:
@@ -206,8 +213,11 @@ class ZeroOneAdam(Core):
         return preconditioner.mask if preconditioner.masked[layout.tensor_indices].any() else None
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
-        """What the steps since the last sync add up to, with this one's, over the root of the rates' sum. For a coupled
-        decay it reads parameters."""
+        """Returns the loop that compresses the sum of updates since the last sync, with this step's, divided by the
+        square root of the sum of learning rates.
+
+        It reads parameters if the decay is coupled.
+        """
         layout = self.segments[segment].layout
         return loop(
             Kernels.compress_update,
@@ -228,7 +238,7 @@ class ZeroOneAdam(Core):
         return (*super().built_in(segments), *masks, self._update)
 
     def is_dense_finite(self, segment: SegmentLayout, averages: Table) -> bool:
-        """v takes their squares."""
+        """Returns True if the squares of the averages, which v needs, are finite."""
         with np.errstate(over="ignore", invalid="ignore"):
             return all(np.isfinite(part * part).all() for part in self._parts(segment, averages))
 
@@ -241,14 +251,14 @@ class ZeroOneAdam(Core):
         return self.kernels.finite(self._blocks_of(tensors), self.tensors)
 
     def commit(self, present: Bools, averages: Floats) -> None:
-        """Takes the step. ``averages`` is changed: it is no longer needed then."""
+        """Takes the step. Overwrites ``averages``."""
         self.allocate()
         is_sync, is_refresh = self.is_sync, self.is_refresh
         refreshes_before = self.refreshes.count
         compressed = self.stage == Stage.COMPRESSED
         moved = present.copy()
         if is_sync:
-            # What took steps since the last sync moves at this one even without a gradient: all ranks meet there.
+            # A tensor that took steps since the last sync moves even without a gradient, because all ranks sync it.
             moved |= compressed & (self._interval_lr.astype(np.float32) > 0)
         met = compressed & moved & is_sync & ((self._interval_lr + self._lr).astype(np.float32) > 0)
         local = compressed & moved & ~met
@@ -275,7 +285,9 @@ class ZeroOneAdam(Core):
         self._free_variance()
 
     def _take_dense_steps(self, present: Bools, averages: Floats, refreshes: int) -> None:
-        """Of tensors which are not compressed yet; ``refreshes`` is what the others had before this step."""
+        """Takes a step of the tensors that are not compressed yet. ``refreshes`` is the number that the others had
+        before this step.
+        """
         rows = self.tensors
         dense, unseen = self.stage == Stage.DENSE, self.stage == Stage.UNSEEN
         self.stage[dense & ~present & (self.refreshed == 0)] = Stage.UNSEEN
@@ -291,14 +303,14 @@ class ZeroOneAdam(Core):
             rows["grad"][tensor], rows["grad_dtype"][tensor] = address(average), 0
         with_variance = dense & present & (self.refreshed > 0)
         self._step_locally(with_variance, None, self.preconditioner.denominator, self.preconditioner.mask)
-        # Without a variance all elements are masked: parameters only decay, and gradients wait.
+        # Without a variance all elements are masked: parameters only decay, and gradients wait in the errors.
         without = (dense | unseen) & present & ~with_variance
         if without.any():
             everything = self.param_memory.staging(self.layout.flat_numel // 8)
             everything[:] = 255
             self.param_memory.changed(everything)
             waiting = self.param_memory.zeros(self.layout.flat_numel)
-            # In the unit of errors. What is masked does not move by the rate.
+            # Gradients wait in the unit of errors. Masked elements are not moved by this step size.
             rows["step_size"][without] = np.sqrt(self._lr[without])
             self._step_locally(without, waiting, self.momentum, everything)
             rows["step_size"][without] = self._lr[without]
@@ -316,7 +328,9 @@ class ZeroOneAdam(Core):
                 self._synced[self.flat_span(tensor)] = self._param(tensor)
 
     def _end_sync(self, met: Bools) -> None:
-        """All ranks have exchanged: ``met`` starts again from one point, the others as if nothing had been sent."""
+        """Ends a sync: the tensors ``met`` continue from the same parameters on all ranks, the others as if nothing had
+        been sent.
+        """
         for tensor in np.flatnonzero(~met & ((self.stage == Stage.COMPRESSED) | self._waits)).tolist():
             self.keep_errors(tensor)
         self.swap_errors()
@@ -344,13 +358,13 @@ class ZeroOneAdam(Core):
         self._interval_decay[local] *= self._decay[local]
 
     def _start_intervals(self, moving: Bools) -> None:
-        """Tensors that have not moved since the last sync start from their parameters as they are now."""
+        """Keeps the current parameters of tensors that have not moved since the last sync, as those they start from."""
         if self._synced is not None:
             for tensor in np.flatnonzero(moving & (self._interval_lr == 0)).tolist():
                 self._synced[self.flat_span(tensor)] = self._param(tensor)
 
     def _leave_sync(self, tensors: Bools, moves: bool) -> None:
-        """Keeps what a sync has left of ``tensors``: their momentum, and if the parameters will move those, too."""
+        """Keeps the momentum that a sync has left of ``tensors`` and, if they will move, their parameters."""
         if moves and self._update is None:
             self._update, self._synced = (self.param_memory.zeros(self.layout.flat_numel) for _ in range(2))
             for tensor in np.flatnonzero(self.stage == Stage.COMPRESSED).tolist():
@@ -370,7 +384,7 @@ class ZeroOneAdam(Core):
     # The variance
 
     def _decay_average(self, tensor: int, averages: Floats) -> None:
-        """Adds the coupled decay to an averaged gradient: of the parameters before the step which all ranks have."""
+        """Adds the coupled decay to an averaged gradient, from the parameters before the step that all ranks have."""
         decay = self.tensors["weight_decay"][tensor]
         if decay != 0:
             span = self.flat_span(tensor)
@@ -378,7 +392,7 @@ class ZeroOneAdam(Core):
             averages[span] = self.param_memory.host(averages[span]) + decay * self.param_memory.host(param)
 
     def _refresh(self, tensor: int, gradient: Floats) -> None:
-        """v = beta2 * v + (1 - beta2) * gradient^2, and what follows from it."""
+        """Updates v = beta2 * v + (1 - beta2) * gradient^2, and what is computed from it."""
         v = self._variance.get(tensor)
         if v is None:
             v = self._variance[tensor] = np.zeros(int(self.layout.numels[tensor]), np.float32)
@@ -402,19 +416,21 @@ class ZeroOneAdam(Core):
 
     @property
     def wake_due(self) -> bool:
-        """Every ``mask_refresh`` syncs, while anything is masked."""
+        """True every ``mask_refresh`` syncs, while an element is masked."""
         due = self.sync_steps > self._woken_at and self.sync_steps % self.mask_refresh == 0
         return due and bool(self.preconditioner.masked.any())
 
     def touched(self) -> Bytes:
-        """One bit per flat element: masked, and this rank's gradients have left something in its worker error."""
+        """Returns one bit per flat element: it is masked, and this rank's gradients have left something in its worker
+        error.
+        """
         return self.preconditioner.touched(self.error, self.rank)
 
     def wake(self, touched: Bytes) -> int:
-        """Unmasks the elements of ``touched``, the OR over all ranks; returns how many.
+        """Unmasks the elements of ``touched``, the OR over all ranks. Returns their number.
 
         Their v becomes that of their block's mean sqrt(v_hat), so that no refresh masks them again. Their momentum is
-        0; what they have gathered in the worker errors goes into the next sync.
+        0. What they have accumulated in the worker errors goes into the next sync.
         """
         self._woken_at = self.sync_steps
         preconditioner = self.preconditioner
@@ -432,10 +448,11 @@ class ZeroOneAdam(Core):
     # State
 
     def report(self) -> dict[str, Any]:
-        """The ``stage`` is ``"warm-up"`` before the first step, ``"refreshing"`` while v changes, then ``"frozen"``.
+        """Returns the state for users. The ``stage`` is ``"warm-up"`` before the first step, ``"refreshing"`` while v
+        changes, then ``"frozen"``.
 
-        Also the ``interval`` between syncs as it is now, ``synced``: all ranks hold the same parameters, the steps of
-        each kind, and how many elements are masked and were woken.
+        Also the current ``interval`` between syncs, ``synced`` (all ranks have the same parameters), the steps of each
+        kind, and the numbers of elements that are masked and that were woken.
         """
         return {
             "stage": "warm-up" if self.step == 0 else "refreshing" if self.dense_again else "frozen",
@@ -449,22 +466,25 @@ class ZeroOneAdam(Core):
         }
 
     def average_momentum(self, tensor: int) -> Floats:
-        """m of the last sync, the same on all ranks: a new float32 array of ``numel`` elements."""
+        """Returns m of the last sync, the same on all ranks: a new float32 array of ``numel`` elements."""
         if not self._allocated:
             return np.zeros(int(self.layout.numels[tensor]), np.float32)
         momentum = self.momentum if self._is_average[tensor] else self._average_momentum
         return self._saved(momentum[self.flat_span(tensor)])
 
     def variance(self, tensor: int, *, beta2: float) -> Floats:
-        """Adam's exp_avg_sq for a checkpoint: v_hat * (1 - beta2^t), new float32 array, 0 where masked."""
+        """Returns Adam's exp_avg_sq for a checkpoint: v_hat * (1 - beta2^t), a new float32 array, 0 for masked
+        elements.
+        """
         if not self.refreshed[tensor]:
             return np.zeros(int(self.layout.numels[tensor]), np.float32)
         return self.preconditioner.variance(tensor, 1.0 - beta2 ** int(self.steps[tensor]))
 
     def adopt(self, tensor: int, momentum: Floats, variance: Floats, *, step: int, beta2: float, eps: float) -> None:
-        """Goes on from Adam's m and v, ``numel`` float32, after ``step`` steps: v counts as refreshed in each of them.
+        """Continues from Adam's m and v, ``numel`` float32, after ``step`` steps; v counts as refreshed in each of
+        them.
 
-        Nothing changes but the step count if v is 0 everywhere. Raises ValueError for another number of elements,
+        If v is 0 everywhere only the step count changes. Raises ValueError for another number of elements,
         NonFiniteError if v has NaN or Inf.
         """
         spec = self.layout.tensors[tensor]
@@ -479,14 +499,14 @@ class ZeroOneAdam(Core):
             self.stage[tensor] = Stage.COMPRESSED
 
     def start_at(self, step: int) -> None:
-        """The schedules go on as if ``step`` steps had been taken, the last of them a sync."""
+        """Sets the schedules as if ``step`` steps had been taken, the last of them a sync."""
         self.step = step
         self.syncs.synced(step)
         self.refreshes.start_at(step)
         self._free_variance()
 
     def _forget(self, tensor: int) -> None:
-        """The tensor starts from its parameter as it is, as after a sync."""
+        """Lets the tensor start from its current parameter, as after a sync."""
         self.reset_errors(tensor)
         span = self.flat_span(tensor)
         if self._update is not None and self._synced is not None:
@@ -497,9 +517,10 @@ class ZeroOneAdam(Core):
         self._waits[tensor] = False
 
     def state(self) -> dict[str, Any]:
-        """Counters, and by name of each tensor: ``stage``, ``refreshes``, ``dense_refreshes``; what the preconditioner
-        has, once there was a refresh; ``variance`` while there are refreshes to come; between two syncs ``synced``, the
-        parameter at the last one."""
+        """Returns counters, and by name of each tensor ``stage``, ``refreshes`` and ``dense_refreshes``; what the
+        preconditioner has, once there was a refresh; ``variance`` while there are refreshes to come; between two syncs
+        ``synced``, the parameter at the last one.
+        """
         return {
             **super().state(),
             "step": self.step,
@@ -527,7 +548,7 @@ class ZeroOneAdam(Core):
         return state
 
     def load_state(self, state: Mapping[str, Any], momentum: Callable[[int], Floats] | None = None) -> None:
-        """The inverse: each tensor is where it was after its last sync, its parameter too.
+        """Loads the result of ``state``: each tensor, with its parameter, is in the state after its last sync.
 
         ``momentum(tensor)``, float32, is ``average_momentum`` of a tensor that has taken steps. Raises ValueError,
         before anything is changed, if a number of elements differs.
@@ -540,7 +561,7 @@ class ZeroOneAdam(Core):
             for name in ("denominator", "variance", "synced"):
                 if name in tensors[tensor]:
                     flat_floats(tensors[tensor][name], spec.numel, f"{name} of {spec.name!r}")
-        # The parameters are those of the state: what was local before is forgotten, not taken back.
+        # The parameters are those of the state, so local steps taken before are forgotten, not undone.
         self._start_interval()
         self.preconditioner.masked[:] = 0
         super().load_state(state)
@@ -572,7 +593,9 @@ class ZeroOneAdam(Core):
         self._waits[:] = False
 
     def rank_state(self) -> dict[str, Any]:
-        """Between two syncs also ``momentum``, ``update`` and ``parameter`` (flat), and since when they are local."""
+        """Returns the rank state; between two syncs also ``momentum``, ``update`` and ``parameter`` (flat), and since
+        when they are local.
+        """
         flat: dict[str, Floats] = {}
         if not self._is_average.all():
             flat["momentum"] = self._saved(self.momentum)
@@ -605,7 +628,7 @@ class ZeroOneAdam(Core):
                 raise ValueError(f"flat buffer {name!r} has NaN or Inf")
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """The inverse, after ``load_state``. Parameters become this rank's own again."""
+        """Loads the result of ``rank_state``, after ``load_state``. Parameters become this rank's own again."""
         self.check_rank_state(state)
         flat, plain = state.get("flat", {}), state["plain"]
         super().load_rank_state({**state, "flat": {}})
@@ -622,7 +645,7 @@ class ZeroOneAdam(Core):
                 self._param(tensor)[:] = flat["parameter"][span]
 
     def reset_rank_state(self) -> None:
-        """As after the last sync: parameters that have moved since are set back."""
+        """Resets the rank state to that after the last sync; sets back parameters that have moved since."""
         for tensor in np.flatnonzero(~self._is_average).tolist():
             span = self.flat_span(tensor)
             self.momentum[span] = self._average_momentum[span]
@@ -634,7 +657,7 @@ class ZeroOneAdam(Core):
         super().reset_rank_state()
 
     def replica_addresses(self) -> NDArray[np.uint64]:
-        """Of the parameters at the last sync."""
+        """Returns the addresses of the parameters at the last sync."""
         addresses = self.tensors["param"].copy()
         if self._synced is not None:
             moved = self._interval_lr > 0
@@ -642,7 +665,7 @@ class ZeroOneAdam(Core):
         return addresses
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by buffer."""
+        """Returns the bytes held, by buffer."""
         optional = {"update": self._update, "synced": self._synced}
         return {
             **self.preconditioner.memory(),
@@ -655,7 +678,7 @@ class ZeroOneAdam(Core):
         }
 
     def _param(self, tensor: int) -> Floats:
-        """The parameter behind its address: a flat view."""
+        """Returns the parameter at its address: a flat view."""
         return self.param_memory.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
 
     def _blocks_of(self, tensors: Sequence[int]) -> Table:

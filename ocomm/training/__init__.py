@@ -1,1 +1,1 @@
-"""A distributed optimizer without its framework: what Torch and TensorFlow frontends share, on one rank."""
+"""A distributed optimizer without its framework: what the frontends of Torch and TensorFlow share, on one rank."""

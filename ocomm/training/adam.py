@@ -1,4 +1,4 @@
-"""What the drivers that take over Adam's m and v have in common: a host that has them, and a warm start from them."""
+"""What drivers that take over Adam's m and v share: the frontend's interface, and a warm start."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ class MomentsFrontend(Frontend, Protocol):
     """A frontend that wraps an Adam."""
 
     def wrapped_adam(self) -> str:
-        """``"Adam"`` or ``"AdamW"``: where the weight decay goes. The ranks compare it."""
+        """Returns ``"Adam"`` or ``"AdamW"``, which says how weight decay is applied. The ranks compare it."""
         ...
 
     def read_warm_start(self) -> str | None:
-        """The fingerprint of the moments with which the frontend will call ``start_warm``; None without. The ranks
-        compare it."""
+        """Returns the fingerprint of the moments with which the frontend will call ``start_warm``, None without. The
+        ranks compare it.
+        """
         ...
 
     def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
-        """The wrapped optimizer's m, v (flat float32, its own memory) and step count of a tensor, None without any."""
+        """Returns the wrapped optimizer's m and v (flat float32, its own memory) and step count of a tensor; None
+        without any.
+        """
         ...
 
     def release(self, tensor: int) -> None:
-        """The tensor's m and v are no longer needed."""
+        """Says that the tensor's m and v are no longer needed."""
         ...
 
 
@@ -46,9 +49,9 @@ def dense_step(
     parameter: Callable[[int], Floats],
     state: Callable[[int], DenseAdam],
 ) -> None:
-    """Adam's step of the tensors in ``averages``, in place, with the same bits in every framework.
+    """Makes Adam's step of the tensors in ``averages``, in place, with the same bits in every framework.
 
-    ``parameter`` and ``state`` give a tensor's elements, flat, and its moments.
+    ``parameter`` and ``state`` return a tensor's elements, flat, and its moments.
     """
     for group in groups:
         for tensor in group.tensors.tolist():
@@ -67,7 +70,7 @@ def dense_step(
 
 
 class AdamDriver(Driver):
-    """See ``Driver``; ``frontend`` is a ``MomentsFrontend``."""
+    """A ``Driver`` whose ``frontend`` is a ``MomentsFrontend``."""
 
     core: OneBitAdam | ZeroOneAdam
 
@@ -81,7 +84,7 @@ class AdamDriver(Driver):
         options: Options,
         common: Common,
     ) -> None:
-        #: What came from an Adam's checkpoint, for the report.
+        #: What was loaded from an Adam's checkpoint, for the report.
         self.warm_start: dict[str, Any] | None = None
         told = {
             "optimizer": core_class.dense_steps_of or frontend.wrapped_adam(),
@@ -90,20 +93,23 @@ class AdamDriver(Driver):
         super().__init__(session, number, specs, frontend, core_class, options, common, told)
 
     def clip_averages(self, averages: Sequence[Floats], max_norm: float | None) -> None:
-        """Clips averaged gradients in place, as ``torch.nn.utils.clip_grad_norm_``, unless ``max_norm`` is None."""
+        """Clips averaged gradients in place, as ``torch.nn.utils.clip_grad_norm_`` does, unless ``max_norm`` is
+        None.
+        """
         factor = 1.0 if max_norm is None else self.clip_factor(averages, max_norm)
         for average in averages if factor < 1.0 else ():
             average *= np.float32(factor)
 
     def clip_factor(self, averages: Sequence[Floats], max_norm: float) -> float:
-        """What clips averaged gradients, in the host's memory, to ``max_norm``; 1 at most."""
+        """Returns the factor, at most 1, that clips averaged gradients in the host's memory to ``max_norm``."""
         addresses = np.array([address(average) for average in averages], np.uint64)
         squares = self.kernels.squares(addresses, np.array([average.size for average in averages], np.int64))
         return min(1.0, max_norm / (math.sqrt(sum(squares.tolist())) + 1e-6))
 
     def report(self) -> dict[str, Any]:
-        """Also ``warm_start``: None, or ``step`` of the checkpoint, how many ``tensors`` had moments in it, and the
-        names of those that are ``dense`` since they had none."""
+        """Also returns ``warm_start``: None, or ``step`` of the checkpoint, the number of ``tensors`` with moments in
+        it, and the names of those that are ``dense`` since they had none.
+        """
         return {**super().report(), "warm_start": self.warm_start}
 
     def _state(self) -> dict[str, Any]:
@@ -126,25 +132,25 @@ class AdamDriver(Driver):
         return found
 
     def _beta2(self, tensor: int) -> float:
-        """Of the tensor's group, as it is now."""
+        """Returns the current beta2 of the tensor's group."""
         return next(group.betas[1] for group in self.groups() if tensor in group.tensors)
 
     def _eps(self, tensor: int) -> float:
         return next(group.eps for group in self.groups() if tensor in group.tensors)
 
     def continue_plain(self) -> None:
-        """The wrapped optimizer has the state of an Adam that was not distributed: goes on from that."""
+        """Continues from the state of an Adam that was not distributed, which the wrapped optimizer has loaded."""
         raise NotImplementedError
 
     def start_warm(self, betas2: Mapping[int, float]) -> None:
-        """The wrapped optimizer has got Adam's moments from a checkpoint: goes on without dense steps from those.
+        """Continues from Adam's moments of a checkpoint, which the wrapped optimizer has loaded, without dense steps.
 
-        ``betas2`` are the beta2 with which they were made, by tensor; tensors without have none.
+        ``betas2`` are the beta2 with which they were computed, by tensor; tensors without moments have none.
         """
         raise NotImplementedError
 
     def _host_steps(self) -> int:
-        """How many steps the wrapped optimizer has taken."""
+        """Returns the number of steps that the wrapped optimizer has taken."""
         counts = [moments[2] for t in range(self.core.steps.size) if (moments := self.frontend.moments(t)) is not None]
         return max(counts, default=0)
 

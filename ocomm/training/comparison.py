@@ -1,8 +1,8 @@
-"""What the ranks of an optimizer that averages gradients must hold alike, compared in every step.
+"""Compares, in every step, what must be equal on the ranks of an optimizer that averages gradients.
 
-Each rank writes a row of four numbers into a table, and the ranks add their tables up while gradients travel: one small
-allreduce per step. A rank that has joined contributes zeros, and is not compared. All ranks find a difference in the
-same step, and only then ask each other for words.
+Each rank writes a row of four numbers into a table, and the ranks add their tables while gradients travel: one small
+allreduce per step. A rank that has joined contributes zeros and is not compared. All ranks detect a difference in the
+same step, and only then exchange descriptions.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ROW = np.dtype([("count", np.uint64), ("options", np.uint64), ("parameters", np
 
 
 def spelled(value: object, other: Callable[[object], str | None] = lambda value: None) -> str | None:
-    """A hyperparameter as text that is the same for equal values: 1 and 1.0, -0.0 and 0.0.
+    """Returns a hyperparameter as text that is the same for equal values, such as 1 and 1.0, or -0.0 and 0.0.
 
     Args:
-        value: a number, a string, None, or a tuple or list of those.
-        other: asked for the text of anything else.
+        value: A number, a string, None, or a tuple or list of those.
+        other: Called for the text of anything else.
 
     Returns:
-        The text; None for what has none.
+        The text; None for a value without one.
     """
     if isinstance(value, (tuple, list)):
         return f"({', '.join(str(spelled(each, other)) for each in value)})"
@@ -44,22 +44,22 @@ def spelled(value: object, other: Callable[[object], str | None] = lambda value:
 
 
 class StepComparison:
-    """Of one optimizer, or of what else averages gradients of the same parameters again and again.
+    """Comparisons for one optimizer, or for something else that averages gradients of the same parameters repeatedly.
 
-    Nothing that the first comparison finds is an error: scripts of Horovod make the ranks alike before or after their
-    first step.
+    A difference in the first comparison is no error, because Horovod's scripts make the ranks equal before or after
+    their first step.
 
     Args:
-        session: whose ranks are compared.
-        number: of their process set.
-        name: of the rows on the wire, the same on all ranks.
-        title: who speaks in messages.
-        framework: a key of ``MADE_ALIKE``.
-        way: says in words how this rank's optimizer rounds.
-        options: gives a line for each hyperparameter.
-        parameters: ``parameters(look)`` is a checksum of those that look number ``look`` is at, of all of them at 0;
-            0 where this rank cannot look.
-        describe: gives a line for each parameter.
+        session: The session whose ranks are compared.
+        number: Their process set.
+        name: The name of the rows on the wire, the same on all ranks.
+        title: Names the optimizer in messages.
+        framework: A key of ``MADE_ALIKE``.
+        way: Says in words how this rank's optimizer rounds.
+        options: Returns a line for each hyperparameter.
+        parameters: ``parameters(look)`` returns the checksum of the parameters that comparison number ``look``
+            compares, of all of them for 0; 0 if this rank cannot compute it.
+        describe: Returns a line for each parameter.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StepComparison:
         self._made_alike = f"{made_alike[0].upper()}{made_alike[1:]} before the first step"
         self._rank = session.set_ranks[number].index(session.require_topology().rank)
         self._rows = np.zeros(len(session.set_ranks[number]), _ROW)
-        #: Of comparisons so far, as far as the ranks agree on it.
+        #: Number of comparisons so far, if the ranks agree on it.
         self._count = 0
         self._is_alike = True
         self._handle: Handle | None = None
@@ -100,17 +100,19 @@ class StepComparison:
         self._handle = self._session.submit(self._number, Submission.of(request, table, table))
 
     def notify(self, listener: Callable[[], None]) -> None:
-        """Calls ``listener`` once all rows of ``start`` are here, on the background thread or here and now."""
+        """Calls ``listener`` once all rows of ``start`` have arrived: on the background thread, or here if that is so
+        already.
+        """
         assert self._handle is not None
         self._handle.notify(listener)
 
     def says_nothing(self) -> bool:
-        """Once all rows are here: are they equal, so that ``finish`` asks nobody?"""
+        """Returns True, once all rows have arrived, if they are equal, so that ``finish`` sends no messages."""
         rows = self._rows[self._rows["count"] > 0]
         return self._handle is not None and self._handle.poll() and bool((rows == rows[0]).all())
 
     def finish(self) -> None:
-        """Waits for all rows. MismatchError, on all ranks, that names what differs."""
+        """Waits for all rows. Raises MismatchError, on all ranks, that names what differs."""
         assert self._handle is not None
         self._handle.wait()
         self._handle = None
@@ -118,12 +120,12 @@ class StepComparison:
         counts = rows["count"].astype(np.int64) - 1
         last = int(counts.max())
         self._count = last + 1
-        # Ranks that have not made the same steps, because one had joined, looked at other parameters.
+        # Ranks that have not made the same steps, because one had joined, have compared other parameters.
         in_step = bool((counts == counts[0]).all())
         if last == 0 and in_step and (rows["way"] != rows["way"][0]).any():
             self._is_alike = False
             if self._rank == 0:
-                # The others are not asked: they may be in another optimizer's step, and a warning must not wait.
+                # The other ranks are not asked: they may be in another optimizer's step, and a warning must not wait.
                 ranks = np.array(self._session.set_ranks[self._number])[self._rows["count"] > 0]
                 is_other = rows["way"] != rows["way"][0]
                 _log.warning(
@@ -151,9 +153,11 @@ class StepComparison:
             )
 
     def _said(self, rows: NDArray[np.void], lines: Sequence[str], what: str, verb: str) -> str:
-        """Who has what. Only where no rank has joined: the others cannot ask it."""
+        """Returns a message that says which rank has what, if no rank has joined, because a joined rank cannot be
+        asked.
+        """
         difference = ""
-        # Where several optimizers differ, and gradients came in different orders, each rank may ask about another one.
+        # If several optimizers differ, and gradients came in different orders, each rank may ask about another one.
         with contextlib.suppress(StallError):
             if rows.size == self._rows.size:
                 difference = first_difference(self._session, self._number, f"{self._name}.words", list(lines), verb)
@@ -161,6 +165,6 @@ class StepComparison:
 
 
 def _differ(digests: NDArray[np.uint64]) -> bool:
-    """Of the ranks that had something to compare, which is not 0."""
+    """Returns True if ranks that had something to compare (not 0) have different values."""
     given = digests[digests > 0]
     return bool((given != given[:1]).any())

@@ -43,62 +43,64 @@ _log = logging.getLogger("ocomm")
 class Frontend(Protocol):
     """A framework's side of a distributed optimizer."""
 
-    #: Its name; ranks of several may train one model.
+    #: The framework's name; ranks of several frameworks may train one model.
     framework: str
-    #: Those of the parameters' device; None: the session's.
+    #: The kernels of the parameters' device; None for the session's.
     kernels: Kernels | None
 
     def implementation(self) -> str:
-        """What decides how the host's own dense steps round, in words: equal words mean equal bits."""
+        """Returns words that decide how the frontend's own dense steps round: equal words mean equal bits."""
         ...
 
     def locate(self, tensors: list[int], final: bool) -> list[int] | None:
-        """Addresses of gradients, contiguous float32, 0 for none; None: not to be read before ``step()``.
+        """Returns addresses of gradients, contiguous float32, 0 for none; or None if they must not be read before
+        ``step()``.
 
-        On a device, unless ``driver.clips``, also in 16 bits, if ``core.gradients["grad_dtype"]`` says so.
+        Gradients on a device may be 16-bit, if ``core.gradients["grad_dtype"]`` says so, unless ``driver.clips``.
         """
         ...
 
     def groups(self) -> list[Group]:
-        """All parameter groups."""
+        """Returns all parameter groups."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Common(Options):
-    """Options that every compressed optimizer has. Raises InvalidRequestError for values that cannot be."""
+    """Options that all compressed optimizers have. Raises InvalidRequestError for impossible values."""
 
     block_size: int | Literal["tensor"] = option(
         4096,
-        """The number of elements of a tensor that share one scale, where the algorithm has scales, and one owner;
-        ``"tensor"``: all of a tensor's.""",
+        """The number of elements of a tensor, a multiple of 16, that share one owner and, if the algorithm has
+        scales, one scale. ``"tensor"``: all elements of a tensor.""",
     )
     overlap: bool = option(
         True,
-        """Exchange gradients while backward goes on to compute others. With Keras that takes a graph of TensorFlow, in
-        which gradients that are clipped by a common norm wait for each other.""",
+        """Exchange gradients while backward computes others. With Keras this needs a graph of TensorFlow, in which
+        gradients that are clipped by a common norm wait for each other.""",
     )
     max_grad_norm: float | None = option(
         None,
-        """Clip gradients by one norm for all ranks, N = sqrt(mean over ranks of |g|^2), to this one; in the dense steps
-        of a warm-up their average is clipped by its own norm. None: no clipping.""",
+        """Clip gradients to this norm. All ranks use the same one, N = sqrt(mean over ranks of |g|^2); in the dense
+        steps of a warm-up the average is clipped by its own norm. None: no clipping.""",
     )
     clip: Literal["exact", "previous"] = option(
         "exact",
-        """``"exact"`` clips by this step's N, for which gradients wait, so that nothing overlaps; ``"previous"`` clips
-        by the last step's, with overlap.""",
+        """``"exact"`` clips by N of this step, for which all gradients wait, so that nothing overlaps;
+        ``"previous"`` clips by N of the last step, with overlap.""",
     )
     verify: Literal["sampled", "full", "version"] = option(
         "sampled",
-        """How much of each gradient is read again to notice a change that the framework does not show (docs/checks.md):
-        another 64th in each step (``"sampled"``), all of it (``"full"``), nothing (``"version"``).""",
+        """How much of each gradient is read again to detect a change that the framework does not show
+        (docs/checks.md): another 64th in each step (``"sampled"``), all of it (``"full"``), nothing
+        (``"version"``).""",
         agree=False,
     )
-    backward_passes_per_step: int = option(1, "Gradients are summed over that many backward passes.")
+    backward_passes_per_step: int = option(1, "The number of backward passes whose gradients are summed in a step.")
     hierarchical: bool | Literal["auto"] = option(
         "auto",
-        """The ranks of a host add up their gradients, and each compresses a slice of the sum for the other hosts;
-        ``"auto"``: if there are several hosts, all with several ranks.""",
+        """True: the ranks of a host sum their gradients, and each compresses a slice of the sum for the other hosts.
+        ``"auto"``: the same if there are several hosts, all with several ranks.""",
     )
 
     def __post_init__(self) -> None:
@@ -116,19 +118,20 @@ class Common(Options):
 
 
 class Driver:
-    """One rank's half of a distributed optimizer over process set ``number``.
+    """One rank's part of a distributed optimizer over process set ``number``. Making one is collective.
 
     Args:
-        session: Of the job.
+        session: The session of the job.
         number: The process set.
         specs: The tensors, in registration order.
-        host: The frontend that holds them.
+        frontend: The frontend that holds them.
         core_class: The algorithm.
-        options: Its options.
-        common: Those that every optimizer has.
-        told: What else the ranks compare: values of JSON by name.
+        options: The algorithm's options.
+        common: The options that every optimizer has.
+        told: What else the ranks compare: JSON values by name.
 
-    Raises MismatchError that names the first tensor or option that differs between the ranks. Collective.
+    Raises:
+        MismatchError: A tensor or option differs between the ranks; the message names the first one.
     """
 
     def __init__(
@@ -153,18 +156,19 @@ class Driver:
         said = [text.split(maxsplit=3) for text in gather(session, number, f"{name}.frameworks", mine)]
         columns = list(zip(*said, strict=True))
         places, forms, frameworks = (set(column) for column in columns[:3])
-        #: Are the ranks of several frameworks?
+        #: True if the ranks use several frameworks.
         self.is_mixed = len(frameworks) > 1
-        #: Would the hosts' own dense steps round differently on different ranks? Then ``ocomm.optim.adam`` makes them.
+        #: True if the frontends' own dense steps would round differently. Then ``ocomm.optim.adam`` makes them.
         self.has_unlike_hosts = self.is_mixed or len(set(columns[3])) > 1
         if self.has_unlike_hosts and not self.is_mixed and topology.rank == ranks[0]:
             _say_unlike(name, dict(zip(ranks, columns[3], strict=True)))
         direct, intra_node = False, None
-        if len(forms) == 1:  # else the channel will be refused, with the reason
+        if len(forms) == 1:  # else opening the channel fails, with the reason
             nodes, direct, intra_node = _arranged(
                 session, number, common.hierarchical, nodes, places, name, kernels.memory
             )
-        #: Do messages go from device to device? And what carries dense values inside nodes? As all ranks have agreed.
+        #: Whether messages go from device to device, and what carries dense values inside nodes, as all ranks have
+        #: agreed.
         self.direct = direct
         self.intra_node = intra_node
         block_size = common.block_size if common.block_size == "tensor" else int(common.block_size)
@@ -173,12 +177,12 @@ class Driver:
         self.number = number
         self.common = common
         self.core: Core = core_class(layout, ranks.index(topology.rank), kernels, options)
-        #: What the ranks compare, and what is saved: those named ``fixed_options`` must be the same when it is loaded.
+        #: The options that the ranks compare, which are saved; ``fixed_options`` must be equal when a state is loaded.
         self.options = {**common.agreed(), **options.agreed(), **(told or {})}
         self.fixed_options = [*common.fixed(), *options.fixed()]
         channel = _open_channel(session, number, name, layout, self.options)
         weakref.finalize(self, session.release_channel, number, channel).atexit = False
-        # The driver belongs to its host: a reference back would keep both alive, and their buffers.
+        # The driver belongs to its frontend; a reference back would keep both, and their buffers, alive.
         self._frontend = reference = weakref.ref(frontend)
 
         def locate(tensors: list[int], final: bool) -> list[int] | None:
@@ -195,7 +199,7 @@ class Driver:
             locate,
             segment_nbytes=segment_nbytes(layout.numel // 8, len(ranks), session.settings.segment_nbytes),
             overlap=common.overlap,
-            # To look at gradients on a device the host would have to wait for it.
+            # The host would have to wait for a device to read gradients there.
             verify="version" if kernels.memory.is_device else common.verify,
             timeout_s=session.settings.stall_shutdown_s,
             replicas=ReplicaWindows(
@@ -207,12 +211,12 @@ class Driver:
             direct=self.direct,
             intra_node=self.intra_node,
         )
-        #: Steps taken, not skipped.
+        #: Number of steps taken, without skipped ones.
         self.steps = 0
-        #: N of the last step taken whose gradients were clipped: sqrt(mean over ranks of |g|^2).
+        #: N of the last step whose gradients were clipped: sqrt(mean over ranks of |g|^2).
         self.norm: float | None = None
         self._announcement = 0
-        #: What the core was handed last, all of it and what gradients are compressed with; None: to be handed anew.
+        #: What gradients are compressed with, as the core has it; None if it must be set again.
         self._compress_hyper: Hashable = None
         #: Are the gradients of the step under way clipped by N?
         self.clips = False
@@ -258,18 +262,20 @@ class Driver:
         return [replace(g, lr=float(str(np.float32(g.lr)))) for g in groups] if self.is_mixed else groups
 
     def compress_hyper(self, groups: Sequence[Group]) -> Hashable:
-        """What gradients are compressed with: a change after hand-over means that the exchange must be done again."""
+        """Returns what gradients are compressed with. If it changes after gradients were handed over, the exchange is
+        done again.
+        """
         if self.core.sends_rates:
             return tuple([(group.lr, group.betas[0], group.coupled_decay) for group in groups])
         return tuple([(group.betas[0], group.coupled_decay) for group in groups])
 
     def full_hyper(self, groups: Sequence[Group]) -> Hashable:
-        """All that must be the same on all ranks."""
+        """Returns everything that must be equal on all ranks."""
         values = [(g.lr, *g.betas, g.eps, g.coupled_decay, g.decoupled_decay) for g in groups]
         return (*values, self.core.gradient_scale)
 
     def _set_hyper(self, groups: Sequence[Group], hyper: Hashable) -> None:
-        """Hands the core the hyperparameters of all groups; ``hyper`` is their ``compress_hyper``."""
+        """Sets the hyperparameters of all groups in the core; ``hyper`` is their ``compress_hyper``."""
         for group in groups:
             self.core.set_hyper(group)
         self._compress_hyper = hyper, self.core.gradient_scale
@@ -278,16 +284,16 @@ class Driver:
     # Clipping
 
     def clips_next(self) -> bool:
-        """Are the gradients of the next step to be clipped by N? Not where their average is clipped instead.
+        """Returns True if the gradients of the next step are to be clipped by N, False if their average is clipped.
 
-        Called only with ``max_grad_norm``.
+        It is called only if there is a ``max_grad_norm``.
         """
         return True
 
     def _clip_by(self, norm: float | None) -> None:
-        """Gradients count by min(1, max_grad_norm / (N + 1e-6)), as in ``torch.nn.utils.clip_grad_norm_``."""
+        """Multiplies gradients by min(1, max_grad_norm / (N + 1e-6)), as ``torch.nn.utils.clip_grad_norm_`` does."""
         limit, scale = self.common.max_grad_norm, 1.0
-        # Whose gradient is not finite is found in the exchange, which says so.
+        # If a gradient is not finite, the exchange finds that, and the rank.
         if limit is not None and norm is not None and math.isfinite(norm):
             scale = min(1.0, limit / (norm + 1e-6))
         self.core.gradient_scale = scale
@@ -302,11 +308,13 @@ class Driver:
 
     @property
     def is_at_start(self) -> bool:
-        """Will the next step begin with what all ranks must agree on? Then gradients are not handed over before it."""
+        """True if the next step begins with what all ranks must agree on. Then gradients are not handed over before
+        it.
+        """
         return self._at_start
 
     def begin(self) -> None:
-        """Opens the next step, if it is not open: before the first gradient of a step is handed over."""
+        """Opens the next step, if it is not open. Called before the first gradient of a step is handed over."""
         if not self.stepper.begun:
             if self._at_start:
                 self._agree_on_start()
@@ -320,14 +328,18 @@ class Driver:
             self.stepper.begin(_hyper_digest(hyper), early=not self._needs_norm_round)
 
     def step(self, changed: Callable[[], bool]) -> StepOutcome:
-        """Exchanges, and takes the step if all ranks do. ``changed()``: is a gradient not what was handed over?"""
+        """Exchanges gradients, and takes the step if all ranks do. ``changed()`` returns True if a gradient has changed
+        since it was handed over.
+        """
         self.begin()
         if changed() or self.stepper.buckets.changed_tensors():
             self.stepper.object(Flag.CHANGED)
         return self._end()
 
     def skip(self, overflow: bool = False) -> StepOutcome:
-        """This rank does not take the step under way; then nobody does. ``overflow``: its gradients are not finite."""
+        """Skips the current step on this rank, so that no rank takes it. ``overflow``: this rank's gradients are not
+        finite.
+        """
         self.begin()
         self.stepper.object(Flag.SKIP | Flag.NON_FINITE if overflow else Flag.SKIP)
         return self._end()
@@ -373,7 +385,7 @@ class Driver:
         return outcome
 
     def _agree_on_start(self) -> None:
-        """Before the first step: do all ranks hold the same? MismatchError that names what they do not."""
+        """Compares the ranks' states before the first step. Raises MismatchError that names what differs."""
         said = self._replicated()
         try:
             self.session.agree(self.number, self.name + FIRST_STEP, f"{digest(said):016x}")
@@ -393,7 +405,7 @@ class Driver:
         self._at_start = self._rank_state_due = False
 
     def _replicated(self) -> list[str]:
-        """In words, what must be equal on all ranks before the first step."""
+        """Returns descriptions of what must be equal on all ranks before the first step."""
         core = self.core
         names = [spec.name for spec in core.layout.tensors]
         lines = [f"a state of step {self.steps}"]
@@ -403,11 +415,11 @@ class Driver:
         return lines
 
     def _loaded(self) -> list[tuple[str, Any]]:
-        """What a saved state has brought besides parameters, with its name in messages."""
+        """Returns what a saved state has brought besides parameters, with its name in messages."""
         return [("the optimizer's state", self.core.state())]
 
     def _restart(self, steps: int) -> None:
-        """The next step is the first after ``steps`` others that were not this driver's."""
+        """Makes the next step the first one after ``steps`` steps that were not this driver's."""
         self.require_idle("a state")
         self.steps = steps
         self.stepper.resume(steps, None)
@@ -415,7 +427,9 @@ class Driver:
         self._loaded_replica = None
 
     def forget(self) -> None:
-        """As before the first step. Not collective, but for all ranks: the next step compares what they hold."""
+        """Resets the driver to before the first step. Every rank must call it, without waiting: the next step compares
+        the ranks.
+        """
         self._restart(0)
         self._rank_state_due = False
         self._load(self._fresh)
@@ -428,7 +442,7 @@ class Driver:
             self.take()
             if self.stepper.overlap and not self.stepper.overlapping:
                 self._adopt_order(order)
-        except BaseException as error:  # some parameters may have moved already
+        except BaseException as error:  # some parameters may have changed already
             self.stepper.give_up(error)
             raise
 
@@ -438,14 +452,14 @@ class Driver:
         self._wake()
 
     def _wake(self) -> None:
-        """Wakes masked elements that some rank has a gradient for, if it is time to look."""
+        """Wakes masked elements that have a gradient on some rank, if it is time to look for them."""
         if self.core.wake_due:
             touched = self.core.touched()
             self.session.reduce(self.number, f"{self.name}.touched", touched, ReduceOp.BITWISE_OR)
             self.core.wake(touched)
 
     def _adopt_order(self, arrivals: list[int]) -> None:
-        """Buckets follow the order in which rank 0's gradients came in the first step; from now on with overlap."""
+        """Cuts buckets in the order in which rank 0's gradients came in the first step; later steps overlap."""
         seen = set(arrivals)
         order = np.array(arrivals + [t for t in self.stepper.flows.order if t not in seen], np.int64)
         self.session.broadcast(self.number, f"{self.name}.order", order)
@@ -455,17 +469,18 @@ class Driver:
     # State
 
     def state(self, masters: Sequence[int] = ()) -> dict[str, Any]:
-        """What is the same on all ranks, besides parameters and the wrapped optimizer's state; arrays are copies.
+        """Returns the state that is the same on all ranks, without parameters and the wrapped optimizer's state; arrays
+        are copies.
 
-        ``masters``: tensors whose parameters have more digits here than in the framework. They are in it by name, as
-        ``frontend.shaped`` gives them their shape.
+        ``masters`` are the tensors whose parameters have a higher precision here than in the framework. They are in the
+        state by name, with the shape that ``frontend.shaped`` gives them.
         """
         specs = self.core.layout.tensors
         kept = {specs[t].name: self.frontend.shaped(t, self.core.replica(t)) for t in masters}
         return checkpoint.add_checksum({**resume.header(self), **self._state(), "masters": kept}, self.kernels)
 
     def _state(self) -> dict[str, Any]:
-        """A driver with further replicated state adds it here, and takes it back in ``_load``."""
+        """Returns further replicated state. A driver that has any adds it here, and loads it in ``_load``."""
         return {
             "stepper": {"order": [int(t) for t in self.stepper.flows.order], "arrived": self.stepper.overlapping},
             "norm": self.norm,
@@ -473,11 +488,11 @@ class Driver:
         }
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
-        """Raises CheckpointError, naming what differs, if ``load_state`` would not load it."""
+        """Raises CheckpointError, which names the difference, if ``load_state`` would not load the state."""
         resume.check(self, saved, "the state_dict")
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """The inverse of ``state``, after parameters and the wrapped optimizer's state are in place.
+        """Loads the result of ``state``, after parameters and the wrapped optimizer's state have been loaded.
 
         The rank state starts at zero: ``load_rank_state`` comes after it. Raises CheckpointError, before anything is
         changed, for another model, optimizer or seed; InvalidRequestError between backward and ``step()``.
@@ -494,35 +509,38 @@ class Driver:
         resume.say_changes(self, saved)
 
     def _load(self, saved: Mapping[str, Any]) -> None:
-        """The inverse of ``_state``; ``steps`` is set already."""
+        """Loads the result of ``_state``; ``steps`` is set already."""
         self.norm = saved["norm"]
         self.core.load_state(saved["core"])
 
     def saved_moments(self, tensor: int) -> dict[str, Any] | None:
-        """What the wrapped optimizer's state of a tensor is, where this driver has taken it over; else None.
+        """Returns the wrapped optimizer's state of a tensor, if this driver has taken it over; else None.
 
-        ``step`` and flat float32 arrays, in the wrapped optimizer's own terms.
+        It has ``step`` and flat float32 arrays, under the wrapped optimizer's own names.
         """
         del tensor
         return None
 
     def taken_over(self, saved: Mapping[str, Any]) -> list[int]:
-        """The tensors whose moments a saved state needs from the wrapped optimizer's state."""
+        """Returns the tensors whose moments a saved state needs from the wrapped optimizer's state."""
         del saved
         return []
 
     def rank_state(self) -> dict[str, Any]:
-        """What only this rank knows, with a checksum; arrays are copies. See ``Core.rank_buffers``."""
+        """Returns what only this rank has, with a checksum; arrays are copies. ``Core.rank_buffers`` says what it
+        is.
+        """
         return checkpoint.add_checksum(
             {**resume.header(self), "rank": self.core.rank, **self.core.rank_state()}, self.kernels
         )
 
     def load_rank_state(self, source: resume.Source) -> dict[str, Any]:
-        """The inverse. Collective: all ranks load, or none, or all start at zero if the state of any is missing.
+        """Loads rank states. Collective: all ranks load, or none; or all start at zero if the state of a rank is
+        missing.
 
         Comes after ``load_state`` of the same checkpoint. Returns what was done, as in ``report()["resumed"]``. Raises
-        CheckpointError on all ranks, before anything is changed, if a state is damaged or foreign on any; MismatchError
-        if the ranks have states of different runs.
+        CheckpointError on all ranks, before anything is changed, if a state is damaged or does not belong here on any
+        rank; MismatchError if the ranks have states of different runs.
         """
         self._rank_state_due = False
         self.resumed = {"step": self.steps, **(self.resumed or {}), **resume.load_rank_states(self, source)}
@@ -542,21 +560,23 @@ class Driver:
 
     @property
     def kernels(self) -> Kernels:
-        """The host's, for saved states."""
+        """The kernels of the host's memory, for saved states."""
         assert self.session.kernels is not None
         return self.session.kernels
 
     def report(self) -> dict[str, Any]:
-        """What was really sent, against dense: counts of steps and bytes of this rank.
+        """Returns counts of the steps and bytes of this rank, compared with dense averages.
 
-        ``ratio`` is dense over sent bytes of the whole run, ``last_ratio`` of the last step; ``exposed_ms`` the mean
-        time that ``step()`` waited for the exchange; ``grad_norm`` what the last step was clipped by, sqrt(mean over
-        ranks of |g|^2), None if none was. ``resumed``: None, or what was loaded. Bytes, and steps by kind, are counted
-        from the start of this process. The core adds its ``stage``, and more.
+        - ``ratio``: dense over sent bytes of the whole run; ``last_ratio``: of the last step.
+        - ``exposed_ms``: mean time that ``step()`` waited for the exchange.
+        - ``grad_norm``: the norm by which the last step was clipped, sqrt(mean over ranks of |g|^2); None without
+          clipping.
+        - ``resumed``: None, or what was loaded.
+        - ``form``: ``"flat"`` or ``"hierarchical"``. If hierarchical, ``bytes_sent`` and ``bytes_dense`` count what
+          goes to other nodes, ``bytes_sent_inside`` what this rank sends to others of its own, and ``inside`` is
+          ``"MPI"`` or ``"NCCL"``, which carries dense values there.
 
-        ``form`` is ``"flat"`` or ``"hierarchical"``. In the latter ``bytes_sent`` and ``bytes_dense`` count what goes
-        to other nodes, and ``bytes_sent_inside`` what this rank sends to others of its own; ``inside`` is ``"MPI"`` or
-        ``"NCCL"``: which of them carries dense values there.
+        Bytes, and steps by kind, are counted from the start of this process. The core adds its ``stage``, and more.
         """
         traffic = self.stepper.traffic
         dense = self.core.layout.dense_bytes()
@@ -584,13 +604,15 @@ class Driver:
 
 
 def digest(values: Any) -> int:
-    """64-bit hash of a value by its ``repr``."""
+    """Returns a 64-bit hash of a value's ``repr``."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
 
 
 @lru_cache(maxsize=8)  # hyperparameters are most often those of the last step
 def _hyper_digest(values: Hashable) -> int:
-    """The same for values that compare equal, 0 and 0.0 or -0.0, say: the cache holds any for all of them."""
+    """Returns the same hash for values that compare equal, such as 0, 0.0 and -0.0, because the cache holds one for all
+    of them.
+    """
     return digest(_as_floats(values))
 
 
@@ -598,7 +620,7 @@ def _as_floats(values: Any) -> Any:
     return tuple(map(_as_floats, values)) if isinstance(values, tuple) else float(values) + 0.0  # -0.0 + 0.0 is 0.0
 
 
-#: Where a rank's parameters are: in the host's memory, on a device, on one that the network reaches.
+#: Where a rank's parameters are: in the host's memory, on a device, on a device that the network reaches.
 _ON_HOST, _ON_DEVICE, _REACHED = "0", "1", "2"
 
 
@@ -630,11 +652,11 @@ def _arranged(
     name: str,
     memory: Memory,
 ) -> tuple[Nodes, bool, IntraNode | None]:
-    """The nodes, whether messages go from device to device, and what carries dense values inside nodes, as the
+    """Returns the nodes, whether messages go from device to device, and what carries dense values inside nodes, as the
     ``places`` of the ranks' parameters allow.
 
-    Where the sum inside a node would go through the host's memory it costs more than compression saves: then every rank
-    is a node. InvalidRequestError if that was excluded.
+    If the sum inside a node would go through the host's memory it costs more than compression saves; then every rank is
+    a node. Raises InvalidRequestError if the user has asked for the hierarchical form.
     """
     reached = _REACHED in places and _ON_DEVICE not in places and nodes.ranks > 1
     direct = reached and nodes.groups == 1
@@ -669,7 +691,7 @@ def _arranged(
 
 
 def _open_channel(session: Session, number: int, name: str, layout: Layout, options: Mapping[str, Any]) -> Channel:
-    """The optimizer's channel; if the ranks do not agree, an error that says on which tensor or option."""
+    """Opens the optimizer's channel. If the ranks do not agree, the error says on which tensor or option."""
     text = json.dumps(options, sort_keys=True)
     try:
         return session.open_channel(number, name, layout.digest ^ digest(text), f"{len(layout.tensors)} tensors")

@@ -1,4 +1,4 @@
-"""1-bit Adam on one rank: the wrapped optimizer's warm-up, when it ends, and waking what was masked."""
+"""Drives 1-bit Adam on one rank: the wrapped optimizer's warm-up, its end, and waking masked elements."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class AdamFrontend(MomentsFrontend, Protocol):
     """A frontend whose Adam makes the warm-up's steps, or keeps m and v for a core that makes them."""
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
-        """The wrapped optimizer's own step of ``tensors``, on their averaged gradients, and of no others.
+        """Makes the wrapped optimizer's own step of ``tensors``, and of no others, on their averaged gradients.
 
         The averages, which may be changed, are first clipped to a norm of ``max_norm``, unless that is None.
         """
         ...
 
     def advance(self, tensor: int) -> tuple[Floats, Floats, int]:
-        """Counts a step of a tensor; its m, v, which begin as zeros, and the number of that step."""
+        """Counts a step of a tensor. Returns its m and v, which begin as zeros, and the number of that step."""
         ...
 
 
@@ -62,7 +62,9 @@ class _WarmUp:
 
 
 class OneBitAdamDriver(AdamDriver):
-    """See ``AdamDriver``; ``frontend`` is an ``AdamFrontend``. Also of 1-bit LAMB, whose core makes the dense steps."""
+    """An ``AdamDriver`` whose ``frontend`` is an ``AdamFrontend``. Also drives 1-bit LAMB, whose core makes the dense
+    steps.
+    """
 
     core: OneBitAdam
 
@@ -80,7 +82,7 @@ class OneBitAdamDriver(AdamDriver):
         #: T_w, once it is known.
         self.freeze_at = self.schedule.decided
         self._late = LateTensors()
-        #: Dense steps of tensors that come later; None: T_w.
+        #: Number of dense steps of tensors that come later; None for T_w.
         self.late_warmup: int | None = None
         self._total_steps = options.total_steps
         super().__init__(session, number, specs, frontend, core_class, options, common)
@@ -126,7 +128,7 @@ class OneBitAdamDriver(AdamDriver):
                 self.session.at_end.remove(warm_up)
 
     def _dense_step(self, tensors: list[int], max_norm: float | None) -> None:
-        """A step of tensors in warm-up, on their averages; see ``AdamFrontend.dense_step``."""
+        """Makes a step of tensors in warm-up, on their averages, as ``AdamFrontend.dense_step`` describes."""
         if self.core.dense_steps_of is None:
             self.frontend.dense_step(tensors, self.stepper.average, max_norm)
             return
@@ -145,7 +147,7 @@ class OneBitAdamDriver(AdamDriver):
                 self.freeze_at = self.schedule.decided = heard
                 self._announcement = 0
             else:
-                # All ranks observe, so that a checkpoint of any has the window; what rank 0 finds is announced.
+                # All ranks observe, so that a checkpoint of any rank has the window. Rank 0's result is announced.
                 norm = self.variance_norm(warming) if self.schedule.needs_norm(self.steps) else None
                 decided = self.schedule.observe(self.steps, norm, [group.lr for group in self.groups()])
                 if self.core.rank == 0:
@@ -169,14 +171,14 @@ class OneBitAdamDriver(AdamDriver):
         return bool(self.core.param_memory.host(variance).any())
 
     def _freeze(self, tensor: int, beta2: float | None = None) -> None:
-        """``beta2`` made the variance; None: the group's."""
+        """Freezes a tensor. ``beta2`` is the one with which the variance was computed; None for the group's."""
         momentum, variance, step = self.frontend.moments(tensor)
         beta2 = self._beta2(tensor) if beta2 is None else beta2
         if self.core.freeze(tensor, momentum, variance, step=step, beta2=beta2, eps=self._eps(tensor)):
             self.frontend.release(tensor)
 
     def variance_norm(self, tensors: Sequence[int]) -> float:
-        """|v_hat|_1 over ``tensors``, in float64."""
+        """Returns |v_hat|_1 over ``tensors``, in float64."""
         total = 0.0
         betas2 = {int(t): group.betas[1] for group in self.groups() for t in group.tensors}
         for tensor in tensors:
@@ -190,7 +192,7 @@ class OneBitAdamDriver(AdamDriver):
     # State
 
     def report(self) -> dict[str, Any]:
-        """Also ``freeze_step``; None until it is known."""
+        """Also returns ``freeze_step``; None until it is known."""
         return {**super().report(), "freeze_step": self.freeze_at}
 
     def _state(self) -> dict[str, Any]:
@@ -210,14 +212,14 @@ class OneBitAdamDriver(AdamDriver):
         chosen = self.schedule.freeze_step
         if self.core.stage.any() or (chosen == "auto" and saved["schedule"]["freeze_step"] == "auto"):
             self.freeze_at = saved["freeze_at"]
-        else:  # until the warm-up is over its length may be chosen anew
+        else:  # the length of the warm-up may be changed until it is over
             self.freeze_at = self.schedule.decided
             if self.freeze_at != saved["freeze_at"]:
                 self._freeze_what_is_over()
         self._announcement = 0 if self.freeze_at is not None else self.schedule.decided or 0
 
     def saved_moments(self, tensor: int) -> dict[str, Any] | None:
-        """Of a compressed tensor, as the wrapped Adam would hold them."""
+        """Returns the moments of a compressed tensor as the wrapped Adam would have them."""
         if self.core.stage[tensor] == Stage.WARMUP:
             return None
         return {
@@ -231,15 +233,18 @@ class OneBitAdamDriver(AdamDriver):
         return [numbers[name] for name in saved["core"].get("tensors", {})]
 
     def continue_plain(self) -> None:
-        """The warm-up of a plain Adam goes on where it was; or it is over already, after T_w steps."""
+        """Continues the warm-up of a plain Adam; after T_w steps it is over already."""
         self._restart(self._host_steps())
         self._load(self._fresh)
         self._freeze_what_is_over()
         self.resumed = {"step": self.steps, "ranks": None, "rank_state": "none"}
 
     def start_warm(self, betas2: Mapping[int, float]) -> None:
-        """Freezes what has a variance at once. Any other tensor gets a dense warm-up of its own, of ``freeze_step``
-        steps, with ``"auto"`` of as many as its earliest end."""
+        """Freezes all tensors that have a variance at once.
+
+        Any other tensor gets a dense warm-up of its own, of ``freeze_step`` steps; with ``"auto"``, of the fewest steps
+        after which one could end.
+        """
         self._restart(self._host_steps())
         self._load(self._fresh)
         chosen = self.schedule.freeze_step

@@ -1,4 +1,4 @@
-"""Going on from a saved run: does a state fit, what do the ranks have of it, and what do they all do about it."""
+"""Continues from a saved run: whether a state fits, which states the ranks have, and what all ranks do about it."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from ocomm.session import Session
 
 _log = logging.getLogger("ocomm")
 
-#: Of the form of saved states.
+#: Version of the format of saved states.
 VERSION = 1
 
 
 class Resumable(Protocol):
-    """What goes on from a saved run: a ``training.driver.Driver``."""
+    """A run that a saved state can be loaded into: a ``training.driver.Driver``."""
 
     session: Session
-    #: Of the process set.
+    #: Id of the process set.
     number: int
     core: Core
     #: The optimizer's class, in saved states.
     kind: str
     options: dict[str, Any]
-    #: Names of the options with which alone a saved state can go on.
+    #: Names of the options that must be those of the saved state.
     fixed_options: list[str]
     steps: int
 
     @property
     def kernels(self) -> Kernels:
-        """Those that take checksums of what is saved, in the host's memory."""
+        """The kernels that compute checksums of saved states, in the host's memory."""
         ...
 
     @property
     def name(self) -> str:
-        """In messages, and on the network."""
+        """The name of the optimizer in messages and on the network."""
         ...
 
     @property
     def replica(self) -> str:
-        """Names what this rank's replica is, the same on all ranks that hold the same."""
+        """A hash of the replica, the same on all ranks that hold the same."""
         ...
 
     def require_idle(self, what: str) -> None:
-        """InvalidRequestError if a step is under way, in which ``what`` cannot be changed."""
+        """Raises InvalidRequestError if a step is under way, in which ``what`` cannot be changed."""
         ...
 
 
 def header(driver: Resumable) -> dict[str, Any]:
-    """What every saved state says about its run, in plain values."""
+    """Returns what every saved state says about its run, in plain values."""
     layout = driver.core.layout
     return {
         "version": VERSION,
@@ -75,7 +75,9 @@ def header(driver: Resumable) -> dict[str, Any]:
 
 
 def check(driver: Resumable, saved: State, where: str) -> None:
-    """Raises CheckpointError that begins with ``where`` if ``saved`` is not of such a run, or not whole."""
+    """Raises CheckpointError, whose message begins with ``where``, if ``saved`` is damaged or does not belong to this
+    run.
+    """
     version = saved.get("version")
     if version is None:
         raise CheckpointError(f"{where} is no saved state of ocomm: it has {sorted(map(str, saved))}.")
@@ -97,7 +99,7 @@ def check(driver: Resumable, saved: State, where: str) -> None:
 
 
 def say_changes(driver: Resumable, saved: State) -> None:
-    """Warns of options that are not what they were: the new ones count."""
+    """Warns of options that differ from the saved ones; the new values are used."""
     before, now = saved["options"], driver.options
     names = [n for n in sorted({*before, *now} - {"warm_start"}) if before.get(n) != now.get(n)]
     changed = [f"{name} {before.get(name)!r} -> {now.get(name)!r}" for name in names]
@@ -112,10 +114,12 @@ def say_changes(driver: Resumable, saved: State) -> None:
 class Source:
     """Where rank states come from.
 
-    ``read(rank)`` returns that rank's state, None if there is none, and raises CheckpointError if it cannot be read;
-    ``ranks`` are worth asking for when one's own is missing; ``name(rank)`` names a state in messages. ``alone``: there
-    is one state, which must be this rank's own. ``partial``: what is missing is lost, and the others' is loaded; then
-    ``ranks`` are all of which there is a state, the same on all ranks.
+    - ``read(rank)`` returns that rank's state, None if there is none; raises CheckpointError if it cannot be read.
+    - ``ranks`` are the ranks to ask for if this rank's own state is missing.
+    - ``name(rank)`` names a state in messages.
+    - ``alone``: there is one state, which must be this rank's own.
+    - ``partial``: missing states count as lost, and the others are loaded. Then ``ranks`` are all that have a state,
+      the same on all ranks.
     """
 
     read: Callable[[int], State | None]
@@ -125,17 +129,17 @@ class Source:
     partial: bool = False
 
 
-#: No rank has any: all start at zero.
+#: No rank has a state, so all start at zero.
 NO_STATE = Source(lambda rank: None, (), lambda rank: "the rank state", alone=True)
 
 
 def one_state(state: State) -> Source:
-    """This rank's own state."""
+    """Returns the source of this rank's own state."""
     return Source(lambda rank: state, (), lambda rank: "the rank state", alone=True)
 
 
 def all_states(states: Iterable[State | None]) -> Source:
-    """The states of all ranks of a run, in any order; None for those that are lost."""
+    """Returns the source of the states of all ranks of a run, in any order; None for those that are lost."""
     found: dict[int, State] = {}
     twice = []
     for state in states:
@@ -154,20 +158,22 @@ def all_states(states: Iterable[State | None]) -> Source:
 
 @dataclass
 class _Finding:
-    """What one rank has: ``how`` is ``"loaded"`` or ``"re-sharded"``, or ``"reset"`` or ``"failed"`` and ``why``."""
+    """What one rank has found: ``how`` is ``"loaded"`` or ``"re-sharded"``, or ``"reset"`` or ``"failed"`` with the
+    reason ``why``.
+    """
 
     how: str
     run: str = ""
     ranks: int = 0
     why: str = ""
     state: Mapping[str, Any] | None = None
-    #: Of a partial source: the old ranks whose states are lost, and the fraction of all elements that they owned.
+    #: For a partial source: the old ranks whose states are lost, and the fraction of all elements that they owned.
     lost: tuple[int, ...] = ()
     lost_share: float = 0.0
 
 
 def load_rank_states(driver: Resumable, source: Source) -> dict[str, Any]:
-    """See ``Driver.load_rank_state``."""
+    """Loads rank states from ``source``, as ``Driver.load_rank_state`` describes."""
     mine, error = _Finding("failed"), None
     try:
         mine = _examine(driver, source)
@@ -232,10 +238,11 @@ def load_rank_states(driver: Resumable, source: Source) -> dict[str, Any]:
 
 
 def _examine(driver: Resumable, source: Source) -> _Finding:
-    """What this rank has, ready to be loaded; nothing is changed."""
+    """Returns what this rank has, ready to be loaded; nothing is changed."""
     driver.require_idle("load_rank_state_dict")
     core = driver.core
-    # Rank 0's says of how many ranks the checkpoint is: files of higher ranks may be left from an older one.
+    # Rank 0's state says how many ranks the checkpoint has, because files of higher ranks may be left from an older
+    # one.
     first_asked = core.rank if source.partial else 0
     places = [core.rank] if source.alone else list(dict.fromkeys([first_asked, core.rank, *source.ranks]))
     first = next((rank for rank in places if source.read(rank) is not None), None)
@@ -295,7 +302,7 @@ def _examine(driver: Resumable, source: Source) -> _Finding:
 
 
 def _read(driver: Resumable, source: Source, rank: int) -> State | None:
-    """The state of a rank, checked against the run that goes on; None if there is none."""
+    """Returns the state of a rank, checked against the current run; None if there is none."""
     state, where = source.read(rank), source.name(rank)
     if state is None:
         return None

@@ -1,4 +1,4 @@
-"""0/1 Adam on one rank: what it takes over of Adam's moments, and gives back."""
+"""Drives 0/1 Adam on one rank: what it takes over of Adam's moments, and gives back."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ocomm.training.adam import AdamDriver
 
 
 class ZeroOneAdamDriver(AdamDriver):
-    """See ``AdamDriver``."""
+    """The ``AdamDriver`` of 0/1 Adam."""
 
     core: ZeroOneAdam
 
     # State
 
     def saved_moments(self, tensor: int) -> dict[str, Any] | None:
-        """As the wrapped Adam would hold them: m of the last sync, and v."""
+        """Returns the moments as the wrapped Adam would have them: m of the last sync, and v."""
         core = self.core
         if not core.steps[tensor]:
             return None
@@ -33,14 +33,16 @@ class ZeroOneAdamDriver(AdamDriver):
         return np.flatnonzero(saved["core"]["steps"]).tolist()
 
     def continue_plain(self) -> None:
-        """Goes on from a plain Adam's m, v and step counts, where it has any; the schedules begin anew."""
+        """Continues from a plain Adam's m, v and step counts, if it has any; the schedules start again."""
         self._restart(0)
         self._load(self._fresh)
         self._adopt({})
         self.resumed = {"step": 0, "ranks": None, "rank_state": "none"}
 
     def start_warm(self, betas2: Mapping[int, float]) -> None:
-        """v counts as refreshed in each of the checkpoint's steps; the schedules are where they would be by then."""
+        """Continues from a checkpoint: v counts as refreshed in each of its steps, and the schedules are set to its
+        last step.
+        """
         self._restart(self._host_steps())
         self._load(self._fresh)
         self._adopt(betas2)
