@@ -1,4 +1,6 @@
-"""Training that goes on after a failure: states that are committed, restored and synchronized, and a loop around it."""
+"""Training that continues after a failure: states that are committed, restored and synchronized, and a loop around
+it.
+"""
 
 from ocomm.elastic.commits import Part
 from ocomm.elastic.loop import run

@@ -1,12 +1,13 @@
-"""Commits on disk: their names, which commit the ranks go back to, and who still has what of it. Decisions only.
+"""Commits on disk: their names, which commit the ranks go back to, and which ranks have which part of it. Decisions
+only.
 
 A commit has a replicated part, equal on all ranks and written once per host, and a part of each rank. Its files are
 
     set0.1-g0002-00000012-9f3c.all            replicated
     set0.1-g0002-00000012-9f3c.rank3of4on1    of rank 3 of 4 of the process set, which ran on its host number 1
 
-for process set 0, its first state, generation 2, commit 12. Numbers go on from one generation to the next; the four
-digits are drawn by each generation, so that what comes back on a host that was away is not taken for something newer.
+for process set 0, its first state, generation 2, commit 12. Numbers continue from one generation to the next. Each
+generation draws the four digits at random, so that files of a host that was away are not taken for newer ones.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Commits that are kept: should the last not be whole, there is the one before.
+#: Number of commits that are kept, so that there is one more if the last is not complete.
 KEPT = 2
 
 
 @dataclass(frozen=True, order=True)
 class Label:
-    """Which commit: later ones are greater."""
+    """Identifies a commit; later commits are greater."""
 
     generation: int
     number: int
@@ -33,9 +34,9 @@ class Label:
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank sees of a commit: the replicated part or not, and parts of ranks.
+    """The parts of a commit that one rank sees: whether the replicated one, and those of which ranks.
 
-    ``places``: rank -> the number of its host, of those that the ``size`` ranks had, in the order of first ranks.
+    ``places``: rank -> the number of its host among the hosts of the ``size`` ranks, in the order of first ranks.
     """
 
     replicated: bool = False
@@ -44,34 +45,35 @@ class Held:
 
 
 Listing = Mapping[Label, Held]
-#: A file of a commit: the replicated part (None), or that of an old rank.
+#: A file of a commit: the replicated part (None), or the part of an old rank.
 File = tuple[Label, int | None]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The commit that all go back to. ``sources[r]``: those that have the part of old rank r; missing if it is lost.
+    """The commit that all ranks go back to.
 
-    ``places``: as in ``Held``, of all that are not lost.
+    ``sources[r]`` are the ranks that have the part of old rank r; there is no entry if it is lost. ``places`` is that
+    of ``Held``, of all parts that are not lost.
     """
 
     label: Label
-    replicated: tuple[int, ...]  # those that have the replicated part
-    size: int  # ranks that the state had; 0 if it has no parts of ranks
+    replicated: tuple[int, ...]  # ranks that have the replicated part
+    size: int  # number of ranks that the state had; 0 if it has no parts of ranks
     sources: Mapping[int, tuple[int, ...]]
     places: Mapping[int, int]
 
     @property
     def lost(self) -> list[int]:
-        """Old ranks whose parts nobody has."""
+        """Old ranks whose parts no rank has."""
         return [rank for rank in range(self.size) if rank not in self.sources]
 
 
 def choose(listings: Sequence[Listing]) -> Choice | None:
-    """The newest commit of which somebody has the replicated part; ``listings`` are all ranks'.
+    """Returns the newest commit whose replicated part some rank has; ``listings`` are those of all ranks.
 
-    A rank that died while it wrote its part would lose it: if that of the commit before is still there, with all
-    others, all go back to that one.
+    If a rank died while it wrote its part, that part is lost. Then, if the commit before is complete with that part,
+    all ranks go back to it.
     """
     labels = sorted({label for listing in listings for label, held in listing.items() if held.replicated}, reverse=True)
     choices = [_choice(label, listings) for label in labels[:KEPT]]
@@ -83,7 +85,7 @@ def choose(listings: Sequence[Listing]) -> Choice | None:
 
 
 def without(listing: Listing, damaged: Container[File]) -> dict[Label, Held]:
-    """What a rank can use of ``listing``."""
+    """Returns what a rank can use of ``listing``: all but ``damaged`` files."""
     return {
         label: Held(
             held.replicated and (label, None) not in damaged,
@@ -110,17 +112,17 @@ def _choice(label: Label, listings: Sequence[Listing]) -> Choice:
 
 @dataclass(frozen=True)
 class Part:
-    """What only the ranks knew at a commit. ``read(rank)``: an old rank's part, None where it is lost.
+    """What only single ranks had at a commit. ``read(rank)`` returns an old rank's part, None if it is lost.
 
-    ``size`` ranks had the state, of which those in ``ranks`` have left their parts; this one was or is ``rank``.
-    ``alone``: only ``rank``'s can be read, and it is there on all ranks.
+    The state had ``size`` ranks, of which those in ``ranks`` have left their parts; this rank was or is ``rank``.
+    ``alone``: only the part of ``rank`` can be read, and every rank has its own.
     """
 
     read: Callable[[int], Any]
     ranks: tuple[int, ...]
     size: int
     rank: int
-    now: int  # ranks that the state has now
+    now: int  # number of ranks that the state has now
     alone: bool = False
     reports: dict[str, Any] = field(default_factory=dict)
 

@@ -1,11 +1,11 @@
-"""One host's folder of commits: whose it is, files that are whole or not there, and a checksum over each of them.
+"""One host's folder of commits: checks its owner, keeps files that are complete or absent, with a checksum each.
 
 A file is a header and a payload, which the state writes. The header has 48 bytes: ``_MAGIC``, the payload's length as a
 little-endian 64-bit integer, and the SHA-256 of the payload, the first 16 bytes of the header and the file's name.
 
 A commit may hold pickled objects, and reading those runs code. So a folder is used only if it belongs to the user of
-this process and nobody else can write to it, and a file of it likewise. All calls go through a descriptor of the folder
-that was checked: what is put in the folder's place meanwhile is not looked at.
+this process and nobody else can write to it; the same holds for a file. All calls use a descriptor of the folder that
+was checked, so another folder that takes its place is never read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import IO, Any, cast
 from ocomm.elastic.commits import KEPT, Held, Label
 
 _FILE = re.compile(r"(.+)-g(\d+)-(\d+)-([0-9a-f]+)\.(all|rank(\d+)of(\d+)on(\d+))")
-#: A file that is being written, or was when its process died.
+#: Name of a file that is being written, or that was being written when its process died.
 _BESIDE = re.compile(r"\.(.+)\.\d+\.[0-9a-f]+")
 _MAGIC = b"ocommit1"
 _HEADER = struct.Struct("<8sQ32s")
@@ -35,18 +35,19 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Folder:
-    """One state's commits on this host. The folder is made when it is first written to.
+    """One state's commits on this host. The folder is created when it is first written to.
 
-    ``listing`` and whatever writes raise PermissionError if the folder is another user's or others can write to it.
+    ``listing``, and all methods that write, raise PermissionError if the folder is another user's or others can write
+    to it.
     """
 
     def __init__(self, path: str | os.PathLike[str], stem: str) -> None:
         self.path = Path(path)
         self.stem = stem
-        self._intact: dict[str, tuple[int, ...]] = {}  # files whose checksum was right, and which files those were
+        self._intact: dict[str, tuple[int, ...]] = {}  # files whose checksum was right, with their identity then
 
     def listing(self) -> dict[Label, Held]:
-        """What is there, by the names of files: whether those are intact is for ``damage`` to say."""
+        """Returns what is there, by the names of files; ``damage`` says whether a file is intact."""
         found: dict[Label, Held] = {}
         for label, what, _ in self._files():
             held = found.get(label, Held())
@@ -75,7 +76,7 @@ class Folder:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        """A descriptor of the folder, which is this user's alone to write to."""
+        """Opens a descriptor of the folder, to which only this user can write."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             if why := _not_ours(os.fstat(descriptor)):
@@ -89,17 +90,17 @@ class Folder:
             os.close(descriptor)
 
     def replicated(self, label: Label) -> str:
-        """The name of the file of the replicated part."""
+        """Returns the name of the file of the replicated part."""
         return f"{self.stem}-{label}.all"
 
     def of_rank(self, label: Label, rank: int, size: int, place: int) -> str:
-        """The name of the file of a rank's part."""
+        """Returns the name of the file of a rank's part."""
         return f"{self.stem}-{label}.rank{rank}of{size}on{place}"
 
     # Reading
 
     def damage(self, name: str) -> str:
-        """Why the file cannot be used, "" if it is intact. Reads all of it."""
+        """Returns why the file cannot be used, "" if it is intact. Reads all of it."""
         try:
             with self._opened() as folder, self._open(folder, name) as file:
                 identity = _identity(file)
@@ -114,7 +115,7 @@ class Folder:
 
     @contextlib.contextmanager
     def payload(self, name: str) -> Iterator[IO[bytes]]:
-        """The file, after its header. ValueError if it is not intact, OSError if it cannot be read."""
+        """Opens the file after its header. Raises ValueError if it is not intact, OSError if it cannot be read."""
         with self._opened() as folder, self._open(folder, name) as file:
             if self._intact.get(name) != _identity(file) and (why := damage(file, name)):
                 raise ValueError(why)
@@ -122,13 +123,13 @@ class Folder:
             yield file
 
     def copy(self, name: str) -> bytes:
-        """All bytes of the file, with its header, as ``write_copy`` takes them on another host."""
+        """Returns all bytes of the file, with its header, which ``write_copy`` writes on another host."""
         with self._opened() as folder, self._open(folder, name) as file:
             return file.read()
 
     @contextlib.contextmanager
     def _open(self, folder: int, name: str) -> Iterator[IO[bytes]]:
-        # Without O_NONBLOCK a named pipe would hold us up.
+        # Without O_NONBLOCK opening a named pipe would block.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open(os.open(name, flags, dir_fd=folder), "rb") as file:
             status = os.fstat(file.fileno())
@@ -140,9 +141,9 @@ class Folder:
     # Writing
 
     def write(self, name: str, dump: Callable[[IO[bytes]], None]) -> None:
-        """Writes a header and what ``dump`` writes. When this returns, the file is on the disk, whole.
+        """Writes a header and what ``dump`` writes. When this returns, the complete file is on the disk.
 
-        Raises OSError if it cannot be written; then there is no such file, or still the one of before.
+        Raises OSError if it cannot be written; then there is no such file, or still the old one.
         """
         with self._beside(name) as file:
             file.write(bytes(_HEADER.size))
@@ -152,20 +153,20 @@ class Folder:
             except Exception:
                 if hashed.error is None:
                     raise
-                raise hashed.error from None  # writers such as torch.save make a RuntimeError of it
+                raise hashed.error from None  # writers such as torch.save replace it by a RuntimeError
             start = _HEADER.pack(_MAGIC, hashed.nbytes, b"")[:16]
             hashed.sha.update(start + name.encode())
             file.seek(0)
             file.write(start + hashed.sha.digest())
 
     def write_copy(self, name: str, data: bytes) -> None:
-        """Writes what ``copy`` has read. Raises as ``write``."""
+        """Writes the bytes that ``copy`` has read. Raises OSError if they cannot be written."""
         with self._beside(name) as file:
             file.write(data)
 
     @contextlib.contextmanager
     def _beside(self, name: str) -> Iterator[IO[bytes]]:
-        """A new file, which takes its name when all of it has reached the disk."""
+        """Opens a new file, which gets its name when all of it is on the disk."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._opened() as folder:
             beside = f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
@@ -189,19 +190,19 @@ class Folder:
     # Removing
 
     def prune(self) -> None:
-        """Keeps the last commits that are whole here, the last of which there is anything, and nothing older."""
+        """Keeps the last complete commits here, and the last one of which there is any part, and nothing older."""
         files = self._files()
         whole = sorted({label for label, what, _ in files if what is None}, reverse=True)[:KEPT]
         latest = sorted({label for label, _, _ in files}, reverse=True)[:KEPT]
         self._remove(name for label, _, name in files if label not in {*whole, *latest})
-        for name in self._names():  # what processes that died have left half written
+        for name in self._names():  # files that processes had not finished when they died
             beside = _BESIDE.fullmatch(name)
             match = _FILE.fullmatch(beside[1]) if beside else None
             if match and match[1] == self.stem and latest and Label(int(match[2]), int(match[3]), match[4]) < latest[0]:
                 self._remove([name])
 
     def forget_after(self, label: Label) -> None:
-        """Removes what is newer: the ranks have agreed to go back to ``label``."""
+        """Removes newer commits, because the ranks have agreed to go back to ``label``."""
         self._remove(name for other, _, name in self._files() if other > label)
 
     def _remove(self, names: Any) -> None:
@@ -212,7 +213,7 @@ class Folder:
 
 
 def damage(file: IO[bytes], name: str) -> str:
-    """Why the bytes of a file of that name cannot be used, "" if they are as they were written."""
+    """Returns why the bytes of a file of that name cannot be used, "" if they are as they were written."""
     file.seek(0, os.SEEK_END)
     nbytes = file.tell()
     file.seek(0)
@@ -232,7 +233,7 @@ def damage(file: IO[bytes], name: str) -> str:
 
 
 def received(data: bytes, name: str) -> IO[bytes]:
-    """The payload of a file that another host has sent. ValueError if it is not intact."""
+    """Returns the payload of a file that another host has sent. Raises ValueError if it is not intact."""
     file = io.BytesIO(data)
     if why := damage(file, name):
         raise ValueError(why)
@@ -246,7 +247,7 @@ def _identity(file: IO[bytes]) -> tuple[int, ...]:
 
 
 def _not_ours(status: os.stat_result) -> str:
-    """Why somebody else could have written it, "" if nobody could."""
+    """Returns why another user could have written it, "" if none could."""
     if status.st_uid != os.geteuid():
         return f"belongs to user {status.st_uid}, and this process is of user {os.geteuid()}"
     if status.st_mode & _OTHERS_WRITE:
@@ -264,11 +265,11 @@ class _Hashed(io.RawIOBase):
         self.error: OSError | None = None
 
     def writable(self) -> bool:
-        """Yes."""
+        """Returns True."""
         return True
 
     def write(self, data: Any) -> int:
-        """All of ``data``."""
+        """Writes all of ``data``."""
         try:
             self._file.write(data)
         except OSError as error:

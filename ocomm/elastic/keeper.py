@@ -1,4 +1,4 @@
-"""Keeps the commits of one state on disk, and brings the ranks back to one of them together."""
+"""Keeps the commits of one state on disk, and brings all ranks back to one of them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from ocomm.operations import ProcessSet
 from ocomm.session import Session
 
 _log = logging.getLogger("ocomm")
-#: States of a session that have been kept, by process set: the first of a set is number 1, as in a run before.
+#: Number of states of a session that have been kept, by process set. The first of a set is number 1 in every run.
 _counts: weakref.WeakKeyDictionary[Session, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 class Kept(Protocol):
-    """A state, as its commits are kept; ``state.ObjectState`` is one."""
+    """The interface of a state whose commits are kept; ``state.ObjectState`` implements it."""
 
     process_set: ProcessSet
-    #: How many commits there were; the number of the last one.
+    #: Number of commits so far, and the number of the last one.
     commits: int
-    #: The last commit, in memory: what is equal on all ranks, and what only this one knows, None for nothing.
+    #: The last commit, in memory: what is equal on all ranks, and what only this rank has, None for nothing.
     saved: tuple[Any, Any]
-    #: What was done when a commit was last restored.
+    #: A report on the last restored commit.
     resumed: dict[str, Any] | None
 
     def save(self) -> None:
-        """Makes the state as it is now the last commit in memory."""
+        """Makes the current state the last commit in memory."""
         ...
 
     def dump(self, value: Any, file: IO[bytes]) -> None:
@@ -48,16 +48,18 @@ class Kept(Protocol):
         ...
 
     def load_replicated(self, value: dict[str, Any]) -> None:
-        """Takes over what is equal on all ranks."""
+        """Loads what is equal on all ranks."""
         ...
 
     def load_own(self, part: Part) -> None:
-        """Takes over what only ranks know, after ``load_replicated``. Collective."""
+        """Loads what only single ranks have, after ``load_replicated``. Collective."""
         ...
 
 
 class Keeper:
-    """Of a state that ``run`` runs. Collective over the state's process set, as are all its calls."""
+    """Keeps the commits of a state that ``run`` runs. Making one, and all its methods, are collective over the state's
+    process set.
+    """
 
     def __init__(self, state: Kept) -> None:
         self.state = state
@@ -68,7 +70,7 @@ class Keeper:
         counts[number] = counts.get(number, 0) + 1
         self.folder = Folder(session.settings.elastic_folder, f"set{number}.{counts[number]}")
         self.label = Label(session.settings.elastic_generation, 0, "0000")
-        self._kept: Label | None = None  # the last commit that this rank has written all of its part of
+        self._kept: Label | None = None  # the last commit of which this rank has written all of its part
 
     @property
     def _places(self) -> list[int]:
@@ -80,16 +82,16 @@ class Keeper:
 
     @property
     def _is_writer(self) -> bool:
-        """Is this the set's first rank on its host?"""
+        """True if this is the set's first rank on its host, which writes the replicated part."""
         places, me = self._places, self.set.rank()
         return places.index(places[me]) == me
 
     # Writing
 
     def write(self) -> None:
-        """What the state has saved in memory.
+        """Writes what the state has saved in memory.
 
-        What cannot be written is a warning, at every commit: a full disk must not keep anyone from training.
+        If it cannot be written there is a warning at every commit, because a full disk must not end the training.
         """
         session = sessions.current()
         state, folder = self.state, self.folder
@@ -112,7 +114,7 @@ class Keeper:
                 error.strerror or error,
                 self._kept.number if self._kept else "none",
             )
-            self._prune()  # what there is of the last commits that could not be kept would only grow
+            self._prune()  # else parts of commits that could not be kept would accumulate
             return
         self._kept = label
         self._prune()
@@ -129,11 +131,11 @@ class Keeper:
     # Going back
 
     def resume(self) -> bool:
-        """Loads the newest intact commit that the ranks have together; False if there is none at all.
+        """Loads the newest intact commit that the ranks have together. Returns False if there is no commit at all.
 
         Raises:
             CheckpointError: On all ranks, if a rank's folder is not its user's alone or no commit in it is intact; on
-                some, if a commit whose checksum is right cannot be loaded.
+                some ranks, if a commit whose checksum is right cannot be loaded.
         """
         state = self.state
         listings = self._listings()
@@ -156,7 +158,7 @@ class Keeper:
             "lost_ranks": choice.lost,
             **part.reports,
         }
-        api.barrier(self.set)  # nobody reads any more
+        api.barrier(self.set)  # after this no rank reads any more
         if self._is_writer:
             self.folder.forget_after(choice.label)
         if self.set.rank() == 0:
@@ -164,7 +166,9 @@ class Keeper:
         return True
 
     def _listings(self) -> list[Listing]:
-        """What each rank sees in its folder. CheckpointError on all ranks if one must not look at its own."""
+        """Returns what each rank sees in its folder. Raises CheckpointError on all ranks if one must not use its
+        own.
+        """
         mine: Listing = {}
         problem = ""
         try:
@@ -178,13 +182,16 @@ class Keeper:
         return [listing for listing, _ in said]
 
     def _choose(self, listings: list[Listing]) -> Choice | None:
-        """The newest commit of which everything that the ranks would read is intact; None if there is no commit."""
+        """Returns the newest commit of which everything that the ranks would read is intact; None if there is no
+        commit.
+        """
         suspects: set[File] = set()
         damaged: dict[tuple[int, File], str] = {}
         choice = choose(listings)
         last = choice.label.number if choice else 0
         while choice is not None:
-            # Files that one rank has found damaged are looked at by all who have them: often it is the same disk.
+            # A file that one rank has found damaged counts as damaged on all ranks that have it, often on the same
+            # disk.
             names = self._names(listings[self.set.rank()], suspects | self._needed(choice))
             mine = {file: why for file, name in names.items() if (why := self.folder.damage(name))}
             found = {
@@ -217,7 +224,7 @@ class Keeper:
         return self.folder.replicated(label) if rank is None else f"{self.folder.stem}-{label}, the part of rank {rank}"
 
     def _names(self, listing: Listing, files: Iterable[File]) -> dict[File, str]:
-        """The names of those of ``files`` that this rank has."""
+        """Returns the names of those of ``files`` that this rank has."""
         names: dict[File, str] = {}
         for label, rank in files:
             held = listing.get(label, Held())
@@ -228,7 +235,7 @@ class Keeper:
         return names
 
     def _needed(self, choice: Choice) -> set[File]:
-        """The files that this rank reads or sends when all go back to ``choice``."""
+        """Returns the files that this rank reads or sends when all ranks go back to ``choice``."""
         me, size = self.set.rank(), self.set.size()
         needed: set[File] = set()
         if me in (choice.replicated if len(choice.replicated) == size else choice.replicated[:1]):
@@ -240,8 +247,11 @@ class Keeper:
         return needed
 
     def _needs_everything(self, choice: Choice) -> bool:
-        """Does every rank read all parts? With ranks as before, each needs only its own, as what stands in for a lost
-        one is made of all others."""
+        """Returns True if every rank reads all parts.
+
+        With as many ranks as before, each needs only its own, unless a part is lost: its replacement is made from all
+        others.
+        """
         return choice.size != self.set.size() or choice.places != dict(enumerate(self._places))
 
     def _replicated(self, choice: Choice, size: int) -> Any:
@@ -254,7 +264,7 @@ class Keeper:
             return self.state.load(received(data, name))
 
     def _parts(self, choice: Choice, size: int) -> Part:
-        """The ranks' parts, once those that a host lacks have been brought there."""
+        """Returns the ranks' parts, after those that a host lacks have been sent there."""
         me, label, folder = self.set.rank(), choice.label, self.folder
         ranks = tuple(sorted(choice.sources))
         everything = self._needs_everything(choice)
@@ -269,7 +279,7 @@ class Keeper:
                 folder.write_copy(name, data)
         api.barrier(self.set)
 
-        last: dict[int, Any] = {}  # several readers ask for one rank's part after the other
+        last: dict[int, Any] = {}  # the part that was read last, which several readers ask for in turn
 
         def read(rank: int) -> Any:
             if rank not in choice.sources:
@@ -289,13 +299,13 @@ class Keeper:
     def _reading(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # what the readers of states raise, they do not say
+        except Exception as error:  # it is not known what readers of states raise
             raise CheckpointError(
                 f"the commit {self.folder.path / name} cannot be read: {type(error).__name__}: {error}"
             ) from error
 
     def _send(self, data: bytes, root: int, name: str) -> bytes:
-        """``data`` of the set's rank ``root``, on all ranks."""
+        """Returns ``data`` of the set's rank ``root``, on all ranks."""
         world_rank = self.set.ranks[root]
         nbytes = np.array([len(data)], np.int64)
         api.broadcast_(nbytes, world_rank, f"{name}.nbytes", self.set)

@@ -1,9 +1,9 @@
 """The loop around an elastic training function.
 
-``run`` calls it again and again until it returns. When a collective fails, every rank leaves the job, joins it again,
-goes back to its last commit and synchronizes; ranks that raise something else end the job as always. A rank that dies
-ends the whole job, because MPI does: then it is ``ocommrun --min-np`` that starts it again, and ``run`` that goes on
-from the last commit on disk.
+``run`` calls the function again and again until it returns. When a collective fails, every rank leaves the job, joins
+it again, goes back to its last commit and synchronizes. A rank that raises another error ends the job. A rank that dies
+ends the whole job, because MPI does: then ``ocommrun --min-np`` starts the job again, and ``run`` continues from the
+last commit on disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ocomm.elastic.state import ObjectState, State
 from ocomm.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 _log = logging.getLogger("ocomm")
-#: Failures in a row without a commit in between, after which the error is raised: it would only come again.
+#: Number of failures in a row without a commit, after which the error is raised, because it would only come again.
 _LIMIT = 3
 
 
@@ -29,10 +29,17 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates ``func(state, ...)`` so that it is called again, from the last commit, after a collective failed.
 
     Before each call the state is synchronized, except after a HostsUpdatedInterrupt whose ``skip_sync`` is set. The
-    third failure in a row without a commit in between is raised; so is the first where a rank has died or raised.
+    third failure in a row without a commit is raised; so is the first one if a rank has died or raised.
 
-    Under ``ocommrun --min-np`` the first call begins with the last commit of the job before, and after a
-    HostsUpdatedInterrupt the process ends: ocommrun starts the next on the new hosts.
+    Under ``ocommrun --min-np`` the first call begins with the last commit of the job before. After a
+    HostsUpdatedInterrupt the process ends, and ocommrun starts the next one on the new hosts.
+
+    Args:
+        func: The training function; its first argument is a ``State``.
+
+    Returns:
+        A function with the same arguments, which returns what ``func`` returns. All ranks of the state's process set
+        call it.
     """
 
     @functools.wraps(func)
@@ -74,7 +81,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rejoin() -> bool:
-    """Leaves the job and joins it again, with the process sets that there were; False if some ranks have not left."""
+    """Leaves the job and joins it again, with the same process sets. Returns False if some ranks have not left."""
     session = sessions.current()
     process_sets = [ranks for number, ranks in sorted(session.set_ranks.items()) if number]
     if not session.shutdown(why=sessions.REJOINS):
@@ -84,7 +91,7 @@ def _rejoin() -> bool:
 
 
 def _go_back(state: State) -> None:
-    """To the last commit that all ranks have in memory, or else on disk. Collective."""
+    """Goes back to the last commit that all ranks have, in memory or else on disk. Collective."""
     numbers = api.allgather_object(state.commits, "elastic.commits", state.process_set)
     if len(set(numbers)) == 1:
         state.restore()

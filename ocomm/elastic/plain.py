@@ -1,13 +1,13 @@
-"""How values of a state are written, so that reading them back runs no code: a tree in JSON, then the arrays' bytes.
+"""Writes the values of a state so that reading them back runs no code: a tree in JSON, then the bytes of arrays.
 
     length of the tree as a little-endian 64-bit integer | tree | bytes of the first array | of the second | ...
 
-In the tree None, booleans, integers of 64 bits, floats and strings stand for themselves; everything else is a list that
-begins with its kind: ``["tuple", [1, 2]]``, ``["array", ["<f4", [2, 3]], 24]``. The last number of such a leaf is how
-many bytes it has behind the tree, where leaves follow each other in the order of the tree. Only values of other types
-than the ones below are pickled, each by itself: of those, and of no others, reading runs code.
+In the tree None, booleans, integers of 64 bits, floats and strings stand for themselves. Everything else is a list that
+begins with its kind: ``["tuple", [1, 2]]``, ``["array", ["<f4", [2, 3]], 24]``. The last number of such a leaf is the
+number of its bytes behind the tree, where leaves follow each other in the order of the tree. Only values of other types
+than those below are pickled, each by itself; reading those, and no others, runs code.
 
-A value that is in the tree twice is written once, and is one value again when it is read.
+A value that is in the tree twice is written once, and is one object again when it is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 _LENGTH = struct.Struct("<Q")
 _INT64 = range(-(2**63), 2**63)
-#: Of NumPy's dtypes whose elements are their own bytes; those of ml_dtypes are "V".
+#: Kinds of NumPy's dtypes whose elements are plain bytes; those of ml_dtypes are "V".
 _KINDS = frozenset("biufcSUVmM")
 _MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "frozenset": frozenset}
@@ -32,14 +32,14 @@ _NAMES = {made: name for name, made in {**_MAPPINGS, **_SEQUENCES, "list": list,
 
 
 class Codec:
-    """Values that a framework adds to the plain ones, and how the rest is pickled. This one adds none."""
+    """Values that a framework adds to the plain ones, and how all other values are pickled. This one adds none."""
 
     def key(self, leaf: Any) -> Hashable:
-        """Equal for two leaves of the tree that are written once."""
+        """Returns a key that is equal for two leaves of the tree that are written once."""
         return id(leaf)
 
     def describe(self, leaf: Any) -> tuple[Any, NDArray[np.uint8]] | None:
-        """What JSON can say about a tensor, and its bytes; None for other values."""
+        """Returns what JSON can say about a tensor, and its bytes; None for other values."""
         return None
 
     def rebuild(self, description: Any, data: NDArray[np.uint8]) -> Any:
@@ -47,16 +47,16 @@ class Codec:
         raise ValueError(f"there is a tensor of another framework: {description!r}")
 
     def pickle(self, leaf: Any) -> bytes:
-        """Any other value."""
+        """Returns the pickled bytes of any other value."""
         return pickle.dumps(leaf, pickle.HIGHEST_PROTOCOL)
 
     def unpickle(self, data: bytes) -> Any:
-        """Returns the value that ``pickle`` has written. Runs what code the bytes name."""
+        """Returns the value that ``pickle`` has written. Runs the code that the bytes name."""
         return pickle.loads(data)
 
 
 def dump(value: Any, file: IO[bytes], codec: Codec) -> None:
-    """Writes ``value``."""
+    """Writes ``value`` into ``file``."""
     writer = _Writer(codec)
     tree = json.dumps(writer.node(value), separators=(",", ":")).encode()
     file.write(_LENGTH.pack(len(tree)))
@@ -66,7 +66,7 @@ def dump(value: Any, file: IO[bytes], codec: Codec) -> None:
 
 
 def load(file: IO[bytes], codec: Codec) -> Any:
-    """Returns what ``dump`` has written. ValueError, or what the codec raises, if it is something else."""
+    """Returns what ``dump`` has written. Raises ValueError, or what the codec raises, for anything else."""
     reader = _Reader(file, codec)
     (length,) = _LENGTH.unpack(reader.read(_LENGTH.size).tobytes())
     return reader.value(json.loads(reader.read(length).tobytes()))
@@ -79,7 +79,7 @@ class _Writer:
         self.leaves: list[Any] = []
 
     def node(self, value: Any) -> Any:
-        """The value's part of the tree."""
+        """Returns the value's part of the tree."""
         kind = type(value)
         if value is None or kind in (bool, float, str) or (kind is int and value in _INT64):
             return value
@@ -87,17 +87,17 @@ class _Writer:
             return ["int", hex(value)]
         if kind is complex:
             return ["complex", value.real, value.imag]
-        if kind in (tuple, frozenset):  # which have no identity
+        if kind in (tuple, frozenset):  # these need no identity, because they are immutable
             return [_NAMES[kind], [self.node(item) for item in value]]
         key = self._codec.key(value)
         if key in self._seen:
             return ["same", self._seen[key]]
-        # Before what is in it, so that a list may hold itself.
+        # Registered before its items, so that a list may contain itself.
         self._seen[key] = len(self._seen)
         if kind in (list, set):
             return [_NAMES[kind], [self.node(item) for item in value]]
         if kind in _NAMES:
-            # An OrderedDict has attributes, too: a module's state_dict keeps the versions of layers so.
+            # An OrderedDict has attributes, too: a module's state_dict has the versions of layers there.
             more = [self.node(vars(value))] if kind is OrderedDict and vars(value) else []
             return [_NAMES[kind], [[self.node(name), self.node(item)] for name, item in value.items()], *more]
         return self._leaf(value)
@@ -129,7 +129,7 @@ class _Reader:
         self._made: list[Any] = []
 
     def read(self, nbytes: int) -> NDArray[np.uint8]:
-        """So many bytes."""
+        """Reads ``nbytes`` bytes."""
         data = np.empty(nbytes, np.uint8)
         view, got = data.data, 0
         while got < nbytes:
@@ -140,7 +140,7 @@ class _Reader:
         return data
 
     def value(self, node: Any) -> Any:
-        """What a part of the tree stands for."""
+        """Returns the value of a part of the tree."""
         if not isinstance(node, list):
             if isinstance(node, dict):
                 raise ValueError("the tree has an object of JSON, which is never written")
@@ -169,7 +169,7 @@ class _Reader:
             self._made.append(made)
             attributes = [self.value(item) for item in rest[1:]]
             for name, item in rest[0]:
-                key = self.value(name)  # before the item, as they were written
+                key = self.value(name)  # before the item, in the order in which they were written
                 made[key] = self.value(item)
             if attributes:
                 vars(made).update(attributes[0])
@@ -199,7 +199,9 @@ class _Reader:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """A name that ``numpy.dtype`` makes the same of, "" for dtypes whose bytes are not all that there is."""
+    """Returns a name from which ``numpy.dtype`` makes the same dtype; "" for dtypes whose elements are not plain
+    bytes.
+    """
     if dtype.hasobject or dtype.fields is not None or dtype.kind not in _KINDS or not dtype.itemsize:
         return ""
     for name in (dtype.str, dtype.name):

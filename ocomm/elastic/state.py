@@ -1,4 +1,4 @@
-"""States of an elastic job: what training goes on from, in this process's memory and on disk."""
+"""States of an elastic job, from which training continues, in this process's memory and on disk."""
 
 from __future__ import annotations
 
@@ -19,40 +19,45 @@ from ocomm.operations import ProcessSet, global_process_set
 
 
 class State:
-    """What a training function starts from: ``save``, ``restore`` and ``sync`` are a subclass's.
+    """Base class of the state from which a training function starts. Subclasses define ``save``, ``restore`` and
+    ``sync``.
 
-    ``process_set``: the ranks that have the state together; its calls are collective over them.
+    Args:
+        process_set: The ranks that share the state; collective methods are collective over them.
     """
 
     def __init__(self, process_set: ProcessSet = global_process_set) -> None:
         self.commits = 0
         self.process_set = process_set
-        #: What was done when a commit was last restored: "commit", "ranks", "lost_ranks", and what a subclass adds.
+        #: A report on the last restored commit: "commit", "ranks", "lost_ranks", and what a subclass adds.
         self.resumed: dict[str, Any] | None = None
-        self._keeper: Keeper | None = None  # while ``run`` runs a state that is kept on disk
+        self._keeper: Keeper | None = None  # set while ``run`` runs a state that is kept on disk
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-        self._news: list[bool] = []  # whether ranks were added, once per message
+        self._news: list[bool] = []  # for each message about new hosts: whether ranks were added
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Calls these after every reset, when the number of ranks may be another: to set a learning rate, say."""
+        """Registers functions that are called after every reset, when the number of ranks may have changed: to set a
+        learning rate, for instance.
+        """
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """After the job was joined again: resets, and calls the registered callbacks."""
+        """Resets, and calls the registered callbacks, after the job was joined again."""
         self.reset()
         for callback in self._callbacks:
             callback()
 
     def on_hosts_updated(self, added: bool = True) -> None:
-        """The hosts of the job have changed; all ranks hear of it at the next commit. From any thread."""
+        """Notes that the hosts of the job have changed; all ranks are told at the next commit. From any thread."""
         with self._lock:
             self._news.append(added)
 
     def commit(self) -> None:
-        """Saves when all ranks have come this far, so that a failure costs at most what comes after. Collective.
+        """Saves the state once all ranks have come this far, so that a failure only costs what comes later. Collective.
 
-        Then HostsUpdatedInterrupt as in ``check_host_updates``.
+        Raises:
+            HostsUpdatedInterrupt: The hosts of the job have changed; raised on all ranks.
         """
         interrupt = self._hear()
         self._keep()
@@ -60,9 +65,11 @@ class State:
             raise interrupt
 
     def check_host_updates(self) -> None:
-        """HostsUpdatedInterrupt on all ranks if the hosts have changed, as heard by any. Collective.
+        """Checks whether the hosts have changed. Collective.
 
-        Where the processes end for that it is a commit: others go on from here.
+        Raises:
+            HostsUpdatedInterrupt: Some rank has heard that they have; raised on all ranks. If the processes end for
+                that, the state is committed first, and others continue from it.
         """
         interrupt = self._hear()
         if interrupt:
@@ -78,9 +85,9 @@ class State:
             self._keeper.write()
 
     def _hear(self) -> HostsUpdatedInterrupt | None:
-        """What all ranks are to raise if hosts have changed, as heard by any.
+        """Returns the interrupt that all ranks raise if one has heard that hosts have changed, else None.
 
-        Ranks of other sets that have left to join again count: nobody joins until all do.
+        Ranks of other sets that have left to join again count, too, because nobody can join before all ranks do.
         """
         session = sessions.current()
         with self._lock:
@@ -93,33 +100,37 @@ class State:
         return HostsUpdatedInterrupt(not added and not relaunch, bool(relaunch)) if changed or relaunch else None
 
     def save(self) -> None:
-        """Keeps a copy in this process's memory."""
+        """Keeps a copy of the state in this process's memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Goes back to the copy."""
+        """Sets the state back to the copy of the last ``save``."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Takes over the first rank's, and saves. Collective."""
+        """Replaces the state on all ranks by that of the first rank, and saves it. Collective."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """After the job was joined again, before ``sync``."""
+        """Called after the job was joined again, before ``sync``."""
 
     def share(self) -> None:
-        """Before a commit: makes equal what only some ranks know and all can have. Collective."""
+        """Makes equal, before a commit, what only some ranks have and all can have. Collective."""
 
 
 class ObjectState(State):
-    """Picklable values as attributes: ``state = ObjectState(epoch=0); state.epoch += 1``.
+    """A state of picklable values, which are attributes: ``state = ObjectState(epoch=0); state.epoch += 1``.
 
-    Kept on disk at each commit where the job has a folder for that (see ``docs/elastic.md``). A subclass for other
-    values says what is equal on all ranks at a commit (``replicated``, ``load_replicated``), what only a rank knows
+    It is kept on disk at each commit if the job has a folder for that (``docs/elastic.md``). A subclass for other
+    values says what is equal on all ranks at a commit (``replicated``, ``load_replicated``), what only a rank has
     (``own``, ``load_own``), and how a framework's tensors are written (``codec``).
+
+    Args:
+        process_set: The ranks that share the state.
+        **values: The attributes and their first values.
     """
 
-    #: Of values other than numbers, strings, NumPy's arrays and lists, tuples, sets and dicts of such.
+    #: Writes values other than numbers, strings, NumPy's arrays and lists, tuples, sets and dicts of these.
     codec = plain.Codec()
 
     def __init__(self, process_set: ProcessSet = global_process_set, **values: Any) -> None:
@@ -132,11 +143,11 @@ class ObjectState(State):
         self.save()
 
     def save(self) -> None:
-        """Keeps deep copies in this process's memory."""
+        """Keeps deep copies of the values in this process's memory."""
         self.saved = copy.deepcopy(self.replicated()), copy.deepcopy(self.own())
 
     def restore(self) -> None:
-        """Goes back to the copies. Collective if ranks have parts of their own."""
+        """Sets the values back to the copies. Collective if ranks have parts of their own."""
         replicated, own = self.saved
         self.load_replicated(copy.deepcopy(replicated))
         if own is not None:
@@ -144,28 +155,30 @@ class ObjectState(State):
             self.load_own(Part(lambda rank: own, (rank,), size, rank, size, alone=True))
 
     def sync(self) -> None:
-        """Takes over the first rank's values, and saves. Collective."""
+        """Replaces the values on all ranks by those of the first rank, and saves them. Collective."""
         self.load_replicated(self.from_first(self.replicated()))
         self.save()
 
     def replicated(self) -> dict[str, Any]:
-        """What is equal on all ranks at a commit; may share memory with the state."""
+        """Returns what is equal on all ranks at a commit; may share memory with the state."""
         return {name: getattr(self, name) for name in self._names}
 
     def load_replicated(self, value: dict[str, Any]) -> None:
-        """The inverse; ``value`` may be kept."""
+        """Loads the result of ``replicated``, which it may keep."""
         for name, item in value.items():
             setattr(self, name, item)
 
     def own(self) -> Any:
-        """What only this rank knows, None for nothing."""
+        """Returns what only this rank has, None for nothing."""
         return None
 
     def load_own(self, part: Part) -> None:
-        """The inverse, after ``load_replicated``. Collective. What was done goes into ``part.reports``."""
+        """Loads the results of ``own`` after ``load_replicated``, and adds to ``part.reports`` what was done.
+        Collective.
+        """
 
     def dump(self, value: Any, file: IO[bytes]) -> None:
-        """Writes what ``replicated`` or ``own`` returned; of that, only values of types unknown to us are pickled.
+        """Writes the result of ``replicated`` or ``own``; only values of types that are not known here are pickled.
 
         Args:
             value: What is written.
@@ -177,14 +190,14 @@ class ObjectState(State):
         plain.dump(value, file, self.codec)
 
     def load(self, file: IO[bytes]) -> Any:
-        """Returns what ``dump`` has written. Runs code where ``dump`` has pickled a value, and nowhere else.
+        """Returns what ``dump`` has written. Runs code only if ``dump`` has pickled a value.
 
         Args:
-            file: Open for reading, at the place where ``dump`` began. It ends where ``dump`` ended, and its folder
-                and checksum have been looked at.
+            file: Open for reading, at the place where ``dump`` began. It ends where ``dump`` ended, and its folder and
+                checksum have been checked.
         """
         return plain.load(file, self.codec)
 
     def from_first(self, value: Any) -> Any:
-        """The value of the first rank of the process set, pickled. Collective."""
+        """Returns the value of the first rank of the process set; it travels pickled. Collective."""
         return api.broadcast_object(value, self.process_set.ranks[0], "elastic.sync", self.process_set)

@@ -1,4 +1,6 @@
-"""Loops over flat buffers, per device: ``reference`` in plain NumPy is the law, ``cpu_kernels()`` the same in C."""
+"""Loops over flat buffers, per device. ``reference`` in plain NumPy defines the results; ``cpu_kernels()`` are the same
+in C.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ reference = ReferenceKernels()
 
 @cache
 def cpu_kernels() -> Kernels:
-    """The C loops. ImportError if the extension was not built."""
-    # Imported on demand, so that the reference and the tables also work in a tree without the extension.
+    """Returns the C loops. Raises ImportError if the extension was not built."""
+    # Imported on demand, so that the reference and the tables also work without the extension.
     from ocomm.kernels.cpu import CpuKernels
 
     return CpuKernels()

@@ -1,4 +1,4 @@
-"""What every set of kernels offers: the loops of ``kernels.loops``, and memory; and the tables that drive them.
+"""The interface of a set of kernels: the loops of ``kernels.loops``, memory, and the tables that loops read.
 
 The tables are NumPy structured arrays with the memory layout of ``ocomm_block`` and ``ocomm_tensor`` in
 ``native/ocomm.h``, so that the C loops, the NumPy reference and the CUDA kernels read the same bytes.
@@ -19,7 +19,7 @@ from ocomm.kernels.loops import Loops
 from ocomm.types import Bytes as Bytes
 from ocomm.types import Location
 
-#: Checksums read a whole buffer, or one of its PARTS equal parts, numbered from 0, or NOTHING. As in ``ocomm.h``.
+#: A checksum reads a WHOLE buffer, one of its PARTS equal parts, numbered from 0, or NOTHING; as in ``ocomm.h``.
 PARTS, WHOLE, NOTHING = 64, -1, -2
 
 #: One row per scale block; fields as in ``ocomm_block``.
@@ -58,44 +58,46 @@ TENSOR = np.dtype(
     align=True,
 )
 
-#: What a step's random numbers depend on, besides an element's index; fields as in ``ocomm_noise``.
-#: ``step``: committed steps; ``stream``: the rank, ``OWNERS`` for the owners' half; ``steady`` 1: no random numbers but
-#: 1/2 for every element.
+#: What the random numbers of a step depend on, besides an element's index; fields as in ``ocomm_noise``.
+#: ``step``: committed steps; ``stream``: the rank, ``OWNERS`` for the server's half; ``steady`` 1: every element gets
+#: 1/2 instead of a random number.
 NOISE = np.dtype([("seed", np.uint64), ("step", np.uint32), ("stream", np.uint32), ("steady", np.uint32)], align=True)
 OWNERS = 0xFFFFFFFF
 
-#: Elements [start, start + length) of a tensor stand at element ``position`` of a message's float32 payload.
+#: Elements [start, start + length) of a tensor are at element ``position`` of a message's float32 payload.
 RUN = np.dtype([("start", np.int64), ("position", np.int64), ("length", np.int64), ("tensor", np.int64)])
 
-#: Some of the memory at an address: ``count`` whole elements from element ``first`` on, and ``tail`` bytes after them.
+#: A part of the memory at an address: ``count`` whole elements from element ``first`` on, and ``tail`` bytes after
+#: them.
 PIECE = np.dtype([("address", np.uint64), ("first", np.int64), ("count", np.int64), ("tail", np.int64)])
 
 Floats = NDArray[np.float32]
 Table = NDArray[np.void]
 
 
-ALIGNMENT = 64  # bytes; what AVX-512 and DLPack consumers ask for
+ALIGNMENT = 64  # bytes; AVX-512 and users of DLPack need it
 
 
 def aligned(nbytes: int) -> Bytes:
-    """A new uint8 array whose first byte is 64-byte aligned; contents undefined."""
+    """Returns a new uint8 array whose first byte is 64-byte aligned; contents undefined."""
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.__array_interface__["data"][0] % ALIGNMENT
     return raw[start : start + nbytes]
 
 
 def view(location: Location, nbytes: int) -> Bytes:
-    """So many bytes at an address, or the array itself."""
+    """Returns ``nbytes`` bytes at an address, or the array itself."""
     if not isinstance(location, int):
         return location
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(location))
 
 
 def aligned_zeros(numel: int) -> Floats:
-    """A new float32 array of zeros which starts on a cache line: the loops are a sixth slower where rows straddle two.
+    """Returns a new float32 array of zeros that starts on a cache line: loops are a sixth slower if vectors straddle
+    two lines.
 
-    Arrays made one after the other start at different lines of their pages, because a load waits for an earlier store
-    whose address has the same last 12 bits. As with ``np.zeros``, pages take no memory until they are written.
+    Successive arrays start at different lines of their pages, because a load waits for an earlier store whose address
+    has the same last 12 bits. As with ``np.zeros``, pages take no memory until they are written.
     """
     raw = np.zeros(numel + 1024, np.float32)
     line = next(_lines) * 21 % 63
@@ -105,71 +107,71 @@ def aligned_zeros(numel: int) -> Floats:
 
 _lines = itertools.count()
 
-#: Elements of a page of memory.
+#: Number of float32 elements in a page of memory.
 PAGE_NUMEL = mmap.PAGESIZE // 4
 
 
 def sparse_zeros(numel: int) -> Floats:
-    """A new float32 array of zeros on its own pages, each of which takes memory from its first write on.
+    """Returns a new float32 array of zeros on pages of its own, each of which takes memory from its first write on.
 
-    NumPy asks for pages of 2 MiB where an array is large; of those, every one would soon be written.
+    For a large array NumPy asks for pages of 2 MiB, every one of which would soon be written.
     """
     return np.frombuffer(_pages(4 * numel), np.float32, numel)
 
 
 def sparse_bytes(nbytes: int) -> Bytes:
-    """As ``sparse_zeros``, of bytes."""
+    """Returns a new uint8 array of zeros on pages of its own, each of which takes memory from its first write on."""
     return np.frombuffer(_pages(nbytes), np.uint8, nbytes)
 
 
 def _pages(nbytes: int) -> mmap.mmap:
     pages = mmap.mmap(-1, max(nbytes, 1))
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel that knows no others
+        with contextlib.suppress(OSError):  # an operating system without larger pages
             pages.madvise(mmap.MADV_NOHUGEPAGE)
     return pages
 
 
 class Memory(Protocol):
-    """Where a set of kernels finds what it works on, and makes room for it.
+    """The memory that a set of kernels works on.
 
-    In the host's memory arrays are NumPy's. Those of a device (``kernels.device.DeviceArray``) can be cut, copied and
-    filled, but not looked at; tables, and what messages are made of, are the host's there, too.
+    In the host's memory arrays are NumPy's. Arrays of a device (``kernels.device.DeviceArray``) can be cut, copied and
+    filled, but their elements cannot be read; tables and messages are in the host's memory there, too.
     """
 
     is_device: bool
 
     def zeros(self, numel: int) -> Floats:
-        """A new float32 array of zeros."""
+        """Returns a new float32 array of zeros."""
         ...
 
     def staging(self, nbytes: int, *, headers_only: bool = False) -> Bytes:
-        """New memory for messages, and for other bytes that host and kernels share; contents undefined.
+        """Returns a new NumPy array for messages and for other bytes that host and kernels share; contents undefined.
 
-        A NumPy array. Kernels on a device work on a copy of it; see ``changed``. ``headers_only``: beside a device the
-        host touches no more of it, so that the rest takes none of its memory.
+        Kernels on a device work on a copy of it, which ``changed`` updates. ``headers_only``: with a device, the host
+        uses no more of it than headers, so the rest takes none of its memory.
         """
         ...
 
     def changed(self, staging: Bytes) -> None:
-        """The host has written to some staging memory, which kernels shall see."""
+        """Says that the host has written to staging memory, so that kernels see the new contents."""
         ...
 
     def wire(self, staging: Bytes) -> Bytes:
-        """What kernels see of some staging memory, for the network alone: nobody else may look into it."""
+        """Returns the kernels' copy of staging memory, for the network alone: nobody else may read it."""
         ...
 
     def host(self, array: Any) -> Any:
-        """Its elements as a NumPy array: itself, or a copy, which waits for the device."""
+        """Returns the elements as a NumPy array: the array itself, or a copy, for which the host waits."""
         ...
 
     def at(self, address: int, numel: int) -> Floats:
-        """A flat view of float32 that somebody else keeps."""
+        """Returns a flat float32 view of memory that its owner keeps alive."""
         ...
 
 
 class HostMemory:
-    """See ``Memory``."""
+    """The ``Memory`` of the host."""
 
     is_device = False
 
@@ -180,7 +182,7 @@ class HostMemory:
         return aligned(nbytes)
 
     def changed(self, staging: Bytes) -> None:
-        """It is what kernels see."""
+        """Does nothing: kernels see staging memory itself."""
 
     def wire(self, staging: Bytes) -> Bytes:
         return staging
@@ -204,18 +206,21 @@ class Kernels(Loops, Protocol):
     memory: Memory
 
     def checksum(self, data: Bytes, part: int = WHOLE) -> int:
-        """Hash of the whole buffer, or of one of its ``PARTS`` equal parts. Up to 4 KiB it is always the whole."""
+        """Returns a hash of the whole buffer, or of one of its ``PARTS`` equal parts. Up to 4 KiB it is always that of
+        the whole.
+        """
         ...
 
     def checksums(
         self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], part: int = WHOLE
     ) -> NDArray[np.uint64]:
-        """``checksum`` of the buffers at ``addresses``, as a new array; 0 where an address is 0."""
+        """Returns the ``checksum`` of each buffer at ``addresses``, as a new array; 0 for an address of 0."""
         ...
 
     def squares(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Sums of squares of the float32 buffers at ``addresses``, as a new float64 array; 0 where an address is 0.
+        """Returns the sum of squares of each float32 buffer at ``addresses``, as a new float64 array; 0 for an address
+        of 0.
 
-        In float64: lane k of 32 adds elements k, k + 32, ...; lanes fold by halves.
+        It is computed in float64: lane k of 32 adds elements k, k + 32, ...; then lanes are folded by halves.
         """
         ...

@@ -1,7 +1,7 @@
-"""The C loops of ``native/kernels.c`` and ``native/reduce.c``, called through cffi; the GIL is free while they run.
+"""The C loops of ``native/kernels.c`` and ``native/reduce.c``, called through cffi without the GIL.
 
-Nothing is validated here: a wrong length or a stale address is read or written as it is. What is checked once, when a
-plan is built, would otherwise be checked at every step.
+Nothing is checked here: with a wrong length or a stale address memory is read or written all the same. Arguments are
+checked when a plan is built, not at every step.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ from ocomm.kernels.reference import ReferenceKernels, unsupported_reduction
 from ocomm.types import DType, ReduceOp
 
 _NULL = ffi.NULL
-#: Elements of the smallest pieces of a loop: 10 microseconds' work at least. To share a loop costs about 5.
+#: Number of elements of the smallest pieces of a loop: at least 10 microseconds of work. Sharing a loop costs about 5.
 GRAIN = 32768
-# An array's own buffer is several times cheaper to pass on than its ``ctypes`` attribute.
+# Passing an array's own buffer is several times cheaper than its ``ctypes`` attribute.
 _pointer = ffi.from_buffer
 
 
 class Pool:
-    """``threads - 1`` threads which help whoever runs a large loop; results have the same bits with any number of them.
+    """``threads - 1`` threads that help the caller of a large loop. The number of threads does not change the bits of
+    results.
 
-    They sleep between loops. One loop is shared at a time: a second caller does its own alone. ``grain``: elements that
-    are worth waking a thread for; a loop of less than twice as many is not cut. LaunchError if the system has no
-    threads left.
+    They sleep between loops. One loop is shared at a time; a second caller runs its own alone.
+
+    Args:
+        threads: Number of threads, with the caller.
+        grain: Number of elements that are worth waking a thread for; a loop of less than twice as many is not cut.
+
+    Raises:
+        LaunchError: The system has no threads left.
     """
 
     def __init__(self, threads: int, grain: int = GRAIN) -> None:
@@ -41,20 +47,21 @@ class Pool:
         self.pointer = ffi.gc(pool, lib.ocomm_pool_free)
 
     def close(self) -> None:
-        """Ends the threads, when they have done what they are at; loops are their callers' alone from then on."""
+        """Ends the threads when they have finished their work; later loops are run by their callers alone."""
         lib.ocomm_pool_close(self.pointer)
 
 
 def pointer_to(pool: Pool | None) -> Any:
-    """For C; NULL for None."""
+    """Returns the C pointer of a pool; NULL for None."""
     return _NULL if pool is None else pool.pointer
 
 
 class CpuKernels:
-    """See ``ocomm.kernels.loops`` for the arguments, ``ocomm.kernels.reference`` for what exactly is computed.
+    """The kernels in C. ``ocomm.kernels.loops`` has the arguments; ``ocomm.kernels.reference`` defines what is
+    computed.
 
-    The tables must have the dtypes ``BLOCK`` and ``TENSOR``; all arrays must be contiguous and stay alive for the call.
-    Without a ``pool`` all work is the caller's.
+    The tables must have the dtypes ``BLOCK`` and ``TENSOR``; all arrays must be contiguous and stay alive during the
+    call. Without a ``pool`` the caller does all the work.
     """
 
     name = "cpu"
@@ -66,17 +73,19 @@ class CpuKernels:
     if TYPE_CHECKING:
 
         def __getattr__(self, loop: str) -> Any:
-            """Loops are made of their declarations, below."""
+            """For type checkers: loops are made from their declarations, below."""
 
     def reduce(
         self, dtype: DType, op: ReduceOp, sources: Sequence[Bytes], prescale: float, postscale: float, out: Bytes
     ) -> None:
-        """Writes ``out``, which may be one of the sources. TypeError for an operation the element type lacks."""
+        """Writes ``out``, which may be one of the sources. Raises TypeError for an operation that the element type does
+        not have.
+        """
         if not _reduce(self, dtype, op, sources, prescale, postscale, out):
             raise TypeError(unsupported_reduction(dtype, op, prescale, postscale))
 
     def checksum(self, data: Bytes, part: int = WHOLE) -> int:
-        """Hash of the whole buffer, or of a part of it."""
+        """Returns a hash of the whole buffer, or of a part of it."""
         return int(lib.ocomm_checksum(_pointer(data), len(data), part))
 
     def checksums(
@@ -105,7 +114,7 @@ class CpuKernels:
 
 
 def _calling(loop: Declaration) -> Any:
-    """The method that calls a loop in C."""
+    """Returns the method that calls a loop in C."""
     passed = [expression for argument in loop.arguments for expression in argument.called()]
     call = f"call(self._pool, {', '.join(passed)})"
     names = {

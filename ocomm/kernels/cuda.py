@@ -1,15 +1,15 @@
 """The loops as CUDA kernels, through numba-cuda: one launch per call, one thread block per scale block.
 
-Everything is passed by address, because a tensor of the table is an address too, and one that need not be aligned: a
-block whose elements start on 16 bytes is read and written four elements at a time, any other one by one.
+Everything is passed by address, because tensors of the table are addresses, too, which need not be aligned. A block
+whose elements start on a multiple of 16 bytes is read and written four elements at a time, any other block one by one.
 
-A thread block works on tiles of 4096 elements. Thread t holds the quads of elements 4 t, 4 t + 1024, 4 t + 2048 and
-4 t + 3072 of its tile, so that the 16-byte accesses of a warp lie side by side. Signs meet in shared memory, four bits
-per quad, and leave it as whole words. A block of one tile is read once and written once; in a longer one the earlier
+A thread block works on tiles of 4096 elements. Thread t holds the quads of elements 4 t, 4 t + 1024, 4 t + 2048 and 4 t
++ 3072 of its tile, so that the 16-byte accesses of a warp are adjacent. Signs are collected in shared memory, four bits
+per quad, and written as whole words. A block of one tile is read once and written once; in a longer one the earlier
 tiles wait in ``error_out`` until the scale is known.
 
-The same source runs in numba's simulator (``NUMBA_ENABLE_CUDASIM=1``), where addresses are those of host memory. That
-is why it uses neither warp votes nor shuffles.
+The same source runs in numba's simulator (``NUMBA_ENABLE_CUDASIM=1``), where addresses are those of the host's memory.
+Therefore it uses neither warp votes nor shuffles.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if "numba_cuda" not in (cuda.__file__ or ""):
     raise ImportError("numba's own CUDA target is deprecated and cannot run these kernels: pip install numba-cuda")
 
 SIMULATED: bool = bool(numba.config.ENABLE_CUDASIM)
-# Numba warns of every launch of fewer than 128 thread blocks: a segment has as many blocks as it has.
+# Numba warns of every launch of fewer than 128 thread blocks, but a segment may have few blocks.
 numba.config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
 
 THREADS = 256
@@ -47,16 +47,16 @@ ROUNDS = 4
 TILE = ROUNDS * ROW
 HELD = ROUNDS * QUAD  # elements per thread
 
-#: Threads per thread block, and how many of those must fit on a multiprocessor together: that limits registers to 64
-#: and keeps enough loads under way.
+#: Threads per thread block, and the number of thread blocks that must fit on a multiprocessor. That limits registers to
+#: 64 per thread and keeps enough loads under way.
 LAUNCH_BOUNDS = (THREADS, 4)
 
-#: Bytes of shared memory: a tile's signs by quad, then a float and an int32 per thread. It is allocated by the launch,
-#: since the simulator may give two threads different arrays where a kernel allocates it.
+#: Bytes of shared memory: a tile's signs by quad, then a float and an int32 per thread. The launch allocates it, since
+#: the simulator may give two threads different arrays if a kernel allocates it.
 SHARED_NBYTES = TILE // QUAD + 8 * THREADS
 _PARTIAL = TILE // QUAD // 4
 _HIDDEN = _PARTIAL + THREADS
-_FOLD = 16  # two steps of 16 additions bring 256 threads together
+_FOLD = 16  # two steps of 16 additions combine the sums of 256 threads
 
 _BLOCK_NBYTES, _TENSOR_NBYTES = BLOCK.itemsize, TENSOR.itemsize
 _OFFSET, _START, _OWNED, _LOCAL, _BITS, _SCALE, _INDEX, _LENGTH, _ROW_OF_TENSOR = (
@@ -89,11 +89,11 @@ _RUN_START, _RUN_POSITION, _RUN_LENGTH, _RUN_TENSOR = (
     for name in ("start", "position", "length", "tensor")
 )
 _ADDRESS, _FIRST, _COUNT, _TAIL = (PIECE.fields[name][1] for name in ("address", "first", "count", "tail"))  # type: ignore[index]
-#: Of checksums, as signed numbers: ``reference`` has them unsigned.
+#: Constants of checksums as signed numbers; ``reference`` has them unsigned.
 _STEP, _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64)
 
 _ZERO = np.float32(0)
-_MINUS_ZERO = np.float32(-0.0)  # what leaves the first addend exactly as it is, negative zero included
+_MINUS_ZERO = np.float32(-0.0)  # adding it changes no number, not even negative zero
 _ONE = np.float32(1)
 _HALF = np.float32(0.5)
 _UNIT = np.float32(2.0**-24)
@@ -188,7 +188,7 @@ else:
     _VECTOR, _LOW_VECTOR = ir.VectorType(_FLOAT, QUAD), ir.VectorType(_SHORT, QUAD)
 
     def _global(builder: Any, address: Any, kind: Any) -> Any:
-        """A pointer into global memory, which spares the hardware the question which memory it is."""
+        """Returns a pointer into global memory, so that the hardware need not find out which memory it is."""
         return builder.inttoptr(address, ir.PointerType(kind, addrspace=1))
 
     def _load(kind: Any, align: int, result: Any) -> Any:
@@ -243,7 +243,7 @@ else:
 
     @intrinsic
     def load_low_quad(typingctx: Any, address: Any) -> Any:
-        """Four 16-bit words by one access of 8 bytes."""
+        """Loads four 16-bit words by one access of 8 bytes."""
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             vector = builder.load(_global(builder, args[0], _LOW_VECTOR), align=8)
@@ -255,7 +255,7 @@ else:
 
     @intrinsic
     def half_of(typingctx: Any, word: Any) -> Any:
-        """A float16 in float32."""
+        """Returns a float16 as float32."""
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             half = builder.bitcast(builder.trunc(args[0], _SHORT), ir.HalfType())
@@ -290,7 +290,7 @@ else:
 
     @intrinsic
     def low_of(typingctx: Any, value: Any) -> Any:
-        """The float16 that is nearest."""
+        """Returns the nearest float16."""
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             half = builder.fptrunc(args[0], ir.HalfType())
@@ -306,7 +306,7 @@ else:
         return types.float64(types.int64), codegen
 
     def _product(kind: Any, of: Any, name: str, letter: str) -> Any:
-        """a * b, rounded on its own: the compiler fuses a plain product with the sum it goes into."""
+        """Returns a * b, rounded separately, because the compiler would fuse a plain product with a sum."""
 
         def typed(typingctx: Any, a: Any, b: Any) -> Any:
             def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -321,8 +321,8 @@ else:
     times_double = _product(ir.DoubleType(), types.float64, "mul.rn.f64", "d")
 
 
-# What a thread holds: ``rounds`` quads, a row apart. ``left`` is what the block has from the first of them on; it may
-# be less than nothing.
+# What a thread holds: ``rounds`` quads, a row apart. ``left`` is the number of the block's elements from the first quad
+# on; it may be negative.
 
 
 @inline
@@ -390,7 +390,7 @@ def _put(first: int, left: int, rounds: int, values: Any) -> None:
 
 @inline
 def _narrowed(value: Any, dtype: int) -> int:
-    """The nearest element of 16 bits, of two the even one."""
+    """Returns the nearest 16-bit element; of two, the even one."""
     if dtype != _BFLOAT16:
         return low_of(value)
     word = word_of(value)
@@ -412,7 +412,9 @@ def _put_low(first: int, left: int, dtype: int, values: Any) -> None:
 
 @inline
 def _bits_of(first: int, at: int, left: int, rounds: int) -> int:
-    """One bit per element it holds, the first one lowest: bit ``at`` and so on of the bytes at ``first``."""
+    """Returns one bit per element that the thread holds, the first one lowest: bit ``at`` and so on of the bytes at
+    ``first``.
+    """
     found = 0
     for u in range(rounds):
         if u * ROW < left:
@@ -422,7 +424,7 @@ def _bits_of(first: int, at: int, left: int, rounds: int) -> int:
 
 @inline
 def _beyond(left: int, rounds: int) -> int:
-    """One bit per element it holds, 1 past the block's end."""
+    """Returns one bit per element that the thread holds: 1 if it is past the block's end."""
     found = 0
     if left < (rounds - 1) * ROW + QUAD:
         for u in range(rounds):
@@ -434,7 +436,7 @@ def _beyond(left: int, rounds: int) -> int:
 
 @inline
 def _read_scale(address: int) -> Any:
-    """A float of a message, which may lie at any byte."""
+    """Loads a float of a message, which may begin at any byte."""
     if address & 3 == 0:
         return load_float(address)
     word = 0
@@ -445,8 +447,9 @@ def _read_scale(address: int) -> Any:
 
 @inline
 def _write_signs(found: int, target: int, left: int) -> None:
-    """The signs of a tile, of which each thread brings its own: a byte at ``target`` for every 8 of the ``left``
-    elements from the tile's first on. Has a barrier."""
+    """Writes the signs of a tile, to which each thread contributes its own: a byte at ``target`` for every 8 of the
+    ``left`` elements from the tile's first on. Has a barrier.
+    """
     quads = cuda.shared.array(0, types.uint8)
     t = cuda.threadIdx.x
     for u in range(ROUNDS):
@@ -470,8 +473,11 @@ def _write_signs(found: int, target: int, left: int) -> None:
 def _first_pass(
     c: Any, kept: Any, keeps: bool, masked: int, left: int, rms: int, total: Any, signs: int, last: bool, error_out: int
 ) -> Any:
-    """Sends the signs of a tile's c, and puts into c what the error will be before the scale is taken off: ``kept``
-    where masked, if the caller ``keeps``. Returns ``total`` with the tile's magnitudes. Has barriers."""
+    """Writes the signs of a tile's c, and replaces c by the error before the scale is subtracted.
+
+    That is ``kept`` for masked elements, if the caller ``keeps``. Returns ``total`` plus the tile's magnitudes. Has
+    barriers.
+    """
     beyond = _beyond(left, ROUNDS)
     silent = masked | beyond
     found = 0
@@ -483,7 +489,7 @@ def _first_pass(
             if x >= _ZERO:
                 found |= 1 << i
             if (silent >> i) & 1:
-                # +0.0, or NaN where c is not finite: a bad gradient is noticed although its element is masked.
+                # +0.0, or NaN if c is not finite, so that a bad gradient is detected although its element is masked.
                 x = x - x
             row = row + (times(x, x) if rms else abs(x))
             if keeps and (masked >> i) & 1:
@@ -498,7 +504,7 @@ def _first_pass(
 
 @inline
 def _scale_of(total: Any, hidden: int, mask: int, length: int, rms: int) -> Any:
-    """The scale of the block from what each thread has added up; the same in all threads. Has barriers."""
+    """Returns the scale of the block from the sums of all threads; the same in all threads. Has barriers."""
     partial = cuda.shared.array(0, types.float32)
     counts = cuda.shared.array(0, types.int32)
     t = cuda.threadIdx.x
@@ -530,7 +536,7 @@ def _scale_of(total: Any, hidden: int, mask: int, length: int, rms: int) -> Any:
 
 @inline
 def _keep_the_rest(c: Any, masked: int, scale: Any, left: int, error_out: int) -> None:
-    """What the receivers of a tile will not get becomes its error."""
+    """Writes what the receivers of a tile will not get to its error."""
     for i in range(HELD):
         if not (masked >> i) & 1:
             c[i] = c[i] - (scale if c[i] >= _ZERO else -scale)
@@ -542,7 +548,7 @@ def _finish(
     c: Any, masked: int, hidden: int, total: Any, block: int, mask: int, rms: int, error_out: int, packed: int,
     status: int,
 ) -> None:  # fmt: skip
-    """The scale of a block whose tiles have all been read, and its error. The last tile is in ``c``."""
+    """Computes the scale of a block whose tiles have all been read, and its error. ``c`` holds the last tile."""
     length = load_int(block + _LENGTH)
     scale = _scale_of(total, hidden, mask, length, rms)
     t = cuda.threadIdx.x
@@ -590,7 +596,7 @@ def compress(
 
 @inline
 def _gradient(tensor: int, start: int, left: int, rounds: int, out: Any, scratch: Any) -> None:
-    """This thread's gradients with the coupled weight decay; ``start`` is its first element inside the tensor."""
+    """Loads this thread's gradients with the coupled weight decay; ``start`` is its first element inside the tensor."""
     grad = load_long(tensor + _GRAD)
     if grad != 0:
         _fetch_grad(tensor, grad, start, left, rounds, out)
@@ -702,7 +708,7 @@ def average(
     blocks: int, received: int, ranks: int, origin: int, error: int, error_out: int, mask: int, rms: int, packed: int,
     status: int,
 ) -> None:  # fmt: skip
-    """``received`` is where the ``ranks`` addresses of the messages are."""
+    """Averages and compresses again. ``received`` is the address of the ``ranks`` addresses of the messages."""
     a = cuda.local.array(HELD, types.float32)
     e = cuda.local.array(HELD, types.float32)
     block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
@@ -736,7 +742,7 @@ def average(
     _finish(a, masked, hidden, total, block, mask, rms, error_out + owned, packed, status)
 
 
-# Loops without a scale of their own go quad by quad.
+# Loops that compute no scale work quad by quad.
 
 
 @kernel
@@ -884,7 +890,7 @@ def finite(blocks: int, tensors: int, status: int) -> None:
 
 @inline
 def _philox(quad: int, low: int, high: int, step: int, stream: int) -> Any:
-    """Four random words for four elements: Philox-4x32-7, see ``reference.philox4x32``."""
+    """Returns four random words for four elements: Philox-4x32-7, as ``reference.philox4x32``."""
     a, b = np.uint64(quad) & _WORD, np.uint64(quad) >> _32
     c, d = np.uint64(step), np.uint64(stream)
     first, second = np.uint64(low), np.uint64(high)
@@ -903,13 +909,15 @@ _FIRST_KEY_STEP, _SECOND_KEY_STEP = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 
 @inline
 def _unit(word: Any) -> Any:
-    """A random word as a multiple of 2^-24 in [0, 1)."""
+    """Returns a random word as a multiple of 2^-24 in [0, 1)."""
     return times(np.float32(np.int32(word >> np.uint64(8))), _UNIT)
 
 
 @inline
 def _uniform(index: int, low: int, high: int, step: int, stream: int, steady: int, out: Any) -> None:
-    """The random numbers of four elements from ``index`` on, which come from two counters unless it is a multiple."""
+    """Computes the random numbers of four elements from ``index`` on, which need two counters unless ``index`` is a
+    multiple of 4.
+    """
     if steady != 0:
         for k in range(QUAD):
             out[k] = _HALF
@@ -935,7 +943,7 @@ def _ratio(
     tensor: int, start: int, left: int, momentum: int, momentum_out: int, magnitude: int, magnitude_out: int,
     eps: float, amsgrad: int, status: int, out: Any,
 ) -> None:  # fmt: skip
-    """A quad of this step's m and b, written where their addresses say, and of m / (b + eps), 0 past the end."""
+    """Computes a quad of this step's m and b, written to their addresses, and of m / (b + eps), 0 past the end."""
     m = cuda.local.array(QUAD, types.float32)
     b = cuda.local.array(QUAD, types.float32)
     grad = load_long(tensor + _GRAD)
@@ -951,7 +959,7 @@ def _ratio(
         m[k] = times(beta, m[k]) + times(rest, out[k])
         now = times(beta, b[k]) + times(rest, abs(out[k]))
         b[k] = b[k] if amsgrad and b[k] > now else now
-        # Past the end it would be 0 / eps, and eps may be 0.
+        # Past the end the ratio would be 0 / eps, and eps may be 0.
         out[k] = m[k] / (b[k] + eps) if k < left else _ZERO
         if (m[k] - m[k]) + (b[k] - b[k]) + (out[k] - out[k]) != _ZERO:
             store_int(status, 1)
@@ -961,8 +969,9 @@ def _ratio(
 
 @inline
 def _random_signs(y: Any, number: Any, left: int, error_out: int, status: int) -> int:
-    """Four random signs whose mean is y where that is in [-1, 1]; what they leave of y is the new error, if there is
-    an address for it."""
+    """Returns four random signs whose mean is y if that is in [-1, 1]. What they lose of y is written to ``error_out``,
+    unless it is 0.
+    """
     found = 0
     for k in range(QUAD):
         if y[k] - y[k] != _ZERO:
@@ -982,7 +991,7 @@ def compress_quantized(
     error_out: int, eps: float, amsgrad: int, low: int, high: int, step: int, stream: int, steady: int, packed: int,
     status: int,
 ) -> None:  # fmt: skip
-    """``low`` and ``high``: the halves of the seed."""
+    """The worker's half of Birder. ``low`` and ``high`` are the halves of the seed."""
     y = cuda.local.array(QUAD, types.float32)
     other = cuda.local.array(QUAD, types.float32)
     block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
@@ -1016,7 +1025,7 @@ def average_quantized(
     blocks: int, received: int, ranks: int, origin: int, weights: int, error: int, error_out: int, low: int, high: int,
     step: int, stream: int, steady: int, packed: int, status: int,
 ) -> None:  # fmt: skip
-    """``received`` is where the ``ranks`` addresses of the messages are."""
+    """The server's half of Birder. ``received`` is the address of the ``ranks`` addresses of the messages."""
     a = cuda.local.array(QUAD, types.float32)
     other = cuda.local.array(QUAD, types.float32)
     block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
@@ -1052,7 +1061,7 @@ def compress_signs(
     blocks: int, tensors: int, momentum: int, momentum_out: int, beta2: float, rest2: float, zero_up: int, packed: int,
     status: int,
 ) -> None:  # fmt: skip
-    """``rest2``: the rounded 1 - beta2."""
+    """The worker's half of Lion. ``rest2`` is the rounded 1 - beta2."""
     m = cuda.local.array(QUAD, types.float32)
     g = cuda.local.array(QUAD, types.float32)
     block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
@@ -1174,7 +1183,7 @@ def adam_ratio(
         _put(variance + flat, left, 1, v)
 
 
-# Dense values: a thread block per row of a table.
+# Dense values: one thread block per row of a table.
 
 
 @kernel
@@ -1210,8 +1219,9 @@ def scatter(runs: int, tensors: int, source: int) -> None:
 
 @kernel
 def reduce(sources: int, ranks: int, numel: int, before: float, after: float, out: int) -> None:
-    """Sum of what is at the ``ranks`` addresses at ``sources``, in their order, each times ``before``, times ``after``;
-    a thread block has a tile."""
+    """Sums what is at the ``ranks`` addresses at ``sources``, in their order, each times ``before``; multiplies the sum
+    by ``after``. One thread block per tile.
+    """
     total = cuda.local.array(QUAD, types.float32)
     other = cuda.local.array(QUAD, types.float32)
     base = TILE * cuda.blockIdx.x
@@ -1231,7 +1241,7 @@ def reduce(sources: int, ranks: int, numel: int, before: float, after: float, ou
 
 @kernel
 def reduce_low(sources: int, ranks: int, numel: int, before: float, after: float, dtype: int, out: int) -> None:
-    """As ``reduce``, of float16 or bfloat16, in float32."""
+    """``reduce`` for float16 or bfloat16, computed in float32."""
     total = cuda.local.array(QUAD, types.float32)
     other = cuda.local.array(QUAD, types.float32)
     base = TILE * cuda.blockIdx.x
@@ -1251,7 +1261,7 @@ def reduce_low(sources: int, ranks: int, numel: int, before: float, after: float
 
 @kernel
 def reduce_double(sources: int, ranks: int, numel: int, before: int, after: int, out: int) -> None:
-    """As ``reduce``, of float64; the factors are those bits."""
+    """``reduce`` for float64; the factors are passed as their bits."""
     factor = double_of(before)
     base = TILE * cuda.blockIdx.x
     for at in range(base + cuda.threadIdx.x, min(base + TILE, numel), THREADS):
@@ -1274,7 +1284,7 @@ def _whole(address: int, nbytes: int, signed: int) -> int:
 
 @kernel
 def reduce_whole(sources: int, ranks: int, numel: int, nbytes: int, signed: int, divisor: int, out: int) -> None:
-    """As ``reduce``, of integers of so many ``nbytes``, in 64 bits; the sum by ``divisor``, rounded towards zero."""
+    """``reduce`` for integers of ``nbytes`` bytes, in 64 bits; divides the sum by ``divisor``, rounded towards zero."""
     base = TILE * cuda.blockIdx.x
     for at in range(base + cuda.threadIdx.x, min(base + TILE, numel), THREADS):
         total = _whole(load_long(sources) + nbytes * at, nbytes, signed)
@@ -1293,7 +1303,7 @@ def reduce_whole(sources: int, ranks: int, numel: int, nbytes: int, signed: int,
             store_byte(out + at, total)
 
 
-# Sums of what is at an address, a thread block for each row of a PIECE table.
+# Sums over memory at an address: one thread block per row of a PIECE table.
 
 
 @inline
@@ -1304,7 +1314,7 @@ def _mixed(word: int, position: int) -> int:
 
 @inline
 def _word(address: int, nbytes: int) -> int:
-    """So many bytes, at most 8, that may lie anywhere; the others are 0."""
+    """Loads ``nbytes`` bytes, at most 8, from any address; the others are 0."""
     word = 0
     for k in range(nbytes):
         word |= wrapped(int(load_byte(address + k)) << (8 * k))
@@ -1359,14 +1369,14 @@ KERNELS: tuple[Any, ...] = (
 
 
 def _signature(loop: Any) -> tuple[Any, ...]:
-    """The types of what ``CudaKernels`` calls it with."""
+    """Returns the types of the arguments with which ``CudaKernels`` calls the loop."""
     parameters = inspect.signature(loop.py_func).parameters.values()
     return tuple(types.float32 if parameter.annotation == "float" else types.int64 for parameter in parameters)
 
 
 @functools.cache
 def require_compiler() -> None:
-    """ImportError, with what to install, where kernels cannot be compiled."""
+    """Raises ImportError, which says what to install, if kernels cannot be compiled."""
     from numba.cuda.cudadrv import nvrtc, nvvm
 
     try:
@@ -1385,11 +1395,13 @@ def require_compiler() -> None:
 
 
 def compiled(loop: Any, capability: tuple[int, int]) -> str:
-    """PTX of one of KERNELS for a compute capability; no device is needed, but NVVM and NVRTC are, else ImportError."""
+    """Returns PTX of one of KERNELS for a compute capability. Needs no device. Raises ImportError without NVVM and
+    NVRTC.
+    """
     from numba.cuda import dispatcher
 
     require_compiler()
-    # numba-cuda compiles what a kernel calls for the device that it finds.
+    # numba-cuda compiles the functions that a kernel calls for the device that it finds.
     usual = dispatcher.get_current_device
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
     try:
@@ -1406,15 +1418,15 @@ def prepare(loop: str) -> None:
 
 
 def stream_of(handle: int) -> Any:
-    """A stream that somebody else has made, for ``CudaKernels``."""
+    """Returns a stream that was made elsewhere, for ``CudaKernels``."""
     return cuda.external_stream(handle)
 
 
-_REMEMBERED = 1024  # tables of messages
+_REMEMBERED = 1024  # number of tables of message addresses that are kept
 
 
 def address_of(array: Any) -> int:
-    """Where the first element of an array on the device is; 0 for None, which is what kernels take for nothing."""
+    """Returns the address of an array's first element on the device; 0 for None, which kernels treat as no array."""
     if array is None:
         return 0
     if isinstance(array, DeviceArray):
@@ -1426,17 +1438,18 @@ def address_of(array: Any) -> int:
 
 
 class CudaKernels:
-    """See ``ocomm.kernels.loops`` for the arguments, ``ocomm.kernels.reference`` for what is computed.
+    """The kernels of a CUDA device. ``ocomm.kernels.loops`` has the arguments; ``ocomm.kernels.reference`` defines the
+    results.
 
-    All arrays, the tables too, are on the device: anything with ``__cuda_array_interface__``, contiguous, with ``len``
-    the number of rows. Addresses in the tensor table are device addresses. Signs equal the reference's exactly, given
-    the scale; a scale may differ in its last bits, because other partial sums are rounded. A call is one launch on
-    ``stream``; a message that is received may lie at any byte, ``packed`` and scales in it at multiples of 4.
+    All arrays and tables are on the device: anything with ``__cuda_array_interface__`` that is contiguous and whose
+    ``len`` is the number of rows. Addresses in the tensor table are device addresses. Given the scale, signs equal the
+    reference's exactly; a scale may differ in its last bits, because other partial sums are rounded. A call is one
+    launch on ``stream``. A received message may begin at any byte, ``packed`` and its scales at multiples of 4.
 
-    A returned bool waits for the stream, unless there is a ``status``, an int32 on the device: then it says nothing,
-    and what it would have said goes there, as not 0.
+    A method that returns a bool waits for the stream, unless there is a ``status``, an int32 on the device. Then the
+    returned value means nothing, and ``status`` becomes nonzero if something was not finite.
 
-    ``checksum``, ``checksums`` and ``squares`` are made of ``sum_words`` and ``sum_squares``: see ``DeviceKernels``.
+    ``checksum``, ``checksums`` and ``squares`` are made from ``sum_words`` and ``sum_squares`` by ``DeviceKernels``.
     """
 
     name = "cuda"
@@ -1448,13 +1461,15 @@ class CudaKernels:
         self._messages: dict[tuple[int, ...], Any] = {}
 
     def prepare(self, loop: str) -> None:
-        """As the function ``prepare``; else the loop's first call does that."""
+        """Compiles a loop for the current device; otherwise its first call does that."""
         prepare(loop)
 
     def reduce(
         self, dtype: DType, op: ReduceOp, sources: Sequence[Any], prescale: float, postscale: float, out: Any
     ) -> None:
-        """What ``is_reduced_on_devices``; ``out`` may be one of the sources. Any NaN is the device's own."""
+        """Reduces what ``is_reduced_on_devices`` accepts; ``out`` may be one of the sources. A NaN has the device's
+        bits.
+        """
         if not is_reduced_on_devices(dtype, op, prescale, postscale):
             raise TypeError(f"{op.label} of {dtype.label} by {prescale} and {postscale} is not done on a device")
         numel, ranks = len(out) // dtype.itemsize, len(sources)
@@ -1476,7 +1491,9 @@ class CudaKernels:
         return loop[thread_blocks, THREADS, self._stream, SHARED_NBYTES]
 
     def _addresses(self, arrays: Sequence[Any]) -> Any:
-        """A device array of addresses; one that was made for the same arrays before, since plans do not change."""
+        """Returns a device array of addresses, kept from an earlier call with the same arrays if there was one, since
+        plans do not change.
+        """
         key = tuple(map(address_of, arrays))
         if key not in self._messages:
             if len(self._messages) == _REMEMBERED:
@@ -1485,8 +1502,11 @@ class CudaKernels:
         return self._messages[key]
 
     def _there(self, array: np.ndarray) -> Any:
-        """A copy on the device for what is launched next. By ``DeviceMemory``, which keeps the source until then: a
-        device that reaches all of the host's memory need not have read it when the call returns."""
+        """Returns a copy on the device for the next launch.
+
+        ``DeviceMemory`` makes it and keeps the source until then, because a device that can read all of the host's
+        memory need not have read it when the call returns.
+        """
         if isinstance(self._status, DeviceArray):
             copy = self._status.memory.empty(array.size, array.dtype)
             copy[:] = array
@@ -1494,7 +1514,7 @@ class CudaKernels:
         return cuda.to_device(array, stream=self._stream)
 
     def _all_finite(self) -> bool:
-        """Whether no kernel has raised the flag since the last time."""
+        """Returns True if no kernel has set the flag since the last call."""
         if not self._waits:
             return True
         if self._stream:
@@ -1506,14 +1526,14 @@ class CudaKernels:
 
 
 def _counted_by(noise: NDArray[np.void]) -> tuple[int, int, int, int, int]:
-    """Seed in halves, step, stream and whether it is steady, of one row of NOISE."""
+    """Returns the halves of the seed, step, stream and ``steady`` of one row of NOISE."""
     row = noise.reshape(-1)[0]
     seed = int(row["seed"])
     return seed & 0xFFFFFFFF, seed >> 32, int(row["step"]), int(row["stream"]), int(row["steady"])
 
 
-#: How a kernel's parameters are made of an argument, by its kind: their annotations, and from ``CudaKernels`` and the
-#: argument their values. Any other kind is passed on as an address.
+#: How an argument becomes a kernel's parameters, by its kind: their annotations, and the function that returns their
+#: values for ``CudaKernels`` and the argument. Any other kind is passed as an address.
 _PASSED: dict[str, tuple[tuple[str, ...], Callable[[CudaKernels, Any], tuple[Any, ...]]]] = {
     "Messages": (("int", "int"), lambda kernels, given: (address_of(kernels._addresses(given)), len(given))),
     "Noise": (("int",) * 5, lambda _, given: _counted_by(given)),
@@ -1526,8 +1546,10 @@ _AN_ADDRESS = ("int",), lambda _, given: (address_of(given),)
 
 
 def _launching(loop: Declaration) -> Callable[..., bool | None]:
-    """The method that launches a loop's kernel, one thread block for each row of its table. TypeError if the kernel has
-    other parameters than its declaration."""
+    """Returns the method that launches a loop's kernel, one thread block for each row of its table.
+
+    Raises TypeError if the kernel has other parameters than its declaration.
+    """
     kernel = globals()[loop.name]
     ways = [_PASSED.get(argument.kind, _AN_ADDRESS) for argument in loop.arguments]
     passed = [way for _, way in ways]

@@ -1,7 +1,7 @@
-"""A CUDA device for ``kernels.device``: memory, copies and events by the driver, launches by numba.
+"""A CUDA device for ``kernels.device``: memory, copies and events through the driver, launches through numba.
 
-Calls of the driver need the device's context in the calling thread, so each one brings it along and takes it away
-again: threads of the framework keep theirs.
+Calls of the driver need the device's context in the calling thread. Each call sets it and restores the old one, so that
+threads of the framework keep theirs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ocomm.kernels.base import Bytes
 from ocomm.kernels.cuda import CudaKernels, prepare, require_compiler, stream_of
 from ocomm.kernels.device import DeviceArray
 
-#: Wheels that compile, of CUDA 12 or 13.
+#: Packages of the compiler, for CUDA 12 or 13.
 _COMPILER = (
     "numba-cuda", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12",
 )  # fmt: skip
-#: Of a thread: what it calls is no matter of graphs that others capture.
+#: Mode of a thread whose calls do not affect CUDA graphs that other threads capture.
 _OF_THIS_THREAD = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 def _check(answer: tuple[Any, ...]) -> Any:
-    """The value of a driver call; HorovodInternalError with the driver's words."""
+    """Returns the value of a driver call. Raises HorovodInternalError with the driver's words."""
     code, *values = answer
     if code != driver.CUresult.CUDA_SUCCESS:
         _, words = driver.cuGetErrorString(code)
@@ -42,7 +42,7 @@ def _check(answer: tuple[Any, ...]) -> Any:
 
 
 class CudaBlock:
-    """See ``kernels.device.Block``."""
+    """The ``kernels.device.Block`` of a CUDA device."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
         with device.current(), _named(f"{nbytes} bytes on {device.name}"):
@@ -62,7 +62,7 @@ class _Pinned:
 
 
 def _freed(device: CudaDevice, free: Any, pointer: Any) -> None:
-    # A forked child has the objects without the device; on one that has failed there is nothing to save.
+    # A forked child has these objects without the device. On a device that has failed nothing can be freed.
     if os.getpid() == device.owner:
         with contextlib.suppress(HorovodInternalError), device.current():
             free(pointer)
@@ -70,7 +70,7 @@ def _freed(device: CudaDevice, free: Any, pointer: Any) -> None:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """MemoryError says for what there is none."""
+    """Adds to a MemoryError what it was that there is no memory for."""
     try:
         yield
     except MemoryError as error:
@@ -78,7 +78,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 class CudaEvent:
-    """See ``kernels.device.Event``. What it was made of is used again for other events."""
+    """The ``kernels.device.Event`` of a CUDA device. The driver's event is reused for later ones."""
 
     def __init__(self, device: CudaDevice, event: Any) -> None:
         self._device = device
@@ -88,7 +88,7 @@ class CudaEvent:
         if self._event is None:
             return True
         with self._device.current():
-            # Else the graph that another thread may be capturing, as torch.cuda.graph does, would be lost.
+            # Else the graph that another thread may be capturing, as torch.cuda.graph does, would be invalid.
             mode = _check(driver.cuThreadExchangeStreamCaptureMode(_OF_THIS_THREAD))
             (code,) = driver.cuEventQuery(self._event)
             _check(driver.cuThreadExchangeStreamCaptureMode(mode))
@@ -101,7 +101,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """See ``kernels.device.Stream``."""
+    """The ``kernels.device.Stream`` of a CUDA device."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -113,7 +113,7 @@ class CudaStream:
 
 
 class CudaDevice:
-    """See ``kernels.device.Device``. ``number`` counts this process's devices."""
+    """The ``kernels.device.Device`` of CUDA device ``number`` of this process."""
 
     def __init__(self, number: int) -> None:
         self.name = f"cuda:{number}"
@@ -134,7 +134,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """In here the calling thread's context is this device's, which Torch and numba use, too."""
+        """Makes this device's context current in the calling thread, which Torch and numba use, too."""
         _check(driver.cuCtxPushCurrent(self._context))
         try:
             yield
@@ -175,7 +175,7 @@ class CudaDevice:
         return self.recorded(self._stream)
 
     def recorded(self, stream: Any) -> CudaEvent:
-        """The end of what is on a stream now."""
+        """Returns an event at the current end of a stream."""
         with self.current():
             event = self._new_event()
             _check(driver.cuEventRecord(event, stream))
@@ -190,12 +190,14 @@ class CudaDevice:
         return _check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
     def require_kernels(self) -> None:
-        """ImportError, with what there is, where kernels cannot be compiled and loaded. May take seconds once."""
+        """Raises ImportError, with the versions installed, if kernels cannot be compiled and loaded. May take seconds
+        the first time.
+        """
         require_compiler()
         try:
             with self.current():
-                prepare("scatter")  # a short one
-        except Exception as error:  # of NVVM, nvJitLink, numba-cuda, cuda.core or the driver: each has its own
+                prepare("scatter")  # a short kernel
+        except Exception as error:  # NVVM, nvJitLink, numba-cuda, cuda.core and the driver have classes of their own
             major, minor = divmod(_check(driver.cuDriverGetVersion()) // 10, 100)
             said = " ".join(str(error).replace("\0", " ").split())
             raise ImportError(
@@ -205,7 +207,7 @@ class CudaDevice:
             ) from error
 
     def loops(self, status: DeviceArray) -> _Loops:
-        self.require_kernels()  # now, with words, and not in the first step
+        self.require_kernels()  # fails now, with a clear message, instead of in the first step
         return _Loops(self, CudaKernels(self._numba_stream, status))
 
     def enter(self) -> None:
@@ -219,12 +221,12 @@ class CudaDevice:
         self._order(self._stream, _framework(stream))
 
     def _order(self, first: Any, second: Any) -> None:
-        """What is put on ``second`` from now on runs after what is on ``first`` now."""
+        """Makes what is queued on ``second`` from now on run after what is queued on ``first`` now."""
         with self.current():
             event = self._new_event()
             _check(driver.cuEventRecord(event, first))
             _check(driver.cuStreamWaitEvent(second, event, 0))
-            # The wait is for what was recorded, whatever the event records later.
+            # This waits for what the event has recorded so far, whatever it records later.
             self.idle_events.append(event)
 
 
@@ -235,7 +237,7 @@ def _installed(names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _framework(stream: int) -> Any:
-    """A framework's stream. 0 is the old default one, whatever cuda.bindings was told to take it for."""
+    """Returns a framework's stream. 0 is the legacy default stream, whatever cuda.bindings takes it for."""
     return driver.CUstream(stream or driver.CU_STREAM_LEGACY)
 
 

@@ -1,8 +1,8 @@
-"""Buffers and loops on a device, as an optimizer's core and the exchange see them.
+"""Buffers and loops on a device, for an optimizer's core and the exchange.
 
-Everything is queued on one stream of the device's own, in the order of the calls, and the host goes on: it waits only
-where it is said. So buffers need no locks; only the tables that are copied there, and the bytes of messages, have to
-be kept as they are until the device has read them, which ``DeviceMemory`` sees to.
+Everything is queued on one stream of the device, in the order of the calls, and the host waits only in methods that say
+so. So buffers need no locks. Only tables that are copied to the device, and the bytes of messages, must stay unchanged
+until the device has read them, which ``DeviceMemory`` ensures.
 
 ``Device`` is what differs between devices: memory, copies, events and launches.
 """
@@ -28,26 +28,26 @@ from ocomm.kernels.loops import KINDS, LOOPS, ArgumentKind
 from ocomm.kernels.reference import CHECKSUM_SPREAD, ReferenceKernels
 from ocomm.types import DType, ReduceOp
 
-#: Tables that are on the device without being in use: those of buckets that are cut anew every now and then.
+#: Number of tables that are kept on the device without being in use, such as those of buckets that are cut again.
 _REMEMBERED = 4096
-#: Copies of a table that may be on their way at once: a step has one for each part that is handed over, and all of them
-#: are where the device is still busy with what Torch gave it to do.
+#: Number of copies of a table that may be under way at once. A step has one for each part that is handed over, and all
+#: are under way while the device is still busy with Torch's work.
 _SLOTS = 16
 #: Bytes of page-locked memory through which the host reads arrays, a part at a time.
 _WINDOW_NBYTES = 1 << 22
-#: How many pieces of page-locked memory are kept for writing arrays, and up to which size.
+#: Number of pieces of page-locked memory that are kept for writing arrays, and their largest size.
 _SPARES, _SPARE_NBYTES = 32, 1 << 20
-#: Sizes of sums over memory whose tables are kept.
+#: Number of sums over memory whose tables are kept.
 _SUMS = 16
-#: Elements of one thread block's share of a sum over memory.
+#: Number of elements that one thread block adds in a sum over memory.
 _PIECE_NUMEL = 1 << 16
 
 
 class Event(Protocol):
-    """A place in the device's queue."""
+    """A point in the device's queue."""
 
     def is_over(self) -> bool:
-        """Has everything queued before it been done? Never waits."""
+        """Returns True if everything queued before it is done. Never waits."""
         ...
 
 
@@ -59,31 +59,33 @@ class Block(Protocol):
 
 
 class Stream(Protocol):
-    """A stream beside the device's own, for a network that works on the device."""
+    """A second stream of the device, for a network that works on the device."""
 
-    #: What such a network calls it.
+    #: The stream's handle for such a network.
     handle: Any
 
     def record(self) -> Event:
-        """The end of what is queued on it now."""
+        """Returns an event at the current end of the stream."""
         ...
 
 
 class Device(Protocol):
-    """One device and one stream on it. Everything but ``allocate`` and ``pinned`` is queued. From any thread."""
+    """One device and one stream on it. Everything but ``allocate`` and ``pinned`` is queued. May be called from any
+    thread.
+    """
 
     name: str
-    #: The same in all processes that use it, another for every other device.
+    #: Identifies the device in all processes that use it.
     identity: str
-    #: By which a framework gives back memory that it keeps for later; called when there is none.
+    #: Called when memory is short, so that a framework frees memory that it keeps for later.
     make_room: Callable[[], None] | None
 
     def allocate(self, nbytes: int) -> Block:
-        """New memory, at a multiple of 64; contents undefined. MemoryError if there is none."""
+        """Returns new memory, at a multiple of 64 bytes; contents undefined. Raises MemoryError if there is none."""
         ...
 
     def pinned(self, nbytes: int) -> Bytes:
-        """A new array of the host that the device can read and write by itself; contents undefined."""
+        """Returns a new array of the host that the device can read and write itself; contents undefined."""
         ...
 
     def upload(self, to: int, source: Bytes) -> None: ...
@@ -93,41 +95,43 @@ class Device(Protocol):
     def copy(self, to: int, source: int, nbytes: int) -> None: ...
 
     def clear(self, to: int, nbytes: int) -> None:
-        """Fills with zero bytes."""
+        """Fills memory with zero bytes."""
         ...
 
     def record(self) -> Event:
-        """The end of what is queued now."""
+        """Returns an event at the current end of the queue."""
         ...
 
     def stream(self) -> Stream:
-        """A new stream. Nothing on it waits for what is on others, nor they for it."""
+        """Returns a new stream. Nothing on it waits for other streams, nor do they wait for it."""
         ...
 
     def loops(self, status: DeviceArray) -> Any:
-        """The loops of ``kernels.loops`` over device arrays only. Nothing waits: what a bool
-        would tell is put into ``status``, one int32, as not 0. ``prepare(loop)`` makes that one ready to be queued at
-        once: it may have to be compiled."""
+        """Returns the loops of ``kernels.loops`` over device arrays only. They never wait.
+
+        Instead of returning a bool they make ``status``, one int32, nonzero. ``prepare(loop)`` compiles a loop, so that
+        it can be queued without delay.
+        """
         ...
 
     def enter(self) -> None:
-        """The calling thread works with this device from now on, whatever it did before."""
+        """Makes this device the calling thread's current one from now on."""
         ...
 
     def follow(self, stream: int) -> None:
-        """What is queued from now on runs after what a framework has put on its stream ``stream`` so far."""
+        """Makes what is queued from now on run after what a framework has queued on its stream ``stream`` so far."""
         ...
 
     def precede(self, stream: int) -> None:
-        """What a framework puts on ``stream`` from now on runs after what is queued so far."""
+        """Makes what a framework queues on ``stream`` from now on run after what is queued so far."""
         ...
 
 
 class DeviceArray:
-    """A one-dimensional, contiguous array on a device: of what NumPy's have, what needs no look at the elements.
+    """A one-dimensional, contiguous array on a device, with those features of NumPy's arrays that read no elements.
 
-    Cutting it gives a view. What is assigned to a part is another device array, an array of the host, or 0. NumPy's
-    functions refuse it: ``Memory.host`` gives a copy.
+    A slice is a view. A slice can be assigned another device array, an array of the host, or 0. NumPy's functions
+    refuse device arrays; ``Memory.host`` returns a copy.
     """
 
     __slots__ = ("address", "block", "dtype", "memory", "size")
@@ -176,23 +180,23 @@ class DeviceArray:
         self.memory.assign(self[part], value)
 
     def view(self, dtype: Any) -> DeviceArray:
-        """The same bytes as another type."""
+        """Returns the same bytes as another type."""
         return DeviceArray(self.memory, self.address, self.nbytes // np.dtype(dtype).itemsize, dtype, self.block)
 
     def reshape(self, shape: int) -> DeviceArray:
-        """It is flat already."""
+        """Returns the array itself, which is flat already."""
         assert shape == -1
         return self
 
     def copy(self) -> DeviceArray:
-        """Another array with the same elements."""
+        """Returns another array with the same elements."""
         new = self.memory.empty(self.size, self.dtype)
         new[:] = self
         return new
 
 
 class _Wire:
-    """An address on a device in the form that NumPy takes; what it is a part of lives as long."""
+    """An address on a device in the form that NumPy accepts; keeps the array that it belongs to alive."""
 
     def __init__(self, part: DeviceArray) -> None:
         self.part = part
@@ -204,47 +208,48 @@ class _Wire:
         }
 
 
-#: What ``reduce`` launches, of any type; by itself it makes those of float32 ready.
+#: The kernels that ``reduce`` launches, by element type; ``prepare("reduce")`` compiles only that of float32.
 REDUCTIONS = ("reduce", "reduce_low", "reduce_double", "reduce_whole")
 
 
 def is_reduced_on_devices(dtype: DType, op: int, prescale: float, postscale: float) -> bool:
-    """Is there a loop for it? For sums; those of whole numbers without factors."""
+    """Returns True if there is a loop for this reduction on devices: sums; sums of integers only without factors."""
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE) or dtype == DType.BOOL:
         return False
     return dtype.is_floating or prescale == postscale == 1
 
 
 class DeviceMemory:
-    """See ``Memory``. Tables of the host and staging memory have copies on the device, which follow them.
+    """The ``Memory`` of a device. Tables of the host and staging memory have copies on the device, which are kept up to
+    date.
 
-    The copy of a table is made when kernels are first called with it, of a TENSOR table whenever it has changed since.
-    Block and run tables never change, so that it is enough to know them by their place.
+    A table is copied when kernels are first called with it, a TENSOR table whenever it has changed since. Block and run
+    tables never change, so that they are recognised by their address.
     """
 
     is_device = True
 
     def __init__(self, device: Device, timeout_s: float = 0.0) -> None:
         self.device = device
-        #: How long the host waits for the device at most; 0: for ever.
+        #: Limit, in seconds, for the host's waits for the device; 0: no limit.
         self.timeout_s = timeout_s
-        #: Can the network send from this memory, and receive into it, as far as this process knows?
+        #: Whether the network can send from this memory and receive into it, as far as this process knows.
         self.reached_by_network = False
-        #: Held while something is queued that belongs together.
+        #: Held while calls are queued that belong together.
         self.lock = threading.RLock()
-        #: How often the host has waited for the device.
+        #: Number of times that the host has waited for the device.
         self.waits = 0
-        self._staged: dict[int, tuple[int, DeviceArray]] = {}  # by first byte: how many, and their copy
+        self._staged: dict[int, tuple[int, DeviceArray]] = {}  # address -> (number of bytes, their copy)
         self._starts: list[int] | None = None
         self._tables: OrderedDict[tuple[int, int], tuple[Table, DeviceArray]] = OrderedDict()
         self._mirrors: OrderedDict[tuple[int, int], _Mirror] = OrderedDict()
-        self._underway: list[tuple[Event, Bytes]] = []  # what is copied from memory that nobody else keeps
-        self._spares: list[Bytes] = []  # of such memory, what is to be used again
+        self._underway: list[tuple[Event, Bytes]] = []  # memory that is being copied and that nobody else keeps alive
+        self._spares: list[Bytes] = []  # such memory that can be reused
         self._window: Bytes = np.zeros(0, np.uint8)
         self._reading = threading.Lock()  # held while the window is in use
 
     def empty(self, size: int, dtype: Any) -> DeviceArray:
-        """A new array; contents undefined."""
+        """Returns a new array; contents undefined."""
         nbytes = size * np.dtype(dtype).itemsize
         block = self.device.allocate(max(nbytes, 1))
         return DeviceArray(self, block.address, size, dtype, block)
@@ -255,7 +260,7 @@ class DeviceMemory:
         return cast(Floats, array)
 
     def staging(self, nbytes: int, *, headers_only: bool = False) -> Bytes:
-        # Pages of the latter that nobody touches are none.
+        # Pages of sparse memory that are never used take no memory.
         staging = sparse_bytes(max(nbytes, 1)) if headers_only else self.device.pinned(max(nbytes, 1))
         first = staging.__array_interface__["data"][0]
         with self.lock:
@@ -276,7 +281,7 @@ class DeviceMemory:
         return np.asarray(_Wire(self.twin(staging)))
 
     def unreachable(self, nbytes: int) -> Bytes:
-        """New memory of the device as an array that can be cut, and that the host must not look at."""
+        """Returns new memory of the device as an array that can be cut, but whose elements the host must not read."""
         return np.asarray(_Wire(self.empty(nbytes, np.uint8)))
 
     def host(self, array: Any) -> Any:
@@ -299,7 +304,9 @@ class DeviceMemory:
         return cast(Floats, DeviceArray(self, address, numel, np.float32, None))
 
     def wait(self, event: Event | None = None) -> None:
-        """Until what is queued now, or before ``event``, has been done. HorovodInternalError after ``timeout_s``."""
+        """Waits until what is queued now, or before ``event``, is done. Raises HorovodInternalError after
+        ``timeout_s``.
+        """
         self.waits += 1
         if event is None:
             with self.lock:
@@ -315,7 +322,7 @@ class DeviceMemory:
             nap = min(2 * nap, 1e-3)
 
     def assign(self, array: DeviceArray, value: Any) -> None:
-        """All elements of ``array``: those of an array of the same size, or zeros."""
+        """Fills ``array`` with the elements of an array of the same size, or with zeros."""
         if not array.nbytes:
             return
         with self.lock:
@@ -333,7 +340,7 @@ class DeviceMemory:
                 self.device.clear(array.address, array.nbytes)
 
     def _spare(self, nbytes: int) -> Bytes:
-        """Page-locked memory of at least so many bytes that nobody uses."""
+        """Returns page-locked memory of at least ``nbytes`` bytes that is not in use."""
         underway, self._underway = self._underway, []
         for event, memory in underway:
             if not event.is_over():
@@ -346,7 +353,7 @@ class DeviceMemory:
     # Staging memory
 
     def twin(self, staging: Bytes) -> DeviceArray:
-        """The device's copy of some staging memory. ValueError if it is other memory."""
+        """Returns the device's copy of staging memory. Raises ValueError for other memory."""
         address = staging.__array_interface__["data"][0]
         with self.lock:
             if self._starts is None:
@@ -360,13 +367,13 @@ class DeviceMemory:
         raise ValueError(f"{staging.nbytes} bytes that are not staging memory of {self.device.name}")
 
     def upload(self, staging: Bytes) -> None:
-        """The device's copy becomes what the host has now."""
+        """Copies staging memory of the host to the device."""
         if staging.nbytes:
             with self.lock:
                 self.device.upload(self.twin(staging).address, staging)
 
     def download(self, staging: Bytes) -> None:
-        """The host gets what the device has then."""
+        """Copies the device's copy of staging memory to the host."""
         if staging.nbytes:
             with self.lock:
                 self.device.download(staging, self.twin(staging).address)
@@ -374,7 +381,7 @@ class DeviceMemory:
     # Tables
 
     def table(self, table: Any) -> DeviceArray:
-        """The device's copy of a table that never changes."""
+        """Returns the device's copy of a table that never changes."""
         key = table.__array_interface__["data"][0], table.nbytes
         known = self._tables.get(key)
         if known is None:
@@ -383,13 +390,13 @@ class DeviceMemory:
                 self.assign(copy.view(np.uint8), table.view(np.uint8).reshape(-1))
             while len(self._tables) >= _REMEMBERED:
                 self._tables.popitem(last=False)
-            # The table is kept, lest another one comes to lie where it was.
+            # The table is kept alive, so that no other table gets its address.
             known = self._tables[key] = table, copy
         self._tables.move_to_end(key)
         return known[1]
 
     def rows(self, table: Table) -> DeviceArray:
-        """The device's copy of a TENSOR table as it is now."""
+        """Returns the device's copy of a TENSOR table as it is now."""
         key = table.__array_interface__["data"][0], table.nbytes
         mirror = self._mirrors.get(key)
         if mirror is None:
@@ -401,7 +408,9 @@ class DeviceMemory:
 
 
 class _Mirror:
-    """A table that changes, and its copy. Each change goes through memory that is left alone until it has arrived."""
+    """A table that changes, and its copy. Each change travels through memory that is left unchanged until it has
+    arrived.
+    """
 
     def __init__(self, memory: DeviceMemory, table: Table) -> None:
         self._table = table
@@ -427,11 +436,10 @@ class _Mirror:
 
 
 class Queue:
-    """The loops, with the arguments that they have on the host; queued.
+    """Queues loops, which take the same arguments as on the host.
 
-    Arrays are the device's, or staging memory, whose copies there are read and written: ``kernels.loops.KINDS`` says
-    which. What a loop would answer is in ``status``, one int32: not 0 if something was not finite since it was last
-    cleared.
+    Arrays are the device's, or staging memory, whose copies are read and written; ``kernels.loops.KINDS`` says which.
+    The result of a loop is in ``status``, one int32: nonzero if something was not finite since it was last cleared.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
@@ -441,7 +449,7 @@ class Queue:
         self._loops = memory.device.loops(self.status)
 
     def prepare(self, loop: str) -> None:
-        """The loop will be queued without delay. May take seconds."""
+        """Compiles the loop, so that it can be queued without delay. May take seconds."""
         self._loops.prepare(loop)
 
     def call(self, loop: str, *arguments: Any) -> None:
@@ -451,7 +459,7 @@ class Queue:
             getattr(self._loops, loop)(*(self._there(KINDS[declared.kind], argument) for declared, argument in given))
 
     def _there(self, kind: ArgumentKind, argument: Any) -> Any:
-        """What the device is given for an argument."""
+        """Returns what the device gets for an argument."""
         if kind.device == "table":
             return self._memory.table(argument)
         if kind.device == "rows":
@@ -465,9 +473,9 @@ class Queue:
 
 
 class DeviceKernels:
-    """``Kernels`` whose buffers are on a device. A loop that only writes is queued, one that answers waits.
+    """``Kernels`` whose buffers are on a device. A loop without a result is queued, a loop with one waits.
 
-    Addresses in TENSOR tables are the device's.
+    Addresses in TENSOR tables are device addresses.
     """
 
     def __init__(self, device: Device, timeout_s: float = 0.0) -> None:
@@ -475,7 +483,7 @@ class DeviceKernels:
         self.memory = DeviceMemory(device, timeout_s)
         self._queue = Queue(self.memory)
         self._status = self.memory.device.pinned(4).view(np.int32)
-        self._asking = threading.Lock()  # held while `_status`, or one of these, is in use
+        self._asking = threading.Lock()  # held while `_status` or one of the following is in use
         self._tables: dict[tuple[str, int], tuple[DeviceArray, DeviceArray]] = {}
 
     def __getattr__(self, loop: str) -> Any:
@@ -493,17 +501,17 @@ class DeviceKernels:
             memory.wait()
             return not self._status[0]
 
-    # What was gathered is in the host's memory.
+    # Gathered messages are in the host's memory.
     finite_scales = ReferenceKernels.finite_scales
 
     def checksum(self, data: Any, part: int = WHOLE) -> int:
-        """Of an array of the device."""
+        """Returns the checksum of a device array."""
         return int(self.checksums(np.array([data.address], np.uint64), np.array([data.nbytes]), part)[0])
 
     def checksums(
         self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], part: int = WHOLE
     ) -> NDArray[np.uint64]:
-        """The same numbers as on the host, of memory of the device. Waits. Whole buffers only."""
+        """Returns the same numbers as on the host, for memory of the device. Waits. Whole buffers only."""
         assert part == WHOLE, "parts are not read on a device"
         lengths = nbytes.astype(np.uint64)
         sums = lengths * CHECKSUM_SPREAD
@@ -513,7 +521,7 @@ class DeviceKernels:
         return sums
 
     def squares(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64]) -> NDArray[np.float64]:
-        """In another order than on the host. Waits."""
+        """Returns sums of squares, added in another order than on the host. Waits."""
         sums = np.zeros(addresses.size)
         pieces, of = _cut(addresses, numels, np.zeros_like(numels))
         np.add.at(sums, of, self._sums("sum_squares", pieces, np.float64))
@@ -536,7 +544,9 @@ class DeviceKernels:
 
 
 def _cut(addresses: NDArray[np.uint64], counts: NDArray[np.int64], tails: NDArray[np.int64]) -> tuple[Table, Any]:
-    """A PIECE table of what is at the addresses, cut for many thread blocks, and to which of them each row belongs."""
+    """Returns a PIECE table of the memory at the addresses, cut for many thread blocks, and the address that each row
+    belongs to.
+    """
     there = np.flatnonzero((addresses != 0) & ((counts > 0) | (tails > 0)))
     shares = np.maximum(-(-counts[there] // _PIECE_NUMEL), 1)
     of = np.repeat(there, shares)
@@ -549,5 +559,5 @@ def _cut(addresses: NDArray[np.uint64], counts: NDArray[np.int64], tails: NDArra
 
 
 def device_kernels(device: Device, timeout_s: float = 0.0) -> Kernels:
-    """Kernels on a device, for which the host waits ``timeout_s`` at most; 0: for ever."""
+    """Returns kernels on a device, for which the host waits at most ``timeout_s`` seconds; 0: no limit."""
     return cast(Kernels, DeviceKernels(device, timeout_s))

@@ -1,13 +1,13 @@
-"""The one declaration of every loop that kernels offer: its name, its arguments with their kinds, and what it answers.
+"""Declares every loop that kernels offer, once: its name, its arguments with their kinds, and its result.
 
-``Loops`` is a protocol for type checkers and a table for everything else. From its annotations come the prototypes in
-C and what the C engine calls for an operation of a plan (``native/build.py``), how that is encoded
-(``collectives.native_engine``), the methods that call C (``kernels.cpu``), what is copied to a device and back
-(``collectives.staged``, ``kernels.device``), and what a CUDA kernel is called with (``kernels.cuda``). Written by hand
-are the declaration, and the loop itself: in NumPy (``kernels.reference``), in C and for CUDA.
+``Loops`` is a protocol for type checkers and a table for everything else. From its annotations are made: the prototypes
+in C and the C engine's call for an operation of a plan (``native/build.py``), the encoding of that operation
+(``collectives.native_engine``), the methods that call C (``kernels.cpu``), the copies to a device and back
+(``collectives.staged``, ``kernels.device``), and the arguments of a CUDA kernel (``kernels.cuda``). Written by hand are
+the declaration and the loop itself: in NumPy (``kernels.reference``), in C and for CUDA.
 
-To add a computation: docs/architecture.md. This module is read when the extension is built, too, where there is neither
-NumPy nor ocomm: it imports nothing but the standard library.
+docs/architecture.md says how to add a computation. This module is also read when the extension is built, where there is
+neither NumPy nor ocomm, so it imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ if TYPE_CHECKING:
     from ocomm.types import DType as DType
     from ocomm.types import ReduceOp as ReduceOp
 
-    # Arguments, by kind. KINDS says what becomes of each. `X | None` may be None.
+    # Arguments, by kind, which KINDS describes. `X | None` may be None.
 
-    #: A BLOCK table: what the loop works on. Never changes.
+    #: A BLOCK table, on whose blocks the loop works. It never changes.
     Blocks = NDArray[np.void]
-    #: A RUN table, as Blocks.
+    #: A RUN table, on whose runs the loop works. It never changes.
     Runs = NDArray[np.void]
-    #: A PIECE table, as Blocks.
+    #: A PIECE table, on whose pieces the loop works. It never changes.
     Pieces = NDArray[np.void]
     #: A TENSOR table; it may change between calls.
     Tensors = NDArray[np.void]
     #: One NOISE row of the host, read when the loop runs.
     Noise = NDArray[np.void]
-    #: Float32 elements that the kernels keep, read.
+    #: Float32 elements in the kernels' memory, read.
     Floats = NDArray[np.float32]
-    #: The same, written, and read where the loop says so.
+    #: Float32 elements in the kernels' memory, written, and read if the loop says so.
     FloatsOut = NDArray[np.float32]
-    #: As Floats; its size is how much there is to do.
+    #: Like Floats; its size is the number of elements to work on.
     Sized = NDArray[np.float32]
-    #: As FloatsOut; its size is how much there is to do.
+    #: Like FloatsOut; its size is the number of elements to work on.
     SizedOut = NDArray[np.float32]
-    #: A few float32 of the host, which never change.
+    #: A few float32 numbers of the host, which never change.
     Weights = NDArray[np.float32]
     #: One bit per element of the flat buffers, 1 = masked. None: nothing is masked.
     Mask = Bytes
     #: "l1", the mean of absolute values, or "rms", the root of the mean square.
     Scale = str
-    #: Staging memory with signs and scales where the blocks say: read; it has come in with messages.
+    #: Staging memory that messages have filled, with signs and scales where the blocks say; read.
     Packed = Bytes
-    #: The same, of an earlier exchange, which a device has already.
+    #: Such memory of an earlier exchange, which a device has already; read.
     Gathered = Bytes
-    #: The same, written where the blocks say.
+    #: Staging memory to which signs and scales are written where the blocks say.
     PackedOut = Bytes
     #: Staging memory of one message per rank, in rank order.
     Messages = Sequence[Bytes]
-    #: Staging memory with float32 elements where the runs say: read.
+    #: Staging memory with float32 elements where the runs say; read.
     Dense = Bytes
-    #: The same, written where the runs say.
+    #: Staging memory to which float32 elements are written where the runs say.
     DenseOut = Bytes
     #: Staging memory that is written as a whole.
     BufferOut = Bytes
-    #: Where sums go, one for each row of a PIECE table.
+    #: Memory for sums, one for each row of a PIECE table.
     Sums = NDArray[Any]
     #: Numbers, by their type in C.
     Float32 = float
@@ -75,22 +75,22 @@ if TYPE_CHECKING:
     Int64 = int
     Truth = bool
 
-    # Answers.
+    # Results.
 
-    #: Is everything that was computed finite? Scales, in loops that compress with one.
+    #: True if everything that was computed is finite; in loops that compress with scales, these.
     Finite = bool
-    #: TypeError for an operation that the element type does not have.
+    #: Nothing; raises TypeError for an operation that the element type does not have.
     Supported: TypeAlias = None
 
 
 class Loops(Protocol):
-    """Loops named by what they do; arrays are one-dimensional and contiguous, nothing is allocated or kept.
+    """The loops. Arrays are one-dimensional and contiguous; nothing is allocated or kept.
 
-    Where buffers are indexed by a block's ``local``, ``owned``, ``offset`` or ``start``, see ``ocomm_block`` in
-    ``native/ocomm.h``. ``x_out`` is written beside ``x``, or is the same array.
+    Buffers are indexed by a block's ``local``, ``owned``, ``offset`` or ``start``, which ``ocomm_block`` in
+    ``native/ocomm.h`` describes. ``x_out`` is the new value of ``x``, and may be the same array.
     """
 
-    # 1-bit Adam. Workers' ``values`` and errors are indexed by ``local``, owners' errors by ``owned``; ``denominator``
+    # 1-bit Adam. Workers' ``values`` and errors are indexed by ``local``, servers' errors by ``owned``; ``denominator``
     # and ``out`` by ``offset``. A block of ``packed`` has a scale.
 
     def compress(
@@ -103,7 +103,7 @@ class Loops(Protocol):
         scale: Scale,
         packed: PackedOut,
     ) -> Finite:
-        """c = values + error; signs and scale of c into ``packed``; error_out = c - scale * sign(c)."""
+        """Compresses c = values + error: signs and scale of c into ``packed``; error_out = c - scale * sign(c)."""
         ...
 
     def compress_momentum(
@@ -117,9 +117,9 @@ class Loops(Protocol):
         scale: Scale,
         packed: PackedOut,
     ) -> Finite:
-        """As ``compress`` of beta1 * m + one_minus_beta1 * (grad + weight_decay * param).
+        """Compresses beta1 * m + one_minus_beta1 * (grad + weight_decay * param), like ``compress``.
 
-        m is the tensor's dense momentum where its address is set, else the previous packed result, which may not be
+        m is the tensor's dense momentum if its address is set, else the previous packed result, which may not be
         ``packed``.
         """
         ...
@@ -135,20 +135,22 @@ class Loops(Protocol):
         scale: Scale,
         packed: PackedOut,
     ) -> Finite:
-        """The owner's half: mean of all ranks' messages in rank order, plus error, compressed again into ``packed``.
+        """The server's half: averages all ranks' messages in rank order, adds the error, and compresses again into
+        ``packed``.
 
-        A block's signs stand ``origin`` bytes further to the front in a message than in ``packed``, and its scale.
+        A block's signs and scale are ``origin`` bytes closer to the start in a message than in ``packed``.
         """
         ...
 
     def unpack(self, blocks: Blocks, packed: Packed, mask: Mask | None, out: FloatsOut) -> None:
-        """out = scale * sign, 0 where masked."""
+        """Writes out = scale * sign, 0 for masked elements."""
         ...
 
     def apply(self, blocks: Blocks, tensors: Tensors, packed: Gathered, denominator: Floats, mask: Mask | None) -> None:
-        """param = param * decay, then param -= (step_size * scale) * sign / denominator; masked elements only decay.
+        """Updates param = param * decay, then param -= (step_size * scale) * sign / denominator; masked elements only
+        decay.
 
-        In place, behind the ``param`` addresses; tensors with ``skip`` are left alone.
+        In place, at the ``param`` addresses; tensors with ``skip`` are not changed.
         """
         ...
 
@@ -166,10 +168,11 @@ class Loops(Protocol):
         scale: Scale,
         packed: PackedOut,
     ) -> Finite:
-        """As ``compress`` of (1 / interval_root) * update + (step_size / interval_root) * m, with
+        """Compresses the update of 0/1 Adam at a sync, like ``compress``: (1 / interval_root) * update + (step_size /
+        interval_root) * m, with
         m = beta1 * momentum + one_minus_beta1 * (grad + weight_decay * param).
 
-        0/1 Adam's half of a sync. ``update`` may be None: zeros. Where interval_root is 0, both factors are.
+        ``update`` may be None: zeros. If interval_root is 0, both factors are.
         """
         ...
 
@@ -182,12 +185,12 @@ class Loops(Protocol):
         denominator: Floats,
         mask: Mask | None,
     ) -> None:
-        """0/1 Adam's step without a sync, with g = grad + weight_decay * param and the param before the step:
+        """Makes 0/1 Adam's step without a sync, with g = grad + weight_decay * param and the param before the step.
 
         momentum = beta1 * momentum + one_minus_beta1 * g; param = param * decay, then
         param -= step_size * (momentum / denominator); update += step_size * momentum, unless it is None (step_size is
-        0). A masked element's ``update`` grows all the same, its momentum stays and its param only decays. Tensors with
-        ``skip`` are left alone.
+        0). The ``update`` of a masked element grows all the same, its momentum stays and its param only decays. Tensors
+        with ``skip`` are not changed.
         """
         ...
 
@@ -202,25 +205,27 @@ class Loops(Protocol):
         update: FloatsOut | None,
         synced: FloatsOut | None,
     ) -> None:
-        """The end of 0/1 Adam's sync: param = synced * interval_decay - ((interval_root * scale) * sign) /
-        denominator, momentum = (scale / interval_root) * sign, synced = param, update = 0.
+        """Ends 0/1 Adam's sync: param = synced * interval_decay - ((interval_root * scale) * sign) / denominator,
+        momentum = (scale / interval_root) * sign, synced = param, update = 0.
 
         ``synced`` holds the params of the last sync; None: the params themselves are those. A masked element only
-        decays and its momentum becomes 0. Tensors with ``skip`` are left alone.
+        decays and its momentum becomes 0. Tensors with ``skip`` are not changed.
         """
         ...
 
-    # Is it finite?
+    # Tests for values that are not finite.
 
     def finite(self, blocks: Blocks, tensors: Tensors) -> Finite:
-        """Whether every element of the blocks' gradients is finite; where a gradient's address is 0 it is."""
+        """Returns whether every element of the blocks' gradients is finite. A gradient whose address is 0 is finite."""
         ...
 
     def finite_scales(self, blocks: Blocks, packed: Gathered) -> Finite:
-        """Whether the scale of every block is finite. ``packed`` is in the host's memory, wherever kernels are."""
+        """Returns whether the scale of every block is finite. ``packed`` is in the host's memory, wherever the kernels
+        are.
+        """
         ...
 
-    # Birder, SoftSignSGD and Lion. No scales, no mask. Workers' buffers are indexed by ``local``, owners' errors by
+    # Birder, SoftSignSGD and Lion. No scales, no mask. Workers' buffers are indexed by ``local``, servers' errors by
     # ``owned``, ``out`` and ``averages`` by ``offset``.
 
     def compress_quantized(
@@ -257,11 +262,11 @@ class Loops(Protocol):
         noise: Noise,
         packed: PackedOut,
     ) -> Finite:
-        """The owner's half: a = sum of weights[i] * u_i in order, plus error, sent as one random sign per element.
+        """The server's half: a = sum of weights[i] * u_i in order, plus error, sent as one random sign per element.
 
-        error_out = a - that sign. Returns whether all a are finite. Both None: no error is added, and none is kept.
-        With whole numbers as weights it is then a majority vote: of any sum but 0 the sign is sent, of 0 either one.
-        ``origin`` as in ``average``.
+        error_out = a - that sign. Returns whether all a are finite. If both are None, no error is added and none is
+        kept. With whole numbers as weights it is then a majority vote: of any sum but 0 the sign is sent, of 0 either
+        one. ``origin`` is that of ``average``.
         """
         ...
 
@@ -276,14 +281,15 @@ class Loops(Protocol):
         zero_up: Truth,
         packed: PackedOut,
     ) -> Finite:
-        """Lion's worker: the signs of c = beta1 * momentum + one_minus_beta1 * grad, of 0 as ``zero_up`` says.
+        """The worker's half of Lion: the signs of c = beta1 * momentum + one_minus_beta1 * grad, for 0 as ``zero_up``
+        says.
 
         momentum_out = beta2 * momentum + one_minus_beta2 * grad. Returns whether all of both are finite.
         """
         ...
 
     def apply_signs(self, blocks: Blocks, tensors: Tensors, packed: Gathered) -> None:
-        """param = param * decay, then param -= step_size * sign; tensors with ``skip`` are left alone."""
+        """Updates param = param * decay, then param -= step_size * sign; tensors with ``skip`` are not changed."""
         ...
 
     def soft_sign(
@@ -298,14 +304,18 @@ class Loops(Protocol):
         amsgrad: Truth,
         out: FloatsOut,
     ) -> Finite:
-        """out = m / (b + eps), m and b as in ``compress_quantized``. Returns whether all of them are finite."""
+        """Writes out = m / (b + eps), with m and b of ``compress_quantized``. Returns whether all of them are
+        finite.
+        """
         ...
 
     # Dense values.
 
     def descend(self, blocks: Blocks, tensors: Tensors, averages: FloatsOut) -> None:
-        """param = param * decay, then param -= step_size * averages, indexed by ``offset``; tensors with ``skip`` are
-        left alone. ``averages`` is used up."""
+        """Updates param = param * decay, then param -= step_size * averages, indexed by ``offset``.
+
+        Tensors with ``skip`` are not changed. ``averages`` is overwritten.
+        """
         ...
 
     def adam_ratio(
@@ -321,20 +331,21 @@ class Loops(Protocol):
         root: Float32,
         eps: Float32,
     ) -> None:
-        """Adam in the arithmetic of ``torch.optim.Adam``, but for the parameter, for g = gradients * scale:
+        """Makes Adam's step, without the parameter, in the arithmetic of ``torch.optim.Adam``, for g = gradients *
+        scale.
 
         m = m + rest1 * (g - m); v = v * beta2 + (rest2 * g) * g; gradients = m / (sqrt(v) / root + eps), with
         rest = 1 - beta and root = sqrt(1 - beta2^t). All arrays are flat. For dense steps on devices (``optim.adam``):
-        on the host these are NumPy's operations, by tensor. ``adam_update`` rounds otherwise.
+        on the host these are NumPy's operations, by tensor. ``adam_update`` rounds differently.
         """
         ...
 
     def gather(self, runs: Runs, tensors: Tensors, destination: DenseOut) -> None:
-        """Gradient elements of each run into ``destination``; zeros where a tensor has no gradient."""
+        """Copies the gradient elements of each run into ``destination``; zeros for a tensor without a gradient."""
         ...
 
     def scatter(self, runs: Runs, tensors: Tensors, source: Dense) -> None:
-        """Elements of ``source`` to where the tensors have their gradients."""
+        """Copies the elements of ``source`` to the addresses of the tensors' gradients."""
         ...
 
     def reduce(
@@ -346,14 +357,18 @@ class Loops(Protocol):
         postscale: Float64,
         out: BufferOut,
     ) -> Supported:
-        """out = postscale * reduce(prescale * sources[0], prescale * sources[1], ...), elementwise in rank order, in
-        float32 for the 16-bit floats; raw bytes in and out. ``out`` may be one of the sources."""
+        """Writes out = postscale * reduce(prescale * sources[0], prescale * sources[1], ...), elementwise in rank
+        order.
+
+        16-bit floats are computed in float32. Inputs and output are raw bytes; ``out`` may be one of the sources.
+        """
         ...
 
-    # 1-bit LAMB. Factors are float64, and what is made of them is rounded to float32 once; c = 1 / (1 - beta^step).
+    # 1-bit LAMB. Factors are float64, and values computed from them are rounded to float32 once. c = 1 / (1 -
+    # beta^step).
 
     def axpy(self, y: SizedOut, x: Floats, factor: Float32) -> None:
-        """y += factor * x."""
+        """Updates y += factor * x."""
         ...
 
     def adam_update(
@@ -367,10 +382,10 @@ class Loops(Protocol):
         eps: Float32,
         step: Int64,
     ) -> None:
-        """Adam's step ``step``, counted from 1, but for the parameter; momentum and variance in place:
+        """Makes Adam's step ``step``, counted from 1, without the parameter; momentum and variance in place.
 
         m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * (g * g);
-        update = c1 * m / (sqrt(v * c2) + eps). ``adam_ratio`` rounds otherwise.
+        update = c1 * m / (sqrt(v * c2) + eps). ``adam_ratio`` rounds differently.
         """
         ...
 
@@ -391,37 +406,38 @@ class Loops(Protocol):
         eps: Float32,
         step: Int64,
     ) -> None:
-        """1-bit LAMB's step ``step`` of blocks of one tensor, but for the parameter, with m = scale * sign as packed:
+        """Makes 1-bit LAMB's step ``step`` of blocks of one tensor, without the parameter, with m = scale * sign as
+        packed.
 
         g = (m - beta1 * before) * (1 / (1 - beta1)); fresh = beta2 * fresh + (1 - beta2) * (g * g);
         update = c1 * m / denominator; largest = maximum over a block's elements of
         denominator / (max(sqrt(fresh * c2), floor) + eps).
 
-        ``before`` is what ``previous`` has packed or, where that is None, ``dense``, indexed by ``start`` as ``update``
-        is; ``floors`` and ``largest`` have one number per block, ``denominator`` and ``fresh`` are flat. A masked
-        element's m, before and update are 0 and it is in no maximum.
+        ``before`` is the packed ``previous`` or, if that is None, ``dense``, indexed by ``start`` as ``update`` is.
+        ``floors`` and ``largest`` have one number per block; ``denominator`` and ``fresh`` are flat. A masked element's
+        m, before and update are 0, and it is in no maximum.
         """
         ...
 
-    # Sums over memory of devices, for ``Kernels.checksums`` and ``squares`` there.
+    # Sums over memory of devices, for ``Kernels.checksums`` and ``Kernels.squares`` there.
 
     def sum_words(self, pieces: Pieces, sums: Sums) -> None:
-        """What each piece adds to a full ``checksum``: elements are words of 8 bytes."""
+        """Computes what each piece adds to a full ``checksum``; elements are words of 8 bytes."""
         ...
 
     def sum_squares(self, pieces: Pieces, sums: Sums) -> None:
-        """Of each piece, in float64: elements are float32. In whatever order."""
+        """Computes the sum of squares of each piece, in float64 and in any order; elements are float32."""
         ...
 
 
-#: Loops that are not in C, and why: kernels on the host have the reference's.
+#: Loops that are not in C, and why. Kernels on the host run the reference's.
 NOT_IN_C = {
     "descend": "NumPy's operations on whole blocks are loops in C already",
     "adam_ratio": "the host has NumPy's operations, by tensor (optim.adam.DenseAdam)",
     "sum_words": "the host has ocomm_checksums",
     "sum_squares": "the host has ocomm_squares",
 }
-#: Loops that are not for CUDA, and why.
+#: Loops that have no CUDA kernel, and why.
 NOT_ON_DEVICES = {
     "finite_scales": "what was gathered is in the host's memory",
     **dict.fromkeys(("axpy", "adam_update", "lamb_update"), "1-bit LAMB trains what is in the host's memory alone"),
@@ -429,14 +445,16 @@ NOT_ON_DEVICES = {
 
 
 class ArgumentKind(NamedTuple):
-    """What becomes of the arguments of one kind.
+    """How the arguments of one kind are passed on.
 
-    ``c``: (type, name) of its parameters in C; ``{}`` stands for the argument's name. ``form``: how they are made of
-    the argument, a key of FORMS. ``device``: what a loop on a device is given: the copy of a "table" that never
-    changes, or of the "rows" of one as they are now, the "twins" of several pieces of staging memory, the "twin" of one
-    (of a device's own array: that), or the argument "itself". ``staged``: in a plan, "all" of some staging memory is
-    copied to the device before the loop, or what is "missing" there; or it is "written" by the loop; runs are "cut".
-    ``by``: the kind of the table that says where in it the elements are.
+    - ``c``: (type, name) of its parameters in C; ``{}`` stands for the argument's name.
+    - ``form``: how these are made from the argument, a key of FORMS.
+    - ``device``: what a loop on a device gets: the copy of a "table" that never changes, or of the "rows" of one as
+      they are now; the "twins" of several pieces of staging memory, or the "twin" of one (of a device's own array: that
+      array); or the argument "itself".
+    - ``staged``: in a plan, whether "all" of some staging memory is copied to the device before the loop, or what is
+      "missing" there, or whether the loop has "written" it. Runs are "cut".
+    - ``by``: the kind of the table that says where in it the elements are.
     """
 
     c: tuple[tuple[str, str], ...]
@@ -449,7 +467,7 @@ class ArgumentKind(NamedTuple):
 class Form(NamedTuple):
     """Python expressions for the parameters in C; ``{}`` stands for the argument.
 
-    ``called``: for cffi, where ``{pointer}`` stands for a pointer to its elements. ``encoded``: as numbers, for the
+    ``called``: for cffi, where ``{pointer}`` stands for a pointer to the elements. ``encoded``: as numbers, for the
     operation of a plan.
     """
 
@@ -497,7 +515,7 @@ KINDS = {
     "DType": ArgumentKind((("int", "{}"),), "number", "itself"),
     "ReduceOp": ArgumentKind((("int", "{}"),), "number", "itself"),
 }
-#: What C returns. Of Finite and Supported: 1 for yes, 0 for no.
+#: What C returns. For Finite and Supported: 1 for yes, 0 for no.
 ANSWERS = {"None": "void", "Finite": "int", "Supported": "int"}
 
 
@@ -514,7 +532,7 @@ class Argument(NamedTuple):
         return [(c_type, name.format(self.name)) for c_type, name in KINDS[self.kind].c]
 
     def called(self) -> list[str]:
-        """Expressions of what cffi passes on, of ``new``, ``pointer`` and ``NULL``."""
+        """Returns expressions for the arguments of cffi, with ``new``, ``pointer`` and ``NULL``."""
         words = self.c[0][0].replace("const ", "").rstrip(" *")
         pointer = f"pointer('{words}[]', {self.name})"
         if self.optional:
@@ -523,13 +541,14 @@ class Argument(NamedTuple):
         return [expression.format(self.name, pointer=pointer) for expression in form.called]
 
     def encoded(self) -> list[str]:
-        """Expressions of what goes into an operation, of ``address`` and ``pointers``."""
+        """Returns expressions for the numbers of an operation, with ``address`` and ``pointers``."""
         return [expression.format(self.name) for expression in FORMS[KINDS[self.kind].form].encoded]
 
 
 class Declaration(NamedTuple):
-    """One loop. ``names`` are its arguments'. ``reports``: does it say whether everything was finite? ``code``: by what
-    the engine knows it if it is in C, else -1."""
+    """One loop. ``names`` are those of its arguments. ``reports``: it says whether everything was finite. ``code``: its
+    number in the engine if it is in C, else -1.
+    """
 
     name: str
     arguments: tuple[Argument, ...]
@@ -545,16 +564,18 @@ class Declaration(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How many numbers an operation of it has: its parameters, and where to report."""
+        """The number of numbers in its operation: its parameters, and the address of the flags."""
         return len(self.c) + self.reports
 
 
-#: Codes below are of what the engine does besides loops.
+#: Smaller codes are operations of the engine that are not loops.
 FIRST_CODE = 16
 
 
 def declarations(protocol: type = Loops, not_in_c: Iterable[str] = tuple(NOT_IN_C)) -> dict[str, Declaration]:
-    """The loops of a protocol, by name. TypeError for a mistake in one of them, which it names."""
+    """Returns the loops of a protocol, by name. Raises TypeError, which names the loop, for a mistake in one of
+    them.
+    """
     methods = {name: method for name, method in vars(protocol).items() if inspect.isfunction(method) and name[0] != "_"}
     unknown = sorted(set(not_in_c) - set(methods))
     if unknown:
@@ -602,14 +623,16 @@ def _declaration(name: str, method: Any, code: int) -> Declaration:
 LOOPS = declarations()
 #: Loops in C.
 IN_C = [declaration for declaration in LOOPS.values() if declaration.code >= 0]
-#: Numbers that an operation has room for; what the engine does besides loops takes at most 9.
+#: Number of numbers that an operation can hold; operations that are not loops need at most 9.
 SLOTS = max(9, *(declaration.slots for declaration in IN_C))
-#: Changes with everything that C and Python must agree on. 62 bits.
+#: A 62-bit hash of everything that C and Python must agree on.
 DIGEST = int(hashlib.sha256(repr((IN_C, [d.c for d in IN_C], SLOTS)).encode()).hexdigest()[:15], 16)
 
 
 def function(name: str, parameters: Iterable[str], returns: str, names: Mapping[str, Any]) -> Any:
-    """A function that returns an expression of its ``parameters`` and of ``names``, as fast as one that is written."""
+    """Returns a function that evaluates an expression of its ``parameters`` and of ``names``, as fast as a written
+    one.
+    """
     source = f"def {name}({', '.join(parameters)}):\n    return {returns}\n"
     made: dict[str, Any] = {}
     exec(compile(source, f"<{name}, made of its declaration in {__name__}>", "exec"), dict(names), made)

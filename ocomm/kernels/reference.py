@@ -1,13 +1,13 @@
-"""The kernels in plain NumPy: slow, obvious, and the law that every other implementation equals bit for bit.
+"""The kernels in plain NumPy: slow and simple. Every other implementation must equal them bit for bit.
 
-All arithmetic is float32 and each operation rounds on its own. Three conventions hold everywhere:
+All arithmetic is float32, and each operation rounds separately. Three conventions hold everywhere:
 
 - The sign of 0 and of -0.0 is +1. A block's signs are ``ceil(length / 8)`` bytes, the first element in the lowest bit,
   1 = positive; bits after the last element are 0.
-- A masked element is not counted in its block's scale, its bit is 1, its result is 0, and what it brings stays in the
-  error. A block with nothing but masked elements has scale 0, and so has a block of zeros.
-- If what a block holds is not finite, masked elements included, its scale is not finite either: the scale alone tells
-  every rank. The error written is then worthless.
+- A masked element is not counted in its block's scale, its bit is 1, its result is 0, and its value stays in the error.
+  A block with nothing but masked elements has scale 0, and so has a block of zeros.
+- If a value of a block is not finite, masked elements included, its scale is not finite either, so that the scale alone
+  tells every rank. The error that is written is then meaningless.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 class ReferenceKernels:
-    """See ``ocomm.kernels.loops`` for the arguments."""
+    """The kernels in NumPy. ``ocomm.kernels.loops`` has the arguments."""
 
     name = "reference"
     memory = HOST
 
     def gather(self, runs: Table, tensors: Table, destination: Bytes) -> None:
-        """Gradient elements of each row of a RUN table into ``destination``, float32; zeros where a tensor has none."""
+        """Copies gradient elements of each row of a RUN table into ``destination``, float32; zeros for a tensor without
+        a gradient.
+        """
         for part, gradient in _runs(tensors, runs, destination):
             part[:] = 0 if gradient is None else gradient
 
     def scatter(self, runs: Table, tensors: Table, source: Bytes) -> None:
-        """Elements of ``source`` to where the tensors have their gradients."""
+        """Copies the elements of ``source`` to the addresses of the tensors' gradients."""
         for part, gradient in _runs(tensors, runs, source):
             assert gradient is not None
             gradient[:] = part
@@ -75,8 +77,9 @@ class ReferenceKernels:
         scale: str,
         packed: Bytes,
     ) -> bool:
-        """Writes ``packed`` and ``error_out``. A tensor's row with gradient 0 counts as a gradient of zeros; without
-        dense momentum and without ``previous`` the momentum is zero."""
+        """Writes ``packed`` and ``error_out``. A gradient of address 0 counts as zeros; without dense momentum and
+        without ``previous`` the momentum is zero.
+        """
         finite = True
         with np.errstate(all="ignore"):
             for block in blocks:
@@ -106,7 +109,7 @@ class ReferenceKernels:
         scale: str,
         packed: Bytes,
     ) -> bool:
-        """Writes ``packed`` and ``error_out``, the latter unchanged from ``error`` where masked."""
+        """Writes ``packed`` and ``error_out``, in which masked elements keep ``error``."""
         finite = True
         with np.errstate(all="ignore"):
             for block in blocks:
@@ -126,7 +129,7 @@ class ReferenceKernels:
             out[_span(block["offset"], block)] = result
 
     def apply(self, blocks: Table, tensors: Table, packed: Bytes, denominator: Floats, mask: Bytes | None) -> None:
-        """Updates the tensors behind the ``param`` addresses in place, except those with ``skip``."""
+        """Updates the tensors at the ``param`` addresses in place, except those with ``skip``."""
         with np.errstate(all="ignore"):
             for block in blocks:
                 tensor = tensors[block["tensor"]]
@@ -151,7 +154,7 @@ class ReferenceKernels:
         scale: str,
         packed: Bytes,
     ) -> bool:
-        """Writes ``packed`` and ``error_out``. A tensor's row with gradient 0 counts as a gradient of zeros."""
+        """Writes ``packed`` and ``error_out``. A gradient of address 0 counts as zeros."""
         finite = True
         with np.errstate(all="ignore"):
             for block in blocks:
@@ -175,7 +178,7 @@ class ReferenceKernels:
         denominator: Floats,
         mask: Bytes | None,
     ) -> None:
-        """Updates ``momentum``, ``update`` and the tensors behind ``param`` in place, but where ``skip`` is set."""
+        """Updates ``momentum``, ``update`` and the tensors at ``param`` in place, except those with ``skip``."""
         with np.errstate(all="ignore"):
             for block in blocks:
                 tensor = tensors[block["tensor"]]
@@ -204,7 +207,7 @@ class ReferenceKernels:
         update: Floats | None,
         synced: Floats | None,
     ) -> None:
-        """Updates the tensors behind ``param`` and the flat buffers in place, but where ``skip`` is set."""
+        """Updates the tensors at ``param`` and the flat buffers in place, except those with ``skip``."""
         with np.errstate(all="ignore"):
             for block in blocks:
                 tensor = tensors[block["tensor"]]
@@ -226,7 +229,7 @@ class ReferenceKernels:
                     update[at] = 0
 
     def finite(self, blocks: Table, tensors: Table) -> bool:
-        """Reads the gradients only; a gradient of 0 in the table is finite."""
+        """Reads the gradients only; a gradient of address 0 is finite."""
         return all(np.isfinite(_tensor_part(tensors["grad"][block["tensor"]], block)).all() for block in blocks)
 
     def finite_scales(self, blocks: Table, packed: Bytes) -> bool:
@@ -249,7 +252,7 @@ class ReferenceKernels:
         noise: NDArray[np.void],
         packed: Bytes,
     ) -> bool:
-        """Writes ``packed`` and the three ``_out`` where the blocks are; each may be the array it follows."""
+        """Writes ``packed`` and the three ``_out`` arrays where the blocks are; each may be the array before it."""
         finite = True
         with np.errstate(all="ignore"):
             for block in blocks:
@@ -313,7 +316,7 @@ class ReferenceKernels:
         return finite
 
     def apply_signs(self, blocks: Table, tensors: Table, packed: Bytes) -> None:
-        """Updates the tensors behind the ``param`` addresses in place."""
+        """Updates the tensors at the ``param`` addresses in place."""
         with np.errstate(all="ignore"):
             for block in blocks:
                 tensor = tensors[block["tensor"]]
@@ -325,7 +328,7 @@ class ReferenceKernels:
                 param[:] = param - tensor["step_size"] * _signs(packed, block)
 
     def descend(self, blocks: Table, tensors: Table, averages: Floats) -> None:
-        """Neighbouring blocks at once."""
+        """Updates the tensors at the ``param`` addresses in place, runs of adjacent blocks at once."""
         ends = blocks["start"] + blocks["length"]
         joined = (np.diff(blocks["tensor"]) == 0) & (blocks["start"][1:] == ends[:-1])
         joined &= np.diff(blocks["offset"]) == blocks["length"][:-1]
@@ -356,8 +359,11 @@ class ReferenceKernels:
         root: float,
         eps: float,
     ) -> None:
-        """``optim.adam``'s m and v in place, for gradients times ``scale``, and m / (sqrt(v) / root + eps) in the
-        place of these; ``rest`` is 1 - beta. All arrays are flat. For devices: the host has ``DenseAdam``."""
+        """Updates ``optim.adam``'s m and v in place, for gradients times ``scale``, and replaces these by m / (sqrt(v)
+        / root + eps).
+
+        ``rest`` is 1 - beta. All arrays are flat. Used for devices; the host has ``DenseAdam``.
+        """
         with np.errstate(all="ignore"):
             for block in blocks:
                 flat = _span(block["offset"], block)
@@ -380,7 +386,7 @@ class ReferenceKernels:
         amsgrad: bool,
         out: Floats,
     ) -> bool:
-        """Writes ``out`` and the two ``_out`` where the blocks are; the latter may be the array they follow."""
+        """Writes ``out`` and the two ``_out`` arrays where the blocks are; the latter may be the arrays before them."""
         finite = True
         with np.errstate(all="ignore"):
             for block in blocks:
@@ -405,9 +411,8 @@ class ReferenceKernels:
 
         AVERAGE of floats is SUM: its 1/n is in ``postscale``. AVERAGE of integers is a sum in 64 bits divided by the
         number of sources, rounded towards zero; with a ``postscale`` it is the sum times ``postscale / n``. Other
-        integer results wrap. Factors on integers go through float64, and products are rounded towards zero and kept
-        within the type's limits.
-        TypeError for an operation that the element type does not have.
+        integer results wrap. Factors of integers are applied in float64, and products are rounded towards zero and
+        clamped to the type's limits. Raises TypeError for an operation that the element type does not have.
         """
         reject_unsupported(dtype, op, prescale, postscale)
         with np.errstate(all="ignore"):
@@ -420,7 +425,9 @@ class ReferenceKernels:
             out[:] = _store(total, dtype)
 
     def checksum(self, data: Bytes, part: int = WHOLE) -> int:
-        """Sum of the mixed 8-byte words, of all or of a part, and of the end that is no whole word."""
+        """Returns the sum of the mixed 8-byte words, of all or of a part, and of the bytes at the end that are no whole
+        word.
+        """
         count = len(data) // 8
         words = data[: 8 * count].view(np.uint64)
         whole = part == WHOLE or count <= 512
@@ -434,7 +441,7 @@ class ReferenceKernels:
         return int(np.concatenate(parts).sum(dtype=np.uint64))
 
     def sum_words(self, pieces: Table, sums: NDArray[np.uint64]) -> None:
-        """What each row of a PIECE table adds to a full ``checksum``: elements are words of 8 bytes."""
+        """Computes what each row of a PIECE table adds to a full ``checksum``; elements are words of 8 bytes."""
         for k, (address, first, count, tail) in enumerate(pieces.tolist()):
             data = np.zeros(count + 1, np.uint64)
             data.view(np.uint8)[: 8 * count + tail] = _memory(address + 8 * first, 8 * count + tail)
@@ -442,7 +449,9 @@ class ReferenceKernels:
             sums[k] = _mixed(data, positions)[: count + (tail > 0)].sum(dtype=np.uint64)
 
     def sum_squares(self, pieces: Table, sums: NDArray[np.float64]) -> None:
-        """Of each row of a PIECE table, in float64: elements are float32. In whatever order."""
+        """Computes the sum of squares of each row of a PIECE table, in float64 and in any order; elements are
+        float32.
+        """
         for k, (address, first, count, _) in enumerate(pieces.tolist()):
             values = _memory(address + 4 * first, 4 * count).view(np.float32).astype(np.float64)
             sums[k] = (values * values).sum()
@@ -450,7 +459,7 @@ class ReferenceKernels:
     def checksums(
         self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], part: int = WHOLE
     ) -> NDArray[np.uint64]:
-        """One by one."""
+        """Returns the checksum of each buffer."""
         sums = np.zeros(addresses.size, np.uint64)
         for i, (address, count) in enumerate(zip(addresses.tolist(), nbytes.tolist(), strict=True)):
             if address:
@@ -459,7 +468,7 @@ class ReferenceKernels:
         return sums
 
     def squares(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64]) -> NDArray[np.float64]:
-        """One by one."""
+        """Returns the sum of squares of each buffer."""
         sums = np.zeros(addresses.size)
         for i, (address, count) in enumerate(zip(addresses.tolist(), numels.tolist(), strict=True)):
             if address and count:
@@ -539,7 +548,7 @@ def _memory(address: int, nbytes: int) -> Bytes:
 
 
 def _runs(tensors: Table, runs: Table, message: Bytes) -> Iterator[tuple[Bytes, Bytes | None]]:
-    """(part of the message, part of the gradient or None) of each run."""
+    """Yields (part of the message, part of the gradient or None) for each run."""
     for run in runs:
         first, nbytes = 4 * int(run["position"]), 4 * int(run["length"])
         address = int(tensors["grad"][run["tensor"]])
@@ -579,7 +588,7 @@ def _decoded(message: Bytes, block: np.void, origin: int = 0) -> Floats:
 
 
 def _tensor_part(address: np.uint64, block: np.void) -> Floats:
-    """The block's elements of the tensor at an address, as a view; zeros where there is no tensor."""
+    """Returns the block's elements of the tensor at an address, as a view; zeros for address 0."""
     length = int(block["length"])
     if not address:
         return np.zeros(length, np.float32)
@@ -588,7 +597,7 @@ def _tensor_part(address: np.uint64, block: np.void) -> Floats:
 
 
 def _decayed_gradient(tensor: np.void, block: np.void) -> Floats:
-    """With the coupled weight decay."""
+    """Returns the block's gradient plus the coupled weight decay."""
     gradient = _tensor_part(tensor["grad"], block)
     if tensor["weight_decay"] != 0:
         gradient = gradient + tensor["weight_decay"] * _tensor_part(tensor["param"], block)
@@ -596,7 +605,7 @@ def _decayed_gradient(tensor: np.void, block: np.void) -> Floats:
 
 
 def _lane_sum(parts: Floats) -> np.float32:
-    """Lane k of 32 adds parts k, k + 32, ...; then the lanes are folded by halves."""
+    """Returns the sum of parts: lane k of 32 adds parts k, k + 32, ...; then the lanes are folded by halves."""
     padded = np.zeros(-(-len(parts) // LANES) * LANES, np.float32)
     padded[: len(parts)] = parts
     lanes = np.zeros(LANES, np.float32)
@@ -610,7 +619,7 @@ def _lane_sum(parts: Floats) -> np.float32:
 def _scale_to_send(c: Floats, masked: NDArray[np.bool_], scale: str) -> np.float32:
     count = len(c) - int(np.count_nonzero(masked))
     inverse = np.float32(1 / count) if count else _ZERO
-    # c - c is +0.0, or NaN where c is not finite.
+    # c - c is +0.0, or NaN if c is not finite.
     if scale == "rms":
         return np.float32(np.sqrt(_lane_sum(np.where(masked, c - c, c * c)) * inverse))
     return np.float32(_lane_sum(np.where(masked, c - c, np.abs(c))) * inverse)
@@ -625,7 +634,9 @@ def _send(
     packed: Bytes,
     error_out: Floats,
 ) -> bool:
-    """Signs and scale of c into ``packed``; what was not sent, ``kept`` where masked, into ``error_out``."""
+    """Writes signs and scale of c into ``packed``, and what was not sent into ``error_out``, which is ``kept`` for
+    masked elements.
+    """
     s = _scale_to_send(c, masked, scale)
     positive = c >= 0
     signs = np.packbits(positive | masked, bitorder="little")
@@ -636,7 +647,7 @@ def _send(
 
 
 def philox4x32(counters: NDArray[np.uint32], key: tuple[int, int], rounds: int = 7) -> NDArray[np.uint32]:
-    """The counter-based generator of Salmon et al. (SC 2011): (n, 4) counters to (n, 4) random words."""
+    """The counter-based generator of Salmon et al. (SC 2011): maps (n, 4) counters to (n, 4) random words."""
     words = [counters[:, i].astype(np.uint64) for i in range(4)]
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
     for i in range(rounds):
@@ -648,7 +659,9 @@ def philox4x32(counters: NDArray[np.uint32], key: tuple[int, int], rounds: int =
 
 
 def uniform(noise: NDArray[np.void], index: int, count: int) -> Floats:
-    """The random numbers of elements index ... index + count - 1: multiples of 2^-24 in [0, 1); 1/2 if steady."""
+    """Returns the random numbers of elements index ... index + count - 1: multiples of 2^-24 in [0, 1); 1/2 if
+    steady.
+    """
     row = noise.reshape(-1)[0]
     if row["steady"]:
         return np.full(count, 0.5, np.float32)
@@ -663,7 +676,7 @@ def uniform(noise: NDArray[np.void], index: int, count: int) -> Floats:
 def _moments(
     tensor: np.void, block: np.void, momentum: Floats, magnitude: Floats, amsgrad: bool
 ) -> tuple[Floats, Floats]:
-    """This step's m and b of a block."""
+    """Returns this step's m and b of a block."""
     gradient = _tensor_part(tensor["grad"], block)
     m = tensor["beta1"] * momentum + tensor["one_minus_beta1"] * gradient
     b = tensor["beta1"] * magnitude + tensor["one_minus_beta1"] * np.abs(gradient)
@@ -671,7 +684,7 @@ def _moments(
 
 
 def _quantize(block: np.void, y: Floats, noise: NDArray[np.void], packed: Bytes) -> Floats:
-    """Random signs of y into ``packed``; returns what they leave of y."""
+    """Writes random signs of y into ``packed``; returns what they lose of y."""
     positive = uniform(noise, int(block["index"]), y.size) < (y + np.float32(1)) * np.float32(0.5)
     signs = np.packbits(positive, bitorder="little")
     packed[int(block["bits"]) : int(block["bits"]) + signs.size] = signs
@@ -695,7 +708,7 @@ _NUMPY_DTYPE = {
 _COMBINE: dict[ReduceOp, Callable[[NDArray[Any], NDArray[Any]], NDArray[Any]]] = {
     ReduceOp.AVERAGE: np.add,
     ReduceOp.SUM: np.add,
-    # As np.minimum and np.maximum, which leave open which of 0.0 and -0.0 comes back: here the later rank's.
+    # Like np.minimum and np.maximum, but these do not define which of 0.0 and -0.0 they return: here the later rank's.
     ReduceOp.MIN: lambda a, b: np.where((a < b) | (a != a), a, b),
     ReduceOp.MAX: lambda a, b: np.where((a > b) | (a != a), a, b),
     ReduceOp.PRODUCT: np.multiply,
@@ -716,7 +729,7 @@ def reject_unsupported(dtype: DType, op: ReduceOp, prescale: float, postscale: f
 
 
 def unsupported_reduction(dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> str:
-    """The message of the TypeError which all kernels raise."""
+    """Returns the message of the TypeError that all kernels raise."""
     scaled = "" if prescale == postscale == 1 else f" with prescale {prescale} and postscale {postscale}"
     return f"{ReduceOp(op).label} is not defined for {DType(dtype).label}{scaled}"
 
@@ -734,7 +747,7 @@ def _load(source: Bytes, dtype: DType) -> NDArray[Any]:
 
 def _store(total: NDArray[Any], dtype: DType) -> Bytes:
     if dtype == DType.BFLOAT16:
-        # Round half to even: add just less than half a unit, and one more where the unit is odd.
+        # Rounds half to even: adds just less than half a unit, and one more if the unit is odd.
         bits = total.view(np.uint32)
         nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
@@ -743,7 +756,7 @@ def _store(total: NDArray[Any], dtype: DType) -> Bytes:
 
 
 def _integer_mean(total: NDArray[Any], ranks: int, postscale: float, limits: np.iinfo[Any]) -> NDArray[Any]:
-    """``postscale * total / ranks`` towards zero; ``total`` is int64."""
+    """Returns ``postscale * total / ranks``, rounded towards zero; ``total`` is int64."""
     if postscale == 1:
         below = total // ranks
         return below + ((total < 0) & (below * ranks != total))
@@ -758,8 +771,8 @@ def _scaled(elements: NDArray[Any], factor: float) -> NDArray[Any]:
     limits = np.iinfo(elements.dtype)
     exact = elements.astype(np.float64) * factor
     whole = np.trunc(exact)
-    # A product that misses a whole number by no more than rounding can explain is that number: the average of 49 ones,
-    # 49 * (1 / 49), is 1.
+    # A product that differs from a whole number by no more than rounding can explain is that number: the average of 49
+    # ones, 49 * (1 / 49), is 1.
     missing = 1 - np.abs(exact - whole)
     up = (missing < 1) & (missing <= np.abs(exact) * 2.0**-51)
     whole = np.where(up, whole + np.sign(exact), whole)
@@ -771,7 +784,7 @@ def _scaled(elements: NDArray[Any], factor: float) -> NDArray[Any]:
 
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-#: Also what a checksum counts each byte of the length by.
+#: Also the factor of the buffer's length in a checksum.
 CHECKSUM_SPREAD = np.uint64(0xD6E8FEB86659FD93)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-#: A module of Horovod, and what has its place; what is below one is below the other.
+#: A module of Horovod, and the module in its place; submodules correspond, too.
 _PLACES = {
     "horovod": "ocomm",
     "horovod.torch": "ocomm_torch",
@@ -28,7 +28,7 @@ _PLACES = {
 
 
 def place_of(name: str) -> str | None:
-    """The module that stands for ``name``, None if it is none of Horovod's."""
+    """Returns the module that stands for ``name``; None if ``name`` is no module of Horovod."""
     for horovod in sorted(_PLACES, key=len, reverse=True):
         if name == horovod or name.startswith(horovod + "."):
             return _PLACES[horovod] + name[len(horovod) :]
@@ -36,7 +36,7 @@ def place_of(name: str) -> str | None:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Comes before all other finders, so it also wins over a Horovod that is installed."""
+    """Comes before all other finders, so that it also wins over an installed Horovod."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         place = place_of(name)
@@ -60,7 +60,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """From now on this process imports ocomm by Horovod's names."""
+    """Makes this process import ocomm under Horovod's names from now on."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = list(arguments)
-    # As ``python script.py`` does; runpy.run_path leaves the path alone.
+    # ``python script.py`` does this, too; runpy.run_path does not change the path.
     sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     runpy.run_path(arguments[0], run_name="__main__")
 

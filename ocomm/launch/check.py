@@ -21,7 +21,9 @@ _FRAMEWORKS = (("PyTorch", "torch", ("torch",)), ("TensorFlow", "tensorflow", ("
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of the report: is it there, which one or why not; without the ``needed`` ones nothing can be trained."""
+    """One line of the report: whether a thing was found, which one or why not. Without ``needed`` things nothing can be
+    trained.
+    """
 
     name: str
     found: bool
@@ -34,7 +36,9 @@ class Item:
 
 
 def report(python: str, environ: Mapping[str, str]) -> tuple[str, bool]:
-    """The text of ``--check-build`` for the interpreter ``python``, and whether ocomm can train with what is there."""
+    """Returns the text of ``--check-build`` for the interpreter ``python``, and whether ocomm can train with what is
+    installed.
+    """
     driver = _cuda_driver()
     sections = {
         "Available Frameworks": [_framework(*names) for names in _FRAMEWORKS],
@@ -53,7 +57,7 @@ def report(python: str, environ: Mapping[str, str]) -> tuple[str, bool]:
 
 
 def render(sections: Mapping[str, list[Item]]) -> tuple[str, bool]:
-    """The report as text, and whether everything needed was found."""
+    """Returns the report as text, and whether everything needed was found."""
     blocks = [f"ocomm v{__version__}:"]
     blocks += ["\n".join([f"{title}:", *map(str, items)]) for title, items in sections.items()]
     complete = all(item.found for items in sections.values() for item in items if item.needed)
@@ -97,7 +101,7 @@ def _controllers(python: str, environ: Mapping[str, str]) -> list[Item]:
 def _tried(
     name: str, python: str, environ: Mapping[str, str], code: str, detail: str = "", needed: bool = False
 ) -> Item:
-    """Is it there? It is if ``code`` runs."""
+    """Returns an item that is found if ``code`` runs."""
     try:
         done = probe([python, "-c", code], environ)
     except subprocess.TimeoutExpired:
@@ -111,7 +115,7 @@ def _tried(
 def _gpu(
     driver: Item, kernels: Item, messages: Callable[[], ProbeResult], nccl: Callable[[], ProbeResult]
 ) -> list[Item]:
-    """What there is for GPUs, which way messages go from there and sums are made inside hosts, and why."""
+    """Returns what there is for GPUs, which way messages and sums inside hosts go from there, and why."""
     missing = [item.name for item in (driver, kernels) if not item.found]
     if missing:
         way = f"no: {' and '.join(missing)} missing"

@@ -1,9 +1,9 @@
-"""What an elastic job does next: on which hosts its next generation runs, or what it waits for, or why it ends.
+"""Decides what an elastic job does next: the hosts of its next generation, or what it waits for, or why it ends.
 
-A generation is one MPI job. Decisions only: hosts, failures and times come in, what to do goes out.
+A generation is one MPI job. Decisions only: hosts, failures and times come in as arguments, the next action goes out.
 
-A host on which a rank failed is kept out of the next generations, for good or, with a cooldown, for a time that doubles
-with each failure. Where the other hosts have too few slots it is used all the same, unless it cannot be reached.
+A host on which a rank failed is kept out of the next generations: for good or, with a cooldown, for a time that doubles
+with each failure. If the other hosts have too few slots it is used all the same, unless it cannot be reached.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 from ocomm.launch.hosts import Host, place, total_slots
 
-#: Generations in a row that fail without a commit, after which the next would fail as well.
+#: Number of generations in a row that fail without a commit, after which the job ends, because the next would fail,
+#: too.
 LIMIT = 3
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user has asked for; ``cooldown_s`` is (first, longest), None for ever."""
+    """The limits that the user has set. ``cooldown_s`` is (first, longest), None for ever."""
 
     wanted_ranks: int
     min_ranks: int
@@ -28,13 +29,13 @@ class Limits:
     resets: int | None = None
     patience_s: float = 600.0
     cooldown_s: tuple[float, float] | None = None
-    #: May hosts come that are not there yet?
+    #: Whether hosts may come that are not there yet.
     discovers: bool = False
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that failed: where, and how. ``is_lost``: the host cannot be reached."""
+    """A rank that failed: its host, and how it failed. ``is_lost``: the host cannot be reached."""
 
     host: str
     rank: int | None
@@ -64,7 +65,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class End:
-    """Nothing more can be done."""
+    """Nothing more can be done, for the reason ``why``."""
 
     why: str
 
@@ -79,7 +80,7 @@ class _Out:
 
 
 class Generations:
-    """The course of one elastic job."""
+    """The state of one elastic job."""
 
     def __init__(self, limits: Limits, now_s: float) -> None:
         self.limits = limits
@@ -87,9 +88,9 @@ class Generations:
         self.started = 0
         self.commit = 0
         self._found: tuple[Host, ...] = ()
-        self._order: list[str] = []  # hosts as they were first used: old ones keep their ranks
+        self._order: list[str] = []  # hosts in the order of their first use, so that old ones keep their ranks
         self._out: dict[str, _Out] = {}
-        self._fruitless = 0  # generations in a row
+        self._fruitless = 0  # number of generations in a row without a commit
         self._has_committed = False
         self._resets = 0
         self._last = ""
@@ -98,18 +99,18 @@ class Generations:
     # What happens
 
     def found(self, hosts: Sequence[Host]) -> None:
-        """The hosts that there are, as discovery says. One that had gone and is back has a new start."""
+        """Takes in the hosts that discovery has found. A host that had gone and is back starts without failures."""
         names = {host.name for host in hosts}
         self._out = {name: out for name, out in self._out.items() if name in names}
         self._found = tuple(hosts)
 
     def committed(self, number: int) -> None:
-        """The running generation has kept a commit."""
+        """Notes that the running generation has kept a commit."""
         if number > self.commit:
             self.commit, self._has_committed = number, True
 
     def ended(self, now_s: float, failures: Sequence[Failure], why: str = "") -> None:
-        """The running generation has failed, because of ``failures``, or, where nobody knows more, of ``why``."""
+        """Notes that the running generation has failed, because of ``failures`` or, if there are none, of ``why``."""
         self._close(now_s)
         self._fruitless = 0 if self._has_committed else self._fruitless + 1
         self._last = "; ".join(map(str, failures)) or why
@@ -117,11 +118,11 @@ class Generations:
             self._keep_out(now_s, failure)
 
     def left(self, now_s: float) -> None:
-        """The running generation has ended in order, to make way for one on other hosts."""
+        """Notes that the running generation has ended in order, to make way for one on other hosts."""
         self._close(now_s)
 
     def unreachable(self, now_s: float, failures: Sequence[Failure]) -> None:
-        """Hosts of the generation that was to start cannot be reached; it has not."""
+        """Notes that hosts of the generation that was to start cannot be reached, so that it has not started."""
         self.running = ()
         for failure in failures:
             self._keep_out(now_s, failure)
@@ -142,13 +143,13 @@ class Generations:
 
     @property
     def lost(self) -> set[str]:
-        """Hosts that could not be reached when they were last needed."""
+        """The hosts that could not be reached when they were last needed."""
         return {name for name, out in self._out.items() if out.failure.is_lost}
 
     # What to do
 
     def next(self, now_s: float) -> Start | Wait | End:
-        """When no generation runs."""
+        """Returns what to do when no generation runs."""
         limits = self.limits
         if self._fruitless >= LIMIT:
             return End(f"{LIMIT} generations in a row failed without a commit; the last: {self._last}")
@@ -157,7 +158,7 @@ class Generations:
         hosts = self.outlook(now_s)
         slots = total_slots(hosts)
         end_s = self._waiting_since_s + limits.patience_s
-        # At first it is worth waiting for all that were asked for.
+        # The first generation waits for all ranks that were asked for.
         enough = limits.wanted_ranks if not self.started and now_s < end_s else limits.min_ranks
         if slots >= enough or (slots >= limits.min_ranks and not self._hopes(now_s, end_s)):
             self.started += 1
@@ -172,7 +173,7 @@ class Generations:
         return Wait(end_s, why)
 
     def outlook(self, now_s: float) -> tuple[Host, ...]:
-        """The hosts, and their ranks, of a generation that would begin now."""
+        """Returns the hosts, and their ranks, of a generation that would begin now."""
         known = {name: position for position, name in enumerate(self._order)}
         hosts = sorted(self._found, key=lambda host: known.get(host.name, len(known)))
         chosen = [host for host in hosts if not self._is_out(host, now_s)]
@@ -181,7 +182,9 @@ class Generations:
         return place(chosen, min(total_slots(chosen), self.limits.max_ranks or total_slots(chosen)))
 
     def wants_others(self, now_s: float) -> bool:
-        """Would a next generation have other hosts, or ranks, than the one that runs, and enough of them?"""
+        """Returns True if a next generation would have other hosts or ranks than the one that runs, and enough of
+        them.
+        """
         hosts = self.outlook(now_s)
         return set(hosts) != set(self.running) and total_slots(hosts) >= self.limits.min_ranks
 
@@ -189,7 +192,7 @@ class Generations:
         return host.name in self._out and now_s < self._out[host.name].until_s
 
     def _hopes(self, now_s: float, end_s: float) -> bool:
-        """May there be more slots before ``end_s``?"""
+        """Returns True if there may be more slots before ``end_s``."""
         return self.limits.discovers or any(now_s < out.until_s < end_s for out in self._out.values())
 
     def _reasons(self, now_s: float) -> str:
@@ -205,11 +208,11 @@ def blame(
     hosts: Mapping[int, str],
     lost: Mapping[str, bool],
 ) -> list[Failure]:
-    """Who is the cause of the end, from what is known by rank; ``hosts`` are those of the ranks.
+    """Returns the failures that caused the end, from what is known by rank; ``hosts`` are those of the ranks.
 
-    The launcher knows best who was ended by a signal. Ranks that others have missed come next: those may be the first
-    to exit. Of lines that broke the first counts, as others break when the launcher ends their ranks. ``lost``: hosts
-    that cannot be reached.
+    The launcher knows best which rank was ended by a signal. Next come ranks that others have missed, because those
+    others may be the first to exit. Of broken connections the first counts, as others break when the launcher ends
+    their ranks. ``lost`` are hosts that cannot be reached.
     """
     known = signalled or reported or exited or dict.fromkeys(vanished[:1], "died")
     return [

@@ -26,22 +26,22 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Hosts of ``-H a:2,b:2``, in order.
+    """Returns the hosts of ``-H a:2,b:2``, in order.
 
-    The number of ranks is never guessed: the MPIs disagree on what its absence means (one rank, or one for each core).
-    Raises LaunchError for a malformed entry, a host named twice, or no host at all.
+    The number of ranks is never guessed, because MPIs disagree on what its absence means (one rank, or one for each
+    core). Raises LaunchError for a malformed entry, a host named twice, or no host at all.
     """
     entries = [entry.strip() for entry in text.split(",")]
     return _collect((_parse_entry(entry, f"-H {text}: {entry!r}", _FORMAT) for entry in entries), f"-H {text}")
 
 
 def is_in_allocation(environ: Mapping[str, str]) -> bool:
-    """True in a job of a batch system, which knows the hosts."""
+    """Returns True in a job of a batch system, which knows the hosts."""
     return any(name in environ for name in _ALLOCATIONS)
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """The hosts of the file at ``path``. Raises LaunchError if it cannot be read or is malformed."""
+    """Returns the hosts of the file at ``path``. Raises LaunchError if it cannot be read or is malformed."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
@@ -51,9 +51,9 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
-    """Hosts of a host file's ``text``; ``path`` is for the messages.
+    """Returns the hosts of a host file's ``text``; ``path`` is for the messages.
 
-    Open MPI's lines (``a slots=2``) and MPICH's (``a:2``) are both understood, ``#`` starts a comment. Raises
+    Lines of Open MPI (``a slots=2``) and of MPICH (``a:2``) are both understood; ``#`` starts a comment. Raises
     LaunchError.
     """
 
@@ -69,9 +69,10 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
 
 
 def parse_discovered(text: str, slots: int | None) -> tuple[Host, ...]:
-    """Hosts of a discovery script's output, ``host`` or ``host:ranks`` on each line; none if there are none now.
+    """Returns the hosts of a discovery script's output, ``host`` or ``host:ranks`` on each line; none if there are none
+    now.
 
-    ``slots`` is for those without a number. Raises LaunchError.
+    ``slots`` is used for hosts without a number. Raises LaunchError.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     where = "the output"
@@ -82,12 +83,14 @@ def parse_discovered(text: str, slots: int | None) -> tuple[Host, ...]:
 
 
 def total_slots(hosts: Iterable[Host]) -> int:
-    """How many ranks the hosts take together."""
+    """Returns the number of ranks that the hosts take together."""
     return sum(host.slots for host in hosts)
 
 
 def place(hosts: Iterable[Host], num_proc: int) -> tuple[Host, ...]:
-    """The hosts that get a rank, with the number of ranks on each, when ``num_proc`` ranks fill them in order."""
+    """Returns the hosts that get a rank when ``num_proc`` ranks fill them in order, with the number of ranks on
+    each.
+    """
     placed = []
     left = num_proc
     for host in hosts:

@@ -1,6 +1,6 @@
 """Keeps the launcher of a job on one host off the network.
 
-The launchers listen on all interfaces for daemons of other hosts, also where there are none, and no parameter of theirs
+The launchers listen on all interfaces for daemons of other hosts, even if there are none, and no parameter of theirs
 changes that (Open MPI 5.0.11, MPICH 5.0.2). A library for LD_PRELOAD, ``native/loopback.c``, does.
 """
 
@@ -16,19 +16,19 @@ _LIBRARY = "ocomm.launch._loopback"
 
 
 def environment(launcher: Launcher, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables with which ``launcher`` listens on loopback alone; ranks do not inherit them.
+    """Returns the variables with which ``launcher`` listens on loopback alone; ranks do not inherit them.
 
     Args:
-        launcher: what starts the job.
-        environ: the environment of ``ocommrun``, whose LD_PRELOAD stays in force.
+        launcher: The launcher of the job.
+        environ: The environment of ``ocommrun``, whose LD_PRELOAD stays in force.
 
     Returns:
-        No variables where the library was not built.
+        The variables; none if the library was not built.
     """
     found = importlib.util.find_spec(_LIBRARY)
     if found is None or found.origin is None:
         return {}
-    # What mpirun executes in the end: the program itself, but for Open MPI 5.
+    # The program that mpirun executes in the end: mpirun itself, except for Open MPI 5.
     five = launcher.flavour is Flavour.OPEN_MPI_5
     program = "prterun" if five else os.path.basename(os.path.realpath(launcher.path))
     preloaded = ":".join(filter(None, (found.origin, environ.get("LD_PRELOAD"))))

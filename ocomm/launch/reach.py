@@ -1,4 +1,4 @@
-"""Which hosts are this machine, and which of the others answer to ssh: all asked at once, with one deadline."""
+"""Finds out which hosts are this machine, and which others answer to ssh. All are asked at once, with one deadline."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ocomm.errors import LaunchError
 from ocomm.runtime.own_address import free_port, own_address
 from ocomm.torch_variables import MASTER, missing
 
-# ssh's own limit is below the deadline, so that its reason is heard rather than ours.
+# ssh's own limit is below the deadline, so that its reason is shown rather than ours.
 _CONNECT_SHARE = 0.7
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """What was found of a host: it is this machine, or it answered to ssh, or ``problem`` says why it did not.
+    """What was found about a host: it is this machine, or it answered to ssh, or ``problem`` says why it did not.
 
-    Where nobody asked, it is neither.
+    If it was not asked, it is neither.
     """
 
     name: str
@@ -37,7 +37,7 @@ class HostState:
 
 
 def ssh_command(name: str, port: int | None, identity_file: str | None, connect_timeout_s: int) -> tuple[str, ...]:
-    """The command which succeeds if and only if the launcher will be able to start something on host ``name``."""
+    """Returns a command that succeeds if and only if the launcher will be able to start something on host ``name``."""
     argv = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}"]
     if port is not None:
         argv += ["-p", str(port)]
@@ -47,7 +47,9 @@ def ssh_command(name: str, port: int | None, identity_file: str | None, connect_
 
 
 def is_this_machine(name: str) -> bool:
-    """True if ``name`` is this machine: one of its own names, or a name with an address that can be bound here."""
+    """Returns True if ``name`` is this machine: one of its own names, or a name with an address that can be bound
+    here.
+    """
     if name in ("localhost", socket.gethostname()):
         return True
     try:
@@ -65,13 +67,13 @@ def is_this_machine(name: str) -> bool:
 
 
 def address_of(interfaces: Sequence[str]) -> str:
-    """This machine's IPv4 address on the first of ``interfaces`` that has one.
+    """Returns this machine's IPv4 address on the first of ``interfaces`` that has one.
 
     Args:
-        interfaces: names of interfaces, or networks such as ``10.0.0.0/24``, as ``--network-interfaces`` has them.
+        interfaces: Names of interfaces, or networks such as ``10.0.0.0/24``, as in ``--network-interfaces``.
 
     Raises:
-        LaunchError: there is no such address.
+        LaunchError: There is no such address.
     """
     found = _addresses()
     for interface in interfaces:
@@ -131,7 +133,7 @@ def _network(text: str) -> ipaddress.IPv4Network:
 
 
 def _addresses() -> list[tuple[str, ipaddress.IPv4Address]]:
-    """The interfaces of this machine that have an IPv4 address."""
+    """Returns the interfaces of this machine that have an IPv4 address."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -144,10 +146,10 @@ def _addresses() -> list[tuple[str, ipaddress.IPv4Address]]:
 def ask(
     names: Sequence[str], port: int | None, identity_file: str | None, deadline_s: float, use_ssh: bool = True
 ) -> tuple[HostState, ...]:
-    """The state of every host in ``names``, after at most ``deadline_s`` seconds.
+    """Returns the state of every host in ``names``, after at most ``deadline_s`` seconds.
 
-    Where ssh is not what starts the ranks (inside a batch system, or with a launch agent), ``use_ssh`` False finds
-    out only which hosts are this machine.
+    If ranks are not started through ssh (inside a batch system, or with a launch agent), ``use_ssh`` False only finds
+    out which hosts are this machine.
     """
     end = time.monotonic() + deadline_s
     answers: queue.SimpleQueue[HostState] = queue.SimpleQueue()
@@ -171,7 +173,7 @@ def ask(
 
 
 def require_reachable(states: Sequence[HostState]) -> None:
-    """Raise LaunchError that names every host with a problem, the reason, and how to try it by hand."""
+    """Raises LaunchError that names every host with a problem, the reason, and how to try it by hand."""
     lost = [state for state in states if state.problem is not None]
     if not lost:
         return
@@ -193,7 +195,7 @@ def _ask_one(
     left = end - time.monotonic()
     argv = ssh_command(name, port, identity_file, max(1, int(left * _CONNECT_SHARE)))
     try:
-        # ssh is ended a little before the deadline, so that the answer arrives within it.
+        # ssh is ended a little before the deadline, so that its answer arrives within it.
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=max(0.1, left - 0.2)
         )

@@ -1,4 +1,4 @@
-"""``ocomm.run``: calls a Python function on all ranks of a new job, and returns what it returned on each."""
+"""``ocomm.run`` calls a Python function on all ranks of a new job, and returns the results."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ocomm.launch.server import Server
 from ocomm.launch.task import KEY, MOST_BYTES
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError, wait
 
-#: Seconds for the launcher to end once all results are there, or a rank has failed.
+#: Seconds for the launcher to end once all results have arrived, or a rank has failed.
 _END_S = 10.0
-#: For the names of hosts to be looked up.
+#: Seconds for looking up the names of hosts.
 _REACH_S = 15.0
-#: In the traceback of a rank that failed because another did.
+#: Text in the traceback of a rank that failed because another rank did.
 _HEARSAY = f"{PeerError.__name__}: "
 
 
@@ -49,15 +49,27 @@ def run(
     executable: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """``func(*args, **kwargs)`` on ``num_proc`` ranks (``np`` is the same); its results, by rank.
+    """Calls ``func(*args, **kwargs)`` on ``num_proc`` ranks of a new job.
 
-    The other arguments are flags of ``ocommrun``; ``executable`` is the Python of the ranks, ``env`` their environment.
-    The function initializes ocomm itself, as a script does. Functions that are not importable by name (lambdas, those
-    of a notebook) need cloudpickle. Ranks on other hosts reach this machine by its name, or by its address
-    on the first of ``network_interfaces``; ranks on this machine by loopback.
+    The function initializes ocomm itself, as a script does. Functions that cannot be imported by name (lambdas, those
+    of a notebook) need cloudpickle. Ranks on other hosts connect to this machine by its name, or by its address on the
+    first of ``network_interfaces``; ranks on this machine connect over loopback. The other arguments are flags of
+    ``ocommrun``.
 
-    Raises LaunchError if the job cannot be started or a rank fails; the message has that rank's traceback. No rank is
-    left behind.
+    Args:
+        func: The function.
+        args: Its positional arguments.
+        kwargs: Its named arguments.
+        num_proc: The number of ranks; ``np`` is the same.
+        executable: The Python interpreter of the ranks; None for this one.
+        env: The environment of the ranks; None for this process's.
+
+    Returns:
+        The function's results, by rank.
+
+    Raises:
+        LaunchError: The job cannot be started, or a rank fails; the message has that rank's traceback. No rank is left
+            running.
     """
     ranks = np if np is not None else num_proc
     task = _pickle((func, tuple(args), dict(kwargs or {})))
@@ -92,7 +104,7 @@ def run(
 
 
 def _addresses(hosts: str | None, hostfile: str | None, interfaces: str | None) -> tuple[str, str]:
-    """Where this process listens, and the address to which the ranks connect."""
+    """Returns the address at which this process listens, and the one to which ranks connect."""
     named = parse_hosts(hosts) if hosts is not None else read_hostfile(hostfile) if hostfile is not None else ()
     states = reach.ask([host.name for host in named], None, None, _REACH_S, use_ssh=False)
     if all(state.is_local for state in states) and (named or not is_in_allocation(os.environ)):
@@ -144,12 +156,12 @@ def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: i
             if kind == "result":
                 results[rank] = content
         if failures:
-            # A rank that only heard of another's failure may be heard first.
+            # The news of a rank that failed because another did may arrive first.
             rank = min(failures, key=lambda rank: (_HEARSAY in failures[rank], rank))
             raise LaunchError(f"rank {rank} failed:\n{failures[rank]}")
         status = job.poll()
         if status is not None and len(results) < ranks:
-            # What the ranks have sent before they ended may still be on its way.
+            # Messages that ranks have sent before they ended may still be on their way.
             ended_at = ended_at or time.monotonic()
             if time.monotonic() - ended_at > 1.0:
                 missing = sorted(set(range(ranks)) - set(results))

@@ -1,4 +1,4 @@
-"""Accepts processes that know a key: ranks of ``ocomm.run``, and of a job that ocommrun supervises."""
+"""Accepts connections of processes that know a key: ranks of ``ocomm.run``, and of a job that ocommrun supervises."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 
 
 class Server:
-    """A port of ``host``. Every client has a thread of its own until it has proved that it knows ``key``, so that none
-    holds up another; one that has not after ``patience_s`` is sent away. Messages have at most ``most_bytes``."""
+    """Listens on a port of ``host``.
+
+    Every client has a thread of its own until it has proved that it knows ``key``, so that none blocks another. A
+    client that has not done so after ``patience_s`` is disconnected. Messages have at most ``most_bytes``.
+    """
 
     def __init__(
         self,
@@ -29,7 +32,7 @@ class Server:
         self._closed = False
         self._socket = socket.create_server((host, 0), backlog=backlog)
         self.port: int = self._socket.getsockname()[1]
-        #: Lines to clients that know the key.
+        #: Connections to clients that know the key.
         self.lines: list[AuthenticatedSocket] = []
         threading.Thread(target=self._accept, name="ocomm-server", daemon=True).start()
 

@@ -1,6 +1,7 @@
 """Runs an elastic job: one MPI job after the other, until one ends well or ``generations`` says that none can.
 
-Other jobs of several hosts are one generation: they, too, end when a host is lost, for which the launcher would wait.
+Other jobs on several hosts have one generation. They are supervised, too, because the launcher would wait for a host
+that is lost.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from ocomm.launch.server import Server
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError, wait
 from ocomm.runtime.supervisor_client import KEY, SILENT
 
-#: From the first news of a failure, or the wish to end, until the launcher has ended by itself; and until it is killed.
+#: Seconds from the first news of a failure, or the wish to end, until the launcher should have ended by itself; and
+#: until it is killed.
 END_S = 12.0
 _KILL_S = 5.0
-#: Between two looks at the clock, at the hosts, and at what has arrived.
+#: Seconds between two looks at the clock, at the hosts, and at messages.
 _POLL_S = 0.1
 _DISCOVERY_S = 1.0
 _DISCOVERY_TIMEOUT_S = 30.0
@@ -43,9 +45,9 @@ _CLEAN_S = 30.0
 
 
 class Supervisor:
-    """Of a job: ``request`` is that of a generation, but for hosts and ranks.
+    """The supervisor of a job. ``request`` describes a generation, without hosts and number of ranks.
 
-    ``ask`` finds out which hosts can be reached. ``fixed`` are the hosts if no ``script`` discovers them. Where not
+    ``ask`` finds out which hosts can be reached. ``fixed`` are the hosts if no ``script`` discovers them. Unless
     ``is_elastic`` there is one generation, and nothing is kept for another.
     """
 
@@ -68,7 +70,7 @@ class Supervisor:
         self._ask = ask
         self._verbose = verbose
         self._asked_to_end = 0
-        self._used: dict[str, bool] = {}  # hosts of all generations -> is it this machine?
+        self._used: dict[str, bool] = {}  # hosts of all generations -> whether it is this machine
         self._key = secrets.token_bytes(32)
         given = request.environ.get("OCOMM_ELASTIC_FOLDER")
         self._is_own_folder = not given
@@ -80,7 +82,7 @@ class Supervisor:
         self._is_here = script is None and all(state.is_local for state in self._reach(fixed))
 
     def run(self) -> int:
-        """The exit status of the job."""
+        """Runs the job and returns its exit status."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._end_on_signal)
         with Server(self._listens_at(), self._key) as server:
@@ -151,12 +153,12 @@ class Supervisor:
         return self._ask([host.name for host in hosts])
 
     def _lost(self, names: Sequence[str]) -> dict[str, bool]:
-        """Of hosts whose ranks have been silent: which cannot be shown to be there?"""
+        """Returns, for hosts whose ranks have been silent, whether they cannot be reached."""
         states = self._ask(names)
         return {state.name: not state.is_local and not state.has_answered for state in states}
 
     def wants_others(self) -> bool:
-        """Should the running generation make way?"""
+        """Returns True if the running generation should make way for one on other hosts."""
         self._look_around()
         return self.generations.wants_others(time.monotonic())
 
@@ -246,7 +248,7 @@ class Supervisor:
 
 
 class _Job:
-    """One generation: the launcher's process, and the lines to its ranks."""
+    """One generation: the launcher's process, and the connections to its ranks."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str], step: Start, patience_s: float) -> None:
         self.step = step
@@ -260,20 +262,20 @@ class _Job:
         self._told = False
         self._words = ""
         self._here_until_s = time.monotonic() + patience_s
-        self._end_s: float | None = None  # when the launcher must have ended
+        self._end_s: float | None = None  # time by which the launcher must have ended
         self._process = subprocess.Popen(
             argv,
             env=environ,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            # An interrupt at the terminal is for us; the launcher is ended in order.
+            # An interrupt at the terminal reaches this process only, which then ends the launcher in order.
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._pass_on, name="ocomm-stderr", daemon=True)
         self._reader.start()
 
     def _pass_on(self) -> None:
-        """The launcher's own words, and the ranks', for the user; and the end of them for us."""
+        """Prints what the launcher and the ranks write, and keeps the end of it for diagnosis."""
         assert self._process.stderr is not None
         descriptor = self._process.stderr.fileno()
         while data := os.read(descriptor, 65536):
@@ -282,7 +284,7 @@ class _Job:
             self._words = (self._words + data.decode(errors="replace"))[-20_000:]
 
     def watch(self, server: Server, supervisor: Supervisor) -> int:
-        """Until the launcher has ended, whatever that takes; its exit status."""
+        """Waits until the launcher has ended, and returns its exit status."""
         terminated = False
         offspring: dict[int, str] = {}
         looked_s = 0.0
@@ -313,7 +315,7 @@ class _Job:
             supervisor.generations.committed(self.commit)
         self._listen(server)
         supervisor.generations.committed(self.commit)
-        # What the launcher has left behind on this machine: an ssh to a host that has gone keeps our output open.
+        # Ends processes that the launcher has left on this machine: an ssh to a lost host keeps our output open.
         self._kill()
         for pid, started in offspring.items():
             if _start_of(pid) == started:
@@ -323,7 +325,7 @@ class _Job:
         for line in self._lines:
             line.close()
         if code == 0 and (self._reported or self._vanished):
-            return 1  # Open MPI's launcher ends so where it has lost a host
+            return 1  # Open MPI's launcher ends with this status if it has lost a host
         return code if code >= 0 else 128 - code
 
     def _kill(self) -> None:
@@ -355,7 +357,7 @@ class _Job:
         word = message["word"]
         if word == "here":
             if message["generation"] != self.step.number:
-                raise EOFError  # of a generation that is over
+                raise EOFError  # the connection is of a generation that is over
             self._lines[line] = message["rank"]
             self._hosts[message["rank"]] = message["host"]
             if self._told:
@@ -370,7 +372,9 @@ class _Job:
             self._lines[line] = -1  # it may go now
 
     def _name_of(self, rank: int) -> str:
-        """The host of a rank by the name that we know it by. By another than its own ranks fill the hosts in order."""
+        """Returns the name by which the supervisor knows a rank's host. If the rank's own name for it is another, ranks
+        fill the hosts in order.
+        """
         own = self._hosts.get(rank, "")
         for host in self.step.hosts:
             if own and host.name.partition(".")[0] == own.partition(".")[0]:
@@ -382,7 +386,7 @@ class _Job:
         raise LaunchError(f"there is a rank too many: {rank}")
 
     def failures(self, lost: Callable[[Sequence[str]], dict[str, bool]]) -> list[Failure]:
-        """Who is the cause of the end."""
+        """Returns the failures that caused the end."""
         signalled, exited = said_by_launcher(self._words)
         names = {rank: self._name_of(rank) for rank in range(self.ranks)}
         reported = self._reported
@@ -393,7 +397,7 @@ class _Job:
 
 
 class Discovery:
-    """Asks the user's script again and again which hosts there are, on a thread: it may take its time."""
+    """Runs the user's script repeatedly to find the hosts, on a thread of its own, because it may take long."""
 
     def __init__(self, script: str, slots_per_host: int | None) -> None:
         self._script = script
@@ -404,7 +408,7 @@ class Discovery:
         threading.Thread(target=self._look, name="ocomm-discovery", daemon=True).start()
 
     def hosts(self) -> tuple[Host, ...] | None:
-        """What the script has said last; None before that."""
+        """Returns the hosts that the script has printed last; None before that."""
         return self._found
 
     def _look(self) -> None:
@@ -435,13 +439,15 @@ _STATUS = re.compile(r"Process name: \[\S+@\d+,(\d+)\]\s+Exit code:\s+(\d+)")
 
 
 def said_by_launcher(text: str) -> tuple[dict[int, str], dict[int, str]]:
-    """The ranks that Open MPI's launcher names, in what it has written: ended by a signal, and with a status."""
+    """Returns the ranks that Open MPI's launcher names in its output: those ended by a signal, and those with an exit
+    status.
+    """
     signalled = {int(rank): f"was ended by signal {number}" for rank, number in _SIGNAL.findall(text)}
     return signalled, {int(rank): f"ended with status {code}" for rank, code in _STATUS.findall(text)}
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the program's name; none if there is no such process."""
+    """Returns the fields of /proc/PID/stat after the program's name; none if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -450,13 +456,13 @@ def _stat(pid: int) -> list[str]:
 
 
 def _start_of(pid: int) -> str:
-    """When the process began: with its number, who it is."""
+    """Returns the time at which the process began, which together with its number identifies it."""
     fields = _stat(pid)
     return fields[19] if fields else ""
 
 
 def _offspring(ancestor: int) -> dict[int, str]:
-    """The numbers, and starts, of all processes below one. Empty where there is no /proc."""
+    """Returns the numbers, and start times, of all descendants of a process. Empty if there is no /proc."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit() and (fields := _stat(int(name))):

@@ -1,4 +1,6 @@
-"""A rank of ``ocomm.run``: python -m ocomm.launch.task HOST PORT. Fetches the function, calls it, sends the result."""
+"""A rank of ``ocomm.run``: ``python -m ocomm.launch.task HOST PORT`` fetches the function, calls it, and sends the
+result.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,17 @@ from typing import Any
 from ocomm.config import read_launch
 from ocomm.runtime.supervisor_client import client
 
-#: The variable with the key that both ends must know, in hexadecimal. No setting, hence the name.
+#: The variable with the key that both ends must know, in hexadecimal. It is no setting, so its name differs from
+#: theirs.
 KEY = "_OCOMM_RUN_KEY"
-#: Of a function with its arguments, or of a result.
+#: Limit for the bytes of a function with its arguments, or of a result.
 MOST_BYTES = 1 << 36
-#: For the function to come, after this rank has said that it is here: others may get a large one first.
+#: Seconds to wait for the function after this rank has connected, because other ranks may get a large one first.
 _TASK_S = 3600.0
 
 
 def main(host: str, port: int) -> int:
-    """The exit status of the rank."""
+    """Runs the rank and returns its exit status."""
     launch = read_launch(os.environ)
     rank = launch.rank if launch else 0
     with client(host, port, bytes.fromhex(os.environ.pop(KEY)), most_bytes=MOST_BYTES) as parent:

@@ -1,4 +1,4 @@
-"""Networks: ``local`` (ranks are threads of this process) and ``mpi``. See ``base.Transport``."""
+"""Networks that implement ``base.Transport``: ``local`` (ranks are threads of this process), ``mpi``, and ``nccl``."""
 
 from ocomm.transport.base import Request, Transport
 

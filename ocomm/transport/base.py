@@ -1,7 +1,7 @@
-"""The network seam: nonblocking messages between the ranks of one communicator.
+"""The interface of a network: nonblocking messages between the ranks of one communicator.
 
-Collectives are built from these messages rather than from MPI's own collectives, because only then does a wait know
-for which rank it waits (docs/decisions/0001-point-to-point.md).
+Collectives are built from these messages instead of MPI's own collectives, because only then a wait knows which rank it
+waits for (docs/decisions/0001-point-to-point.md).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ocomm.types import Bytes
 
-#: An opaque handle; only the transport that made it looks inside.
+#: An opaque handle, which only the transport that made it can read.
 Request = Any
 
 
@@ -21,7 +21,7 @@ class Transport(Protocol):
     the order these were posted.
 
     ``arrival`` is set whenever something may have arrived and whenever the runtime is woken, so that a loop may sleep
-    on it; a network that cannot tell leaves it alone, and the loop's timeout is its polling interval.
+    on it. A network that cannot detect arrivals does not set it, and the loop's timeout is its polling interval.
     """
 
     rank: int
@@ -29,31 +29,35 @@ class Transport(Protocol):
     arrival: threading.Event
 
     def isend(self, buffer: Bytes, dest: int, tag: int) -> Request:
-        """Starts to send; ``buffer`` must not change until the request tests true."""
+        """Starts to send. ``buffer`` must not change until ``test`` of the request returns True."""
         ...
 
     def irecv(self, buffer: Bytes, source: int, tag: int) -> Request:
-        """Starts to receive exactly ``buffer.nbytes`` bytes; ``buffer`` is filled when the request tests true."""
+        """Starts to receive exactly ``buffer.nbytes`` bytes. ``buffer`` is filled once ``test`` of the request returns
+        True.
+        """
         ...
 
     def test(self, request: Request) -> bool:
-        """True once the message has left or arrived; not to be called again after that."""
+        """Returns True once the message has left or arrived; must not be called again after that."""
         ...
 
     def probe(self, tag: int) -> tuple[int, int] | None:
-        """(source, nbytes) of a message which has arrived with this tag and not been received, or None."""
+        """Returns (source, nbytes) of a message that has arrived with this tag and has not been received, or None."""
         ...
 
     def duplicate(self) -> Request:
-        """Starts a collective copy of the communicator; see ``duplicated``."""
+        """Starts to copy the communicator; ``duplicated`` returns the copy. Collective."""
         ...
 
     def duplicated(self, request: Request) -> Transport | None:
-        """The copy that ``duplicate`` started, once it is there."""
+        """Returns the copy that ``duplicate`` started, or None until it is made."""
         ...
 
     def subset(self, ranks: Sequence[int]) -> Transport:
-        """A communicator of these ranks (of this one's numbering); called by exactly those, in one order everywhere."""
+        """Returns a communicator of these ranks (numbers in this one). Exactly these ranks call it, in one order on all
+        of them.
+        """
         ...
 
     def abort(self, code: int) -> None:
@@ -61,5 +65,5 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives the communicator back. Not collective; nothing may be in flight."""
+        """Frees the communicator. Not collective; nothing may be in flight."""
         ...

@@ -1,11 +1,11 @@
-"""Can MPI be given addresses on a CUDA device? Asked of the library, and tried in a process of its own.
+"""Tests whether MPI takes addresses on a CUDA device: asks the library, and tries it in a process of its own.
 
-A library that was built without it takes such an address for one of the host and ends the process, and one that was
-built with it may not work on a machine. So a process in a world of its own sends itself messages from the device to
-the device, within a deadline, before any rank does. What is between hosts is not tried.
+A library that was built without CUDA takes such an address for one of the host and ends the process. One that was built
+with it may still not work on a machine. So before any rank uses it, a process in a world of its own sends itself
+messages from the device to the device, within a deadline. Messages between hosts are not tried.
 
 ``python -m ocomm.transport.cuda_probe [DEVICE]`` is that process: its exit code is 0 if all bytes have arrived, else it
-prints why not. With ``--ask`` the library is asked first.
+prints the reason. With ``--ask`` the library is asked first.
 """
 
 from __future__ import annotations
@@ -26,29 +26,31 @@ import numpy as np
 from ocomm.transport import mpi
 from ocomm.types import Bytes
 
-#: Seconds for the process to start, to send and to end.
+#: Deadline, in seconds, for the process to start, to send and to end.
 DEADLINE_S = 30.0
-#: Bytes of messages: one that MPI sends at once, one that waits for the receiver, and one in several pieces.
+#: Sizes of messages in bytes: one that MPI sends at once, one that waits for the receiver, and one in several pieces.
 _SIZES = (64, 1 << 17, 1 << 22)
-#: Exit code where the library says no.
+#: Exit code if the library says no.
 _REFUSED = 3
-#: Variables by which launchers tell a process that it is a rank; without them it is alone.
+#: Variables that tell a process that it is a rank; without them it is alone.
 _LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "PALS_", "HYDRA_")
-#: Those that say how MPI sends are kept.
+#: Variables that choose how MPI sends, which are kept.
 _TRANSPORTS = tuple(f"OMPI_MCA_{name}" for name in ("accelerator", "btl", "mpi_", "mtl", "pml", "rcache", "smsc"))
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Whether messages may lie on a device, and why or why not."""
+    """Whether MPI can send messages from a device, and the reason."""
 
     yes: bool
     why: str
 
 
 def device_messages(setting: str, device: int) -> ProbeResult:
-    """For this process, whose MPI is up. ``setting`` is that of OCOMM_CUDA_AWARE; takes seconds if it is ``"auto"`` and
-    the library says yes."""
+    """Returns whether this process, whose MPI has started, can send from ``device``.
+
+    ``setting`` is that of OCOMM_CUDA_AWARE. Takes seconds if it is ``"auto"`` and the library says yes.
+    """
     if setting != "auto":
         return ProbeResult(setting == "1", f"OCOMM_CUDA_AWARE={setting}")
     says, words = mpi.cuda_support()
@@ -59,7 +61,7 @@ def device_messages(setting: str, device: int) -> ProbeResult:
 
 
 def tried(python: str, environ: Mapping[str, str], *arguments: str) -> ProbeResult:
-    """What the process says, or how it has ended."""
+    """Runs the process and returns what it says, or how it has ended."""
     alone = {
         name: value
         for name, value in environ.items()
@@ -89,7 +91,7 @@ def tried(python: str, environ: Mapping[str, str], *arguments: str) -> ProbeResu
 
 
 class _Memory:
-    """Some bytes on a device, by the driver alone."""
+    """Bytes on a device, allocated through the driver."""
 
     def __init__(self, driver: _Driver, nbytes: int) -> None:
         self._driver = driver
@@ -100,12 +102,12 @@ class _Memory:
 
     @property
     def wire(self) -> Bytes:
-        """For MPI alone."""
+        """The bytes as an array that only MPI may use."""
         return np.asarray(self)
 
     def write(self, data: Bytes) -> None:
         self._driver.call("cuMemcpyHtoD_v2", self._address, data.ctypes.data_as(ctypes.c_void_p), self._size)
-        self._driver.call("cuCtxSynchronize")  # the copy may return before the device has the bytes
+        self._driver.call("cuCtxSynchronize")  # the copy may return before the bytes are on the device
 
     def read(self) -> Bytes:
         data = np.zeros(self._size.value, np.uint8)
@@ -114,7 +116,7 @@ class _Memory:
 
 
 class _Driver:
-    """libcuda with the primary context of a device. RuntimeError with the call that fails."""
+    """libcuda with the primary context of a device. A call that fails raises RuntimeError, which names it."""
 
     def __init__(self, device: int) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -131,7 +133,7 @@ class _Driver:
 
 
 def _exchange(device: int) -> str:
-    """Sends to itself from the device to the device; what went wrong, "" if nothing did."""
+    """Sends to itself from the device to the device. Returns what went wrong, "" if nothing did."""
     driver = _Driver(device)
     world = mpi.open_world()
     rng = np.random.default_rng(1)

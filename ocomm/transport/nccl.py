@@ -1,7 +1,7 @@
-"""NCCL, as far as ocomm needs it: bytes from device to device between the ranks of one node.
+"""The part of NCCL that ocomm uses: sending bytes from device to device between the ranks of one node.
 
-The library is the one that Torch brings (the wheel nvidia-nccl-cu12 or -cu13), else what the loader finds. Errors are
-HorovodInternalError with NCCL's own words. ``python -m ocomm.transport.nccl`` says which library there is.
+The library is the one that Torch brings (the package nvidia-nccl-cu12 or -cu13), else what the loader finds. Errors are
+HorovodInternalError with NCCL's own words. ``python -m ocomm.transport.nccl`` prints which library there is.
 
 Source: the NCCL user guide, and nccl.h of NCCL 2.7 (the first with send and receive) to 2.32.
 """
@@ -44,7 +44,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``nbytes`` at ``address`` on this rank's device, for rank ``peer`` of the communicator, or from it."""
+    """``nbytes`` at ``address`` on this rank's device, sent to or received from rank ``peer`` of the communicator."""
 
     peer: int
     address: int
@@ -52,7 +52,9 @@ class Piece:
 
 
 class NcclLibrary:
-    """A loaded NCCL. OSError if ``path`` is none; HorovodInternalError if it is too old, or not what it seems."""
+    """A loaded NCCL. Raises OSError if ``path`` is no library, HorovodInternalError if it is too old or lacks a
+    function.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -74,23 +76,25 @@ class NcclLibrary:
         return ".".join(map(str, self.version))
 
     def call(self, name: str, *arguments: Any) -> None:
-        """HorovodInternalError if it does not succeed."""
+        """Calls a function. Raises HorovodInternalError if it does not succeed."""
         code = getattr(self._library, name)(*arguments)
         if code != _SUCCESS:
             raise HorovodInternalError(f"{name}: {self.words(code)}")
 
     def words(self, code: int) -> str:
-        """What an error code means."""
+        """Returns the meaning of an error code."""
         return (self._library.ncclGetErrorString(code) or b"?").decode()
 
     def unique_id(self) -> bytes:
-        """By which the ranks of a communicator to be find each other."""
+        """Returns a new id, by which the ranks of a communicator find each other."""
         new = _UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(new))
         return bytes(new)
 
     def communicator(self, unique_id: bytes, size: int, rank: int) -> Communicator:
-        """Collective; waits for all ranks without limit. The calling thread's current device is this rank's."""
+        """Makes a communicator. Collective; waits for all ranks without limit. The calling thread's current device is
+        this rank's.
+        """
         handle = _Comm()
         arguments = ctypes.byref(handle), size, _UniqueId.from_buffer_copy(unique_id), rank
         self.call("ncclCommInitRank", *arguments)
@@ -98,16 +102,16 @@ class NcclLibrary:
 
 
 class Communicator:
-    """One rank's side. Not thread-safe but for what is said."""
+    """One rank's side of a communicator. Not thread-safe, except for methods that say so."""
 
     def __init__(self, library: NcclLibrary, handle: Any) -> None:
         self._library = library
         self._handle = handle
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece], stream: Any) -> None:
-        """Puts all of them on the CUDA stream ``stream`` as one operation, and returns.
+        """Queues all sends and receives on the CUDA stream ``stream`` as one operation, and returns.
 
-        All ranks call it with what belongs together in one order. From a thread whose current device is this rank's.
+        All ranks make matching calls in the same order, each on a thread whose current device is this rank's.
         """
         call = self._library.call
         call("ncclGroupStart")
@@ -119,24 +123,26 @@ class Communicator:
             call("ncclGroupEnd")
 
     def failure(self) -> str:
-        """What has gone wrong meanwhile, "" if nothing has."""
+        """Returns what has gone wrong since, "" if nothing has."""
         code = ctypes.c_int()
         self._library.call("ncclCommGetAsyncError", self._handle, ctypes.byref(code))
         return "" if code.value in (_SUCCESS, _IN_PROGRESS) else self._library.words(code.value)
 
     def abort(self) -> None:
-        """Ends what is on its way, and frees it; to be the last call. From any thread; may wait for the other ranks."""
+        """Aborts what is under way, and frees the communicator; must be the last call. From any thread; may wait for
+        other ranks.
+        """
         self._library.call("ncclCommAbort", self._handle)
 
 
 def _version(code: int) -> tuple[int, int, int]:
-    """2.7.8 is 2708; from 2.9 on 2.9.6 is 20906."""
+    """Parses a version number: 2708 is 2.7.8; from 2.9 on, 20906 is 2.9.6."""
     unit = 1000 if code < 10000 else 10000
     return code // unit, code % unit // 100, code % 100
 
 
 def candidates(find_spec: Callable[[str], Any] = importlib.util.find_spec) -> list[str]:
-    """Where the library may be, best first."""
+    """Returns the paths where the library may be, the best first."""
     try:
         spec = find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -147,7 +153,7 @@ def candidates(find_spec: Callable[[str], Any] = importlib.util.find_spec) -> li
 
 
 def load() -> NcclLibrary:
-    """The first library that there is. HorovodInternalError if there is none that can be used."""
+    """Loads the first library found. Raises HorovodInternalError if none can be used."""
     reasons = []
     for path in candidates():
         try:
