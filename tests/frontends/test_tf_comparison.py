@@ -22,6 +22,7 @@ from ocomm.session import Session  # noqa: E402
 from ocomm.types import Settings  # noqa: E402
 from ocomm_tf import engine  # noqa: E402
 from ocomm_tf.replicas import comparison_of, options_of  # noqa: E402
+from tests.tiers import few  # noqa: E402
 from tests.worlds import PATIENCE_S, run_ranks  # noqa: E402
 
 WITHIN = 8
@@ -298,7 +299,7 @@ def test_steps_in_a_loop_inside_a_graph() -> None:
     assert all("hidden/bias' with" in message or "bias' with" in message for message in run_ranks(2, body, SETTINGS))
 
 
-@pytest.mark.parametrize("way", ["graph", "tape in a graph"])
+@pytest.mark.parametrize("way", few(["graph", "tape in a graph"], ["graph"]))
 def test_graphs_without_the_extension_compare_too(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_problem", "it is left out here")
 

@@ -17,6 +17,7 @@ import numpy as np  # noqa: E402
 import ocomm_tf.keras as hvd  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm_tf import mpi_ops  # noqa: E402
+from tests.tiers import few  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
 #: Per rank: a gradient which only rank 1 cannot send in half precision, and one that all can.
@@ -141,7 +142,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 @every_use
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", few(CALLS, ["allreduce", "grouped_reducescatter"]))
 def test_calls_are_right_too_and_differentiable(call: str, use: Any) -> None:
     def body(session: Session) -> tuple[list[float], list[float]]:
         @use

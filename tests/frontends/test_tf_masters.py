@@ -20,6 +20,7 @@ import ocomm_torch  # noqa: E402
 from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm.training.resume import one_state  # noqa: E402
+from tests.tiers import few  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
 
 pytestmark = [
@@ -67,7 +68,7 @@ def rounded(arrays: list[np.ndarray], dtypes: Any = DTYPES) -> list[np.ndarray]:
     return [a.astype(tf.as_dtype(d).as_numpy_dtype).astype(np.float32) for a, d in zip(arrays, dtypes, strict=True)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, list(KINDS)[::4]))
 def test_masters_are_the_variables_of_a_float32_run_with_the_same_gradients(kind: str) -> None:
     def body(session: Session) -> list[np.ndarray]:
         low, law = variables(), variables(["float32"] * 3)

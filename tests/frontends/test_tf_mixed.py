@@ -22,6 +22,7 @@ import ocomm_torch  # noqa: E402
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.optim.adam import DenseAdam  # noqa: E402
 from ocomm.session import Session  # noqa: E402
+from tests.tiers import few  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
 #: Keras variables by the ends of their paths, Torch parameters by their names, in Torch's order.
@@ -202,7 +203,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "dense"])  # see the next test
+# Of dense jobs: the next test.
+@pytest.mark.parametrize("way", few([way for way in WAYS if way != "dense"], ["clipped 1-bit LAMB", "1-bit Adam"]))
 def test_two_ranks_of_each_framework_are_equal_and_learn_what_four_of_torch_learn(way: str) -> None:
     for_torch, for_keras = WAYS[way]
     start()  # before there are threads: Torch has one random generator

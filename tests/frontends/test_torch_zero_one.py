@@ -16,6 +16,7 @@ from ocomm.types import Settings
 from ocomm_torch import DistributedOneBitAdam, DistributedZeroOneAdam
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial, train
 from tests.oracle.zero_one_adam import Simulation, simulate
+from tests.tiers import few
 from tests.worlds import MPI_SIZE, run_ranks
 
 #: Intervals 1, 2 and 4 within 200 steps, and refreshes up to step 59.
@@ -77,11 +78,11 @@ def trained(ranks: int, steps: int, settings: Settings | None = None, **options:
 @pytest.mark.parametrize(
     ("kind", "ranks", "steps"),
     [
-        ("Adam", 1, 200),
+        pytest.param("Adam", 1, 200, marks=pytest.mark.long),
         ("Adam", 2, 80),
         ("AdamW", 4, 80 if MPI_SIZE else 200),  # of the network fewer show as much
         ("Adam with coupled decay", 2, 80),
-        ("AdamW", 1, 80),
+        pytest.param("AdamW", 1, 80, marks=pytest.mark.long),
     ],
 )
 def test_every_bit_equals_the_simulation_on_every_rank(kind: str, ranks: int, steps: int) -> None:
@@ -106,7 +107,7 @@ def test_every_bit_equals_the_simulation_on_every_rank(kind: str, ranks: int, st
     ],
     ids=["l1", "tensor", "refreshes-between-syncs", "few-refreshes"],
 )
-@pytest.mark.parametrize("kind", ["Adam with coupled decay", "AdamW"])
+@pytest.mark.parametrize("kind", few(["Adam with coupled decay", "AdamW"], ["AdamW"]))
 def test_every_bit_equals_the_simulation_with_every_option(kind: str, options: dict[str, Any]) -> None:
     make, settings = ADAMS[kind]
     results = trained(2, 40, make=make, **{**SHORT, **options})

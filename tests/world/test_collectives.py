@@ -364,6 +364,7 @@ def _available_nbytes() -> int:
 
 @pytest.mark.skipif(bool(MPI_SIZE), reason="starts its own mpirun; runs once, without one")
 @pytest.mark.skipif(_available_nbytes() < 7 * 2**30, reason="needs 7 GiB of free memory")
+@pytest.mark.long
 def test_more_elements_than_a_32_bit_count_are_reduced_in_place() -> None:
     mpirun = Path(sys.executable).parent / "mpirun"
     if not mpirun.exists():
