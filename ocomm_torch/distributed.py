@@ -32,11 +32,11 @@ from ocomm.operations import global_process_set
 from ocomm.ordered import Build, Call, Exchange, OrderedChannel
 from ocomm.runtime.handle import Handle
 from ocomm.session import Session
+from ocomm.torch_backend import NAME, register
 from ocomm.types import DType, ReduceOp
 from ocomm_torch.compiling import leave_hooks_alone
 from ocomm_torch.mpi_ops import TORCH
 
-_NAME = "ocomm"
 _TORCH_OP = dist.ReduceOp.RedOpType
 _OPS = {
     _TORCH_OP.SUM: ReduceOp.SUM,
@@ -305,7 +305,7 @@ class OcommProcessGroup(ProcessGroup):
     # What torch asks of a group
 
     def getBackendName(self) -> str:
-        return _NAME
+        return NAME
 
     def getGroupName(self) -> str:
         return self._group_name
@@ -346,14 +346,14 @@ class OcommProcessGroup(ProcessGroup):
         return self._size
 
     def name(self) -> str:
-        return _NAME
+        return NAME
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
     def _get_backend_name(self) -> str:
-        return _NAME
+        return NAME
 
     def _get_backend(self, device: torch.device) -> OcommProcessGroup:
         if torch.device(device).type != "cpu":
@@ -439,8 +439,8 @@ class OcommProcessGroup(ProcessGroup):
         if self._is_checked:
             return
         # Torch says so after it has made the group.
-        config = str(dist.distributed_c10d._world.pg_backend_config.get(self, f"cpu:{_NAME}"))
-        others = [part for part in config.split(",") if part.split(":")[-1] != _NAME]
+        config = str(dist.distributed_c10d._world.pg_backend_config.get(self, f"cpu:{NAME}"))
+        others = [part for part in config.split(",") if part.split(":")[-1] != NAME]
         if others:
             raise NotImplementedError(
                 f"{operation}: this group was made with the backends {config}, and a backend in Python, as 'ocomm' is, "
@@ -845,7 +845,7 @@ def create(options: Any, backend_options: Any = None) -> OcommProcessGroup:
     )
 
 
-def _rendezvous(url: str, timeout: datetime.timedelta = dist.default_pg_timeout, **_: Any) -> Iterator[Any]:
+def rendezvous(url: str, timeout: datetime.timedelta = dist.default_pg_timeout, **_: Any) -> Iterator[Any]:
     """``init_method="ocomm://"``: the ranks of the job meet in a store that rank 0 opens, and need no variables."""
     if not api.is_initialized():
         api.init()
@@ -862,14 +862,6 @@ def _rendezvous(url: str, timeout: datetime.timedelta = dist.default_pg_timeout,
     if rank != 0:
         store = dist.TCPStore(host, port, size, False, timeout)
     yield store, rank, size
-
-
-def register() -> None:
-    """Makes "ocomm" known to torch.distributed; what the entry points call. A second call is a no-op."""
-    if not dist.is_available() or _NAME in dist.Backend.backend_list:
-        return
-    dist.Backend.register_backend(_NAME, create, extended_api=True, devices=["cpu"])
-    dist.register_rendezvous_handler(_NAME, _rendezvous)
 
 
 register()
