@@ -38,6 +38,7 @@ from ocomm.version import __version__
 from ocomm_torch import distributed, elastic
 from ocomm_torch.birder import Birder, DistributedBirder, DistributedSoftSignSGD, SoftSignSGD
 from ocomm_torch.compression import Compression
+from ocomm_torch.ddp import optimizer_hook
 from ocomm_torch.ef_sgd import EFSGD, DistributedEFSGD
 from ocomm_torch.functions import (
     allgather_object,
@@ -155,6 +156,7 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "optimizer_hook",
     "poll",
     "rank",
     "reducescatter",

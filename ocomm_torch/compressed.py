@@ -128,6 +128,10 @@ class CompressedOptimizer(CollectiveStep):
         #: Checksums of gradients on their way that somebody has used since, from before that.
         self._used: dict[int, int] = {}
         self._inner_steps = False
+        #: By id of a parameter; empty until DDP asks.
+        self._numbers: dict[int, int] = {}
+        #: Is there a callback for the end of the backward that DDP is in?
+        self._follows_ddp = False
         self.groups()  # refuses options that would be ignored
         self.process_set: ProcessSet = global_process_set if process_set is None else process_set
         #: Where the parameters lie, and what keeps that memory while an exchange may read it.
@@ -448,6 +452,51 @@ class CompressedOptimizer(CollectiveStep):
         if not widened:
             return False
         return bool((self._widened_checksums(widened) != self._checksums[list(widened)]).any())
+
+    # DDP
+
+    def left_by_ddp(self, parameters: Sequence[torch.Tensor]) -> None:
+        """DDP leaves the gradients of a bucket to this optimizer; called in backward, once for each bucket.
+
+        InvalidRequestError for a parameter that is not this optimizer's.
+        """
+        if not self._numbers:
+            self._numbers = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        for parameter in parameters:
+            if id(parameter) not in self._numbers:
+                raise InvalidRequestError(
+                    f"DDP leaves a gradient of shape {tuple(parameter.shape)} to Distributed{type(self).__name__}, "
+                    "which does not have that parameter: nobody would average it. Give the optimizer all trained "
+                    "parameters of the module."
+                )
+        if not self._follows_ddp:
+            self._follows_ddp = True
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            # When this runs DDP's own callback is there, too, and the one that is added then runs after it.
+            queue(lambda: queue(self._follow_ddp))
+
+    def _follow_ddp(self) -> None:
+        """At the end of backward DDP has written its buckets, which nobody has changed, over the gradients, or has made
+        the gradients views of them: what is on its way is what it was."""
+        self._follows_ddp = False
+        if not self._stepper.begun:
+            return
+        release(self._recorded)
+        for index, recorded in enumerate(self._recorded):
+            grad = self._parameters[index].grad
+            if recorded is None or grad is None:
+                continue
+            if grad is not recorded:
+                if grad.dtype is not recorded.dtype or not torch.equal(grad, recorded):
+                    continue  # ``step`` sees it
+                if self._stepper.buckets.is_posted(index):
+                    self._copies.append(recorded)  # which the exchange reads
+                self._recorded[index] = grad
+            self._versions[index] = grad._version
+            self._pointers[index] = _pointer(grad)
+        for recorded in self._recorded:
+            if type(recorded) is torch.Tensor:
+                recorded.__class__ = WatchedGradient
 
     # The step
 

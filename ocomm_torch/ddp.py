@@ -1,0 +1,42 @@
+"""1-bit optimizers and ``torch.nn.parallel.DistributedDataParallel``: a hook with which DDP averages nothing."""
+
+# Without "from __future__ import annotations": DDP compares those of a hook with its own types.
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ocomm.errors import InvalidRequestError
+from ocomm_torch.compressed import CompressedOptimizer
+
+
+def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Leaves the gradients of a DDP module to a 1-bit optimizer: ``ddp.register_comm_hook(optimizer, optimizer_hook)``.
+
+    The optimizer gets every gradient as it becomes ready, as that of this rank alone, and exchanges it while backward
+    goes on; DDP sends nothing. Losses and parameters are those of the optimizer without DDP, bit for bit. What else DDP
+    does stays: it broadcasts parameters and buffers, and finds unused parameters.
+
+    Args:
+        optimizer: The optimizer that was wrapped, ``DistributedOneBitAdam`` or another of its kind.
+        bucket: Torch's ``GradBucket``.
+
+    Returns:
+        A future with the bucket as it is.
+
+    Raises:
+        InvalidRequestError: ``optimizer`` is not a 1-bit optimizer, or does not have a parameter of the bucket, whose
+            gradient nobody would average.
+    """
+    if not isinstance(optimizer, CompressedOptimizer):
+        raise InvalidRequestError(
+            f"optimizer_hook needs the 1-bit optimizer that trains the module, got {type(optimizer).__name__}: call "
+            "ddp.register_comm_hook(optimizer, optimizer_hook) with the optimizer that Distributed... returned. A "
+            "DistributedOptimizer averages what DDP averages already: use one of them alone."
+        )
+    optimizer.left_by_ddp(bucket.parameters())
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future

@@ -1,0 +1,130 @@
+"""DDP with a 1-bit optimizer, whose gradients DDP leaves alone: real jobs of two ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.cluster.jobs import run_job
+from tests.worlds import MPI_SIZE
+
+pytestmark = pytest.mark.skipif(MPI_SIZE > 0, reason="starts jobs of its own")
+
+COMMON = """
+import json, sys
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+import ocomm_torch as hvd
+
+torch.set_num_threads(1)
+dist.init_process_group("ocomm", init_method="ocomm://")
+rank = dist.get_rank()
+
+def model():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(12, 400), nn.ReLU(), nn.Linear(400, 240), nn.ReLU(), nn.Linear(240, 4))
+
+def data(step, seed=None):
+    generator = torch.Generator().manual_seed(1000 * step + (rank if seed is None else seed))
+    return torch.randn(16, 12, generator=generator), torch.randn(16, 4, generator=generator)
+"""
+
+EQUAL = """
+def run(hook, wrap=hvd.DistributedOneBitAdam, passes=1, kind=torch.float32, **options):
+    network = model().to(kind)
+    inner = torch.optim.SGD if wrap is hvd.DistributedEFSGD else torch.optim.Adam
+    extra = {"freeze_step": 3} if wrap is hvd.DistributedOneBitAdam else {}
+    optimizer = wrap(inner(network.parameters(), lr=1e-3), network.named_parameters(),
+                     backward_passes_per_step=passes, **extra)
+    module = network
+    if hook is not None:
+        module = DistributedDataParallel(network, bucket_cap_mb=0.05, **options)
+        module.register_comm_hook(None if hook is noop_hook else optimizer, hook)
+    losses = []
+    for step in range(8):
+        optimizer.zero_grad()
+        for part in range(passes):
+            x, y = data(passes * step + part)
+            if hook is not None and part < passes - 1:
+                with module.no_sync():
+                    loss = F.mse_loss(module(x.to(kind)), y.to(kind))
+                    loss.backward()
+            else:
+                loss = F.mse_loss(module(x.to(kind)), y.to(kind))
+                loss.backward()
+        if step == 6:
+            redone = optimizer.compression_report()["redone_steps"]
+            nn.utils.clip_grad_norm_(network.parameters(), 0.01)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [p.detach().clone() for p in network.parameters()], redone
+
+said = {}
+for name, options in {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "passes": {"passes": 2},
+    "passes of views": {"passes": 2, "gradient_as_bucket_view": True},
+    "bfloat16": {"kind": torch.bfloat16},
+    "EF-SGD": {"wrap": hvd.DistributedEFSGD},
+}.items():
+    own = {key: options.pop(key) for key in ("passes", "kind", "wrap") if key in options}
+    bare, hooked = run(None, **own), run(hvd.optimizer_hook, **own, **options)
+    same = bare[0] == hooked[0] and all(map(torch.equal, bare[1], hooked[1]))
+    said[name] = [same, bare[2], hooked[2]]
+said["noop"] = [True, 0, run(noop_hook)[2]]
+if rank == 0:
+    print("SAID", json.dumps(said))
+dist.destroy_process_group()
+"""
+
+
+def test_with_the_hook_losses_are_those_of_the_bare_optimizer_and_steps_overlap() -> None:
+    done = run_job(2, COMMON + EQUAL, PYTHONWARNINGS="ignore")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
+    assert lines, done.stdout + done.stderr
+    said = json.loads(lines[0][4:])
+    print(said)
+    for name, (same, redone_bare, redone) in said.items():
+        assert same, (name, said)
+        if name != "noop":
+            assert redone == redone_bare == 0, (name, said)  # what is sent again in step() has not overlapped
+    assert said["noop"][2] > 0  # DDP writes over the gradients, and the optimizer gives overlap up
+
+
+REFUSED = """
+def said(name, call):
+    try:
+        call()
+    except Exception as error:
+        print(f"[{name} {rank}] {type(error).__name__}: {error}".replace("\\n", " "), flush=True)
+
+def train(optimizer_of, parts=slice(None)):
+    network = model()
+    optimizer = optimizer_of(network)
+    module = DistributedDataParallel(network)
+    module.register_comm_hook(optimizer, hvd.optimizer_hook)
+    x, y = data(0)
+    F.mse_loss(module(x), y).backward()
+
+said("dense", lambda: train(lambda network: hvd.DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1))))
+said("plain", lambda: train(lambda network: torch.optim.SGD(network.parameters(), 0.1)))
+said("part", lambda: train(lambda network: hvd.DistributedOneBitAdam(torch.optim.Adam(network[0].parameters()))))
+"""
+
+
+def test_what_nobody_would_average_is_an_error() -> None:
+    done = run_job(2, COMMON + REFUSED + "\nimport os; sys.stdout.flush(); dist.barrier(); os._exit(0)")
+    for rank in (0, 1):
+        assert f"[dense {rank}] " in done.stdout and "averages what DDP averages" in done.stdout, done.stdout
+        assert f"[plain {rank}] " in done.stdout and "got SGD" in done.stdout, done.stdout
+        assert f"[part {rank}] " in done.stdout and "nobody would average it" in done.stdout, done.stdout
