@@ -402,12 +402,12 @@ static int check(const ocomm_op *op) {
                 *passed_on = header;
             } else if (passed_on->magic != DISAGREEMENT) {
                 passed_on->magic = DISAGREEMENT;
-                passed_on->reserved = header.rank;
+                passed_on->gradients = header.rank;
                 passed_on->tensors = (uint32_t)field;
                 passed_on->signature = values[0];
                 passed_on->hyper = values[1];
             }
-            culprit = (int)(passed_on->reserved == mine->rank ? passed_on->rank : passed_on->reserved);
+            culprit = (int)(passed_on->gradients == mine->rank ? passed_on->rank : passed_on->gradients);
             continue;
         }
         *flags |= header.flags;

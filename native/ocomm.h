@@ -120,7 +120,7 @@ typedef struct {
     uint64_t signature, hyper;
     uint32_t flags, attempt;
     int64_t announcement;
-    uint32_t tensors, reserved;
+    uint32_t tensors, gradients;
     uint64_t replica;
     double lr, squares;
 } ocomm_header;

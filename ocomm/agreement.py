@@ -15,6 +15,15 @@ MADE_ALIKE = {
     "torch": "call broadcast_parameters and broadcast_optimizer_state",
     "keras": "fit with BroadcastGlobalVariablesCallback(0), or call broadcast_variables",
 }
+#: What to do where gradients that an optimizer is to average are equal on all ranks, by framework.
+AVERAGED_TWICE = {
+    "torch": (
+        "DistributedDataParallel averages by itself: call ddp.register_comm_hook(optimizer, "
+        "ocomm_torch.optimizer_hook), or leave DDP out. Give each rank its part of the data: "
+        "DistributedSampler(dataset, num_replicas=size(), rank=rank())."
+    ),
+    "keras": "Give each rank its part of the data: dataset.shard(size(), rank()).",
+}
 
 
 def first_difference(session: Session, number: int, name: str, lines: list[str], verb: str) -> str:

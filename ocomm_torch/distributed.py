@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import queue
 import threading
 import time
@@ -37,6 +38,7 @@ from ocomm.types import DType, ReduceOp
 from ocomm_torch.compiling import leave_hooks_alone
 from ocomm_torch.mpi_ops import TORCH
 
+_log = logging.getLogger("ocomm")
 _TORCH_OP = dist.ReduceOp.RedOpType
 _OPS = {
     _TORCH_OP.SUM: ReduceOp.SUM,
@@ -152,6 +154,35 @@ def _seconds(timeout: Any) -> float | None:
     return seconds if seconds > 0 else None
 
 
+class _Future(torch.futures.Future):
+    """A future whose callbacks run on the group's completing thread, in the order in which they were added.
+
+    Torch's own runs a callback in the thread that adds it if it is over by then, else in the one that completes it.
+    That differs between ranks, and with it the order of what the callbacks send.
+    """
+
+    def __init__(self, group: OcommProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def then(self, callback: Callable[[Any], Any]) -> _Future:
+        following = _Future(self._group)
+
+        def run() -> None:
+            try:
+                result = callback(self)
+            except BaseException as error:
+                following.set_exception(error)
+            else:
+                following.set_result(result)
+
+        self._group.complete_later(run)
+        return following
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._group.complete_later(lambda: callback(self))
+
+
 class _Work(Work):
     """A collective under way. ``wait`` is the operation's; a future is made where somebody asks for one."""
 
@@ -204,13 +235,8 @@ class _Work(Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            future = self._future = torch.futures.Future()
-        # What its callbacks call must be in the same order on all ranks, so that one thread completes the group's
-        # futures in their order. Callbacks that ask for another future there find it completed.
-        if getattr(_completing, "group", None) is self._group:
-            self.complete(future)
-        else:
-            self._group.complete_later(self, future)
+            future = self._future = _Future(self._group)
+        self._group.complete_later(lambda: self.complete(future))
         return future
 
     def complete(self, future: torch.futures.Future[Any]) -> None:
@@ -298,7 +324,7 @@ class OcommProcessGroup(ProcessGroup):
         self._open_channel("")
         self._sent: dict[tuple[int, int, int], int] = defaultdict(int)
         self._mailbox = _Mailbox()
-        self._futures: queue.SimpleQueue[tuple[_Work, torch.futures.Future[Any]] | None] | None = None
+        self._futures: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._is_closed = False
         self._is_checked = False
 
@@ -399,20 +425,29 @@ class OcommProcessGroup(ProcessGroup):
         kind = ", callbacks"
         return self._channels.get(kind) or self._open_channel(kind)
 
-    def complete_later(self, work: _Work, future: torch.futures.Future[Any]) -> None:
-        """Completes a future when the work is over, after all futures before it."""
+    def complete_later(self, complete: Callable[[], None]) -> None:
+        """Completes a future, or calls what waits for one, after all that was to be done before.
+
+        One thread does so, in the order in which it is asked, which is the same on all ranks. In that thread it is done
+        at once: who asks there may wait for it.
+        """
+        if getattr(_completing, "group", None) is self:
+            complete()
+            return
         if self._futures is None:
             self._futures = queue.SimpleQueue()
             threading.Thread(target=self._complete, name="ocomm-futures", daemon=True).start()
-        self._futures.put((work, future))
+        self._futures.put(complete)
 
     def _complete(self) -> None:
         assert self._futures is not None
         _completing.group = self
-        while (entry := self._futures.get()) is not None:
-            work, future = entry
-            work.complete(future)
-            del entry, work, future
+        while (complete := self._futures.get()) is not None:
+            try:
+                complete()
+            except Exception:
+                _log.exception("a callback of a future of process group %r failed", self._group_name)
+            del complete
 
     def _tell(self, kind: str, said: str) -> Mapping[int, str]:
         """Tells the others through the store what this rank was doing; returns what they say within two seconds."""

@@ -483,11 +483,11 @@ class PythonEngine:
                 c.passed_on[0] = theirs
             elif said["magic"] != DISAGREEMENT:
                 field = int(differs[:, rank].argmax())
-                said["magic"], said["reserved"], said["tensors"] = DISAGREEMENT, theirs["rank"], field
+                said["magic"], said["gradients"], said["tensors"] = DISAGREEMENT, theirs["rank"], field
                 said["signature"], said["hyper"] = mine[COMPARED[field]], theirs[COMPARED[field]]
             if not c.ends:
                 continue
-            segment.culprit = int(said["rank"] if said["reserved"] == mine["rank"] else said["reserved"])
+            segment.culprit = int(said["rank"] if said["gradients"] == mine["rank"] else said["gradients"])
             if ticket.culprit is None:
                 ticket.culprit, ticket.disagreed = segment.culprit, time.monotonic()
                 ticket.error_segment = _number(segment)

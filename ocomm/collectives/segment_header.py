@@ -83,6 +83,10 @@ class SegmentHeader:
         """Returns the sum of squares that each rank wrote into its vote, in rank order."""
         return [float(read_header(message)["squares"]) for message in self.received]
 
+    def gradients(self) -> set[int]:
+        """The checksums of gradients that the ranks wrote into their headers of the vote."""
+        return {int(read_header(message)["gradients"]) for message in self.received}
+
     def differences(self) -> list[tuple[str, dict[int, int]]]:
         """Returns, after a mismatch, (field, value by rank) for every field that is not equal on all ranks.
 
@@ -91,7 +95,7 @@ class SegmentHeader:
         rows = [read_header(message) for message in self.received]
         for said in rows or [self.passed_on[0]]:
             if said["magic"] == DISAGREEMENT:
-                values = {int(said["rank"]): int(said["signature"]), int(said["reserved"]): int(said["hyper"])}
+                values = {int(said["rank"]): int(said["signature"]), int(said["gradients"]): int(said["hyper"])}
                 return [(COMPARED[int(said["tensors"])], values)]
         found = []
         for name in COMPARED:

@@ -21,7 +21,8 @@ HEADER = np.dtype(
         ("attempt", np.uint32),  # 0; 1 for a step that is done again without overlap
         ("announcement", np.int64),  # the coordinator's decision for the next step; 0 for none
         ("tensors", np.uint32),  # presence bits that follow, one per tensor: "has a gradient on this rank"
-        ("reserved", np.uint32),
+        # In a vote: checksum of this rank's own gradients, 0 for none. In a DISAGREEMENT: a rank.
+        ("gradients", np.uint32),
         ("replica", np.uint64),  # in a vote: checksum of the parameters that this step compares
         # In a vote: the learning rate of the step, and the sum of squares of this rank's gradients.
         ("lr", np.float64),
@@ -33,7 +34,7 @@ MAGIC = 0x4F434F4D
 assert HEADER.itemsize == 80
 #: The fields of a header that must be equal on all ranks.
 COMPARED = ("magic", "step", "signature", "hyper", "attempt", "tensors", "replica")
-#: Stands in the place of MAGIC in a header that reports a difference: ranks ``rank`` and ``reserved`` differ in the
+#: Stands in the place of MAGIC in a header that reports a difference: ranks ``rank`` and ``gradients`` differ in the
 #: field COMPARED[``tensors``], in which the first has the value ``signature`` and the second ``hyper``. It reaches
 #: ranks that see neither header.
 DISAGREEMENT = 0x4F434F44

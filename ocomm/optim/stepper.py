@@ -10,6 +10,7 @@ OR-ed over the ranks. If any is set all ranks discard the step, and skip it or d
 from __future__ import annotations
 
 import enum
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -95,6 +96,8 @@ class Stepper:
         self.begun = False
         #: Tensors that had a gradient on some rank in the last step.
         self.present_anywhere: Bools = np.zeros(len(core.layout.tensors), np.bool_)
+        #: Does the vote tell checksums of each rank's gradients?
+        self.looks_at_gradients = False
         self._replicas = replicas
         self._objections = 0  # flags of this rank other than those of its gradients
         self._hyper = 0
@@ -212,7 +215,22 @@ class Stepper:
         if self._replicas is not None:
             replica = self._replicas.checksum(core.replica_addresses().__getitem__, self.step)
         flags = self._objections | (_UNHANDED if buckets.is_surprised else 0)
-        return Statement(self.step + 1, attempt, hyper, lr, flags, announcement, replica)
+        gradients = self._own_gradients() if self.looks_at_gradients else 0
+        return Statement(self.step + 1, attempt, hyper, lr, flags, announcement, replica, gradients)
+
+    def _own_gradients(self) -> int:
+        """A checksum of this rank's gradients, which are all found; 0 where all are zero, or on a device."""
+        core = self.core
+        addresses, numels = core.gradients["grad"].copy(), core.layout.numels
+        if core.kernels.memory.is_device or not core.kernels.squares(addresses, numels).any():
+            return 0
+        sums = core.kernels.checksums(addresses, 4 * numels)
+        return int.from_bytes(hashlib.blake2b(sums.tobytes(), digest_size=4).digest(), "little") or 1
+
+    @property
+    def gradients_are_alike(self) -> bool:
+        """In the last step, which looked at them: had all ranks the same gradients, not all of them zero?"""
+        return self._vote.gradients_are_alike
 
     def _look_at_local(self) -> None:
         """Checks the gradients that do not travel, so that the vote can tell the other ranks."""

@@ -34,7 +34,8 @@ class Statement(NamedTuple):
     """What this rank says in a round.
 
     ``step`` counts from 1. ``hyper`` is a hash of everything that must agree, ``lr`` is shown in messages,
-    ``announcement`` is the coordinator's to all ranks, ``replica`` is a checksum of parameters.
+    ``announcement`` is the coordinator's to all ranks, ``replica`` is a checksum of parameters. ``gradients`` is a
+    checksum of this rank's own gradients, which need not be the same on all ranks; 0 for none.
     """
 
     step: int
@@ -44,6 +45,7 @@ class Statement(NamedTuple):
     flags: int = 0
     announcement: int = 0
     replica: int = 0
+    gradients: int = 0
 
 
 class Round:
@@ -72,6 +74,8 @@ class Vote:
         self._vote = Round(wire, layout.digest, len(layout.tensors) if core.steps_locally else 0)
         #: sqrt(mean over ranks of |g|^2), from the last round in which ranks sent norms.
         self.norm = 0.0
+        #: True if all ranks had the same checksum of gradients in the last round, and had one.
+        self.gradients_are_alike = False
         #: Number of bytes of the vote of a step.
         self.sent = self._vote.sent
 
@@ -114,6 +118,7 @@ class Vote:
         header = held.segment_header.header
         held.segment_headers.begin(said.step, said.attempt, said.hyper, said.announcement)
         header["lr"], header["flags"], header["replica"] = said.lr, said.flags, said.replica
+        header["gradients"] = said.gradients
         for flow in flows or ():
             if isinstance(flow, NodeFlow):
                 for heard in flow.segment_headers:
@@ -130,6 +135,7 @@ class Vote:
         states = [wait(ticket, wire.channel, wire.ranks, wire.watch, what) for ticket in tickets]
         if any(state != State.DONE for state in states):
             raise self._failed(parts, tickets, what, said.step)
+        self.gradients_are_alike = said.gradients > 0 and held.segment_header.gradients() == {said.gradients}
         if with_norm:
             squares = held.segment_header.squares()
             self.norm = math.sqrt(sum(squares) / len(squares))

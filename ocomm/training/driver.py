@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ocomm.agreement import MADE_ALIKE, by_rank, first_difference, gather
+from ocomm.agreement import AVERAGED_TWICE, MADE_ALIKE, by_rank, first_difference, gather
 from ocomm.collectives.bridge import IntraNode
 from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
@@ -211,6 +211,9 @@ class Driver:
             direct=self.direct,
             intra_node=self.intra_node,
         )
+        self.stepper.looks_at_gradients = len(ranks) > 1
+        #: Number of first steps in which all ranks had the same gradients.
+        self._alike_steps = 0
         #: Number of steps taken, without skipped ones.
         self.steps = 0
         #: N of the last step whose gradients were clipped: sqrt(mean over ranks of |g|^2).
@@ -434,8 +437,27 @@ class Driver:
         self._rank_state_due = False
         self._load(self._fresh)
 
+    def _look_at_gradients(self) -> None:
+        """Warns where the ranks' own gradients were equal in the first steps. Those of other data are not."""
+        are_alike = self.stepper.gradients_are_alike
+        self._alike_steps += are_alike
+        if are_alike and self._alike_steps < _LOOKED_AT:
+            return
+        self.stepper.looks_at_gradients = False
+        if are_alike and self.core.rank == 0:
+            _log.warning(
+                "%s: all ranks had the same gradients in the first %d steps, bit for bit, before they were averaged. "
+                "Either something has averaged them already, or all ranks read the same data, and more ranks add "
+                "nothing. %s",
+                self.name,
+                _LOOKED_AT,
+                AVERAGED_TWICE[self.frontend.framework],
+            )
+
     def _take(self) -> None:
         self.steps += 1
+        if self.stepper.looks_at_gradients:
+            self._look_at_gradients()
         self._loaded_replica = None
         order = list(self.stepper.buckets.arrivals)
         try:
@@ -620,6 +642,8 @@ def _as_floats(values: Any) -> Any:
     return tuple(map(_as_floats, values)) if isinstance(values, tuple) else float(values) + 0.0  # -0.0 + 0.0 is 0.0
 
 
+#: Number of steps after which equal gradients on all ranks are no chance.
+_LOOKED_AT = 2
 #: Where a rank's parameters are: in the host's memory, on a device, on a device that the network reaches.
 _ON_HOST, _ON_DEVICE, _REACHED = "0", "1", "2"
 

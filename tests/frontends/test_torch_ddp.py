@@ -128,3 +128,49 @@ def test_what_nobody_would_average_is_an_error() -> None:
         assert f"[dense {rank}] " in done.stdout and "averages what DDP averages" in done.stdout, done.stdout
         assert f"[plain {rank}] " in done.stdout and "got SGD" in done.stdout, done.stdout
         assert f"[part {rank}] " in done.stdout and "nobody would average it" in done.stdout, done.stdout
+
+
+TWICE = """
+import logging
+
+class Heard(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.said = []
+    def emit(self, record):
+        if "the same gradients" in record.getMessage():
+            self.said.append(record.getMessage())
+
+def run(ddp, same_data=False, hook=False, scale=1.0):
+    heard = Heard()
+    logging.getLogger("ocomm").addHandler(heard)
+    network = model()
+    optimizer = hvd.DistributedOneBitAdam(torch.optim.Adam(network.parameters()), freeze_step=10, overlap=False)
+    module = DistributedDataParallel(network) if ddp else network
+    if hook:
+        module.register_comm_hook(optimizer, hvd.optimizer_hook)
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = data(step, 0 if same_data else None)
+        (scale * F.mse_loss(module(x), y)).backward()
+        optimizer.step()
+    logging.getLogger("ocomm").removeHandler(heard)
+    return heard.said
+
+said = [run(False), run(True, hook=True), run(False, scale=0.0), run(True), run(False, same_data=True)]
+if rank == 0:
+    print("SAID", json.dumps(said))
+else:
+    assert said == [[]] * 5
+dist.destroy_process_group()
+"""
+
+
+def test_equal_gradients_on_all_ranks_are_a_warning_that_says_what_they_mean() -> None:
+    done = run_job(2, COMMON + TWICE)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
+    assert lines and done.returncode == 0, done.stdout + done.stderr
+    bare, hooked, zeros, twice, same_data = json.loads(lines[0][4:])
+    assert bare == hooked == zeros == []
+    for said in (twice, same_data):
+        assert len(said) == 1 and "averages by itself" in said[0] and "DistributedSampler" in said[0]
