@@ -53,7 +53,7 @@ _BITWISE: dict[Any, Callable[..., Tensor]] = {
     _TORCH_OP.BXOR: torch.bitwise_xor,
 }
 #: How long a rank that has failed waits for what the others say that they were doing.
-_WORDS_S = 2.0
+_WORDS_S = 1.0
 #: Threads that complete futures. What is called there has an order of its own: see ``OcommProcessGroup._channel``.
 _completing = threading.local()
 
@@ -450,7 +450,7 @@ class OcommProcessGroup(ProcessGroup):
             del complete
 
     def _tell(self, kind: str, said: str) -> Mapping[int, str]:
-        """Tells the others through the store what this rank was doing; returns what they say within two seconds."""
+        """Tells the others through the store what this rank was doing; returns what they say within a second."""
         heard: dict[int, str] = {}
         try:
             keys = {rank: f"ocomm/failed{kind}/{rank}" for rank in range(self._size)}

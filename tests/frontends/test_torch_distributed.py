@@ -159,6 +159,7 @@ with features.world("ocomm"):
 
 
 @alone_in_a_job
+@pytest.mark.long
 def test_callbacks_of_many_buckets_communicate_in_one_order() -> None:
     done = run_job(2, POWER_SGD, PYTHONWARNINGS="ignore")
     assert done.stdout.count("equal") == 2, done.stdout + done.stderr
