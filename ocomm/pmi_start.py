@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,8 +119,15 @@ def _library(size: int) -> tuple[str, str]:
             "'ocomm[mpich]'."
         )
     if is_up:
+        lightning = {"lightning.pytorch", "pytorch_lightning"} & set(sys.modules)
         return text, (
-            "MPI was started before init(), in a world of one, by `from mpi4py import MPI` for instance; call init() "
-            "before that."
+            "MPI was started before init(), in a world of one, "
+            + (
+                "as Lightning's Trainer does to find out whether mpirun has started it. Pass it "
+                "plugins=[LightningEnvironment()], of lightning.pytorch.plugins.environments, or start the script with "
+                "torchrun."
+                if lightning
+                else "by `from mpi4py import MPI` for instance; call init() before that."
+            )
         )
     return text, ""

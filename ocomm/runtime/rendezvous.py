@@ -73,19 +73,26 @@ def _text_of(path: str) -> str:
 
 def disagreement(members: Sequence[Member]) -> str:
     """Why these ranks cannot start MPI together, as sentences; "" if they can."""
-    if problems := [f"rank {member.rank} on {member.host}: {member.problem}" for member in members if member.problem]:
-        return " ".join(problems)
+    problems = _by_value(members, [member.problem for member in members])
+    if any(problems):
+        return " ".join(f"ranks {who}: {problem}" for problem, who in problems.items() if problem)
     for what, found, remedy in (
         ("ocomm", [member.version for member in members], "pip install the same version of ocomm"),
         ("MPI", [member.library for member in members], "pip install the same version of mpich"),
     ):
-        said: dict[str, list[str]] = {}
-        for member, value in zip(members, found, strict=True):
-            said.setdefault(value, []).append(f"{member.rank} ({member.host})")
+        said = _by_value(members, found)
         if len(said) > 1:
-            each = "; ".join(f"{value} on ranks {', '.join(who)}" for value, who in said.items())
+            each = "; ".join(f"{value} on ranks {who}" for value, who in said.items())
             return f"the ranks have different versions of {what}: {each}. Type on all hosts: {remedy}."
     return ""
+
+
+def _by_value(members: Sequence[Member], values: Sequence[str]) -> dict[str, str]:
+    """Who has each value: ranks, with their hosts."""
+    said: dict[str, list[str]] = {}
+    for member, value in zip(members, values, strict=True):
+        said.setdefault(value, []).append(f"{member.rank} ({member.host})")
+    return {value: ", ".join(who) for value, who in said.items()}
 
 
 def meet(

@@ -200,7 +200,7 @@ def test_what_mpi_has_started_before_init_is_an_error_on_all_ranks() -> None:
     script = "import os\nif os.environ['RANK'] == '1':\n    from mpi4py import MPI\nimport ocomm\nocomm.init()\n"
     for code, said in Ranks(["-c", script], 2).ended().values():
         assert code == 1
-        assert f"rank 1 on {socket.gethostname()}: MPI was started before init(), in a world of one" in said
+        assert f"ranks 1 ({socket.gethostname()}): MPI was started before init(), in a world of one" in said
 
 
 @pytest.mark.skipif(bool(why_not()), reason=f"no lab: {why_not()}")

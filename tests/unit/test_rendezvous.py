@@ -98,7 +98,7 @@ def test_two_processes_with_one_number_are_told() -> None:
     ("changes", "said"),
     [
         ({}, ""),
-        ({"problem": "there is no MPI."}, "rank 1 on h: there is no MPI."),
+        ({"problem": "there is no MPI."}, "ranks 1 (h): there is no MPI."),
         (
             {"version": "2"},
             "the ranks have different versions of ocomm: 1 on ranks 0 (h); 2 on ranks 1 (h). Type on all hosts: pip "
