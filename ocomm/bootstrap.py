@@ -107,15 +107,16 @@ def _start_mpi(
         raise LaunchError(
             f"{why}. Unset it, or set OCOMM_TORCH_ENV=0 if it means something else: the launcher's number counts then."
         )
-    if launch is not None and launch.size > 1 and _accelerate_is_alone(sys.modules):
+    if settings.torch_env and launch is not None and launch.size > 1 and _accelerate_is_alone(sys.modules):
         raise LaunchError(
             f"Accelerate has looked for the other ranks before init(), and found none: accelerate.PartialState is a "
             f"world of 1, where {launch.variable}={launch.size}. Each rank would train alone. Call init() before the "
             "first Accelerator, PartialState or TrainingArguments, or start the script with ocommrun, which sets "
             "RANK, WORLD_SIZE and LOCAL_RANK for it from the start."
         )
-    if launch is not None and not launch.is_mpi and launch.size > 1 and _pmi is None:
-        _pmi = PmiStart(launch, store, settings)
+    is_first = _pmi is None
+    if launch is not None and not launch.is_mpi and launch.size > 1:
+        _pmi = _pmi or PmiStart(launch, store, settings)
         launch = replace(launch, job=_pmi.name, is_on_one_host=_pmi.is_on_one_host)
     is_on_one_host = launch is not None and launch.is_on_one_host
     if is_on_one_host:
@@ -126,7 +127,7 @@ def _start_mpi(
         arrival = Arrival(launch.job, launch.rank, launch.size, settings.start_timeout_s)
     with arrival:
         world = mpi.open_world(communicator, is_on_one_host)
-        if _pmi is not None:
+        if _pmi is not None and is_first:
             _pmi.entered()
     session.launch_ranks = () if communicator is None else mpi.world_ranks(world.communicator)
     if communicator is None and launch is not None and launch.size != world.size:

@@ -99,12 +99,15 @@ def test_a_horovod_variable_without_meaning_is_named_and_ignored(caplog: pytest.
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_NNODES": "1", "SLURM_STEP_NUM_NODES": "2"},
          Launch("SLURM_NTASKS", 8, 5, "")),
         ({"SLURM_NTASKS": "8"}, None),  # a batch script, not a task
+        # torchrun inside a task of srun, of which there is one for each host
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "PMI_SIZE": "2", "PMI_RANK": "1", "TORCHELASTIC_RUN_ID": "none",
+          "WORLD_SIZE": "8", "RANK": "5"}, Launch("WORLD_SIZE", 8, 5, "")),
     ],
 )  # fmt: skip
 def test_the_environment_tells_who_launched_this_process(environment: dict[str, str], launch: Launch | None) -> None:
     assert read_launch(environment) == launch
     if launch is not None:
-        assert launch.is_mpi == ("OMPI_COMM_WORLD_SIZE" in environment or "WORLD_SIZE" not in environment)
+        assert launch.is_mpi == (launch.variable != "WORLD_SIZE")
 
 
 def test_the_page_of_settings_says_what_the_code_does() -> None:
