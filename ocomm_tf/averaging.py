@@ -1,4 +1,4 @@
-"""Gradients averaged over the ranks: what the tape and the optimizers have in common."""
+"""Gradients averaged over the ranks: what the tape and the optimizers share."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ocomm_tf.functions import agree_on
 from ocomm_tf.naming import name_of
 from ocomm_tf.replicas import comparison_of, kind_of, options_of, rate_line
 
-#: Of each runtime: the ranks of another one agree anew.
+#: By runtime, because the ranks of another runtime must agree again.
 _known: weakref.WeakKeyDictionary[Any, dict[Any, list[str]]] = weakref.WeakKeyDictionary()
 
 
 class Averaging:
-    """How gradients are averaged; the arguments are those of ``DistributedOptimizer``.
+    """Averages gradients; the arguments are those of ``DistributedOptimizer``.
 
-    ``what`` names the user in errors and on the wire. Raises InvalidRequestError for options that cannot be right.
+    ``what`` names the user of this object in errors and on the wire. Raises InvalidRequestError for impossible options.
     """
 
     def __init__(
@@ -62,28 +62,28 @@ class Averaging:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to average with."""
+        """True if there is no other rank to average with."""
         return not self.process_set.included() or self.process_set.size() == 1
 
     def keep_local(self, variable: Any) -> None:
-        """Gradients of ``variable`` are this rank's own, divided by the number of ranks if so configured."""
+        """Keeps gradients of ``variable`` on this rank, divided by the number of ranks if so configured."""
         self._local.add(_key(variable))
 
     def is_local(self, variable: Any) -> bool:
-        """Whether ``keep_local`` was called for it."""
+        """Returns True if ``keep_local`` was called for it."""
         return _key(variable) in self._local
 
     @public
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any = None) -> list[Any]:
-        """The gradients averaged; None stays None. Not differentiable.
+        """Returns the averaged gradients; None stays None. Collective; not differentiable.
 
         Args:
-            gradients: one for each variable.
-            variables: compared between the ranks, where they are variables and not tensors.
-            optimizer: that of Keras which will make the step, whose hyperparameters are compared, too.
+            gradients: One for each variable.
+            variables: Compared between the ranks if they are variables and not tensors.
+            optimizer: The Keras optimizer that will make the step, whose hyperparameters are compared, too.
 
         Raises:
-            MismatchError: the ranks hold different variables, or hyperparameters, in a graph when it runs.
+            MismatchError: The ranks hold different variables or hyperparameters; in a graph, when it runs.
         """
         gradients = list(gradients)
         if self.is_alone:
@@ -106,7 +106,7 @@ class Averaging:
             try:
                 averaged = self._average(own, chosen, names)
             except Exception:
-                with contextlib.suppress(OcommError):  # the first is what went wrong
+                with contextlib.suppress(OcommError):  # the first error is raised
                     compared()
                 raise
             compared()
@@ -115,7 +115,7 @@ class Averaging:
         return result
 
     def _names(self, variables: Sequence[Any]) -> list[str]:
-        """Names on the wire. Compared between the ranks the first time that these variables come."""
+        """Returns names on the wire. They are compared between the ranks the first time that these variables come."""
         session = sessions.current()
         key = (
             self.process_set.number(session),
@@ -129,11 +129,11 @@ class Averaging:
     def _compare(
         self, gradients: Sequence[Any], variables: Sequence[Any], names: Sequence[str], optimizer: Any
     ) -> Callable[[], Any]:
-        """Begins to compare the variables; what waits for the end and raises what is different.
+        """Begins to compare the variables. Returns a function that waits for the end and raises if they differ.
 
-        Not those with ``tf.IndexedSlices``: TensorFlow adds rows to a variable in the order in which its threads come,
-        which is not the same on all ranks. And not in a session of ``tf.compat.v1``, which nobody tells what comes
-        before what.
+        Variables with ``tf.IndexedSlices`` are left out: TensorFlow adds rows to a variable in the order in which its
+        threads come, which differs between ranks. So are those in a session of ``tf.compat.v1``, which does not order
+        the comparison.
         """
         is_eager = tf.executing_eagerly()
         if not is_eager and not engine.runs_in_order():
@@ -188,7 +188,7 @@ class Averaging:
         return result
 
     def _grouped(self, positions: list[int], variables: Sequence[Any]) -> list[list[int]]:
-        """What becomes ready together."""
+        """Returns which gradients become ready together."""
         groups = self._groups
         if not groups:
             return [[position] for position in positions]
@@ -200,7 +200,7 @@ class Averaging:
         return [group for group in chosen if group] + [[position] for position in where.values()]
 
     def _average_foreign(self, gradients: list[Any], variables: list[Any], names: list[str]) -> list[Any]:
-        """Gradients of Keras' other backends, as new tensors."""
+        """Averages gradients of Keras' other backends, and returns new tensors."""
         from keras import ops
 
         tensors = [tf.convert_to_tensor(ops.convert_to_numpy(gradient)) for gradient in gradients]
@@ -212,11 +212,11 @@ class Averaging:
 
 
 def _nothing() -> None:
-    """Where nothing is compared."""
+    """Does nothing, if nothing is compared."""
 
 
 def _rate_of(optimizer: Any) -> Any:
-    """The learning rate of the step to come. None where it is a function of the user's, which may count its calls."""
+    """Returns the learning rate of the next step; None if it is a user's function, which may count its calls."""
     import keras
 
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -225,7 +225,7 @@ def _rate_of(optimizer: Any) -> Any:
 
 
 def groups_of(groups: Any, num_groups: int) -> Any:
-    """``groups``, or Horovod's older name for a number of them."""
+    """Returns ``groups``, or Horovod's older name for a number of them."""
     if num_groups != 0:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=3)
         return num_groups if groups is None else groups
@@ -233,14 +233,14 @@ def groups_of(groups: Any, num_groups: int) -> Any:
 
 
 def variables_of(layers: Any) -> list[Any]:
-    """The trainable variables of a layer, or of several."""
+    """Returns the trainable variables of a layer, or of several."""
     if layers is None:
         return []
     return [v for layer in (layers if isinstance(layers, (list, tuple)) else [layers]) for v in layer.trainable_weights]
 
 
 def scaled(gradient: Any, factor: float) -> Any:
-    """``gradient * factor``, also of ``tf.IndexedSlices``, which stay that."""
+    """Returns ``gradient * factor``; ``tf.IndexedSlices`` stay ``tf.IndexedSlices``."""
     if factor == 1:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):

@@ -1,7 +1,7 @@
-"""Compression of what an allreduce sends: Horovod's interface, whose results can be summed.
+"""Compression of what an allreduce sends: Horovod's interface, for formats that can be summed.
 
-Subclass ``Compressor`` for another one. 1-bit compression does not fit this interface, because a sum of signs is not
-a sign: it lives in the 1-bit optimizers.
+Subclass ``Compressor`` for another format. 1-bit compression does not fit this interface, because a sum of signs is not
+a sign: only the 1-bit optimizers have it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import tensorflow as tf
 
 
 class Compressor:
-    """Two static methods; the reduction happens on what ``compress`` returns."""
+    """Compresses tensors before a reduction, which sums the results of ``compress``. Subclasses define both methods."""
 
-    #: True where a finite tensor, or the sum of some, can become infinite on the wire. It is then reduced again, as it
-    #: was before ``compress``.
+    #: True if a finite tensor, or a sum of such, can become infinite on the wire. It is then reduced again,
+    #: uncompressed.
     may_overflow = False
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """The tensor to send, and what ``decompress`` needs to know."""
+        """Returns the tensor to send, and a context for ``decompress``."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """The reduced tensor in its original dtype."""
+        """Returns the reduced tensor in its original dtype."""
         raise NotImplementedError
 
 
@@ -43,7 +43,7 @@ class NoneCompressor(Compressor):
 
 
 class _CastCompressor(Compressor):
-    """Sends floating-point tensors in a smaller type; sums are made in float32 and rounded once."""
+    """Sends floating-point tensors in a smaller dtype; sums are computed in float32 and rounded once."""
 
     wire: tf.DType
 
@@ -59,12 +59,11 @@ class _CastCompressor(Compressor):
 
 
 class FP16Compressor(_CastCompressor):
-    """Half precision: 11 bits of mantissa, values up to 65504.
+    """float16: 11 bits of mantissa, values up to 65504.
 
-    Where a reduction comes out infinite, because an element or a sum is beyond 65504, all ranks make it once more in
-    the tensor's own type. So a large gradient costs a second exchange; in Horovod it makes the parameters infinite.
-    What is infinite or NaN before it is compressed stays so, for a LossScaleOptimizer to find. Elements below 3e-8
-    become 0.
+    If a reduction is infinite because an element or a sum is beyond 65504, all ranks repeat it in the tensor's own
+    dtype. So a large gradient costs a second exchange; in Horovod it makes the parameters infinite. Values that are
+    infinite or NaN before compression stay so, for a LossScaleOptimizer to find. Elements below 3e-8 become 0.
     """
 
     wire = tf.float16
@@ -78,29 +77,29 @@ class BF16Compressor(_CastCompressor):
 
 
 class Compression:
-    """What to pass as ``compression=``."""
+    """The values of the argument ``compression``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
 
 
-#: Ends the name of a tensor that is reduced again, as it was before it was compressed.
+#: Ends the name of a tensor that is reduced again, uncompressed.
 UNCOMPRESSED = ".uncompressed"
 
 
 def has_overflowed(
     compression: type[Compressor], reduced: Sequence[tf.Tensor], originals: Sequence[tf.Tensor]
 ) -> tf.Tensor | None:
-    """Whether an element of a compressed reduction is not finite, and it may be ``compression`` that made it so.
+    """Returns whether an element of a compressed reduction is not finite, possibly because of ``compression``.
 
     Args:
-        compression: what the tensors were sent with.
-        reduced: results of the reduction, before ``decompress``. The same on all ranks, and so is what is returned.
-        originals: what ``compress`` was given for each, of which the dtypes count.
+        compression: The compressor.
+        reduced: Results of the reduction, before ``decompress``. They are the same on all ranks, and so is the result.
+        originals: The tensors given to ``compress``, of which only the dtypes are used.
 
     Returns:
-        A bool scalar; None where it cannot be.
+        A bool scalar; None if no element can have overflowed.
     """
     if not getattr(compression, "may_overflow", False):  # a user's class need not be a Compressor
         return None

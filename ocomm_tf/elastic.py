@@ -1,6 +1,6 @@
 """``hvd.elastic`` for TensorFlow and Keras: models, optimizers and variables that are committed and synchronized.
 
-See ``ocomm.elastic`` for the loop, and docs/elastic.md for jobs whose hosts change.
+``ocomm.elastic`` has the loop; docs/elastic.md describes jobs whose hosts change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _FAILURE = re.compile(rf"\b({'|'.join(_FAILURES)}): ([^\n]*)")
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """See ``ocomm.elastic.run``. What fails inside a graph comes out of it as TensorFlow's error and counts, too."""
+    """Decorates ``func(state, ...)`` so that it is called again, from the last commit, after a collective failed.
+
+    It is ``ocomm.elastic.run``, and also recognises failures inside a graph, which TensorFlow raises as its own errors.
+    """
 
     @elastic.run
     @functools.wraps(func)
@@ -51,9 +54,14 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TensorFlowState(ObjectState):
-    """``TensorFlowState(variables, epoch=0)``: variables of TensorFlow or Keras, changed in place, and other values.
+    """State of variables of TensorFlow or Keras, which are changed in place, and other values:
+    ``TensorFlowState(variables, epoch=0)``.
 
-    ``session`` is accepted as in Horovod and not needed.
+    Args:
+        variables: The variables.
+        session: Accepted as in Horovod, and ignored.
+        process_set: The ranks that share the state.
+        **kwargs: Further values, by attribute name.
     """
 
     def __init__(
@@ -68,22 +76,28 @@ class TensorFlowState(ObjectState):
         super().__init__(process_set, **kwargs)
 
     def replicated(self) -> dict[str, Any]:
-        """The variables' values, and the others."""
+        """Returns the variables' values, and the other values."""
         return {"variables": [v.numpy() for v in self.variables], "values": super().replicated()}
 
     def load_replicated(self, value: dict[str, Any]) -> None:
-        """The inverse."""
+        """Loads the result of ``replicated``; variables are changed in place."""
         for variable, saved in zip(self.variables, value["variables"], strict=True):
             variable.assign(saved)
         super().load_replicated(value["values"])
 
 
 class TensorFlowKerasState(ObjectState):
-    """``TensorFlowKerasState(model, optimizer, epoch=0, batch=0)``: everything that training goes on from.
+    """Everything that training continues from: ``TensorFlowKerasState(model, optimizer, epoch=0, batch=0)``.
 
-    ``optimizer``: None for the model's. Both keep their identity; other values are attributes that are copied. 1-bit
-    optimizers go on with their errors. ``process_set``: by default the optimizer's. ``backend`` is accepted as in
-    Horovod and not needed. The model is built; an optimizer that is not is built here, which is collective.
+    Model and optimizer are changed in place; other values are attributes that are copied. 1-bit optimizers keep their
+    errors. The model must be built; an optimizer that is not is built here, which is collective.
+
+    Args:
+        model: A built Keras model.
+        optimizer: The optimizer; None for the model's.
+        backend: Accepted as in Horovod, and ignored.
+        process_set: The ranks that share the state; None for the optimizer's.
+        **kwargs: Further values, by attribute name.
     """
 
     def __init__(
@@ -99,7 +113,7 @@ class TensorFlowKerasState(ObjectState):
         self.optimizer = model.optimizer if optimizer is None else optimizer
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        # As 1-bit optimizers have it, also inside a LossScaleOptimizer.
+        # 1-bit optimizers have it, also inside a LossScaleOptimizer.
         inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
         self._onebit = inner if hasattr(inner, "ocomm_state") else None
         if process_set is None:
@@ -107,7 +121,9 @@ class TensorFlowKerasState(ObjectState):
         super().__init__(process_set, **kwargs)
 
     def replicated(self) -> dict[str, Any]:
-        """Values of all variables, what 1-bit optimizers know beyond them, and the other values."""
+        """Returns the values of all variables, the state that 1-bit optimizers have beyond them, and the other
+        values.
+        """
         onebit = None if self._onebit is None else self._onebit.ocomm_state()
         return {
             "model": [v.numpy() for v in self.model.variables],
@@ -117,7 +133,7 @@ class TensorFlowKerasState(ObjectState):
         }
 
     def load_replicated(self, value: dict[str, Any]) -> None:
-        """The inverse; model and optimizer are changed in place."""
+        """Loads the result of ``replicated``; model and optimizer are changed in place."""
         for target in ("model", "optimizer"):
             for variable, saved in zip(getattr(self, target).variables, value[target], strict=True):
                 variable.assign(saved)
@@ -126,11 +142,11 @@ class TensorFlowKerasState(ObjectState):
         super().load_replicated(value["values"])
 
     def own(self) -> Any:
-        """What a 1-bit optimizer has of this rank alone."""
+        """Returns the rank state of a 1-bit optimizer."""
         return None if self._onebit is None else self._onebit.ocomm_rank_state()
 
     def load_own(self, part: Part) -> None:
-        """The inverse. Errors of ranks that are lost start at zero; ``resumed`` has what was done."""
+        """Loads results of ``own``. Errors of ranks that are lost start at zero; ``resumed`` reports what was done."""
         if self._onebit is None:
             return
         if part.alone:
@@ -140,7 +156,7 @@ class TensorFlowKerasState(ObjectState):
         part.reports["optimizer"] = self._onebit.ocomm_load_rank_state(source)
 
     def sync(self) -> None:
-        """Takes over the first rank's values where the ranks differ, and saves. Collective."""
+        """Replaces the values by the first rank's if the ranks differ, and saves. Collective."""
         mine = self.replicated()
         if len(set(api.allgather_object(_digest(mine), "elastic.digest", self.process_set))) > 1:
             self.load_replicated(self.from_first(mine))
@@ -149,17 +165,17 @@ class TensorFlowKerasState(ObjectState):
         self.save()
 
     def reset(self) -> None:
-        """1-bit optimizers exchange with the ranks that there are now."""
+        """Connects 1-bit optimizers with the current ranks."""
         if self._onebit is not None:
             self._onebit.ocomm_reconnect()
 
 
-#: Horovod's name for it in ``horovod.keras``.
+#: Horovod's name for this state in ``horovod.keras``.
 KerasState = TensorFlowKerasState
 
 
 def _digest(value: Any) -> str:
-    """The same for equal values; where the order of a dict differs, another."""
+    """Returns a hash that is equal for equal values; dicts with another order have another hash."""
     hasher = hashlib.blake2b(digest_size=16)
 
     def add(item: Any) -> None:

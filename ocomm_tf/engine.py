@@ -1,11 +1,11 @@
 """Collectives inside a graph: one operation per tensor, all of them under way at once.
 
-Tracing creates a ``Call``, which says what is to be done, and an operation of ``native/tf_exchange.c`` that knows its
-number. When the graph runs, TensorFlow's threads put the operations' tensors into a queue in C and go on; the thread
-``ocomm-tensorflow`` takes them out, hands them to the runtime, and tells TensorFlow when they are over. Tensors are
-neither copied on their way in nor on their way out, and no thread of TensorFlow ever waits or runs Python.
+Tracing creates a ``Call``, which describes the collective, and an operation of ``native/tf_exchange.c`` that knows its
+number. When the graph runs, TensorFlow's threads put the operations' tensors into a queue in C and continue. The thread
+``ocomm-tensorflow`` takes them out, gives them to the runtime, and tells TensorFlow when they are over. Inputs and
+outputs are not copied, and no thread of TensorFlow waits or runs Python.
 
-Where the extension cannot be loaded, ``problem()`` says why, and ``mpi_ops`` uses one ``tf.numpy_function`` instead.
+If the extension cannot be loaded, ``problem()`` says why, and ``mpi_ops`` uses one ``tf.numpy_function`` instead.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ocomm.types import DType
 from ocomm_tf.errors import status_of
 
 _IDLE_S = 3600.0
-_PACE_S = 100e-6  # between two looks at the queue
+_PACE_S = 100e-6  # time between two looks at the queue
 
-#: TensorFlow's numbers of the element types.
+#: TensorFlow's numbers of element types.
 DTYPES = {
     tf.uint8: DType.UINT8,
     tf.int8: DType.INT8,
@@ -51,7 +51,7 @@ _DTYPE_OF_NUMBER = {tensorflow.as_datatype_enum: dtype for tensorflow, dtype in 
 
 
 def unsupported(dtype: tf.DType) -> str:
-    """Why a tensor of ``dtype`` cannot be sent."""
+    """Returns why a tensor of ``dtype`` cannot be sent."""
     return f"dtype {dtype.name} is not supported; use one of {', '.join(d.label for d in DType)}"
 
 
@@ -59,26 +59,26 @@ def unsupported(dtype: tf.DType) -> str:
 class Call:
     """One collective in the program.
 
-    ``start(tensors, name)`` submits it with the adapter ``TENSORS``; ``name`` is None where the place in the graph is
-    the name. The operation's result is the rows of all ranks per tensor, or None where shapes do not change.
-    ``repeat(name)``, where there is one, makes what is quicker at that from the second run on; ``static`` are element
-    types and shapes of the tensors, where the graph knows them.
+    ``start(tensors, name)`` submits it with the adapter ``TENSORS``; ``name`` is None if the place in the graph is the
+    name. The operation's result is the rows of all ranks per tensor, or None if shapes do not change. ``repeat(name)``,
+    if there is one, makes a faster form for later runs. ``static`` are element types and shapes of the tensors, if the
+    graph knows them.
     """
 
     start: Callable[[list[Any], str], Operation]
     name: str | None
     repeat: Callable[[str], RepeatedAllreduce] | None = None
     repeated: dict[str, RepeatedAllreduce] = field(default_factory=dict)  # by name
-    #: What it is in every run, where the program names it.
+    #: The faster form of all runs, if the program gives a name.
     ready: RepeatedAllreduce | None = None
     static: list[tuple[DType, tuple[int, ...]]] = field(default_factory=list)
     runs: int = 0
-    #: Does it hand over a gradient for a step that comes after it in the graph, and nothing else?
+    #: True if it only hands over a gradient for a step that comes later in the graph.
     hands_over: bool = False
 
 
 class _Tensor:
-    """An input of an operation under way, and room for the output."""
+    """An input of an operation that is under way, and memory for the output."""
 
     __slots__ = ("c", "position", "work")
 
@@ -89,7 +89,7 @@ class _Tensor:
 
 
 class _Output:
-    """Where the result for a tensor goes."""
+    """Allocates the result for a tensor."""
 
     __slots__ = ("shape", "tensor")
 
@@ -99,7 +99,7 @@ class _Output:
 
 
 class TensorAdapter:
-    """See ``operations.Adapter``: for tensors of operations under way."""
+    """The ``operations.Adapter`` of tensors of operations that are under way."""
 
     def describe(self, tensor: Any) -> tuple[DType, tuple[int, ...]]:
         return _described(tensor.c)
@@ -123,7 +123,7 @@ class TensorAdapter:
         return _Output(like, shape)
 
     def deliver(self, host: Any, like: Any) -> Any:
-        return None  # it is there already
+        return None  # the result is in TensorFlow's memory already
 
     def store(self, host: Any, into: Any) -> None:
         raise NotImplementedError("what an operation in a graph gets is not its own")
@@ -156,7 +156,7 @@ _thread: threading.Thread | None = None
 
 
 def problem() -> str:
-    """Why graphs cannot have operations of ours here; "" if they can. The first call registers them."""
+    """Returns why graphs cannot have operations of ours here; "" if they can. The first call registers them."""
     global _ffi, _lib, _problem, _thread
     if _problem is not None:
         return _problem
@@ -182,7 +182,7 @@ def problem() -> str:
 
 
 def runs() -> dict[str, int]:
-    """How often each named collective of this process's graphs has run."""
+    """Returns how often each named collective of this process's graphs has run."""
     counts: dict[str, int] = {}
     for call in _calls:
         if call.name is not None:
@@ -190,14 +190,16 @@ def runs() -> dict[str, int]:
     return counts
 
 
-#: Those who make steps of 1-bit optimizers in graphs.
+#: The frontends that make steps of 1-bit optimizers in graphs.
 steppers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def is_enclosing(stepper: Any) -> bool:
-    """While ``stepper`` makes its step in a graph that ``runs_in_order``, can nothing else of ours run in TensorFlow?
+    """Returns True if nothing else of ours can run in TensorFlow while ``stepper`` makes its step in a graph that
+    ``runs_in_order``.
 
-    So it is where no graph of the process has another operation of ours, and whoever starts a graph waits for its end.
+    That is so if no graph of the process has another operation of ours, and the thread that starts a graph waits for
+    its end.
     """
     return (
         not problem()
@@ -208,9 +210,10 @@ def is_enclosing(stepper: Any) -> bool:
 
 
 def runs_in_order() -> bool:
-    """Will TensorFlow run what is stateful in the graph that is being built one after the other, as the program has it?
+    """Returns True if TensorFlow will run stateful operations of the graph under construction one after the other, in
+    program order.
 
-    Python functions of the user's are that, too. It is so in ``tf.function``, and not in graphs of TensorFlow 1.
+    Python functions of the user are stateful. It is so in ``tf.function``, but not in graphs of TensorFlow 1.
     """
     graph = tf.compat.v1.get_default_graph()
     return getattr(graph, "experimental_acd_manager", None) is not None
@@ -225,9 +228,9 @@ def _stop() -> None:
 
 
 def exchange(call: Call, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Tensor]:
-    """Adds ``call``, whose results have the shapes of ``tensors``, to the graph that is being built.
+    """Adds ``call``, whose results have the shapes of ``tensors``, to the graph under construction.
 
-    ``label`` is what the operation is called there, made unique.
+    ``label`` is the name of the operation in the graph, made unique.
     """
     if all(tensor.shape.is_fully_defined() and tensor.dtype in DTYPES for tensor in tensors):
         call.static = [(DTYPES[tensor.dtype], tuple(tensor.shape)) for tensor in tensors]
@@ -240,9 +243,9 @@ def exchange(call: Call, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Te
 def gather(
     call: Call, tensors: Sequence[tf.Tensor], splits: tf.Tensor | None, label: str
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Adds ``call``, whose results have a first dimension of their own, to the graph that is being built.
+    """Adds ``call``, whose results have a first dimension of their own, to the graph under construction.
 
-    Returns the results, and the rows of all ranks, (number of tensors, ranks) int64.
+    Returns the results, and the rows of all ranks, of shape (number of tensors, ranks), int64.
     """
     extra = [tf.zeros([0], tf.int64) if splits is None else tf.cast(splits, tf.int64)]
     *outputs, rows = _create("OcommGather", call, tensors, extra, label)
@@ -252,16 +255,20 @@ def gather(
 
 
 def compare(call: Call, value: tf.Tensor, handles: Sequence[tf.Tensor], label: str) -> None:
-    """Adds ``call`` to the graph that is being built: between what writes to the variables of ``handles`` before and
-    after it in the program, so that ``call`` may read them. Its one tensor is ``value``, float32."""
+    """Adds ``call`` to the graph under construction, so that it may read the variables of ``handles``.
+
+    TensorFlow orders it between what writes to these variables before and after it in the program. Its one tensor is
+    ``value``, float32.
+    """
     call.static = [(DType.FLOAT32, tuple(value.shape))]
     _create("OcommCompare", call, [value], list(handles), label)
 
 
 def in_python(function: Callable[..., Any], body: Callable[..., Any], inputs: Any, types: list[Any]) -> list[tf.Tensor]:
-    """``function(body, inputs, types)``, as a list; ``function`` is ``tf.numpy_function`` or ``tf.py_function``.
+    """Returns ``function(body, inputs, types)`` as a list; ``function`` is ``tf.numpy_function`` or ``tf.py_function``.
 
-    In a graph TensorFlow would give an error of ocomm in ``body`` the status UNKNOWN. Here it has that of ``_fail``.
+    In a graph TensorFlow would report an error of ocomm in ``body`` with the status UNKNOWN. Here it has the status of
+    ``_fail``.
     """
     if tf.executing_eagerly() or problem():
         return tf.nest.flatten(function(body, inputs, types))  # in eager mode a single result comes without its list
@@ -286,7 +293,9 @@ def in_python(function: Callable[..., Any], body: Callable[..., Any], inputs: An
 
 
 def passed_on(tensor: _Tensor) -> Bytes:
-    """The bytes of an exchange's result, which are those of its input: no copy where TensorFlow needs no other."""
+    """Returns the bytes of an exchange's result, which are those of its input, without a copy unless TensorFlow needs
+    one.
+    """
     c = tensor.c
     result = _bytes(c.output, c.nbytes)
     if c.output != c.input:
@@ -295,7 +304,7 @@ def passed_on(tensor: _Tensor) -> Bytes:
 
 
 def splits_of(tensors: Sequence[_Tensor]) -> np.ndarray:
-    """The splits which came with the tensors, int64."""
+    """Returns the splits that came with the tensors, int64."""
     work = tensors[0].work
     return _bytes(work.splits, 8 * work.split_count).view(np.int64)
 
@@ -325,15 +334,15 @@ def _create(kind: str, call: Call, tensors: Sequence[tf.Tensor], extra: list[tf.
             name=label,
             attrs=attributes,
         )
-    # Else tf.function would run them one after the other, in the order of the program. A comparison keeps the order of
-    # its variables.
+    # Otherwise tf.function would run them one after the other, in program order. A comparison is ordered by its
+    # variables.
     if graph.experimental_acd_manager is not None and not (is_comparison and extra):
         graph.experimental_acd_manager.run_independently(operation)
     return list(operation.outputs)
 
 
 class _Stretch:
-    """Works of one process set that were taken one after the other, and are what they are in every run."""
+    """Consecutive works of one process set that are the same in every run."""
 
     __slots__ = ("inputs", "member", "outputs", "repeated", "works")
 
@@ -350,15 +359,16 @@ class _Stretch:
 
 
 class _Courier:
-    """The thread between TensorFlow's queue and the runtime. A second's work of it is hundreds of thousands of tensors:
-    a work is the number that C knows it by, and of what is repeated nothing is made for each tensor, for the garbage
-    collector of a process with TensorFlow is slow.
+    """The thread between TensorFlow's queue and the runtime.
+
+    It handles hundreds of thousands of tensors per second. So a work is only a number that C knows, and nothing is
+    allocated per tensor for repeated calls, because the garbage collector is slow in a process with TensorFlow.
     """
 
     def __init__(self) -> None:
-        # The runtime's thread appends: works that are over, and what is left to do for them or what went wrong.
+        # Works that are over, with the operation to finish or the error. The runtime's thread appends to it.
         self._over: deque[tuple[list[int], Operation | OcommError | None]] = deque()
-        self._told = False  # that there is something
+        self._told = False  # whether this thread has been told that there are such works
 
     def run(self) -> None:
         while not _stopping:
@@ -388,7 +398,7 @@ class _Courier:
             call = _calls[number]
             call.runs += 1
             ready = call.ready
-            if ready is not None and count:  # without a call: there are hundreds in every step
+            if ready is not None and count:  # no function is called here, because every step has hundreds of works
                 if ready.member is not stretch.member:
                     stretch.end(submissions)
                     stretch = _Stretch(ready.member)
@@ -400,14 +410,17 @@ class _Courier:
                 self._start(work, call)
             start = end
         stretch.end(submissions)
-        for work in submissions.submit():  # each by itself, and by another one, as its set may have been
+        for work in submissions.submit():  # refused works are started one by one, since their set may have changed
             call = _calls[_pointer(work).call]
             call.repeated.clear()
             call.ready = None
             self._start(work, call)
 
     def _add(self, submissions: AllreduceBatch, work: int, call: Call, inputs: list[int], outputs: list[int]) -> bool:
-        """False: to be started by itself, which will say why. Without ``inputs`` the tensors are to be looked at."""
+        """Adds a work to the submissions. Returns False if it must be started by itself, which reports the reason.
+
+        Without ``inputs`` the tensors are examined.
+        """
         assert call.repeat is not None
         known = call.static
         if not inputs:
@@ -436,13 +449,13 @@ class _Courier:
             c = _pointer(work)
             tensors = [_Tensor(c, position) for position in range(c.count)]
             operation = call.start(tensors, call.name or _name_of(work))
-        except Exception as error:  # TensorFlow must hear of it, whatever it is: it waits
+        except Exception as error:  # TensorFlow waits, so it must be told about any error
             self._fail(work, error)
             return
         operation.notify(lambda: self.hear([work], operation))
 
     def hear(self, works: list[int], what: Operation | OcommError | None) -> None:
-        """Works are over. From any thread."""
+        """Notes that works are over. From any thread."""
         self._over.append((works, what))
         if not self._told:
             self._told = True

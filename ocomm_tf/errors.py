@@ -1,11 +1,11 @@
-"""ocomm's errors, as TensorFlow scripts catch them: each is also the class of ``tf.errors`` that Horovod raises.
+"""ocomm's errors for TensorFlow scripts: each is also the class of ``tf.errors`` that Horovod raises.
 
     InvalidRequestError            also tf.errors.InvalidArgumentError
     `-- UnsupportedError           also NotImplementedError
     HorovodInternalError           also tf.errors.FailedPreconditionError
     `-- MismatchError, StallError, PeerError, NonFiniteError
 
-A graph reports an error by a status code and a text alone: there it is TensorFlow's class, and its message begins with
+A graph reports an error only by a status code and a text: it raises TensorFlow's class, with a message that begins with
 the name of ocomm's.
 """
 
@@ -25,13 +25,15 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _message_of(arguments: tuple[Any, ...]) -> str:
-    """From the message alone, or TensorFlow's four arguments: Keras makes a new error, of the same class, of one that
-    comes out of a layer or an operation of its own."""
+    """Returns the message, given alone or as one of TensorFlow's four arguments.
+
+    Keras makes a new error of the same class if one is raised in a layer or an operation of its own.
+    """
     return str(arguments[0] if len(arguments) == 1 else arguments[2])
 
 
 class InvalidRequestError(errors.InvalidRequestError, tf.errors.InvalidArgumentError):
-    """A call which is wrong on this rank alone, found before anything is sent."""
+    """A call is wrong on this rank alone; raised before anything is sent."""
 
     def __init__(self, *arguments: Any) -> None:
         message = _message_of(arguments)
@@ -40,7 +42,7 @@ class InvalidRequestError(errors.InvalidRequestError, tf.errors.InvalidArgumentE
 
 
 class UnsupportedError(errors.UnsupportedError, InvalidRequestError):
-    """No tensor of this kind has the operation: Adasum of integers, or a scale factor of ``tf.IndexedSlices``."""
+    """The operation does not exist for this tensor: Adasum of integers, or a scale factor of ``tf.IndexedSlices``."""
 
 
 class HorovodInternalError(errors.HorovodInternalError, tf.errors.FailedPreconditionError):
@@ -53,7 +55,7 @@ class HorovodInternalError(errors.HorovodInternalError, tf.errors.FailedPrecondi
 
 
 class MismatchError(errors.MismatchError, HorovodInternalError):
-    """The ranks do not agree on what a collective is."""
+    """The ranks called different things: another shape, dtype, operation, order or step."""
 
 
 class StallError(errors.StallError, HorovodInternalError):
@@ -65,10 +67,10 @@ class PeerError(errors.PeerError, HorovodInternalError):
 
 
 class NonFiniteError(errors.NonFiniteError, HorovodInternalError):
-    """A gradient has NaN or Inf on some rank; the step was discarded on all ranks, no state was changed."""
+    """A gradient has NaN or Inf on some rank. All ranks discarded the step, and no state was changed."""
 
 
-#: Of each of ocomm's errors, the first that fits.
+#: Classes of ocomm's errors and of this module; the first that fits is used.
 _CLASSES: dict[type[OcommError], Callable[[str], OcommError]] = {
     errors.MismatchError: MismatchError,
     errors.StallError: StallError,
@@ -81,7 +83,7 @@ _CLASSES: dict[type[OcommError], Callable[[str], OcommError]] = {
 
 
 def status_of(error: BaseException) -> int:
-    """The status code with which ``error`` comes out of a graph."""
+    """Returns the status code with which a graph reports ``error``."""
     if isinstance(error, errors.InvalidRequestError):
         return int(tf.errors.INVALID_ARGUMENT)
     return int(tf.errors.FAILED_PRECONDITION if isinstance(error, OcommError) else tf.errors.UNKNOWN)
@@ -89,7 +91,7 @@ def status_of(error: BaseException) -> int:
 
 @contextlib.contextmanager
 def of_tensorflow() -> Iterator[None]:
-    """Errors of ocomm that leave this block are the classes of this module."""
+    """Converts errors of ocomm that leave the context to the classes of this module."""
     try:
         yield
     except OcommError as error:
@@ -100,7 +102,7 @@ def of_tensorflow() -> Iterator[None]:
 
 
 def public(function: _Function) -> _Function:
-    """Decorates what users call: its errors are TensorFlow's, too, and AutoGraph leaves it as it is.
+    """Decorates public functions: converts their errors to TensorFlow's, and keeps AutoGraph from translating them.
 
     AutoGraph would translate this library inside ``tf.function`` as if it were the user's program.
     """

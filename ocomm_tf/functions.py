@@ -1,4 +1,4 @@
-"""Starting alike: variables and objects from one rank to all."""
+"""Broadcasts of variables and objects from one rank to all, so that ranks start equal."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ocomm_tf.order import wire_variables
 
 @public
 def agree_on(what: str, variables: Sequence[Any], process_set: ProcessSet) -> list[str]:
-    """Compares variables between the ranks of the set, and returns the names which its first rank gives them.
+    """Compares variables between the ranks of the set, and returns the names that its first rank gives them.
 
-    Collective, at once also where a graph is being built. Names may differ, because Keras numbers layers by process;
-    MismatchError if number, shapes or dtypes do, or if the same names come in another order.
+    Collective; runs at once even while a graph is being built. Names may differ, because Keras numbers layers by
+    process. Raises MismatchError if number, shapes or dtypes differ, or if the same names come in another order.
     """
     session = sessions.current()
     mine = [(name_of(v), tuple(v.shape), tf.as_dtype(v.dtype).base_dtype.name) for v in variables]
@@ -49,7 +49,7 @@ def agree_on(what: str, variables: Sequence[Any], process_set: ProcessSet) -> li
 
 
 def _spell(said: Sequence[tuple[str, tuple[int, ...], str]], position: int, order: list[str]) -> str:
-    """One variable, as what is compared and shown; its name counts where all names are the first rank's."""
+    """Returns a variable as it is compared and shown; its name is compared only if all names are the first rank's."""
     if position >= len(said):
         return "none"
     name, shape, dtype = said[position]
@@ -66,23 +66,23 @@ def broadcast_variables(
     *,
     names: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Overwrites ``variables`` (``tf.Variable`` or Keras variables) with those of ``root_rank`` (a world rank).
+    """Overwrites ``variables`` (``tf.Variable`` or Keras variables) with those of ``root_rank``, in place.
 
-    Collective. May be called several times in one ``tf.function``, for a model and its optimizer, say.
+    Collective. May be called several times in one ``tf.function``, for instance for a model and its optimizer.
 
     Args:
-        variables: the same ones in the same order on all ranks; names may differ.
-        root_rank: the rank whose values all get.
-        process_set: the ranks that take part.
-        inplace: accepted as in Horovod; it is always in place.
-        names: where ranks of Torch train the same model, the map of variables to its parameters, as for the optimizers;
+        variables: The same ones in the same order on all ranks; names may differ.
+        root_rank: The rank whose values all ranks get, a rank of the whole job.
+        process_set: The ranks that take part.
+        inplace: Accepted as in Horovod; it is always in place.
+        names: If ranks of Torch train the same model, the map of variables to its parameters, as for the optimizers;
             those ranks call ``broadcast_parameters(model.named_parameters(), root_rank)``.
 
     Returns:
-        In a graph of ``tf.compat.v1``, the operation that a session is to run; None elsewhere.
+        In a graph of ``tf.compat.v1``, the operation that a session must run; else None.
 
     Raises:
-        MismatchError: number, shapes, dtypes or order of the variables differ; it names the variable and the ranks.
+        MismatchError: Number, shapes, dtypes or order of the variables differ; it names the variable and the ranks.
         InvalidRequestError: ``root_rank`` is not in the process set.
     """
     variables = list(variables)
@@ -126,7 +126,7 @@ def _assign_all(variables: Sequence[Any], root_rank: int, process_set: ProcessSe
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Overwrites all variables with those of ``root_rank`` when a ``tf.compat.v1`` session is made."""
+    """Overwrites all variables with those of ``root_rank`` when a ``tf.compat.v1`` session is made. Collective."""
 
     def __init__(self, root_rank: int, device: str = "", process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
@@ -149,10 +149,10 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of ``root_rank`` (a world rank) on every rank; it must be picklable. ``session`` is not needed.
+    """Returns the object of ``root_rank``, a rank of the whole job, on every rank. Collective; waits for the result.
 
-    The other ranks unpickle it, which runs what code its bytes name: they trust the root and MPI's network
-    (``docs/security.md``).
+    The object must be picklable; ``session`` is ignored. Unpickling runs the code that its bytes name, so the other
+    ranks trust the root and MPI's network (``docs/security.md``).
     """
     return api.broadcast_object(obj, root_rank, name, process_set)
 
@@ -160,7 +160,7 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """``broadcast_object`` as a function of the object."""
+    """Returns ``broadcast_object`` as a function of the object."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
@@ -168,17 +168,20 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """The objects of all ranks, in rank order; they must be picklable. ``session`` is not needed.
+    """Returns a list of the objects of all ranks, in rank order. Collective; waits for the result.
 
-    Every rank unpickles those of the others, which runs what code their bytes name: ranks trust each other and MPI's
-    network (``docs/security.md``).
+    The objects must be picklable; ``session`` is ignored. Unpickling runs the code that their bytes name, so ranks
+    trust each other and MPI's network (``docs/security.md``).
     """
     return api.allgather_object(obj, name, process_set)
 
 
 @public
 def check_replicas(variables: Sequence[Any], process_set: ProcessSet = global_process_set) -> None:
-    """MismatchError if a variable is not the same on all ranks, bit for bit, or their number is not. Collective."""
+    """Compares the variables of all ranks bit for bit. Collective.
+
+    Raises MismatchError, which names the first variable that differs and the ranks, or says that their number differs.
+    """
     sums = [hashlib.blake2b(np.ascontiguousarray(v.numpy()).tobytes(), digest_size=8).hexdigest() for v in variables]
     everyone = api.allgather_object(sums, process_set=process_set)
 

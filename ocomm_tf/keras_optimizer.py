@@ -1,7 +1,7 @@
 """DistributedOptimizer for Keras 3: the user's optimizer, on gradients averaged over the ranks.
 
-Every update of a variable goes through ``update_step``, whatever called it; it refuses gradients that have not been
-averaged. So a path through Keras that this module does not know cannot train the ranks apart without a word.
+Every update of a variable goes through ``update_step``, whatever called it, which refuses gradients that have not been
+averaged. So a path through Keras that this module does not know cannot silently train the ranks apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 
 
 def not_compiled(method: Any) -> Any:
-    """``method``, which torch.compile leaves as it is, where Keras' backend is Torch."""
+    """Returns ``method`` so that torch.compile does not compile it, if Keras' backend is Torch."""
     if keras.backend.backend() != "torch":
         return method
     import torch
@@ -32,8 +32,9 @@ def not_compiled(method: Any) -> Any:
 
 
 class Distributed:
-    """What all optimizers of this package have. ``ocomm_exchanges`` counts steps that were exchanged with the others,
-    in a graph those that were traced."""
+    """What all optimizers of this package share. ``ocomm_exchanges`` counts the steps that were exchanged; in a graph,
+    those that were traced.
+    """
 
     ocomm_exchanges = 0
 
@@ -44,24 +45,26 @@ class Distributed:
 
     @property
     def ocomm_names(self) -> Mapping[str, Any] | None:
-        """The map of variables to Torch's parameters, where ranks of both frameworks train one model."""
+        """The map of variables to Torch's parameters, if ranks of both frameworks train one model."""
         return None
 
     def ocomm_begin_alike(self, root_rank: int) -> None:
-        """If the ranks are not at the same step, takes over the state of ``root_rank`` (a world rank), without which
-        the first step cannot be made. Collective, when the model's variables are alike."""
+        """Loads the state of ``root_rank``, a rank of the whole job, if the ranks are not at the same step. Collective.
+
+        Called when the model's variables are equal. Without it the first step could not be made.
+        """
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """A new one of the wrapped optimizer's class, which is not distributed, as from a saved model: wrap it."""
+        """Returns a new optimizer of the wrapped class, which is not distributed, as from a saved model: wrap it."""
         return cls.__bases__[1].from_config(config, custom_objects)  # type: ignore[attr-defined]
 
 
 class _AveragesGradients(Distributed):
-    """Mixed in before the class of the user's optimizer."""
+    """Mixin placed before the class of the user's optimizer."""
 
     _averaging: Averaging
-    #: Gradients are summed over so many passes which Keras averages.
+    #: Number of passes over which gradients are summed and Keras averages.
     _summed_passes = 1
 
     @property
@@ -69,22 +72,22 @@ class _AveragesGradients(Distributed):
         return self._averaging.process_set
 
     def register_local_var(self, var: Any) -> None:
-        """The gradient of ``var`` is not averaged."""
+        """Keeps the gradient of ``var`` on this rank: it is not averaged."""
         self._averaging.keep_local(var)
 
 
 class _Averaged(_AveragesGradients):
-    """See ``DistributedOptimizer``."""
+    """Mixin of ``DistributedOptimizer``."""
 
     _is_averaged = False
 
     @not_compiled
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        """As the wrapped optimizer's, on averages."""
+        """Applies gradients like the wrapped optimizer, after averaging them."""
         refuse_loss_scaling_outside()
         grads = list(grads)
         if self.gradient_accumulation_steps:
-            # Averaged in _clip_gradients, once they are summed.
+            # _clip_gradients averages them, once they are summed.
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         self._is_averaged = True
@@ -98,10 +101,10 @@ class _Averaged(_AveragesGradients):
         return self._averaging(grads, variables, self)
 
     def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:
-        self.__dict__["_stepped"] = list(trainable_variables)  # past Keras, which would look into it for variables
+        self.__dict__["_stepped"] = list(trainable_variables)  # set without Keras, which would look for variables in it
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
-    # Keras calls it on what it has accumulated, before it clips and takes the weight decay.
+    # Keras calls it on accumulated gradients, before it clips them and applies the weight decay.
     def _clip_gradients(self: Any, grads: list[Any]) -> list[Any]:
         if self.gradient_accumulation_steps and not self._is_averaged:
             grads = self._average([scaled(gradient, self._summed_passes) for gradient in grads], self._stepped)
@@ -123,11 +126,13 @@ class _Averaged(_AveragesGradients):
 
 
 class _AveragedLossScale(_AveragesGradients):
-    """Before ``LossScaleOptimizer``: averages first, so that all ranks see the same infinities."""
+    """Mixin before ``LossScaleOptimizer``: averages first, so that all ranks see the same infinities."""
 
     @not_compiled
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        """As the wrapped optimizer's, on averages: an inf on one rank is one on all, which skip the step together."""
+        """Applies averages like the wrapped optimizer: an inf on one rank is one on all, which skip the step
+        together.
+        """
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         self.ocomm_exchanges += 1
         averages = self._averaging(list(grads), variables, self)
@@ -136,7 +141,9 @@ class _AveragedLossScale(_AveragesGradients):
 
 
 def refuse_loss_scaling_outside(agreeing: Any = ()) -> None:
-    """A LossScaleOptimizer around ours, but for ``agreeing`` ones, asks this rank alone if the gradients are finite."""
+    """Raises InvalidRequestError for a LossScaleOptimizer around a distributed optimizer, except for ``agreeing`` ones:
+    it would ask this rank alone whether gradients are finite.
+    """
     caller = sys._getframe(2).f_locals.get("self")
     if (
         isinstance(caller, LossScaleOptimizer)
@@ -151,7 +158,7 @@ def refuse_loss_scaling_outside(agreeing: Any = ()) -> None:
 
 
 def subclass_of(mixin: type, optimizer: Any) -> Any:
-    """``optimizer`` as an object of a subclass with the same name, which shares its state."""
+    """Returns ``optimizer`` as an object of a subclass with the same name, which shares its state."""
     base = type(optimizer)
     # Saved under the name by which plain Keras finds the base class.
     module = "keras.optimizers" if getattr(keras.optimizers, base.__name__, None) is base else base.__module__
@@ -162,7 +169,7 @@ def subclass_of(mixin: type, optimizer: Any) -> Any:
 
 
 def check_wrappable(optimizer: Any) -> None:
-    """InvalidRequestError if it is no Keras optimizer, or wrapped already, or Keras has another backend."""
+    """Raises InvalidRequestError if it is no Keras optimizer, or wrapped already, or if Keras has another backend."""
     if keras.backend.backend() not in ("tensorflow", "torch"):
         raise InvalidRequestError(
             f"ocomm_tf trains on Keras' TensorFlow and Torch backends, not on '{keras.backend.backend()}'; set "
@@ -190,15 +197,20 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """A Keras optimizer, stepping on gradients that are averaged over the ranks of ``process_set``.
+    """Makes a Keras optimizer step on gradients that are averaged over the ranks of ``process_set``.
 
-    The result is of a subclass with the same name and shares the optimizer's state; models saved with it load without
-    ocomm. Gradients are averaged before they are clipped, and after Keras has accumulated them where
-    ``gradient_accumulation_steps`` is set. With the dtype policy ``mixed_float16`` the result is a LossScaleOptimizer:
-    all ranks skip a step together, for which gradients are averaged in every pass.
+    Gradients are averaged before they are clipped, and after Keras has accumulated them if
+    ``gradient_accumulation_steps`` is set. Steps are collective. The arguments are those of
+    ``ocomm_tf.DistributedOptimizer``.
 
-    The arguments are those of ``ocomm_tf.DistributedOptimizer``. Raises InvalidRequestError (a ValueError) for what
-    cannot be right; MismatchError at the first step if the ranks train different variables.
+    Returns:
+        An optimizer of a subclass with the same name, which shares the optimizer's state; models saved with it load
+        without ocomm. With the dtype policy ``mixed_float16`` it is a LossScaleOptimizer: all ranks skip a step
+        together, for which gradients are averaged in every pass.
+
+    Raises:
+        InvalidRequestError: An argument cannot be right (a ValueError).
+        MismatchError: At the first step: the ranks train different variables.
     """
     check_wrappable(optimizer)
     if backward_passes_per_step <= 0:
@@ -246,7 +258,9 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """``DistributedOptimizer``, except for the variables of ``local_layers`` (one Keras layer, or several)."""
+    """``DistributedOptimizer``, except for the variables of ``local_layers`` (one Keras layer, or several), which are
+    not averaged.
+    """
     wrapped = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
         backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set, scale_local_gradients,

@@ -1,18 +1,23 @@
 """Horovod's collectives on TensorFlow tensors, eager and inside ``tf.function``.
 
-An eager call waits for its result. In a graph every call is an operation that waits for nothing but its inputs and
-never runs more or less often than its place in the program says: its input may be constant, its result unused, its twin
-beside it. All are differentiable. ``device_dense``, ``device_sparse`` and ``ignore_name_scope`` are accepted as in
-Horovod and not needed: tensors are taken from and returned to where they are, and a ``name`` counts as it is given.
+An eager call waits for its result. In a graph every call is an operation that waits only for its inputs and runs
+exactly as often as its place in the program says, even if its input is constant, its result is unused, or an equal call
+is beside it. All are differentiable. ``device_dense``, ``device_sparse`` and ``ignore_name_scope`` are accepted as in
+Horovod and ignored: tensors stay on their devices, and a ``name`` is used as it is given.
 
-``name`` tells which calls of different ranks belong together. Eager calls without one are matched by their order, those
-in a graph by their place in it. ``op`` is ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``; an
-average of integers is rounded towards zero.
+The collectives share these arguments:
 
-Errors: InvalidRequestError (a ValueError) where this rank's arguments cannot be right, HorovodInternalError where the
-ranks do not agree or some do not come. The one is also a ``tf.errors.InvalidArgumentError``, the other a
-``tf.errors.FailedPreconditionError`` (``ocomm_tf.errors``). Out of a graph they come as these classes of TensorFlow,
-and their message starts with the name of ocomm's; ``hvd.elastic.run`` finds a HorovodInternalError in it.
+- ``name`` tells which calls of different ranks belong together. Eager calls without a name are matched by their order,
+  calls in a graph by their place in it.
+- ``op`` is ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; ``average`` is Horovod's
+  older way to choose between the first two. An average of integers is rounded towards zero.
+- ``process_set`` names the ranks that take part; all of them must make the call. The default is all ranks of the job.
+
+A collective raises InvalidRequestError (a ValueError) if this rank's arguments cannot be right, HorovodInternalError
+(MismatchError, StallError or PeerError) if the ranks disagree or some do not come. The first is also a
+``tf.errors.InvalidArgumentError``, the second a ``tf.errors.FailedPreconditionError`` (``ocomm_tf.errors``). A graph
+raises these classes of TensorFlow, with a message that starts with the name of ocomm's; ``hvd.elastic.run`` finds a
+HorovodInternalError in it.
 """
 
 from __future__ import annotations
@@ -50,7 +55,7 @@ def _has_gpus() -> bool:
 
 
 def _device_of(tensor: Any) -> contextlib.AbstractContextManager[Any]:
-    """In here what is eager is made where ``tensor`` is; else TensorFlow prefers its first GPU, if it has one."""
+    """Makes eager tensors on the device of ``tensor``; otherwise TensorFlow prefers its first GPU, if it has one."""
     return tf.device(tensor.backing_device) if _has_gpus() else _ANYWHERE
 
 
@@ -58,7 +63,9 @@ _ANYWHERE = contextlib.nullcontext()
 
 
 class TensorFlowAdapter:
-    """See ``operations.Adapter``. A host tensor is a NumPy array; eager tensors in host memory share theirs with it."""
+    """The ``operations.Adapter`` of TensorFlow. A host tensor is a NumPy array; eager tensors in the host's memory
+    share theirs with it.
+    """
 
     def describe(self, tensor: Any) -> tuple[DType, tuple[int, ...]]:
         dtype = engine.DTYPES.get(tensor.dtype)
@@ -98,13 +105,13 @@ class TensorFlowAdapter:
 
 TENSORFLOW = TensorFlowAdapter()
 
-#: Submits tensors: (session, adapter, tensors, name) -> Operation with a list of results. For alltoall also the splits.
+#: Submits tensors: (session, adapter, tensors, name) -> Operation with a list of results. Alltoall also takes splits.
 Start = Callable[..., Operation]
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One collective whose results have the shapes of ``tensors``; ``kind`` is its word in names and errors."""
+    """One collective whose results have the shapes of ``tensors``; ``kind`` names it in messages and on the wire."""
 
     kind: str
     tensors: Sequence[tf.Tensor]
@@ -114,7 +121,7 @@ class Exchange:
 
 @public
 def run(exchanges: Sequence[Exchange]) -> list[list[tf.Tensor]]:
-    """The results of several collectives, all of them under way at once. Not differentiable."""
+    """Returns the results of several collectives, all of them under way at once. Not differentiable."""
     session = sessions.current()
     if tf.executing_eagerly():
         return _wait_for(session, TENSORFLOW, [(e.start, e.tensors, e.name) for e in exchanges])
@@ -125,9 +132,10 @@ def run(exchanges: Sequence[Exchange]) -> list[list[tf.Tensor]]:
 
 @public
 def run_compressed(exchanges: Sequence[Exchange], compression: type[Compressor]) -> list[list[tf.Tensor]]:
-    """The results of several allreduces on what ``compression`` makes of their tensors, all of them under way at once.
+    """Returns the results of several allreduces on tensors compressed by ``compression``, all of them under way at
+    once.
 
-    An exchange in which a tensor overflows is made again, without compression, by all ranks. Not differentiable.
+    If a tensor of an exchange overflows, all ranks repeat the exchange without compression. Not differentiable.
     """
     pairs = [[compression.compress(tensor) for tensor in e.tensors] for e in exchanges]
     sent = [replace(e, tensors=[tensor for tensor, _ in pair]) for e, pair in zip(exchanges, pairs, strict=True)]
@@ -156,33 +164,35 @@ def _run_one(exchange: Exchange) -> list[tf.Tensor]:
 
 
 def _again(name: str | None, sent: Sequence[tf.Tensor]) -> str | None:
-    """The name of a second reduction, of what the first, whose results are ``sent``, has sent compressed. In a graph it
-    has one always: places inside of a ``tf.cond`` have numbers, which may be others on another rank."""
+    """Returns the name of a second, uncompressed reduction, whose first one returned ``sent``.
+
+    In a graph it always has a name, because places inside a ``tf.cond`` have numbers that may differ between ranks.
+    """
     if name is None and not tf.executing_eagerly():
         name = sent[0].op.name
     return None if name is None else name + UNCOMPRESSED
 
 
 def _chosen(overflow: tf.Tensor, repeat: Callable[[], list[tf.Tensor]], plain: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """In a graph: what ``repeat`` returns if there is an overflow when it runs, else ``plain``."""
+    """Returns, in a graph, the result of ``repeat`` if there is an overflow when it runs, else ``plain``."""
     results = tf.nest.flatten(tf.cond(overflow, repeat, lambda: [tf.identity(tensor) for tensor in plain]))
     for result, tensor in zip(results, plain, strict=True):
         result.set_shape(tensor.shape)
     return results
 
 
-_exchanged = 0  # by this process, outside of ``engine``
-_has_reduced = False  # outside of ``engine``
-_reductions: list[engine.Call] = []  # of all graphs
+_exchanged = 0  # number of exchanges of this process outside of ``engine``
+_has_reduced = False  # whether one of them was an allreduce
+_reductions: list[engine.Call] = []  # the allreduces of all graphs
 
 
 def exchanged() -> int:
-    """How many exchanges this process has begun, eager ones and those in graphs."""
+    """Returns the number of exchanges that this process has begun, eagerly and in graphs."""
     return _exchanged + sum(engine.runs().values())
 
 
 def has_reduced() -> bool:
-    """Has this process ever begun an allreduce here?"""
+    """Returns True if this process has ever begun an allreduce here."""
     return _has_reduced or any(call.runs for call in _reductions)
 
 
@@ -212,12 +222,12 @@ def _call(session: Session, exchange: Exchange) -> engine.Call:
 
 
 def _label(kind: str, tensors: Sequence[tf.Tensor]) -> str:
-    """What an operation without a name is called in the graph, and on the wire."""
+    """Returns the name of an operation without a name, in the graph and on the wire."""
     return f"{kind}_{tensors[0].op.name.replace('/', '_')}" if tensors else kind
 
 
 def name_in_graph(name: str) -> str:
-    """``name``, and in a graph which has it already, another one: both may be under way at once."""
+    """Returns ``name``, or another name in a graph that has it already, because both may be under way at once."""
     if tf.executing_eagerly():
         return name
     # Not the graph's own unique_name(): it would prepend scopes with names that Keras numbers by process.
@@ -228,7 +238,7 @@ def name_in_graph(name: str) -> str:
 
 
 def refuse_xla() -> None:
-    """InvalidRequestError, with what to do, if the graph under construction is for XLA."""
+    """Raises InvalidRequestError, which says what to do, if the graph under construction is for XLA."""
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise InvalidRequestError(
             "a collective cannot be inside a function with jit_compile=True: XLA compiles TensorFlow's own operations "
@@ -239,7 +249,9 @@ def refuse_xla() -> None:
 
 
 def _without_engine() -> bool:
-    """Whether the graph under construction must do with ``tf.numpy_function``; refuses what cannot be done at all."""
+    """Returns True if the graph under construction must use ``tf.numpy_function``; raises for what is not possible at
+    all.
+    """
     refuse_xla()
     problem = engine.problem()
     if problem:
@@ -253,7 +265,7 @@ def _warn_slow(problem: str) -> None:
 
 
 def _run_in_python(session: Session, exchanges: Sequence[Exchange]) -> list[list[tf.Tensor]]:
-    """All of them in one ``tf.numpy_function``: TensorFlow would run several of those one after the other."""
+    """Runs all exchanges in one ``tf.numpy_function``, because TensorFlow would run several one after the other."""
     graph = tf.compat.v1.get_default_graph()
     names = [e.name or graph.unique_name(_label(e.kind, e.tensors)) for e in exchanges]
     tensors = [tensor for e in exchanges for tensor in e.tensors]
@@ -278,9 +290,10 @@ def _run_in_python(session: Session, exchanges: Sequence[Exchange]) -> list[list
 def _gather(
     kind: str, tensors: Sequence[tf.Tensor], name: str | None, start: Start, splits: Any = None
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """The results of a collective that may change the first dimension, and the rows of every rank for each of them.
+    """Returns the results of a collective that may change the first dimension, and the rows of every rank for each of
+    them.
 
-    The results of ``start`` are pairs (tensor, rows); with ``splits`` it takes one argument more.
+    The results of ``start`` are pairs (tensor, rows); with ``splits`` it takes one more argument.
     """
     session = sessions.current()
     if tf.executing_eagerly():
@@ -320,7 +333,9 @@ def _differentiable(
     forward: Callable[[list[tf.Tensor]], tuple[list[tf.Tensor], Any]],
     backward: Callable[[Sequence[tf.Tensor], Any], Sequence[tf.Tensor]],
 ) -> list[tf.Tensor]:
-    """``forward(tensors)``'s first result; gradients are ``backward(gradients, forward's second result)``."""
+    """Returns the first result of ``forward(tensors)``; its gradients are ``backward(gradients, second result of
+    forward)``.
+    """
     if not any(tensor.dtype.is_floating for tensor in tensors):
         return forward(list(tensors))[0]
 
@@ -329,7 +344,7 @@ def _differentiable(
         outputs, context = forward(list(inputs))
 
         def gradients(*grads: tf.Tensor) -> list[tf.Tensor]:
-            # Those that a caller gives may have another precision, which the variable's other gradients have not.
+            # Upstream gradients may have another precision than the variable's other gradients.
             found = backward(grads, context)
             return [tf.cast(grad, tensor.dtype) for grad, tensor in zip(found, inputs, strict=True)]
 
@@ -348,7 +363,7 @@ def _tensors(values: Iterable[Any]) -> list[tf.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class StartAllreduce:
-    """Submits an allreduce; see ``operations.allreduce``."""
+    """Submits an ``operations.allreduce``."""
 
     op: int
     prescale: float
@@ -363,7 +378,7 @@ class StartAllreduce:
         return operation if self.grouped else operation.then(lambda tensor: [tensor])
 
     def repeated(self, session: Session, count: int, name: str) -> RepeatedAllreduce:
-        """The same for a graph, which makes it in every run."""
+        """Returns the allreduce of a graph, which makes it in every run."""
         return RepeatedAllreduce(
             *(session, name, self.op, self.prescale, self.postscale, self.process_set), count if self.grouped else None
         )
@@ -405,14 +420,29 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """The reduction of ``tensor`` over the ranks, as a new tensor of the same shape and dtype.
+    """Reduces a tensor over the ranks. Collective. The gradient is the same allreduce of the gradient.
 
-    ``prescale_factor`` is applied to every input, ``postscale_factor`` to the result. The gradient is the same
-    allreduce of the gradient.
+    ``tf.IndexedSlices`` stay ``tf.IndexedSlices``: the indices and values of all ranks are concatenated. For Average
+    the values are divided by the number of ranks, as ``/`` does in TensorFlow: int32 and int64 become float64, smaller
+    integers float32.
 
-    ``tf.IndexedSlices`` stay that: indices and values of all ranks side by side. For Average the values are divided by
-    the number of ranks, as ``/`` does in TensorFlow: those of int32 and int64 become float64, those of smaller integers
-    float32. Other reductions and scale factors raise UnsupportedError, which is a NotImplementedError.
+    Args:
+        tensor: The input. Its shape and dtype are the same on all ranks.
+        average: Horovod's older form of ``op``: True for Average, False for Sum. Give one of the two at most.
+        compression: A class of ``Compression``.
+        op: The reduction, Average if it is None.
+        prescale_factor: Multiplies every input.
+        postscale_factor: Multiplies the result.
+        name: Matches the calls of different ranks.
+        process_set: The ranks that take part.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        UnsupportedError: ``tf.IndexedSlices`` with another reduction or with factors (a NotImplementedError).
+        InvalidRequestError: The arguments cannot be right.
+        HorovodInternalError: The collective failed: MismatchError, StallError or PeerError.
     """
     chosen = choose_op(op, average)
     if isinstance(tensor, tf.IndexedSlices):
@@ -465,9 +495,9 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """``allreduce`` of several tensors, which are reduced when all ranks have submitted all of them.
+    """Reduces several tensors, which all become ready at the same time: when every rank has submitted all of them.
 
-    Those that are ``tf.IndexedSlices`` are a group of their own.
+    Collective. ``tf.IndexedSlices`` are a group of their own. Returns a list of new tensors.
     """
     chosen = choose_op(op, average)
     factors = prescale_factor, postscale_factor
@@ -514,9 +544,10 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """The tensors of all ranks along the first dimension, which may have another length on every rank.
+    """Concatenates the tensors of all ranks along the first dimension, in rank order. Collective.
 
-    The gradient is this rank's rows of the averaged gradient.
+    The length of the first dimension may differ between ranks; dtype and the other dimensions are equal. Returns a new
+    tensor. The gradient is this rank's rows of the averaged gradient.
     """
     return _allgather(_tensors([tensor]), name, process_set, False)[0]
 
@@ -528,7 +559,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """``allgather`` of several tensors, gathered when all ranks have submitted all of them."""
+    """Makes an ``allgather`` of several tensors, which all become ready when every rank has submitted all of them."""
     return _allgather(_tensors(tensors), name, process_set, True) if tensors else []
 
 
@@ -536,7 +567,7 @@ def grouped_allgather(
 
 
 def start_broadcast(root_rank: int, process_set: ProcessSet) -> Start:
-    """Submits a broadcast of one tensor; see ``operations.broadcast``."""
+    """Returns a function that submits an ``operations.broadcast`` of one tensor."""
 
     def start(session: Session, adapter: Any, tensors: Sequence[Any], name: str | None) -> Operation:
         operation = operations.broadcast(session, adapter, tensors[0], root_rank, name, process_set, False)
@@ -553,9 +584,9 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """The tensor of ``root_rank`` (a world rank, also in a process set), as a new tensor.
+    """Returns a new tensor with the contents of ``tensor`` on ``root_rank``, a rank of the whole job. Collective.
 
-    The gradient is the averaged gradient on the root, zeros elsewhere.
+    Shape and dtype are equal on all ranks. The gradient is the averaged gradient on the root, zeros elsewhere.
     """
     start = start_broadcast(root_rank, process_set)
 
@@ -566,7 +597,7 @@ def broadcast(
         (reduced,) = _allreduce(grads, None, Average, 1.0, 1.0, process_set, False)
         if sessions.current().require_topology().rank == root_rank:
             return [reduced]
-        # A session of tf.compat.v1 runs what it needs, and the root waits for this rank's part of the sum.
+        # A session of tf.compat.v1 only runs what it needs, and the root waits for this rank's part of the sum.
         with tf.control_dependencies([reduced]):
             return [tf.zeros_like(reduced)]
 
@@ -581,9 +612,10 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> Sequence[Any]:
     """Overwrites ``variables`` (``tf.Variable`` or Keras variables) with those of ``root_rank``; returns their values.
+    Collective.
 
-    In a graph the variables have their values when the function has run, or, in a session of ``tf.compat.v1``, when
-    what is returned has been fetched. Raises as ``broadcast`` does.
+    In a graph the variables have their values when the function has run or, in a session of ``tf.compat.v1``, when the
+    returned values have been fetched. Raises the errors of ``broadcast``.
     """
     start = start_broadcast(root_rank, process_set)
     results = run(
@@ -610,11 +642,22 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Deals the rows of ``tensor`` to the ranks, in order, and returns what came from them, in rank order.
+    """Sends consecutive rows of ``tensor`` to the ranks, in rank order, and returns the rows received. Collective.
 
-    ``splits`` (a tensor or sequence of whole numbers) are the rows for each rank, their sum at most the length of
-    ``tensor``; equal parts by default. With it the result is a pair: the tensor, and the rows received from each rank
-    (int32). The gradient goes back the same way.
+    The gradient goes back the same way.
+
+    Args:
+        tensor: At least one dimension; a row is an element of the first one. The other dimensions are equal on all
+            ranks.
+        splits: A tensor or sequence of whole numbers: the rows for each rank. Their sum is at most the length of
+            ``tensor``. None for equal parts.
+        name: Matches the calls of different ranks.
+        ignore_name_scope: Accepted as in Horovod, and ignored.
+        process_set: The ranks that take part.
+
+    Returns:
+        The received rows, in rank order. If ``splits`` is given, a pair: these rows, and the number of rows from each
+            rank (int32).
     """
     counted: list[tf.Tensor] = []
 
@@ -632,7 +675,7 @@ def alltoall(
     def backward(grads: Sequence[tf.Tensor], context: Any) -> list[tf.Tensor]:
         rows, length = context
         back, _ = alltoall(grads[0], rows, process_set=process_set)
-        missing = length - tf.shape(back)[:1]  # rows which the splits had left at home
+        missing = length - tf.shape(back)[:1]  # rows that the splits left out, which were not sent
         return [tf.concat([back, tf.zeros(tf.concat([missing, tf.shape(back)[1:]], 0), back.dtype)], 0)]
 
     (received,) = _differentiable(_tensors([tensor]), forward, backward)
@@ -667,7 +710,7 @@ def _reducescatter(
         overflow = has_overflowed(compression, parts, inputs)
         if overflow is None:
             return plain, None
-        # Each rank sees its own part alone.
+        # Each rank sees only its own part, so all must agree.
         ask = StartAllreduce(Max, 1.0, 1.0, process_set, False)
         asked = None if name is None else f"{name}.overflow"
         ((answer,),) = run([Exchange("allreduce", [tf.cast(overflow, tf.int32)], asked, ask)])
@@ -698,9 +741,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """This rank's part of the reduction (Average or Sum): a share of the rows, the first ranks get the remainder.
+    """Reduces a tensor over the ranks and returns this rank's share of the rows of the result. Collective.
 
-    The gradient is the allgathered gradient, times the number of ranks for Sum (as in Horovod).
+    Rows are shared out evenly in rank order; the first ranks get one row more if there is a remainder. ``op`` is
+    Average or Sum. The gradient is the allgathered gradient, times the number of ranks for Sum (as in Horovod).
     """
     factors = prescale_factor, postscale_factor
     return _reducescatter(_tensors([tensor]), name, op, *factors, process_set, False, compression)[0]
@@ -718,19 +762,21 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """``reducescatter`` of several tensors, reduced when all ranks have submitted all of them."""
+    """Makes a ``reducescatter`` of several tensors, which all become ready when every rank has submitted all of
+    them.
+    """
     if not tensors:
         return []
     factors = prescale_factor, postscale_factor
     return _reducescatter(_tensors(tensors), name, op, *factors, process_set, True, compression)
 
 
-# Waiting, and where this process stands
+# Waiting, and this process's place in the job
 
 
 @public
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when every rank of the set has called it. Not for graphs."""
+    """Waits until every rank of the process set has called it. Collective; not for graphs."""
     operations.barrier(sessions.current(), process_set)
 
 
@@ -738,7 +784,7 @@ join = public(api.join)
 
 
 def _topology(read: Callable[[Session], int], name: str | None) -> tf.Tensor:
-    """A number that is looked up at every run of the graph; int32, scalar."""
+    """Returns a number that is looked up at every run of the graph; int32, scalar."""
     session = sessions.current()
     session.require_topology()
     if tf.executing_eagerly():
@@ -757,29 +803,29 @@ def _set_ranks(session: Session, process_set_id: int) -> tuple[int, ...]:
 
 @public
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """``size()`` of a process set, looked up whenever the graph runs; int32."""
+    """Returns ``size()`` of a process set, looked up whenever the graph runs; int32."""
     return _topology(lambda session: len(_set_ranks(session, process_set_id)), name)
 
 
 @public
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """``rank()``, looked up whenever the graph runs; int32."""
+    """Returns ``rank()``, looked up whenever the graph runs; int32."""
     return _topology(lambda session: session.require_topology().rank, name)
 
 
 @public
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """``local_size()``, looked up whenever the graph runs; int32."""
+    """Returns ``local_size()``, looked up whenever the graph runs; int32."""
     return _topology(lambda session: session.require_topology().local_size, name)
 
 
 @public
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """``local_rank()``, looked up whenever the graph runs; int32."""
+    """Returns ``local_rank()``, looked up whenever the graph runs; int32."""
     return _topology(lambda session: session.require_topology().local_rank, name)
 
 
 @public
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """1 if this rank is in the process set, else 0, looked up whenever the graph runs; int32."""
+    """Returns 1 if this rank is in the process set, else 0, looked up whenever the graph runs; int32."""
     return _topology(lambda session: int(session.require_topology().rank in _set_ranks(session, process_set_id)), name)

@@ -1,4 +1,4 @@
-"""What variables and tensors are called."""
+"""Names of variables and tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 
 def name_of(variable: Any) -> str:
-    """A variable's name: its path in a Keras model, or TensorFlow's own; an eager tensor has none."""
+    """Returns a variable's name: its path in a Keras model, or TensorFlow's own. An eager tensor has none."""
     if isinstance(variable, tf.__internal__.EagerTensor):
         return "tensor"
     return str(getattr(variable, "path", None) or variable.name)

@@ -1,8 +1,8 @@
 """DistributedGradientTape and DistributedOptimizer: gradients averaged over the ranks while backward goes on.
 
 An optimizer that was never wrapped trains each rank by itself. Our callbacks refuse it before the first batch. Without
-them, and in a loop with a plain tape, only the end of the process says so, and only if the model that was fitted or the
-loop's optimizer is still in memory: one that was local to a function may be gone by then.
+them, and in a loop with a plain tape, a warning comes only at the end of the process, and only if the fitted model or
+the loop's optimizer is still in memory: one that was local to a function may be gone by then.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ _log = logging.getLogger("ocomm")
 
 
 class _DistributedGradientTape(tf.GradientTape):
-    """See ``DistributedGradientTape``."""
+    """The class of the result of ``DistributedGradientTape``."""
 
     def __init__(self, tape: tf.GradientTape, averaging: Averaging) -> None:
-        self.__dict__.update(vars(tape))  # a tape that has recorded: its record is there
+        self.__dict__.update(vars(tape))  # with what the tape has recorded already
         self._averaging = averaging
 
     def register_local_source(self, source: Any) -> None:
-        """The gradient of ``source`` is not averaged."""
+        """Keeps the gradient of ``source`` on this rank: it is not averaged."""
         self._averaging.keep_local(source)
 
     @public
     def gradient(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False, **options: Any
     ) -> Any:
-        """As ``tf.GradientTape.gradient``, averaged over the ranks; ``use_generic_names`` is not needed."""
+        """Returns the gradients of ``tf.GradientTape.gradient``, averaged over the ranks; ``use_generic_names`` is
+        ignored.
+        """
         gradients = super().gradient(target, sources, output_gradients, **options)
         flat = tf.nest.flatten(gradients, expand_composites=False)
         averaged = self._averaging(flat, tf.nest.flatten(sources))
@@ -52,7 +54,7 @@ class _DistributedGradientTape(tf.GradientTape):
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """``gradient`` as pairs (source, gradient): those of registered local sources, and the others."""
+        """Returns ``gradient`` as pairs (source, gradient): those of registered local sources, and the others."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         local: list[tuple[Any, Any]] = []
         shared: list[tuple[Any, Any]] = []
@@ -75,12 +77,22 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """``gradtape``, whose ``gradient()`` is averaged over the ranks of ``process_set``.
+    """Makes ``gradtape.gradient()`` average over the ranks of ``process_set``.
 
-    Inside ``tf.function`` each exchange starts when its gradient is there. ``register_local_source(variable)`` keeps a
-    gradient on this rank, divided by the number of ranks if ``scale_local_gradients``. The other arguments are those of
-    ``DistributedOptimizer``. Raises InvalidRequestError for what cannot be right, MismatchError if the ranks take
-    gradients of different variables.
+    Inside ``tf.function`` each exchange starts when its gradient is ready. ``gradient()`` is collective.
+
+    Args:
+        gradtape: The tape.
+        process_set: The ranks that train together.
+        scale_local_gradients: Whether a gradient that ``register_local_source(variable)`` keeps on this rank is divided
+            by the number of ranks. The other arguments are those of ``DistributedOptimizer``.
+
+    Returns:
+        A tape with the records of ``gradtape``.
+
+    Raises:
+        InvalidRequestError: An argument cannot be right (a ValueError).
+        MismatchError: In ``gradient()``: the ranks take gradients of different variables.
     """
     averaging = Averaging(
         "DistributedGradientTape",
@@ -110,7 +122,9 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """``DistributedGradientTape``, except for the variables of ``local_layers`` (one Keras layer, or several)."""
+    """``DistributedGradientTape``, except for the variables of ``local_layers`` (one Keras layer, or several), which
+    are not averaged.
+    """
     tape = DistributedGradientTape(
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups,
         groups, process_set, scale_local_gradients,
@@ -121,18 +135,18 @@ def PartialDistributedGradientTape(
 
 
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
-    """Mixed in before the class of a ``tf.compat.v1`` optimizer."""
+    """Mixin placed before the class of a ``tf.compat.v1`` optimizer."""
 
     _averaging: Averaging
 
     def compute_gradients(self, *arguments: Any, **options: Any) -> list[tuple[Any, Any]]:
-        """As the wrapped optimizer's, averaged over the ranks."""
+        """Returns the gradients of the wrapped optimizer, averaged over the ranks."""
         pairs = super().compute_gradients(*arguments, **options)
         averaged = self._averaging([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
         return [(gradient, variable) for gradient, (_, variable) in zip(averaged, pairs, strict=True)]
 
     def register_local_var(self, var: Any) -> None:
-        """The gradient of ``var`` is not averaged."""
+        """Keeps the gradient of ``var`` on this rank: it is not averaged."""
         self._averaging.keep_local(var)
 
 
@@ -153,19 +167,28 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """``optimizer``, stepping on gradients that are averaged over the ranks of ``process_set``.
+    """Makes ``optimizer`` step on gradients that are averaged over the ranks of ``process_set``. Steps are collective.
 
-    ``optimizer`` is a Keras optimizer or one of ``tf.compat.v1.train``. The result is of a subclass with the same name
-    and shares its state.
+    Args:
+        optimizer: A Keras optimizer, or one of ``tf.compat.v1.train``.
+        name: Accepted as in Horovod, like ``use_locking``, ``device_dense`` and ``device_sparse``.
+        compression: A class of ``Compression``.
+        sparse_as_dense: Makes ``tf.IndexedSlices`` dense instead of gathering them.
+        backward_passes_per_step: The number of passes whose gradients are summed before they are exchanged; Keras only.
+        op: Average or Sum.
+        gradient_predivide_factor: Divides gradients before the sum; the rest of the average is applied after it.
+        average_aggregated_gradients: Whether gradients of several passes are averaged instead of summed.
+        num_groups: Horovod's older name for a number of ``groups``.
+        groups: A number of groups, or lists of variables; a group is exchanged only when it is complete.
+        process_set: The ranks that train together.
+        scale_local_gradients: Whether gradients that stay on this rank are divided by the number of ranks.
 
-    ``backward_passes_per_step``: gradients are summed over so many passes (averaged if
-    ``average_aggregated_gradients``) before they are exchanged; Keras only. ``gradient_predivide_factor``: divides
-    before the sum, the rest of the average after it. ``groups``: a number of groups, or lists of variables, that are
-    exchanged only when complete. ``num_groups``: Horovod's older name for it. ``sparse_as_dense``: ``tf.IndexedSlices``
-    become dense instead of being gathered. ``name``, ``use_locking`` and devices are accepted as in Horovod.
+    Returns:
+        An optimizer of a subclass with the same name, which shares the optimizer's state.
 
-    Raises InvalidRequestError (a ValueError) for what cannot be right, MismatchError if the ranks train different
-    variables.
+    Raises:
+        InvalidRequestError: An argument cannot be right (a ValueError).
+        MismatchError: At the first step: the ranks train different variables.
     """
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return keras_optimizer.DistributedOptimizer(
@@ -193,11 +216,11 @@ def DistributedOptimizer(
 
 
 def trained_alone(things: Iterable[Any]) -> list[str]:
-    """Keras models among ``things`` which this process has trained by ``fit`` or ``train_on_batch``, and optimizers
-    that have taken steps and are no model's, as those of a loop with a tape; none if one of ours has exchanged
-    anything.
+    """Returns the Keras models among ``things`` that this process has trained by ``fit`` or ``train_on_batch``, and
+    optimizers that have taken steps and belong to no model, as those of a loop with a tape. None if one of ours has
+    exchanged anything.
 
-    A model's optimizer says nothing: it may have been loaded with its steps, by who only looks at the model.
+    A model's optimizer proves nothing: it may have been loaded with its steps by a script that only reads the model.
     """
     keras: Any = sys.modules.get("keras")
     found: set[str] = set()
@@ -219,7 +242,7 @@ def _say_alone() -> None:
     topology = sessions.current().topology
     if topology is None or topology.size == 1 or topology.rank != 0 or mpi_ops.has_reduced():
         return
-    names = trained_alone(gc.get_objects())  # also what functions had that have returned: a model is part of cycles
+    names = trained_alone(gc.get_objects())  # also those of functions that have returned: models are part of cycles
     if names:
         _log.warning(
             "%s: trained in a job of %d ranks without any exchange of gradients, so every rank has trained alone. "

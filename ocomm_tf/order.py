@@ -1,4 +1,4 @@
-"""The order in which a variable's elements travel: Keras' own, or Torch's where ranks of both train one model."""
+"""The order in which a variable's elements travel: Keras' own, or Torch's if ranks of both train one model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ocomm.compression.layout import TensorSpec
 from ocomm.errors import InvalidRequestError
 from ocomm_tf.naming import name_of
 
-#: A kernel in Keras has its inputs before its outputs, and the window first; in Torch it is the other way round.
+#: A kernel in Keras has the window first, then its inputs, then its outputs; in Torch the order is reversed.
 _KERNEL_AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 2, 0, 1), 5: (4, 3, 0, 1, 2)}
 
 
@@ -34,15 +34,15 @@ class WireVariable:
 
     @property
     def is_as_keras_has_it(self) -> bool:
-        """Do elements travel in Keras' own order?"""
+        """True if elements travel in Keras' own order."""
         return self.axes == tuple(range(len(self.axes)))
 
     def to_wire(self, array: np.ndarray) -> np.ndarray:
-        """A contiguous, flat array; it shares memory with ``array`` if the order is the same."""
+        """Returns a contiguous, flat array; it shares memory with ``array`` if the order is the same."""
         return np.ascontiguousarray(array.transpose(self.axes)).reshape(-1)
 
     def from_wire(self, flat: np.ndarray) -> np.ndarray:
-        """A new array as Keras has it."""
+        """Returns a new array in Keras' order."""
         shape = tuple(self.shape[axis] for axis in self.axes)
         return flat.reshape(shape).transpose(np.argsort(self.axes)).copy()
 
@@ -50,11 +50,11 @@ class WireVariable:
 def wire_variables(
     variables: Sequence[Any], names: Mapping[str, Any] | None, agreed: Sequence[str]
 ) -> list[WireVariable]:
-    """Where each variable travels: in Keras' order under the ``agreed`` names, or as ``names`` says.
+    """Returns how each variable travels: in Keras' order under the ``agreed`` names, or as ``names`` says.
 
-    ``names`` maps the variables' paths, or their ends from some "/" on, to the names in the other framework, in the
-    order of that framework's parameters. Kernels, those of Dense, Conv and recurrent layers, are transposed, everything
-    else (biases, embeddings, normalization) is alike in both; for other layers the value is a pair of name and axes.
+    ``names`` maps the variables' paths, or their ends after some "/", to the names in the other framework, in the order
+    of that framework's parameters. Kernels (of Dense, Conv and recurrent layers) are transposed; everything else
+    (biases, embeddings, normalization) is equal in both. For other layers the value is a pair of name and axes.
     """
     if names is None:
         return [

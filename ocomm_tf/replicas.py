@@ -1,8 +1,8 @@
 """What an averaging of gradients compares between the ranks: hyperparameters, and the variables, part by part.
 
-``ocomm.training.comparison`` says what is sent and told. Variables are read in place, a window of them in each step:
-in eager mode by the call that averages; in a graph by an operation that comes after what has changed them before and
-before what changes them next, on the thread ``ocomm-tensorflow``.
+``ocomm.training.comparison`` says what is sent and reported. Variables are read in place, a window of them in each
+step: in eager mode by the call that averages; in a graph by an operation between what has changed them before and what
+changes them next, on the thread ``ocomm-tensorflow``.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from ocomm.training.comparison import StepComparison, spelled
 from ocomm.training.driver import digest
 from ocomm_tf import engine
 
-#: Constructors' arguments that are no hyperparameters, or that are compared in another way.
+#: Arguments of constructors that are no hyperparameters, or that are compared in another way.
 _OTHERS = ("self", "name", "learning_rate", "inner_optimizer", "args", "kwargs")
-#: Keras' optimizers that take each element by itself, whose result does not depend on the number of threads.
+#: Keras' optimizers that work elementwise, so that their results do not depend on the number of threads.
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "RMSprop", "Adagrad", "Adadelta", "Ftrl", "Lion")
 
-#: Of each runtime the comparisons of variables, by what is compared.
+#: The comparisons of variables of each runtime, by what is compared.
 _comparisons: weakref.WeakKeyDictionary[Any, dict[Any, Comparison]] = weakref.WeakKeyDictionary()
 
 
 def comparison_of(
     what: str, kind: str, names: Sequence[str], variables: Sequence[Any], process_set: ProcessSet
 ) -> Comparison | None:
-    """The comparison of these variables, which goes on from call to call.
+    """Returns the comparison of these variables, which continues from call to call.
 
     Args:
-        what: averages their gradients; the same on all ranks.
-        kind: of the optimizer, "" for a tape.
-        names: of the variables, the same on all ranks.
-        variables: of TensorFlow, of Keras, or of Keras' Torch backend.
-        process_set: whose ranks are compared.
+        what: Names what averages their gradients; the same on all ranks.
+        kind: The kind of the optimizer, "" for a tape.
+        names: The names of the variables, the same on all ranks.
+        variables: Variables of TensorFlow, of Keras, or of Keras' Torch backend.
+        process_set: The ranks that are compared.
 
     Returns:
-        None where comparing is switched off, or there is none but tensors.
+        The comparison; None if comparing is switched off, or if there are only tensors.
     """
     session = sessions.current()
     steps = session.settings.replica_check_steps
@@ -73,7 +73,7 @@ def comparison_of(
 
 
 def _plain(source: Any) -> Any:
-    """The variable as its framework has it; None for what is no variable."""
+    """Returns the variable as its framework has it; None for what is no variable."""
     value = source.value if hasattr(source, "path") else source
     if isinstance(value, tf.Variable):
         return value if hasattr(value, "handle") and value.shape.is_fully_defined() else None
@@ -86,7 +86,7 @@ def _is_torch(value: Any) -> bool:
 
 
 class Comparison:
-    """Of some variables, whose gradients are averaged together. It does not keep them alive."""
+    """Compares variables whose gradients are averaged together. It does not keep them alive."""
 
     def __init__(self, session: Session, number: int, what: str, kind: str, pairs: Sequence[tuple[str, Any]]) -> None:
         self._names = [name for name, _ in pairs]
@@ -95,10 +95,10 @@ class Comparison:
         self._turns: deque[_Turn] = deque()
         self.lock = threading.Lock()
         self.what = what
-        #: Seconds, in which every comparison ends; None: without limit.
+        #: Deadline of a comparison in seconds; None: no limit.
         self.patience_s = session.settings.stall_shutdown_s or None
         variables = [plain for _, plain in pairs]
-        #: Then this rank looks at no parameters.
+        #: True if this rank cannot read parameters.
         self._is_on_device = any(map(_is_on_device, variables))
         kernels = session.kernels
         assert kernels is not None
@@ -106,7 +106,7 @@ class Comparison:
         self._nbytes = np.array([_nbytes(plain) for plain in variables], np.int64)
         self._windows = ReplicaWindows(self._nbytes, session.settings.replica_check_steps, self._kernels)
         name = f"{what}.compared.{digest((kind, self._names)):016x}"
-        ordinal = session.ordinal(name, number)  # of equal ones that live side by side
+        ordinal = session.ordinal(name, number)  # distinguishes equal comparisons that exist at once
         self._session = session
         self._make_rows = functools.partial(
             StepComparison,
@@ -125,21 +125,21 @@ class Comparison:
 
     @property
     def is_alive(self) -> bool:
-        """Are its variables still there?"""
+        """True if its variables still exist."""
         return all(reference() is not None for reference in self._variables)
 
     def is_of(self, variables: Sequence[Any]) -> bool:
-        """Are these its variables?"""
+        """Returns True if these are its variables."""
         return all(reference() is plain for reference, plain in zip(self._variables, variables, strict=True))
 
     def begin(self, lines: Sequence[str]) -> Operation:
-        """Sends what this rank has, as soon as what was begun before is over.
+        """Sends this rank's row, once the comparison before it is over.
 
         Args:
-            lines: one for each hyperparameter.
+            lines: One for each hyperparameter.
 
         Returns:
-            An operation without a result, whose ``wait`` raises MismatchError, on all ranks, where they differ.
+            An operation without a result, whose ``wait`` raises MismatchError, on all ranks, if they differ.
         """
         turn = _Turn(self, lines)
         with self.lock:
@@ -150,11 +150,11 @@ class Comparison:
         return turn
 
     def add_to_graph(self, lines: Sequence[str], rate: Any) -> None:
-        """``begin`` in each run of the graph under construction; what changes the variables after it waits for its end.
+        """Adds ``begin`` to the graph under construction; later changes of the variables wait for its end.
 
         Args:
-            lines: one for each hyperparameter.
-            rate: the learning rate, a scalar tensor, which is one hyperparameter more; None without one.
+            lines: One for each hyperparameter.
+            rate: The learning rate, a scalar tensor, which is one more hyperparameter; None without one.
         """
         value = tf.zeros((), tf.float32) if rate is None else tf.reshape(tf.cast(rate, tf.float32), ())
 
@@ -172,7 +172,7 @@ class Comparison:
         if not engine.problem():
             engine.compare(engine.Call(start, None), value, handles, "compared")
             return
-        # TensorFlow orders what has to do with a variable, and so all that is between two looks at it.
+        # TensorFlow orders operations on a variable, and so everything between two reads of it.
         with tf.control_dependencies([tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in handles]):
             over = tf.numpy_function(in_python, [value], tf.float32, stateful=True)
         with tf.control_dependencies([over]):
@@ -188,7 +188,7 @@ class Comparison:
         self.rows.start()
 
     def end_turn(self) -> None:
-        """The first turn is over."""
+        """Ends the first turn."""
         with self.lock:
             self._turns.popleft()
             following = self._turns[0] if self._turns else None
@@ -197,7 +197,7 @@ class Comparison:
 
     @property
     def is_waited_for(self) -> bool:
-        """Does another turn wait for the first to end?"""
+        """True if another turn waits for the first to end."""
         return len(self._turns) > 1
 
     def _living(self) -> list[Any]:
@@ -237,7 +237,7 @@ class Comparison:
 
 
 class _Turn(Operation):
-    """One comparison. Those of the same variables, of several graphs, say, come one after the other."""
+    """One comparison. Comparisons of the same variables, such as those of several graphs, come one after the other."""
 
     __slots__ = ("_comparison", "_error", "_has_begun", "_is_over", "_lines", "_listener")
 
@@ -250,7 +250,7 @@ class _Turn(Operation):
         self._listener: Callable[[], None] | None = None
 
     def start(self) -> None:
-        """Sends the row, when no other turn is under way. What goes wrong is raised by ``wait``."""
+        """Sends the row when no other turn is under way. An error is raised by ``wait``."""
         try:
             self._comparison.start_rows(self._lines)
         except Exception as error:
@@ -272,7 +272,7 @@ class _Turn(Operation):
             self._listen()
 
     def wait(self) -> None:
-        # Those before it have deadlines of their own; but an interrupted step may have left one that nobody ends.
+        # Earlier turns have deadlines of their own, but an interrupted step may have left one that nobody ends.
         if not self._has_begun.wait(patience_s := self._comparison.patience_s):
             raise StallError(
                 f"{self._comparison.what}: this comparison of the ranks has waited {patience_s:.0f} s for the end of "
@@ -290,7 +290,7 @@ class _Turn(Operation):
             self._comparison.rows.notify(self._hear)
 
     def _hear(self) -> None:
-        """On the background thread, which must not wait for other ranks' words."""
+        """Called on the background thread, which must not wait for other ranks' descriptions."""
         if self._comparison.rows.says_nothing() and not self._comparison.is_waited_for:
             self._judge_and_tell()
         else:
@@ -318,7 +318,7 @@ class _Turn(Operation):
 
 
 def _short(name: str) -> str:
-    """Without the position that names on the wire begin with."""
+    """Returns the name without the position with which names on the wire begin."""
     return name.partition(".")[2] or name
 
 
@@ -333,7 +333,7 @@ def _nbytes(plain: Any) -> int:
 
 
 def _in_memory(plain: Any) -> tuple[int, Any]:
-    """The address of a variable's elements, and what keeps them there: no copy where they are contiguous."""
+    """Returns the address of a variable's elements, and what keeps them there: no copy if they are contiguous."""
     if _is_torch(plain):
         dense = plain.detach().contiguous()
         return dense.data_ptr(), dense
@@ -344,11 +344,11 @@ def _in_memory(plain: Any) -> tuple[int, Any]:
     return array.__array_interface__["data"][0], array
 
 
-# An optimizer of Keras
+# Keras' optimizers
 
 
 def kind_of(optimizer: Any) -> str:
-    """What an optimizer's rounding depends on besides the processor: its class, and, where it adds up, its threads."""
+    """Returns what an optimizer's rounding depends on besides the processor: its class and, if it sums, its threads."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     name = type(inner).__name__
     if name in _ELEMENTWISE and inner.clipnorm is None and inner.global_clipnorm is None:
@@ -357,7 +357,9 @@ def kind_of(optimizer: Any) -> str:
 
 
 def options_of(optimizer: Any) -> list[str]:
-    """A line for each hyperparameter but the learning rate: what the constructors of its class name, as it is now."""
+    """Returns a line for each hyperparameter but the learning rate: the current values of its constructors'
+    arguments.
+    """
     inner = getattr(optimizer, "inner_optimizer", None)
     kind: Any = type(optimizer)
     values = ((name, spelled(getattr(optimizer, name, None))) for name in _arguments(kind))
@@ -367,7 +369,7 @@ def options_of(optimizer: Any) -> list[str]:
 
 
 def rate_line(rate: float) -> str:
-    """The learning rate as a hyperparameter, in the shortest number that float32 stands for."""
+    """Returns the learning rate as a hyperparameter, as the shortest number that rounds to this float32."""
     return f"learning_rate={np.float32(rate)!s}"
 
 
@@ -383,7 +385,7 @@ def _threads() -> int:
 
 
 def _way(kind: str, variables: Sequence[Any]) -> str:
-    """How the variables' new values are rounded, in words: equal words mean equal bits."""
+    """Returns how the variables' new values are rounded, in words: equal words mean equal bits."""
     unit = platform.machine() + (" and a GPU" if any(map(_is_on_device, variables)) else "")
     if _is_torch(variables[0]):
         torch = sys.modules["torch"]

@@ -15,20 +15,20 @@ from ocomm.api import Sum
 from ocomm.operations import global_process_set
 from ocomm_tf import mpi_ops
 
-#: Keras 2 (tf_keras), where TF_USE_LEGACY_KERAS=1 makes it ``tf.keras``, has ``fused``; Keras 3 does not.
+#: Keras 2 (tf_keras), which TF_USE_LEGACY_KERAS=1 makes ``tf.keras``, has ``fused``; Keras 3 does not.
 _IS_KERAS_3 = issubclass(tf.keras.layers.Layer, keras.layers.Layer)
 
 
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
-    """``tf.keras.layers.BatchNormalization`` with the mean and variance of all ranks' batches together in training.
+    """``tf.keras.layers.BatchNormalization`` with the mean and variance of all ranks' batches in training. Collective.
 
-    Ranks may have batches of different sizes, also none. The layer is one of Keras 3, or of Keras 2 where that is
+    Ranks may have batches of different sizes, even empty ones. The layer is that of Keras 3, or of Keras 2 if that is
     ``tf.keras``.
 
     Args:
-        fused: False; a fused kernel of TensorFlow knows the batch of its own rank alone.
-        process_set: the ranks whose batches count.
-        options: the arguments of the Keras layer.
+        fused: False; a fused kernel of TensorFlow only knows the batch of its own rank.
+        process_set: The ranks whose batches are used.
+        options: The arguments of the Keras layer.
 
     Raises:
         ValueError: ``fused`` is True or None.
@@ -40,8 +40,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
         super().__init__(**options, **({} if _IS_KERAS_3 else {"fused": False}))
         self._process_set = process_set
 
-    # Keras calls it for the mean and variance of a batch, and updates the moving ones with what it returns. Keras 2
-    # also says which axes are reduced, and whether they stay.
+    # Keras calls it for the mean and variance of a batch, and updates the moving ones with the result. Keras 2 also
+    # says which axes are reduced, and whether they are kept.
     def _moments(self, inputs: Any, *how: Any, mask: Any = None, **options: Any) -> tuple[Any, Any]:
         if _IS_KERAS_3 and how:
             (mask,), how = how, ()
@@ -60,7 +60,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
         return tf.reshape(mean, shape), tf.reshape(variance, shape)
 
     def _gathered(self, row: Any) -> Any:
-        """The rows of all ranks. Gradients are added up: all ranks' losses depend on this rank's row."""
+        """Returns the rows of all ranks. Gradients are summed, because all ranks' losses depend on this rank's row."""
         name, me = mpi_ops.name_in_graph(self._number), self._process_set.rank()
 
         @tf.custom_gradient
@@ -75,7 +75,9 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
         return gather(row)
 
     def build(self, input_shape: Any) -> None:
-        """Numbers the layer in its set, in the order of building: Keras' own names may differ between ranks."""
+        """Numbers the layer in its process set, in the order of building, because Keras' own names may differ between
+        ranks.
+        """
         session = sessions.current()
         self._number = session.automatic_name("SyncBatchNormalization", self._process_set.number(session))
         super().build(input_shape)

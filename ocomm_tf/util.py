@@ -1,4 +1,4 @@
-"""Names which Horovod's scripts import from ``horovod.tensorflow.util``."""
+"""Names that Horovod's scripts import from ``horovod.tensorflow.util``."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import tensorflow as tf
 
 
 def _executing_eagerly() -> bool:
-    """Whether TensorFlow runs each operation at once, and builds no graph."""
+    """Returns True if TensorFlow runs each operation at once, and builds no graph."""
     return bool(tf.executing_eagerly())

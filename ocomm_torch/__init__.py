@@ -1,4 +1,4 @@
-"""Horovod's API for Torch: ``import ocomm_torch as hvd``. Nothing but re-exports."""
+"""Horovod's API for Torch: ``import ocomm_torch as hvd``. This module only re-exports names."""
 
 from ocomm.api import (
     Adasum,

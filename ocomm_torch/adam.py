@@ -1,4 +1,4 @@
-"""What the optimizers that wrap ``torch.optim.Adam`` or ``AdamW`` have in common."""
+"""What the optimizers that wrap ``torch.optim.Adam`` or ``AdamW`` share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from ocomm.training.driver import Common
 from ocomm_torch.checkpoint import check_plain, read, to_numpy
 from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
 
-#: Names of m and v in the state of a parameter.
+#: Torch's names of m and v in the state of a parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamWrapper(CompressedOptimizer):
-    """Over an Adam whose m and v a driver takes over, and gives back in ``state_dict``."""
+    """Base class of optimizers that wrap an Adam. A driver takes over its m and v, and returns them in
+    ``state_dict``.
+    """
 
     _driver: AdamDriver
     refused_options = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -57,11 +59,11 @@ class AdamWrapper(CompressedOptimizer):
     # For the driver
 
     def wrapped_adam(self) -> str:
-        """Which the wrapped optimizer is, ``"Adam"`` or ``"AdamW"``."""
+        """Returns the class of the wrapped optimizer: ``"Adam"`` or ``"AdamW"``."""
         return "AdamW" if is_decoupled(self._inner, self.param_groups[0]) else "Adam"
 
     def read_warm_start(self) -> str | None:
-        """Checks the warm start and keeps it in ``_warm``; its fingerprint."""
+        """Checks the warm start, keeps it in ``_warm``, and returns its fingerprint."""
         given, self._warm_start = self._warm_start, None
         if given is None:
             return None
@@ -104,7 +106,7 @@ class AdamWrapper(CompressedOptimizer):
         return adam_group(self._inner, self._group_tensors[number], group)
 
     def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
-        """The wrapped Adam's m, v and step of a tensor."""
+        """Returns the wrapped Adam's m, v and step count of a tensor."""
         state = self.state.get(self._parameters[tensor])
         if not state or "exp_avg" not in state:
             return None
@@ -113,7 +115,7 @@ class AdamWrapper(CompressedOptimizer):
         return momentum, variance, int(state["step"])
 
     def started(self, tensor: int) -> tuple[Floats, Floats, int]:
-        """As ``moments``, which begin as zeros if there are none."""
+        """Returns m, v and step count of a tensor, which begin as zeros if there are none."""
         parameter = self._parameters[tensor]
         if not self.state[parameter]:
             zeros = {name: torch.zeros_like(self._masters.stepped[tensor]) for name in MOMENTS}
@@ -132,9 +134,10 @@ class AdamWrapper(CompressedOptimizer):
     def _check_adam(
         self, plain: Mapping[str, Any], where: str, optional: set[str] | None = None
     ) -> dict[int, dict[str, Any]]:
-        """The entries of an Adam's or AdamW's ``state_dict`` by number, copies; ``optional`` keys may be missing.
+        """Returns the entries of an Adam's or AdamW's ``state_dict`` by number, as copies; ``optional`` keys may be
+        missing.
 
-        Raises CheckpointError that begins with ``where`` if it is of another optimizer or model.
+        Raises CheckpointError, whose message begins with ``where``, if it is of another optimizer or model.
         """
         states = check_plain(plain, [len(group["params"]) for group in self.param_groups], where)
         for number, group in enumerate(plain["param_groups"]):
@@ -167,23 +170,23 @@ class AdamWrapper(CompressedOptimizer):
         return {number: dict(entry) for number, entry in states.items()}
 
     def _load_plain(self, plain: dict[str, Any]) -> None:
-        """Goes on from the state of a plain Adam or AdamW."""
+        """Continues from the state of a plain Adam or AdamW."""
         self._adopt(plain)
         self._driver.continue_plain()
 
 
 def _moment(saved: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A copy as the optimizer of ``parameter`` would hold it."""
+    """Returns a copy as the optimizer of ``parameter`` would hold it."""
     return saved.detach().to(parameter.device, torch.float32, copy=True)
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Does Adam take the weight decay from the parameter instead of adding it to the gradient?"""
+    """Returns True if Adam subtracts the weight decay from the parameter instead of adding it to the gradient."""
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
 def adam_group(optimizer: torch.optim.Optimizer, tensors: np.ndarray, group: dict[str, Any]) -> Group:
-    """A param group of Adam or AdamW."""
+    """Returns a param group of Adam or AdamW as a ``Group``."""
     decay, decoupled = float(group["weight_decay"]), is_decoupled(optimizer, group)
     return Group(
         tensors,
@@ -196,14 +199,16 @@ def adam_group(optimizer: torch.optim.Optimizer, tensors: np.ndarray, group: dic
 
 
 def wrappable(optimizer: torch.optim.Optimizer, wrapper: str) -> torch.optim.Optimizer:
-    """``optimizer``, if it is an Adam that makes Torch's own steps; InvalidRequestError that says why it is not."""
+    """Returns ``optimizer`` if it is an Adam with Torch's own step; raises InvalidRequestError, which says why, if it
+    is not.
+    """
     check_plain_optimizer(optimizer, wrapper)
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         raise InvalidRequestError(
             f"{wrapper} wraps torch.optim.Adam or AdamW, not {type(optimizer).__name__}; use "
             "DistributedOptimizer for other optimizers."
         )
-    # Hooks, profilers and schedulers of Torch wrap step() and say what they have wrapped.
+    # Torch's hooks, profilers and schedulers wrap step(), and have the original as an attribute.
     step = inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step))
     if step not in _STEPS:
         raise InvalidRequestError(
@@ -214,5 +219,5 @@ def wrappable(optimizer: torch.optim.Optimizer, wrapper: str) -> torch.optim.Opt
     return optimizer
 
 
-#: Torch's own, without the hooks that it puts around them.
+#: Torch's own steps, without the hooks that it puts around them.
 _STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}

@@ -22,9 +22,9 @@ from ocomm_torch.naming import NamesParameters
 
 
 class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
-    """Mixed in before the class of the user's optimizer; see ``DistributedOptimizer``.
+    """Mixin of ``DistributedOptimizer``, placed before the class of the user's optimizer.
 
-    The optimizer's state stays this rank's own, as its gradients do: only what a step changed is combined.
+    Each rank keeps its own optimizer state and gradients; only the change that a step made is combined.
     """
 
     def _distribute(
@@ -43,7 +43,7 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
         loss_scaling.install()
 
     def overflowed_anywhere(self, here: bool) -> bool:
-        """Has a GradScaler found gradients that are not finite on any rank?"""
+        """Returns True if a GradScaler has found gradients that are not finite on any rank. Collective."""
         if not self._is_distributed:
             return here
         found = torch.tensor([here])
@@ -56,8 +56,16 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes the wrapped optimizer's step and replaces it by the Adasum of all ranks' steps, in place.
 
-        Collective over the process set; all its parameters take part, with zeros where the step changed nothing.
-        Raises HorovodInternalError if an exchange failed; parameters are then this rank's own.
+        Collective over the process set; all its parameters take part, with zeros if the step changed nothing.
+
+        Args:
+            closure: Computes the loss again, as in Torch; None for none.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            HorovodInternalError: An exchange failed; parameters are then this rank's own.
         """
         if not self._is_distributed:
             return super().step() if closure is None else super().step(closure)
@@ -73,7 +81,7 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
             for p, start, (operation, context) in zip(trained, starts, started, strict=True):
                 try:
                     combined = operation.wait()
-                    if has_overflowed(self._compression, [combined], [p]):  # on all ranks, which come in this order
+                    if has_overflowed(self._compression, [combined], [p]):  # the same on all ranks, in the same order
                         combined = self._combine(p - start, f"adasum.{self._names[p]}{UNCOMPRESSED}").wait()
                     else:
                         combined = self._compression.decompress(combined, context)
@@ -88,18 +96,18 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
         call = operations.Allreduce([step], name, ReduceOp.ADASUM, process_set=self._process_set)
         return operations.allreduce(self._session, TORCH, call)
 
-    # Torch wraps every optimizer class's step() to call step hooks; the wrapped optimizer's own has that already.
+    # Torch wraps step() of every optimizer class to call hooks; that of the wrapped optimizer is wrapped already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Nothing: gradients are not exchanged."""
+        """Does nothing, because gradients are not exchanged."""
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """AssertionError, as in Horovod: there is nothing that could be skipped."""
+        """Raises AssertionError, as in Horovod, because there is nothing to skip."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """As in Horovod; gradients of several passes add up in ``grad`` by themselves."""
+        """Accepted as in Horovod; gradients of several passes are summed in ``grad`` anyway."""
         self.backward_passes_per_step = passes

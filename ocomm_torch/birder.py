@@ -1,4 +1,4 @@
-"""Birder and SoftSignSGD for Torch: they wrap any optimizer that has learning rates, and step in its place."""
+"""Birder and SoftSignSGD for Torch. They wrap any optimizer with learning rates, and make steps in its place."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SoftSignSGD(RateOptimizer):
 
     m and b are moving averages, with ``beta``, of this rank's gradient and of its magnitude.
 
-    ``step`` changes parameters in place, identically on all ranks, or on none. All ranks make the optimizer, and take
-    its steps, together.
+    ``step`` changes parameters in place, identically on all ranks, or on none. Making the optimizer and its steps are
+    collective.
 
     Args:
         {arguments}
@@ -60,12 +60,13 @@ class SoftSignSGD(RateOptimizer):
 class Birder(RateOptimizer):
     """Data-parallel Birder: SoftSignSGD with exactly 1 bit per parameter and direction from the first step on.
 
-    The ratio m / (b + 1e-12) of each rank, and the average at its owner, are replaced by random signs of the same mean;
-    what that leaves is kept and added in the next step. Every parameter moves by lr in every step, so it wants another
-    lr (and beta) than Adam: about two thirds of Adam's, with a ``beta`` of 0.8, was best on a small language model.
+    The ratio m / (b + 1e-12) of each rank, and the average at its server, are replaced by random signs with the same
+    mean; what that loses is kept and added in the next step. Every parameter moves by lr in every step, so Birder needs
+    another lr (and beta) than Adam: about two thirds of Adam's, with a ``beta`` of 0.8, was best on a small language
+    model.
 
-    ``step`` changes parameters in place, identically on all ranks, or on none. All ranks make the optimizer, and take
-    its steps, together.
+    ``step`` changes parameters in place, identically on all ranks, or on none. Making the optimizer and its steps are
+    collective.
 
     Args:
         {arguments}

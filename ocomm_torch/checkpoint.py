@@ -1,4 +1,4 @@
-"""Saved states in Torch's terms: tensors for arrays, files of ``torch.save``, and whether a plain state fits."""
+"""Saved states as Torch stores them: tensors instead of arrays, files of ``torch.save``, checks of a plain state."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ from ocomm.training.resume import Source, all_states, one_state
 
 
 def to_torch(state: Any) -> Any:
-    """The same with tensors for arrays, which share their memory."""
+    """Returns the state with tensors instead of arrays, which share their memory."""
     if isinstance(state, dict):
         return {key: to_torch(value) for key, value in state.items()}
     return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
 
 
 def to_numpy(state: Any) -> Any:
-    """The inverse."""
+    """Returns the state with arrays instead of tensors, which share their memory."""
     if isinstance(state, Mapping):
         return {key: to_numpy(value) for key, value in state.items()}
     return state.detach().cpu().contiguous().numpy() if isinstance(state, torch.Tensor) else state
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """What ``torch.save`` wrote, on the CPU: tensors and plain values only. CheckpointError if it cannot be read."""
+    """Reads a file of ``torch.save`` to the CPU: tensors and plain values only. Raises CheckpointError if it cannot be
+    read.
+    """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises what its readers do: RuntimeError, EOFError, UnpicklingError, OSError
+    except Exception as error:  # Torch's readers raise RuntimeError, EOFError, UnpicklingError, OSError and others
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(f"{os.fspath(path)} cannot be read: {type(error).__name__}: {reason}") from error
 
 
 def rank_source(given: Any, ranks: int) -> Source:
-    """Where rank states come from, as ``load_rank_state_dict`` takes them. InvalidRequestError for other types."""
+    """Returns the source of the rank states that ``load_rank_state_dict`` was given. Raises InvalidRequestError for
+    other types.
+    """
     if isinstance(given, Source):
         return given
     if given is None:
@@ -63,7 +67,7 @@ def _files(pattern: str, ranks: int) -> Source:
     def read_rank(rank: int) -> Any:
         path = name(rank)
         if path not in last:
-            last.clear()  # of another number of ranks one after the other is read: not all at once
+            last.clear()  # states of another number of ranks are read one after the other, not all kept at once
             state = to_numpy(read(path)) if os.path.exists(path) else None
             if not isinstance(state, dict | None):
                 raise CheckpointError(f"{path} holds a {type(state).__name__}, not a rank state.")
@@ -74,9 +78,9 @@ def _files(pattern: str, ranks: int) -> Source:
 
 
 def check_plain(plain: Mapping[str, Any], counts: Sequence[int], where: str) -> dict[int, Any]:
-    """The entries of an optimizer's ``state_dict`` by number, if its groups have ``counts`` parameters.
+    """Returns the entries of an optimizer's ``state_dict`` by number, if its groups have ``counts`` parameters.
 
-    Raises CheckpointError that begins with ``where`` if not.
+    Raises CheckpointError, whose message begins with ``where``, if not.
     """
     try:
         found = [len(group["params"]) for group in plain["param_groups"]]
@@ -87,5 +91,5 @@ def check_plain(plain: Mapping[str, Any], counts: Sequence[int], where: str) -> 
             f"{where} has groups of {found} parameters, the optimizer has {list(counts)}. Wrap the same parameters, in "
             "the same order."
         )
-    # torch.distributed.checkpoint makes strings of numbers, and leaves out what is empty.
+    # torch.distributed.checkpoint turns numbers into strings, and leaves out empty entries.
     return {int(number): entry for number, entry in plain.get("state", {}).items()}

@@ -1,4 +1,4 @@
-"""torch.compile compiles what runs beneath a compiled function, hooks too: exchanges must stay out of it."""
+"""Keeps exchanges out of torch.compile, which compiles everything that a compiled function calls, even hooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def eager(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method``, which runs as it is beneath compiled functions, and so does all that it calls."""
+    """Returns ``method`` so that it, and all that it calls, runs uncompiled inside compiled functions."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -21,18 +21,18 @@ def eager(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _disabled(method: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compiler.disable(method)  # imports the compiler: not when this package is imported
+    return torch.compiler.disable(method)  # imports the compiler, so this is done at the first call
 
 
 @functools.cache
 def leave_hooks_alone() -> None:
-    """From now on nothing of these packages is compiled by itself, nor made a part of a graph.
+    """Makes torch.compile skip these packages, so that nothing of them is compiled or becomes part of a graph.
 
-    A hook runs once per gradient, too often for the calls around what ``torch.compiler.disable`` returns.
+    A hook runs once per gradient, too often for the extra calls of a function of ``torch.compiler.disable``.
     """
     try:
         from torch._dynamo import trace_rules
-    except ImportError:  # before 2.2, where it has another name
+    except ImportError:  # before Torch 2.2 it has another name
         return
     for package in ("ocomm", "ocomm_torch"):
         trace_rules.add(package)

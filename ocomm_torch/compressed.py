@@ -1,6 +1,6 @@
-"""Torch's side of every compressed optimizer: tensors to addresses, hooks, param groups.
+"""The Torch frontend of all compressed optimizers: addresses of tensors, hooks, param groups.
 
-What to do with them is ``ocomm.training``; the algorithms are ``ocomm.optim``.
+``ocomm.training`` drives the steps; ``ocomm.optim`` has the algorithms.
 """
 
 from __future__ import annotations
@@ -35,44 +35,48 @@ from ocomm_torch.naming import NamesParameters
 from ocomm_torch.placement import placement
 from ocomm_torch.watched import WatchedGradient, add_watcher, release
 
-#: As kernels know them.
+#: The numbers of dtypes in kernels.
 _LOW_DTYPES = {torch.float16: int(DType.FLOAT16), torch.bfloat16: int(DType.BFLOAT16)}
 
 
 #: The documentation of arguments that all compressed optimizers have.
 ARGUMENTS = {
-    "named_parameters": "An iterable of (name, parameter), for names in messages; None: names by position.",
-    "process_set": "The ranks that train together; None: all of the job.",
+    "named_parameters": "An iterable of (name, parameter), which names the parameters in messages; None names them by "
+    "position.",
+    "process_set": "The ranks that train together; None for all ranks of the job.",
     "warm_start": (
         "The ``state_dict`` of an Adam or AdamW over the same parameters, or a path to one that ``torch.save`` wrote. "
-        "Training goes on from its v, its m if there is one and its step count, without dense steps but of tensors "
-        "that it has no moments of; its param groups are not used. None: dense steps come first."
+        "Training continues from its v, its m if there is one, and its step count. Only tensors without moments in it "
+        "take dense steps first; its param groups are not used. None: all tensors take dense steps first."
     ),
 }
 
 
 def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
-    """A decorator that shows the documentation of a class's options in its docstring, and ``texts`` by argument."""
+    """Returns a decorator that inserts the documentation of options, and ``texts`` by argument, into a class's
+    docstring.
+    """
     return options.documented({**ARGUMENTS, **texts}, definition, Common)
 
 
 class CompressedOptimizer(CollectiveStep):
-    """Wraps ``optimizer``, whose param groups stay live, for a driver of the algorithm ``_core_class``.
+    """Base class of compressed optimizers: wraps ``optimizer``, whose param groups stay in use, for ``_core_class``.
 
-    Parameters are all CPU tensors, or all on one GPU: float32, or bfloat16 or float16 with a float32 master (see
-    ``Masters``), contiguous or dense in another order of their axes, such as channels_last, the same on all ranks.
-    ``step`` changes them in place, identically on all ranks, or on none: a NaN raises NonFiniteError everywhere. A
-    parameter may be frozen (``requires_grad_(False)``) and thawed, written, and its ``data`` replaced by a tensor of
-    the same kind, at any time; the set of parameters is fixed. Raises InvalidRequestError for what cannot be wrapped,
-    MismatchError if the ranks wrap different things.
+    Parameters are all CPU tensors, or all on one GPU. They are float32, or bfloat16 or float16 with a float32 master
+    (``Masters``), contiguous or dense in another order of their axes, such as channels_last, which is the same on all
+    ranks. ``step`` changes them in place, identically on all ranks, or on none: a NaN raises NonFiniteError on all
+    ranks. At any time a parameter may be frozen (``requires_grad_(False)``) and thawed, written, and its ``data``
+    replaced by a tensor of the same kind; the set of parameters is fixed.
+
+    Raises InvalidRequestError for what cannot be wrapped, MismatchError if the ranks wrap different things.
     """
 
     framework = "torch"
     trains_on_devices = True
-    #: The algorithm, and what makes its steps.
+    #: The algorithm, and the driver of its steps.
     _core_class: type[Core]
     _driver_class: type[Driver] = Driver
-    #: Options of param groups which would change the step, and which this optimizer does not have.
+    #: Options of param groups that would change the step, and that this optimizer does not support.
     refused_options: tuple[str, ...] = ()
 
     def __init__(
@@ -93,7 +97,7 @@ class CompressedOptimizer(CollectiveStep):
         self._wrapping = True
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wrapping = False
-        # The same objects, so that a scheduler or a user who holds either optimizer changes both.
+        # The same objects, so that changes by a scheduler or user of one optimizer change both.
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
         for name, parameter in zip(self._names, self._parameters, strict=True):
@@ -108,7 +112,7 @@ class CompressedOptimizer(CollectiveStep):
                 f"Distributed{type(self).__name__} trains parameters in the host's memory only, and "
                 f"'{self._names[0]}' is on {self._parameters[0].device}."
             )
-        #: For the driver's core.
+        #: The kernels of the driver's core.
         self.kernels = self._placement.kernels
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         self._group_of = [group_of[id(p)] for p in self._parameters]
@@ -120,25 +124,25 @@ class CompressedOptimizer(CollectiveStep):
         self._passes_left = [self.backward_passes_per_step] * len(self._parameters)
         self._recorded: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._versions = [0] * len(self._parameters)
-        #: Where a gradient lay when it was read; 0 for a sparse one.
+        #: Address of each gradient when it was read; 0 for a sparse one.
         self._pointers = [0] * len(self._parameters)
         self._copies: list[torch.Tensor] = []
-        #: Of gradients that were widened before ``step()``: as they were when they were read.
+        #: Checksums of gradients that were widened before ``step()``, from when they were read.
         self._checksums = np.zeros(len(self._parameters), np.uint64)
-        #: Checksums of gradients on their way that somebody has used since, from before that.
+        #: Checksums of posted gradients that have been used since, from before that use.
         self._used: dict[int, int] = {}
         self._inner_steps = False
-        #: By id of a parameter; empty until DDP asks.
+        #: Index of a parameter by its id; empty until DDP asks.
         self._numbers: dict[int, int] = {}
-        #: Is there a callback for the end of the backward that DDP is in?
+        #: True if there is a callback for the end of the backward pass that DDP is in.
         self._follows_ddp = False
-        self.groups()  # refuses options that would be ignored
+        self.groups()  # raises for options that would be ignored
         self.process_set: ProcessSet = global_process_set if process_set is None else process_set
-        #: Where the parameters lie, and what keeps that memory while an exchange may read it.
+        #: Addresses of the parameters, and what keeps their memory alive while an exchange may read it.
         self._addresses: list[int] = []
         self._held: list[torch.Tensor] = []
         self._connect(session)
-        #: Parameters without a hook: one that is frozen cannot have any.
+        #: Parameters without a hook, because a frozen one cannot have any.
         self._unhooked = list(range(len(self._parameters)))
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(_guard(self)),
@@ -150,7 +154,7 @@ class CompressedOptimizer(CollectiveStep):
         add_watcher(self)
 
     def _connect(self, session: sessions.Session) -> None:
-        """A new driver, which has taken no step, in the job as it is now."""
+        """Makes a new driver, which has taken no step, in the current job."""
         specs = [
             TensorSpec(name, tuple(p.shape), order.name, _dtype(p))
             for name, p, order in zip(self._names, self._parameters, self._orders, strict=True)
@@ -163,9 +167,9 @@ class CompressedOptimizer(CollectiveStep):
         self._find_parameters()
 
     def reconnect(self, keep: bool = True) -> None:
-        """After ``shutdown`` and ``init``: exchanges with the ranks that there are now. Collective; else a no-op.
+        """Joins the current ranks after ``shutdown`` and ``init``. Collective; does nothing if the driver is connected.
 
-        ``keep``: goes on where it was. If not, a state must be loaded.
+        ``keep``: the optimizer keeps its state. If not, a state must be loaded.
         """
         session = sessions.current()
         if session.runtime is self._runtime:
@@ -177,10 +181,10 @@ class CompressedOptimizer(CollectiveStep):
             self.load_state_dict(kept[0])
             self.load_rank_state_dict(kept[1])
 
-    # The parameters, as the user has them now
+    # The current parameters
 
     def _find_parameters(self) -> None:
-        """Where they lie. InvalidRequestError if they are not those that were wrapped."""
+        """Finds the addresses of parameters. Raises InvalidRequestError if they are not those that were wrapped."""
         addresses = [p.data_ptr() for group in self.param_groups for p in group["params"]]
         counts = [len(group["params"]) for group in self.param_groups]
         if addresses == self._addresses and counts == self._group_counts:
@@ -205,7 +209,7 @@ class CompressedOptimizer(CollectiveStep):
                     f"{spec.order} when it was wrapped: change the memory format of a model before. " + self._fixed
                 )
         if self._stepper.begun and self._driver.is_decay_coupled:
-            self._stepper.object(Flag.CHANGED)  # what is on its way may have read the old ones
+            self._stepper.object(Flag.CHANGED)  # a posted bucket may have read the old ones
         else:
             self._held.clear()
         self._held += [p.detach() for p in self._parameters]
@@ -213,7 +217,7 @@ class CompressedOptimizer(CollectiveStep):
         self._driver.core.tensors["param"] = [tensor.data_ptr() for tensor in self._masters.stepped]
 
     def _check_groups(self) -> None:
-        """InvalidRequestError if the groups do not have the parameters that they had when they were wrapped."""
+        """Raises InvalidRequestError if the groups do not have the parameters that they had when they were wrapped."""
         now = [p for group in self.param_groups for p in group["params"]]
         if sorted(map(id, now)) != sorted(map(id, self._parameters)):
             raise InvalidRequestError(
@@ -243,7 +247,7 @@ class CompressedOptimizer(CollectiveStep):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises InvalidRequestError: the parameters are fixed."""
+        """Raises InvalidRequestError, because the parameters are fixed."""
         if not self._wrapping:
             raise InvalidRequestError("a parameter group cannot be added. " + self._fixed)
         super().add_param_group(param_group)
@@ -260,11 +264,11 @@ class CompressedOptimizer(CollectiveStep):
     # For the driver
 
     def implementation(self) -> str:
-        """See ``Frontend``. Ours where no step is the wrapped optimizer's own."""
+        """Returns words that say how dense steps round; ours if no step is the wrapped optimizer's own."""
         return "ocomm"
 
     def groups(self) -> list[Group]:
-        """The param groups as they are now. InvalidRequestError if one has an option which would be ignored."""
+        """Returns the current param groups. Raises InvalidRequestError if one has an option that would be ignored."""
         for group in self.param_groups:
             for option in self.refused_options:
                 if option in group and group[option]:  # noqa: RUF019, get() would be a call in a hook
@@ -277,11 +281,12 @@ class CompressedOptimizer(CollectiveStep):
         raise NotImplementedError
 
     def locate(self, tensors: list[int], final: bool) -> list[int] | None:
-        """Addresses of gradients as dense float32 in the order of their parameters; 0 for none. What is read is kept
-        until the step is over.
+        """Returns the addresses of gradients as dense float32 in the order of their parameters, 0 for none; None if one
+        is not ready.
 
-        Before ``step()`` a gradient that would have to be copied is not ready: a copy would not show a later change.
-        One that has to be widened is, because its checksum is kept. Kernels on a device read 16 bits as they are.
+        What is read is kept alive until the step is over. Before ``step()`` a gradient that would have to be copied is
+        not ready, because a copy would not show a later change. One that has to be widened is ready, because its
+        checksum is kept. Kernels on a device read 16 bits directly.
         """
         parameters, recorded, versions, pointers = self._parameters, self._recorded, self._versions, self._pointers
         float32, reordered = torch.float32, self._reordered
@@ -297,14 +302,14 @@ class CompressedOptimizer(CollectiveStep):
             address = 0
             if grad is not None:
                 versions[index] = grad._version
-                try:  # cheaper than to ask for the layout as well
+                try:  # cheaper than looking at the layout first
                     if grad.dtype is float32 and index not in reordered and grad.is_contiguous():
                         address = pointers[index] = grad.data_ptr()
                         if versions[index] and not final:
                             old.append(index)
                     else:
                         others.append(len(addresses))
-                except RuntimeError:  # only what is sparse has no such thing
+                except RuntimeError:  # a sparse tensor has no address
                     others.append(len(addresses))
             addresses.append(address)
         if others or self._placement.is_device:
@@ -322,15 +327,17 @@ class CompressedOptimizer(CollectiveStep):
         return addresses
 
     def _keep_checksums(self, tensors: list[int]) -> None:
-        """Of all of gradients with a history, which may be changed through a view or an array of their memory that is
-        older than this step. In the host's memory: for a device would have to be waited for."""
+        """Keeps checksums of gradients with a history, which may be changed through a view, or an array of their
+        memory, that is older than this step. Only for the host's memory, because a device would have to be waited for.
+        """
         if self._stepper.buckets.verified_part != NOTHING:
             grads = {index: grad for index in tensors if (grad := self._recorded[index]) is not None}
             self._used.update(zip(grads, self._masters.checksums(grads).tolist(), strict=True))
 
     def _locate_others(self, tensors: list[int], addresses: list[int], others: list[int], final: bool) -> bool:
-        """Of ``locate`` what is left: the gradients at the places ``others`` are in 16 bits, or in another order than
-        that of a contiguous tensor, or have gaps. False: not yet."""
+        """Locates the gradients at the positions ``others``, which are in 16 bits, or in another order than that of a
+        contiguous tensor, or have gaps. Returns False if one is not ready.
+        """
         low: dict[int, int] = {}
         as_they_are = self._placement.is_device and not self._driver.clips
         widened: dict[int, torch.Tensor] = {}
@@ -365,11 +372,15 @@ class CompressedOptimizer(CollectiveStep):
         return True
 
     def flat(self, index: int, tensor: torch.Tensor) -> Floats:
-        """The elements of a float32 tensor, which lie as those of parameter ``index``, in the order of the wire."""
+        """Returns the elements of a float32 tensor, which has the memory order of parameter ``index``, in the order of
+        the wire.
+        """
         return self._placement.flat(self._orders[index].flat(tensor))
 
     def shaped(self, index: int, flat: Floats) -> np.ndarray:
-        """The inverse of ``flat`` for an array in the host's memory: contiguous, as people read it."""
+        """Returns an array of the host with the shape of parameter ``index``, contiguous, from its elements in the
+        order of the wire.
+        """
         shape = self._parameters[index].shape
         return self._orders[index].shaped(torch.from_numpy(flat), shape).contiguous().numpy()
 
@@ -379,26 +390,28 @@ class CompressedOptimizer(CollectiveStep):
     # Gradients
 
     def _hook_parameters(self) -> None:
-        """Gives a hook to parameters that are trained and have none yet."""
+        """Adds hooks to parameters that are trained and have none yet."""
         for index in [i for i in self._unhooked if self._parameters[i].requires_grad]:
             self._unhooked.remove(index)
             self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(self._make_hook(index)))
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        # The parameter keeps the hook: without the weak reference it would keep this optimizer and its buffers, too.
+        # The parameter keeps its hook, which must not keep this optimizer and its buffers alive.
         hook = partial(_on_gradient, weakref.ref(self), index)
         place = self._placement
 
         def hook_on_device(parameter: torch.Tensor) -> None:
-            if place.is_captured:  # each replay computes it, and calls no hook: step() finds it
+            if place.is_captured:  # replays compute it without calling hooks, so step() finds it
                 return
-            place.note()  # autograd may have summed up each gradient on another stream
+            place.note()  # autograd may have summed each gradient on another stream
             hook(parameter)
 
         return hook_on_device if place.is_device else hook
 
     def _begin(self, early: bool = False) -> None:
-        """``early``: before ``step()``, which looks for the parameters; until then a coupled decay alone reads them."""
+        """Begins a step. ``early``: before ``step()``, which finds the parameters; until then only a coupled decay
+        reads them.
+        """
         counts = [len(group["params"]) for group in self.param_groups]
         if not early or self._driver.is_at_start or self._driver.is_decay_coupled or counts != self._group_counts:
             self._find_parameters()
@@ -410,7 +423,9 @@ class CompressedOptimizer(CollectiveStep):
         self._driver.begin()
 
     def _unexpected(self, index: int, parameter: torch.Tensor) -> None:
-        """More backward passes than announced: of the same step, or of the next one after a step that never came."""
+        """Handles more backward passes than expected: of the same step, or of the next one after a step that never
+        came.
+        """
         if self._recorded[index] is not parameter.grad:
             self.skip()
             _on_gradient(weakref.ref(self), index, parameter)
@@ -418,8 +433,9 @@ class CompressedOptimizer(CollectiveStep):
             self._stepper.object(Flag.UNHANDED)
 
     def used(self, gradients: Sequence[torch.Tensor]) -> None:
-        """See ``Watcher``: keeps what the gradients that are on their way are before they may be changed. What is known
-        of one from before counts: it may have been changed since."""
+        """Called by ``Watcher``: keeps checksums of posted gradients before they may be changed. An older checksum is
+        kept, because the gradient may have been changed since.
+        """
         numbers = {
             id(grad): index for index, grad in enumerate(self._recorded) if grad is not None and index not in self._used
         }
@@ -428,10 +444,10 @@ class CompressedOptimizer(CollectiveStep):
             self._used.update(zip(found, self._masters.checksums(found).tolist(), strict=True))
 
     def _has_changed(self) -> bool:
-        """Is a gradient that is on its way another object, version or memory than when it was read, or has it other
-        bytes after it was used?
+        """Returns True if a posted gradient is another object, version or memory than when it was read, or has other
+        bytes after it was used.
 
-        The stepper sees the bytes that it reads again; those of gradients that were widened are looked at here.
+        The stepper compares the bytes that it reads again; those of widened gradients are compared here.
         """
         release(self._recorded)
         parameters, recorded, versions, pointers = self._parameters, self._recorded, self._versions, self._pointers
@@ -503,14 +519,25 @@ class CompressedOptimizer(CollectiveStep):
     @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on all ranks. Returns the closure's loss, if one is given."""
+        """Makes one step on all ranks. Collective.
+
+        Args:
+            closure: Computes the loss and gradients, as in Torch; None for none.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            NonFiniteError: A gradient is not finite on some rank; no rank's state was changed.
+            HorovodInternalError: The exchange failed: MismatchError, StallError or PeerError.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._stepper.begun:
             self._find_parameters()
-            self._placement.arrive()  # what Torch has queued since the last hook may read what will be written
+            self._placement.arrive()  # work that Torch has queued since the last hook may read what will be written
             self._follow()
         else:
             self._begin()
@@ -521,17 +548,17 @@ class CompressedOptimizer(CollectiveStep):
                 self._masters.write()
         finally:
             self._forget()
-        self._inner._opt_called = True  # for a scheduler that was made of it before
+        self._inner._opt_called = True  # for a scheduler that was made with the wrapped optimizer
         return loss
 
     def _follow(self) -> None:
-        """Masters take over what was written to their parameters."""
+        """Copies to masters what was written to their parameters."""
         if self._masters.follow() and self._stepper.begun and self._stepper.buckets.posted_tensors:
             self._stepper.object(Flag.CHANGED)  # a coupled decay has read the masters
 
     @contextlib.contextmanager
     def _inner_may_step(self) -> Iterator[None]:
-        """In here the wrapped optimizer's ``step`` is our own call."""
+        """Allows the wrapped optimizer's ``step``, which this class calls itself."""
         self._inner_steps = True
         try:
             yield
@@ -546,7 +573,9 @@ class CompressedOptimizer(CollectiveStep):
         self._passes_left[:] = [self.backward_passes_per_step] * len(self._passes_left)
 
     def skip(self, *, overflow: bool = False) -> None:
-        """This rank does not take the step under way; then nobody does. ``overflow``: its gradients are not finite."""
+        """Skips the current step on this rank, so that no rank takes it. ``overflow``: this rank's gradients are not
+        finite.
+        """
         if not self._stepper.begun:
             self._begin()
         try:
@@ -555,28 +584,28 @@ class CompressedOptimizer(CollectiveStep):
             self._forget()
 
     def widen_gradients(self) -> None:
-        """float16 gradients become float32, and arrive so from the next step on."""
+        """Makes float16 gradients float32, now and in all later steps."""
         self._masters.widen_float16()
 
     def gradients_changed(self) -> None:
-        """Those that are on their way are exchanged again by ``step()``."""
+        """Says that posted gradients have changed, so that ``step()`` exchanges them again."""
         if self._stepper.begun and self._stepper.buckets.posted_tensors:
             self._stepper.object(Flag.CHANGED)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients. Between backward and ``step()`` it means that this step is skipped, on all ranks."""
+        """Clears the gradients. Between backward and ``step()`` this also skips the step, on all ranks."""
         if self._stepper.begun:
             self.skip()
-        self._forget()  # passes of a step that will not come
+        self._forget()  # the backward passes of a step that is skipped
         super().zero_grad(set_to_none)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """What the wrapped optimizer would load, plus an entry "ocomm" of tensors and plain values. Copies.
+        """Returns what the wrapped optimizer would load, plus an entry "ocomm" of tensors and plain values, as copies.
 
-        The same on all ranks (for optimizers that step locally: as at the last synchronisation), so one rank saves it.
-        What each rank alone knows is in ``rank_state_dict``. The masters are ``["ocomm"]["masters"]``, by name.
+        It is the same on all ranks (for optimizers that step locally: that of the last sync), so one rank saves it.
+        ``rank_state_dict`` returns what only this rank has. The masters are ``["ocomm"]["masters"]``, by name.
         ``state_dict()`` of the wrapped optimizer returns the same.
         """
         self._find_parameters()
@@ -597,11 +626,18 @@ class CompressedOptimizer(CollectiveStep):
         return full
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse. The parameters are loaded before it, ``load_rank_state_dict`` is called after it.
+        """Loads the result of ``state_dict``. All ranks load the same state.
 
-        Until then errors are zero. A state without masters starts them from the parameters; where a parameter is not
-        what a saved master rounds to, the parameter counts. All ranks load the same. Raises CheckpointError, before
-        anything is changed, if the state is damaged, or of another optimizer, model or seed.
+        Load the parameters before it, and call ``load_rank_state_dict`` after it; until then errors are zero. A state
+        without masters starts them from the parameters. If a parameter is not the rounded saved master, the parameter
+        is used.
+
+        Args:
+            state_dict: The state. It is not changed.
+
+        Raises:
+            CheckpointError: The state is damaged, or of another optimizer, model or seed; nothing was changed.
+            InvalidRequestError: Called between backward and ``step()``.
         """
         self._driver.require_idle("load_state_dict")
         self._find_parameters()
@@ -626,33 +662,35 @@ class CompressedOptimizer(CollectiveStep):
         self._masters.write()
 
     def _check_plain(self, plain: Mapping[str, Any]) -> dict[int, Any]:
-        """The entries of the wrapped optimizer's state by number. Raises CheckpointError if it cannot be loaded."""
+        """Returns the entries of the wrapped optimizer's state by number. Raises CheckpointError if it cannot be
+        loaded.
+        """
         return check_plain(plain, [len(group["params"]) for group in self.param_groups], "the state_dict")
 
     def _load_plain(self, plain: dict[str, Any]) -> None:
-        """Goes on from the state of an optimizer that is not distributed."""
+        """Continues from the state of an optimizer that is not distributed."""
         raise CheckpointError(
             f"the state_dict has no entry 'ocomm', so it is not of {type(self).__name__}, which cannot go on from "
             "another optimizer's state. Load the model's parameters alone."
         )
 
     def _adopt(self, plain: dict[str, Any]) -> None:
-        """The wrapped optimizer, and with it this one, has this state from now on."""
-        with self._masters.standing_in(self):  # Torch makes moments what their parameters are
+        """Loads the state of the wrapped optimizer, which is that of this one, too."""
+        with self._masters.standing_in(self):  # Torch casts moments to the dtype of their parameters
             super().load_state_dict(plain)
-        # Its own fills in what states of other releases lack.
+        # The wrapped optimizer's own method adds what states of other releases lack.
         self._inner.__setstate__({"state": self.state, "param_groups": self.param_groups})
         self._arrange_state()
 
     def _arrange_state(self) -> None:
-        """Makes the wrapped optimizer's tensors lie in memory as their parameters do."""
+        """Gives the wrapped optimizer's tensors the memory order of their parameters."""
         for parameter, order in zip(self._parameters, self._orders, strict=True):
             for name, value in self.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     self.state[parameter][name] = order.arranged(value)
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """What only this rank knows: errors, local moments. Tensors and plain values, with a checksum.
+        """Returns what only this rank has, errors and local moments: tensors and plain values, with a checksum.
 
         Each rank saves its own, at the same step as ``state_dict``.
         """
@@ -662,19 +700,25 @@ class CompressedOptimizer(CollectiveStep):
         return to_torch(self._driver.rank_state())
 
     def load_rank_state_dict(self, state: Any) -> dict[str, Any]:
-        """The inverse, after ``load_state_dict``. Collective: all ranks call it.
+        """Loads results of ``rank_state_dict``, after ``load_state_dict``. Collective: all ranks call it.
 
-        ``state`` is what this rank's ``rank_state_dict`` returned; or a list of those of all ranks, which may be those
-        of another number of ranks; or a path to what ``torch.save`` wrote of them, with ``{rank}`` in the place of the
-        rank; or None where it is lost; or, of an elastic state, a ``resume.Source``.
+        On the same number of ranks the run continues as if it had never stopped, with the same bits. On another, the
+        errors of servers move with their blocks, and every rank gets the mean of the worker errors. If a state is
+        missing on any rank, the errors of all ranks start at zero.
 
-        On the same number of ranks the run goes on as if it had never stopped, in every bit. On another, owner errors
-        move with their blocks, and every rank gets the mean of the worker errors. If a state is missing on any rank,
-        the errors of all start at zero. Returns, and reports as ``compression_report()["resumed"]``, what was done:
-        ``rank_state`` is ``"loaded"``, ``"re-sharded"`` or ``"reset"``, ``why`` says why.
+        Args:
+            state: The result of this rank's ``rank_state_dict``; or a list of those of all ranks, which may be another
+                number of ranks; or a path to what ``torch.save`` wrote of them, with ``{rank}`` in the place of the
+                rank; or None if it is lost; or, for an elastic state, a ``resume.Source``.
 
-        Raises CheckpointError on all ranks, before anything is changed, if a state is damaged or of another run on any
-        rank; MismatchError if the ranks have states of different runs.
+        Returns:
+            What was done, which ``compression_report()["resumed"]`` reports, too: ``rank_state`` is ``"loaded"``,
+            ``"re-sharded"`` or ``"reset"``; ``why`` gives the reason.
+
+        Raises:
+            CheckpointError: A state is damaged or of another run on some rank; raised on all ranks, nothing was
+                changed.
+            MismatchError: The ranks have states of different runs.
         """
         self._find_parameters()
         self._placement.arrive()
@@ -685,10 +729,10 @@ class CompressedOptimizer(CollectiveStep):
         return done
 
     def compression_report(self) -> dict[str, Any]:
-        """What was really sent, against dense: counts of steps and bytes of this rank, and where the run stands.
+        """Returns counts of the steps and bytes of this rank, compared with dense averages, and the stage of the run.
 
-        ``ratio`` is dense over sent bytes of the whole run, ``last_ratio`` of the last step; ``exposed_ms`` the mean
-        time that ``step()`` waited for the exchange.
+        ``ratio`` is dense over sent bytes of the whole run, ``last_ratio`` of the last step; ``exposed_ms`` is the mean
+        time that ``step()`` waited for the exchange. ``ocomm.training.driver.Driver.report`` describes all entries.
         """
         report = self._driver.report()
         return {**report, "memory_bytes": {**report["memory_bytes"], **self._masters.memory()}}
@@ -699,7 +743,7 @@ def _pointer(grad: torch.Tensor) -> int:
 
 
 def _on_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parameter: torch.Tensor) -> None:
-    """The hook of parameter ``index``: runs for each of them, in the middle of backward."""
+    """The hook of parameter ``index``, called during backward."""
     optimizer = reference()
     if optimizer is None:
         return
@@ -717,12 +761,14 @@ def _on_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parame
 
 
 def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state of one parameter, which later steps do not change."""
+    """Returns an optimizer's state of one parameter, which later steps do not change."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
 
 
 def _guard(optimizer: CompressedOptimizer) -> Callable[..., None]:
-    """A hook for the wrapped optimizer: a step that the ranks do not take together would set them apart for good."""
+    """Returns a hook for the wrapped optimizer that raises if its step is called by others: replicas would differ for
+    good.
+    """
     reference = weakref.ref(optimizer)
 
     def before_step(inner: torch.optim.Optimizer, *_: Any) -> None:
@@ -738,7 +784,7 @@ def _guard(optimizer: CompressedOptimizer) -> Callable[..., None]:
 
 
 def _guard_loading(optimizer: CompressedOptimizer) -> Callable[..., None]:
-    """A hook for the wrapped optimizer: what it loads would not be this one's."""
+    """Returns a hook for the wrapped optimizer that raises if it loads a state, which this one would not get."""
     reference = weakref.ref(optimizer)
 
     def before_load(inner: torch.optim.Optimizer, _: Any) -> None:
@@ -753,7 +799,7 @@ def _guard_loading(optimizer: CompressedOptimizer) -> Callable[..., None]:
 
 
 def _whole_state(optimizer: CompressedOptimizer) -> Callable[..., Any]:
-    """A hook for the wrapped optimizer, which has given its moments away: what it saves is this one's state."""
+    """Returns a hook that makes the wrapped optimizer, which has no moments any more, save the state of this one."""
     reference = weakref.ref(optimizer)
 
     def after_state_dict(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -764,7 +810,9 @@ def _whole_state(optimizer: CompressedOptimizer) -> Callable[..., Any]:
 
 
 def check_plain_optimizer(optimizer: torch.optim.Optimizer, wrapper: str) -> None:
-    """InvalidRequestError if ``optimizer`` communicates already; ``wrapper`` names the class that is to wrap it."""
+    """Raises InvalidRequestError if ``optimizer`` communicates already; ``wrapper`` names the class that is to wrap
+    it.
+    """
     if isinstance(optimizer, NamesParameters):
         found = "DistributedOptimizer"
     elif isinstance(optimizer, CompressedOptimizer):
@@ -782,7 +830,7 @@ def _remove(handles: list[Any]) -> None:
 def _named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> tuple[list[torch.Tensor], list[str]]:
-    """The optimizer's parameters in group order, with their names."""
+    """Returns the optimizer's parameters in group order, with their names."""
     names = {id(p): name for name, p in reversed(list(named_parameters or ()))}
     parameters, result = [], []
     seen: set[int] = set()
@@ -821,7 +869,7 @@ def _check_parameter(wrapper: str, name: str, parameter: torch.Tensor) -> None:
 
 
 def _check_storage(names: list[str], parameters: list[torch.Tensor]) -> None:
-    """InvalidRequestError if two parameters share memory: each would be moved by its own state."""
+    """Raises InvalidRequestError if two parameters share memory, because each would be moved by its own state."""
     end, last = 0, ""
     for first, nbytes, name in sorted((p.data_ptr(), p.nbytes, n) for n, p in zip(names, parameters, strict=True)):
         if nbytes and first < end:

@@ -1,7 +1,7 @@
-"""Compression of what an allreduce sends: Horovod's interface, whose results can be summed.
+"""Compression of what an allreduce sends: Horovod's interface, for formats that can be summed.
 
-Subclass ``Compressor`` for another one. 1-bit compression does not fit this interface, because a sum of signs is not
-a sign: ``allreduce`` has a way of its own for it, and training has the 1-bit optimizers.
+Subclass ``Compressor`` for another format. 1-bit compression does not fit this interface, because a sum of signs is not
+a sign: ``allreduce`` handles it separately, and training has the 1-bit optimizers.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ocomm.errors import InvalidRequestError
 
 
 class Compressor:
-    """Two static methods; the reduction happens on what ``compress`` returns."""
+    """Compresses tensors before a reduction, which sums the results of ``compress``. Subclasses define both methods."""
 
-    #: True where a finite tensor, or the sum of some, can become infinite on the wire. It is then reduced again, as it
-    #: was before ``compress``.
+    #: True if a finite tensor, or a sum of such, can become infinite on the wire. It is then reduced again,
+    #: uncompressed.
     may_overflow = False
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor to send, and what ``decompress`` needs to know."""
+        """Returns the tensor to send, and a context for ``decompress``."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The reduced tensor in its original dtype."""
+        """Returns the reduced tensor in its original dtype."""
         raise NotImplementedError
 
 
@@ -45,7 +45,7 @@ class NoneCompressor(Compressor):
 
 
 class _CastCompressor(Compressor):
-    """Sends floating-point tensors in a smaller type; sums are made in float32 and rounded once."""
+    """Sends floating-point tensors in a smaller dtype; sums are computed in float32 and rounded once."""
 
     wire: torch.dtype
 
@@ -61,11 +61,11 @@ class _CastCompressor(Compressor):
 
 
 class FP16Compressor(_CastCompressor):
-    """Half precision: 11 bits of mantissa, values up to 65504.
+    """float16: 11 bits of mantissa, values up to 65504.
 
-    Where a reduction comes out infinite, because an element or a sum is beyond 65504, all ranks make it once more in
-    the tensor's own type. So a large gradient costs a second exchange; in Horovod it makes the parameters infinite.
-    What is infinite or NaN before it is compressed stays so, for ``GradScaler`` to find. Elements below 3e-8 become 0.
+    If a reduction is infinite because an element or a sum is beyond 65504, all ranks repeat it in the tensor's own
+    dtype. So a large gradient costs a second exchange; in Horovod it makes the parameters infinite. Values that are
+    infinite or NaN before compression stay so, for ``GradScaler`` to find. Elements below 3e-8 become 0.
     """
 
     wire = torch.float16
@@ -81,8 +81,8 @@ class BF16Compressor(_CastCompressor):
 class OneBitCompressor(Compressor):
     """1 bit per element with error feedback, for ``allreduce(tensor, name=..., compression=Compression.onebit)``.
 
-    What one call leaves out is kept under ``name`` and goes into the next. For gradients take a 1-bit optimizer: the
-    same bits spent on Adam's gradients instead of its momentum train clearly worse.
+    What one call loses is kept under ``name`` and added to the next. For gradients use a 1-bit optimizer: the same bits
+    spent on Adam's gradients instead of its momentum train clearly worse.
     """
 
     @staticmethod
@@ -94,7 +94,7 @@ class OneBitCompressor(Compressor):
 
 
 class Compression:
-    """What to pass as ``compression=``."""
+    """The values of the argument ``compression``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -102,24 +102,25 @@ class Compression:
     onebit = OneBitCompressor
 
 
-#: Ends the name of a tensor that is reduced again, as it was before it was compressed.
+#: Ends the name of a tensor that is reduced again, uncompressed.
 UNCOMPRESSED = ".uncompressed"
 
 
 def has_overflowed(
     compression: type[Compressor], reduced: Sequence[torch.Tensor], originals: Sequence[torch.Tensor]
 ) -> bool:
-    """True if an element of a compressed reduction is not finite, and it may be ``compression`` that made it so.
+    """Returns True if an element of a compressed reduction is not finite, possibly because of ``compression``.
 
     Args:
-        reduced: Results of the reduction, before ``decompress``. The same on all ranks, and so is what is returned.
-        originals: What ``compress`` was given for each, of which the dtypes count.
+        compression: The compressor.
+        reduced: Results of the reduction, before ``decompress``. They are the same on all ranks, and so is the result.
+        originals: The tensors given to ``compress``, of which only the dtypes are used.
     """
     if not getattr(compression, "may_overflow", False):  # a user's class need not be a Compressor
         return False
     changed = [r for r, o in zip(reduced, originals, strict=True) if r.dtype != o.dtype and r.numel()]
     if not changed:
         return False
-    # Both are NaN where an element is; a tenth of the time that a norm or isfinite() takes on a CPU.
+    # Both are NaN if an element is NaN. This takes a tenth of the time of a norm or isfinite() on a CPU.
     extremes = [extreme for r in changed for extreme in r.detach().aminmax()]
     return not bool(torch.stack([extreme.to(extremes[0].device) for extreme in extremes]).isfinite().all())

@@ -1,4 +1,6 @@
-"""dist-EF-SGD for Torch: wraps ``torch.optim.SGD``, whose settings it reads at every step, and steps in its place."""
+"""dist-EF-SGD for Torch: wraps ``torch.optim.SGD``, whose settings it reads at every step, and makes steps in its
+place.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,17 @@ from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer, d
 class EFSGD(CompressedOptimizer):
     """Data-parallel SGD with error feedback (dist-EF-blockSGDM, arXiv 1905.10936): 1 bit per parameter and direction.
 
-    Each rank sends the signs of its own momentum times the learning rate, and per block the mean of their sizes; what
-    that leaves out is kept and added in the next step, as it is of the average at its owner.
+    Each rank sends the signs of its own momentum times the learning rate, and per block the mean of their magnitudes.
+    What that loses is kept and added in the next step; so is what compressing the average loses at its server.
 
-    ``step`` changes parameters in place, identically on all ranks, or on none. All ranks make the optimizer, and take
-    its steps, together.
+    ``step`` changes parameters in place, identically on all ranks, or on none. Making the optimizer and its steps are
+    collective.
 
     Args:
         optimizer: A ``torch.optim.SGD`` over parameters in the host's memory or on one GPU: float32, or bfloat16 or
-            float16, of which float32 masters are trained. lr, momentum, nesterov and weight_decay (added to the
-            gradient) are read from its groups at every step, so LR schedulers on either object work. Its own step is
-            never made. If it has a momentum already, each rank goes on from that, as ``load_state_dict`` does with the
-            state of a plain SGD.
+            float16 with float32 masters. lr, momentum, nesterov and weight_decay (added to the gradient) are read from
+            its groups at every step, so LR schedulers on either object work. Its own step is never called. If it has a
+            momentum already, each rank continues from that, as ``load_state_dict`` does with the state of a plain SGD.
         {arguments}
 
     Raises:
@@ -68,7 +69,7 @@ class EFSGD(CompressedOptimizer):
         self._take_over()
 
     def _take_over(self) -> None:
-        """The momentum in the wrapped optimizer's state becomes this rank's own."""
+        """Takes the momentum in the wrapped optimizer's state as this rank's own."""
         core, found = self._driver.core, {}
         assert isinstance(core, optim.EFSGD)
         for tensor, parameter in enumerate(self._parameters):
@@ -96,7 +97,7 @@ class EFSGD(CompressedOptimizer):
         return states
 
     def _load_plain(self, plain: dict[str, Any]) -> None:
-        """Goes on from the state of a plain SGD, with no errors."""
+        """Continues from the state of a plain SGD, without errors."""
         self._adopt(plain)
         self._driver.forget()
         self._take_over()
@@ -112,7 +113,7 @@ class EFSGD(CompressedOptimizer):
 
 
 def _step_of(kind: type[torch.optim.Optimizer]) -> Any:
-    """Without the hooks that Torch puts around it."""
+    """Returns the class's step without the hooks that Torch puts around it."""
     return inspect.unwrap(kind.step)
 
 

@@ -24,14 +24,19 @@ __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
 
 class ElasticSampler(Sampler[int]):
-    """Deals a dataset to the ranks, without what has been processed in this epoch.
+    """Shares out a dataset to the ranks, without the samples that have been processed in this epoch.
 
-    Call ``set_epoch`` before an epoch and ``record_batch`` after a step; after a failure the rest of the epoch is dealt
-    out anew, on as many ranks as before in the same order. The first indices of the epoch are repeated so that all
-    ranks get equally many. ``dataset`` has a length.
+    Call ``set_epoch`` before an epoch and ``record_batch`` after a step. After a failure the rest of the epoch is
+    shared out again; on as many ranks as before, in the same order. The first indices of the epoch are repeated so that
+    all ranks get equally many.
+
+    Args:
+        dataset: A dataset with a length.
+        shuffle: Whether an epoch's order is random.
+        seed: Seed of that order, the same on all ranks.
     """
 
-    #: Whose ranks share the dataset: in a ``TorchState`` the state's.
+    #: The ranks that share the dataset; in a ``TorchState`` those of the state.
     process_set: ProcessSet = global_process_set
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -40,56 +45,56 @@ class ElasticSampler(Sampler[int]):
         self.seed = seed
         self.epoch = 0
         self.processed_indices: set[int] = set()
-        self._news: list[int] = []  # of these, what the other ranks do not know
+        self._news: list[int] = []  # those of them that the other ranks do not know
         self.indices: list[int] = []
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch: nothing is processed yet, and the order is another."""
+        """Begins an epoch, in which nothing is processed yet, with another order."""
         self.epoch = epoch
         self.processed_indices = set()
         self._news = []
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """This rank's batch of this number is done."""
+        """Notes that this rank has processed its batch of this number."""
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """These samples are done."""
+        """Notes that these samples have been processed."""
         done = list(indices)
         self.processed_indices.update(done)
         self._news += done
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """The samples of this rank's batch of this number, in the order of the last iteration."""
+        """Returns the samples of this rank's batch of this number, in the order of the last iteration."""
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def share(self) -> None:
-        """Tells all ranks what this one has processed, and hears of the others. Collective."""
+        """Exchanges with all ranks which samples have been processed. Collective."""
         news = np.array(self._news, np.int64)
         self._news = []
         self.processed_indices.update(api.allgather(news, process_set=self.process_set).tolist())
 
     def sync(self) -> None:
-        """Takes over the first rank's epoch and what any rank has processed in it; deals out the rest. Collective."""
+        """Takes the first rank's epoch and what any rank has processed in it, and shares out the rest. Collective."""
         states = api.allgather_object(self.state_dict(), process_set=self.process_set)
         done = [state["processed_indices"] for state in states if state["epoch"] == states[0]["epoch"]]
         self.load_state_dict({"epoch": states[0]["epoch"], "processed_indices": set().union(*done)})
 
     def reset(self) -> None:
-        """Deals out what is left, to the ranks that there are now."""
+        """Shares out the remaining samples to the current ranks."""
         self.num_replicas = self.process_set.size()
         self.rank = self.process_set.rank()
         self.remaining_indices = [i for i in range(len(self.dataset)) if i not in self.processed_indices]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch and what is processed in it."""
+        """Returns the epoch and the samples processed in it."""
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over an epoch and what is processed in it, and deals out the rest."""
+        """Loads an epoch and the samples processed in it, and shares out the rest."""
         self.epoch = state_dict["epoch"]
         self.processed_indices = set(state_dict["processed_indices"])
         self._news = []
@@ -113,20 +118,22 @@ class TensorCodec(plain.Codec):
     """Writes tensors as their bytes, and other objects as ``torch.save`` does. Tensors come back on the CPU."""
 
     def key(self, leaf: Any) -> Hashable:
-        """Tied parameters are several tensors of the same memory."""
+        """Returns a key that is equal for tied parameters, which are several tensors of the same memory."""
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.numel():
             return leaf.device, leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
         return id(leaf)
 
     def describe(self, leaf: Any) -> tuple[Any, np.ndarray] | None:
-        """The dtype, the shape in the order of memory, and that order, of a dense tensor; None for other values."""
+        """Returns the dtype, the shape in the order of memory, and that order, of a dense tensor; None for other
+        values.
+        """
         if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_quantized:
             return None
         if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
             return None
         order = sorted(range(leaf.ndim), key=lambda dim: -leaf.stride(dim))
         data = leaf.cpu().permute(order).contiguous()
-        # Not a reshape, which may leave a single element the stride 0 of an expanded tensor.
+        # Not a reshape, after which a single element may keep the stride 0 of an expanded tensor.
         flat = data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy()
         return [str(leaf.dtype).removeprefix("torch."), list(data.shape), order], flat
 
@@ -141,24 +148,28 @@ class TensorCodec(plain.Codec):
         return flat.reshape(shape).permute(back)
 
     def pickle(self, leaf: Any) -> bytes:
-        """As ``torch.save``."""
+        """Returns the bytes that ``torch.save`` writes."""
         file = io.BytesIO()
         torch.save(leaf, file)
         return file.getvalue()
 
     def unpickle(self, data: bytes) -> Any:
-        """As ``torch.load``, which runs what code the bytes name."""
+        """Returns what ``torch.load`` reads, which runs the code that the bytes name."""
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 class TorchState(ObjectState):
-    """``TorchState(model, optimizer, epoch=0, batch=0, sampler=sampler)``: everything that training goes on from.
+    """Everything that training continues from: ``TorchState(model, optimizer, epoch=0, batch=0, sampler=sampler)``.
 
-    Modules, optimizers (plain, ``DistributedOptimizer`` or 1-bit), ElasticSamplers and whatever else has ``state_dict``
-    and ``load_state_dict`` (LR schedulers, a GradScaler) keep their identity and are restored from that; other values
-    are attributes that are copied. Torch's random numbers of the CPU go on where they were, too.
+    Modules, optimizers (plain, ``DistributedOptimizer`` or 1-bit), ElasticSamplers and other objects with
+    ``state_dict`` and ``load_state_dict`` (LR schedulers, a GradScaler) are restored in place; other values are
+    attributes that are copied. The state of Torch's random number generator of the CPU is restored, too.
 
-    ``process_set``: the ranks that train together; by default those of the optimizer.
+    Args:
+        model: A module, or None.
+        optimizer: An optimizer, or None.
+        process_set: The ranks that train together; None for those of the optimizer.
+        **kwargs: Further objects and values, by attribute name.
     """
 
     codec = TensorCodec()
@@ -183,13 +194,13 @@ class TorchState(ObjectState):
         self.saved = {n: v if n in onebit else copy.deepcopy(v) for n, v in values}, self.own()
 
     def replicated(self) -> dict[str, Any]:
-        """States of what has one, and the other values."""
+        """Returns the states of objects that have one, and the other values."""
         values = {name: getattr(self, name) for name in self._names}
         return {name: value.state_dict() if _has_state(value) else value for name, value in values.items()}
 
     def load_replicated(self, value: dict[str, Any]) -> None:
-        """The inverse; modules, optimizers and samplers are changed in place."""
-        # 1-bit optimizers hold their state against the parameters, which come first.
+        """Loads the result of ``replicated``; modules, optimizers and samplers are changed in place."""
+        # 1-bit optimizers compare their state with the parameters, which are therefore loaded first.
         for name in sorted(value, key=lambda name: isinstance(getattr(self, name), torch.optim.Optimizer)):
             target = getattr(self, name)
             if isinstance(target, CompressedOptimizer):
@@ -200,12 +211,14 @@ class TorchState(ObjectState):
                 setattr(self, name, value[name])
 
     def own(self) -> dict[str, Any]:
-        """What the 1-bit optimizers have of this rank alone, and random numbers."""
+        """Returns the rank states of 1-bit optimizers, and the state of the random number generator."""
         states = {name: getattr(self, name).rank_state_dict() for name in self._onebit}
         return {"optimizers": states, "random": torch.get_rng_state()}
 
     def load_own(self, part: Part) -> None:
-        """The inverse. Errors of ranks that are lost start at zero; ``resumed`` has what was done, by optimizer."""
+        """Loads results of ``own``. Errors of ranks that are lost start at zero; ``resumed`` reports what was done, by
+        optimizer.
+        """
         for name in self._onebit:
 
             def read(rank: int, name: str = name) -> Any:
@@ -221,12 +234,14 @@ class TorchState(ObjectState):
             torch.set_rng_state(part.own["random"])
 
     def share(self) -> None:
-        """Every rank's samplers know what all ranks have processed. Collective."""
+        """Exchanges what the ranks' samplers have processed. Collective."""
         for value in self._samplers:
             value.share()
 
     def sync(self) -> None:
-        """Takes over the first rank's values, for samplers what any rank has processed, and saves. Collective."""
+        """Replaces values by the first rank's, merges what any rank's samplers have processed, and saves.
+        Collective.
+        """
         first = self.process_set.ranks[0]
         plain: dict[str, Any] = {}
         for name in self._names:
@@ -258,7 +273,7 @@ class TorchState(ObjectState):
             optimizer.load_rank_state_dict(None)
 
     def reset(self) -> None:
-        """Deals the samplers' rest to the ranks that there are now, with whom 1-bit optimizers exchange."""
+        """Shares out the samplers' remaining samples to the current ranks, and connects 1-bit optimizers with them."""
         for value in self._samplers:
             value.reset()
         for name in self._onebit:
@@ -279,7 +294,7 @@ def _has_state(value: Any) -> bool:
 
 
 def _set_of(value: Any) -> ProcessSet | None:
-    """The process set that a distributed optimizer averages over."""
+    """Returns the process set that a distributed optimizer averages over."""
     if isinstance(value, CompressedOptimizer):
         return value.process_set
     return getattr(value, "_process_set", None) if isinstance(value, torch.optim.Optimizer) else None

@@ -1,4 +1,4 @@
-"""Starting alike: parameters, optimizer state and objects from one rank to all."""
+"""Broadcasts of parameters, optimizer state and objects from one rank to all, so that ranks start equal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from ocomm_torch.mpi_ops import broadcast_async_, synchronize
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Overwrites parameters and buffers with those of ``root_rank`` (a world rank).
+    """Overwrites parameters and buffers on all ranks with those of ``root_rank``, in place. Collective.
 
-    ``params``: a ``state_dict()``, ``model.named_parameters()``, or an iterable of tensors or of (name, tensor).
+    Args:
+        params: A ``state_dict()``, ``model.named_parameters()``, or an iterable of tensors or of (name, tensor).
+        root_rank: A rank of the whole job.
+        process_set: The ranks that take part.
+
+    Raises:
+        InvalidRequestError: ``params`` has something else than tensors.
     """
     if isinstance(params, Mapping):
         pairs: list[tuple[str | None, Any]] = sorted(params.items())
@@ -40,7 +46,7 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a tensor in a structure that is pickled."""
+    """Takes the place of a tensor in a structure that is pickled."""
 
     position: int
     dtype: torch.dtype
@@ -53,12 +59,20 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Overwrites the optimizer's state and hyper-parameters with those of ``root_rank`` (a world rank).
+    """Overwrites the optimizer's state and hyperparameters on all ranks with those of ``root_rank``. Collective.
 
-    The other ranks need not have any state yet. After steps of a 1-bit optimizer all ranks load it, ``root_rank`` too:
-    errors start at zero. As in Horovod, parameters that have no gradient get one of zeros where an optimizer has no
-    state; unlike there, the optimizer makes no step. ``model`` is accepted as in Horovod and not needed.
-    InvalidRequestError for LBFGS, whose state is not per parameter.
+    The other ranks need not have any state yet. After steps of a 1-bit optimizer all ranks load the state, with
+    ``root_rank``, and errors start at zero. As in Horovod, parameters without a gradient get one of zeros if an
+    optimizer has no state; unlike there, the optimizer makes no step.
+
+    Args:
+        optimizer: Any Torch optimizer except LBFGS.
+        root_rank: A rank of the whole job.
+        model: Accepted as in Horovod, and ignored.
+        process_set: The ranks that take part.
+
+    Raises:
+        InvalidRequestError: The optimizer is an LBFGS, whose state is not per parameter.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidRequestError("cannot broadcast torch.optim.LBFGS state")
@@ -90,7 +104,7 @@ def _make_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The structure with slots for its tensors, which are appended to ``tensors``."""
+    """Returns the structure with slots for its tensors, which are appended to ``tensors``."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Slot(len(tensors) - 1, value.dtype, tuple(value.shape))
@@ -102,7 +116,9 @@ def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _make_room(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The structure with new tensors for its slots, which are appended to ``tensors`` in the order of ``_take_out``."""
+    """Returns the structure with new tensors for its slots, which are appended to ``tensors`` in the order of
+    ``_take_out``.
+    """
     if isinstance(value, _Slot):
         tensors.append(torch.empty(value.shape, dtype=value.dtype))
         return tensors[-1]

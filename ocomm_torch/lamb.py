@@ -1,4 +1,4 @@
-"""1-bit LAMB for Torch: it wraps ``torch.optim.Adam`` or ``AdamW`` for their param groups, and steps in their place."""
+"""1-bit LAMB for Torch: wraps ``torch.optim.Adam`` or ``AdamW`` for its param groups, and makes steps in its place."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from ocomm_torch.compressed import documented
 class OneBitLamb(AdamWrapper):
     """Data-parallel 1-bit LAMB (arXiv 2104.06069): LAMB at first, then 1 bit per parameter and direction.
 
-    LAMB multiplies the learning rate of each tensor by its trust ratio, |p| / |update|, for large batches: a step is as
-    long as lr times the parameter, whatever the gradient. So it wants an lr of its own. After a warm start there is no
-    average of the trust ratio: that of a tensor's first step is kept.
+    For large batches LAMB multiplies the learning rate of each tensor by its trust ratio, |p| / |update|: a step is as
+    long as lr times the parameter, whatever the gradient. So it needs another lr than Adam. After a warm start there is
+    no average of the trust ratio; that of a tensor's first step is kept.
 
-    ``step`` changes parameters in place, identically on all ranks, or on none. All ranks make the optimizer, and take
-    its steps, together.
+    ``step`` changes parameters in place, identically on all ranks, or on none. Making the optimizer and its steps are
+    collective.
 
     Args:
-        optimizer: A ``torch.optim.Adam`` or ``AdamW`` over CPU parameters: float32, or bfloat16 or float16, of which
-            float32 masters are trained. lr, betas, eps (up to the freeze) and weight_decay, which is part of the update
-            whichever it is, are read from its groups at every step, so LR schedulers on either object work. Its own
-            step is never made; if it has a state, the warm-up goes on from that.
+        optimizer: A ``torch.optim.Adam`` or ``AdamW`` over CPU parameters: float32, or bfloat16 or float16 with float32
+            masters. lr, betas, eps (up to the freeze) and weight_decay, which is part of the update for both classes,
+            are read from its groups at every step, so LR schedulers on either object work. Its own step is never
+            called. If it has a state, the warm-up continues from that.
         {arguments}
 
     Raises:
@@ -83,7 +83,7 @@ class OneBitLamb(AdamWrapper):
         return replace(super()._group(number, group), coupled_decay=0.0, decoupled_decay=float(group["weight_decay"]))
 
     def advance(self, tensor: int) -> tuple[Floats, Floats, int]:
-        """Counts a step of a tensor; its m, v, which begin as zeros, and the number of that step."""
+        """Counts a step of a tensor. Returns its m and v, which begin as zeros, and the number of that step."""
         momentum, variance, step = self.started(tensor)
         self.state[self._parameters[tensor]]["step"] += 1
         return momentum, variance, step + 1

@@ -1,4 +1,4 @@
-"""1-bit Lion for Torch: it wraps any optimizer that has learning rates, and steps in its place."""
+"""1-bit Lion for Torch: wraps any optimizer with learning rates, and makes steps in its place."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ocomm_torch.rates import OPTIMIZER, RateOptimizer
 class Lion(RateOptimizer):
     """Data-parallel Lion with a majority vote: exactly 1 bit per parameter and direction from the first step on.
 
-    Each rank sends the sign of its own ``betas[0] * m + (1 - betas[0]) * g``, m being the moving average of its
-    gradient with ``betas[1]``; p = p * (1 - lr * wd) - lr * the sign that most ranks sent. Every parameter moves by lr
-    in every step: a third to a tenth of Adam's lr, with three to ten times its weight decay, is where to begin. In the
+    Each rank sends the sign of its own ``betas[0] * m + (1 - betas[0]) * g``, where m is the moving average of its
+    gradient with ``betas[1]``. Then p = p * (1 - lr * wd) - lr * the sign that most ranks sent. Every parameter moves
+    by lr in every step: begin with a third to a tenth of Adam's lr, and three to ten times its weight decay. In the
     hierarchical form each slice of a host's sum has as many votes as the host has ranks.
 
-    ``step`` changes parameters in place, identically on all ranks, or on none. All ranks make the optimizer, and take
-    its steps, together.
+    ``step`` changes parameters in place, identically on all ranks, or on none. Making the optimizer and its steps are
+    collective.
 
     Args:
         {arguments}

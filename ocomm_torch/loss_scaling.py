@@ -1,4 +1,6 @@
-"""``torch.amp.GradScaler`` with optimizers whose ranks step together: they skip together, and their scales agree."""
+"""Makes ``torch.amp.GradScaler`` work with optimizers whose ranks step together: ranks skip together, and scales
+agree.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +14,50 @@ from ocomm.optim.stepper import StepOutcome
 class CollectiveStep(torch.optim.Optimizer):
     """An optimizer of which all ranks take a step, or none does."""
 
-    #: What the ranks did when ``step`` or ``skip`` was called last.
+    #: What the ranks did in the last ``step`` or ``skip``.
     outcome: StepOutcome | None = None
 
     def skip(self, *, overflow: bool) -> None:
-        """This rank does not take the step under way, ``overflow``: because its gradients are not finite."""
+        """Skips the current step on this rank. ``overflow``: because its gradients are not finite."""
         raise NotImplementedError
 
     def widen_gradients(self) -> None:
-        """A loss scale is about to be divided out of the gradients: those in float16 become float32."""
+        """Makes float16 gradients float32, because a loss scale is about to be divided out of them."""
         raise NotImplementedError
 
     def gradients_changed(self) -> None:
-        """They are not what they were when backward handed them over."""
+        """Says that gradients have changed since backward handed them over."""
         raise NotImplementedError
 
 
 class SharesOverflows(torch.optim.Optimizer):
-    """An optimizer that all ranks or none must step: a rank that does not would leave the others waiting."""
+    """An optimizer that all ranks or none must step, because a rank that does not would leave the others waiting."""
 
     def overflowed_anywhere(self, here: bool) -> bool:
-        """Has any rank found gradients that are not finite? Collective."""
+        """Returns True if any rank has found gradients that are not finite. Collective."""
         raise NotImplementedError
 
 
-# Before 2.3 there was one for CUDA only, of which the one for CPUs was a subclass.
+# Before Torch 2.3 there was a GradScaler for CUDA only, of which that for CPUs was a subclass.
 _GradScaler: Any = torch.amp.GradScaler if hasattr(torch.amp, "GradScaler") else torch.cuda.amp.GradScaler
 _torch_step = _GradScaler.step
 _torch_unscale = _GradScaler.unscale_
 
 
 def install() -> None:
-    """From now on ``GradScaler.step`` of an optimizer that ``CollectiveStep`` ends the step on all ranks alike; of one
-    that ``SharesOverflows`` it begins it alike.
+    """Patches ``GradScaler.step`` and ``GradScaler.unscale_`` for the optimizers of this module.
 
-    A GradScaler looks for overflows in this rank's gradients alone. Where it finds one it does not call the optimizer,
-    for which the other ranks wait; where it finds none it does not hear that the step was skipped, and keeps its scale.
-    No hook of Torch gives the optimizer a word in either case (``_step_supports_amp_scaling`` would leave unscaling to
-    it). To be removed once Torch asks the optimizer whether a step was skipped.
+    A step of a ``CollectiveStep`` then ends in the same way on all ranks; one that ``SharesOverflows`` begins in the
+    same way.
 
-    ``GradScaler.unscale_`` refuses float16 gradients, because what the scale has saved is lost in them when it is
-    divided out. Those of an optimizer with float32 masters are widened before. It leaves the versions of gradients as
-    they were, so the optimizer is told that they have changed.
+    A GradScaler looks for overflows in this rank's gradients alone. If it finds one it does not call the optimizer, for
+    which the other ranks wait. If it finds none it is not told that the step was skipped, and keeps its scale. No hook
+    of Torch tells the optimizer in either case (``_step_supports_amp_scaling`` would leave unscaling to it). Remove
+    this once Torch asks the optimizer whether a step was skipped.
+
+    ``GradScaler.unscale_`` refuses float16 gradients, because dividing out the scale loses what the scale has saved.
+    Gradients of an optimizer with float32 masters are widened before. It does not change the versions of gradients, so
+    the optimizer is told that they have changed.
     """
     _GradScaler.step = _step
     _GradScaler.unscale_ = _unscale

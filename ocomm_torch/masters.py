@@ -1,4 +1,4 @@
-"""float32 masters of parameters that are bfloat16 or float16: what is stepped in their place."""
+"""float32 masters of bfloat16 and float16 parameters, which steps change in the parameters' place."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import WHOLE
 from ocomm_torch.placement import Placement
 
-#: Parameters of these types have a master; those of float32 are stepped themselves.
+#: Parameters of these types have a master; float32 parameters are changed directly.
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Masters:
-    """Owns a float32 master of each parameter in ``LOW_PRECISION``, and a float32 place for its gradient.
+    """Owns a float32 master of each parameter in ``LOW_PRECISION``, and float32 memory for its gradient.
 
-    After a step ``write`` rounds the masters to their parameters, to nearest even. Otherwise a parameter is the user's:
-    ``follow`` finds the elements that are not their rounded master, however they were written, and takes the masters
-    of these, and of no others, from them. So an element that was not written keeps the digits that only its master has.
+    After a step ``write`` rounds the masters to their parameters, to nearest even. Otherwise users may write
+    parameters: ``follow`` finds the elements that are not their rounded master, however they were written, and copies
+    these, and no others, to the masters. So an element that was not written keeps the precision that only its master
+    has.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], placement: Placement) -> None:
         low = [index for index, parameter in enumerate(parameters) if parameter.dtype in LOW_PRECISION]
         self._parameters = {index: parameters[index] for index in low}
         self._masters = {index: parameters[index].detach().float() for index in low}
-        #: What is stepped for each parameter: its master, or itself.
+        #: The tensor that steps change for each parameter: its master, or itself.
         self.stepped = [self._masters.get(index, parameter) for index, parameter in enumerate(parameters)]
         self._gradients: dict[int, torch.Tensor] = {}
         self._placement = placement
-        # Checksums of the parameters when they were last equal to their rounded masters; None: it is not known.
+        # Checksums of the parameters when they were last equal to their rounded masters; None if that is not known.
         self._known: NDArray[np.uint64] | None = None
         #: Masters of a saved state, until a step begins: parameters may be loaded after them.
         self._saved: dict[int, torch.Tensor] = {}
@@ -49,7 +50,7 @@ class Masters:
     # Parameters
 
     def follow(self) -> bool:
-        """Takes over what was written to parameters. Was anything?"""
+        """Copies to masters what was written to parameters. Returns True if anything was."""
         if not self._parameters:
             return False
         now = self.checksums(self._parameters)
@@ -73,12 +74,12 @@ class Masters:
         return True
 
     def begin(self) -> None:
-        """As ``follow``, before a step: what is loaded later belongs to another state."""
+        """Calls ``follow`` before a step. Parameters that are loaded later belong to another state."""
         self.follow()
         self._saved.clear()
 
     def write(self) -> None:
-        """Makes every parameter its rounded master."""
+        """Sets every parameter to its rounded master."""
         if not self._parameters:
             return
         for index, parameter in self._parameters.items():
@@ -86,14 +87,14 @@ class Masters:
         self._known = self.checksums(self._parameters)
 
     def restart(self) -> None:
-        """Makes every master its parameter."""
+        """Sets every master to its parameter."""
         for index, parameter in self._parameters.items():
             self._masters[index].copy_(parameter.detach())
         self._known = None
         self._saved.clear()
 
     def load(self, saved: Mapping[int, torch.Tensor]) -> None:
-        """Takes over saved masters, but where a parameter is not what they round to."""
+        """Loads saved masters, except for parameters that are not the rounded master."""
         self._saved = {index: master.to(self._masters[index].device) for index, master in saved.items()}
         for index, master in saved.items():
             self._masters[index].copy_(master)
@@ -103,14 +104,14 @@ class Masters:
     # Gradients
 
     def widened(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient in float32, in a place of its own which the next call for the same parameter overwrites."""
+        """Returns the gradient in float32, in memory that the next call for the same parameter overwrites."""
         place = self._gradients.get(index)
         if place is None:
             place = self._gradients[index] = torch.empty_like(self._masters[index])
         return place.copy_(gradient.detach())
 
     def widen_float16(self) -> None:
-        """From now on float16 parameters have float32 gradients, also those that they have already.
+        """Makes float16 parameters have float32 gradients from now on, with those that they have already.
 
         Raises InvalidRequestError if this release of Torch cannot do that.
         """
@@ -129,7 +130,9 @@ class Masters:
             parameter.grad = gradient.float()
 
     def checksums(self, tensors: Mapping[int, torch.Tensor], part: int = WHOLE) -> NDArray[np.uint64]:
-        """Of the bytes of contiguous tensors, in their order; see ``Kernels.checksum`` for ``part``."""
+        """Returns checksums of the bytes of contiguous tensors, in their order; ``part`` is that of
+        ``Kernels.checksum``.
+        """
         addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64)
         nbytes = np.array([tensor.nbytes for tensor in tensors.values()], np.int64)
         self._placement.arrive()
@@ -139,7 +142,7 @@ class Masters:
 
     @contextlib.contextmanager
     def standing_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """In here the groups and the state of ``optimizer`` have masters in the place of their parameters."""
+        """Replaces parameters by masters in the groups and the state of ``optimizer`` inside the context."""
         pairs = [(parameter, self._masters[index]) for index, parameter in self._parameters.items()]
         _replace(optimizer, pairs)
         try:
@@ -148,7 +151,7 @@ class Masters:
             _replace(optimizer, [(master, parameter) for parameter, master in pairs])
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by buffer."""
+        """Returns the bytes held, by buffer."""
         return {
             "masters": sum(master.nbytes for master in self._masters.values()),
             "widened_gradients": sum(place.nbytes for place in self._gradients.values()),
@@ -156,7 +159,7 @@ class Masters:
 
 
 def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Per element: is it, bit for bit, the rounded master?"""
+    """Returns for each element whether it is, bit for bit, the rounded master."""
     return master.to(parameter.dtype).view(torch.int16) == parameter.view(torch.int16)
 
 

@@ -1,7 +1,7 @@
-"""The order in which a tensor's elements lie in memory: they travel in it, where it has no gaps.
+"""The order of a tensor's elements in memory, in which they travel if the tensor has no gaps.
 
-A channels_last parameter, its gradient, moments and errors stay in its own order, so nothing is copied. Ranks and saved
-states must have the same order, which is a part of the layout's hash.
+A channels_last parameter, its gradient, moments and errors keep that order, so nothing is copied. Ranks and saved
+states must have the same order, which is part of the layout's hash.
 """
 
 from __future__ import annotations
@@ -14,50 +14,52 @@ _NAMES = {(0, 2, 3, 1): "channels_last", (0, 2, 3, 4, 1): "channels_last_3d"}
 
 
 class MemoryOrder:
-    """Of the elements of ``parameter``, which has no gaps and no element twice (``is_dense``)."""
+    """The order of the elements of ``parameter``, which has no gaps and no element twice (``is_dense``)."""
 
     __slots__ = ("_back", "axes", "name")
 
     def __init__(self, parameter: torch.Tensor) -> None:
-        #: Its axes as they lie in memory, the slowest first; None if that is their own order.
+        #: Its axes in the order of memory, the slowest first; None if that is their own order.
         self.axes = None if parameter.is_contiguous() else _axes(parameter)
-        #: The same for all parameters of one shape that have one order; "torch" is the order of a contiguous tensor.
+        #: Name of the order, equal for parameters of one shape and order; "torch" is that of a contiguous tensor.
         self.name = "torch"
         if self.axes is not None:
             self._back = tuple(sorted(range(len(self.axes)), key=self.axes.__getitem__))
             self.name = _NAMES.get(self.axes) or "axes" + "".join(f".{axis}" for axis in self.axes)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Do the elements of a tensor of this shape lie so, without gaps?"""
+        """Returns True if a tensor of this shape has this order, without gaps."""
         if tensor.layout is not torch.strided:
             return False
         return (tensor if self.axes is None else tensor.permute(self.axes)).is_contiguous()
 
     def arranged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor if its elements lie so, else a copy whose elements do."""
+        """Returns the tensor if it has this order, else a copy that has it."""
         if self.has(tensor):
             return tensor
         dense = tensor.detach().to_dense()
         return dense.contiguous() if self.axes is None else dense.permute(self.axes).contiguous().permute(self._back)
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements of such a tensor as they lie in memory, in one dimension; it shares the memory."""
+        """Returns the elements of a tensor of this order as they are in memory, in one dimension; it shares the
+        memory.
+        """
         return (tensor if self.axes is None else tensor.permute(self.axes)).reshape(-1)
 
     def shaped(self, flat: torch.Tensor, shape: Any) -> torch.Tensor:
-        """The inverse of ``flat``."""
+        """Returns a tensor of this order and shape that shares the memory of its elements ``flat``."""
         if self.axes is None:
             return flat.view(shape)
         return flat.view([shape[axis] for axis in self.axes]).permute(self._back)
 
 
 def is_dense(parameter: torch.Tensor) -> bool:
-    """Do its elements lie without gaps, each once, in whatever order of its axes?"""
+    """Returns True if the elements lie without gaps, each once, in any order of the axes."""
     return parameter.is_contiguous() or parameter.permute(_axes(parameter)).is_contiguous()
 
 
 def _axes(parameter: torch.Tensor) -> tuple[int, ...]:
-    # The stride of an axis of one element means nothing.
+    # The stride of an axis of one element has no meaning.
     long = [axis for axis, size in enumerate(parameter.shape) if size > 1]
     long.sort(key=lambda axis: -parameter.stride(axis))
     return (*long, *(axis for axis, size in enumerate(parameter.shape) if size <= 1))

@@ -1,15 +1,20 @@
 """Horovod's collectives on Torch tensors.
 
-Tensors of any layout and device are taken; those which are not contiguous or not in host memory are copied. The
-``*_async`` calls return an integer handle for ``poll`` and ``synchronize``; until it is synchronized, neither the input
-nor the output may be touched. A trailing underscore means in place. The others are differentiable.
+Tensors may have any memory layout and device; those that are not contiguous or not in the host's memory are copied.
+Functions whose names end in ``_async`` return an integer handle for ``poll`` and ``synchronize``. Until the handle is
+synchronized, neither the input nor the output may be read or changed. A trailing underscore means in place; the other
+functions are differentiable.
 
-``name`` tells which calls of different ranks belong together; calls without one are matched by their order. ``op`` is
-``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``. An average of integers is rounded towards zero, and
-so are integers times a factor, as in Horovod.
+The collectives share these arguments:
 
-Errors: InvalidRequestError (a ValueError) at once where this rank's arguments cannot be right, HorovodInternalError
-from the synchronizing call where the ranks do not agree or some do not come.
+- ``name`` tells which calls of different ranks belong together. Calls without a name are matched by their order.
+- ``op`` is ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; ``average`` is Horovod's
+  older way to choose between the first two. An average of integers is rounded towards zero, and so are integers times a
+  factor, as in Horovod.
+- ``process_set`` names the ranks that take part; all of them must make the call. The default is all ranks of the job.
+
+A collective raises InvalidRequestError (a ValueError) at once if this rank's arguments cannot be right. The call that
+waits raises HorovodInternalError (MismatchError, StallError or PeerError) if the ranks disagree or some do not come.
 """
 
 from __future__ import annotations
@@ -50,7 +55,7 @@ _DTYPES = {
 
 
 class _Copies:
-    """See ``operations.Copies``: those of each GPU's current stream."""
+    """``operations.Copies`` on each GPU's current stream."""
 
     def __init__(self, devices: set[torch.device]) -> None:
         refuse_in_a_graph()
@@ -65,7 +70,7 @@ class _Copies:
 
 
 class TorchAdapter:
-    """See ``operations.Adapter``."""
+    """The ``operations.Adapter`` of Torch tensors."""
 
     def describe(self, tensor: Any) -> tuple[DType, tuple[int, ...]]:
         if not isinstance(tensor, Tensor):
@@ -79,14 +84,14 @@ class TorchAdapter:
         return dtype, tuple(tensor.shape)
 
     def host(self, tensor: Any) -> tuple[Any, bool]:
-        if tensor.requires_grad:  # detach() gives the GIL away: not once per gradient
+        if tensor.requires_grad:  # detach() releases the GIL, so it is not called for every gradient
             tensor = tensor.detach()
         if tensor.is_cpu:
             return (tensor, True) if tensor.is_contiguous() else (tensor.contiguous(), False)
         if not tensor.is_cuda:
             return tensor.cpu().contiguous(), False
-        # Page-locked, so that the device writes it itself. Torch keeps such memory, and gives it out again when the
-        # device is done with it.
+        # Page-locked, so that the device writes it itself. Torch keeps such memory, and reuses it when the device has
+        # finished.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         return host, False
@@ -110,7 +115,9 @@ class TorchAdapter:
         into.detach().copy_(host, non_blocking=True)
 
     def placement(self, session: Session, process_set: ProcessSet, tensors: Sequence[Tensor]) -> CudaPlacement | None:
-        """Of tensors that are all on one GPU, if sums over the set could stay there; else None."""
+        """Returns the placement of tensors that are all on one GPU, if sums over the set could stay there; else
+        None.
+        """
         if not tensors or not tensors[0].is_cuda:
             return None
         number = process_set.number(session)
@@ -121,13 +128,13 @@ class TorchAdapter:
             return None
         try:
             return CudaPlacement(session.device_kernels(device.index or 0), device)
-        except OcommError as error:  # no numba-cuda, say
+        except OcommError as error:  # for instance, numba-cuda is missing
             give_up(session.member_set(number), str(error))
             return None
 
 
 class _OnDevice(TorchAdapter):
-    """Tensors that stay where they are: theirs is the memory that it calls the host's."""
+    """The adapter of tensors that stay on their device: what it calls the host's memory is the device's."""
 
     def __init__(self, placement: CudaPlacement) -> None:
         self._placement = placement
@@ -138,7 +145,7 @@ class _OnDevice(TorchAdapter):
         return (tensor, True) if tensor.is_contiguous() else (tensor.contiguous(), False)
 
     def copies(self, tensors: Sequence[Any]) -> None:
-        """ocomm's stream comes after what Torch's has begun."""
+        """Returns None; orders ocomm's stream after what Torch's has begun."""
         self._placement.arrive()
 
     def view(self, host: Any) -> Bytes:
@@ -157,7 +164,7 @@ TORCH = TorchAdapter()
 def adapter_of(
     session: Session, tensors: Sequence[Tensor], op: int, factors: tuple[float, float], process_set: ProcessSet
 ) -> tuple[TorchAdapter, TensorMemory]:
-    """How the tensors of one allreduce reach the ranks of a set, and where they are then."""
+    """Returns how the tensors of one allreduce reach the ranks of a set, and which memory they are in then."""
     placement = TORCH.placement(session, process_set, tensors)
     if placement is None or not all(
         tensor.dtype in _DTYPES and is_reduced_on_devices(_DTYPES[tensor.dtype], op, *factors) for tensor in tensors
@@ -186,7 +193,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts ``allreduce``; the handle's result is a new tensor."""
+    """Starts an ``allreduce`` and returns a handle, whose result is a new tensor."""
     factors = prescale_factor, postscale_factor
     return _submit_allreduce(Allreduce([tensor], name, choose_op(op, average), *factors, process_set))
 
@@ -200,7 +207,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts ``allreduce_``; the result is in ``tensor`` when the handle is synchronized."""
+    """Starts an ``allreduce_`` and returns a handle; ``tensor`` holds the result once the handle is synchronized."""
     factors = prescale_factor, postscale_factor
     return _submit_allreduce(Allreduce([tensor], name, choose_op(op, average), *factors, process_set, in_place=True))
 
@@ -229,10 +236,27 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """The reduction of ``tensor`` over the ranks, as a new tensor of the same shape and dtype.
+    """Reduces a tensor over the ranks. Collective; waits for the result.
 
-    ``prescale_factor`` is applied to every input, ``postscale_factor`` to the result. The gradient is the same
-    allreduce of the gradient. ``Compression.onebit``: a name, float32 and Average only, not differentiable.
+    The gradient is the same allreduce of the gradient.
+
+    Args:
+        tensor: The input, which is not changed. Its shape and dtype are the same on all ranks.
+        average: Horovod's older form of ``op``: True for Average, False for Sum. Give one of the two at most.
+        name: Matches the calls of different ranks; None to match them by their order.
+        compression: A class of ``Compression``. ``Compression.onebit`` needs a name, float32 and Average, and is not
+            differentiable.
+        op: The reduction, Average if it is None.
+        prescale_factor: Multiplies every input.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part.
+
+    Returns:
+        A new tensor of the same shape, dtype and device.
+
+    Raises:
+        InvalidRequestError: The arguments cannot be right.
+        HorovodInternalError: The collective failed: MismatchError, StallError or PeerError.
     """
     chosen = choose_op(op, average)
     if issubclass(compression, OneBitCompressor):
@@ -246,7 +270,7 @@ def allreduce(
 
 
 def _again(name: str | None) -> str | None:
-    """The name of a second reduction, of what the first has sent compressed."""
+    """Returns the name of a second, uncompressed reduction."""
     return None if name is None else name + UNCOMPRESSED
 
 
@@ -276,7 +300,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """``allreduce`` into ``tensor`` itself, which is returned. Not differentiable."""
+    """Reduces ``tensor`` over the ranks in place and returns it. Collective; not differentiable."""
     return synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
 
 
@@ -289,7 +313,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts ``grouped_allreduce``; the handle's result is a list of new tensors."""
+    """Starts a ``grouped_allreduce`` and returns a handle, whose result is a list of new tensors."""
     factors = prescale_factor, postscale_factor
     return _submit_allreduce(Allreduce(tensors, name, choose_op(op, average), *factors, process_set, grouped=True))
 
@@ -303,7 +327,9 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts ``grouped_allreduce_``; the results are in ``tensors`` when the handle is synchronized."""
+    """Starts a ``grouped_allreduce_`` and returns a handle; ``tensors`` hold the results once the handle is
+    synchronized.
+    """
     factors = prescale_factor, postscale_factor
     return _submit_allreduce(
         Allreduce(tensors, name, choose_op(op, average), *factors, process_set, in_place=True, grouped=True)
@@ -341,7 +367,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """``allreduce`` of several tensors, which are reduced when all ranks have submitted all of them."""
+    """Reduces several tensors, which all become ready at the same time: when every rank has submitted all of them.
+
+    Collective. Takes the arguments of ``allreduce``, with a sequence of tensors, and returns a list of new tensors.
+    """
     settings = choose_op(op, average), prescale_factor, postscale_factor, process_set
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = _GroupedAllreduce.apply(name, *settings, *(compressed for compressed, _ in pairs))
@@ -359,7 +388,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """``grouped_allreduce`` into the tensors themselves, which are returned. Not differentiable."""
+    """Makes a ``grouped_allreduce`` in place and returns the tensors. Collective; not differentiable."""
     return synchronize(
         grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     )
@@ -368,9 +397,9 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None = None, op: int | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Starts the sum (or Average) of sparse COO tensors: indices and values of all ranks side by side.
+    """Starts the sum (or Average) of sparse COO tensors: an allgather of the indices and values of all ranks.
 
-    Returns a function which waits for it and returns the coalesced tensor, as Horovod does, instead of a handle.
+    Returns a function that waits for it and returns the coalesced tensor, as in Horovod, instead of a handle.
     """
     chosen = choose_op(op, None)
     if chosen not in (Average, Sum):
@@ -394,7 +423,7 @@ def sparse_allreduce_async(
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Starts ``allgather``."""
+    """Starts an ``allgather`` and returns a handle."""
     operation = operations.allgather(sessions.current(), TORCH, [tensor], name, process_set, False)
     return handles.add(operations.without_sizes(operation))
 
@@ -418,9 +447,10 @@ def _own_rows(tensor: Tensor, rows: Sequence[int], process_set: ProcessSet) -> T
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """The tensors of all ranks along the first dimension, which may have another length on every rank.
+    """Concatenates the tensors of all ranks along the first dimension, in rank order. Collective; waits for the result.
 
-    The gradient is this rank's rows of the averaged gradient.
+    The length of the first dimension may differ between ranks; dtype and the other dimensions are equal. Returns a new
+    tensor. The gradient is this rank's rows of the averaged gradient.
     """
     return _Allgather.apply(tensor, name, process_set)
 
@@ -428,7 +458,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Starts ``grouped_allgather``."""
+    """Starts a ``grouped_allgather`` and returns a handle."""
     operation = operations.allgather(sessions.current(), TORCH, tensors, name, process_set, True)
     return handles.add(operation.then(lambda pairs: [tensor for tensor, _ in pairs]))
 
@@ -450,7 +480,7 @@ class _GroupedAllgather(torch.autograd.Function):
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """``allgather`` of several tensors, gathered when all ranks have submitted all of them."""
+    """Makes an ``allgather`` of several tensors, which all become ready when every rank has submitted all of them."""
     return list(_GroupedAllgather.apply(name, process_set, *tensors))
 
 
@@ -460,14 +490,14 @@ def grouped_allgather(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Starts ``broadcast``; the handle's result is a new tensor."""
+    """Starts a ``broadcast`` and returns a handle, whose result is a new tensor."""
     return handles.add(operations.broadcast(sessions.current(), TORCH, tensor, root_rank, name, process_set, False))
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Starts ``broadcast_``; the result is in ``tensor`` when the handle is synchronized."""
+    """Starts a ``broadcast_`` and returns a handle; ``tensor`` holds the result once the handle is synchronized."""
     return handles.add(operations.broadcast(sessions.current(), TORCH, tensor, root_rank, name, process_set, True))
 
 
@@ -488,9 +518,10 @@ class _Broadcast(torch.autograd.Function):
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """The tensor of ``root_rank`` (a world rank, also in a process set), as a new tensor.
+    """Returns a new tensor with the contents of ``tensor`` on ``root_rank``, a rank of the whole job. Collective;
+    waits.
 
-    The gradient is the averaged gradient on the root, zeros elsewhere.
+    Shape and dtype are equal on all ranks. The gradient is the averaged gradient on the root, zeros elsewhere.
     """
     return _Broadcast.apply(tensor, root_rank, name, process_set)
 
@@ -498,7 +529,9 @@ def broadcast(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """``broadcast`` into ``tensor`` itself, which is returned. Not differentiable."""
+    """Replaces ``tensor`` on every rank by that of ``root_rank``, in place, and returns it. Collective; not
+    differentiable.
+    """
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
@@ -511,7 +544,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts ``alltoall``."""
+    """Starts an ``alltoall`` and returns a handle."""
     operation = operations.alltoall(sessions.current(), TORCH, tensor, _list(splits), name, process_set)
     if splits is None:
         return handles.add(operations.without_sizes(operation))
@@ -535,7 +568,7 @@ class _Alltoall(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         rows, process_set, length = ctx.settings
         gradient, _ = synchronize(alltoall_async(grads[0], rows, process_set=process_set))
-        if len(gradient) < length:  # rows which the splits had left at home
+        if len(gradient) < length:  # the splits left out rows, which were not sent
             gradient = torch.cat([gradient, gradient.new_zeros(length - len(gradient), *gradient.shape[1:])])
         return gradient, *_nothing(3)
 
@@ -546,11 +579,22 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Deals the rows of ``tensor`` to the ranks, in order, and returns what came from them, in rank order.
+    """Sends consecutive rows of ``tensor`` to the ranks, in rank order, and returns the rows received. Collective;
+    waits.
 
-    ``splits`` (a tensor or sequence of whole numbers) are the rows for each rank, their sum at most the length of
-    ``tensor``; equal parts by default. With it the result is a pair: the tensor, and the rows received from each rank
-    (int32). The gradient goes back the same way.
+    The gradient goes back the same way.
+
+    Args:
+        tensor: At least one dimension; a row is an element of the first one. The other dimensions are equal on all
+            ranks.
+        splits: A tensor or sequence of whole numbers: the rows for each rank. Their sum is at most the length of
+            ``tensor``. None for equal parts.
+        name: Matches the calls of different ranks; None to match them by their order.
+        process_set: The ranks that take part.
+
+    Returns:
+        The received rows, in rank order. If ``splits`` is given, a pair: these rows, and the number of rows from each
+            rank (int32).
     """
     received, rows = _Alltoall.apply(tensor, splits, name, process_set)
     return received if splits is None else (received, rows)
@@ -567,7 +611,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts ``reducescatter``."""
+    """Starts a ``reducescatter`` and returns a handle."""
     return _submit_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor, False)
 
 
@@ -579,7 +623,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts ``grouped_reducescatter``."""
+    """Starts a ``grouped_reducescatter`` and returns a handle."""
     return _submit_reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, True)
 
 
@@ -631,9 +675,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """This rank's part of the reduction (Average or Sum): a share of the rows, the first ranks get the remainder.
+    """Reduces a tensor over the ranks and returns this rank's share of the rows of the result. Collective; waits.
 
-    The gradient is the allgathered gradient, times the number of ranks for Sum (as in Horovod).
+    Rows are shared out evenly in rank order; the first ranks get one row more if there is a remainder. ``op`` is
+    Average or Sum. The gradient is the allgathered gradient, times the number of ranks for Sum (as in Horovod).
     """
     (part,) = _reducescatter_compressed(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor, False
@@ -654,7 +699,7 @@ def _reducescatter_compressed(
     settings = op, process_set, prescale, postscale, grouped
     pairs = [compression.compress(tensor) for tensor in tensors]
     parts = _GroupedReducescatter.apply(name, *settings, *(compressed for compressed, _ in pairs))
-    if getattr(compression, "may_overflow", False):  # each rank sees its own part alone
+    if getattr(compression, "may_overflow", False):  # each rank sees only its own part, so all must agree
         found = torch.tensor([has_overflowed(compression, parts, tensors)])
         asked = None if name is None else name + ".overflow"
         if synchronize(allreduce_async_(found, name=asked, op=ReduceOp.MAX, process_set=process_set)):
@@ -671,7 +716,9 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """``reducescatter`` of several tensors, reduced when all ranks have submitted all of them."""
+    """Makes a ``reducescatter`` of several tensors, which all become ready when every rank has submitted all of
+    them.
+    """
     return _reducescatter_compressed(
         tensors, name, compression, op, process_set, prescale_factor, postscale_factor, True
     )
@@ -681,20 +728,23 @@ def grouped_reducescatter(
 
 
 def poll(handle: int) -> bool:
-    """True if ``synchronize(handle)`` will not block. InvalidRequestError for an unknown handle."""
+    """Returns True if ``synchronize(handle)`` will not block. Raises InvalidRequestError for an unknown handle."""
     return handles.poll(handle)
 
 
 def synchronize(handle: int) -> Any:
-    """The tensor or tensors of an asynchronous call, waiting for them. None for an unknown handle."""
+    """Waits for an asynchronous call and returns its tensor or tensors, or None if the handle is unknown.
+
+    Raises HorovodInternalError if the call failed: MismatchError, StallError or PeerError.
+    """
     return handles.synchronize(handle)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when every rank of the set has called it."""
+    """Waits until every rank of the process set has called it. Collective."""
     operations.barrier(sessions.current(), process_set)
 
 
 def _nothing(count: int) -> tuple[None, ...]:
-    """Gradients of arguments that have none."""
+    """Returns the gradients of arguments that have none."""
     return (None,) * count

@@ -1,4 +1,4 @@
-"""A name on the wire for each parameter of an optimizer."""
+"""Names of an optimizer's parameters on the wire."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ocomm.errors import InvalidRequestError
 
 
 def names_of(parameters: Sequence[Tensor], named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    """A name for each parameter; None: by position. InvalidRequestError, in the words of Horovod's errors."""
+    """Returns a name for each parameter, by position if ``named`` is None. InvalidRequestError has Horovod's words."""
     if named is None:
         return {p: by_position(position) for position, p in enumerate(parameters)}
     pairs = list(named)
@@ -38,24 +38,28 @@ def names_of(parameters: Sequence[Tensor], named: Iterable[tuple[str, Tensor]] |
 
 
 def by_position(position: int) -> str:
-    """The name of a parameter that was given none."""
+    """Returns the name of a parameter without one."""
     return f"allreduce.noname.{position}"
 
 
 class NamesParameters(torch.optim.Optimizer):
-    """Mixed in before the class of the user's optimizer; ``_names`` are those of its parameters."""
+    """Mixin placed before the class of the user's optimizer; ``_names`` are the names of its parameters."""
 
     _names: dict[Tensor, str]
-    #: Ends every name.
+    #: The end of every name.
     _ending: str
 
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
-        """Horovod's, which scripts read: the user's names of the parameters, or ``allreduce.noname.<position>``."""
+        """The user's names of the parameters, or ``allreduce.noname.<position>``. Scripts read this attribute of
+        Horovod.
+        """
         return {p: name.removesuffix(self._ending) for p, name in self._names.items()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the wrapped optimizer's. All ranks add the same; new parameters are named by their position."""
+        """Adds a param group to the wrapped optimizer. All ranks add the same; new parameters are named by their
+        position.
+        """
         super().add_param_group(param_group)
         self._name_new()
 

@@ -1,4 +1,4 @@
-"""1-bit Adam for Torch: wraps ``torch.optim.Adam`` or ``AdamW`` and takes over where its warm-up ends."""
+"""1-bit Adam for Torch: wraps ``torch.optim.Adam`` or ``AdamW``, which makes the steps of the warm-up."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ocomm_torch.replicas import way_of
 class OneBitAdam(AdamWrapper):
     """Data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per parameter and direction.
 
-    ``step`` changes parameters in place, identically on all ranks, or on none. All ranks make the optimizer, and take
-    its steps, together.
+    ``step`` changes parameters in place, identically on all ranks, or on none. Making the optimizer and its steps are
+    collective.
 
     Args:
         optimizer: A ``torch.optim.Adam`` or ``AdamW`` over parameters in the host's memory or on one GPU: float32, or
-            bfloat16 or float16, of which float32 masters are trained. Its param groups stay live (lr, betas,
-            weight_decay, LR schedulers on either object; eps up to the freeze) and its step makes the warm-up steps. If
-            it has a state already, the warm-up goes on from that.
+            bfloat16 or float16 with float32 masters. Its param groups stay in use (lr, betas, weight_decay, LR
+            schedulers on either object; eps up to the freeze), and its step makes the warm-up steps. If it has a state
+            already, the warm-up continues from that.
         {arguments}
 
     Raises:
@@ -71,14 +71,15 @@ class OneBitAdam(AdamWrapper):
     # For the driver
 
     def implementation(self) -> str:
-        """The wrapped class, how it computes, and with which instructions."""
+        """Returns the wrapped class, how it computes, and with which instructions."""
         return way_of(self._inner, self.param_groups)
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
-        """The wrapped optimizer's own step on the averaged gradients of tensors in warm-up, clipped to ``max_norm``.
+        """Makes the wrapped optimizer's own step on the averaged gradients of tensors in warm-up, clipped to
+        ``max_norm``.
 
-        Where the ranks' own steps would round differently (several frameworks, flags or kinds of processors) its
-        formula in ocomm's arithmetic, which gives the same bits on all of them.
+        If the ranks' own steps would round differently (several frameworks, flags or kinds of processors), its formula
+        is computed in ocomm's arithmetic, which gives the same bits on all of them.
         """
         if self._driver.has_unlike_hosts:
             self._uniform_dense_step(tensors, average, max_norm)
@@ -102,7 +103,7 @@ class OneBitAdam(AdamWrapper):
                 tensor.grad = grad
 
     def _uniform_dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
-        """By the host, which is where all of them can be."""
+        """Makes the step in ocomm's arithmetic, in the host's memory, because all ranks have one."""
         host = self.kernels.memory.host
         began = {tensor: self.started(tensor) for tensor in tensors}
         places = {tensor: self.flat(tensor, self._masters.stepped[tensor]) for tensor in tensors}

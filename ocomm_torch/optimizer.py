@@ -1,11 +1,11 @@
-"""DistributedOptimizer: the user's optimizer, on gradients averaged over the ranks while backward goes on.
+"""DistributedOptimizer: the user's optimizer, on gradients that are averaged over the ranks while backward goes on.
 
-Who calls what, per step: autograd calls ``_on_gradient`` as each gradient is ready, which starts their allreduces, some
-megabytes at a time; when the backward pass that completed the last one ends, ``_on_backward_end`` waits for them, so
-that ``clip_grad_norm_`` and everything else between ``backward()`` and ``step()`` sees averages, as with
-DistributedDataParallel. What is missing then (parameters without a gradient) is submitted by ``synchronize``: by
-``step()``, when something looks at ``param_groups``, which is what ``GradScaler`` does before it unscales, or when a
-gradient that is still on its way is used (``ocomm_torch.watched``).
+In each step autograd calls ``_on_gradient`` when a gradient is ready, which starts allreduces, some megabytes at a
+time. When the backward pass that completed the last gradient ends, ``_on_backward_end`` waits for them. So
+``clip_grad_norm_`` and everything else between ``backward()`` and ``step()`` sees averages, as with
+DistributedDataParallel. What is missing then (parameters without a gradient) is submitted by ``synchronize``. It is
+called by ``step()``, when something reads ``param_groups``, as ``GradScaler`` does before it unscales, and when a
+gradient under way is used (``ocomm_torch.watched``).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from ocomm_torch.naming import NamesParameters, names_of
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
 from ocomm_torch.watched import add_watcher, release, watch
 
-#: Bytes of gradients that are submitted at once, because each submission costs the same; fewer the first time, so that
-#: the network has something to do soon.
+#: Bytes of gradients that are submitted together, because each submission costs the same; fewer the first time, so that
+#: the network has work early.
 BUCKET_NBYTES, FIRST_BUCKET_NBYTES = 4 << 20, 1 << 20
 
-#: What Horovod's words do not say: a generator's loss gives the discriminator gradients, too.
+#: A remedy that Horovod's message does not name: a generator's loss gives the discriminator gradients, too.
 _OF_ANOTHER = (
     "Where a backward pass is for another optimizer, freeze the parameters of this one meanwhile: "
     "requires_grad_(False)."
@@ -51,7 +51,7 @@ _OF_ANOTHER = (
 
 
 class _Exchange:
-    """Gradients under way together: a bucket, or a group."""
+    """Gradients that are exchanged together: a bucket, or a group."""
 
     __slots__ = ("_error", "_finish", "_settle")
 
@@ -61,8 +61,9 @@ class _Exchange:
         self._error: OcommError | None = None
 
     def settle(self) -> None:
-        """Waits for what was sent, and sends it again if need be. All exchanges settle before any is delivered, because
-        ranks deliver them in different orders."""
+        """Waits for what was sent, and sends it again if it overflowed. All exchanges settle before any is delivered,
+        because ranks deliver them in different orders.
+        """
         if self._settle is not None:
             settle, self._settle = self._settle, None
             self._try(settle)
@@ -83,7 +84,7 @@ class _Exchange:
 
 
 class _DistributedOptimizer(NamesParameters):
-    """Mixed in before the class of the user's optimizer; see ``DistributedOptimizer``."""
+    """Mixin of ``DistributedOptimizer``, placed before the class of the user's optimizer."""
 
     def _distribute(
         self,
@@ -96,7 +97,7 @@ class _DistributedOptimizer(NamesParameters):
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        # Hooks run in autograd's threads, which know nothing of this thread's session.
+        # Hooks run in autograd's threads, which do not have this thread's session.
         self._session = sessions.current()
         self._names = names
         self._compression = compression
@@ -107,10 +108,10 @@ class _DistributedOptimizer(NamesParameters):
         self.backward_passes_per_step = backward_passes_per_step
         self._group_of = {p: group for group in groups for p in group}
         self._delay = dict.fromkeys(names, backward_passes_per_step)
-        self._waiting: set[Tensor] = set()  # gradients that are ready, in groups that are not
-        self._bucket: list[Tensor] = []  # gradients that are ready, and wait for others to be submitted with
-        self._bucket_room = FIRST_BUCKET_NBYTES  # bytes until it is full
-        # By parameter; that of several is there once for each, and None is that of a bucket which is not full.
+        self._waiting: set[Tensor] = set()  # ready gradients in groups that are not complete
+        self._bucket: list[Tensor] = []  # ready gradients that wait for others to be submitted with
+        self._bucket_room = FIRST_BUCKET_NBYTES  # bytes until the bucket is full
+        # By parameter; an exchange of several is there once for each, and None stands for a bucket that is not full.
         self._exchanges: dict[Tensor, _Exchange | None] = {}
         self._copied: deque[operations.PreparedOperation] = (
             deque()
@@ -121,22 +122,24 @@ class _DistributedOptimizer(NamesParameters):
         self._averaged = False  # every gradient is the average, for whatever reason
         self._should_synchronize = True
         self._is_distributed = process_set.included() and process_set.size() > 1
-        self._no_rows: dict[Tensor, Tensor] = {}  # what counts as zeros where gradients are sparse
-        self._hooked: dict[Tensor, None] = {}  # in the order of the groups
+        self._no_rows: dict[Tensor, Tensor] = {}  # empty sparse gradients, which count as zeros
+        self._hooked: dict[Tensor, None] = {}  # parameters with hooks, in the order of the groups
         self._comparison = self._make_comparison()
-        self._compared: _Exchange | None = None  # that of the step under way
+        self._compared: _Exchange | None = None  # the comparison of the current step
         self._hook_parameters()
         add_watcher(self)
 
     def _make_comparison(self) -> StepComparison | None:
-        """Compares hyperparameters and parameters with the other ranks' in each step; None if that is switched off."""
+        """Makes what compares hyperparameters and parameters with the other ranks' in each step; None if that is
+        switched off.
+        """
         session = self._session
         steps = session.settings.replica_check_steps
         if not self._is_distributed or not steps:
             return None
         assert session.kernels is not None
         checksums = ParameterChecksums(steps, session.kernels)
-        reference = weakref.ref(self)  # one that is replaced is to go at once, and its hooks with it
+        reference = weakref.ref(self)  # an optimizer that is replaced must be freed at once, with its hooks
 
         def this() -> Any:
             optimizer = reference()
@@ -167,15 +170,15 @@ class _DistributedOptimizer(NamesParameters):
         )
 
     def _hook_parameters(self) -> None:
-        """Gives a hook to parameters that are trained and have none: they were frozen, or were added since."""
+        """Adds hooks to parameters that are trained and have none: they were frozen, or were added since."""
         if not self._is_distributed:
             return
-        # Parameters keep their hooks: one that is held by this object would average beside those of its successor.
+        # Parameters keep their hooks. A hook that kept this object alive would average beside those of its successor.
         reference = weakref.ref(self)
 
         def hook(p: Tensor) -> None:
             if p.is_cuda and torch.cuda.is_current_stream_capturing():
-                return  # each replay of the graph computes it, and calls no hook: step() finds it
+                return  # replays of the graph compute it without calling hooks, so step() finds it
             if (optimizer := reference()) is not None:
                 optimizer._on_gradient(p)
 
@@ -218,25 +221,29 @@ class _DistributedOptimizer(NamesParameters):
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
-        """Submits what is left, before any optimizer waits: elsewhere their gradients may come in another order."""
+        """Submits what is left before any optimizer waits, because gradients may come in another order on other
+        ranks.
+        """
         self._submit_bucket()
         self._submit_copied(wait=True)
         torch.autograd.Variable._execution_engine.queue_callback(self._await_averages)
 
     def _await_averages(self) -> None:
-        """Waits only if this rank's step is complete: what is missing elsewhere may need this rank to go on."""
+        """Waits only if this rank's step is complete, because what is missing on other ranks may need this rank to go
+        on.
+        """
         self._callback_queued = False
         if all(p in self._exchanges for p in self._hooked if p.requires_grad):
             self._settle()
             torch.autograd.Variable._execution_engine.queue_callback(self._deliver_in_backward)
 
     def _deliver_in_backward(self) -> None:
-        # An error here would come out of backward(); synchronize() raises it again.
+        # An error here would be raised by backward(); synchronize() raises it again.
         with contextlib.suppress(OcommError):
             self._deliver()
 
     def _collect(self, p: Tensor) -> None:
-        """Puts a parameter that is in no group into the bucket, and submits that when it is full."""
+        """Puts a parameter that is in no group into the bucket, and submits the bucket when it is full."""
         if p.grad is None:
             p.grad = self._no_rows.get(p)
         if p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense:
@@ -256,7 +263,7 @@ class _DistributedOptimizer(NamesParameters):
             self._submit(bucket)
 
     def _submit(self, parameters: tuple[Tensor, ...]) -> None:
-        """Starts the exchange of gradients that are ready, or zeros where there is none. Not of what is frozen."""
+        """Starts the exchange of ready gradients, with zeros for missing ones, except those of frozen parameters."""
         parameters = tuple(p for p in parameters if p.requires_grad)
         if not parameters:
             return
@@ -309,7 +316,7 @@ class _DistributedOptimizer(NamesParameters):
                     reduced = self._compression.decompress(compressed, context)
                     if reduced.data_ptr() != grad.data_ptr():
                         grad.copy_(reduced)
-                if isinstance(self, torch.optim.SparseAdam):  # takes no others
+                if isinstance(self, torch.optim.SparseAdam):  # accepts only sparse gradients
                     p.grad = grad.to_sparse(1)
 
         return _Exchange(finish, settle)
@@ -317,7 +324,7 @@ class _DistributedOptimizer(NamesParameters):
     def _prepare(
         self, parameters: tuple[Tensor, ...], tensors: list[Tensor], ending: str
     ) -> operations.PreparedOperation:
-        """The allreduce of ``tensors`` in place, by the names of ``parameters`` with ``ending``."""
+        """Prepares the allreduce of ``tensors`` in place, by the names of ``parameters`` with ``ending``."""
         is_group = parameters[0] in self._group_of
         factors = self._prescale, self._postscale
         adapter, memory = adapter_of(self._session, tensors, self._op, factors, self._process_set)
@@ -337,7 +344,7 @@ class _DistributedOptimizer(NamesParameters):
         )
 
     def _submit_copied(self, wait: bool) -> None:
-        """Submits what has come to the host's memory by now, or, with ``wait``, all that is on its way there."""
+        """Submits what has been copied to the host's memory; with ``wait``, everything that is being copied."""
         while self._copied:
             copies = self._copied[0].copies
             if not (wait or copies is None or copies.is_over()):
@@ -365,11 +372,11 @@ class _DistributedOptimizer(NamesParameters):
         return _Exchange(finish)
 
     def used(self, gradients: Sequence[Tensor]) -> None:
-        """See ``Watcher``: a gradient is an average before anything else sees or changes it.
+        """Called by ``Watcher``: makes gradients averages before anything else sees or changes them.
 
-        After backward this completes the step, as ``synchronize`` does: a rank that waited for this gradient alone
-        could wait for one that waits for another. Raises InvalidRequestError for a sparse one, since its average is
-        another tensor, and HorovodInternalError if an exchange failed.
+        After backward this completes the step, as ``synchronize`` does, because a rank that waited for this gradient
+        alone could wait for a rank that waits for another. Raises InvalidRequestError for a sparse gradient, since its
+        average is another tensor, and HorovodInternalError if an exchange failed.
         """
         used = {id(gradient) for gradient in gradients}
         exchanges = {
@@ -386,7 +393,7 @@ class _DistributedOptimizer(NamesParameters):
         if not self._callback_queued:
             self._complete()
             return
-        for exchange in exchanges.values():  # in the middle of backward the others are not there yet
+        for exchange in exchanges.values():  # during backward the others are not ready yet
             assert exchange is not None
             exchange.settle()
             exchange.deliver()
@@ -414,10 +421,10 @@ class _DistributedOptimizer(NamesParameters):
 
     @eager
     def synchronize(self) -> None:
-        """Waits until every gradient is the average over the ranks; parameters without one count as zeros, unless they
-        are frozen (``requires_grad_(False)``), on all ranks.
+        """Waits until every gradient is the average over the ranks. Collective over the process set.
 
-        Collective over the process set. Raises HorovodInternalError if an exchange failed.
+        Parameters without a gradient count as zeros, unless they are frozen (``requires_grad_(False)``), on all ranks.
+        Raises HorovodInternalError if an exchange failed.
         """
         self._complete()
         self._synchronized = True
@@ -426,7 +433,7 @@ class _DistributedOptimizer(NamesParameters):
         if self._busy or not self._is_distributed:
             return
         self._hook_parameters()
-        self._busy = True  # whatever looks at param_groups meanwhile must not come here again
+        self._busy = True  # code that reads param_groups meanwhile must not call this again
         try:
             for p in self._hooked:
                 if p.requires_grad and p not in self._exchanges:
@@ -463,7 +470,7 @@ class _DistributedOptimizer(NamesParameters):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """``step()`` in here does not wait for gradients: ``synchronize()`` has been called before."""
+        """Makes ``step()`` inside the context not wait for gradients, after a call of ``synchronize()``."""
         self._should_synchronize = False
         try:
             yield
@@ -474,7 +481,8 @@ class _DistributedOptimizer(NamesParameters):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Waits for the averaged gradients, then makes the wrapped optimizer's step, which changes parameters in place.
 
-        Gradients that ``closure`` computes are averaged as well. Raises HorovodInternalError if an exchange failed.
+        Collective over the process set. Gradients that ``closure`` computes are averaged, too. Returns the closure's
+        loss, or None. Raises HorovodInternalError if an exchange failed.
         """
         if self._should_synchronize:
             if self._synchronized and self._is_distributed:
@@ -497,11 +505,11 @@ class _DistributedOptimizer(NamesParameters):
 
         return super().step(averaged_closure)
 
-    # Torch wraps every optimizer class's step() to call step hooks; the wrapped optimizer's own has that already.
+    # Torch wraps step() of every optimizer class to call hooks; that of the wrapped optimizer is wrapped already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients. AssertionError between backward and ``step()`` or ``synchronize()``."""
+        """Clears gradients. Raises AssertionError between backward and ``step()`` or ``synchronize()``."""
         if self._exchanges:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -512,12 +520,12 @@ class _DistributedOptimizer(NamesParameters):
         super().zero_grad(set_to_none=set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From now on gradients are summed over ``passes`` backward passes before they are averaged over the ranks."""
+        """Sums gradients over ``passes`` backward passes before they are averaged over the ranks, from now on."""
         self.backward_passes_per_step = passes
         self._delay = dict.fromkeys(self._delay, passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's; gradients under way are waited for and forgotten."""
+        """Loads a state as the wrapped optimizer does; gradients under way are waited for and forgotten."""
         with contextlib.suppress(OcommError):
             self._deliver()
         self._forget()
@@ -526,7 +534,7 @@ class _DistributedOptimizer(NamesParameters):
 
 
 def _in_reentrant_checkpoint() -> bool:
-    """Is this called from a backward pass that torch.utils.checkpoint has begun inside another one?"""
+    """Returns True if this is called from a backward pass that torch.utils.checkpoint has begun inside another one."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is _REENTRANT:
@@ -550,27 +558,37 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """``optimizer``, stepping on gradients that are averaged over the ranks of ``process_set``.
+    """Makes ``optimizer`` step on gradients that are averaged over the ranks of ``process_set``.
 
-    The result is of a subclass of the optimizer's class with the same name; it shares its param groups and state, so
-    schedulers and checkpoints of either fit both. Exchanges overlap with backward. Gradients are averaged in place, and
-    complete when ``backward()`` returns if every parameter got one, so ``clip_grad_norm_`` and ``GradScaler`` need
-    nothing special; a parameter without a gradient on this rank counts as zeros. Parameters may be frozen and thawed,
-    and param groups added, at any time, on all ranks alike.
+    Exchanges overlap with backward. Gradients are averaged in place. They are complete when ``backward()`` returns if
+    every parameter got one, so ``clip_grad_norm_`` and ``GradScaler`` need nothing special; a parameter without a
+    gradient on this rank counts as zeros. Parameters may be frozen and thawed, and param groups added, at any time, on
+    all ranks alike. Steps are collective over the process set.
 
-    ``named_parameters``: (name, parameter) for every parameter of the optimizer. ``backward_passes_per_step``: backward
-    passes whose gradients are summed before they are averaged. ``gradient_predivide_factor``: divides before the sum,
-    the rest of the average after it. ``groups``: a number of groups, or lists of parameters, that are exchanged only
-    when complete. ``num_groups``: Horovod's older name for it. ``sparse_as_dense``: sparse gradients become dense ones
-    instead of being gathered; SparseAdam, which takes no others, gets the averages as sparse ones again. With
-    ``op=Adasum`` the wrapped optimizer steps on this rank's own gradients, and what the steps changed is combined by
-    Adasum; ``groups`` and ``sparse_as_dense`` then mean nothing.
+    Args:
+        optimizer: Any Torch optimizer that does not communicate by itself.
+        named_parameters: (name, parameter) for every parameter of the optimizer; None names them by position.
+        compression: A class of ``Compression`` other than ``Compression.onebit``.
+        backward_passes_per_step: The number of backward passes whose gradients are summed before they are averaged.
+        op: Average, Sum or Adasum. With Adasum the wrapped optimizer steps on this rank's own gradients, and the
+            changes of the steps are combined; ``groups`` and ``sparse_as_dense`` then have no effect.
+        gradient_predivide_factor: Divides gradients before the sum; the rest of the average is applied after it.
+        num_groups: Horovod's older name for a number of ``groups``.
+        groups: A number of groups, or lists of parameters; a group is exchanged only when it is complete.
+        sparse_as_dense: Makes sparse gradients dense instead of gathering them. SparseAdam, which accepts only sparse
+            ones, gets the averages as sparse gradients again.
+        process_set: The ranks that train together.
 
-    Raises InvalidRequestError (a ValueError) for what cannot be right. Later, ``step()`` and ``synchronize()`` raise
-    HorovodInternalError if an exchange failed.
+    Returns:
+        An optimizer of a subclass of the optimizer's class with the same name. It shares its param groups and state, so
+        schedulers and checkpoints of either fit both.
+
+    Raises:
+        InvalidRequestError: An argument cannot be right (a ValueError). Later ``step()`` and ``synchronize()`` raise
+            HorovodInternalError if an exchange failed.
     """
     if issubclass(compression, OneBitCompressor):
-        compression.compress(optimizer.param_groups[0]["params"][0])  # says what to take instead
+        compression.compress(optimizer.param_groups[0]["params"][0])  # raises, and says what to use instead
     if isinstance(optimizer, CollectiveStep):
         raise InvalidRequestError(
             f"Distributed{type(optimizer).__name__} averages by itself; leave DistributedOptimizer out."
@@ -595,7 +613,7 @@ def DistributedOptimizer(
     mixin = AdasumOptimizer if op == ReduceOp.ADASUM else _DistributedOptimizer
     wrapper = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
     wrapped: Any = object.__new__(wrapper)
-    # A scheduler made before has put its own step() on the object, which would hide ours.
+    # A scheduler made before has set step() on the object, which would hide ours.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})
     wrapped._ending = ending
     _share_what_is_loaded(wrapped)
@@ -617,8 +635,11 @@ def DistributedOptimizer(
 
 
 def _ending(process_set: ProcessSet) -> str:
-    """What tells an optimizer's gradients from those of others, whose parameters may have the same names: ranks whose
-    gradients come in different orders would average one model's with another's."""
+    """Returns what distinguishes an optimizer's gradients from those of others, whose parameters may have the same
+    names.
+
+    Otherwise ranks whose gradients come in different orders would average one model's with another's.
+    """
     if not process_set.included():
         return ""
     session = sessions.current()
@@ -627,7 +648,9 @@ def _ending(process_set: ProcessSet) -> str:
 
 
 def _tell_schedulers(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optimizer) -> None:
-    """A scheduler that was made before looks at ``optimizer``, to warn of a schedule that is ahead of the steps."""
+    """Tells a scheduler that was made with ``optimizer`` about steps, so that it does not warn that it is ahead of
+    them.
+    """
 
     def after_step(*_: Any) -> None:
         optimizer._opt_called = True
@@ -636,8 +659,10 @@ def _tell_schedulers(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Opti
 
 
 def _share_what_is_loaded(wrapped: torch.optim.Optimizer) -> None:
-    """Both optimizers, which have the same hooks, keep their groups and state when either loads: a scheduler of the
-    other would set rates that nobody reads."""
+    """Makes both optimizers, which have the same hooks, share their groups and state when either loads.
+
+    Otherwise a scheduler of the other one would set rates that nobody reads.
+    """
     kept: list[Any] = []
 
     def before(loading: torch.optim.Optimizer, _: Any) -> None:
@@ -659,7 +684,7 @@ def _share_what_is_loaded(wrapped: torch.optim.Optimizer) -> None:
 def _groups(
     groups: Any, parameters: Sequence[Tensor], names: dict[Tensor, str], process_set: ProcessSet
 ) -> list[tuple[Tensor, ...]]:
-    """The groups as tuples of parameters that are trained; those of a number follow the first rank's order."""
+    """Returns the groups as tuples of trained parameters; groups given by a number follow the first rank's order."""
     if groups is None:
         return []
     trained = [p for p in parameters if p.requires_grad]

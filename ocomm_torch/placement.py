@@ -1,7 +1,7 @@
-"""Where an optimizer's parameters are, and how Torch's work there and ocomm's come in order.
+"""Where an optimizer's parameters are, and how Torch's work there is ordered with ocomm's.
 
-On a GPU Torch and ocomm each have a stream, and neither waits for the host: ``arrive`` puts ocomm's next work behind
-what Torch has queued, ``leave`` puts Torch's behind ocomm's.
+On a GPU Torch and ocomm have a stream each, and neither waits for the host: ``arrive`` orders ocomm's next work after
+what Torch has queued, ``leave`` orders Torch's after ocomm's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ocomm.session import Session
 
 
 class Placement:
-    """Parameters in the host's memory, where all is done when a call returns."""
+    """Parameters in the host's memory, where all work is done when a call returns."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -29,24 +29,26 @@ class Placement:
 
     @property
     def is_captured(self) -> bool:
-        """Does Torch write down what this thread calls, for a CUDA graph, instead of doing it?"""
+        """True if Torch records this thread's calls for a CUDA graph instead of running them."""
         return False
 
     def note(self) -> None:
-        """The next ``arrive``, in whichever thread, is to be behind what Torch has queued on this thread's stream."""
+        """Makes the next ``arrive``, in any thread, wait for what Torch has queued on this thread's stream."""
 
     def arrive(self) -> None:
-        """ocomm may read and write what Torch's calls so far have written or read, in this thread and where noted."""
+        """Lets ocomm read and write what Torch's calls so far have written or read, in this thread and in those that
+        called ``note``.
+        """
 
     def leave(self) -> None:
-        """Torch may read and write what ocomm's calls so far have written."""
+        """Lets Torch read and write what ocomm's calls so far have written."""
 
     def flat(self, tensor: torch.Tensor) -> Floats:
-        """A view of a float32 tensor; a copy where it has gaps."""
+        """Returns a view of a float32 tensor; a copy if it has gaps."""
         return tensor.detach().reshape(-1).numpy()
 
     def tensor(self, array: Floats) -> torch.Tensor:
-        """A tensor that is a view of ``array``."""
+        """Returns a tensor that is a view of ``array``."""
         return torch.from_numpy(array)
 
 
@@ -63,7 +65,7 @@ class CudaPlacement(Placement):
 
     @property
     def _stream(self) -> int:
-        """Torch's, in this thread."""
+        """Torch's current stream in this thread."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     @property
@@ -87,7 +89,7 @@ class CudaPlacement(Placement):
         return cast(Floats, DeviceArray(self._memory, tensor.data_ptr(), tensor.numel(), "float32", tensor))
 
     def bytes(self, tensor: torch.Tensor) -> Bytes:
-        """Those of a contiguous tensor of any type, in the form of the host's arrays."""
+        """Returns the bytes of a contiguous tensor of any type, in the form of the host's arrays."""
         return cast(Bytes, DeviceArray(self._memory, tensor.data_ptr(), tensor.nbytes, "uint8", tensor))
 
     def tensor(self, array: Any) -> torch.Tensor:
@@ -95,7 +97,7 @@ class CudaPlacement(Placement):
 
 
 def refuse_in_a_graph() -> None:
-    """InvalidRequestError while this thread captures a CUDA graph: a replay would exchange nothing."""
+    """Raises InvalidRequestError while this thread captures a CUDA graph, because a replay would exchange nothing."""
     if torch.cuda.is_current_stream_capturing():
         raise InvalidRequestError(
             "ocomm exchanges nothing in a CUDA graph: capture forward and backward, and call step() and collectives "
@@ -104,8 +106,9 @@ def refuse_in_a_graph() -> None:
 
 
 def placement(names: Sequence[str], parameters: Sequence[torch.Tensor], session: Session) -> Placement:
-    """Of parameters that are all in one place. InvalidRequestError if they are not, or in one that ocomm does not
-    know."""
+    """Returns the placement of parameters that are all in one memory. Raises InvalidRequestError if they are not, or in
+    one that ocomm does not support.
+    """
     assert session.kernels is not None
     first = parameters[0].device if parameters else torch.device("cpu")
     for name, parameter in zip(names, parameters, strict=True):

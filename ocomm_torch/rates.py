@@ -1,4 +1,6 @@
-"""What Birder, SoftSignSGD and Lion share: they read rates of any Torch optimizer, and step in its place."""
+"""What Birder, SoftSignSGD and Lion share: they read learning rates of any Torch optimizer, and make steps in its
+place.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,18 @@ from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
 #: The documentation of the argument ``optimizer``.
 OPTIMIZER = (
     "Any Torch optimizer over parameters in the host's memory or on one GPU, ``torch.optim.SGD(parameters, lr=...)`` "
-    "for instance: ``lr`` and ``weight_decay`` (taken from the parameter, as in AdamW) are read from its groups at "
-    "every step, so LR schedulers on either object work; its own step is never made. Parameters are float32, or "
-    "bfloat16 or float16, of which float32 masters are trained."
+    "for instance. ``lr`` and ``weight_decay`` (subtracted from the parameter, as in AdamW) are read from its groups "
+    "at every step, so LR schedulers on either object work; its own step is never called. Parameters are float32, or "
+    "bfloat16 or float16 with float32 masters."
 )
 
 _log = logging.getLogger("ocomm")
 
 
 class RateOptimizer(CompressedOptimizer):
-    """Takes lr and weight decay from the wrapped optimizer's groups at every step, and nothing else."""
+    """Base class of optimizers that only read lr and weight decay from the wrapped optimizer's groups, at every
+    step.
+    """
 
     refused_options = ("dampening", "nesterov", "maximize", "amsgrad", "centered", "capturable", "differentiable")
 
@@ -40,7 +44,7 @@ class RateOptimizer(CompressedOptimizer):
     ) -> None:
         check_plain_optimizer(optimizer, f"Distributed{type(self).__name__}")
         _check_groups(type(self).__name__, optimizer)
-        #: What schedulers move besides, as it was when it was wrapped; None once it was said that they do.
+        #: Other hyperparameters that schedulers change, as they were when wrapped; None once a warning was given.
         self._unread: list[Any] | None = [_moments(group) for group in optimizer.param_groups]
         super().__init__(optimizer, named_parameters, process_set, options, common)
 
@@ -67,14 +71,14 @@ def _moments(group: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _check_groups(wrapper: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raises InvalidRequestError if a group has no lr, or a momentum, which this step would ignore."""
+    """Raises InvalidRequestError if a group has no lr, or has a momentum, which this step would ignore."""
     for group in optimizer.param_groups:
         if "lr" not in group:
             raise InvalidRequestError(
                 f"Distributed{wrapper} takes its lr from the wrapped optimizer's groups, and those of "
                 f"{type(optimizer).__name__} have none; wrap torch.optim.SGD."
             )
-        if group.get("momentum"):  # a scheduler may set it later, which is said once
+        if group.get("momentum"):  # a scheduler may set it later, which causes one warning
             raise InvalidRequestError(
                 f"Distributed{wrapper} does not support momentum={group['momentum']!r}; leave it out."
             )

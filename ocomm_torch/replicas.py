@@ -1,4 +1,6 @@
-"""What ``ocomm.training.comparison`` asks a Torch optimizer: its hyperparameters, and checksums of its parameters."""
+"""What ``ocomm.training.comparison`` compares of a Torch optimizer: its hyperparameters, and checksums of its
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,16 @@ from ocomm.optim.replicas import ReplicaWindows
 from ocomm.training.comparison import spelled
 from ocomm.training.driver import digest
 
-#: Options that choose among kernels, which round differently, and not among results.
+#: Options that choose between kernels, which round differently, not between algorithms.
 _WAYS = ("foreach", "fused", "capturable", "differentiable")
 
 
 def way_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> str:
-    """How the optimizer's own step rounds, in words: equal words mean equal bits.
+    """Returns how the optimizer's own step rounds, in words: equal words mean equal bits.
 
     Args:
-        optimizer: the class counts, and where its parameters are.
-        groups: its param groups.
+        optimizer: Its class is used, and where its parameters are.
+        groups: Its param groups.
     """
     first = next((p for group in groups for p in group["params"]), None)
     is_device = first is not None and first.is_cuda
@@ -34,7 +36,7 @@ def way_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
 
 
 def _kind(group: Mapping[str, Any], is_device: bool) -> str:
-    """By default an optimizer takes its tensors one by one on a CPU, and together on a GPU."""
+    """Returns how steps are computed: by default tensor by tensor on a CPU, and all tensors together on a GPU."""
     if group.get("fused"):
         return "fused"
     foreach = group.get("foreach")
@@ -46,7 +48,7 @@ def _instruction_set() -> str:
 
 
 def options_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each hyperparameter of each group that the optimizer's class knows."""
+    """Returns a line for each hyperparameter of each group that the optimizer's class knows."""
     names = [name for name in optimizer.defaults if name not in _WAYS]
     return [
         f"{name}={spelled(group[name], _of_tensor)} in group {number}"
@@ -57,16 +59,16 @@ def options_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, A
 
 
 def _of_tensor(value: object) -> str | None:
-    """None for what could only be read by waiting for a device, and for what is no value."""
+    """Returns a tensor's value as text; None if a device would have to be waited for, or if it is no single value."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_cuda:
         return repr(value.item())
     return None
 
 
 class ParameterChecksums:
-    """Checksums of parameters as they are now: of all of them, or of what one comparison in ``steps`` looks at.
+    """Checksums of the current parameters: of all, or of those that one comparison in ``steps`` compares.
 
-    On a GPU, where they have to be waited for, every ``steps``-th comparison looks at the norms of all.
+    On a GPU, where the host has to wait for them, every ``steps``-th comparison compares the norms of all.
     """
 
     def __init__(self, steps: int, kernels: Kernels) -> None:
@@ -75,7 +77,9 @@ class ParameterChecksums:
         self._windows = ReplicaWindows(np.zeros(0, np.int64), 0, kernels)
 
     def of(self, parameters: Sequence[Tensor], count: int) -> int:
-        """Of what comparison ``count`` looks at; of everything at 0. Parameters are on one device."""
+        """Returns the checksum of what comparison ``count`` compares, of everything for 0. Parameters are on one
+        device.
+        """
         if any(p.is_cuda for p in parameters):
             return 0 if count % self._steps else digest(_norms(parameters))
         nbytes = [p.nbytes for p in parameters]
@@ -91,7 +95,7 @@ class ParameterChecksums:
         return self._windows.checksum(addresses, count) if count else self._windows.whole(addresses)
 
     def each(self, parameters: Sequence[Tensor], names: Sequence[str]) -> list[str]:
-        """A line for each parameter."""
+        """Returns a line for each parameter."""
         if any(p.is_cuda for p in parameters):
             sums = [f"norm {norm!r}" for norm in _norms(parameters)]
         else:
@@ -103,5 +107,5 @@ class ParameterChecksums:
 
 
 def _norms(parameters: Sequence[Tensor]) -> list[float]:
-    """Waits for the device."""
+    """Returns the parameters' norms; waits for the device."""
     return torch.stack([norm.double() for norm in torch._foreach_norm([p.detach() for p in parameters])]).tolist()

@@ -25,9 +25,17 @@ from ocomm_torch.mpi_ops import TORCH
 class SyncBatchNorm(_BatchNorm):
     """``torch.nn.BatchNorm1d/2d/3d`` whose mean and variance are those of the whole batch, over all ranks.
 
-    Arguments as in Torch. Input (N, C, ...); ranks may have different N, also none. In evaluation, and in a world of
-    one, it is plain batch normalization. All ranks of ``process_set`` run forward and backward equally often. The
-    gradients of ``weight`` and ``bias`` are this rank's, as every layer's, for ``DistributedOptimizer`` to average.
+    The input is (N, C, ...); ranks may have different N, even 0. In evaluation, and with a single rank, it is plain
+    batch normalization. All ranks of ``process_set`` run forward and backward equally often: both are collective.
+    Gradients of ``weight`` and ``bias`` are this rank's own, as for every layer, and ``DistributedOptimizer`` averages
+    them.
+
+    Args:
+        process_set: The ranks that share the statistics. The other arguments are Torch's.
+
+    Raises:
+        InvalidRequestError: In ``forward``: the input has fewer than 2 dimensions, or all ranks together have fewer
+            than 2 values per channel.
     """
 
     def __init__(
@@ -47,7 +55,9 @@ class SyncBatchNorm(_BatchNorm):
             raise InvalidRequestError(f"SyncBatchNorm expects an input of at least 2 dimensions, got {input.dim()}.")
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalized input, in its own dtype and shape."""
+        """Returns the normalized input, with its dtype and shape. Changes the running statistics in place when
+        training.
+        """
         self._check_input_dim(input)
         if not self.training and self.track_running_stats:
             return functional.batch_norm(
@@ -57,11 +67,11 @@ class SyncBatchNorm(_BatchNorm):
         if self.training and self.track_running_stats:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
-            if self.momentum is None:  # a cumulative average
+            if self.momentum is None:  # then the running statistics are a cumulative average
                 factor = 1.0 / float(self.num_batches_tracked)
         running_mean = self.running_mean if self.track_running_stats else None
         running_var = self.running_var if self.track_running_stats else None
-        if not self.training or self.process_set.size() == 1:  # also where evaluation is by the batch's statistics
+        if not self.training or self.process_set.size() == 1:  # also if evaluation uses the batch's statistics
             return functional.batch_norm(
                 input, running_mean, running_var, self.weight, self.bias, True, factor, self.eps
             )
@@ -132,5 +142,5 @@ class _Normalize(torch.autograd.Function):
 
 
 def _spread(per_channel: Tensor, like: Tensor) -> Tensor:
-    """A value per channel in a shape that fits (N, C, ...)."""
+    """Returns a value per channel in a shape that fits (N, C, ...)."""
     return per_channel.reshape(1, -1, *(1,) * (like.dim() - 2))

@@ -1,14 +1,14 @@
-"""Notices that a gradient is used while an exchange reads or writes it, however the user's code does that.
+"""Detects that a gradient is used while an exchange reads or writes it, however the user's code does that.
 
 Torch counts a tensor's in-place changes in its version, but not those through ``.data``, ``.numpy()``, DLPack or
 ``_foreach_mul_([g.data])``. All of these begin with a use of ``p.grad`` through Torch's Python API. So a gradient that
 is handed over to an exchange gets the class ``WatchedGradient``, whose ``__torch_function__`` Torch calls before any
-such use: it gives the tensor its own class back, tells who watches, and goes on. That costs two assignments per
-gradient and step.
+such use. It restores the tensor's class, tells the watchers, and continues. That costs two assignments per gradient and
+step.
 
-Not noticed: code that takes the tensor in C++ past Torch's argument parser (a pybind11 extension, TorchScript), and a
-write through an address, view or array that was taken before the gradient was handed over. For those a part of every
-gradient is read again in each step (``verify``).
+Not detected: code that accesses the tensor in C++ without Torch's argument parser (a pybind11 extension, TorchScript),
+and a write through an address, view or array that was taken before the gradient was handed over. For those a part of
+every gradient is read again in each step (``verify``).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 
 
 class Watcher(Protocol):
-    """Who watches gradients. Held weakly."""
+    """Something that watches gradients. It is referenced weakly."""
 
     def used(self, gradients: Sequence[Tensor]) -> None:
-        """Some of ``gradients``, which others may watch, are about to be used: called in the thread that does it."""
+        """Called before some of ``gradients``, which others may watch, are used, in the thread that uses them."""
         ...
 
 
@@ -33,18 +33,18 @@ _watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class WatchedGradient(Tensor):
-    """A gradient on its way, until it is used or ``release`` is called. Never made by anything but ``watch``."""
+    """A gradient that is watched until it is used or ``release`` is called. Only ``watch`` makes one."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # this is traced; what the graph does comes here when it runs
+        if torch.compiler.is_dynamo_compiling():  # this call is only traced; the graph calls this when it runs
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found: list[Tensor] = []
         _find(args, found)
         _find(kwargs.values(), found)
-        if torch.compiler.is_compiling():  # of another class later, it would be compiled again and again
+        if torch.compiler.is_compiling():  # a change of class would cause repeated compilation
             with torch._C.DisableTorchFunctionSubclass():
                 _report(found)
                 return func(*args, **kwargs)
@@ -59,7 +59,7 @@ def _report(gradients: Sequence[Tensor]) -> None:
 
 
 def add_watcher(watcher: Watcher) -> None:
-    """``watcher.used`` is called from now on, while ``watcher`` is alive."""
+    """Calls ``watcher.used`` from now on, while ``watcher`` is alive."""
     _watchers.add(watcher)
 
 
@@ -71,7 +71,7 @@ def watch(gradients: Iterable[Tensor | None]) -> None:
 
 
 def release(gradients: Iterable[Tensor | None]) -> None:
-    """Ends it. The tensors are plain again."""
+    """Stops watching gradients, which are plain tensors again."""
     for gradient in gradients:
         if type(gradient) is WatchedGradient:
             gradient.__class__ = Tensor

@@ -20,19 +20,19 @@ from ocomm_torch.compressed import documented
 class ZeroOneAdam(AdamWrapper):
     """Data-parallel 0/1 Adam (arXiv 2202.06009): 1 bit per parameter from the second step on, later not at every step.
 
-    Between syncs each rank steps by itself, and parameters differ between ranks: evaluate and save after a sync;
-    ``compression_report()["synced"]`` tells. ``total_steps`` chooses when syncs become rare. After a warm start v
-    counts as refreshed in each of the checkpoint's steps, and the schedules go on from its step count. In the
+    Between syncs each rank steps by itself, and parameters differ between ranks, so evaluate and save after a sync;
+    ``compression_report()["synced"]`` is True then. ``total_steps`` chooses when syncs become rare. After a warm start
+    v counts as refreshed in each of the checkpoint's steps, and the schedules continue from its step count. In the
     hierarchical form the ranks of a host step together.
 
-    ``step`` changes parameters in place, identically on all ranks at a sync, or changes nothing on any. All ranks make
-    the optimizer, and take its steps, together.
+    ``step`` changes parameters in place, identically on all ranks at a sync, or changes nothing on any. Making the
+    optimizer and its steps are collective.
 
     Args:
         optimizer: A ``torch.optim.Adam`` or ``AdamW`` over parameters in the host's memory or on one GPU: float32, or
-            bfloat16 or float16, of which float32 masters are trained. Its param groups stay live (lr, betas, eps,
-            weight_decay, LR schedulers on either object). Its own step is never called. If it has a state already, 0/1
-            Adam goes on from that.
+            bfloat16 or float16 with float32 masters. Its param groups stay in use (lr, betas, eps, weight_decay, LR
+            schedulers on either object). Its own step is never called. If it has a state already, 0/1 Adam continues
+            from that.
         {arguments}
 
     Raises:

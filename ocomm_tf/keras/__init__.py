@@ -1,4 +1,4 @@
-"""Horovod's API for Keras 3: ``import ocomm_tf.keras as hvd``. Nothing but re-exports."""
+"""Horovod's API for Keras 3: ``import ocomm_tf.keras as hvd``. This module only re-exports names."""
 
 from ocomm_tf import *  # noqa: F403
 from ocomm_tf import __all__ as _everything
@@ -13,7 +13,7 @@ from ocomm_tf.keras.zero_one import DistributedZeroOneAdam
 from ocomm_tf.keras_optimizer import DistributedOptimizer as DistributedOptimizer  # type: ignore[assignment]
 from ocomm_tf.keras_optimizer import PartialDistributedOptimizer
 
-# The last: it takes the place of TensorFlow's.
+# Imported last, because it replaces the module of TensorFlow.
 import ocomm_tf.keras.elastic as elastic  # type: ignore[no-redef]  # noqa: F401  # isort: skip
 
 __all__ = [

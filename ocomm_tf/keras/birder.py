@@ -1,4 +1,4 @@
-"""Birder and SoftSignSGD for Keras 3: they wrap any optimizer that has a learning rate, and step in its place."""
+"""Birder and SoftSignSGD for Keras 3. They wrap any optimizer with a learning rate, and make steps in its place."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def DistributedBirder(
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Data-parallel Birder: exactly 1 bit per element and direction from the first step on.
+    """Wraps an optimizer for data-parallel Birder: exactly 1 bit per element and direction from the first step on.
 
-    Every element moves by the learning rate in every step, so it wants another one than Adam: about two thirds of
-    Adam's, with a ``beta`` of 0.8, was best on a small language model.
+    Every element moves by the learning rate in every step, so Birder needs another one than Adam: about two thirds of
+    Adam's, with a ``beta`` of 0.8, was best on a small language model. Steps are collective.
 
     Args:
         {arguments}
@@ -77,7 +77,10 @@ def DistributedSoftSignSGD(
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Data-parallel SoftSignSGD, Birder's dense counterpart: its gradients are exchanged without compression.
+    """Wraps an optimizer for data-parallel SoftSignSGD, the dense counterpart of Birder, which exchanges without
+    compression.
+
+    Steps are collective.
 
     Args:
         {arguments}

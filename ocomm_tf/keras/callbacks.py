@@ -1,6 +1,7 @@
 """Horovod's callbacks, for Keras 3.
 
-``process_set`` are the ranks that a callback speaks to; None: those of the model's distributed optimizers, else all.
+``process_set`` are the ranks with which a callback communicates; None for those of the model's distributed optimizers,
+or all ranks if it has none.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ocomm_tf.keras_optimizer import Distributed
 
 
 class _Callback(keras.callbacks.Callback):
-    """Knows with whom the model is trained."""
+    """Base class of callbacks that communicate with the ranks that train the model."""
 
     def __init__(self, process_set: ProcessSet | None) -> None:
         super().__init__()
@@ -42,11 +43,13 @@ class _Callback(keras.callbacks.Callback):
 
     @property
     def distributed(self) -> list[Any]:
-        """Those of them that are."""
+        """The distributed optimizers among ``optimizers``."""
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, Distributed)]
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Refuses an optimizer which is not distributed, unless a ``train_step`` of the user's may average itself."""
+        """Raises InvalidRequestError if the optimizer is not distributed, unless the model has a ``train_step`` of its
+        own, which may average gradients.
+        """
         optimizer = self.model.optimizer
         averages_itself = type(self.model).train_step is not keras.Model.train_step
         if self.process_set.size() > 1 and not isinstance(optimizer, Distributed) and not averages_itself:
@@ -57,16 +60,24 @@ class _Callback(keras.callbacks.Callback):
 
 
 class BroadcastGlobalVariablesCallback(_Callback):
-    """Overwrites the model's and the optimizer's variables with those of ``root_rank``, a world rank.
+    """Overwrites the model's and the optimizer's variables with those of ``root_rank``. Collective.
 
-    The model's before the first batch, since 1-bit optimizers begin with replicas that are alike, and their state if
-    only some ranks have loaded one; all of them after the first step, when all exist. Optimizers are those which the
-    model has as attributes. A callback that loads, as BackupAndRestore, comes before this one.
+    The model's variables are broadcast before the first batch, since 1-bit optimizers begin with equal replicas, and so
+    is their state if only some ranks have loaded one. All variables are broadcast after the first step, when they
+    exist. The optimizers are those that the model has as attributes. A callback that loads a state, such as
+    BackupAndRestore, must come before this one.
 
-    InvalidRequestError if the ranks did not exchange anything in the first step: they would train apart.
-    ``local_variables`` are left alone. Where ranks of Torch train the same model, which the optimizer's ``names`` say,
-    only trainable variables are broadcast, and those ranks call ``broadcast_parameters(model.named_parameters(),
-    root_rank)`` before they wrap their optimizer.
+    Args:
+        root_rank: A rank of the whole job.
+        device: Accepted as in Horovod, and ignored.
+        local_variables: Variables that are not broadcast.
+        process_set: The ranks that take part; None for those of the model's optimizers.
+
+    Raises:
+        InvalidRequestError: The ranks exchanged nothing in the first step, so each would train alone.
+
+    If ranks of Torch train the same model, which the optimizer's ``names`` say, only trainable variables are broadcast.
+    Those ranks call ``broadcast_parameters(model.named_parameters(), root_rank)`` before they wrap their optimizer.
     """
 
     def __init__(
@@ -76,11 +87,11 @@ class BroadcastGlobalVariablesCallback(_Callback):
         self.root_rank = root_rank
         self._local = {id(v) for v in local_variables or ()}
         self._done = False
-        self._before = 0  # exchanges of this process, when training began
+        self._before = 0  # number of exchanges of this process before training began
         self._batches = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcasts the model's variables; see also ``MetricAverageCallback``."""
+        """Broadcasts the model's variables. Raises InvalidRequestError if an optimizer is not distributed."""
         super().on_train_begin(logs)
         if self._done:
             return
@@ -101,11 +112,12 @@ class BroadcastGlobalVariablesCallback(_Callback):
         broadcast_variables(shared, self.root_rank, self.process_set)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcasts, once."""
+        """Broadcasts all variables after the first batch."""
         if self._done:
             return
         self._batches += 1
-        # Distributed ones count also where nothing runs in TensorFlow.
+        # The counters of distributed optimizers are used because TensorFlow may run nothing, as with Keras' Torch
+        # backend.
         counted = [optimizer.ocomm_exchanges for optimizer in self.distributed]
         if self.process_set.size() > 1 and not (any(counted) if counted else mpi_ops.exchanged() - self._before):
             if self._batches < max(map(_passes, self.optimizers), default=1):
@@ -120,18 +132,24 @@ class BroadcastGlobalVariablesCallback(_Callback):
 
 
 class MetricAverageCallback(_Callback):
-    """Replaces the metrics in ``logs`` by their averages over the ranks at the end of every epoch.
+    """Replaces the metrics in ``logs`` by their averages over the ranks at the end of every epoch. Collective.
 
-    InvalidRequestError when training begins, as of all callbacks here, if the model's optimizer is not distributed and
-    its ``train_step`` is Keras' own: every rank would train alone. Put it before callbacks that read the metrics
-    (ReduceLROnPlateau, TensorBoard, ModelCheckpoint).
+    Put it before callbacks that read the metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint).
+
+    Args:
+        device: Accepted as in Horovod, and ignored.
+        process_set: The ranks that take part; None for those of the model's optimizers.
+
+    Raises:
+        InvalidRequestError: When training begins, as with all callbacks here: the model's optimizer is not distributed
+            and its ``train_step`` is Keras' own, so every rank would train alone.
     """
 
     def __init__(self, device: str = "", process_set: ProcessSet | None = None) -> None:
         super().__init__(process_set)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Averages, as one tensor, float64."""
+        """Averages the metrics as one float64 tensor."""
         if not logs:
             return
         names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
@@ -143,10 +161,15 @@ class MetricAverageCallback(_Callback):
 class LearningRateScheduleCallback(_Callback):
     """Sets the learning rate to ``initial_lr`` times ``multiplier`` from ``start_epoch`` until ``end_epoch``.
 
-    ``multiplier`` is a function of the epoch, or a number: then its power of the epochs since ``start_epoch``. With
-    ``staircase`` once per epoch; else for every batch, at a fraction of an epoch, for which ``steps_per_epoch`` is
-    needed where Keras does not know it. ``momentum_correction`` scales ``optimizer.momentum`` by the ratio of the rates
-    for one batch, where the optimizer has a momentum that is a variable.
+    Args:
+        initial_lr: The learning rate that is multiplied.
+        multiplier: A function of the epoch; or a number, whose power is the number of epochs since ``start_epoch``.
+        start_epoch: The first epoch.
+        end_epoch: The epoch after the last one; None for no end.
+        staircase: True to set the rate once per epoch; False for every batch, at a fraction of an epoch.
+        momentum_correction: Whether to multiply ``optimizer.momentum`` by the ratio of the rates for one batch, if it
+            is a variable.
+        steps_per_epoch: Number of batches, needed if ``staircase`` is False and Keras does not know it.
     """
 
     def __init__(
@@ -188,7 +211,7 @@ class LearningRateScheduleCallback(_Callback):
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Remembers the epoch."""
+        """Notes the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -212,19 +235,22 @@ class LearningRateScheduleCallback(_Callback):
             momentum.assign(self._restore * after / before)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Puts the momentum back."""
+        """Restores the momentum."""
         if self._restore is not None:
             self.model.optimizer.momentum.assign(self._restore)
             self._restore = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Shows the learning rate in the history."""
+        """Adds the learning rate to the history."""
         if logs is not None:
             logs["lr"] = _number(self.model.optimizer.learning_rate)
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from ``initial_lr`` over the number of ranks to ``initial_lr``, in ``warmup_epochs``."""
+    """Raises the learning rate from ``initial_lr`` / number of ranks to ``initial_lr`` in ``warmup_epochs``.
+
+    The other arguments are those of ``LearningRateScheduleCallback``; ``verbose`` > 0 prints a line at the end.
+    """
 
     def __init__(
         self,
@@ -237,7 +263,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             ranks = self.process_set.size()
-            # The end of a batch, so that the last one of the warm-up has the whole rate.
+            # Uses the end of a batch, so that the last one of the warm-up has the full rate.
             epoch += 1.0 / (self.steps_per_epoch or 1)
             return (epoch * (ranks - 1) / warmup_epochs + 1) / ranks
 
@@ -247,7 +273,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.warmup_epochs = warmup_epochs
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Says so on the first rank when the warm-up is over."""
+        """Prints on the first rank that the warm-up is over."""
         super().on_epoch_end(epoch, logs)
         if epoch == self.warmup_epochs - 1 and self.verbose > 0 and self.process_set.rank() == 0:
             rate = _number(self.model.optimizer.learning_rate)
@@ -255,23 +281,24 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class ReplicaChecksumCallback(_Callback):
-    """Compares the model's trainable variables between the ranks, bit for bit, at the end of every epoch.
+    """Compares the model's trainable variables between the ranks, bit for bit, at the end of every epoch. Collective.
 
-    MismatchError, which names the first variable that differs and the ranks, if the replicas have drifted apart.
+    Raises MismatchError, which names the first variable that differs and the ranks.
     """
 
     def __init__(self, process_set: ProcessSet | None = None) -> None:
         super().__init__(process_set)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Compares."""
+        """Compares the variables."""
         check_replicas(self.model.trainable_variables, self.process_set)
 
 
 class CommitStateCallback(keras.callbacks.Callback):
     """Commits an elastic ``state`` after every ``batches_per_commit`` batches, and at the end of every epoch.
+    Collective.
 
-    Put it behind the two that count batches and epochs.
+    Put it after the callbacks that count batches and epochs.
     """
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
@@ -281,13 +308,13 @@ class CommitStateCallback(keras.callbacks.Callback):
         self._since = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commits, if it is time to."""
+        """Commits if it is time to."""
         self._since += 1
         if self._since >= self.batches_per_commit:
             self._commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Commits."""
+        """Commits the state."""
         self._commit()
 
     def _commit(self) -> None:
@@ -298,7 +325,7 @@ class CommitStateCallback(keras.callbacks.Callback):
 class UpdateBatchStateCallback(keras.callbacks.Callback):
     """Counts in ``state.batch`` the batches that are done in this epoch; 0 at its end.
 
-    Where training goes on from such a state, leave those batches out of the first epoch.
+    If training continues from such a state, leave those batches out of the first epoch.
     """
 
     def __init__(self, state: Any) -> None:
@@ -307,21 +334,23 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self._begun = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begins where the state is."""
+        """Starts at the state's batch."""
         self._begun = self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Counts."""
+        """Counts the batch."""
         self.state.batch = self._begun + batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Begins anew."""
+        """Starts again at 0."""
         self._begun = self.state.batch = 0
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Counts in ``state.epoch`` the epochs that are done: ``fit(initial_epoch=state.epoch, epochs=EPOCHS)``, or, as
-    with Horovod, ``fit(epochs=EPOCHS - state.epoch)``."""
+    """Counts in ``state.epoch`` the epochs that are done.
+
+    Use ``fit(initial_epoch=state.epoch, epochs=EPOCHS)`` or, as with Horovod, ``fit(epochs=EPOCHS - state.epoch)``.
+    """
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -329,25 +358,25 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
         self._before: int | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """A new fit."""
+        """Notes that a new fit begins."""
         self._before = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """The first one tells how many are not counted by Keras."""
+        """Finds, in the first epoch, the number of epochs that Keras does not count."""
         if self._before is None:
             self._before = self.state.epoch - epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Counts."""
+        """Counts the epoch."""
         assert self._before is not None
         self.state.epoch = self._before + epoch + 1
 
 
 def _passes(optimizer: Any) -> int:
-    """How many batches make a step of it."""
+    """Returns the number of batches in one step of the optimizer."""
     return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
 
 
 def _number(value: Any) -> float:
-    """A Keras variable, tensor or number as a number."""
+    """Returns a Keras variable, tensor or number as a number."""
     return float(value.numpy() if hasattr(value, "numpy") else value)

@@ -1,8 +1,8 @@
-"""Keras 3's side of the 1-bit optimizers: Keras hands over what it has clipped and accumulated, ocomm makes the step.
+"""The Keras frontend of the 1-bit optimizers: Keras clips and accumulates gradients, ocomm makes the step.
 
 All variables are updated at once, in ``_backend_update_step``. Inside ``tf.function`` that is one ``tf.numpy_function``
-which takes gradients and variables and returns the variables' new values; on Keras' Torch backend it is a plain call.
-The algorithms are ``ocomm.optim``, and their formula is Torch's: Keras' Adam adds epsilon in another place.
+that takes gradients and variables and returns the variables' new values; on Keras' Torch backend it is a plain call.
+The algorithms are in ``ocomm.optim``; they use Torch's formula, while Keras' Adam adds epsilon in another place.
 """
 
 from __future__ import annotations
@@ -46,33 +46,34 @@ from ocomm_tf.order import WireVariable, wire_variables
 #: The documentation of arguments that all compressed optimizers have.
 ARGUMENTS = {
     "optimizer": (
-        "Any optimizer of Keras, not used yet, ``keras.optimizers.SGD(lr)`` for instance, or a LossScaleOptimizer "
-        "around one. Learning rate (schedules too) and weight decay are read from it at every step, also of a graph; "
-        "clipping, gradient accumulation and averages of variables are its own; its step is never made."
+        "Any optimizer of Keras that was not used yet, ``keras.optimizers.SGD(lr)`` for instance, or a "
+        "LossScaleOptimizer around one. Learning rate (or schedule) and weight decay are read from it at every step, "
+        "also in a graph; it does clipping, gradient accumulation and averages of variables; its own step is never "
+        "called."
     ),
-    "variables": "A model or its variables, on which the ranks agree now; None: they do at the first step.",
+    "variables": "A model or its variables, which the ranks compare now; None to compare them at the first step.",
     "names": (
-        "Where ranks of Torch train the same model, the map of variables to its parameters (see "
-        "``ocomm_tf.order.wire_variables``); else None."
+        "If ranks of Torch train the same model, the map of variables to its parameters, as in "
+        "``ocomm_tf.order.wire_variables``; else None."
     ),
     "process_set": "The ranks that train together.",
 }
 
-#: The documentation of the argument ``optimizer`` where it is an Adam.
+#: The documentation of the argument ``optimizer`` if it is an Adam.
 ADAM = (
-    "``keras.optimizers.Adam`` or ``AdamW``, not used yet, or a LossScaleOptimizer around one. Learning rate "
-    "(schedules too), betas, epsilon and weight decay are read from it at every step, also of a graph; clipping, "
-    "gradient accumulation and averages of variables are its own."
+    "A ``keras.optimizers.Adam`` or ``AdamW`` that was not used yet, or a LossScaleOptimizer around one. Learning "
+    "rate (or schedule), betas, epsilon and weight decay are read from it at every step, also in a graph; it does "
+    "clipping, gradient accumulation and averages of variables."
 )
 
 
 def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
-    """A decorator that shows the documentation of options in a docstring, and ``texts`` by argument."""
+    """Returns a decorator that inserts the documentation of options, and ``texts`` by argument, into a docstring."""
     return options.documented({**ARGUMENTS, **texts}, definition, Common)
 
 
 def _widened(gradients: Sequence[Any]) -> list[Any]:
-    """Low-precision gradients in float32, the others as they are."""
+    """Returns low-precision gradients in float32, and the others unchanged."""
 
     def wide(gradient: Any) -> Any:
         if gradient is None or keras.backend.standardize_dtype(gradient.dtype) not in LOW_PRECISION:
@@ -85,17 +86,17 @@ def _widened(gradients: Sequence[Any]) -> list[Any]:
 
 
 class Compressed(Distributed):
-    """Mixed in before the class of the user's optimizer."""
+    """Mixin placed before the class of the user's optimizer."""
 
     _frontend: KerasFrontend | None = None
     _setup: tuple[ProcessSet, Mapping[str, Any] | None, Options, Common]
 
-    #: The algorithm, and what makes its steps.
+    #: The algorithm, and the driver of its steps.
     ocomm_core: type[Core]
     ocomm_driver: type[Driver] = Driver
     trains_on_devices = True
 
-    #: beta1 and beta2, and epsilon, where the step is Adam's.
+    #: beta1 and beta2, and epsilon, if the step is Adam's.
     ocomm_moments: tuple[tuple[float, float], float] = (0.0, 0.0), 0.0
 
     @property
@@ -107,7 +108,7 @@ class Compressed(Distributed):
         return self._setup[1]
 
     def build(self: Any, variables: Any) -> None:
-        """As the wrapped optimizer's; then the ranks agree on what they train. Collective."""
+        """Builds the wrapped optimizer; then the ranks agree on what they train. Collective."""
         if self.built:
             return
         super().build(variables)  # type: ignore[misc]
@@ -134,7 +135,7 @@ class Compressed(Distributed):
             if device is None
             else GpuFrontend(self, entries, process_set, make, device)
         )
-        self.__dict__["_frontend"] = frontend  # past Keras, which would look into it for variables
+        self.__dict__["_frontend"] = frontend  # set without Keras, which would look for variables in it
         frontend.connect(sessions.current())
         with tf.init_scope():  # a graph may be under construction, in which variables have no values
             self._adopt_moments()
@@ -142,7 +143,9 @@ class Compressed(Distributed):
     def add_variable_from_reference(
         self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
     ) -> Any:
-        """As the wrapped optimizer's, but float32 for moments and accumulated gradients of low-precision variables."""
+        """Adds a variable like the wrapped optimizer, but float32 for moments and accumulated gradients of
+        low-precision variables.
+        """
         dtype = keras.backend.standardize_dtype(reference_variable.dtype)
         if name == "average" or dtype not in LOW_PRECISION:
             return super().add_variable_from_reference(reference_variable, name, initializer)  # type: ignore[misc]
@@ -151,18 +154,18 @@ class Compressed(Distributed):
 
     @not_compiled
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        """As the wrapped optimizer's; the step itself is made by all ranks together."""
+        """Applies gradients like the wrapped optimizer; all ranks make the step together."""
         refuse_loss_scaling_outside(_AgreedLossScale)
         return super().apply(_widened(grads), trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self: Any, grads: list[Any]) -> list[Any]:
-        """As the wrapped optimizer's, on sums: Keras has averaged over ``backward_passes_per_step``."""
+        """Clips like the wrapped optimizer, but sums: Keras has averaged over ``backward_passes_per_step``."""
         passes = self._setup[3].backward_passes_per_step
         sums = [scaled(gradient, passes) for gradient in grads] if passes > 1 else grads
         return super()._clip_gradients(sums)  # type: ignore[misc]
 
     def _apply_weight_decay(self, variables: Any) -> None:
-        """It is part of the step."""
+        """Does nothing, because the weight decay is part of the step."""
 
     def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         self.ocomm_exchanges += 1
@@ -175,25 +178,33 @@ class Compressed(Distributed):
             mpi_ops.refuse_xla()
             results = frontend.updated(tf.cast(learning_rate, tf.float32), indices, grads, trainable_variables)
         for variable, result in zip(trainable_variables, results, strict=True):
-            variable.assign(result)  # which a low-precision one can hold
+            variable.assign(result)  # a value that a low-precision variable can hold
 
     def compression_report(self: Any) -> dict[str, Any]:
-        """What was really sent, against dense; see the driver's. InvalidRequestError before the first step."""
+        """Returns what was sent, compared with dense averages; ``ocomm.training.driver.Driver.report`` describes the
+        entries.
+
+        Raises InvalidRequestError before the first step.
+        """
         if self._frontend is None:
             raise InvalidRequestError("there is nothing to report before the optimizer is built.")
         return self._frontend.driver.report()
 
-    # State: with everything, for elastic jobs
+    # The complete state, for elastic jobs
 
     def ocomm_state(self: Any) -> tuple[list[np.ndarray], dict[str, Any], dict[int, Floats]]:
-        """What is the same on all ranks: the optimizer's variables, what only ocomm knows, and masters by tensor."""
+        """Returns the state that is equal on all ranks: the optimizer's variables, ocomm's own state, and masters by
+        tensor.
+        """
         frontend: KerasFrontend = self._frontend
         self._export_moments()
         frontend.read(self._trainable_variables)
         return [v.numpy() for v in self.variables], frontend.driver.state(), frontend.masters()
 
     def ocomm_load_state(self: Any, state: tuple[list[np.ndarray], dict[str, Any], dict[int, Floats]]) -> None:
-        """The inverse, when the model's variables are in place. Collective after ``init``."""
+        """Loads the result of ``ocomm_state``, after the model's variables have been loaded. Collective after
+        ``init``.
+        """
         for variable, value in zip(self.variables, state[0], strict=True):
             variable.assign(value)
         frontend: KerasFrontend = self._frontend
@@ -201,15 +212,17 @@ class Compressed(Distributed):
         frontend.read(self._trainable_variables, state[2])
         self._restore_moments()
         frontend.driver.load_state(state[1])
-        frontend.write(self._trainable_variables)  # between syncs they become those of the last one
+        frontend.write(self._trainable_variables)  # between syncs they are set to those of the last sync
 
     def ocomm_rank_state(self: Any) -> dict[str, Any]:
-        """What only this rank knows."""
+        """Returns what only this rank has."""
         self._frontend.read(self._trainable_variables)
         return self._frontend.driver.rank_state()
 
     def ocomm_load_rank_state(self: Any, source: Source) -> dict[str, Any]:
-        """The inverse, after ``ocomm_load_state``; see the driver's. Collective."""
+        """Loads rank states after ``ocomm_load_state``, as ``ocomm.training.driver.Driver.load_rank_state`` does.
+        Collective.
+        """
         frontend: KerasFrontend = self._frontend
         frontend.read(self._trainable_variables)
         done = frontend.driver.load_rank_state(source)
@@ -217,9 +230,9 @@ class Compressed(Distributed):
         return done
 
     def ocomm_reconnect(self: Any, keep: bool = True) -> None:
-        """After ``shutdown`` and ``init``: exchanges with the ranks that there are now. Collective; else a no-op.
+        """Joins the current ranks after ``shutdown`` and ``init``. Collective; does nothing if the driver is connected.
 
-        ``keep``: goes on where it was. If not, a state must be loaded.
+        ``keep``: the optimizer keeps its state. If not, a state must be loaded.
         """
         frontend: KerasFrontend = self._frontend
         session = sessions.current()
@@ -232,7 +245,7 @@ class Compressed(Distributed):
             self.ocomm_load_rank_state(one_state(kept[1]))
 
     def ocomm_begin_alike(self: Any, root_rank: int) -> None:
-        """See ``Distributed``; errors start at zero."""
+        """Makes the ranks' states equal, as ``Distributed`` describes; errors start at zero."""
         if self._frontend is None:
             return
         mine = int(self.iterations.numpy()), self._frontend.driver.steps
@@ -244,25 +257,27 @@ class Compressed(Distributed):
             self.ocomm_load_rank_state(NO_STATE)
 
     def _restore_moments(self: Any) -> None:
-        """Takes Adam's m and v from the optimizer's variables, before a state that has none is loaded."""
+        """Takes Adam's m and v from the optimizer's variables, before a state without any is loaded."""
 
-    # State: plain Keras' variables, so that a saved model loads without ocomm
+    # The state as variables of plain Keras, so that a saved model loads without ocomm
 
     def _adopt_moments(self: Any) -> None:
-        """Goes on from the moments in the wrapped optimizer's variables, if it has made steps."""
+        """Continues from the moments in the wrapped optimizer's variables, if it has made steps."""
 
     def _export_moments(self: Any) -> None:
         """Writes m and v into the wrapped optimizer's variables."""
 
     def save_own_variables(self: Any, store: Any) -> None:
-        """As plain Keras': m and v are those that a plain Adam would go on with."""
+        """Saves the variables like plain Keras; m and v are those from which a plain Adam would continue."""
         if self._frontend is not None:
             self._export_moments()
         super().save_own_variables(store)  # type: ignore[misc]
 
     def load_own_variables(self: Any, store: Any) -> None:
-        """The inverse; errors start at zero. All ranks load the same, or one before a fit with
-        ``BroadcastGlobalVariablesCallback``."""
+        """Loads the result of ``save_own_variables``; errors start at zero.
+
+        All ranks load the same, or one rank does before a fit with ``BroadcastGlobalVariablesCallback``.
+        """
         super().load_own_variables(store)  # type: ignore[misc]
         if self._frontend is not None:
             self._frontend.forget()
@@ -270,7 +285,7 @@ class Compressed(Distributed):
 
 
 class CompressedAdam(Compressed):
-    """With Adam's moments."""
+    """``Compressed`` with Adam's moments."""
 
     @property
     def ocomm_moments(self: Any) -> tuple[tuple[float, float], float]:  # type: ignore[override]
@@ -308,7 +323,7 @@ class CompressedAdam(Compressed):
 
 
 class _AgreedLossScale(Distributed):
-    """Mixed in before ``LossScaleOptimizer``: the ranks agree whether all gradients are finite."""
+    """Mixin placed before ``LossScaleOptimizer``: the ranks agree whether all gradients are finite."""
 
     @property
     def ocomm_process_set(self: Any) -> ProcessSet:
@@ -319,23 +334,25 @@ class _AgreedLossScale(Distributed):
         return self.inner_optimizer.ocomm_names
 
     def check_finite(self: Any, grads: Sequence[Any]) -> Any:
-        """Are the gradients finite on every rank?"""
+        """Returns whether the gradients are finite on every rank. Collective."""
         finite = tf.cast(super().check_finite(grads), tf.int32)  # type: ignore[misc]
         name = mpi_ops.name_in_graph(f"{self._agreement}.finite")
         return tf.cast(mpi_ops.allreduce(finite, op=Min, name=name, process_set=self.ocomm_process_set), tf.bool)
 
     @not_compiled
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        """As the wrapped optimizer's. Gradients are divided in float32: many a quotient is too small for float16."""
+        """Applies gradients like the wrapped optimizer. They are divided in float32, because many quotients are too
+        small for float16.
+        """
         self.ocomm_exchanges += 1
         return super().apply(_widened(grads), trainable_variables)  # type: ignore[misc]
 
     def ocomm_begin_alike(self: Any, root_rank: int) -> None:
-        """See the inner optimizer's."""
+        """Makes the ranks' states equal, as the inner optimizer does."""
         self.inner_optimizer.ocomm_begin_alike(root_rank)
 
     def compression_report(self: Any) -> dict[str, Any]:
-        """See the inner optimizer's."""
+        """Returns the report of the inner optimizer."""
         return self.inner_optimizer.compression_report()
 
 
@@ -348,7 +365,7 @@ def wrap(
     options: Options,
     common: Common,
 ) -> Any:
-    """``optimizer`` as an object of ``mixin`` before its class, inside its LossScaleOptimizer if there is one."""
+    """Returns ``optimizer`` as an object of ``mixin`` and its class, inside its LossScaleOptimizer if there is one."""
     scaled = optimizer if isinstance(optimizer, LossScaleOptimizer) else None
     inner = scaled.inner_optimizer if scaled is not None else optimizer
     check_wrappable(inner)
@@ -381,12 +398,12 @@ def wrap(
 
 
 def inner_of(optimizer: Any) -> Any:
-    """What a LossScaleOptimizer scales the loss for; any other optimizer itself."""
+    """Returns the optimizer inside a LossScaleOptimizer; any other optimizer itself."""
     return optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
 
 
 def check_own_step(optimizer: Any, wrapper: str, *known: type) -> None:
-    """InvalidRequestError if ``optimizer`` has another ``update_step`` than the Keras optimizers ``known``."""
+    """Raises InvalidRequestError if ``optimizer`` has another ``update_step`` than the Keras optimizers ``known``."""
     if type(optimizer).update_step not in [kind.update_step for kind in known]:  # type: ignore[attr-defined]
         raise InvalidRequestError(
             f"{wrapper} makes steps in the place of the optimizer that it wraps, and this {type(optimizer).__name__} "
@@ -395,7 +412,7 @@ def check_own_step(optimizer: Any, wrapper: str, *known: type) -> None:
 
 
 def require_adam(optimizer: Any, wrapper: str) -> None:
-    """InvalidRequestError unless ``optimizer`` is a ``keras.optimizers.Adam`` or AdamW that makes Keras' own steps."""
+    """Raises InvalidRequestError unless ``optimizer`` is a ``keras.optimizers.Adam`` or AdamW with Keras' own step."""
     inner = inner_of(optimizer)
     if not isinstance(inner, keras.optimizers.Adam):
         raise InvalidRequestError(

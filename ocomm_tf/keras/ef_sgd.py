@@ -38,17 +38,18 @@ def DistributedEFSGD(
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Data-parallel SGD with error feedback (dist-EF-blockSGDM, arXiv 1905.10936): 1 bit per element and direction.
+    """Wraps SGD for data-parallel SGD with error feedback (dist-EF-blockSGDM, arXiv 1905.10936): 1 bit per element and
+    direction.
 
-    Each rank sends the signs of its own momentum times the learning rate, and per block the mean of their sizes; what
-    that leaves out is kept and added in the next step, as it is of the average at its owner. Steps follow Torch's
-    formula, in which the learning rate is no part of the momentum.
+    Each rank sends the signs of its own momentum times the learning rate, and per block the mean of their magnitudes.
+    What that loses is kept and added in the next step; so is what compressing the average loses at its server. Steps
+    follow Torch's formula, in which the learning rate is no part of the momentum. Steps are collective.
 
     Args:
-        optimizer: A ``keras.optimizers.SGD``, not used yet, or a LossScaleOptimizer around one. Learning rate
-            (schedules too), momentum, nesterov and weight decay (taken from the variable) are read from it at every
-            step, also of a graph; clipping, gradient accumulation and averages of variables are its own. Momentum is
-            0 at first, and not saved with a model.
+        optimizer: A ``keras.optimizers.SGD`` that was not used yet, or a LossScaleOptimizer around one. Learning rate
+            (or schedule), momentum, nesterov and weight decay (subtracted from the variable) are read from it at every
+            step, also in a graph; it does clipping, gradient accumulation and averages of variables. Momentum is 0 at
+            first, and not saved with a model.
         {arguments}
 
     Returns:

@@ -1,4 +1,4 @@
-"""Keras' side of the driver of a 1-bit optimizer: its variables in the host's memory, and its steps there."""
+"""The Keras frontend of a 1-bit optimizer's driver for variables in the host's memory, where steps are made."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ MakeDriver = Callable[[Session, int, "KerasFrontend"], Driver]
 
 
 class KerasFrontend:
-    """See ``training.driver.KerasFrontend``: parameters and gradients in host memory, in wire order, and float32.
+    """The ``training.driver.Frontend`` of Keras: parameters and gradients in the host's memory, float32, in wire order.
 
-    Graphs that were traced know it, so an optimizer has one for good; ``connect`` gives it a driver.
+    Traced graphs refer to it, so an optimizer keeps one for good; ``connect`` gives it a driver.
     """
 
     framework = "keras"
@@ -46,13 +46,13 @@ class KerasFrontend:
         self.entries = entries
         self._process_set, self._make = process_set, make
         self.parameters: list[Floats] = []
-        #: Of Adam's warm-up; None once a tensor is compressed.
+        #: The moments of Adam's warm-up; None once a tensor is compressed.
         self.adam: list[DenseAdam | None] = [None] * len(entries)
         self._gradients: list[Floats | None] = [None] * len(entries)
-        #: Tensors whose gradients were handed over for the step to come.
+        #: Tensors whose gradients were handed over for the next step.
         self._handed: set[int] = set()
         self._lr = 0.0
-        self._reference = weakref.ref(optimizer)  # which owns this
+        self._reference = weakref.ref(optimizer)  # the optimizer owns this frontend
         decayed = [optimizer._use_weight_decay(optimizer._trainable_variables[entry.index]) for entry in entries]
         self._decayed = np.flatnonzero(decayed), np.flatnonzero(np.logical_not(decayed))
         self._make_parameters()
@@ -72,13 +72,13 @@ class KerasFrontend:
         return [entry.spec for entry in self.entries]
 
     def implementation(self) -> str:
-        """See ``KerasFrontend``: dense steps are ``dense_step``'s."""
+        """Returns words that say how dense steps round, which are those of ``dense_step``."""
         return "ocomm"
 
     def connect(self, session: Session) -> None:
-        """A driver that has taken no step, among the ranks that there are now. Collective."""
+        """Makes a driver that has taken no step, among the current ranks. Collective."""
         self._clear()
-        #: With whom the driver exchanges.
+        #: The runtime through which the driver exchanges.
         self.runtime = session.runtime
         self.driver = self._make(session, self._process_set.number(session), self)
         self._place_parameters()
@@ -87,7 +87,7 @@ class KerasFrontend:
         self.driver.core.tensors["param"] = [p.__array_interface__["data"][0] for p in self.parameters]
 
     def forget(self) -> None:
-        """As if no step had been taken; see the driver's."""
+        """Resets to before the first step, as ``Driver.forget`` does."""
         self._clear()
         self.driver.forget()
 
@@ -95,27 +95,29 @@ class KerasFrontend:
         self.adam = [None] * len(self.entries)
         self._gradients = [None] * len(self.entries)
         self._handed.clear()
-        for parameter in self.parameters:  # no digits beyond those of the variables
+        for parameter in self.parameters:  # no precision beyond that of the variables
             parameter[:] = 0.0
 
     def read(self, variables: Sequence[Any], masters: Mapping[int, Floats] | None = None) -> None:
-        """Takes the parameters from the optimizer's variables, with the further digits of saved ``masters``, if any."""
+        """Reads the parameters from the optimizer's variables, with the higher precision of saved ``masters``, if
+        any.
+        """
         for number, entry in enumerate(self.entries):
             if masters is not None and entry.dtype in LOW_PRECISION:
                 self.parameters[number][:] = masters[number]
             self._take(number, np.asarray(variables[entry.index].numpy(), np.float32))
 
     def write(self, variables: Sequence[Any]) -> None:
-        """The inverse."""
+        """Writes the parameters to the optimizer's variables."""
         for number, entry in enumerate(self.entries):
             variables[entry.index].assign(self._given(number))
 
     def masters(self) -> dict[int, Floats]:
-        """Copies of the parameters of low-precision variables, by tensor."""
+        """Returns copies of the parameters of low-precision variables, by tensor."""
         return {n: self.parameters[n].copy() for n, entry in enumerate(self.entries) if entry.dtype in LOW_PRECISION}
 
     def _take(self, number: int, value: np.ndarray) -> None:
-        """A variable's value as it is now, in float32."""
+        """Reads a variable's current value, in float32."""
         entry, parameter = self.entries[number], self.parameters[number]
         if entry.dtype in LOW_PRECISION:
             follow(parameter, entry.to_wire(value), entry.dtype)
@@ -123,14 +125,16 @@ class KerasFrontend:
             parameter[:] = entry.to_wire(value)
 
     def _given(self, number: int) -> np.ndarray:
-        """What a variable becomes, in float32."""
+        """Returns the new value of a variable, in float32."""
         entry, parameter = self.entries[number], self.parameters[number]
         return entry.from_wire(rounded(parameter, entry.dtype) if entry.dtype in LOW_PRECISION else parameter)
 
     def updated(
         self, rate: tf.Tensor, indices: Sequence[int], gradients: Sequence[Any], variables: Sequence[Any]
     ) -> list[tf.Tensor]:
-        """One step on all ranks, now or, in a graph, whenever it runs; what the variables ``indices`` become."""
+        """Makes one step on all ranks, now or, in a graph, whenever it runs; returns the new values of the variables
+        ``indices``.
+        """
         count = len(indices)
 
         in_order = not tf.executing_eagerly() and engine.runs_in_order()
@@ -151,7 +155,7 @@ class KerasFrontend:
         return results
 
     def step(self, lr: float, indices: Sequence[int], gradients: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """One step on all ranks. Gradients and values are those of the variables ``indices``; returns new values.
+        """Makes one step on all ranks. Gradients and values are those of the variables ``indices``; returns new values.
 
         All of them are float32.
         """
@@ -180,11 +184,11 @@ class KerasFrontend:
     def _handed_over(
         self, rate: tf.Tensor, indices: Sequence[int], gradients: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """The gradients; in a graph each is handed over when it is there, while backward goes on."""
+        """Returns the gradients. In a graph each is handed over as soon as it is ready, while backward goes on."""
         if tf.executing_eagerly() or engine.problem():
             return list(gradients)
         number_of = {entry.index: number for number, entry in enumerate(self.entries)}
-        reference = weakref.ref(self)  # the graph's calls are kept for good
+        reference = weakref.ref(self)  # the graph's calls are kept for ever
 
         def start(number: int, tensors: Sequence[Any], name: str) -> Operation:
             gradient = engine.passed_on(tensors[0]).view(np.float32)
@@ -197,13 +201,14 @@ class KerasFrontend:
         handed = []
         for index, gradient, value in zip(indices, gradients, values, strict=True):
             call = engine.Call(functools.partial(start, number_of[index]), None, hands_over=True)
-            # One that does not depend on its variable could come before the last step is over, in a loop in a graph.
+            # In a loop in a graph, a gradient that does not depend on its variable could come before the last step is
+            # over.
             with tf.control_dependencies([value]):
                 handed.append(engine.exchange(call, [gradient, rate], f"handed_over_{index}")[0])
         return handed
 
     def _refuse_absent(self, absent: Sequence[int]) -> None:
-        """MismatchError if a tensor of ``absent``, without a gradient here, was moved by other ranks."""
+        """Raises MismatchError if other ranks have changed a tensor of ``absent``, which have no gradient here."""
         moved = [number for number in absent if self.driver.stepper.present_anywhere[number]]
         if moved:
             raise MismatchError(
@@ -213,9 +218,10 @@ class KerasFrontend:
             )
 
     def hand_over(self, lr: float, number: int, gradient: Floats) -> None:
-        """The gradient of tensor ``number``, as Keras has it, is there and stays until the step, which comes for sure.
+        """Notes that the gradient of tensor ``number``, in Keras' order, is ready and stays until the step, which is
+        sure to come.
 
-        Its exchange may begin. Not in a step before which the ranks agree on something, for which they must be in it.
+        Its exchange may begin, unless ranks must agree on something before that step.
         """
         if self.driver.is_at_start or not self.driver.common.overlap:
             return
@@ -229,7 +235,9 @@ class KerasFrontend:
     # For the driver
 
     def groups(self) -> list[Group]:
-        """Variables with and without weight decay, as the optimizer is now; an empty group is left out."""
+        """Returns the variables with and without weight decay, with the current hyperparameters; an empty group is left
+        out.
+        """
         betas, eps = self._owner.ocomm_moments
         decays = (float(self._owner.weight_decay or 0.0), 0.0)
         return [
@@ -239,20 +247,22 @@ class KerasFrontend:
         ]
 
     def wrapped_adam(self) -> str:
-        """``"AdamW"`` if there is a weight decay, which Keras always takes from the variable, else ``"Adam"``."""
+        """Returns ``"AdamW"`` if there is a weight decay, which Keras always subtracts from the variable, else
+        ``"Adam"``.
+        """
         return "AdamW" if any(group.decoupled_decay for group in self.groups()) else "Adam"
 
     def read_warm_start(self) -> str | None:
-        """There is none: a plain Adam's moments come with the variables of a saved model."""
+        """Returns None: a plain Adam's moments come with the variables of a saved model."""
         return None
 
     def locate(self, tensors: list[int], final: bool) -> list[int]:
-        """Addresses of gradients; 0 for none."""
+        """Returns addresses of gradients; 0 for none."""
         found = [self._gradients[tensor] for tensor in tensors]
         return [0 if g is None else g.__array_interface__["data"][0] for g in found]
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
-        """Adam's step of tensors in warm-up, on averages clipped to ``max_norm``."""
+        """Makes Adam's step of tensors in warm-up, on averages clipped to ``max_norm``."""
         averages = {tensor: average(tensor) for tensor in tensors}
         self.driver.clip_averages(list(averages.values()), max_norm)  # type: ignore[attr-defined]
         dense_step(self.groups(), averages, self.parameters.__getitem__, self._adam)
@@ -262,16 +272,16 @@ class KerasFrontend:
         return state
 
     def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
-        """m, v and step count of a tensor in warm-up."""
+        """Returns m, v and step count of a tensor in warm-up."""
         state = self.adam[tensor]
         return None if state is None else (state.momentum, state.variance, state.step)
 
     def adopt(self, tensor: int, momentum: Floats, variance: Floats, step: int) -> None:
-        """The tensor has these moments from now on."""
+        """Sets the moments of a tensor."""
         self.adam[tensor] = DenseAdam(momentum, variance, step)
 
     def advance(self, tensor: int) -> tuple[Floats, Floats, int]:
-        """Counts a step of a tensor; its m, v, which begin as zeros, and the number of that step."""
+        """Counts a step of a tensor. Returns its m and v, which begin as zeros, and the number of that step."""
         state = self._adam(tensor)
         state.step += 1
         return state.momentum, state.variance, state.step
@@ -282,5 +292,5 @@ class KerasFrontend:
 
 
 def shortest(lr: float) -> float:
-    """The shortest number that Keras' float32 stands for, so that 0.001 is 0.001 on Torch's ranks, too."""
+    """Returns the shortest decimal number that rounds to this float32, so that 0.001 is 0.001 on Torch's ranks, too."""
     return float(str(np.float32(lr)))

@@ -1,9 +1,9 @@
-"""Keras' side of the driver where its variables are float32 on one GPU: steps are made there.
+"""The Keras frontend for float32 variables on one GPU, where steps are made.
 
-Gradients and variables are read where TensorFlow has them, by DLPack, and new values are written into memory that
-TensorFlow has made for them. Of the streams of TensorFlow none is to be had, so the host waits twice in a step:
-TensorFlow itself when an address is asked for, until its stream is done, so that gradients are there; and ocomm at the
-end, until new values are.
+Gradients and variables are read where TensorFlow has them, through DLPack. New values are written into memory that
+TensorFlow has allocated for them. TensorFlow does not share its streams, so the host waits twice in a step: in
+TensorFlow when an address is asked for, until its stream is done and gradients are ready; and in ocomm at the end,
+until new values are ready.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _FULL = (
 
 
 class GpuFrontend(KerasFrontend):
-    """Parameters and gradients on ``device``, TensorFlow's name of it, in wire order."""
+    """The frontend for parameters and gradients on ``device``, TensorFlow's name of it, in wire order."""
 
     def __init__(
         self, optimizer: Any, entries: Sequence[WireVariable], process_set: ProcessSet, make: MakeDriver, device: str
     ) -> None:
         super().__init__(optimizer, entries, process_set, make)
         self._device = device
-        #: The parameters, while a step or a state is under way: TensorFlow's memory.
+        #: The parameters during a step, or while a state is saved or loaded: TensorFlow's memory.
         self._tensors: list[tf.Tensor | None] = [None] * len(entries)
         self._addresses = [0] * len(entries)
         self._warming: DeviceAdam | None = None
 
     def _make_parameters(self) -> None:
-        """There are none between steps: variables have the values."""
+        """Does nothing: between steps only variables have the values."""
 
     @property
     def _memory(self) -> DeviceMemory:
@@ -71,7 +71,7 @@ class GpuFrontend(KerasFrontend):
         self._warming = None
 
     def _let_go(self) -> None:
-        """Gives TensorFlow its memory back, which it may use for others at once: all that is queued is done before."""
+        """Returns memory to TensorFlow, which may reuse it at once, after all queued work is done."""
         try:
             if any(tensor is not None for tensor in self._tensors):
                 self._memory.wait()
@@ -99,7 +99,7 @@ class GpuFrontend(KerasFrontend):
             self._hold(number, _copy(_to_wire(tf.convert_to_tensor(variable), self.entries[number])))
 
     def _hold(self, number: int, tensor: tf.Tensor) -> None:
-        """The parameter is ``tensor`` for now, which nobody else reads."""
+        """Uses ``tensor``, which nothing else reads, as the parameter for now."""
         self._tensors[number] = tensor
         self.driver.core.tensors["param"][number] = address_of(tensor)
 
@@ -128,7 +128,7 @@ class GpuFrontend(KerasFrontend):
             return [_from_wire(result, entry) for result, entry in zip(results, entries, strict=True)]
 
     def step(self, lr: float, indices: Sequence[int], gradients: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """As the other frontend's; ``values`` are changed in place and returned."""
+        """Makes one step on all ranks; ``values`` are changed in place and returned."""
         self._lr = shortest(lr)
         position_of = {index: position for position, index in enumerate(indices)}
         absent = []
@@ -145,7 +145,7 @@ class GpuFrontend(KerasFrontend):
             self.driver.step(lambda: False)
             self._refuse_absent(absent)
         except BaseException:
-            with contextlib.suppress(Exception):  # the first is what went wrong
+            with contextlib.suppress(Exception):  # the first error is raised
                 self._let_go()
             raise
         self._let_go()
@@ -157,7 +157,9 @@ class GpuFrontend(KerasFrontend):
         return [self._addresses[tensor] for tensor in tensors]
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
-        """The norm is added up by the host, so that it is the same on ranks without a GPU."""
+        """Makes Adam's step of tensors in warm-up. The host adds up the norm, so that it is the same on ranks without a
+        GPU.
+        """
         factor, home = 1.0, self._memory
         if max_norm is not None:
             averages = [home.host(average(tensor)) for tensor in tensors]
@@ -192,12 +194,12 @@ def _from_wire(tensor: tf.Tensor, entry: WireVariable) -> tf.Tensor:
 
 
 def _copy(tensor: tf.Tensor) -> tf.Tensor:
-    """One that shares no memory: variables lend theirs to whoever reads them."""
+    """Returns a copy that shares no memory, because variables share theirs with their readers."""
     return tf.raw_ops.DeepCopy(x=tensor)
 
 
 class _DLTensor(ctypes.Structure):
-    """As in dlpack.h."""
+    """``DLTensor`` of dlpack.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -216,15 +218,17 @@ _pointer_in.restype, _pointer_in.argtypes = ctypes.c_void_p, (ctypes.py_object, 
 
 
 def address_of(tensor: tf.Tensor) -> int:
-    """Where an eager tensor of a device lies, once all that TensorFlow has queued there is done; never 0."""
+    """Returns the address of an eager tensor on a device, after TensorFlow's queued work there is done; never 0."""
     capsule = tf.experimental.dlpack.to_dlpack(tensor)
     found = _DLTensor.from_address(_pointer_in(capsule, b"dltensor"))
-    return (found.data or 0) + found.byte_offset or 1  # without elements it has none
+    return (found.data or 0) + found.byte_offset or 1  # a tensor without elements has no address
 
 
 def cuda_number(device: str) -> int:
-    """CUDA's number, in this process, of what TensorFlow calls ``device``: it counts those that are visible to it, and
-    what each was cut into."""
+    """Returns CUDA's number, in this process, of the device that TensorFlow calls ``device``.
+
+    TensorFlow counts the devices that it can see, and the parts into which each was cut.
+    """
     numbers: list[int] = []
     for physical in tf.config.get_visible_devices("GPU"):
         parts = tf.config.get_logical_device_configuration(physical)
@@ -233,8 +237,10 @@ def cuda_number(device: str) -> int:
 
 
 def device_of(kind: str, variables: Sequence[Any], session: Session, trains_on_devices: bool) -> str | None:
-    """TensorFlow's name of the GPU that makes the steps of ``variables``. None: the host does; if they are on a GPU
-    nevertheless, a warning says why."""
+    """Returns TensorFlow's name of the GPU that makes the steps of ``variables``; None if the host makes them.
+
+    If the variables are on a GPU and the host makes the steps, a warning says why.
+    """
     plain = [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
     devices = sorted({variable.device for variable in plain})
     gpus = [device for device in devices if tf.DeviceSpec.from_string(device).device_type == "GPU"]

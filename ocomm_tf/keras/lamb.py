@@ -1,4 +1,4 @@
-"""1-bit LAMB for Keras 3: it wraps Lamb, Adam or AdamW for their hyperparameters, and steps in their place."""
+"""1-bit LAMB for Keras 3: wraps Lamb, Adam or AdamW for their hyperparameters, and makes steps in their place."""
 
 from __future__ import annotations
 
@@ -47,21 +47,24 @@ def DistributedOneBitLamb(
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Data-parallel 1-bit LAMB (arXiv 2104.06069): LAMB at first, then 1 bit per variable element and direction.
+    """Wraps an optimizer for data-parallel 1-bit LAMB (arXiv 2104.06069): LAMB at first, then 1 bit per variable
+    element and direction.
 
     LAMB multiplies the learning rate of each tensor by its trust ratio, |p| / |update|. A weight decay is part of the
-    update, whose norm the trust ratio has. Steps follow the formula of ``ocomm_torch.DistributedOneBitLamb``.
+    update, and so of its norm in the trust ratio. Steps follow the formula of ``ocomm_torch.DistributedOneBitLamb``,
+    and are collective.
 
     Args:
-        optimizer: ``keras.optimizers.Lamb``, ``Adam`` or ``AdamW``, not used yet, or a LossScaleOptimizer around one;
-            learning rate (schedules too), betas, epsilon, weight decay, clipping, gradient accumulation and averages of
-            variables are its own; the first four are read at every step, also of a graph. Its step is never made.
+        optimizer: A ``keras.optimizers.Lamb``, ``Adam`` or ``AdamW`` that was not used yet, or a LossScaleOptimizer
+            around one. Learning rate (or schedule), betas, epsilon and weight decay are read from it at every step,
+            also in a graph; it does clipping, gradient accumulation and averages of variables. Its own step is never
+            called.
         {arguments}
 
     Returns:
         An optimizer of a subclass with the same name. A model that is saved with it loads without ocomm, and a plain
-        Adam goes on from there; to go on with 1 bit compile with a new one, ``build`` it on the model's variables, and
-        call ``model.load_weights(file)``; errors start at zero.
+        Adam can continue from it. To continue with 1 bit, compile with a new one, ``build`` it on the model's
+        variables, and call ``model.load_weights(file)``; errors start at zero.
 
     Raises:
         InvalidRequestError: The optimizer or a variable cannot be wrapped, or an option has an impossible value.

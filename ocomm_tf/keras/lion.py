@@ -1,4 +1,4 @@
-"""1-bit Lion for Keras 3: it wraps any optimizer that has a learning rate, and steps in its place."""
+"""1-bit Lion for Keras 3: wraps any optimizer with a learning rate, and makes steps in its place."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ def DistributedLion(
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Data-parallel Lion with a majority vote: exactly 1 bit per element and direction from the first step on.
+    """Wraps an optimizer for data-parallel Lion with a majority vote: exactly 1 bit per element and direction from the
+    first step on.
 
-    Every element moves by the learning rate in every step: a third to a tenth of Adam's, with three to ten times its
-    weight decay, is where to begin.
+    Every element moves by the learning rate in every step: begin with a third to a tenth of Adam's, and three to ten
+    times its weight decay. Steps are collective.
 
     Args:
-        betas: Of the sign's average of momentum and gradient, and of the momentum; both in [0, 1). None: those of a
+        betas: The factor of the momentum in the sign, and of its moving average; both in [0, 1). None: those of a
             ``keras.optimizers.Lion``, else (0.9, 0.99).
         {arguments}
 

@@ -37,17 +37,18 @@ def DistributedOneBitAdam(
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per variable element and direction.
+    """Wraps Adam for data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per variable element and
+    direction.
 
-    Steps follow Torch's formula, which adds epsilon to sqrt(v_hat).
+    Steps follow Torch's formula, which adds epsilon to sqrt(v_hat), and are collective.
 
     Args:
         {arguments}
 
     Returns:
         An optimizer of a subclass with the same name. A model that is saved with it loads without ocomm, and a plain
-        Adam goes on from there; to go on with 1 bit compile with a new one, ``build`` it on the model's variables, and
-        call ``model.load_weights(file)``; errors start at zero.
+        Adam can continue from it. To continue with 1 bit, compile with a new one, ``build`` it on the model's
+        variables, and call ``model.load_weights(file)``; errors start at zero.
 
     Raises:
         InvalidRequestError: The optimizer or a variable cannot be wrapped, or an option has an impossible value.

@@ -1,4 +1,4 @@
-"""Models that were saved, with a distributed optimizer."""
+"""Loads models that were saved with a distributed optimizer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ def load_model(
     legacy_opts: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The model saved at ``filepath``, its optimizer's state included, to be trained by the ranks of ``process_set``.
+    """Returns the model saved at ``filepath``, with its optimizer's state, to be trained by the ranks of
+    ``process_set``.
 
-    Its optimizer is dense, also where it was a 1-bit one: to go on with 1 bit see ``DistributedOneBitAdam``.
-    ``custom_optimizers``: classes of your own that the model may have been trained with; ``custom_objects``: what else
-    Keras needs to know. ``legacy_opts`` is accepted as in Horovod and not needed.
+    Its optimizer is dense, even if it was a 1-bit one; ``DistributedOneBitAdam`` says how to continue with 1 bit.
+
+    Args:
+        filepath: The saved model.
+        custom_optimizers: Your own optimizer classes with which the model may have been trained.
+        custom_objects: Other objects that Keras needs, by name.
+        compression: A class of ``Compression`` for its gradients.
+        legacy_opts: Accepted as in Horovod, and ignored.
+        process_set: The ranks that train together.
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known)

@@ -41,18 +41,19 @@ def DistributedZeroOneAdam(
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Data-parallel 0/1 Adam (arXiv 2202.06009): 1 bit per element from the second step on, later not at every step.
+    """Wraps Adam for data-parallel 0/1 Adam (arXiv 2202.06009): 1 bit per element from the second step on, later not at
+    every step.
 
-    Between syncs variables differ between ranks: ``compression_report()["synced"]`` tells. Steps follow Torch's
-    formula, which adds epsilon to sqrt(v_hat).
+    Between syncs variables differ between ranks; ``compression_report()["synced"]`` is True if they do not. Steps
+    follow Torch's formula, which adds epsilon to sqrt(v_hat), and are collective.
 
     Args:
         {arguments}
 
     Returns:
         An optimizer of a subclass with the same name. A model that is saved with it loads without ocomm, and a plain
-        Adam goes on from there; to go on with 1 bit compile with a new one, ``build`` it on the model's variables, and
-        call ``model.load_weights(file)``; errors start at zero.
+        Adam can continue from it. To continue with 1 bit, compile with a new one, ``build`` it on the model's
+        variables, and call ``model.load_weights(file)``; errors start at zero.
 
     Raises:
         InvalidRequestError: The optimizer or a variable cannot be wrapped, or an option has an impossible value.
