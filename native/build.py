@@ -1,10 +1,11 @@
-"""Describes the extension module ``ocomm._native`` to cffi (API mode, stable ABI), and writes what it includes.
+"""Describes the extension module ``ocomm._native`` to cffi (API mode, stable ABI), and writes the headers that it
+includes.
 
-The C declarations come from the marked parts of ``ocomm.h`` and, of the loops, from ``ocomm/kernels/loops.py``, so
-there is one list of them. No MPI and no framework is needed to build: the engine gets MPI's functions as pointers when
-it is made.
+The C declarations come from the marked parts of ``ocomm.h`` and, for the loops, from ``ocomm/kernels/loops.py``, so
+each is written once. The build needs no MPI and no framework: the engine gets MPI's functions as pointers when it is
+made.
 
-``python native/build.py FOLDER`` writes the headers alone.
+``python native/build.py FOLDER`` writes the headers only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ COMPILE_ARGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-W
 
 
 def _declared() -> ModuleType:
-    """The module of the declarations, without the package around it, which needs NumPy."""
+    """Returns the module of the declarations, without its package, which needs NumPy."""
     spec = importlib.util.spec_from_file_location("loops", HERE.parent / "ocomm" / "kernels" / "loops.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -33,14 +34,14 @@ def _declared() -> ModuleType:
 
 
 def declarations(loops: ModuleType) -> str:
-    """What Python sees of C, for cffi."""
+    """Returns the C declarations that Python sees, for cffi."""
     header = (HERE / "ocomm.h").read_text()
     marked = dict(re.findall(r"/\* cffi: begin (\w+) \*/(.*?)/\* cffi: end \w+ \*/", header, re.DOTALL))
     return "\n".join([marked["types"], prototypes(loops), marked["more"]])
 
 
 def prototypes(loops: ModuleType) -> str:
-    """``loops.h``: every loop as C implements it, and the operation of a plan that calls it."""
+    """Returns ``loops.h``: the prototype of every loop in C, and the operation of a plan that calls it."""
     lines = [f"#define OCOMM_LOOPS {loops.DIGEST}"]
     for loop in loops.IN_C:
         parameters = ["ocomm_pool *pool", *(f"{of}{'' if of[-1] == '*' else ' '}{name}" for of, name in loop.c)]
@@ -53,7 +54,7 @@ def prototypes(loops: ModuleType) -> str:
 
 
 def dispatch(loops: ModuleType) -> str:
-    """``run_loop.h``: the function that calls the loop of an operation."""
+    """Returns ``run_loop.h``: the function that calls the loop of an operation."""
     lines = [
         "static int run_loop(ocomm_pool *pool, const ocomm_op *op, uint32_t **flags) {",
         "    const ocomm_slot *a = op->a;",
@@ -71,14 +72,14 @@ def dispatch(loops: ModuleType) -> str:
 
 
 def _read(of: str, slot: int) -> str:
-    """An argument of C type ``of`` from a slot."""
+    """Returns the expression for an argument of C type ``of`` in a slot."""
     if of.endswith("*"):
         return f"a[{slot}].p"
     return f"({of})a[{slot}].{'d' if of in ('float', 'double') else 'i'}"
 
 
 def write_headers(folder: Path, loops: ModuleType | None = None) -> None:
-    """Writes the headers that are made of the declarations. A file that would not change keeps its time."""
+    """Writes the headers that are made from the declarations. A file that would not change keeps its time."""
     loops = loops or _declared()
     for name, text in (("loops.h", prototypes(loops)), ("run_loop.h", dispatch(loops))):
         path = folder / name

@@ -21,9 +21,9 @@
 #define TAGS 2048 /* * STAGES_PER_TAG = 32768, the tag range that every MPI has */
 #define NON_FINITE 1u
 #define DISAGREEMENT 0x4f434f44u
-#define PASSING_ON_NS 5000000000 /* how long a segment may go on after a disagreement, for others to hear of it */
-#define LONGEST_SPIN_NS 1000000 /* how long to spin at most while a user's thread waits: its core is free */
-#define TOGETHER_NS 20000 /* messages that come within this time come together */
+#define PASSING_ON_NS 5000000000 /* how long a segment may go on after a disagreement, to tell others about it */
+#define LONGEST_SPIN_NS 1000000 /* longest spin while a user's thread waits, whose core is free */
+#define TOGETHER_NS 20000 /* messages within this time count as one arrival */
 #define LONGEST_PACE_NS 2000000
 
 typedef int (*isend_fn)(const void *, int, intptr_t, int, int, intptr_t, void *);
@@ -35,11 +35,11 @@ typedef int (*get_count_fn)(const void *, intptr_t, int *);
 typedef struct {
     ocomm_plan *plan;
     int32_t segment;
-    int32_t stage;       /* stage whose messages are out */
-    int32_t begun;       /* its computations have run and its sends are out */
-    int32_t op;          /* of its computations, the one that runs next */
-    int32_t offloaded;   /* that one has begun, and goes on elsewhere */
-    int32_t culprit;     /* 1 + the rank whose header differs from ours, if others hear of it through us; 0: none */
+    int32_t stage;       /* stage whose messages are posted */
+    int32_t begun;       /* its computations have run and its sends are posted */
+    int32_t op;          /* index of its next computation */
+    int32_t offloaded;   /* that computation has begun, and goes on elsewhere */
+    int32_t culprit;     /* 1 + the rank whose header differs, if this rank tells others about it; 0: none */
     int32_t stage_left[STAGES_PER_TAG]; /* messages not yet over, receives of later stages included */
     uint32_t sequence;
     int in_use;
@@ -54,10 +54,10 @@ struct ocomm_channel {
     int failed;
     ocomm_plan *head, *tail; /* plans with segments not yet started or not yet done, oldest first */
     slot *slots;             /* `window` segments in flight */
-    int32_t *owed;           /* per rank: messages not yet here of the stages that segments are in now */
-    ocomm_plan *misfit;      /* a message for it was too short; NULL: none was */
-    int32_t misfit_peer;     /* who has sent that */
-    ocomm_channel *next;     /* of the engine's; see there */
+    int32_t *owed;           /* per rank: messages that the current stages of segments still wait for */
+    ocomm_plan *misfit;      /* plan for which a message was too short; NULL: none was */
+    int32_t misfit_peer;     /* rank that has sent that message */
+    ocomm_channel *next;     /* next in the engine's list */
 };
 
 typedef struct {
@@ -74,19 +74,19 @@ typedef struct watch {
 struct ocomm_engine {
     ocomm_mpi mpi;
     int has_mpi;
-    ocomm_pool *pool; /* of whoever made the engine */
+    ocomm_pool *pool; /* belongs to the caller that made the engine */
     int64_t spin_ns, idle_ns;
     pid_t owner;
     pthread_mutex_t lock;
     pthread_cond_t submitted, finished;
     /* under the lock */
-    /* Lists without a limit. Any thread puts something in front, the engine's alone takes something out: it follows them
-     * without the lock, from a head that it has read under it. */
+    /* Lists without a limit. Any thread inserts at the front, only the engine's thread removes. So that thread
+     * follows them without the lock, from a head that it has read under the lock. */
     ocomm_channel *channels;
     watch *watched;
     int woken, failing, failed;
-    int napping; /* 2: until somebody submits something, or a while; 1: for a moment, because plans are under way */
-    int32_t waiters; /* users' threads that wait for a result */
+    int napping; /* 2: until something is submitted, or a while; 1: for a moment, because plans are under way */
+    int32_t waiters; /* number of users' threads that wait for a result */
     uint64_t submissions;
     /* engine thread only */
     uint64_t seen_submissions;
@@ -96,8 +96,8 @@ struct ocomm_engine {
     uint8_t *statuses;
     int32_t request_count, request_capacity;
     int64_t last_activity_ns;
-    int64_t learned_spin_ns; /* how long it has lately paid to spin while a user's thread waits */
-    int64_t pace_ns;  /* between messages, lately */
+    int64_t learned_spin_ns; /* how long spinning has paid off recently while a user's thread waits */
+    int64_t pace_ns;  /* recent time between messages */
     int completed, error;
     ocomm_counters counters;
 };
@@ -231,7 +231,7 @@ int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan) {
         else
             channel->head = plan;
         channel->tail = plan;
-        if (plan->open_segments || !plan->segment_count) { /* else there is nothing to do before it is opened */
+        if (plan->open_segments || !plan->segment_count) { /* else nothing can be done before it is opened */
             engine->submissions++;
             pthread_cond_signal(&engine->submitted);
         }
@@ -255,7 +255,7 @@ void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t open_segments,
     engine->submissions++;
     int wake = engine->napping == 2;
     pthread_mutex_unlock(&engine->lock);
-    if (wake) /* without the lock: where both threads have one core, the engine's would run into it */
+    if (wake) /* without the lock, which the engine's thread would wait for if both threads share a core */
         pthread_cond_signal(&engine->submitted);
 }
 
@@ -296,7 +296,7 @@ int ocomm_plan_wait(ocomm_engine *engine, ocomm_plan *plan, int64_t timeout_ns) 
     return state;
 }
 
-/* Is there more to do for the channel than to wait until its oldest plan is opened further? Under the lock. */
+/* Returns 1 unless the channel only waits until its oldest plan is opened further. Called under the lock. */
 static int channel_busy(const ocomm_channel *channel) {
     return channel->head && __atomic_load_n(&channel->head->segments_done, __ATOMIC_RELAXED) < channel->head->open_segments;
 }
@@ -337,13 +337,13 @@ int64_t ocomm_channel_close(ocomm_channel *channel) {
     pthread_mutex_unlock(&engine->lock);
     if (segments >= 0 && busy)
         return -2;
-    fail_channel(channel, NULL, OCOMM_ABORTED, 0); /* what waits to be opened further */
+    fail_channel(channel, NULL, OCOMM_ABORTED, 0); /* ends plans that wait to be opened further */
     return segments;
 }
 
 int ocomm_channel_waiting(ocomm_channel *channel, uint8_t *waiting) {
     pthread_mutex_lock(&channel->engine->lock);
-    int busy = channel->head || channel->failed; /* what was missing when it failed is worth knowing */
+    int busy = channel->head || channel->failed; /* after a failure, what was missing then is reported */
     for (int32_t r = 0; r < channel->ranks; r++)
         waiting[r] = busy && __atomic_load_n(&channel->owed[r], __ATOMIC_RELAXED) > 0;
     pthread_mutex_unlock(&channel->engine->lock);
@@ -369,7 +369,7 @@ static void write_headers(const ocomm_op *op) {
     }
 }
 
-/* The first of the fields that must be equal which is not, -1 for none; the order is that of wire.COMPARED. */
+/* Returns the first field that should be equal and is not, -1 for none, in the order of wire.COMPARED. */
 static int differing(const ocomm_header *a, const ocomm_header *b, uint64_t values[2]) {
     const uint64_t one[] = {a->magic, (uint64_t)a->step, a->signature, a->hyper, a->attempt, a->tensors, a->replica};
     const uint64_t other[] = {b->magic, (uint64_t)b->step, b->signature, b->hyper, b->attempt, b->tensors, b->replica};
@@ -413,13 +413,13 @@ static int check(const ocomm_op *op) {
         *flags |= header.flags;
         for (int64_t b = 0; b < op->a[5].i; b++)
             presence[b] |= messages[i][sizeof header + (size_t)b];
-        if (header.announcement) /* only the coordinator makes any, and not in all of its messages */
+        if (header.announcement) /* only the coordinator makes one, and not in all of its messages */
             *(int64_t *)op->a[6].p = header.announcement;
     }
     return op->a[8].i ? culprit : -1;
 }
 
-/* Tensors into a buffer, where they lie side by side, or out of it. */
+/* Copies tensors into a buffer, side by side, or out of it. */
 static void copy_parts(const ocomm_op *op, int into) {
     uint8_t *const *tensors = op->a[0].p;
     const int64_t *nbytes = op->a[1].p;
@@ -430,7 +430,7 @@ static void copy_parts(const ocomm_op *op, int into) {
 
 #include "run_loop.h"
 
-/* Returns the rank at fault when a check fails, else -1. */
+/* Runs a computation. Returns the rank at fault when a check fails, else -1. */
 static int run_op(ocomm_pool *pool, const ocomm_op *op) {
     uint32_t *flags = NULL;
     switch (op->code) {
@@ -453,7 +453,7 @@ static int run_op(ocomm_pool *pool, const ocomm_op *op) {
     return -1;
 }
 
-/* Moves on what goes on elsewhere: 1 when it is over, 0 when not yet, -1 when it has failed. */
+/* Checks an offloaded computation: returns 1 when it is over, 0 when not yet, -1 when it has failed. */
 static int run_task(const ocomm_op *op, int32_t *offloaded) {
     const ocomm_task task = (ocomm_task)(uintptr_t)op->a[0].i;
     void *given = op->a[1].p;
@@ -501,7 +501,7 @@ static int post(ocomm_channel *channel, slot *s, int32_t stage, const ocomm_mess
     int tag = (int)(s->sequence % TAGS) * STAGES_PER_TAG + stage;
     int error;
     if (message->nbytes < 0 || message->nbytes > INT_MAX)
-        return -1; /* no count of MPI's; plans with such messages are refused when they are prepared */
+        return -1; /* more than MPI can count; such plans are refused when they are prepared */
     if (message->receive)
         error = ((irecv_fn)engine->mpi.irecv)((void *)(intptr_t)message->address, (int)message->nbytes,
                                               engine->mpi.byte_type, message->peer, tag, channel->communicator, request);
@@ -555,7 +555,7 @@ static void finish(ocomm_engine *engine, ocomm_plan *plan, int state, int error)
     pthread_mutex_unlock(&engine->lock);
 }
 
-/* The segment enters its next stage: what is still missing of it is owed from now on. */
+/* Enters the segment's next stage: its messages that have not arrived are owed from now on. */
 static void enter_next_stage(ocomm_channel *channel, slot *s) {
     ocomm_engine *engine = channel->engine;
     s->begun = 0;
@@ -570,8 +570,8 @@ static void enter_next_stage(ocomm_channel *channel, slot *s) {
     }
 }
 
-/* Ends every plan of the channel: the one at fault with `state`, the others as aborted. Its requests stay with MPI, and
- * their buffers with whoever keeps the plans. */
+/* Ends every plan of the channel: the one at fault with `state`, the others as aborted. MPI keeps its requests, and the
+ * owner of the plans keeps their buffers. */
 static void fail_channel(ocomm_channel *channel, ocomm_plan *culprit, int state, int error) {
     ocomm_engine *engine = channel->engine;
     pthread_mutex_lock(&engine->lock);
@@ -629,7 +629,7 @@ static int advance(ocomm_channel *channel, slot *s) {
                 int culprit = run_op(engine->pool, op);
                 if (culprit < 0)
                     continue;
-                if (!op->a[7].p) { /* everyone sees it */
+                if (!op->a[7].p) { /* all ranks see it themselves */
                     plan->error_segment = s->segment;
                     fail_channel(channel, plan, OCOMM_MISMATCH, culprit);
                     return -1;
@@ -661,7 +661,7 @@ static int advance(ocomm_channel *channel, slot *s) {
 /* Ends every plan of every channel; later submissions are refused. With MPI_ERROR the oldest plan of each is blamed. */
 static void fail_all(ocomm_engine *engine, int state, int error) {
     pthread_mutex_lock(&engine->lock);
-    engine->failed = 1; /* before the channels are counted: whoever opens one now is refused */
+    engine->failed = 1; /* before the channels are counted, so that opening one is refused from now on */
     ocomm_channel *channels = engine->channels;
     pthread_mutex_unlock(&engine->lock);
     for (ocomm_channel *channel = channels; channel; channel = channel->next) {
@@ -672,8 +672,8 @@ static void fail_all(ocomm_engine *engine, int state, int error) {
     }
 }
 
-/* A segment in which ranks disagree is over: the channel ends, once the segments before it are over, too. Whoever fails
- * has then sent all that others need to come as far. */
+/* Ends the channel if a segment in which ranks disagree, and all segments before it, are over. A rank that fails
+ * here has sent everything that others need to come as far. */
 static int conclude(ocomm_channel *channel) {
     const slot *first = NULL;
     for (int32_t i = 0; i < channel->window; i++) {
@@ -690,7 +690,7 @@ static int conclude(ocomm_channel *channel) {
 
 static int retire(ocomm_channel *channel, slot *s) {
     if (s->culprit)
-        return 0; /* see conclude */
+        return 0; /* conclude() ends it */
     ocomm_plan *plan = s->plan;
     s->in_use = 0;
     if (__atomic_add_fetch(&plan->segments_done, 1, __ATOMIC_RELAXED) < plan->segment_count)
@@ -723,7 +723,7 @@ static int fill_window(ocomm_channel *channel) {
         ocomm_plan *plan = channel->head;
         while (plan && plan->segments_started == plan->segment_count)
             plan = plan->next;
-        int closed = plan && plan->segments_started >= plan->open_segments; /* later plans wait, too: the order is everyone's */
+        int closed = plan && plan->segments_started >= plan->open_segments; /* later plans wait, too */
         pthread_mutex_unlock(&channel->engine->lock);
         if (!plan || closed)
             break;
@@ -748,14 +748,14 @@ static int fill_window(ocomm_channel *channel) {
             return 1;
         if (state > 0) {
             retire(channel, s);
-            i = -1; /* a slot came free: look again from the start */
+            i = -1; /* a slot became free: look again from the start */
         }
     }
     return moved;
 }
 
-/* Was the i-th message that MPI has reported as long as it should be? A longer one is an error of MPI's, a shorter one is
- * none to MPI. */
+/* Returns 1 if the i-th message that MPI has reported has the expected length. MPI reports a longer one as an error,
+ * but not a shorter one. */
 static int is_whole(ocomm_engine *engine, const flight *f, int i) {
     int count = -1;
     const void *status = engine->statuses + (size_t)i * (size_t)engine->mpi.status_nbytes;
@@ -777,14 +777,14 @@ static int poll_requests(ocomm_engine *engine) {
     }
     if (done == engine->mpi.undefined || done <= 0)
         return 0;
-    /* settle the books first, then close the gaps from the end, then move segments on (which posts more) */
+    /* first count what has arrived, then close the gaps from the end, then continue segments (which posts more) */
     for (int i = 0; i < done; i++) {
         flight *f = &engine->flights[engine->indices[i]];
         f->slot->stage_left[f->stage]--;
         if (f->receive && f->stage == f->slot->stage)
             owe(f->channel, f->peer, -1);
         if (!is_whole(engine, f, i)) {
-            f->channel->misfit = f->slot->plan; /* which ends it before any segment goes on */
+            f->channel->misfit = f->slot->plan; /* ends the channel before any segment goes on */
             f->channel->misfit_peer = f->peer;
         }
         f->peer = -1;
@@ -841,7 +841,8 @@ static void expire(ocomm_channel *channel, int64_t now) {
         fail_channel(channel, plan, OCOMM_TIMED_OUT, 0);
 }
 
-/* Something has come after a wait: the next spin is longer if this one was too short, shorter if it was in vain. */
+/* Called when something arrives after a wait: makes the next spin longer if this one was too short, shorter if it
+ * was in vain. */
 static void learn_from(ocomm_engine *engine, int64_t waited_ns, int spun) {
     const int64_t spins = engine->learned_spin_ns, least = LONGEST_SPIN_NS / 32;
     if (waited_ns > TOGETHER_NS)
@@ -938,12 +939,12 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
         int64_t quiet = now - engine->last_activity_ns;
         int64_t spin = engine->spin_ns < engine->learned_spin_ns ? engine->spin_ns : engine->learned_spin_ns;
         if (moved || (waiters && quiet < spin))
-            continue; /* who does not wait has something better to do with the core */
+            continue; /* a thread that does not wait uses the core for something else */
         if (waiters && quiet < engine->learned_spin_ns) {
-            sched_yield(); /* where ranks share a core, another one is the one we wait for */
+            sched_yield(); /* if ranks share a core, the awaited rank may need it */
             continue;
         }
-        int64_t shortest = engine->pace_ns / (waiters ? 10 : 3); /* what is not due soon is not looked for often */
+        int64_t shortest = engine->pace_ns / (waiters ? 10 : 3); /* messages that are not due soon are tested rarely */
         int64_t longest = !busy ? engine->idle_ns : waiters ? 300000 : 1000000;
         int64_t nap = quiet / 4;
         nap = nap < shortest ? shortest : nap;
@@ -957,7 +958,7 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
             pthread_cond_timedwait(&engine->submitted, &engine->lock, &wake);
         engine->napping = 0;
         if (engine->waiters > waiters)
-            engine->last_activity_ns = now_ns(); /* somebody has begun to wait: be quick again */
+            engine->last_activity_ns = now_ns(); /* a thread has begun to wait, so poll quickly again */
         pthread_mutex_unlock(&engine->lock);
     }
 }

@@ -17,9 +17,9 @@
 #define ROW 32
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* How many floats to prefetch ahead of what is read, for each of so many streams. A row is so many instructions that the
- * processor itself looks only a row or two ahead. What was best, 1024 for two streams, 640 for three, 384 for five, is a
- * part of the first-level cache for all together; 384 throughout was up to 15 % slower. */
+/* How many floats to prefetch ahead of what is read, for each of so many streams. A row is so many instructions that
+ * the processor itself looks only a row or two ahead. What was best, 1024 for two streams, 640 for three, 384 for
+ * five, is a part of the first-level cache for all together; 384 throughout was up to 15 % slower. */
 #define AHEAD(streams) (2048 / (streams))
 
 /* Elements of the blocks whose c waits in a buffer of its own: it stays in the first-level cache. */
@@ -67,7 +67,8 @@ typedef struct {
     int streams;
 } remainder;
 
-/* The arguments of one call of ocomm_compress_quantized, ocomm_average_quantized, ocomm_soft_sign or ocomm_compress_signs. */
+/* The arguments of one call of ocomm_compress_quantized, ocomm_average_quantized, ocomm_soft_sign or
+ * ocomm_compress_signs. */
 typedef struct {
     const ocomm_tensor *tensors;
     const float *momentum, *magnitude;

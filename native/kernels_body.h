@@ -270,8 +270,8 @@ INLINE void FN(finish)(const remainder *last, int64_t from) {
     if (j < last->length) FN(second_pass)(0, last, j, (int)(last->length - j), scale);
 }
 
-/* First pass of one block, second pass of the block before it. `plain` says that neither has anything masked, `rms` which
- * scale is wanted: both when this is compiled, so that the loop does not ask. */
+/* First pass of one block, second pass of the block before it. `plain` says that neither has anything masked, `rms`
+ * which scale is wanted: both when this is compiled, so that the loop does not ask. */
 INLINE void FN(rows_for)(enum content content, int plain, int rms, work *w, const remainder *last, V *sum) {
     sums_table table;
     float tile[TILE] __attribute__((aligned(64)));

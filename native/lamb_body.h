@@ -47,7 +47,7 @@ typedef struct {
 INLINE void FN(lamb_row)(const lamb_call *args, const FN(lamb) *w, int64_t j, int n, V *largest) {
     const uint32_t word = load_bits(w->bits + (j >> 3), n);
     const uint32_t previous_word = w->previous ? 0 : load_bits(w->previous_bits + (j >> 3), n);
-    /* What is past the end of the block counts as masked: there 0 is divided by 0. */
+    /* Elements past the end of the block count as masked, because they would divide 0 by 0. */
     const uint32_t inside = n == ROW ? ~0u : (1u << n) - 1;
     const uint32_t counted = w->mask ? inside & ~load_bits(w->mask + (j >> 3), n) : inside;
     V previous[VECTORS], below[VECTORS], fresh[VECTORS], update[VECTORS];

@@ -1,9 +1,9 @@
 /* A library for LD_PRELOAD that keeps the launcher of a job on one host off the network.
  *
- * prterun, orterun and Hydra's mpiexec listen on all interfaces for daemons of other hosts, also where there are none,
- * and have no parameter for it. In the program named by _OCOMM_LOOPBACK, bind() to all interfaces becomes bind() to
- * loopback. That program takes both variables out of its environment before it has read it, so that ranks never see
- * them. In any other program (the mpirun that becomes prterun, a wrapper script) nothing happens.
+ * prterun, orterun and Hydra's mpiexec listen on all interfaces for daemons of other hosts, even if there are none,
+ * and have no parameter to prevent it. In the program named by _OCOMM_LOOPBACK, bind() to all interfaces becomes
+ * bind() to loopback. Both variables are removed from that program's environment before it reads it, so that ranks
+ * never get them. In any other program (the mpirun that becomes prterun, a wrapper script) nothing happens.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -29,7 +29,7 @@ __attribute__((constructor)) static void begin(void)
         return;
     is_launcher = 1;
     unsetenv("_OCOMM_LOOPBACK");
-    /* ocommrun has put this library before those that were there. */
+    /* ocommrun puts this library before those that LD_PRELOAD has already. */
     Dl_info own;
     size_t own_length = dladdr((void *)begin, &own) ? strlen(own.dli_fname) : 0;
     if (own_length == 0 || strncmp(preloaded, own.dli_fname, own_length) != 0)

@@ -3,7 +3,7 @@
  * This header and loops.h, which native/build.py makes, are the whole native interface: the C files implement it,
  * native/build.py hands loops.h and the marked parts to cffi, and ocomm/kernels/cpu.py and
  * ocomm/collectives/native_engine.py call it.
- * The mathematics is in docs/algorithms.md; ocomm/kernels/reference.py is the law for every loop.
+ * docs/algorithms.md has the mathematics; every loop must equal that of ocomm/kernels/reference.py.
  */
 #ifndef OCOMM_H
 #define OCOMM_H
@@ -11,7 +11,7 @@
 
 /* cffi: begin types */
 
-/* One scale block: a run of elements of one tensor which share a scale and an owner. */
+/* One scale block: a run of elements of one tensor that share a scale and an owner. */
 typedef struct {
     int64_t offset;   /* first element in the flat buffers (mask, denominator, 0/1 Adam's state); a multiple of 16 */
     int64_t start;    /* first element inside its tensor */
@@ -19,47 +19,47 @@ typedef struct {
     int64_t local;    /* first element in the worker's buffers (values, error); -1 on ranks that do not compress it */
     int64_t bits;     /* byte position of its signs in the packed buffer */
     int64_t scale;    /* byte position of its float32 scale in the packed buffer; a multiple of 4; -1: it has none */
-    int64_t index;    /* first element in the layout without padding: what its random numbers are counted by */
+    int64_t index;    /* first element in the layout without padding, by which its random numbers are counted */
     int32_t length;   /* elements */
     int32_t tensor;   /* row of the tensor table */
 } ocomm_block;
 
-/* One tensor of the layout as this step sees it. */
+/* One tensor of the layout in this step. */
 typedef struct {
     const float *grad;       /* NULL: no gradient on this rank, counts as zero */
     float *param;            /* updated in place by ocomm_apply; read for a coupled weight decay */
     const float *momentum;   /* dense momentum; NULL: the momentum is the previous packed result */
     float beta1;
-    float one_minus_beta1;   /* rounded from double on its own, not 1.0f - beta1 */
+    float one_minus_beta1;   /* rounded from double separately, not 1.0f - beta1 */
     float weight_decay;      /* coupled decay: grad + weight_decay * param; 0 for none */
     float step_size;         /* lr / (1 - beta1^t), rounded once to float32 */
     float decay;             /* decoupled decay: param * decay before the step; 1 for none */
-    float interval_root;     /* 0/1 Adam: root of the sum of lr since the last sync, with this step's */
+    float interval_root;     /* 0/1 Adam: square root of the sum of lr since the last sync, with this step's */
     float interval_decay;    /* 0/1 Adam: product of the decays since the last sync, with this step's */
-    int32_t skip;            /* 1: ocomm_apply, ocomm_local_step and ocomm_apply_update leave the tensor alone */
+    int32_t skip;            /* 1: ocomm_apply, ocomm_local_step and ocomm_apply_update do not change the tensor */
     int32_t grad_dtype;      /* of grad: 0 float32, or, on a device alone, the number of float16 or bfloat16 */
 } ocomm_tensor;
 
-/* What a step's random numbers depend on, besides an element's index: U = (word >> 8) * 2^-24, word index % 4 of
+/* What the random numbers of a step depend on, besides an element's index: U = (word >> 8) * 2^-24, word index % 4 of
  * Philox-4x32-7 with the seed as its key and the counter (index / 4 low, index / 4 high, step, stream). */
 typedef struct {
     uint64_t seed;
     uint32_t step;     /* committed steps */
-    uint32_t stream;   /* rank of the worker; 0xFFFFFFFF for owners */
-    uint32_t steady;   /* 1: U = 1/2 for every element, and nothing above counts */
+    uint32_t stream;   /* rank of the worker; 0xFFFFFFFF for servers */
+    uint32_t steady;   /* 1: U = 1/2 for every element, whatever the other fields are */
 } ocomm_noise;
 
-/* Elements [start, start + length) of a tensor stand at element `position` of a message's float32 payload. */
+/* Elements [start, start + length) of a tensor are at element `position` of a message's float32 payload. */
 typedef struct {
     int64_t start, position, length, tensor;
 } ocomm_run;
 
-/* Threads that help with large loops. They sleep until one comes; a second loop at the same time is its caller's alone.
+/* Threads that help with large loops. They sleep until one comes; a second loop at the same time is run by its caller.
  * A result has the same bits with every number of threads, because blocks do not depend on each other. */
 typedef struct ocomm_pool ocomm_pool;
-/* `threads` counts the caller. What has less than twice `grain` elements is not cut. NULL: there are no threads left. */
+/* `threads` includes the caller. A loop of less than twice `grain` elements is not cut. NULL: no thread can be made. */
 ocomm_pool *ocomm_pool_new(int32_t threads, int64_t grain);
-/* Ends the threads; from then on callers work alone. Any thread. */
+/* Ends the threads; later loops are run by their callers alone. Any thread. */
 void ocomm_pool_close(ocomm_pool *pool);
 void ocomm_pool_free(ocomm_pool *pool);
 
@@ -69,25 +69,25 @@ int ocomm_select_path(const char *name);
 
 /* cffi: end types */
 
-/* The loops, and ocomm_op, which calls one: made of ocomm/kernels/loops.py, where they are explained.
+/* The loops, and ocomm_op, which calls one. They are made from ocomm/kernels/loops.py, which describes them.
  *
- * Every loop works on `count` rows of its table, in table order where the pool is NULL, and allocates nothing. It returns
- * 1 if everything that it was to look at is finite, else 0; then error_out holds nothing useful. `mask` holds one bit per
- * flat element (bit o & 7 of byte o >> 3), 1 = masked; NULL: nothing is masked. A masked element is not counted in the
- * scale, its bit is 1, and what it brings stays in the error; if that is not finite, the block's scale is NaN, so that
- * every rank hears of it. `rms` chooses the scale: 0 mean |c|, 1 root of the mean square. error_out may be error. Signs of
- * a block fill whole bytes, 1 is positive (zero too), the bits after its last element are 0. received[i] is where rank i's
- * message to this owner starts; a block's signs are at received[i] + bits - origin. */
+ * Every loop works on `count` rows of its table, in table order where the pool is NULL, and allocates nothing. It
+ * returns 1 if everything that it examines is finite, else 0, and error_out is then meaningless. `mask` holds one
+ * bit per flat element (bit o & 7 of byte o >> 3), 1 = masked; NULL: nothing is masked. A masked element is not
+ * counted in the scale, its bit is 1, and its value stays in the error; if that is not finite, the block's scale is
+ * NaN, so that every rank detects it. `rms` chooses the scale: 0 mean |c|, 1 root of the mean square. error_out may
+ * be error. Signs of a block fill whole bytes, 1 is positive (zero too), the bits after its last element are 0.
+ * received[i] is where rank i's message to this owner starts; a block's signs are at received[i] + bits - origin. */
 #include "loops.h"
 
 /* cffi: begin more */
 
-/* nbytes bytes; the two may not overlap. */
+/* Copies nbytes bytes; the two buffers may not overlap. */
 void ocomm_copy(ocomm_pool *pool, void *to, const void *from, int64_t nbytes);
-/* Of the bytes of a buffer: all of them (part = -1), or those of one of its 64 equal parts, numbered from 0. A buffer
- * of at most 4 KiB is always read whole. */
+/* The checksum of a buffer (part = -1), or of one of its 64 equal parts, numbered from 0. A buffer of at most 4 KiB is
+ * always read whole. */
 uint64_t ocomm_checksum(const void *data, int64_t nbytes, int part);
-/* The same of many buffers; an address of 0 has checksum 0. */
+/* The checksums of many buffers; an address of 0 has checksum 0. */
 void ocomm_checksums(const uint64_t *addresses, const int64_t *nbytes, int64_t count, int part, uint64_t *sums);
 /* Sums of squares of float buffers, in double: lane k of 32 adds elements k, k + 32, ..., lanes fold by halves. An
  * address of 0 has sum 0. */
@@ -95,7 +95,7 @@ void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t cou
 /* y += factor * x + factor * z: what the benchmarks compare the loops with, as with ocomm_axpy. */
 void ocomm_triad(ocomm_pool *pool, float *y, const float *x, const float *z, float factor, int64_t numel);
 
-/* MPI as the engine sees it: entry points of the loaded library and the sizes of its types. Handles travel as intptr_t
+/* What the engine needs of MPI: entry points of the loaded library and the sizes of its types. Handles are intptr_t
  * (pointers in Open MPI, ints in MPICH), so one build serves every MPI. */
 typedef struct {
     void *isend, *irecv, *testsome, *iprobe, *get_count;
@@ -106,9 +106,12 @@ typedef struct {
     int32_t undefined;
 } ocomm_mpi;
 
-/* What an ocomm_op is besides a loop. Slots: source, destination, nbytes. Addresses of so many parts, their nbytes, their
- * number, the buffer. Header, flags, presence, its nbytes, messages, their number. Header, messages, their number, flags,
- * presence, its nbytes, announcement, passed_on, ends. An ocomm_task and what it is given. */
+/* The operations that are not loops, with their slots in this order:
+ *   source, destination, nbytes
+ *   addresses of parts, their nbytes, their number, the buffer (in and out)
+ *   header, flags, presence, its nbytes, messages, their number
+ *   header, messages, their number, flags, presence, its nbytes, announcement, passed_on, ends
+ *   an ocomm_task and its argument */
 enum { OCOMM_COPY, OCOMM_COPY_IN, OCOMM_COPY_OUT, OCOMM_WRITE_HEADERS, OCOMM_CHECK_HEADERS, OCOMM_OFFLOAD };
 enum { OCOMM_QUEUED, OCOMM_ACTIVE, OCOMM_DONE, OCOMM_MISMATCH, OCOMM_MPI_ERROR, OCOMM_TIMED_OUT, OCOMM_ABORTED,
        OCOMM_TASK_ERROR, OCOMM_WRONG_SIZE };
@@ -125,8 +128,8 @@ typedef struct {
     double lr, squares;
 } ocomm_header;
 
-/* Of an OCOMM_OFFLOAD. Called with `begin` once, then without until it no longer returns 0: 1 when the work is over, -1
- * when it has failed. It may not wait. */
+/* The function of an OCOMM_OFFLOAD. It is called once with `begin` set, then without until it no longer returns 0: 1
+ * when the work is over, -1 when it has failed. It must not wait. */
 typedef int (*ocomm_task)(void *task, int begin);
 
 typedef struct {
@@ -149,14 +152,14 @@ typedef struct ocomm_plan {
     const ocomm_segment *segments;
     int32_t segment_count;
     int32_t notify;             /* ocomm_engine_run returns OCOMM_COMPLETED when it is over */
-    int32_t open_segments;               /* segments that may start; see ocomm_open */
+    int32_t open_segments;               /* number of segments that may start, set by ocomm_open */
     int64_t timeout_ns;         /* from the submission or the last ocomm_open; 0 for none */
-    int64_t *trace;             /* NULL, or three times per stage: it begins, its messages are out, they are over */
+    int64_t *trace;             /* NULL, or three times per stage: it begins, messages are posted, they are over */
     /* written by the engine, read once state is OCOMM_DONE or later */
     int32_t state;
     int32_t error;              /* MPI error code, or the rank whose header or message differs */
-    int32_t error_segment;      /* the segment in which it does */
-    int32_t culprit;            /* 1 + that rank while others still have to hear of it through us; 0: none */
+    int32_t error_segment;      /* the segment in which that differs */
+    int32_t culprit;            /* 1 + that rank while this rank still tells others about it; 0: none */
     int64_t disagreed_ns;
     int64_t opened_ns;
     int32_t segments_started, segments_done;
@@ -168,56 +171,57 @@ typedef struct {
     int64_t compute_ns, network_ns;
 } ocomm_counters;
 
-/* Buffers that a plan finds through a table of tensors: told when the segments that read them are opened. */
+/* Buffers of a plan that are found through a table of tensors; set when the segments that read them are opened. */
 typedef struct {
     ocomm_tensor *tensors;
-    const int64_t *rows, *nbytes; /* of each buffer: its row of the table, and its length */
-    uint64_t *sums;               /* its checksum, if one is asked for */
+    const int64_t *rows, *nbytes; /* each buffer's row of the table, and its length */
+    uint64_t *sums;               /* each buffer's checksum, if one is asked for */
     int64_t count;
 } ocomm_inputs;
 
 typedef struct ocomm_engine ocomm_engine;
 typedef struct ocomm_channel ocomm_channel;
 
-/* mpi may be NULL: a world of one, where plans have no messages. The pool, or NULL, must outlive the engine. idle_ns
- * bounds the sleep while nothing is queued. */
+/* mpi may be NULL for a job of one rank, whose plans have no messages. The pool, or NULL, must outlive the engine.
+ * idle_ns bounds the sleep while nothing is queued. */
 ocomm_engine *ocomm_engine_new(const ocomm_mpi *mpi, ocomm_pool *pool, int64_t spin_ns, int64_t idle_ns);
 void ocomm_engine_free(ocomm_engine *engine);
-/* Watched communicators make ocomm_engine_run return OCOMM_CONTROL when a message waits on them. */
+/* Makes ocomm_engine_run return OCOMM_CONTROL when a message has arrived on this communicator. */
 int ocomm_engine_watch(ocomm_engine *engine, intptr_t communicator);
 void ocomm_engine_unwatch(ocomm_engine *engine, intptr_t communicator);
 /* A channel has its own communicator, order and window of segments in flight. */
 ocomm_channel *ocomm_channel_new(ocomm_engine *engine, intptr_t communicator, int32_t ranks, int32_t window);
-/* Of the thread of ocomm_engine_run, between two runs. -2 while the channel is busy, and nothing is done. Else the engine
- * forgets it, plans that wait to be opened end as OCOMM_ABORTED, and later submissions are refused: returns how many
- * segments have started, which are all over, or -1 if it has failed. The communicator stays the caller's. */
+/* Called on the thread of ocomm_engine_run, between two runs. Returns -2, and does nothing, while the channel is
+ * busy. Else the engine forgets it, plans that wait to be opened end as OCOMM_ABORTED, and later submissions are
+ * refused; returns the number of segments that have started, which are all over, or -1 if it has failed. The
+ * communicator belongs to the caller. */
 int64_t ocomm_channel_close(ocomm_channel *channel);
-/* Frees the memory, when the channel is closed or its engine is, or is about to be, freed. */
+/* Frees the memory of a channel that is closed, or whose engine is freed or about to be. */
 void ocomm_channel_free(ocomm_channel *channel);
 /* Thread-safe. Returns the state OCOMM_QUEUED, or OCOMM_ABORTED when the engine or channel has failed. */
 int ocomm_submit(ocomm_channel *channel, ocomm_plan *plan);
-/* Lets the first `open_segments` segments of a submitted plan start, and what comes after the plan once these are all of
- * them. Before that the buffers of `inputs`, unless it is NULL, are those at `addresses` from now on (0: none), and
- * their checksums are taken: `part` -2 of none, -1 of every byte, else of that part (ocomm_checksum). Any thread; a plan
- * that is over is left alone. */
+/* Lets the first `open_segments` segments of a submitted plan start, and later plans once these are all of them.
+ * Before that, unless `inputs` is NULL, sets its buffers to those at `addresses` (0: none) and computes their
+ * checksums: `part` -2 none, -1 of every byte, else of that part (ocomm_checksum). Any thread; a plan that is over
+ * is not changed. */
 void ocomm_open(ocomm_channel *channel, ocomm_plan *plan, int32_t open_segments, const ocomm_inputs *inputs,
                 const uint64_t *addresses, int part);
-/* Moves everything on until there is a reason to return (OCOMM_WOKEN | ...) or max_ns have passed (0). One thread. */
+/* Runs plans until there is a reason to return (OCOMM_WOKEN | ...) or max_ns have passed (0). One thread. */
 int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns);
 void ocomm_engine_wake(ocomm_engine *engine);
-/* Counts the threads that wait for a result other than in ocomm_plan_wait: while there are any the engine spins a
- * little longer. Wakes it, too, if `wake`. Any thread. */
+/* Counts the threads that wait for a result outside of ocomm_plan_wait: while there are any the engine spins a little
+ * longer. Also wakes it if `wake`. Any thread. */
 void ocomm_engine_expect(ocomm_engine *engine, int32_t waiters, int wake);
 /* Waits, without the GIL, until the plan is over or timeout_ns have passed; returns its state. Any thread. */
 int ocomm_plan_wait(ocomm_engine *engine, ocomm_plan *plan, int64_t timeout_ns);
 /* Ends every plan of every channel as OCOMM_ABORTED; later submissions are refused. Any thread. */
 void ocomm_engine_fail(ocomm_engine *engine);
-/* 1 while any plan of any channel is not over, unless it waits for ocomm_open alone. Any thread. */
+/* Returns 1 while any plan of any channel is not over, except for plans that only wait for ocomm_open. Any thread. */
 int ocomm_engine_busy(ocomm_engine *engine);
 /* Ends every plan of one channel as OCOMM_ABORTED; later submissions to it are refused. Any thread. */
 void ocomm_channel_abandon(ocomm_channel *channel);
 /* Sets waiting[r] = 1 for every rank whose message the stages in flight wait for, or waited for when the channel
- * failed. Messages of later stages do not count: they wait for us too. */
+ * failed. Messages of later stages do not count, because they wait for this rank, too. */
 int ocomm_channel_waiting(ocomm_channel *channel, uint8_t *waiting);
 ocomm_counters ocomm_engine_counters(ocomm_engine *engine);
 

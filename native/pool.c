@@ -1,8 +1,8 @@
-/* A few threads which sleep until a large loop comes, and then share it with the thread that runs it.
+/* A few threads that sleep until a large loop comes, and then share it with the thread that runs it.
  *
- * Pieces are taken, not dealt out: the caller takes them, too, so that it never waits for a thread that has not come,
- * only for one that is in the middle of a piece. The first pieces are large, because a loop is slower at its ends, and
- * the last ones small, because all threads should end together.
+ * Every thread, also the caller, takes the next piece when it is ready. So the caller never waits for a thread that
+ * has not started, only for one that is in the middle of a piece. The first pieces are large, because a loop is
+ * slower at its ends, and the last ones small, because all threads should end together.
  */
 #define _GNU_SOURCE
 #include "pool.h"
@@ -15,7 +15,7 @@
 #include <sys/prctl.h>
 #endif
 
-/* Single elements are taken so many at a time, so that no two threads write to one cache line. */
+/* The least number of single elements in a piece, so that no two threads write to one cache line. */
 #define EVEN 1024
 
 struct ocomm_pool {
@@ -35,7 +35,7 @@ struct ocomm_pool {
     int result;
 };
 
-/* The next piece: returns its number of items, 0 if there are no more. Under the lock. */
+/* Takes the next piece: returns its number of items, 0 if there are no more. Called under the lock. */
 static int64_t take(ocomm_pool *pool, int64_t *first) {
     int64_t wanted = pool->left / (2 * (pool->helpers + 1));
     if (wanted < pool->grain) wanted = pool->grain;
@@ -53,7 +53,7 @@ static int64_t take(ocomm_pool *pool, int64_t *first) {
     return pool->next - *first;
 }
 
-/* Piece after piece until there are no more. Under the lock, which is free meanwhile. */
+/* Runs piece after piece until there are no more. Called under the lock, which is released while a piece runs. */
 static void work(ocomm_pool *pool) {
     int64_t first, count;
     while ((count = take(pool, &first)) > 0) {
@@ -94,7 +94,7 @@ ocomm_pool *ocomm_pool_new(int32_t threads, int64_t grain) {
     pthread_cond_init(&pool->posted, NULL);
     pthread_cond_init(&pool->finished, NULL);
     pool->threads = calloc((size_t)threads, sizeof *pool->threads);
-    /* Signals are for threads that know what to do with them. */
+    /* Signals are left to the threads of the program. */
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);

@@ -1,5 +1,5 @@
-/* The loops of Birder, SoftSignSGD and Lion, written once. kernels_body.h includes this file once per path; a path defines
- * beside what is named there
+/* The loops of Birder, SoftSignSGD and Lion, written once. kernels_body.h includes this file once per path; a path
+ * defines beside what is named there
  *   drawn(row, g, quad)       numbers of 24 random bits for the elements of eight counters, from `quad` on
  *   shifted(row, now, next, by)  elements by ... by + 31 of the row `now` followed by the first vector of `next`
  */

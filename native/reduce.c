@@ -1,4 +1,4 @@
-/* Dense values: reductions in rank order, gradients in and out of messages, copies, and the checksum of a buffer.
+/* Dense values: reductions in rank order, copies of gradients to and from messages, and checksums of buffers.
  *
  * Work goes chunk by chunk through an accumulator in the first-level cache: every source is read before the chunk of
  * `out` is written, so `out` may be one of them.
@@ -25,7 +25,7 @@ struct job {
     void *out;
 };
 
-/* Buffers start at any byte, and hold whatever the caller keeps there. */
+/* Buffers may start at any byte and hold any type. */
 #define ANYWHERE __attribute__((aligned(1), may_alias))
 typedef uint8_t any_uint8 ANYWHERE;
 typedef int8_t any_int8 ANYWHERE;
@@ -45,8 +45,9 @@ static void scale_float64(double *x, double factor, int n) {
     for (int k = 0; k < n; k++) x[k] *= factor;
 }
 
-/* A product that misses a whole number by no more than the rounding of the factor and of the product is that number:
- * otherwise the average of 49 ones, 49 * (1.0 / 49), would be 0. Beyond the type's range it is the type's limit. */
+/* A product that differs from a whole number by no more than the rounding of the factor and of the product is that
+ * number: otherwise the average of 49 ones, 49 * (1.0 / 49), would be 0. Beyond the type's range it is the type's
+ * limit. */
 static int64_t scaled(int64_t x, double factor, int64_t low, int64_t high) {
     const double exact = (double)x * factor;
     if (exact != exact) return 0;
@@ -166,7 +167,7 @@ static void store_float16(void *to, int64_t at, const float *from, int n) {
     store_float16_portable(to, at, from, n);
 }
 
-/* A chunk of one source as accumulator elements, prescaled: the source itself where that is the same. */
+/* Returns a chunk of one source as prescaled accumulator elements: the source itself if that is the same. */
 #define FETCH(NAME, T)                                                                                             \
     static const any_##NAME *fetch_##NAME(T *buffer, const void *source, int64_t at, int n, double prescale) {     \
         const any_##NAME *from = (const any_##NAME *)source + at;                                                  \
@@ -197,7 +198,7 @@ FETCH(float64, double)
 FETCH_AS_FLOAT32(float16)
 FETCH_AS_FLOAT32(bfloat16)
 
-/* The smaller, the larger as NumPy has them: NaN wins; of equal operands the later rank's. */
+/* The smaller and the larger, with NumPy's rule that NaN wins; of equal operands the later rank's. */
 #define SMALLER(a, b) ((a) < (b) || (a) != (a) ? (a) : (b))
 #define LARGER(a, b) ((a) > (b) || (a) != (a) ? (a) : (b))
 
@@ -251,7 +252,7 @@ REDUCTION(float16, float32, float)
 REDUCTION(bfloat16, float32, float)
 
 /* The mean of integers is rounded towards zero, as Horovod's is. Sums are made in 64 bits, so only those of int64 can
- * wrap. A factor and the division are one factor: cut twice, the mean of 3 and 0 times 2 would be 2. */
+ * wrap. A factor and the division are applied as one factor: rounded twice, the mean of 3 and 0 times 2 would be 2. */
 #define INTEGER_MEAN(NAME, T, LOW, HIGH)                                                                            \
     static void mean_##NAME(const job *r, int64_t first, int64_t end) {                                            \
         T buffer[CHUNK];                                                                                           \
@@ -281,7 +282,7 @@ typedef float float32x4 __attribute__((vector_size(16)));
 typedef float any_float32x4 __attribute__((vector_size(16), aligned(1), may_alias));
 
 /* The usual reduction without an accumulator in memory: 16 elements of all sources at a time. Vectors are spelled out
- * because compilers did not find them under -fwrapv, which Python's own flags bring along. */
+ * because compilers do not find them under -fwrapv, which is among Python's own flags. */
 static void sum_float32(const job *r, int64_t begin, int64_t end) {
     const float factor = (float)r->postscale;
     int64_t at = begin;
@@ -290,7 +291,7 @@ static void sum_float32(const job *r, int64_t begin, int64_t end) {
         float32x4 a = first[0], b = first[1], c = first[2], d = first[3];
         for (int i = 1; i < r->ranks; i++) {
             const any_float32x4 *next = (const any_float32x4 *)((const any_float32 *)r->sources[i] + at);
-            /* Many streams at once are more than the processor's own prefetching follows. */
+            /* The processor's own prefetching does not follow many streams at once. */
             __builtin_prefetch(next + 64);
             a += next[0], b += next[1], c += next[2], d += next[3];
         }
@@ -331,7 +332,7 @@ static void reduce_bits(const job *r, int64_t first, int64_t end) {
     }
 }
 
-/* The loop for an operation on a type, NULL if there is none. */
+/* Returns the loop for an operation on a type, NULL if there is none. */
 static void (*loop_for(int dtype, int op, double prescale, double postscale))(const job *, int64_t, int64_t) {
     if (op == BITWISE_OR || dtype == BOOL) {
         if (prescale != 1 || postscale != 1) return NULL;
@@ -441,14 +442,14 @@ void ocomm_copy(ocomm_pool *pool, void *to, const void *from, int64_t nbytes) {
 #define STEP 0x9e3779b97f4a7c15u
 #define SPREAD 0xd6e8feb86659fd93u
 
-/* Changes whenever the word or its position does: xor with the own upper half and odd factors lose nothing. */
+/* The result changes whenever the word or its position does: xor with the upper half and odd factors are invertible. */
 static inline uint64_t mixed(uint64_t word, uint64_t position) {
     const uint64_t x = word + (position + 1) * STEP;
     return (x ^ x >> 32) * SPREAD;
 }
 
-/* Sum of the mixed 8-byte words and of the length: a change of any one word that is read changes the result. The last
- * bytes, where the length is no multiple of 8, are always read. */
+/* Returns the sum of the mixed 8-byte words and of the length: a change of any one word that is read changes the
+ * result. The last bytes, if the length is no multiple of 8, are always read. */
 uint64_t ocomm_checksum(const void *data, int64_t nbytes, int part) {
     const uint8_t *bytes = data;
     const uint64_t words = (uint64_t)nbytes / 8;

@@ -1,9 +1,9 @@
-/* See tf_exchange.h. A kernel computes by putting its work into a queue and returning; a thread of ours takes it out,
- * and calls TensorFlow back when the collective is over. So no thread of TensorFlow waits, and none runs Python.
+/* Implements tf_exchange.h. A kernel puts its work into a queue and returns. A thread of ocomm takes it out, and
+ * calls TensorFlow back when the collective is over. So no thread of TensorFlow waits, and none runs Python.
  *
- * The exchanges are stateful, for else TensorFlow would fold one whose input is constant, merge two that look alike and
- * drop one whose result nobody uses, and this rank would be missing in the collective. tf.function chains stateful
- * operations in program order: ocomm_tf/engine.py tells it that these are independent.
+ * The exchanges are stateful. Otherwise TensorFlow would fold one whose input is constant, merge two that look alike
+ * and drop one whose result is not used, and this rank would be missing in the collective. tf.function chains
+ * stateful operations in program order: ocomm_tf/engine.py tells it that these are independent.
  */
 #include "tf_exchange.h"
 
@@ -93,14 +93,14 @@ typedef struct {
     int64_t call;
     int gathers;
     int compares;
-    int32_t known;    /* tensors whose size the graph knows: all or none */
-    int64_t *nbytes;  /* of those, after the name */
+    int32_t known;    /* number of tensors whose size the graph knows: all or none */
+    int64_t *nbytes;  /* their sizes, after the name */
     size_t name_length;
     char name[];
 } kernel;
 
 typedef struct {
-    ocomm_tf_work work; /* first: the one is cast to the other */
+    ocomm_tf_work work; /* the first member, because pointers to the two are cast to each other */
     callback done;
     TF_OpKernelContext *context;
     TF_Tensor *splits;
@@ -142,7 +142,7 @@ static void *create_exchange(TF_OpKernelConstruction *construction) { return cre
 static void *create_gather(TF_OpKernelConstruction *construction) { return create(construction, 1, 0); }
 static void *create_compare(TF_OpKernelConstruction *construction) { return create(construction, 0, 1); }
 
-/* Fills in tensor `index`, whose shape is kept after those of the tensors before it, and lets go of `input`. */
+/* Fills in tensor `index`, whose shape is stored after those of the tensors before it, and releases `input`. */
 static void locate(execution *e, int index, TF_Tensor *input, int gathers, int64_t **shapes, TF_Status *status) {
     TF_Tensor *output;
     ocomm_tf_tensor *tensor = &e->work.tensors[index];
@@ -180,7 +180,7 @@ static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
         TF_SetStatus(status, RESOURCE_EXHAUSTED, "ocomm: no memory for a collective");
         TF_OpKernelContext_Failure(context, status);
         TF_DeleteStatus(status);
-        done->invoker(done); /* the caller's, which it destroys */
+        done->invoker(done); /* the callback of the caller, which destroys it */
         return;
     }
     e->context = context;
@@ -222,7 +222,7 @@ static void compute(void *self_, TF_OpKernelContext *context, callback *done) {
 
 /* The queue */
 
-/* Of one ocomm_tf_take, until the next. */
+/* The result of ocomm_tf_take, until the next call. */
 static ocomm_tf_batch batch;
 static struct timespec paced;
 
@@ -232,7 +232,7 @@ static int enlarge(intptr_t **array, int64_t count) {
     return larger != NULL;
 }
 
-/* Returns 0 if there is no memory for that. */
+/* Returns 0 if there is no memory. */
 static int describe(ocomm_tf_work *works) {
     static int64_t work_room, tensor_room;
     batch.count = batch.tensors = 0;
@@ -279,7 +279,8 @@ const ocomm_tf_batch *ocomm_tf_take(double seconds, double pace) {
     while (!first && !woken && pthread_cond_timedwait(&changed, &lock, &end) != ETIMEDOUT) {}
     waiting = 0;
     pthread_mutex_unlock(&lock);
-    /* What comes in a burst is taken in few portions: a thread that is woken for each tensor costs more than they do. */
+    /* A burst of works is taken in few portions, because waking a thread for each tensor costs more than the
+     * tensors. */
     while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &paced, NULL) == EINTR) {}
     pthread_mutex_lock(&lock);
     woken = 0;

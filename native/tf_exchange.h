@@ -2,16 +2,16 @@
  * TensorFlow's threads.
  *
  * No header and no library of TensorFlow is needed to build this: its stable C API is looked up at run time in the
- * library that the process has loaded, so one binary serves every version. native/build_tf.py hands the marked part to
- * cffi; ocomm_tf/engine.py is the caller.
+ * library that the process has loaded, so one binary serves every version. native/build_tf.py hands the marked part
+ * to cffi; ocomm_tf/engine.py is the caller.
  *
  *   OcommExchange(x...) -> y...              y has the shape of x: allreduce, broadcast
- *   OcommGather(x..., splits) -> y..., rows  the shape of y is known when all ranks have come: allgather, alltoall,
+ *   OcommGather(x..., splits) -> y..., rows  the shape of y is known once all ranks have come: allgather, alltoall,
  *                                            reducescatter
- *   OcommCompare(x, variables...) -> y       comes after what has written to the variables, whose handles these are, and
- *                                            before what writes to them next; they are read by its caller
+ *   OcommCompare(x, variables...) -> y       runs after the operations that have written to the variables (their
+ *                                            handles), and before those that write next; its caller reads them
  *
- * A group of tensors is one operation: TensorFlow starts it when all are there, and never a part of it.
+ * A group of tensors is one operation, which TensorFlow starts when all of them are ready.
  */
 #ifndef OCOMM_TF_EXCHANGE_H
 #define OCOMM_TF_EXCHANGE_H
@@ -29,7 +29,7 @@ typedef struct {
     int32_t rank;          /* number of dimensions */
 } ocomm_tf_tensor;
 
-/* One execution of one of them. What it points to lives until ocomm_tf_finish. */
+/* One execution of one of these operations. What it points to lives until ocomm_tf_finish. */
 typedef struct ocomm_tf_work {
     int64_t call;          /* the operation's attribute: which call of the Python program it belongs to */
     const char *name;      /* the node's name in the graph, not terminated */
@@ -47,21 +47,21 @@ typedef struct {
     int64_t count, tensors;
     intptr_t *works;       /* ocomm_tf_work * */
     intptr_t *calls;
-    intptr_t *counts;      /* of a work's tensors; 0 if it is not known, and has to be looked at */
+    intptr_t *counts;      /* number of each work's tensors; 0 if it is not known, and the work must be examined */
     intptr_t *inputs, *outputs;
 } ocomm_tf_batch;
 
-/* Registers the operations with the TensorFlow in `library` (libtensorflow_framework). 0, or -1 with a sentence in
- * `problem`. Once per process. */
+/* Registers the operations with the TensorFlow in `library` (libtensorflow_framework). Returns 0, or -1 with a sentence
+ * in `problem`. Once per process. */
 int ocomm_tf_register(const char *library, char *problem, int64_t room);
-/* Waits until there is work, a wake or the end of `seconds`, and at least `pace` seconds since its last return, whose
- * result ends with the call. For one thread. */
+/* Waits until there is work, a wake or the end of `seconds`, but at least `pace` seconds since its last return. The
+ * result is valid until the next call. For one thread. */
 const ocomm_tf_batch *ocomm_tf_take(double seconds, double pace);
 /* Makes the waiting ocomm_tf_take return. */
 void ocomm_tf_wake(void);
-/* Memory for output `index` of an OcommGather (its rows are the last one); NULL if there is none. */
+/* Allocates output `index` of an OcommGather (its rows are the last one); NULL if there is no memory. */
 void *ocomm_tf_output(ocomm_tf_work *work, int index, int32_t dtype, const int64_t *shape, int rank, int64_t nbytes);
-/* Ends works and frees them: with TensorFlow's status `code` and `message`, or well if `code` is 0. */
+/* Ends works and frees them: with TensorFlow's status `code` and `message`, or successfully if `code` is 0. */
 void ocomm_tf_finish(const intptr_t *works, int64_t count, int code, const char *message);
 
 /* cffi: end tensorflow */
