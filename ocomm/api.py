@@ -93,7 +93,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """True between ``init()`` and ``shutdown()``, in the process that called it."""
+    """Returns True between ``init()`` and ``shutdown()``, in the process that called it."""
     return sessions.current().is_initialized
 
 

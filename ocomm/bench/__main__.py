@@ -12,12 +12,12 @@ import ocomm.bench
 
 
 def names() -> list[str]:
-    """The benchmarks there are: the package's public modules."""
+    """Returns the names of the benchmarks: the package's public modules."""
     return sorted(m.name for m in pkgutil.iter_modules(ocomm.bench.__path__) if not m.name.startswith("_"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status of the benchmark, 0 where it gives none."""
+    """Runs a benchmark and returns its exit status, 0 if it returns none."""
     chooser = argparse.ArgumentParser(prog="python -m ocomm.bench", description="Benchmarks of ocomm.", add_help=False)
     chooser.add_argument("name", choices=names(), nargs="?")
     chooser.add_argument("-h", "--help", action="store_true")
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if chosen.help else 2
     if chosen.help:
         rest.append("--help")
-    # Only the chosen module is imported: one benchmark may need what another machine does not have.
+    # Only the chosen module is imported, because another benchmark may need packages that are not installed.
     module = importlib.import_module(f"ocomm.bench.{chosen.name}")
     summary = (module.__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog=f"python -m ocomm.bench {chosen.name}", description=summary)

@@ -1,6 +1,6 @@
-"""``python -m ocomm.bench kernels --device cuda``: the CUDA kernels against a copy inside the device's memory.
+"""``python -m ocomm.bench kernels --device cuda``: the CUDA kernels compared with a copy inside the device's memory.
 
-Each round times a copy of one array and then the kernel, by events on one stream; the fraction is the median over
+Each round times a copy of one array and then the kernel, by events on one stream. The fraction is the median over
 rounds of (bytes the kernel moves / bandwidth of the copy) / time of the kernel. Every kernel is compared with the NumPy
 reference on its first blocks before it is timed.
 """
@@ -20,7 +20,7 @@ from ocomm.kernels.cuda import SIMULATED, CudaKernels, address_of
 
 BLOCK_SIZE = 4096
 CHECKED_BLOCKS = 64
-STRIDE = 4 + BLOCK_SIZE // 8  # scale and signs of a block lie together, as in a message
+STRIDE = 4 + BLOCK_SIZE // 8  # scale and signs of a block are adjacent, as in a message
 EPS = 1e-12
 
 
@@ -36,7 +36,7 @@ class Row:
 
 
 def reason_against() -> str | None:
-    """Why nothing can be measured here."""
+    """Returns why nothing can be measured here; None if it can."""
     if SIMULATED:
         return "the simulator's times mean nothing"
     return None if cuda.is_available() else "no CUDA device"
@@ -48,7 +48,7 @@ def device_name() -> str:
 
 
 class WithoutAnswers(CudaKernels):
-    """Whether everything was finite is not asked, so that nothing but the launch is timed."""
+    """Kernels that do not ask whether everything was finite, so that only the launch is timed."""
 
     def _all_finite(self) -> bool:
         return True
@@ -103,7 +103,7 @@ class Arrays:
         return self._table(table)
 
     def written(self) -> list[np.ndarray]:
-        """What any loop may write, on the host."""
+        """Returns what any loop may write, on the host."""
         arrays = (self.packed, self.out, self.out2, self.out3, self.param, self.momentum, self.update, self.synced)
         return [array.copy_to_host() if self._to_device else array for array in arrays]
 
@@ -112,7 +112,7 @@ Loop = Callable[[Any, Arrays], object]
 
 
 def cases(ranks: list[int]) -> Iterator[tuple[str, float, Loop]]:
-    """Name, bytes per element, and the call."""
+    """Yields name, bytes per element, and the call of each loop."""
     sent = 1 / 8 + 4 / BLOCK_SIZE
     yield "compress", 12 + sent, lambda k, a: k.compress(a.blocks, a.grad, a.error, a.out, None, "l1", a.packed)
     yield (
@@ -175,7 +175,9 @@ def average_quantized(ranks: int) -> Loop:
 
 
 def check(kernel: str, loop: Loop, checked: int, ranks: int) -> None:
-    """RuntimeError if what the loop does to the first blocks is not what the reference does, but for rounding."""
+    """Raises RuntimeError if the loop's results on the first blocks differ from the reference's by more than
+    rounding.
+    """
     got, expected = (
         run_once(kernels, Arrays(checked * BLOCK_SIZE, ranks, to_device), loop)
         for kernels, to_device in ((WithoutAnswers(), True), (reference, False))

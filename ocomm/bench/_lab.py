@@ -1,9 +1,9 @@
-"""A small lab: N hosts on one machine, joined by a switch, every cable of a chosen speed in both directions.
+"""A lab: N hosts on one machine, connected by a switch, with every cable limited to a rate in both directions.
 
-A host is a network namespace and a UTS namespace (its own address and name), a cable a veth pair shaped by tbf at both
-ends, the switch a bridge. All of it lives inside namespaces of the lab's own: nothing shows outside, addresses cannot
-collide with anyone's, and there is nothing to clean up. The lab ends with the process that holds it, however that ends:
-the kernel then kills whatever still runs in it.
+A host is a network namespace and a UTS namespace (with its own address and name), a cable is a veth pair shaped by tbf
+at both ends, and the switch is a bridge. All of them are inside namespaces of the lab, so nothing is visible outside,
+addresses cannot collide, and nothing needs to be removed. The lab ends with the process that holds it, however that
+ends: the kernel then kills everything in it.
 
 Needs Linux, ``unshare``, ``nsenter``, ``ip`` and ``tc``, and either root or a kernel that lets users make namespaces.
 """
@@ -23,9 +23,9 @@ from pathlib import Path
 
 from ocomm.tuning import OPEN_MPI
 
-#: Of its nominal rate a cable carries so much payload: a 1514 byte frame holds 1448 bytes.
+#: Fraction of its nominal rate that a cable carries as payload: a 1514 byte frame holds 1448 bytes.
 PAYLOAD_FRACTION = 0.95
-#: Deep enough that an incast of all hosts on one loses no packet; below 16 MB it does.
+#: Large enough that no packet is lost when all hosts send to one; below 16 MB packets are lost.
 _QUEUE_NBYTES = 16_000_000
 _NETWORK = ipaddress.ip_network("10.77.0.0/24")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -50,11 +50,11 @@ exec ip netns exec "$host" nsenter --uts="/run/uts/$host" -- sh -c "$*"
 
 
 class LabError(Exception):
-    """The lab cannot be made here, or a command in it did not do what it was for."""
+    """The lab cannot be made here, or a command in it failed."""
 
 
 def bits_per_second(rate: str) -> float:
-    """What tc understands by ``100mbit`` or ``1gbit``. ValueError otherwise."""
+    """Returns the rate that tc understands by ``100mbit`` or ``1gbit``. Raises ValueError for other texts."""
     match = re.fullmatch(r"([0-9.]+)([kmg]?)bit", rate)
     if not match:
         raise ValueError(f"{rate!r} is no rate; write 100mbit or 1gbit")
@@ -63,7 +63,7 @@ def bits_per_second(rate: str) -> float:
 
 @functools.cache
 def why_not() -> str:
-    """Why this machine cannot have a lab; "" if it can. Makes and removes a small one to find out."""
+    """Returns why this machine cannot have a lab; "" if it can. Makes and removes a small one to find out."""
     missing = [name for name in ("unshare", "nsenter", "ip", "tc") if shutil.which(name, path=_path()) is None]
     if missing:
         return f"there is no {' or '.join(missing)} (Debian: apt install iproute2 util-linux)"
@@ -103,7 +103,7 @@ class Lab:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PATH": _path()},
-            start_new_session=True,  # an interrupt at the terminal is for us, and the lab follows
+            start_new_session=True,  # an interrupt at the terminal reaches this process only, which ends the lab
         )
         assert self._keeper.stdout is not None and self._keeper.stderr is not None
         if self._keeper.stdout.readline() != "ready\n":
@@ -126,7 +126,7 @@ class Lab:
         assert keeper.stdin is not None and keeper.stdout is not None and keeper.stderr is not None
         keeper.stdin.close()
         try:
-            keeper.wait(10)  # for process 1, which waits until the kernel has buried the others
+            keeper.wait(10)  # for process 1, which waits until the kernel has ended the others
         except subprocess.TimeoutExpired:
             keeper.kill()
             keeper.wait()
@@ -134,7 +134,9 @@ class Lab:
         keeper.stderr.close()
 
     def on(self, host: int | None, command: Sequence[str]) -> list[str]:
-        """The command line that runs ``command`` on a host; with None on the switch, which reaches all of them."""
+        """Returns the command line that runs ``command`` on a host; for None, on the switch, which reaches all
+        hosts.
+        """
         name = "" if host is None else self.names[host]
         there = ["ip", "netns", "exec", name, "nsenter", f"--uts=/run/uts/{name}", "--"] if name else []
         # Entering another mount namespace leaves one in its root.
@@ -142,9 +144,9 @@ class Lab:
         return [*self._enter, *here, *there, *command]
 
     def mpirun(self, ranks: int, command: Sequence[str], *, slots: int = 1, options: Sequence[str] = ()) -> list[str]:
-        """The command line that runs ``command`` as ``ranks`` ranks on hosts of ``slots`` ranks each, over TCP.
+        """Returns the command line that runs ``command`` as ``ranks`` ranks on hosts of ``slots`` ranks each, over TCP.
 
-        With the TCP settings of ocommrun; ``options`` go to mpirun. Open MPI 5.
+        It has the TCP settings of ocommrun; ``options`` are passed to mpirun. Open MPI 5.
         """
         launcher = Path(sys.executable).with_name("mpirun")
         found = str(launcher) if launcher.exists() else shutil.which("mpirun")
@@ -158,13 +160,15 @@ class Lab:
         return self.on(None, [found, "-np", str(ranks), "-H", hosts, *mapping, *words, *lab, *options, *command])
 
     def mpi_options(self) -> list[str]:
-        """What any mpirun or ``ocommrun --mpi-args`` needs in here: how hosts are reached, and over which network."""
+        """Returns what any mpirun or ``ocommrun --mpi-args`` needs in the lab: how hosts are reached, and over which
+        network.
+        """
         runtime = {
             "plm": "ssh",
             "plm_ssh_agent": "/run/agent",
             "plm_ssh_no_tree_spawn": "1",
             "prte_if_include": str(_NETWORK),
-            "prte_tmpdir_base": "/run",  # the lab's own: process numbers, which name what it puts there, come again
+            "prte_tmpdir_base": "/run",  # the lab's own: names have process numbers, which repeat
         }
         words = [word for name, value in runtime.items() for word in ("--prtemca", name, value)]
         return [*words, "--mca", "btl_tcp_if_include", str(_NETWORK)]
@@ -197,16 +201,16 @@ class Lab:
         return subprocess.CompletedProcess(list(command), process.returncode, output, errors)
 
     def set_rate(self, rate: str) -> None:
-        """Shapes all cables anew."""
+        """Shapes all cables to another rate."""
         self.rate = rate
         self._switch("\n".join(self._shaping(replace=True)))
 
     def set_cable(self, host: int, connected: bool) -> None:
-        """Pulls the cable of a host out of the switch, or puts it back."""
+        """Disconnects the cable of a host from the switch, or connects it again."""
         self._switch(f"ip link set {_port(host)} {'up' if connected else 'down'}")
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that have left each host's interface, headers of all layers and retransmissions included."""
+        """Returns the bytes that have left each host's interface, with headers of all layers and retransmissions."""
         return [interface_sent_bytes(self.run(self.on(h, ["cat", "/proc/net/dev"]), 10).stdout) for h in self._numbers]
 
     @property
@@ -252,7 +256,7 @@ class Lab:
                 if self.rate == "none":
                     lines += [f"{tc} qdisc del dev {device} root 2>/dev/null || true"] if replace else []
                     continue
-                # A burst holds a packet of segmentation offload (64 KiB), and what comes between two timer ticks.
+                # A burst holds a packet of segmentation offload (64 KiB), and what is sent between two timer ticks.
                 burst = max(70_000, int(bits_per_second(self.rate) / 8 / 1000))
                 verb = "replace" if replace else "add"
                 shape = f"rate {self.rate} burst {burst} limit {_QUEUE_NBYTES}"
@@ -264,7 +268,7 @@ _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 
 
 def interface_sent_bytes(table: str) -> int:
-    """The bytes sent over all interfaces but loopback, from the text of /proc/net/dev."""
+    """Returns the bytes sent over all interfaces but loopback, from the text of /proc/net/dev."""
     total = 0
     for line in table.splitlines()[2:]:
         name, _, fields = line.partition(":")
@@ -278,7 +282,7 @@ def _port(host: int) -> str:
 
 
 def _path() -> str:
-    # ip and tc lie in sbin, which a plain user's PATH often leaves out.
+    # ip and tc are in sbin, which is often not on a plain user's PATH.
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 

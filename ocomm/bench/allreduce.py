@@ -1,13 +1,13 @@
-"""Time of an allreduce against what the wire allows: packed buffers, the whole 1-bit operation, dense, and gloo's.
+"""Time of an allreduce compared with the wire's limit: packed buffers, the whole 1-bit operation, dense, and gloo's.
 
 Started as ranks of a job (ocommrun -np 4 -H a:1,b:1,c:1,d:1 python -m ocomm.bench allreduce --rate 10gbit) it measures
-there; with --hosts it makes a lab of namespaces on this machine and starts itself in it. Every result is checked before
-it is timed, and in a lab the bytes that crossed the interfaces must be those that were counted.
+there. With --hosts it makes a lab of namespaces on this machine and starts itself in it. Every result is checked before
+it is timed, and in a lab the bytes that crossed the interfaces must equal those that were counted.
 
 bound   bytes sent per rank / (0.95 x nominal rate): 95 % of an Ethernet's bits are payload
 algbw   bytes of the float32 tensor / time: what a training step sees
 busbw   bytes sent per rank / time: what the wire sees (for dense the definition of nccl-tests)
-spread  interquartile range / median, over rounds in which every operation was timed once, the slowest rank counting
+spread  interquartile range / median, over rounds in which every operation was timed once, by the slowest rank
 """
 
 from __future__ import annotations
@@ -52,17 +52,20 @@ from ocomm.types import DType, ReduceOp
 OPERATIONS = ("packed", "compressed", "dense", "gloo")
 BLOCK_SIZE = 4096
 CHECKED_BLOCKS = 64
-#: Exit status where there can be no lab, as test harnesses expect of what was skipped.
+#: Exit status if there can be no lab, by which test harnesses recognise a skipped test.
 SKIPPED = 77
-#: Headers of TCP, IP and Ethernet, acknowledgements and what a round's barrier sends.
+#: Tolerance for headers of TCP, IP and Ethernet, acknowledgements and the messages of a round's barrier.
 INTERFACE_OVERHEAD = 1.10
 _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. ``bytes_sent`` is the engine's count (gloo's is that of a ring), of the rank that sends
-    most; ``interface_ratio`` is what its host's interface sent over that."""
+    """One line of the table.
+
+    ``bytes_sent`` is the engine's count for the rank that sends most (for gloo, that of a ring); ``interface_ratio`` is
+    what its host's interface sent, divided by that.
+    """
 
     operation: str
     elements: int
@@ -79,7 +82,9 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """``run`` is timed, ``prepare`` comes before it. ``check`` raises if what the first run left is wrong."""
+    """An operation that is measured. ``run`` is timed, ``prepare`` comes before it. ``check`` raises if the first run's
+    result is wrong.
+    """
 
     name: str
     prepare: Callable[[], object]
@@ -108,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a table per rate. Returns 77 where a lab is asked for and cannot be."""
+    """Prints a table per rate. Returns 77 if a lab is asked for and cannot be made."""
     if args.hosts:
         return _run_in_lab(args)
     if args.rate and len(args.rate) > 1:
@@ -145,7 +150,7 @@ def _run_in_lab(args: argparse.Namespace) -> int:
             except LabError as error:
                 print(f"allreduce: {error}", file=sys.stderr)
                 return 1
-            # mpirun may return 0 although a rank has failed: what counts is what rank 0 wrote last.
+            # mpirun may return 0 although a rank has failed, so what rank 0 wrote last decides.
             if done.returncode or not result.exists():
                 print(f"allreduce: the ranks failed at {rate} (exit status {done.returncode})", file=sys.stderr)
                 return 1
@@ -187,7 +192,7 @@ def measure(
     seconds: float,
     rounds: Sequence[int],
 ) -> list[Row]:
-    """Checks every operation, then times them in turn. Collective; the same rows on all ranks."""
+    """Checks every operation, then times them in turn. Collective; returns the same rows on all ranks."""
     ranks = session.require_topology().size
     wanted = []
     for operation in operations:
@@ -238,7 +243,7 @@ def _timed(session: Session, operation: Operation) -> None:
     operation.run()
     operation.times.append(time.perf_counter() - start)
     operation.sent += operation.counted() - sent
-    # A rank that waits for nothing more may still owe others acknowledgements and bytes.
+    # A rank that has finished may still have to send acknowledgements and bytes.
     _barrier(session)
     operation.crossed += _crossed() - crossed
 
@@ -277,7 +282,7 @@ def _counter(session: Session) -> Callable[[], int]:
 
 
 class Exchange:
-    """The three-phase exchange of one tensor: compress, alltoall, average, allgather, unpack; or its messages alone."""
+    """The three-phase exchange of one tensor: compress, alltoall, average, allgather, unpack; or only its messages."""
 
     def __init__(self, session: Session, elements: int, *, with_kernels: bool = True) -> None:
         topology = session.require_topology()
@@ -289,7 +294,7 @@ class Exchange:
         announcement = np.zeros(1, np.int64)
         self.with_kernels = with_kernels
         self.values = _values(self.rank, elements if with_kernels else 0)
-        # The residuals are kept from run to run, as in training; a stepper would write them beside the old ones.
+        # The errors are kept from run to run, as in training, but in one buffer, while a stepper has two.
         self.error = np.zeros(self.layout.flat_numel if with_kernels else 0, np.float32)
         self.server_error = np.zeros(self.layout.owned_numel(self.rank), np.float32)
         self.out = np.zeros(self.layout.flat_numel if with_kernels else 0, np.float32)
@@ -328,7 +333,9 @@ class Exchange:
             raise RuntimeError(f"the exchange ended as {state.name}; waits for ranks {self.channel.waiting_for()}")
 
     def check(self) -> None:
-        """After the first run: what the reference makes of all ranks' first blocks, and the same bits everywhere."""
+        """Checks the first run: raises if the results are not those of the reference on the first blocks, or differ
+        between ranks.
+        """
         count = min(CHECKED_BLOCKS, self.layout.numel // BLOCK_SIZE)
         kernels = ReferenceKernels()
         stride = 4 + BLOCK_SIZE // 8
@@ -355,12 +362,12 @@ class Exchange:
 
 
 def _values(rank: int, count: int) -> np.ndarray:
-    """The first ``count`` of this rank's values; any rank can make those of another."""
+    """Returns the first ``count`` values of a rank; any rank can compute those of another."""
     return np.random.default_rng(rank).standard_normal(count, np.float32)
 
 
 def _ramp(elements: int, rank: int) -> np.ndarray:
-    """Whole numbers, so that their sum is exact in any order."""
+    """Returns whole numbers, whose sum is exact in any order."""
     return (np.arange(elements, dtype=np.int32) % 1000 + rank).astype(np.float32)
 
 

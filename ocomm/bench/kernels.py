@@ -1,17 +1,16 @@
-"""Speed of the kernels: on CPU threads against an axpy that moves the same bytes, NumPy and Torch; or on a GPU.
+"""Speed of the kernels: on CPU threads compared with an axpy that moves the same bytes, NumPy and Torch; or on a GPU.
 
-Each round times the yardstick and the kernel one after the other, so that a busy machine slows both; the fraction is
+Each round times the yardstick and the kernel one after the other, so that a busy machine slows both. The fraction is
 the median over rounds of (bytes the kernel moves / bandwidth of the yardstick) / time of the kernel. The yardstick is
-an in-place axpy over arrays of the same size, or a plain fill where the kernel mostly writes; what an axpy over three
-arrays reaches (y += a x + a z) is in the table, too, as the limit of kernels that read as many. Arrays are aligned as
-the runtime's own. Every kernel is compared with the NumPy reference on its first blocks before it is timed.
+an in-place axpy over arrays of the same size, or a plain fill if the kernel mostly writes. The table also has an axpy
+over three arrays (y += a x + a z), the limit of kernels that read as many. Arrays are aligned like the runtime's. Every
+kernel is compared with the NumPy reference on its first blocks before it is timed.
 
-A step writes new errors beside the old ones, past the caches; what is called "in place" has the same loops write them
-over the old ones, as the axpy does.
+A step writes new errors to a second buffer, with stores that bypass the caches. In rows "in place" the same loops
+overwrite the old ones, as the axpy does.
 
-With ``--threads N`` each C loop runs on one thread and on N in turn, each beside its yardstick on as many, and ``gain``
-is how many times faster it gets, as a part of how many times faster the yardstick gets. For ``--device cuda`` see
-``_cuda.py``.
+With ``--threads N`` each C loop runs on one thread and on N in turn, beside its yardstick on as many, and ``gain`` is
+its speed-up divided by the yardstick's. ``_cuda.py`` describes ``--device cuda``.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from ocomm.types import DType, ReduceOp
 
 BLOCK_SIZE = 4096
 CHECKED_BLOCKS = 64
-SLOW_FORM_ROUNDS = 3  # NumPy and Torch forms take seconds; their distance is not a matter of percents
+SLOW_FORM_ROUNDS = 3  # NumPy and Torch forms take seconds, and are slower by far more than a few percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +56,12 @@ class Row:
     fraction: float  # of the yardstick's speed
     times_c: float  # time of this form / time of the C loop in use, on one thread
     threads: int = 1
-    gain: float = 1.0  # of more threads, as a part of the yardstick's
+    gain: float = 1.0  # speed-up by more threads, divided by the yardstick's
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel with its inputs in place; ``forms`` are thunks doing the same work."""
+    """One kernel with its inputs; ``forms`` are functions that do the same work."""
 
     kernel: str
     bytes_per_element: float
@@ -148,7 +147,9 @@ def formatted(row: Row) -> str:
 
 
 def torch_or_none() -> Any:
-    """Torch, if it is there, on one thread. By name, because the package itself must not depend on a framework."""
+    """Returns Torch on one thread if it is installed. It is imported by name, because the package must not depend on a
+    framework.
+    """
     try:
         torch = importlib.import_module("torch")
     except ImportError:
@@ -158,7 +159,7 @@ def torch_or_none() -> Any:
 
 
 def surroundings(args: argparse.Namespace) -> dict[str, object]:
-    """What a published number must say: machine, versions, command, commit."""
+    """Returns what a published number must say: machine, versions, command, commit."""
     versions = {"python": platform.python_version()}
     for package in ("numpy", "cffi", "torch", "numba-cuda"):
         try:
@@ -228,7 +229,7 @@ class Bench:
         count = numel // BLOCK_SIZE
         self.blocks = np.zeros(count, BLOCK)
         first = np.arange(count) * BLOCK_SIZE
-        # Scale and signs of a block lie together, as in a message.
+        # Scale and signs of a block are adjacent, as in a message.
         stride = 4 + BLOCK_SIZE // 8
         for field in ("offset", "start", "owned", "local", "index"):
             self.blocks[field] = first
@@ -238,7 +239,7 @@ class Bench:
         self.x, self.y, self.error, self.param, self.denominator, self.out = (aligned_zeros(numel) for _ in range(6))
         for array in (self.x, self.y, self.error, self.param):
             rng.standard_normal(out=array, dtype=np.float32)
-        self.kept = aligned_zeros(numel)  # errors and moments are written beside the old ones, as in a step
+        self.kept = aligned_zeros(numel)  # second buffer for errors and moments, as in a step
         np.abs(self.x, out=self.denominator)
         self.denominator += np.float32(0.1)
         self.packed = aligned_zeros(count * stride // 4).view(np.uint8)
@@ -247,7 +248,7 @@ class Bench:
         self._pointers = [ffi.from_buffer("float[]", array) for array in (self.out, self.x, self.y)]
 
     def use(self, threads: int) -> None:
-        """From now on kernels and yardsticks run on so many."""
+        """Runs kernels and yardsticks on ``threads`` threads from now on."""
         self.threads = threads
         self.c: Kernels = CpuKernels(self.pools[threads])
 
@@ -297,7 +298,7 @@ class Bench:
         return rows
 
     def _round(self, case: Case, work: Callable[[], object], is_c: bool) -> dict[int, tuple[float, float]]:
-        """Seconds of the yardstick and of the kernel, by number of threads."""
+        """Returns the seconds of the yardstick and of the kernel, by number of threads."""
         seconds = {}
         for threads in self.pools if is_c else (1,):
             self.use(threads)
@@ -414,7 +415,7 @@ class Bench:
         return cases
 
     def _zero_one_cases(self) -> list[Case]:
-        """The loops of 0/1 Adam. At interval 1 there are neither updates nor parameters of the last sync."""
+        """Returns the loops of 0/1 Adam. At interval 1 there are neither updates nor parameters of the last sync."""
         sent = 1 / 8 + 4 / BLOCK_SIZE
         table = self.tensors(dense=False)
         momentum, update, synced = (aligned_copy(self.y) for _ in range(3))
@@ -464,7 +465,9 @@ class Bench:
         ]
 
     def _birder_cases(self, ranks: list[int]) -> list[Case]:
-        """The loops of Birder, SoftSignSGD and Lion. The NumPy forms work in place, and draw from NumPy's generator."""
+        """Returns the loops of Birder, SoftSignSGD and Lion. The NumPy forms work in place, and use NumPy's
+        generator.
+        """
         table = self.tensors(dense=False)
         noise = np.array([(1, 2, 3, 0)], NOISE)
         momentum, magnitude, error = (aligned_copy(a) for a in (self.y, self.denominator, self.error))
@@ -557,7 +560,7 @@ class Bench:
         call: Callable[..., object],
         numpy_form: Callable[[], object],
     ) -> Case:
-        """A kernel that changes ``arrays``; ``call`` takes kernels, blocks and the arrays."""
+        """Returns the case of a kernel that changes ``arrays``; ``call`` takes kernels, blocks and the arrays."""
 
         def check() -> None:
             results = []
@@ -588,8 +591,11 @@ class Bench:
         forms: dict[str, Callable[[], object]],
         in_place: bool = False,
     ) -> Case:
-        """A compressing kernel; ``call`` takes kernels, blocks, error, packed and error_out, which is error if
-        ``in_place``; the other forms are then left out, which have been timed beside the first."""
+        """Returns the case of a compressing kernel; ``call`` takes kernels, blocks, error, packed and error_out.
+
+        If ``in_place``, error_out is error, and the other forms are left out, because they were timed with the first
+        case.
+        """
 
         def check() -> None:
             part = self.blocks[:CHECKED_BLOCKS]
@@ -729,14 +735,14 @@ class Bench:
 
 
 def unpacked(message: np.ndarray) -> np.ndarray:
-    """scale * sign of a message whose blocks are all whole, as rows."""
+    """Returns scale * sign of a message whose blocks are all whole, as rows."""
     rows = message.reshape(-1, 4 + BLOCK_SIZE // 8)
     scale = np.ascontiguousarray(rows[:, :4]).view(np.float32)
     return np.where(np.unpackbits(rows[:, 4:], axis=1, bitorder="little").view(bool), scale, -scale)
 
 
 def signs(message: np.ndarray) -> np.ndarray:
-    """The signs of a message whose blocks are all whole, as one row of float32; its scales are left out."""
+    """Returns the signs of a message whose blocks are all whole, as one row of float32, without its scales."""
     bits = np.unpackbits(message.reshape(-1, 4 + BLOCK_SIZE // 8)[:, 4:], bitorder="little")
     return np.where(bits.view(bool), np.float32(1), np.float32(-1))
 

@@ -1,7 +1,7 @@
 """What the compiler makes of the CUDA kernels: registers, spills and 16-byte accesses per kernel and architecture.
 
 Needs no device, but ``pip install 'cuda-toolkit[nvcc,nvrtc,nvvm]<14'``: numba-cuda with NVVM and NVRTC makes PTX, and
-``ptxas``, where there is one, says what becomes of it. Status 77: NVVM or NVRTC is missing.
+``ptxas``, if it is there, reports what it compiles to. Exit status 77: NVVM or NVRTC is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNAVAILABLE = 77
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kernel on one architecture; what ptxas says is None without it."""
+    """One kernel on one architecture; fields from ptxas are None without it."""
 
     kernel: str
     architecture: str
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; 77 where nothing can be compiled."""
+    """Prints the table; returns 77 if nothing can be compiled."""
     try:
         found = list(rows(args.architectures, args.keep))
     except ImportError as error:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rows(architectures: list[str], keep: Path | None = None) -> Iterator[Row]:
-    """ImportError where numba-cuda or NVVM is missing."""
+    """Yields the rows. Raises ImportError if numba-cuda or NVVM is missing."""
     from ocomm.kernels.cuda import KERNELS, compiled
 
     for architecture in architectures:
@@ -92,7 +92,7 @@ def rows(architectures: list[str], keep: Path | None = None) -> Iterator[Row]:
 
 
 def assembler() -> str | None:
-    """ptxas of the wheel nvidia-cuda-nvcc, which pip keeps at NVVM's release, else the one on the PATH."""
+    """Returns ptxas of the package nvidia-cuda-nvcc, which pip keeps at NVVM's release, else the one on the PATH."""
     try:
         files = metadata.files("nvidia-cuda-nvcc") or []
     except metadata.PackageNotFoundError:
@@ -101,7 +101,9 @@ def assembler() -> str | None:
 
 
 def assembled(ptx: str, architecture: str, cubin: Path | None) -> tuple[int | None, int | None, int | None, int | None]:
-    """Registers, bytes of stack, of spill stores and of spill loads. RuntimeError if ptxas refuses it."""
+    """Returns registers, bytes of stack, of spill stores and of spill loads. Raises RuntimeError if ptxas refuses the
+    PTX.
+    """
     ptxas = assembler()
     if ptxas is None:
         return None, None, None, None

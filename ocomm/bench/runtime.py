@@ -1,11 +1,11 @@
-"""What negotiation, fusion and the background thread cost: a burst of tensors, a small one, and doing nothing.
+"""What negotiation, fusion and the background thread cost: a burst of tensors, a small tensor, and an idle job.
 
     ocommrun -np 2 python -m ocomm.bench runtime
 
-*burst*: many tensors of mixed sizes, submitted one by one as a backward pass does, against one MPI_Allreduce of as many
-bytes in the same run. *latency*: a small tensor whose name is known, from call to result. *idle*: CPU time of a rank in
-which nothing happens. Results are checked before anything is timed. Medians; with other programs on the machine only
-the ratio means much.
+*burst*: many tensors of mixed sizes, submitted one by one as in a backward pass, compared with one MPI_Allreduce of as
+many bytes in the same run. *latency*: a small tensor whose name is known, from call to result. *idle*: CPU time of a
+rank in which nothing happens. Results are checked before anything is timed. Figures are medians; with other programs on
+the machine only the ratio is meaningful.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SMALL_NBYTES = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Adds the options."""
     parser.add_argument("--tensors", type=int, default=400)
     parser.add_argument("--nbytes", type=int, default=100_000_000, help="of all tensors of a burst")
     parser.add_argument("--rounds", type=int, default=9)
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sizes(tensors: int, nbytes: int) -> list[int]:
-    """Numbers of float32 that make up ``nbytes``: from a bias to a large matrix, as in a model."""
+    """Returns numbers of float32 that make up ``nbytes``: from a bias to a large matrix, as in a model."""
     weights = np.random.default_rng(0).lognormal(sigma=2.0, size=tensors)
     numels = np.maximum(1, (weights / weights.sum() * nbytes / 4).astype(np.int64))
     numels[int(numels.argmax())] += nbytes // 4 - int(numels.sum())

@@ -229,7 +229,7 @@ else:
 
     @inline
     def wrapped(value: Any) -> Any:  # type: ignore[misc]
-        """It has 64 bits here."""
+        """Returns the value itself, which has 64 bits here."""
         return value
 
     @intrinsic
@@ -349,7 +349,9 @@ def _widened(word: int, dtype: int) -> Any:
 
 @inline
 def _fetch_grad(tensor: int, grad: int, start: int, left: int, rounds: int, out: Any) -> None:
-    """As ``_fetch``, of the gradient at ``grad``, whose element ``start`` is its first: of any type, in float32."""
+    """Loads this thread's elements of the gradient at ``grad`` as float32; ``start`` is the first element of its
+    block.
+    """
     dtype = load_int(tensor + _GRAD_DTYPE)
     if dtype == 0:
         _fetch(grad + 4 * start, left, rounds, out)
@@ -359,7 +361,7 @@ def _fetch_grad(tensor: int, grad: int, start: int, left: int, rounds: int, out:
 
 @inline
 def _fetch_low(first: int, left: int, rounds: int, dtype: int, out: Any) -> None:
-    """As ``_fetch``, of elements of 16 bits."""
+    """Loads this thread's elements of 16 bits as float32."""
     if first & 7 == 0 and left >= (rounds - 1) * ROW + QUAD:
         for u in range(rounds):
             a, b, c, d = load_low_quad(first + 2 * u * ROW)

@@ -105,7 +105,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
 
 
 def is_elastic(options: argparse.Namespace) -> bool:
-    """Is the job to be supervised? As with horovodrun --min-np or a discovery script say so."""
+    """Returns True if the job is to be supervised, which horovodrun's --min-np or a discovery script ask for."""
     elastic = options.min_np is not None or options.host_discovery_script is not None
     for flag, name in _ELASTIC.items():
         if not elastic and getattr(options, name) is not None:
@@ -166,7 +166,7 @@ def _require_program(command: tuple[str, ...], environ: Mapping[str, str]) -> No
 
 
 def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchRequest, Launcher]:
-    """What to start, but for the hosts, and what with."""
+    """Returns what to start, without the hosts, and the launcher."""
     if options.gloo:
         raise LaunchError(
             "--gloo: ocomm has no Gloo, it runs on MPI. Leave the flag out; where there is no MPI, "
@@ -247,7 +247,7 @@ def install_horovodrun(python: str) -> str:
 
 
 def without_meaning(options: argparse.Namespace) -> list[str]:
-    """horovodrun's flags that were given and change nothing here."""
+    """Returns flags of horovodrun that were given and have no effect here."""
     return [flag for flag, name in _WITHOUT_MEANING.items() if getattr(options, name) is not None]
 
 

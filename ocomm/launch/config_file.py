@@ -54,7 +54,7 @@ _CONTROLLERS = {"mpi": ["--mpi"], "gloo": ["--gloo"]}
 
 
 def read_config_file(path: str) -> list[str]:
-    """The flags that the file stands for. LaunchError that names the file, the section and the key."""
+    """Returns the flags that the file stands for. Raises LaunchError that names the file, the section and the key."""
     try:
         import yaml
     except ImportError:
@@ -74,7 +74,7 @@ def read_config_file(path: str) -> list[str]:
 
 
 def flags_of(content: Mapping[str, Any], path: str) -> list[str]:
-    """The flags of a parsed file; ``path`` is for messages."""
+    """Returns the flags of a parsed file; ``path`` is for messages."""
     flags: list[str] = []
     for section, values in content.items():
         if section == "controller":

@@ -89,7 +89,7 @@ class Supervisor:
             return self._run(server)
 
     def _listens_at(self) -> str:
-        """The address of the port to which ranks connect."""
+        """Returns the address of the port to which ranks connect."""
         if self._is_here:
             return "127.0.0.1"
         return reach.address_of(self.request.interfaces) if self.request.interfaces else "0.0.0.0"

@@ -34,8 +34,10 @@ METHODS = ("dense", "flat", "hierarchical", "two-hop")
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """``rate`` in bits per second of a node's cable; ``message_s`` what one message costs a rank, waiting included;
-    ``node_rate`` in bytes per second, of a rank to the others of its node; ``efficiency`` of large messages."""
+    """A network. ``rate``: bits per second of a node's cable. ``message_s``: what one message costs a rank, with
+    waiting. ``node_rate``: bytes per second of a rank to the others of its node. ``efficiency``: that of large
+    messages.
+    """
 
     rate: float
     message_s: float = 50e-6
@@ -54,11 +56,11 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class CodecTimes:
-    """Seconds per element to compress, per sign to add up what an owner has received, and per dense element.
+    """Seconds to compress an element, to add up one sign that a server has received, and for a dense element.
 
-    ``socket``: seconds of the processor that trains per byte that a rank sends to or receives from other nodes. The
+    ``socket``: seconds of the training processor per byte that a rank sends to or receives from other nodes. The
     default is one core of a server processor, as ``python -m ocomm.bench kernels`` measures it, with sockets fitted to
-    steps over TCP; ``GPU`` is a device that moves 1.2 TB/s, and leaves sockets to the host.
+    steps over TCP. ``GPU`` is a device that moves 1.2 TB/s, and leaves sockets to the host.
     """
 
     compress: float = 0.5e-9
@@ -74,9 +76,10 @@ GPU = CodecTimes(12.25 / 1.2e12, 0.25 / 1.2e12, DENSE_NBYTES / 1.2e12, 0.0)
 class Training:
     """``parameters``; ``compute_s`` of a step on one rank; ``dense_nbytes`` per element of a dense gradient.
 
-    ``backward`` is the part of compute during which gradients are there to be sent; ``last`` the part of the bytes that
-    comes with the last gradient (a tied embedding) and can hide behind nothing; ``segments`` into which an exchange is
-    cut. ValueError for what cannot be."""
+    ``backward`` is the part of compute during which gradients are ready to be sent. ``last`` is the part of the bytes
+    that comes with the last gradient (a tied embedding) and cannot be hidden. ``segments`` is the number of segments of
+    an exchange. Raises ValueError for impossible values.
+    """
 
     parameters: int
     compute_s: float
@@ -92,13 +95,13 @@ class Training:
 
     @property
     def segments(self) -> int:
-        """Into which a 1-bit exchange is cut."""
+        """The number of segments of a 1-bit exchange."""
         return max(1, min(SEGMENTS, self.parameters // 8 // SMALLEST_NBYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one method: seconds, bytes on the busiest cable, messages of one rank."""
+    """The prediction for one method: seconds, bytes on the busiest cable, messages of one rank."""
 
     method: str
     step_s: float
@@ -113,7 +116,9 @@ class Prediction:
 def predict(
     method: str, nodes: int, ranks_per_node: int, training: Training, network: Network, codec: CodecTimes
 ) -> Prediction:
-    """One of ``METHODS`` on ``nodes`` nodes of ``ranks_per_node`` ranks. ValueError for another method."""
+    """Predicts one of ``METHODS`` on ``nodes`` nodes of ``ranks_per_node`` ranks. Raises ValueError for another
+    method.
+    """
     if method not in METHODS:
         raise ValueError(f"{method!r} is none of {', '.join(METHODS)}")
     n, m, d = nodes * ranks_per_node, ranks_per_node, training.parameters
@@ -152,10 +157,10 @@ def predict(
 def compare(
     nodes: int, ranks_per_node: int, training: Training, network: Network, codec: CodecTimes
 ) -> dict[str, Prediction]:
-    """Every method that differs from the others on these nodes."""
+    """Returns predictions for every method that differs from the others on these nodes."""
     methods = list(METHODS)
     if ranks_per_node == 1:
-        methods.remove("hierarchical")  # is flat
+        methods.remove("hierarchical")  # it is the same as flat
     if nodes < 9 or ranks_per_node == 1:
         methods.remove("two-hop")
     if nodes == 1:
@@ -164,7 +169,7 @@ def compare(
 
 
 def advice(predictions: dict[str, Prediction]) -> str:
-    """Which method to use, in words, and whether compression pays at all."""
+    """Returns a sentence about which method to use, and whether compression pays off at all."""
     dense = predictions["dense"]
     best = min(predictions.values(), key=lambda p: p.step_s)
     gain = dense.step_s / best.step_s
@@ -181,7 +186,9 @@ def calibrated(
     dense_step_s: float,
     codec: CodecTimes = CodecTimes(),
 ) -> Network:
-    """The network whose efficiency makes the dense step take as long as was measured; 1 where it was faster."""
+    """Returns the network whose efficiency makes the dense step take the measured time; efficiency 1 if the step was
+    faster.
+    """
     low, high = 0.01, 1.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,7 +1,8 @@
-"""Measures what the cost model has to know of a cluster: as the ranks of a job there, all of them at once.
+"""Measures the cost model's numbers on a cluster: runs as ranks of a job there, on all of them at once.
 
-A dense sum of ``NUMEL`` elements gives the rate of the cables, one of the ranks of a node that inside nodes, a small
-compressed exchange the time of a message, and the kernels beside each other on all ranks the codec. About ten seconds.
+A dense sum of ``NUMEL`` elements gives the rate of the cables, one over the ranks of a node the rate inside nodes, a
+small compressed exchange the time of a message, and the kernels on all ranks at once the codec's times. Takes about ten
+seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The cluster as the ranks saw it: the same on all of them."""
+    """The measurements, which are the same on all ranks."""
 
     nodes: int
     ranks_per_node: int
@@ -35,7 +36,9 @@ class Probe:
 
 
 def measure(numel: int = NUMEL) -> Probe:
-    """Collective over all ranks of the job, which must be equally many on every node. ValueError if they are not."""
+    """Measures. Collective over all ranks of the job. Raises ValueError unless every node has the same number of
+    ranks.
+    """
     if not api.is_homogeneous():
         raise ValueError("--probe needs equally many ranks on every node; start the job with as many slots everywhere")
     nodes, per_node, ranks = api.cross_size(), api.local_size(), api.size()
@@ -63,7 +66,7 @@ def measure(numel: int = NUMEL) -> Probe:
 
 
 def _share(numel: int, parts: int) -> float:
-    """Bytes of a ring, in one direction."""
+    """Returns the bytes of a ring, in one direction."""
     return 2 * 4 * numel * (parts - 1) / parts
 
 
@@ -72,7 +75,7 @@ def _sum(values: np.ndarray, name: str, ranks: ProcessSet) -> None:
 
 
 def _codec() -> CodecTimes:
-    """Of the slowest rank, while all are at work."""
+    """Returns the codec's times on the slowest rank, while all ranks are at work."""
     bench = Bench(_KERNEL_NUMEL, None, with_numpy=False)
     works = {case.kernel: next(iter(case.forms.values())) for case in bench.cases([2])}
     moved, axpy = bench.yardsticks["axpy"]
@@ -82,7 +85,7 @@ def _codec() -> CodecTimes:
 
 
 def _slowest(work: Callable[[], object], takes_part: bool = True, rounds: int = _ROUNDS) -> float:
-    """Median seconds over ``rounds`` on the slowest rank; the first round is not counted. Collective."""
+    """Returns the median seconds over ``rounds`` on the slowest rank, without the first round. Collective."""
     seconds = []
     for _ in range(rounds + 1):
         api.barrier()

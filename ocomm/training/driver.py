@@ -256,11 +256,7 @@ class Driver:
     # Hyperparameters
 
     def groups(self) -> list[Group]:
-        """The host's parameter groups as they are now.
-
-        Where ranks are of several frameworks, rates are those that float32 holds, since Keras has no others: the
-        shortest number that stands for one.
-        """
+        """Returns the frontend's current parameter groups."""
         groups = self.frontend.groups()
         return [replace(g, lr=float(str(np.float32(g.lr)))) for g in groups] if self.is_mixed else groups
 
