@@ -1,8 +1,9 @@
 """The freeze rule: when the dense warm-up ends and the variance is frozen. Decisions only, from numbers given as
 arguments.
 
-Only the coordinator consults a ``FreezeSchedule``; it announces the answer in the header of an exchange.
-``LateTensors`` uses whole numbers and v, which are the same on all ranks, so each rank consults its own.
+All ranks feed a ``FreezeSchedule``, so that any rank's checkpoint has its state; the coordinator announces the result
+of its own in the header of an exchange. ``LateTensors`` uses whole numbers and v, which are the same on all ranks, so
+each rank decides by its own.
 """
 
 from __future__ import annotations

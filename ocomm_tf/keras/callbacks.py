@@ -163,7 +163,7 @@ class LearningRateScheduleCallback(_Callback):
 
     Args:
         initial_lr: The learning rate that is multiplied.
-        multiplier: A function of the epoch; or a number, whose power is the number of epochs since ``start_epoch``.
+        multiplier: A function of the epoch; or a number, which is raised to the number of epochs since ``start_epoch``.
         start_epoch: The first epoch.
         end_epoch: The epoch after the last one; None for no end.
         staircase: True to set the rate once per epoch; False for every batch, at a fraction of an epoch.
