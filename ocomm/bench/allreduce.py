@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     session = sessions.current()
     if session.require_topology().size == 1:
         print(
-            "allreduce: one rank has nobody to talk to. Start it with ocommrun, mpirun or srun, or give --hosts 4.",
+            "allreduce: there is only one rank. Start it with ocommrun, mpirun or srun, or give --hosts 4.",
             file=sys.stderr,
         )
         return 2

@@ -61,7 +61,7 @@ def explain(
             why = (
                 f"rank(s) {late} have not sent their part. All ranks must make the same calls in the same order"
                 if late
-                else f"{device} does not end"
+                else f"{device} has not finished"
             )
             return StallError(f"{what} was not over after {timeout_s:.0f} s; {why}.")
         case State.TASK_ERROR:

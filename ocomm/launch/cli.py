@@ -114,7 +114,9 @@ def is_elastic(options: argparse.Namespace) -> bool:
 
 
 def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> Supervisor:
-    """The supervisor of the elastic job that ``options`` ask for, after asking this machine. Raises LaunchError."""
+    """Returns the supervisor of the elastic job that ``options`` ask for, after asking this machine. Raises
+    LaunchError.
+    """
     wanted = options.num_proc or options.min_np
     if wanted is not None and options.num_proc is None:
         options.num_proc = wanted
@@ -144,7 +146,7 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
 
 
 def make_watcher(options: argparse.Namespace, environ: Mapping[str, str]) -> Supervisor | None:
-    """The supervisor of a job on several hosts which is not elastic; None for others. Raises LaunchError."""
+    """Returns the supervisor of a job on several hosts that is not elastic; None for other jobs. Raises LaunchError."""
     if options.hosts is None and options.hostfile is None:
         return None
     hosts = _hosts(options, in_allocation=False)
@@ -212,7 +214,7 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
 
 
 def with_horovod_names(command: tuple[str, ...]) -> tuple[str, ...]:
-    """``command`` with ``horovod`` standing for ocomm: python -m ocomm.launch.as_horovod train.py ..."""
+    """Returns ``command`` with ``horovod`` standing for ocomm: python -m ocomm.launch.as_horovod train.py ..."""
     if not command or not os.path.basename(command[0]).startswith("python"):
         raise LaunchError("--as-horovod needs a Python program: ocommrun --as-horovod -np 2 python train.py.")
     flags = 1
@@ -252,7 +254,7 @@ def without_meaning(options: argparse.Namespace) -> list[str]:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, str]:
-    """The ``OCOMM_*`` variables that the flags stand for; a flag not given sets none."""
+    """Returns the ``OCOMM_*`` variables that the flags stand for; a flag that was not given sets none."""
     settings: dict[str, str] = {}
     if options.fusion_threshold_mb is not None:
         settings["OCOMM_FUSION_THRESHOLD"] = str(options.fusion_threshold_mb * 1024 * 1024)
@@ -295,7 +297,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of ``ocommrun``; names and meanings are horovodrun's, and no abbreviation is taken for a flag."""
+    """Returns the parser of ``ocommrun``. Names and meanings are horovodrun's; flags cannot be abbreviated."""
     parser = argparse.ArgumentParser(
         prog="ocommrun",
         usage="ocommrun -np N [-H host:ranks,...] [flags] program [arguments]",
@@ -448,7 +450,7 @@ def _hosts(options: argparse.Namespace, in_allocation: bool) -> tuple[Host, ...]
 
 
 def _python_of(command: tuple[str, ...], environ: Mapping[str, str]) -> str:
-    """The interpreter that the ranks run: the command's, where it is a Python, else our own."""
+    """Returns the interpreter that the ranks run: the command's if it is a Python, else this one."""
     if command and os.path.basename(command[0]).startswith("python"):
         return shutil.which(command[0], path=environ.get("PATH")) or sys.executable
     return sys.executable

@@ -76,7 +76,7 @@ class CommandLine:
     make_directory: str | None = None
 
     def __str__(self) -> str:
-        """The line as one can paste it into a shell."""
+        """Returns the line as it can be pasted into a shell."""
         return " ".join([f"{name}={shlex.quote(value)}" for name, value in self.added_environ.items()] + [self._argv()])
 
     def _argv(self) -> str:
@@ -84,7 +84,7 @@ class CommandLine:
 
 
 def build(request: LaunchRequest, launcher: Launcher) -> CommandLine:
-    """The command line that starts ``request``. Raises LaunchError for what ``launcher`` cannot do."""
+    """Returns the command line that starts ``request``. Raises LaunchError for what ``launcher`` cannot do."""
     if not request.command:
         raise LaunchError("no program to start; write it after the flags, as in ocommrun -np 2 python train.py.")
     if request.hosts and total_slots(request.hosts) < request.num_proc and request.spans_hosts:
@@ -217,7 +217,9 @@ def _chosen_by_user(request: LaunchRequest, parameter: str) -> bool:
 
 
 def _unless_given(request: LaunchRequest, *options: tuple[str, str]) -> list[str]:
-    """The binding: ``--binding-args`` in place of the defaults, and no default that ``--mpi-args`` gives again."""
+    """Returns the arguments for binding: ``--binding-args`` instead of the defaults, without defaults that
+    ``--mpi-args`` repeats.
+    """
     if request.binding_args is not None:
         return list(request.binding_args)
     given = {word.lstrip("-") for word in request.mpi_args}

@@ -1,8 +1,8 @@
-"""Which MPI starts the ranks, and whether it is the one that mpi4py loads in them.
+"""Finds the MPI that starts the ranks, and the MPI that mpi4py loads in them, and compares the two.
 
-The two are found apart: ``mpirun --version`` tells of the launcher, ``MPI.Get_library_version()`` in the interpreter
-of the ranks tells of the library. Where they differ, every rank comes up alone in a world of one, so that is an error
-before anything starts.
+``mpirun --version`` tells which launcher it is; ``MPI.Get_library_version()`` in the interpreter of the ranks tells
+which library. If they differ, every rank would start alone in a world of one, so that is an error before anything
+starts.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MpiLibrary:
 
 
 def classify_launcher(path: str, version_text: str) -> Launcher:
-    """The launcher at ``path`` from the text of its ``--version``. Raises LaunchError for one that is not known."""
+    """Returns the launcher at ``path`` from the text of its ``--version``. Raises LaunchError for an unknown one."""
     first_line = version_text.strip().splitlines()[0] if version_text.strip() else "nothing"
     if found := re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)(\.\S+)?", version_text):
         major = int(found[1])
@@ -89,7 +89,9 @@ def classify_launcher(path: str, version_text: str) -> Launcher:
 
 
 def classify_library(text: str) -> MpiLibrary:
-    """The MPI library from the text of ``MPI.Get_library_version()``; an unknown one keeps its text and no family."""
+    """Returns the MPI library from the text of ``MPI.Get_library_version()``; an unknown one has that text and no
+    family.
+    """
     patterns = (
         ("Open MPI", r"Open MPI v(\S+?),"),
         ("Intel MPI", r"Intel\(R\) MPI Library (\S+)"),
@@ -103,10 +105,10 @@ def classify_library(text: str) -> MpiLibrary:
 
 
 def check_match(launcher: Launcher, library: MpiLibrary, python: str) -> None:
-    """Raise LaunchError if the ranks that ``launcher`` starts cannot see each other through ``library``.
+    """Raises LaunchError if the ranks that ``launcher`` starts cannot see each other through ``library``.
 
-    MPICH and Intel MPI share an ABI and a start-up protocol and may be mixed. srun and libraries of other makes are
-    left to try: what they can start is not in their version.
+    MPICH and Intel MPI share an ABI and a start-up protocol and may be mixed. srun and libraries of other makes are not
+    checked, because their versions do not tell what they can start.
     """
     if launcher.flavour is Flavour.SRUN or not library.family:
         return
@@ -147,8 +149,11 @@ def find_launcher(python: str, environ: Mapping[str, str]) -> Launcher:
 
 
 def probe(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command that looks at this installation, in a process of its own: a library that crashes while it is
-    loaded ends only that. OSError if there is no such command, TimeoutExpired after ``PROBE_TIMEOUT_S``."""
+    """Runs a command that examines this installation in a process of its own, so that a library that crashes while it
+    is loaded only ends that process.
+
+    Raises OSError if there is no such command, TimeoutExpired after ``PROBE_TIMEOUT_S``.
+    """
     return subprocess.run(
         command,
         env=dict(environ),
@@ -160,7 +165,9 @@ def probe(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Comp
 
 
 def find_library(python: str, environ: Mapping[str, str]) -> MpiLibrary:
-    """The MPI library that mpi4py loads in the interpreter ``python``. Raises LaunchError if mpi4py cannot load one."""
+    """Returns the MPI library that mpi4py loads in the interpreter ``python``. Raises LaunchError if mpi4py cannot load
+    one.
+    """
     try:
         found = probe([python, "-c", _LIBRARY_PROBE], environ)
     except subprocess.TimeoutExpired:

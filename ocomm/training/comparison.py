@@ -130,7 +130,7 @@ class StepComparison:
                 is_other = rows["way"] != rows["way"][0]
                 _log.warning(
                     "%s: the ranks' optimizers round differently (rank(s) %s have %s, rank(s) %s another), so their "
-                    "parameters will come apart in the last digits, and are not compared in later steps. Broadcast "
+                    "parameters will differ in the last digits, and are not compared in later steps. Broadcast "
                     "them now and then.%s",
                     self._title,
                     ranks[~is_other].tolist(),

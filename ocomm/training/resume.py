@@ -224,7 +224,7 @@ def load_rank_states(driver: Resumable, source: Source) -> dict[str, Any]:
             f"are the mean over the {mine.ranks} old ranks"
         )
         if driver.core.rank == 0:
-            _log.warning("%s: errors were shared out anew: %s", driver.name, detail)
+            _log.warning("%s: errors were redistributed: %s", driver.name, detail)
     if not mine.lost:
         return {"rank_state": how, "why": detail}
     if driver.core.rank == 0:
@@ -278,7 +278,7 @@ def _examine(driver: Resumable, source: Source) -> _Finding:
         raise CheckpointError(
             f"{source.name(first)} is of rank {state['rank']} of {state['ranks']} (nodes {state['nodes']}, block_size "
             f"{state['block_size']!r}), this is rank {core.rank} of {core.layout.ranks} (block_size "
-            f"{core.layout.block_size!r}): the errors have to be shared out anew. Pass the states of all "
+            f"{core.layout.block_size!r}): the errors have to be redistributed. Pass the states of all "
             f"{state['ranks']} ranks on every rank."
         )
     old = checkpoint.layout_of(state, core.layout, source.name(first))

@@ -265,7 +265,7 @@ def test_a_single_state_of_another_world_or_rank_says_what_to_pass(saved: Path) 
     assert run_ranks(1, body) == [
         (
             "the rank state is of rank 1 of 2 (nodes [[0], [1]], block_size 4096), this is rank 0 of 1 (block_size "
-            "4096): the errors have to be shared out anew. Pass the states of all 2 ranks on every rank.",
+            "4096): the errors have to be redistributed. Pass the states of all 2 ranks on every rank.",
             "load_rank_state_dict takes a rank state, a list of all ranks' states, a path or None, got int.",
         )
     ]

@@ -44,7 +44,7 @@ def explained(ended: Ended, **options: Any) -> OcommError:
             "Lion.1: step 3 was not over after 2 s; rank(s) [7] have not sent their part. All ranks must make the same "
             "calls in the same order.",
         ),
-        (Ended(State.TIMED_OUT), StallError, "Lion.1: step 3 was not over after 2 s; the device does not end."),
+        (Ended(State.TIMED_OUT), StallError, "Lion.1: step 3 was not over after 2 s; the device has not finished."),
         (
             Ended(State.WRONG_SIZE, 1),
             MismatchError,
