@@ -32,7 +32,7 @@ class PreconditionerOptions(Options):
     )
     variance_floor: float = option(
         0.05,
-        """A fraction, in [0, 1], of a block's mean sqrt(v): the least sqrt(v) of its elements. 0: no floor.""",
+        """The least sqrt(v) of an element, as a fraction, in [0, 1], of its block's mean. 0: no floor.""",
     )
     mask_refresh: int = option(
         100,
