@@ -7,6 +7,7 @@ MPI_Init, and hears ``{"word": "end", "why": ...}``, upon which it ends.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -23,6 +24,8 @@ from ocomm.runtime.supervisor_client import connect_to_any
 
 #: Variables that would tell MPICH of another start than this one, inherited from srun for instance.
 _OTHERS = ("PMI_PORT", "PMI_ID", "PMI_SPAWNED", "PMIX_NAMESPACE", "PMIX_RANK")
+#: How MPICH names the files of shared memory.
+_SHARED = "/dev/shm/mpich_shm_"
 #: For the service to say its port, and to end after the last rank has.
 _PORT_S = 60.0
 _END_S = 5.0
@@ -137,4 +140,16 @@ class PmiClient:
             why = f"the PMI service of the job, which rank 0 has started, has gone: {error}"
         sys.stderr.write(f"ocomm: rank {self.rank} ends: {why}.\n")
         sys.stderr.flush()
+        for path in shared_memory():
+            with contextlib.suppress(OSError):  # another rank of this host was faster
+                os.unlink(path)
         os._exit(1)
+
+
+def shared_memory() -> set[str]:
+    """Files of the memory that MPICH in this process shares with ranks of its host. MPI_Finalize alone removes them."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8") as maps:
+            return {line.split()[5] for line in maps if f" {_SHARED}" in line}
+    except OSError:
+        return set()
