@@ -2,11 +2,14 @@
 
 # Without "from __future__ import annotations": DDP compares those of a hook with its own types.
 
+import gc
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ocomm.errors import InvalidRequestError
 from ocomm_torch.compressed import CompressedOptimizer
@@ -40,3 +43,24 @@ def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Fut
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+def refuse_averaged(parameters: Iterable[Tensor], optimizer: str) -> None:
+    """InvalidRequestError if DDP averages gradients of ``parameters``, which ``optimizer`` is about to average.
+
+    Both would write to them at a time. DDP does not say which modules there are: this looks through all objects.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    ids = set(map(id, parameters))
+    found: Any
+    for found in gc.get_objects():
+        # Not isinstance, which asks an object for its class: some import something then.
+        if not issubclass(type(found), DistributedDataParallel) or getattr(found, "_comm_hooks", ()):
+            continue
+        if not ids.isdisjoint(map(id, found.parameters())):
+            raise InvalidRequestError(
+                f"{optimizer} averages gradients of a module in DistributedDataParallel, which averages them by "
+                "itself. Give DistributedDataParallel a plain optimizer, or leave it out; a 1-bit optimizer goes with "
+                "it: ddp.register_comm_hook(optimizer, ocomm_torch.optimizer_hook)."
+            )

@@ -33,6 +33,7 @@ from ocomm.types import ReduceOp
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.compression import UNCOMPRESSED, Compression, Compressor, OneBitCompressor, has_overflowed
+from ocomm_torch.ddp import refuse_averaged
 from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.mpi_ops import adapter_of, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters, names_of
@@ -126,6 +127,7 @@ class _DistributedOptimizer(NamesParameters):
         self._hooked: dict[Tensor, None] = {}  # parameters with hooks, in the order of the groups
         self._comparison = self._make_comparison()
         self._compared: _Exchange | None = None  # the comparison of the current step
+        self._is_checked = False  # True once it is known that nothing else averages the same gradients
         self._hook_parameters()
         add_watcher(self)
 
@@ -267,6 +269,9 @@ class _DistributedOptimizer(NamesParameters):
         parameters = tuple(p for p in parameters if p.requires_grad)
         if not parameters:
             return
+        if not self._is_checked:
+            self._is_checked = True
+            refuse_averaged(self._names, "DistributedOptimizer")
         if self._comparison is not None and self._compared is None:
             self._comparison.start()
             self._compared = _Exchange(self._comparison.finish)
@@ -305,6 +310,9 @@ class _DistributedOptimizer(NamesParameters):
         def finish() -> None:
             if again is not None:
                 again.wait()
+            changed.extend(
+                p for p, g in zip(parameters, watched, strict=True) if p.grad is not None and p.grad is not g
+            )
             if changed:
                 raise InvalidRequestError(
                     f"the gradient of '{self._names[changed[0]]}' was changed while it was being averaged. backward() "

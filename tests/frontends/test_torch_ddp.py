@@ -116,7 +116,23 @@ def train(optimizer_of, parts=slice(None)):
     x, y = data(0)
     F.mse_loss(module(x), y).backward()
 
+def train_dense(views, hook=None):
+    network = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1))
+    module = DistributedDataParallel(network, gradient_as_bucket_view=views)
+    if hook is not None:
+        module.register_comm_hook(None, hook)
+    for step in range(2):
+        optimizer.zero_grad()
+        x, y = data(step)
+        F.mse_loss(module(x), y).backward()
+        optimizer.step()
+
 said("dense", lambda: train(lambda network: hvd.DistributedOptimizer(torch.optim.SGD(network.parameters(), 0.1))))
+said("twice", lambda: train_dense(False))
+dist.barrier()
+said("views twice", lambda: train_dense(True))
+dist.barrier()
 said("plain", lambda: train(lambda network: torch.optim.SGD(network.parameters(), 0.1)))
 said("part", lambda: train(lambda network: hvd.DistributedOneBitAdam(torch.optim.Adam(network[0].parameters()))))
 """
@@ -127,6 +143,9 @@ def test_what_nobody_would_average_is_an_error() -> None:
     for rank in (0, 1):
         assert f"[dense {rank}] " in done.stdout and "averages what DDP averages" in done.stdout, done.stdout
         assert f"[plain {rank}] " in done.stdout and "got SGD" in done.stdout, done.stdout
+        for name in ("twice", "views twice"):
+            assert f"[{name} {rank}] InvalidRequestError" in done.stdout, done.stdout
+        assert "or leave it out" in done.stdout
         assert f"[part {rank}] " in done.stdout and "nobody would average it" in done.stdout, done.stdout
 
 
