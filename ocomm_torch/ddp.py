@@ -56,7 +56,7 @@ def refuse_averaged(parameters: Iterable[Tensor], optimizer: str) -> None:
     found: Any
     for found in gc.get_objects():
         # Not isinstance, which asks an object for its class: some import something then.
-        if not issubclass(type(found), DistributedDataParallel) or getattr(found, "_comm_hooks", ()):
+        if not issubclass(type(found), DistributedDataParallel) or getattr(found, "_comm_hooks", None):
             continue
         if not ids.isdisjoint(map(id, found.parameters())):
             raise InvalidRequestError(
