@@ -220,7 +220,7 @@ def load_rank_states(driver: Resumable, source: Source) -> dict[str, Any]:
     detail = ""
     if how == "re-sharded":
         detail = (
-            f"{mine.ranks} -> {driver.core.layout.ranks} ranks: owner errors moved with their blocks, worker errors "
+            f"{mine.ranks} -> {driver.core.layout.ranks} ranks: server errors moved with their blocks, worker errors "
             f"are the mean over the {mine.ranks} old ranks"
         )
         if driver.core.rank == 0:

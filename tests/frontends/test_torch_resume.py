@@ -177,7 +177,7 @@ def test_on_another_number_of_ranks_the_errors_are_shared_out_and_the_replicas_a
         assert done["rank_state"] == "re-sharded"
         assert done["step"] == 14
         assert done["why"] == (
-            f"{before} -> {after} ranks: owner errors moved with their blocks, worker errors are the mean over the "
+            f"{before} -> {after} ranks: server errors moved with their blocks, worker errors are the mean over the "
             f"{before} old ranks"
         )
         for name, buffer in kept.items():
