@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ocomm.api import rank
 from ocomm.errors import SettingsError
 from ocomm.session import Session
 from ocomm_torch.lamb import DistributedOneBitLamb
@@ -28,7 +29,7 @@ def train(steps: int, kind: str = "1-bit Adam", **options: Any) -> dict[str, Any
     optimizer = WRAPS[kind](torch.optim.Adam(parameters), **options)
     for step in range(steps):
         optimizer.zero_grad()
-        (parameters[0] * torch.arange(40.0) * (step % 3 + 1)).sum().backward()
+        (parameters[0] * torch.arange(40.0) * (step % 3 + 1 + rank())).sum().backward()
         optimizer.step()
     return optimizer.compression_report()
 
