@@ -73,8 +73,9 @@ class Call:
     ready: RepeatedAllreduce | None = None
     static: list[tuple[DType, tuple[int, ...]]] = field(default_factory=list)
     runs: int = 0
-    #: True if it only hands over a gradient for a step that comes later in the graph.
-    hands_over: bool = False
+    #: True if it exchanges nothing with other ranks: it hands over a gradient for a later step of the graph, or reports
+    #: an error.
+    is_local: bool = False
 
 
 class _Tensor:
@@ -198,12 +199,12 @@ def is_enclosing(stepper: Any) -> bool:
     """Returns True if nothing else of ours can run in TensorFlow while ``stepper`` makes its step in a graph that
     ``runs_in_order``.
 
-    That is so if no graph of the process has another operation of ours, and the thread that starts a graph waits for
+    That is so if no graph of the process has another collective of ours, and the thread that starts a graph waits for
     its end.
     """
     return (
         not problem()
-        and all(call.hands_over for call in _calls)
+        and all(call.is_local for call in _calls)
         and list(steppers) == [stepper]
         and tf.config.experimental.get_synchronous_execution()
     )
@@ -286,7 +287,7 @@ def in_python(function: Callable[..., Any], body: Callable[..., Any], inputs: An
 
     failed, *results = function(caught, inputs, [tf.bool, *types])
     failed.set_shape(())
-    call = Call(fail, None)
+    call = Call(fail, None, is_local=True)
     refused = tf.cond(failed, lambda: exchange(call, [failed], "failed")[0], lambda: failed)
     with tf.control_dependencies([refused]):
         return [tf.identity(result) for result in results]

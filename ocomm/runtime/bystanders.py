@@ -40,6 +40,25 @@ def is_ours(thread: threading.Thread) -> bool:
     return thread.name == "ocomm" or (thread.name.startswith("ocomm-") and thread.name != TENSORFLOW)
 
 
+def python_threads() -> dict[int, threading.Thread]:
+    """Returns the live threads of Python, by ident.
+
+    Python also lists a thread of C++ that has once called it, for example one of a framework's pool whose function has
+    logged something. Such a thread counts only while it runs Python.
+    """
+    frames = current_frames()
+    return {
+        thread.ident: thread
+        for thread in threading.enumerate()
+        if thread.ident is not None and not (is_foreign(thread) and thread.ident not in frames)
+    }
+
+
+def is_foreign(thread: threading.Thread | None) -> bool:
+    """Returns True for a thread that Python has not started. ``thread`` is its entry in ``python_threads``, if any."""
+    return thread is None or isinstance(thread, threading._DummyThread)
+
+
 def bystanders(waiting: Collection[int]) -> list[str]:
     """Returns the names of live Python threads that may still submit: those that are not in ``waiting`` and do not only
     serve others.
@@ -50,8 +69,8 @@ def bystanders(waiting: Collection[int]) -> list[str]:
     frames = current_frames()
     return sorted(
         thread.name
-        for thread in threading.enumerate()
-        if thread.ident not in waiting and not is_ours(thread) and not _serves(frames.get(thread.ident or 0))
+        for ident, thread in python_threads().items()
+        if ident not in waiting and not is_ours(thread) and not _serves(frames.get(ident))
     )
 
 

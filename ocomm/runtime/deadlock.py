@@ -112,7 +112,7 @@ class Deadlock:
 
     def _report(self) -> Report:
         sets = self._sets()
-        alive = {thread.ident: thread for thread in threading.enumerate()}
+        alive = bystanders.python_threads()
         waiting = {user for process_set in sets for user in process_set.waiting}
         all_steps = dict(self._waits.waiting)
         served = self._served(alive, waiting | all_steps.keys())
@@ -131,24 +131,21 @@ class Deadlock:
         others = tuple(bystanders.bystanders(users | served))
         return Report(True, progress, balance, where, tuple(steps.values()), dict(self._waits.ended), others)
 
-    def _served(self, alive: Mapping[int | None, threading.Thread], waiting: Collection[int]) -> set[int]:
+    def _served(self, alive: Mapping[int, threading.Thread], waiting: Collection[int]) -> set[int]:
         """Returns the threads that wait for others and submit nothing before these go on.
 
         They are the threads in TensorFlow that wait for a thread of its pool, which waits in an enclosed step, and
         ocomm's own thread that submits for TensorFlow.
         """
-        inside = [user for user in self._waits.enclosed if user in waiting and user not in alive]
+        inside = [user for user in self._waits.enclosed if user in waiting and bystanders.is_foreign(alive.get(user))]
         outside = [
             ident
             for ident, thread in alive.items()
-            if ident is not None
-            and ident not in waiting
-            and not bystanders.is_ours(thread)
-            and bystanders.is_in_tensorflow(ident)
+            if ident not in waiting and not bystanders.is_ours(thread) and bystanders.is_in_tensorflow(ident)
         ]
         if not inside or len(outside) != len(inside):
             return set()
-        return {*outside, *(ident for ident, thread in alive.items() if ident and thread.name == bystanders.TENSORFLOW)}
+        return {*outside, *(ident for ident, thread in alive.items() if thread.name == bystanders.TENSORFLOW)}
 
     def _tell(self, report: Report | None) -> None:
         self._told = report

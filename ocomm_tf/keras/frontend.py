@@ -200,7 +200,7 @@ class KerasFrontend:
 
         handed = []
         for index, gradient, value in zip(indices, gradients, values, strict=True):
-            call = engine.Call(functools.partial(start, number_of[index]), None, hands_over=True)
+            call = engine.Call(functools.partial(start, number_of[index]), None, is_local=True)
             # In a loop in a graph, a gradient that does not depend on its variable could come before the last step is
             # over.
             with tf.control_dependencies([value]):

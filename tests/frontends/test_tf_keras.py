@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ocomm.session import Session  # noqa: E402
 from ocomm_tf import engine  # noqa: E402
 from ocomm_tf.optimizer import trained_alone  # noqa: E402
 from tests.tiers import few  # noqa: E402
+from tests.world.test_runtime import threads_only  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
 
 # Of Keras itself, with NumPy 2.
@@ -514,6 +516,21 @@ def test_without_the_extension_fit_learns_the_same(make: Any, monkeypatch: pytes
     with_it = run_ranks(2, body)
     monkeypatch.setattr(engine, "_problem", "the test says so")
     assert_equal([*with_it, *run_ranks(2, body)])
+
+
+@threads_only
+def test_a_step_in_a_graph_is_known_to_end_before_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without it a deadlock in that step could not be proven.
+    enclosed_step, entered = Session.enclosed_step, []
+    monkeypatch.setattr(Session, "enclosed_step", lambda session: entered.append(session) or enclosed_step(session))
+    monkeypatch.setattr(engine, "_calls", [])  # of graphs of other tests
+    monkeypatch.setattr(engine, "steppers", weakref.WeakSet())
+
+    def body(session: Session) -> None:
+        fit(compiled(make_model(), hvd.DistributedOneBitAdam(keras.optimizers.Adam(3e-3), freeze_step=6)), 0, 1, 1)
+
+    run_ranks(1, body)
+    assert len(entered) == 1408 // BATCH
 
 
 class TestNeverAlone:

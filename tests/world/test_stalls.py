@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import multiprocessing
 import re
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -262,6 +264,26 @@ def test_only_threads_that_serve_others_cannot_submit_by_themselves() -> None:
         thread.join()
 
 
+def test_a_thread_of_a_library_counts_only_while_it_runs_python() -> None:
+    noted, free, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def run() -> None:
+        threading.current_thread()  # makes an entry that stays, as ``logging`` does
+        noted.set()
+        free.wait(LIMIT_S)
+        ended.set()
+
+    ident = _thread.start_new_thread(run, ())  # as little known to Python as one of a framework's pool
+    assert noted.wait(LIMIT_S)
+    entry = bystanders.python_threads()[ident]
+    assert bystanders.is_foreign(entry) and not bystanders.is_foreign(threading.current_thread())
+    free.set()
+    assert ended.wait(LIMIT_S)
+    while ident in sys._current_frames():
+        pass
+    assert ident not in bystanders.python_threads() and entry in threading.enumerate()
+
+
 @threads_only
 def test_a_thread_that_waits_in_tensorflow_for_an_enclosed_step_is_no_bystander(
     monkeypatch: pytest.MonkeyPatch,
@@ -272,7 +294,7 @@ def test_a_thread_that_waits_in_tensorflow_for_an_enclosed_step_is_no_bystander(
     assert session.runtime is not None
     deadlock, waits = session.runtime._deadlock, session.runtime.waits
     me = threading.get_ident()
-    alive: dict[int | None, threading.Thread] = {me: threading.current_thread()}
+    alive: dict[int, threading.Thread] = {me: threading.current_thread()}
     pool = -7  # a thread which Python does not know
     assert deadlock._served(alive, {pool}) == set()
     waits.enclosed.add(pool)
