@@ -157,6 +157,8 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
             raise SettingsError(f"{variable}={text!r} cannot be used: {error}.") from None
     if "autotune" in values:
         values["autotune"] = tuple(field for field in values["autotune"] if field not in values)
+    if values.get("stall_check_s") == 0:
+        values["stall_check"] = False
     return Settings(**values)
 
 

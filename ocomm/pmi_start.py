@@ -80,7 +80,6 @@ class PmiStart:
             hosts=[member.node for member in members],
             address="127.0.0.1" if is_on_one_host else "0.0.0.0",
             init_s=settings.start_timeout_s,
-            finalize_s=settings.stall_shutdown_s,
             grace_s=_GRACE_S,
         )
         addresses = ["127.0.0.1"]

@@ -228,7 +228,7 @@ class Session:
             self.engine.close()
         else:
             # The network may still use buffers of what was under way, so engine and communicators are kept as they are.
-            _abandoned.append((self.engine, self.sets))
+            _abandoned.append((self.engine, [*self.sets.values(), *removed], parent))
         self.engine = None
         if clean and not failed:
             for one in self.at_end[-_LAST_WORDS:]:
@@ -492,9 +492,8 @@ class Session:
             joined = {rank: "has joined" for member in members for rank in member.joined}
             return {**joined, **runtime.departed()}
 
-        return Watch(
-            failure, departed, self.settings.stall_check_s, f"{name} {number}", runtime.waits, runtime.is_serving
-        )
+        warn_s = self.settings.stall_check_s if self.settings.stall_check else 0.0
+        return Watch(failure, departed, warn_s, f"{name} {number}", runtime.waits, runtime.is_serving)
 
     def agree(self, number: int, name: str, detail: str) -> None:
         """Waits until all ranks of the set say the same ``detail`` about ``name``. Raises MismatchError if they do
@@ -583,7 +582,7 @@ def _kernels(settings: Settings, pool: Pool | None) -> Kernels:
 
 # The session of this process
 
-_abandoned: list[tuple[Engine, dict[int, ProcessSet | None]]] = []
+_abandoned: list[tuple[Engine, list[ProcessSet | None], Transport | None]] = []
 _process_session = Session()
 _current: contextvars.ContextVar[Session | None] = contextvars.ContextVar("ocomm_session", default=None)
 

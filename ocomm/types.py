@@ -237,7 +237,7 @@ class Settings:
     idle_ms: float = 5.0  # longest sleep of the background thread while nothing is queued
     spin_us: float = 50.0  # how long it spins for a waiting thread before it yields its core between looks
     stall_check: bool = True
-    stall_check_s: float = 60.0
+    stall_check_s: float = 60.0  # 0: no stall check
     stall_raise: bool = False  # a stall raises StallError instead of a warning
     deadlock_s: float = 10.0  # how long it must be certain that no rank can go on; 0: a deadlock is no error
     stall_shutdown_s: float = 1800.0  # 0: never give up on a rank that is alive

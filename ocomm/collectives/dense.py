@@ -28,6 +28,8 @@ from ocomm.types import DType, Location, Nodes, ReduceOp
 ALIGNMENT = 64
 #: Below this many bytes every rank sends everything to every rank and sums alone: one message time instead of two.
 SMALL_NBYTES = 8192
+#: The largest message of an alltoall in one segment: MPI counts bytes in an int.
+WHOLE_NBYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -382,30 +384,35 @@ def alltoall(
     """Returns the plan of an alltoall. Row r of ``nbytes`` says how many bytes rank r sends to each rank; parts are in
     rank order.
 
-    With ``whole`` the plan has one segment, and a rank needs to know only its own row and column.
+    With ``whole`` the plan has one segment, whose messages have at most ``WHOLE_NBYTES``. A rank then needs to know
+    only its own row and column.
     """
     sent = nbytes[context.rank]
     got = [row[context.rank] for row in nbytes]
     send_starts = np.concatenate([[0], np.cumsum(sent)]).tolist()
     receive_starts = np.concatenate([[0], np.cumsum(got)]).tolist()
     largest = max((n for row in nbytes for n in row), default=0)
-    piece_nbytes = max(largest, 1) if whole else context.message_nbytes
+    piece_nbytes = WHOLE_NBYTES if whole else context.message_nbytes
     pieces = max(-(-largest // piece_nbytes), 1)
-    segments = []
+    stages = []
     for piece in range(pieces):
         out = [_piece(send_starts[p], sent[p], piece, piece_nbytes) for p in range(context.size)]
         into = [_piece(receive_starts[p], got[p], piece, piece_nbytes) for p in range(context.size)]
         own = Copy(source[out[context.rank]], result[into[context.rank]])
-        segments.append(
-            [
-                Stage(
-                    [own] if own.source.nbytes else [],
-                    [Message(p, source[out[p]]) for p in context.peers if out[p].stop > out[p].start],
-                    [Message(p, result[into[p]]) for p in context.peers if into[p].stop > into[p].start],
-                )
-            ]
+        stages.append(
+            Stage(
+                [own] if own.source.nbytes else [],
+                [Message(p, source[out[p]]) for p in context.peers if out[p].stop > out[p].start],
+                [Message(p, result[into[p]]) for p in context.peers if into[p].stop > into[p].start],
+            )
         )
-    return Plan("alltoall", segments)
+    if not whole:
+        return Plan("alltoall", [[stage] for stage in stages])
+    # Messages of one stage between two ranks arrive in the order in which they were sent.
+    compute = [one for stage in stages for one in stage.compute]
+    sends = [one for stage in stages for one in stage.sends]
+    receives = [one for stage in stages for one in stage.receives]
+    return Plan("alltoall", [[Stage(compute, sends, receives)]])
 
 
 def reducescatter(

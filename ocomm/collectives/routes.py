@@ -94,11 +94,6 @@ class Route:
         self.memory.append(memory)
         return [memory[k * room : k * room + nbytes] for k in range(count)]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory, without ``send``."""
-        return sum(buffer.nbytes for buffer in self.memory)
-
     def message(self, node: int, packed: Bytes | None = None) -> Bytes:
         """Returns the message to the worker in ``node``; in another packed buffer, the message from it."""
         layout = self.layout

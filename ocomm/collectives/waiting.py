@@ -49,7 +49,8 @@ class Waits:
 class Watch:
     """What a waiting thread looks at: whether and why the runtime has failed, and which world ranks have left and how.
 
-    ``name`` is the name of what makes the exchanges, such as an optimizer: the same on all ranks.
+    ``name`` is the name of what makes the exchanges, such as an optimizer: the same on all ranks. With
+    a ``stall_check_s`` of 0 there are no warnings.
     """
 
     failure: Callable[[], OcommError | None]
@@ -71,7 +72,7 @@ def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, w
     begun = warned = time.monotonic()
     owing_since: float | None = None
     try:
-        while (state := ticket.wait(min(1.0, watch.stall_check_s))) < State.DONE:
+        while (state := ticket.wait(min(1.0, watch.stall_check_s or 1.0))) < State.DONE:
             if not watch.is_served() and (failure := watch.failure()) is not None:
                 raise type(failure)(*failure.args)
             now = time.monotonic()
@@ -89,7 +90,7 @@ def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, w
                 channel.abandon()
                 reasons = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
                 raise PeerError(f"{what} cannot end: {reasons}. All ranks must take equally many steps.")
-            if now - warned >= watch.stall_check_s:
+            if watch.stall_check_s and now - warned >= watch.stall_check_s:
                 warned = now
                 _log.warning("%s: waited %.0f s so far for rank(s) %s", what, now - begun, late)
     finally:

@@ -2,7 +2,7 @@
 
 It reads one line of JSON from its standard input and writes the port that it listens on:
 
-    {"key": ..., "name": ..., "hosts": [...], "address": ..., "init_s": ..., "finalize_s": ..., "grace_s": ...}
+    {"key": ..., "name": ..., "hosts": [...], "address": ..., "init_s": ..., "grace_s": ...}
 
 with the key in hexadecimal, the node of every rank, the address to listen on, and ``pmi_job.Limits``. Every rank opens
 two connections and proves that it knows the key: on one its MPI speaks PMI from then on (``pmi_job``), on the other the
@@ -134,7 +134,7 @@ def main() -> int:
     asked = json.loads(sys.stdin.readline() or "null")
     if asked is None:  # rank 0 has ended before the ranks had met
         return 0
-    limits = Limits(asked["init_s"], asked["finalize_s"], asked["grace_s"])
+    limits = Limits(asked["init_s"], asked["grace_s"])
     job = PmiJob(asked["name"], asked["hosts"], limits, time.monotonic())
     with Server(asked["address"], bytes.fromhex(asked["key"]), backlog=max(128, 2 * job.size)) as server:
         print(server.port, flush=True)

@@ -72,11 +72,14 @@ def process_mapping(hosts: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds that a rank has to come to a barrier: of MPI_Init, and of MPI_Finalize (0: any time); and, after a rank
-    has gone, that the others have to end by themselves."""
+    """Seconds that a rank has to come to a barrier of MPI_Init, and, after a rank has gone, that the others have to end
+    by themselves.
+
+    The barriers of MPI_Finalize have no limit: a rank may do work of its own after the others have ended, and one that
+    dies is seen by its connection.
+    """
 
     init_s: float
-    finalize_s: float
     grace_s: float
 
 
@@ -192,9 +195,8 @@ class PmiJob:
         if missing and now_s - self._started_s > limit_s:
             why = f"after {limit_s:g} s ranks {missing} have not connected to the PMI service of the job"
             self._fail(why, now_s, at_once=True)
-        absent = [rank for rank in range(self.size) if rank not in self._in_barrier]
         is_start = len(self._up) < self.size
-        limit_s = self.limits.init_s if is_start else self.limits.finalize_s
-        if self._in_barrier and limit_s and now_s - self._barrier_s > limit_s:
-            what = "MPI_Init" if is_start else "MPI_Finalize"
-            self._fail(f"after {limit_s:g} s ranks {absent} have not come to a barrier of {what}", now_s, at_once=True)
+        if self._in_barrier and is_start and now_s - self._barrier_s > limit_s:
+            absent = [rank for rank in range(self.size) if rank not in self._in_barrier]
+            why = f"after {limit_s:g} s ranks {absent} have not come to a barrier of MPI_Init"
+            self._fail(why, now_s, at_once=True)

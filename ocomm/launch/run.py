@@ -139,7 +139,7 @@ def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: i
     while len(results) < ranks:
         for connection in [c for c in list(server.lines) if c not in served and id(c) not in gone]:
             served.append(connection)
-            with contextlib.suppress(ConnectionError):  # the rank has ended: that is heard below
+            with contextlib.suppress(OSError):  # the rank has ended or takes nothing: that is heard below
                 connection.send(task)
         for ready in wait(served, 0.05) if served else _nap():
             try:

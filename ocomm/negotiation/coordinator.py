@@ -436,6 +436,7 @@ _SAME: list[tuple[str, Callable[[Request], object], set[Kind]]] = [
     ("reduction", lambda r: r.op.label, {Kind.ALLREDUCE, Kind.REDUCESCATTER}),
     ("prescale and postscale", lambda r: (r.prescale, r.postscale), {Kind.ALLREDUCE, Kind.REDUCESCATTER}),
     ("root rank", lambda r: r.root, {Kind.BROADCAST, Kind.MESSAGE}),
+    ("destination", lambda r: r.splits, {Kind.MESSAGE}),
     ("group", lambda r: f"'{r.group}' of {r.group_size}" if r.group else "none", set(Kind)),
     ("registration", _registration, set(REGISTERED)),
 ]

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--message-us", type=float, default=50.0, help="what one message costs a rank (default 50)")
     add("--node-gbytes", type=float, default=None, help="GB/s of a rank inside its node (default 5; with --gpu 200)")
     add("--dense-step-ms", type=float, help="measured; calibrates the network's efficiency")
-    add("--gpu", action="store_true", help="compress on a GPU of 1.5 TB/s, not on a core")
+    add("--gpu", action="store_true", help="compress on a GPU of 1.2 TB/s, not on a core")
     add("--table", action="store_true", help="8 to 4,096 ranks on 10 and 100 Gbit/s Ethernet and 200 Gbit/s")
     args = parser.parse_args(argv)
     if min(args.nodes or 1, args.ranks_per_node or 1) < 1 or not (args.dense_step_ms is None or args.dense_step_ms > 0):

@@ -50,6 +50,7 @@ class Runtime:
         self._on_loss = on_loss
         self._sets = [world]
         self._retiring: list[ProcessSet] = []
+        self._sets_lock = threading.Lock()  # for whoever replaces one of these two lists
         self.waits = Waits()
         self._deadlock = Deadlock(world, lambda: self._sets, self.waits, settings.deadlock_s, clock)
         self._leaving: tuple[bool, str] | None = None  # (failed, why), set by the user's thread
@@ -70,14 +71,16 @@ class Runtime:
     def add(self, process_set: ProcessSet) -> None:
         """Serves another process set. May be called from any thread."""
         process_set.is_served = self.is_serving
-        self._sets = [*self._sets, process_set]  # a new list, because a cycle under way iterates over the old one
+        with self._sets_lock:
+            self._sets = [*self._sets, process_set]  # a new list, because a cycle under way iterates over the old one
 
     def retire(self, process_set: ProcessSet) -> None:
         """Stops to serve a process set once nothing of it is under way, and then sets ``process_set.retired``.
 
         No rank may submit anything to the set any more. May be called from any thread but the background one.
         """
-        self._retiring = [*self._retiring, process_set]
+        with self._sets_lock:
+            self._retiring = [*self._retiring, process_set]
         self.engine.wake()
 
     def start(self) -> None:
@@ -181,8 +184,9 @@ class Runtime:
                 self._deadlock.inspect()
         for process_set in self._retiring:
             if process_set.is_quiet and process_set.retire():
-                self._retiring = [other for other in self._retiring if other is not process_set]
-                self._sets = [other for other in self._sets if other is not process_set]
+                with self._sets_lock:
+                    self._retiring = [other for other in self._retiring if other is not process_set]
+                    self._sets = [other for other in self._sets if other is not process_set]
                 self.engine.unwatch(process_set.link.transport)
                 process_set.link.transport.close()  # the ranks have closed its channels together
                 process_set.retired.set()
@@ -206,7 +210,7 @@ class Runtime:
         for rank, since in list(self._silent_since.items()):
             if rank not in self._gone and 0 < limit < now - since:
                 self._announce_departure(rank, True, f"{SILENT} for {now - since:.0f} s")
-        if self._left and now - self._waited_s >= self.settings.stall_check_s:
+        if self._left and self.settings.stall_check and now - self._waited_s >= self.settings.stall_check_s:
             self._waited_s = now
             missing = [rank for rank in range(self.world.size) if rank not in self._gone]
             _log.warning("rank %d has shut down and waits for ranks %s to do so", self.world.rank, missing)

@@ -668,8 +668,10 @@ class ProcessSet:
 
     @property
     def wants_polling(self) -> bool:
-        """True if a channel is being opened or all are being closed, which the engine cannot see."""
-        return bool(self._opening) or self._retiring
+        """True if a channel is being opened, or if the set retires and has a channel that this rank still uses: the
+        engine sees neither. The other ranks' part in retiring comes by messages.
+        """
+        return bool(self._opening) or (self._retiring and bool(self._released))
 
     def _complete(self) -> None:
         """Completes the handles of plans that are over. Raises if a plan failed by itself, because other ranks wait for

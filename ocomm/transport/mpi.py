@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import re
 import threading
@@ -20,6 +21,8 @@ from typing import Any
 from ocomm import tuning
 from ocomm.errors import LaunchError
 from ocomm.types import Bytes
+
+_log = logging.getLogger("ocomm")
 
 _mpi: ModuleType | None = None
 #: Settings of ``tuning`` that could not be made, because MPI was started before ``open_world`` was called.
@@ -187,7 +190,9 @@ def finalize() -> None:
     """Calls MPI_Finalize if MPI has started. Collective: every rank must come."""
     if _mpi is not None and _mpi.Is_initialized() and not _mpi.Is_finalized():
         # Without the GIL, unlike mpi4py's: it waits for all ranks, and somebody must hear that one will not come.
-        _loaded_library(_mpi).MPI_Finalize()
+        code = _loaded_library(_mpi).MPI_Finalize()
+        if code != 0:  # MPI_SUCCESS is 0 everywhere
+            _log.warning("MPI_Finalize returned the error %d", code)
 
 
 @dataclass(frozen=True, slots=True)

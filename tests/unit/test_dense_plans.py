@@ -224,8 +224,10 @@ def test_broadcast_gives_everybody_what_the_root_has(size: int, numel: int) -> N
             assert total <= (size + 1) * 4 * numel
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["segments", "one segment"])
 @pytest.mark.parametrize("size", SIZES)
-def test_alltoall_transposes(size: int) -> None:
+def test_alltoall_transposes(size: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "WHOLE_NBYTES", 100_000)  # less than the largest part
     counts = [[(rank * 7 + peer * 3) % 5 * 17_001 for peer in range(size)] for rank in range(size)]
     given = [
         np.concatenate([np.full(counts[rank][peer], 10 * rank + peer, np.float32) for peer in range(size)])
@@ -233,7 +235,17 @@ def test_alltoall_transposes(size: int) -> None:
     ]
     results = [np.full(sum(row[rank] for row in counts), np.nan, np.float32) for rank in range(size)]
     nbytes = [[4 * n for n in row] for row in counts]
-    plans = [dense.alltoall(p, raw(given[p.rank]), raw(results[p.rank]), nbytes) for p in contexts(size)]
+
+    def known(rank: int) -> list[list[int]]:
+        """What ``rank`` knows of the sizes if it knows its row and column alone."""
+        return [[n if rank in (row, column) else 0 for column, n in enumerate(nbytes[row])] for row in range(size)]
+
+    plans = [
+        dense.alltoall(p, raw(given[p.rank]), raw(results[p.rank]), known(p.rank) if whole else nbytes, whole)
+        for p in contexts(size)
+    ]
+    if whole:
+        assert {len(plan.segments) for plan in plans} == {1}
     execute(plans)
     for rank, result in enumerate(results):
         expected = [np.full(counts[peer][rank], 10 * peer + rank, np.float32) for peer in range(size)]

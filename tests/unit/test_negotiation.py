@@ -273,6 +273,12 @@ def test_what_no_rank_can_do_is_said_to_all(request_: Request, message: str) -> 
     assert find_mismatch([request_, request_], (0, 1)) == f"tensor 'b': {message}"
 
 
+def test_a_message_has_one_destination() -> None:
+    one, other = (Request(Kind.MESSAGE, "m", DType.FLOAT32, (4,), root=0, splits=(peer,)) for peer in (1, 2))
+    assert find_mismatch([one, one, None], (0, 1, 2)) == ""
+    assert "destination" in find_mismatch([one, other, None], (0, 1, 2))
+
+
 def test_sizes_of_ragged_operations_are_told_to_all() -> None:
     world = World(2)
     for rank in range(2):
