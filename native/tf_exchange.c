@@ -321,6 +321,17 @@ void *ocomm_tf_output(ocomm_tf_work *work, int index, int32_t dtype, const int64
     return data;
 }
 
+void *ocomm_tf_keep(ocomm_tf_work *work, int index) {
+    TF_Status *status = TF_NewStatus();
+    TF_Tensor *input = NULL;
+    TF_GetInput(((execution *)work)->context, index, &input, status);
+    if (TF_GetCode(status)) input = NULL;
+    TF_DeleteStatus(status);
+    return input;
+}
+
+void ocomm_tf_release(void *kept) { TF_DeleteTensor(kept); }
+
 void ocomm_tf_finish(const intptr_t *works, int64_t count, int code, const char *message) {
     for (int64_t i = 0; i < count; i++) {
         execution *e = (execution *)works[i];

@@ -60,6 +60,10 @@ const ocomm_tf_batch *ocomm_tf_take(double seconds, double pace);
 /* Makes the waiting ocomm_tf_take return. */
 void ocomm_tf_wake(void);
 /* Allocates output `index` of an OcommGather (its rows are the last one); NULL if there is no memory. */
+/* Keeps the memory of an input until ocomm_tf_release, also if the graph's run fails meanwhile. NULL if TensorFlow
+ * refuses. */
+void *ocomm_tf_keep(ocomm_tf_work *work, int index);
+void ocomm_tf_release(void *kept);
 void *ocomm_tf_output(ocomm_tf_work *work, int index, int32_t dtype, const int64_t *shape, int rank, int64_t nbytes);
 /* Ends works and frees them: with TensorFlow's status `code` and `message`, or successfully if `code` is 0. */
 void ocomm_tf_finish(const intptr_t *works, int64_t count, int code, const char *message);

@@ -60,6 +60,13 @@ def _duration(text: str) -> float:
     return number
 
 
+def _time_limit(text: str) -> float:
+    number = _duration(text)
+    if number == 0:
+        raise ValueError("must be more than 0")
+    return number
+
+
 def _choice(*allowed: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.lower() not in allowed:
@@ -109,7 +116,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_s", _duration, True),
     "REPLICA_CHECK_STEPS": ("replica_check_steps", _count, False),
     "PEER_TIMEOUT_SECONDS": ("peer_timeout_s", _duration, False),
-    "START_TIMEOUT": ("start_timeout_s", _duration, True),
+    "START_TIMEOUT": ("start_timeout_s", _time_limit, True),
     "TORCH_ENV": ("torch_env", _flag, False),
     "ENGINE": ("engine", _choice("native", "python"), False),
     "CUDA_AWARE": ("cuda_aware", _choice("auto", "0", "1"), False),

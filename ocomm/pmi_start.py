@@ -99,7 +99,7 @@ class PmiStart:
     def left(self) -> None:
         """After MPI_Finalize."""
         if self._service is not None:
-            self._service.wait()
+            self._service.leave()
 
 
 def _library(size: int) -> tuple[str, str]:

@@ -73,8 +73,8 @@ class Call:
     ready: RepeatedAllreduce | None = None
     static: list[tuple[DType, tuple[int, ...]]] = field(default_factory=list)
     runs: int = 0
-    #: True if it exchanges nothing with other ranks: it hands over a gradient for a later step of the graph, or reports
-    #: an error.
+    #: True if it exchanges nothing with other ranks: it makes a gradient ready for a later step of the graph, or
+    #: reports an error.
     is_local: bool = False
 
 
@@ -302,6 +302,15 @@ def passed_on(tensor: _Tensor) -> Bytes:
     if c.output != c.input:
         result[:] = _bytes(c.input, c.nbytes)
     return result
+
+
+def kept(tensor: _Tensor) -> tuple[object, Bytes]:
+    """Returns an object, and the bytes of an input that stay as they are while that object lives."""
+    c = tensor.c
+    handle = _lib.ocomm_tf_keep(tensor.work, tensor.position)
+    if handle == _ffi.NULL:
+        raise OcommError("TensorFlow does not give an operation its input.")
+    return _ffi.gc(handle, _lib.ocomm_tf_release), _bytes(c.input, c.nbytes)
 
 
 def splits_of(tensors: Sequence[_Tensor]) -> np.ndarray:

@@ -86,6 +86,7 @@ class _Averaged(_AveragesGradients):
         """Applies gradients like the wrapped optimizer, after averaging them."""
         refuse_loss_scaling_outside()
         grads = list(grads)
+        self._is_averaged = False  # a call that raised may have left it
         if self.gradient_accumulation_steps:
             # _clip_gradients averages them, once they are summed.
             return super().apply(grads, trainable_variables)  # type: ignore[misc]

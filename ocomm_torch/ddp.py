@@ -56,7 +56,9 @@ def refuse_averaged(parameters: Iterable[Tensor], optimizer: str) -> None:
     found: Any
     for found in gc.get_objects():
         # Not isinstance, which asks an object for its class: some import something then.
-        if not issubclass(type(found), DistributedDataParallel) or getattr(found, "_comm_hooks", None):
+        if not issubclass(type(found), DistributedDataParallel):
+            continue
+        if any(_leaves_gradients(hook) for hook, _ in getattr(found, "_comm_hooks", ())):
             continue
         if not ids.isdisjoint(map(id, found.parameters())):
             raise InvalidRequestError(
@@ -64,3 +66,10 @@ def refuse_averaged(parameters: Iterable[Tensor], optimizer: str) -> None:
                 "itself. Give DistributedDataParallel a plain optimizer, or leave it out; a 1-bit optimizer goes with "
                 "it: ddp.register_comm_hook(optimizer, ocomm_torch.optimizer_hook)."
             )
+
+
+def _leaves_gradients(hook: Any) -> bool:
+    """Returns True for a hook that may leave the gradients as they are: all but those of Torch that average."""
+    if hook is optimizer_hook or getattr(hook, "__name__", "") == "noop_hook":
+        return True
+    return not str(getattr(hook, "__module__", "")).startswith("torch.")

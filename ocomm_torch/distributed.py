@@ -312,8 +312,6 @@ class OcommProcessGroup(ProcessGroup):
         self._group_description = "undefined"
         self.timeout_s = timeout_s
         order = sorted(self._ranks)
-        # Sets of ocomm are in ascending order, groups of torch in any.
-        self._position = [order.index(world) for world in self._ranks]
         if order != list(self._ranks):
             raise InvalidRequestError(
                 f"backend 'ocomm' has groups in ascending order of their ranks only, got {list(self._ranks)}."
@@ -325,6 +323,7 @@ class OcommProcessGroup(ProcessGroup):
         self._sent: dict[tuple[int, int, int], int] = defaultdict(int)
         self._mailbox = _Mailbox()
         self._futures: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._futures_lock = threading.Lock()
         self._is_closed = False
         self._is_checked = False
 
@@ -400,9 +399,10 @@ class OcommProcessGroup(ProcessGroup):
         """Leaves the group; torch calls it in ``destroy_process_group``. Does not wait for the other ranks."""
         if self._is_closed:
             return
-        self._is_closed = True
-        if self._futures is not None:
-            self._futures.put(None)
+        with self._futures_lock:
+            self._is_closed = True
+            if self._futures is not None:
+                self._futures.put(None)
         if self._session.is_initialized:
             self._session.remove_members(self._number)
 
@@ -431,13 +431,15 @@ class OcommProcessGroup(ProcessGroup):
         One thread does so, in the order in which it is asked, which is the same on all ranks. In that thread it is done
         at once: who asks there may wait for it.
         """
-        if getattr(_completing, "group", None) is self:
+        with self._futures_lock:
+            is_now = self._is_closed or getattr(_completing, "group", None) is self
+            if not is_now:
+                if self._futures is None:
+                    self._futures = queue.SimpleQueue()
+                    threading.Thread(target=self._complete, name="ocomm-futures", daemon=True).start()
+                self._futures.put(complete)
+        if is_now:
             complete()
-            return
-        if self._futures is None:
-            self._futures = queue.SimpleQueue()
-            threading.Thread(target=self._complete, name="ocomm-futures", daemon=True).start()
-        self._futures.put(complete)
 
     def _complete(self) -> None:
         assert self._futures is not None
@@ -523,6 +525,11 @@ class OcommProcessGroup(ProcessGroup):
 
     def _bitwise(self, tensors: list[Tensor], combine: Callable[..., Tensor], operation: str) -> Work:
         """By what all ranks gather: there is no such sum."""
+        for tensor in tensors:
+            if tensor.is_floating_point() or tensor.is_complex():
+                raise InvalidRequestError(
+                    f"{operation}: {combine.__name__} is for integers and bool, not {_dtype(tensor)}."
+                )
         gathered = [torch.empty((self._size, *tensor.shape), dtype=tensor.dtype) for tensor in tensors]
 
         class Combined:
@@ -573,6 +580,13 @@ class OcommProcessGroup(ProcessGroup):
         return self._gather_all("allgather", [source], [parts.buffer], outputs[0], parts)
 
     def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        if len(output_lists) != self._size or any(len(outputs) != len(inputs) for outputs in output_lists):
+            raise InvalidRequestError(
+                f"allgather_coalesced needs {self._size} lists of {len(inputs)} outputs, one list for each rank of the "
+                f"group; got lists of {[len(outputs) for outputs in output_lists]}."
+            )
+        for k, source in enumerate(inputs):
+            _same_size("allgather_coalesced", [outputs[k] for outputs in output_lists], source)
         parts = [_Parts([outputs[k] for outputs in output_lists], "allgather_coalesced") for k in range(len(inputs))]
         flat = [tensor for outputs in output_lists for tensor in outputs]
         return self._gather_all("allgather_coalesced", inputs, [part.buffer for part in parts], flat, *parts)
@@ -611,17 +625,27 @@ class OcommProcessGroup(ProcessGroup):
         call = Call("gather", _dtype(source), (source.numel(),), root=root)
         results = list(outputs[0]) if root == self._rank else []
         if root == self._rank:
+            self._one_for_each("gather", results)
             _same_size("gather", results, source)
         parts = _Parts(results, "gather")
         table = [[source.nbytes * (peer == root) for peer in range(self._size)] for _ in range(self._size)]
         sources = [_bytes(_host(source, "gather").contiguous())]
         return self._start(call, sources, [_bytes(parts.buffer)], _exchange(table), results, parts)
 
+    def _one_for_each(self, operation: str, tensors: Sequence[Tensor]) -> None:
+        """Raises InvalidRequestError unless there is one tensor for each rank."""
+        if len(tensors) != self._size:
+            raise InvalidRequestError(
+                f"{operation}: rank {self._rank} needs {self._size} tensors, one for each rank of the group; got "
+                f"{len(tensors)}."
+            )
+
     def scatter(self, outputs: list[Tensor], inputs: Any, opts: Any = None) -> Work:
         root, output = opts.rootRank, outputs[0]
         call = Call("scatter", _dtype(output), (output.numel(),), root=root)
         source = torch.empty(0, dtype=torch.uint8)
         if root == self._rank:
+            self._one_for_each("scatter", inputs[0])
             _same_size("scatter", list(inputs[0]), output)
             source = _joined(inputs[0], "scatter")
         table = [[output.nbytes * (sender == root)] * self._size for sender in range(self._size)]

@@ -385,7 +385,8 @@ def alltoall(
     rank order.
 
     With ``whole`` the plan has one segment, whose messages have at most ``WHOLE_NBYTES``. A rank then needs to know
-    only its own row and column.
+    only its own row and column. Each pair exchanges at least one message, also of 0 bytes, so that ranks that disagree
+    on a size get an error.
     """
     sent = nbytes[context.rank]
     got = [row[context.rank] for row in nbytes]
@@ -399,11 +400,12 @@ def alltoall(
         out = [_piece(send_starts[p], sent[p], piece, piece_nbytes) for p in range(context.size)]
         into = [_piece(receive_starts[p], got[p], piece, piece_nbytes) for p in range(context.size)]
         own = Copy(source[out[context.rank]], result[into[context.rank]])
+        is_first = whole and piece == 0
         stages.append(
             Stage(
                 [own] if own.source.nbytes else [],
-                [Message(p, source[out[p]]) for p in context.peers if out[p].stop > out[p].start],
-                [Message(p, result[into[p]]) for p in context.peers if into[p].stop > into[p].start],
+                [Message(p, source[out[p]]) for p in context.peers if is_first or out[p].stop > out[p].start],
+                [Message(p, result[into[p]]) for p in context.peers if is_first or into[p].stop > into[p].start],
             )
         )
     if not whole:

@@ -13,6 +13,8 @@ after each of them:
     barrier_in                  barrier_out       when all ranks have come
     finalize                    finalize_ack
     abort exitcode=             nothing: the job ends
+
+A command may also stand in several lines, ``mcmd=NAME``, its values, and ``endcmd``, as ``spawn`` does.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def parse(line: str) -> tuple[str, dict[str, str]]:
     """The command of a line, and its values. ValueError for a line that has no command."""
     words = [word.partition("=") for word in line.split(" ") if word]
     values = {name: value for name, equals, value in words if equals}
-    name = values.pop("cmd", None) or values.pop("mcmd", None)
+    name = values.pop("cmd", None)
     if name is None:
         raise ValueError(f"a line of PMI without a command: {line!r}")
     return name, values
@@ -104,6 +106,7 @@ class PmiJob:
         self._in_barrier: set[int] = set()
         self._barrier_s = now_s  # when its first rank came
         self._is_immediate = False
+        self._long: dict[int, str] = {}  # by rank, the command whose lines are arriving
 
     # What happens
 
@@ -124,6 +127,13 @@ class PmiJob:
 
     def heard(self, rank: int, line: str, now_s: float) -> list[tuple[int, str]]:
         """A line has come from a rank; the lines to send, each with the rank that it is for."""
+        if line.startswith("mcmd="):
+            self._long[rank] = line.removeprefix("mcmd=").strip()
+            return []
+        if rank in self._long:
+            if line.strip() != "endcmd":
+                return []
+            line = f"cmd={self._long.pop(rank)}"
         try:
             command, values = parse(line)
         except ValueError as error:

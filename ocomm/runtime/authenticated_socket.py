@@ -55,6 +55,7 @@ class AuthenticatedSocket:
         self, connection: socket.socket, send_key: bytes, receive_key: bytes, most_bytes: int, pause_s: float
     ) -> None:
         self._connection = connection
+        _notice_silence(connection)
         self._keys = send_key, receive_key
         self._most_bytes = most_bytes
         self._pause_s = pause_s
@@ -196,6 +197,16 @@ def wait(lines: Iterable[AuthenticatedSocket], timeout_s: float) -> list[Authent
         found[line.fileno()] = line
         poll.register(line, select.POLLIN)
     return [found[descriptor] for descriptor, _ in poll.poll(1000 * timeout_s)]
+
+
+def _notice_silence(connection: socket.socket) -> None:
+    """Makes the kernel end a TCP connection whose other host has not answered for about 40 s."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 40_000)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _tag(key: bytes, word: bytes, first: bytes | bytearray, second: bytes | bytearray) -> bytes:

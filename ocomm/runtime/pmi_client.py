@@ -26,9 +26,8 @@ from ocomm.runtime.supervisor_client import connect_to_any
 _OTHERS = ("PMI_PORT", "PMI_ID", "PMI_SPAWNED", "PMIX_NAMESPACE", "PMIX_RANK")
 #: How MPICH names the files of shared memory.
 _SHARED = "/dev/shm/mpich_shm_"
-#: For the service to say its port, and to end after the last rank has.
+#: For the service to say its port.
 _PORT_S = 60.0
-_END_S = 5.0
 
 
 class PmiService:
@@ -37,7 +36,8 @@ class PmiService:
     def __init__(self) -> None:
         # Not found by PYTHONPATH: the folder would then come before the standard library.
         run = "runpy.run_module('ocomm.launch.pmi', run_name='__main__')"
-        code = f"import runpy, sys; sys.path.append(sys.argv.pop()); {run}"
+        # Nor are modules taken from the current folder, which Python puts first.
+        code = f"import sys; sys.path[:] = filter(None, sys.path); import runpy; sys.path.append(sys.argv.pop()); {run}"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, str(Path(__file__).resolve().parents[2])],
             stdin=subprocess.PIPE,
@@ -63,12 +63,9 @@ class PmiService:
                 "in the standard error output of rank 0."
             ) from None
 
-    def wait(self) -> None:
-        """Until the service has ended, as it does after the last rank; not for long."""
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.returncode = 0  # ranks are left, which it will outlive, and this process will not
+    def leave(self) -> None:
+        """Leaves the service to itself: it ends after the last process of the job, this one included."""
+        self._process.returncode = 0  # else Python warns of a process that is not waited for
 
     def close(self) -> None:
         """Ends the service, where it has no job."""
@@ -135,7 +132,7 @@ class PmiClient:
         try:
             why = json.loads(self._watch.receive())["why"]
         except (OSError, EOFError) as error:
-            if self._is_leaving:
+            if self._is_leaving and not isinstance(error, TimeoutError):
                 return
             why = f"the PMI service of the job, which rank 0 has started, has gone: {error}"
         sys.stderr.write(f"ocomm: rank {self.rank} ends: {why}.\n")

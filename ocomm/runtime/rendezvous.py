@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 from ocomm.errors import LaunchError
@@ -152,10 +152,10 @@ def _lead(
         missing = _wait(store, [f"{prefix}/member/{rank}" for rank in range(size)], end_s)
         if missing:
             raise LaunchError(_absent(mine, size, timeout_s, missing))
-        members = [Member(**json.loads(store.get(f"{prefix}/member/{rank}"))) for rank in range(size)]
+        members = [_member(store.get(f"{prefix}/member/{rank}")) for rank in range(size)]
         if why := disagreement(members):
             raise LaunchError(why)
-        answer = dict(begin(members))
+        answer = _begun(begin, members)
     except LaunchError as error:
         store.set(f"{prefix}/job", json.dumps({"error": str(error)}))
         # This process may host the store, and the others have yet to read this.
@@ -164,6 +164,23 @@ def _lead(
         raise
     store.set(f"{prefix}/job", json.dumps(answer))
     return answer
+
+
+def _begun(begin: Callable[[Sequence[Member]], Mapping[str, Any]], members: Sequence[Member]) -> dict[str, Any]:
+    """Returns the result of ``begin``. Every error of it is a LaunchError."""
+    try:
+        return dict(begin(members))
+    except LaunchError:
+        raise
+    except Exception as error:
+        raise LaunchError(f"rank 0 cannot start the job: {type(error).__name__}: {error}") from error
+
+
+def _member(text: bytes | str) -> Member:
+    """Returns what a rank says of itself. Another version of ocomm may say more, or less."""
+    said = json.loads(text)
+    known = {field.name: said.get(field.name, "") for field in fields(Member)}
+    return Member(**known)
 
 
 def _follow(store: Store, prefix: str, mine: Member, size: int, timeout_s: float, end_s: float) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import MismatchError
-from ocomm.kernels.base import Floats, Kernels
+from ocomm.kernels.base import Bytes, Floats, Kernels
 from ocomm.operations import Operation, ProcessSet
 from ocomm.optim.adam import DenseAdam
 from ocomm.optim.core import Group
@@ -49,8 +49,10 @@ class KerasFrontend:
         #: The moments of Adam's warm-up; None once a tensor is compressed.
         self.adam: list[DenseAdam | None] = [None] * len(entries)
         self._gradients: list[Floats | None] = [None] * len(entries)
-        #: Tensors whose gradients were handed over for the next step.
-        self._handed: set[int] = set()
+        #: By tensor, what keeps the memory of a gradient that a graph has made ready before its step.
+        self._early: dict[int, object] = {}
+        #: The same of runs of a graph that failed before their step: a posted bucket may still read them.
+        self._stale: list[object] = []
         self._lr = 0.0
         self._reference = weakref.ref(optimizer)  # the optimizer owns this frontend
         decayed = [optimizer._use_weight_decay(optimizer._trainable_variables[entry.index]) for entry in entries]
@@ -94,7 +96,8 @@ class KerasFrontend:
     def _clear(self) -> None:
         self.adam = [None] * len(self.entries)
         self._gradients = [None] * len(self.entries)
-        self._handed.clear()
+        self._early.clear()
+        self._stale.clear()
         for parameter in self.parameters:  # no precision beyond that of the variables
             parameter[:] = 0.0
 
@@ -141,13 +144,17 @@ class KerasFrontend:
         if not tf.executing_eagerly():
             engine.steppers.add(self)
 
+        is_graph = not (tf.executing_eagerly() or engine.problem())
+
         def body(lr: Any, *arrays: Any) -> list[Any]:
+            if not is_graph:
+                self._discard(list(self._early))  # a graph has failed since the last step
             is_enclosed = in_order and engine.is_enclosing(self)
             with self.driver.session.enclosed_step() if is_enclosed else contextlib.nullcontext():
                 return self.step(float(lr), indices, arrays[:count], arrays[count:])
 
         values = [tf.cast(tf.convert_to_tensor(v), tf.float32) for v in variables]
-        dense = self._handed_over(rate, indices, [tf.convert_to_tensor(g) for g in gradients], values)
+        dense = self._made_ready(rate, indices, [tf.convert_to_tensor(g) for g in gradients], values)
         with of_tensorflow():
             results = engine.in_python(tf.numpy_function, body, [rate, *dense, *values], [tf.float32] * count)
         for result, value in zip(results, values, strict=True):
@@ -162,6 +169,7 @@ class KerasFrontend:
         self._lr = shortest(lr)
         where = {index: position for position, index in enumerate(indices)}
         absent = [number for number, entry in enumerate(self.entries) if entry.index not in where]
+        self._discard([number for number in absent if number in self._early])
         if self.driver.is_at_start and absent:  # the ranks compare all variables
             variables = self._owner._trainable_variables
             for number in absent:
@@ -170,42 +178,51 @@ class KerasFrontend:
             position = where.get(entry.index)
             if position is not None:
                 self._take(number, np.asarray(values[position]))
-                if number not in self._handed:
+                if number not in self._early:
                     self._gradients[number] = entry.to_wire(np.asarray(gradients[position]))
         try:
-            self.driver.step(lambda: False)
+            self.driver.step(lambda: bool(self._stale))
         finally:
             self._gradients = [None] * len(self.entries)
-            self._handed.clear()
+            self._early.clear()
+            self._stale.clear()
         self._refuse_absent(absent)
         number_of = {entry.index: number for number, entry in enumerate(self.entries)}
         return [self._given(number_of[index]) for index in indices]
 
-    def _handed_over(
+    def _discard(self, numbers: Sequence[int]) -> None:
+        """Forgets gradients of a run of a graph that failed before its step. What was posted of them does not count:
+        all ranks exchange again.
+        """
+        for number in numbers:
+            self._stale.append(self._early.pop(number))
+            self._gradients[number] = None
+
+    def _made_ready(
         self, rate: tf.Tensor, indices: Sequence[int], gradients: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Returns the gradients. In a graph each is handed over as soon as it is ready, while backward goes on."""
+        """Returns the gradients. In a graph the exchange of each begins when it is ready, while backward goes on."""
         if tf.executing_eagerly() or engine.problem():
             return list(gradients)
         number_of = {entry.index: number for number, entry in enumerate(self.entries)}
         reference = weakref.ref(self)  # the graph's calls are kept for ever
 
         def start(number: int, tensors: Sequence[Any], name: str) -> Operation:
-            gradient = engine.passed_on(tensors[0]).view(np.float32)
+            engine.passed_on(tensors[0])
             lr = engine.passed_on(tensors[1]).view(np.float32)
             alive = reference()
             if alive is not None:
-                alive.hand_over(float(lr[0]), number, gradient)
+                alive.mark_ready(float(lr[0]), number, *engine.kept(tensors[0]))
             return Operation(None, lambda _: None)
 
-        handed = []
+        results = []
         for index, gradient, value in zip(indices, gradients, values, strict=True):
             call = engine.Call(functools.partial(start, number_of[index]), None, is_local=True)
             # In a loop in a graph, a gradient that does not depend on its variable could come before the last step is
             # over.
             with tf.control_dependencies([value]):
-                handed.append(engine.exchange(call, [gradient, rate], f"handed_over_{index}")[0])
-        return handed
+                results.append(engine.exchange(call, [gradient, rate], f"ready_{index}")[0])
+        return results
 
     def _refuse_absent(self, absent: Sequence[int]) -> None:
         """Raises MismatchError if other ranks have changed a tensor of ``absent``, which have no gradient here."""
@@ -217,19 +234,22 @@ class KerasFrontend:
                 "does not need can be added times 0."
             )
 
-    def hand_over(self, lr: float, number: int, gradient: Floats) -> None:
-        """Notes that the gradient of tensor ``number``, in Keras' order, is ready and stays until the step, which is
-        sure to come.
+    def mark_ready(self, lr: float, number: int, keeper: object, gradient: Bytes) -> None:
+        """Notes that the gradient of tensor ``number``, in Keras' order, is ready. Its memory stays while ``keeper``
+        lives.
 
-        Its exchange may begin, unless ranks must agree on something before that step.
+        Its exchange may begin, unless ranks must agree on something before that step. If the graph fails before its
+        step, the gradient is discarded at the next one.
         """
         if self.driver.is_at_start or not self.driver.common.overlap:
             return
+        if number in self._early:
+            self._discard([number])
         self._lr = shortest(lr)
         self.driver.begin()
         entry = self.entries[number]
-        self._gradients[number] = entry.to_wire(gradient.reshape(entry.shape))
-        self._handed.add(number)
+        self._gradients[number] = entry.to_wire(gradient.view(np.float32).reshape(entry.shape))
+        self._early[number] = keeper
         self.driver.stepper.buckets.mark_ready(number)
 
     # For the driver

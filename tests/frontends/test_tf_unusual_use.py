@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np  # noqa: E402
 import ocomm_tf.keras as hvd  # noqa: E402
 from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
+from ocomm_tf.keras.frontend import KerasFrontend  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
 # Of Keras itself, with NumPy 2.
@@ -44,6 +46,67 @@ def fit(made: Any, callbacks: Any = ()) -> None:
 
 def values_of(variables: Any) -> list[np.ndarray]:
     return [v.numpy() for v in variables]
+
+
+class TestFailedGraph:
+    @pytest.mark.parametrize("next_is_eager", [False, True], ids=["graph", "eager"])
+    def test_what_a_failed_run_has_made_ready_does_not_count(
+        self, next_is_eager: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ready, mark_ready = threading.Semaphore(0), KerasFrontend.mark_ready
+
+        def counted(frontend: KerasFrontend, *arguments: Any) -> None:
+            mark_ready(frontend, *arguments)
+            ready.release()
+
+        monkeypatch.setattr(KerasFrontend, "mark_ready", counted)
+
+        def train(fails: bool) -> list[np.ndarray]:
+            is_failing = False
+
+            @tf.custom_gradient
+            def trap(x: Any) -> Any:
+                def body(d: Any) -> Any:
+                    if is_failing:
+                        for _ in range(2):  # until the last layer's gradients are ready, whose exchange begins
+                            assert ready.acquire(timeout=60)
+                        raise ValueError("planned")
+                    return d
+
+                def gradient(d: Any) -> Any:
+                    result = tf.numpy_function(body, [d], d.dtype)
+                    result.set_shape(d.shape)
+                    return result
+
+                return tf.identity(x), gradient
+
+            first, last = model().layers
+            variables = [*first.trainable_variables, *last.trainable_variables]
+            optimizer = hvd.DistributedEFSGD(keras.optimizers.SGD(0.01, momentum=0.9), variables)
+
+            def step(x: Any, y: Any) -> None:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((last(trap(first(x))) - y) ** 2)
+                optimizer.apply(tape.gradient(loss, variables), variables)
+
+            graph = tf.function(step)
+            for k in range(4):
+                if k == 2 and fails:
+                    is_failing = True
+                    with pytest.raises(tf.errors.OpError, match="planned"):
+                        graph(tf.ones((4, 6)), tf.fill((4, 2), 1e6))
+                    is_failing = False
+                use = step if k == 2 and next_is_eager else graph
+                use(tf.constant(X[8 * k + 4 * hvd.rank() :][:4]), tf.constant(Y[8 * k + 4 * hvd.rank() :][:4]))
+                while ready.acquire(blocking=False):
+                    pass
+            return values_of(variables)
+
+        def body(session: Session) -> None:
+            for wanted, found in zip(train(False), train(True), strict=True):
+                np.testing.assert_array_equal(wanted, found)
+
+        run_ranks(1, body)
 
 
 class TestDense:

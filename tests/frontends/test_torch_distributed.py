@@ -97,13 +97,22 @@ dist.barrier()
 said("meta", lambda: dist.all_reduce(torch.ones(4, device="meta")))
 said("any", lambda: dist.recv(ones))
 said("sparse", lambda: dist.all_reduce(torch.eye(3).to_sparse()))
+said("bits", lambda: dist.all_reduce(ones, dist.ReduceOp.BAND))
 group = both()
+if rank == 0:
+    said("gather", lambda: group.gather([[ones] * 3], [ones], dist.GatherOptions()))
+    said("scatter", lambda: group.scatter([ones], [[ones] * 3], dist.ScatterOptions()))
+    said("lists", lambda: group.allgather_coalesced([[ones, ones], [ones]], [ones, ones]))
 group.send([ones * 3], rank, 7)
 mine = torch.zeros(4)
 group.recv([mine], rank, 7)
 assert mine[0] == 3
+group.allreduce([ones.clone()]).get_future().wait()
+last = group.allreduce([ones.clone()])
+last.wait()
 dist.destroy_process_group(group)
 said("destroyed", lambda: group.allreduce([ones]).wait())
+last.get_future().wait()  # of a group whose thread for futures has ended
 dist.destroy_process_group()
 dist.init_process_group("cpu:ocomm,cuda:nccl", init_method="ocomm://")
 said("mixed", lambda: dist.all_reduce(ones))
@@ -132,12 +141,15 @@ def test_what_ranks_do_not_do_alike_is_an_error_that_names_them() -> None:
             "meta": ["NotImplementedError", "meta", "nccl"],
             "any": ["NotImplementedError", "any source"],
             "sparse": ["UnsupportedError", "to_dense()"],
+            "bits": ["InvalidRequestError", "integers and bool, not float32"],
             "destroyed": ["InvalidRequestError", "destroyed"],
             "mixed": ["NotImplementedError", "cuda:nccl would not be used"],
             "shape": ["MismatchError", "rank 0", "4 elements", "rank 1", "5 elements"],
         }.items():
             for word in words:
                 assert word in said[f"{name} {rank}"], (name, rank, said, done.stderr)
+    for name, words in {"gather": "2 tensors", "scatter": "2 tensors", "lists": "2 lists of 2 outputs"}.items():
+        assert "InvalidRequestError" in said[f"{name} 0"] and words in said[f"{name} 0"]
     assert "StallError" in said["late 0"] and "rank(s) [1]" in said["late 0"]
     assert "StallError" in said["unsent 0"] and "from rank 1 to rank 0" in said["unsent 0"]
 

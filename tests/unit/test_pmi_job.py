@@ -124,6 +124,14 @@ def test_a_rank_that_is_gone_in_mpi_init_is_said_to_be() -> None:
     assert both.must_end(16.0) == "rank 1 has ended without MPI_Finalize, in MPI_Init"
 
 
+def test_a_command_of_several_lines_is_refused_and_ends_nothing() -> None:
+    both = job("a", "b")
+    for line in ("mcmd=spawn", "nprocs=1", "execname=a"):
+        assert both.heard(0, line, 1.0) == []
+    assert both.heard(0, "endcmd", 1.0) == [(0, "cmd=spawn_result rc=-1 msg=not_supported\n")]
+    assert both.must_end(1e9) == ""
+
+
 def test_an_abort_ends_the_others_at_once() -> None:
     both = job("a", "b")
     assert both.heard(1, "cmd=abort exitcode=13", 10.0) == []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from ocomm.errors import LaunchError
+from ocomm.runtime import rendezvous
 from ocomm.runtime.rendezvous import Member, disagreement, meet
 
 
@@ -87,6 +90,24 @@ def test_what_rank_0_cannot_begin_is_raised_everywhere() -> None:
         raise LaunchError("the service has not started")
 
     assert met([member(0), member(1)], 2, 60.0, begin) == ["the service has not started"] * 2
+
+
+def test_any_error_of_rank_0_is_heard_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_HEAR_S", 0.0)  # nobody listens
+    store = DictStore()
+    store.set("ocomm/0/member/1", json.dumps({"rank": 1, "host": "h", "version": "2", "unheard_of": 1}))
+    with pytest.raises(LaunchError, match="version"):
+        meet(store, "ocomm/0", member(0), 2, 60.0, lambda them: {})
+    assert "version" in json.loads(store.get("ocomm/0/job"))["error"]
+    store = DictStore()
+    store.set("ocomm/0/member/1", json.dumps(asdict(member(1))))
+
+    def begin(them: list[Member]) -> dict[str, str]:
+        raise OSError("no port")
+
+    with pytest.raises(LaunchError, match="no port"):
+        meet(store, "ocomm/0", member(0), 2, 60.0, begin)
+    assert json.loads(store.get("ocomm/0/job"))["error"] == "rank 0 cannot start the job: OSError: no port"
 
 
 def test_two_processes_with_one_number_are_told() -> None:
