@@ -113,8 +113,8 @@ MUTATIONS = [
     Mutation(
         "layout: message padding of 4",
         "ocomm/compression/layout.py",
-        "sizes = _padded(header + scale_nbytes + signs_nbytes, 8)",
-        "sizes = _padded(header + scale_nbytes + signs_nbytes, 4)",
+        "sizes = _padded(header + scale_nbytes + codes_nbytes, 8)",
+        "sizes = _padded(header + scale_nbytes + codes_nbytes, 4)",
         "unit/test_layout.py",
     ),
     Mutation(

@@ -21,7 +21,8 @@ from ocomm.collectives.routes import vote_groups
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.segment_header import SegmentHeaders
 from ocomm.collectives.waiting import Watch, wait
-from ocomm.compression.layout import Layout, SegmentLayout, TensorSpec, payload_nbytes
+from ocomm.compression.codecs import SCALED_SIGNS
+from ocomm.compression.layout import Layout, SegmentLayout, TensorSpec
 from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.kernels.base import TENSOR, Bytes, Floats, Kernels, aligned_zeros
 from ocomm.types import Flag, Nodes
@@ -70,7 +71,7 @@ class OneBitAllreduce:
         self._server_errors: list[Floats] = [aligned_zeros(owned) for _ in range(2)]
         self._flags, self._owner_flags, self._heard = (np.zeros(1, np.uint32) for _ in range(3))
         self._announcement = np.zeros(1, np.int64)
-        packed_nbytes = int(payload_nbytes(layout.blocks["length"]).sum())
+        packed_nbytes = int(SCALED_SIGNS.payload_nbytes(layout.blocks["length"]).sum())
         cut = pipeline.segment_nbytes(packed_nbytes, len(self.ranks), segment_nbytes)
         segments = layout.segments([0], rank, cut)
         contents = [(segment.signature("onebit-l1"), 1) for segment in segments]

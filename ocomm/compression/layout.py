@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ocomm.compression.codecs import SCALED_SIGNS, Codec
 from ocomm.compression.wire import RUN, header_nbytes
 from ocomm.kernels.base import BLOCK, Bytes, Table
 from ocomm.types import Nodes
@@ -120,10 +121,12 @@ class SegmentLayout(MessageLayout):
     """Geometry of one segment's packed buffer.
 
     A message is a header with one presence bit per tensor of the segment, the float32 scales of the owner's blocks if
-    blocks have scales, and their signs (``ceil(length / 8)`` bytes per block, first element in the lowest bit), padded
-    to 8 bytes.
+    blocks have scales, and the codes of their elements (``ceil(bits * length / 8)`` bytes per block, first element in
+    the lowest bits), padded to 8 bytes. Codes of 1 bit are signs.
     """
 
+    #: The wire format of the blocks.
+    codec: Codec
     #: BLOCK table of all blocks, in bucket order. ``owned`` is -1 if another rank owns the block, ``local`` is -1 if
     #: another rank compresses it, ``scale`` is -1 if blocks have no scales.
     blocks: Table
@@ -366,7 +369,7 @@ class Layout:
         return [list(tensors[start:end]) for start, end in pairwise(cuts)]
 
     def segments(
-        self, tensors: Sequence[int], rank: int, segment_nbytes: int, *, scales: bool = True
+        self, tensors: Sequence[int], rank: int, segment_nbytes: int, codec: Codec = SCALED_SIGNS
     ) -> list[SegmentLayout]:
         """Cuts a bucket, the tensors with these indices in this order, into segments of whole blocks.
 
@@ -375,8 +378,8 @@ class Layout:
         Args:
             tensors: Indices of the tensors in the layout.
             rank: The rank for which blocks are marked as owned and as compressed.
-            segment_nbytes: Approximate number of bytes of scales and signs of a segment, at most one block more.
-            scales: Whether blocks have a scale.
+            segment_nbytes: Approximate number of bytes of scales and codes of a segment, at most one block more.
+            codec: The wire format of the blocks.
 
         Raises:
             ValueError: A tensor comes twice, or ``segment_nbytes`` is not positive.
@@ -391,16 +394,16 @@ class Layout:
         if not rows.size:
             return []
         blocks = self.blocks[rows]
-        payload = payload_nbytes(blocks["length"], scales=scales)
+        payload = codec.payload_nbytes(blocks["length"])
         before = _starts(payload)
         total = int(payload.sum())
         # Segments are equal, instead of full ones and a short last one, because the pipeline ends with the last one.
         count = -(-total // segment_nbytes)
         segment = before * count // total
         cuts = np.flatnonzero(np.diff(segment)) + 1
-        return [self._segment(part, rank, scales) for part in np.split(blocks, cuts)]
+        return [self._segment(part, rank, codec) for part in np.split(blocks, cuts)]
 
-    def _segment(self, blocks: Table, rank: int, scales: bool) -> SegmentLayout:
+    def _segment(self, blocks: Table, rank: int, codec: Codec) -> SegmentLayout:
         tensor = blocks["tensor"]
         order = np.concatenate([tensor[:1], tensor[1:][np.diff(tensor) != 0]])
         header = header_nbytes(order.size)
@@ -410,17 +413,16 @@ class Layout:
         table["owned"] = np.where(blocks["owner"] == rank, blocks["owned"], -1)
         table["local"] = np.where(blocks["slice"] == self.slice_of(rank), blocks["local"], -1)
 
-        sign_nbytes = (blocks["length"].astype(np.int64) + 7) // 8
         owners = np.array(self.nodes.owners)
         message = np.empty(self.ranks, np.int64)
         message[owners] = np.arange(owners.size)
         of = message[blocks["owner"]]  # number of the message that each block is in, in the order of the buffer
-        scale_nbytes, scale = _shared_out(np.full(of.size, 4 if scales else 0), of, owners.size)
-        signs_nbytes, signs = _shared_out(sign_nbytes, of, owners.size)
-        sizes = _padded(header + scale_nbytes + signs_nbytes, 8)
+        scale_nbytes, scale = _shared_out(4 * codec.scales(blocks["length"]), of, owners.size)
+        codes_nbytes, codes = _shared_out(codec.code_nbytes(blocks["length"]), of, owners.size)
+        sizes = _padded(header + scale_nbytes + codes_nbytes, 8)
         begins = _starts(sizes)
-        table["scale"] = begins[of] + header + scale if scales else -1
-        table["bits"] = begins[of] + header + scale_nbytes[of] + signs
+        table["scale"] = -1 if codec.group is None else begins[of] + header + scale
+        table["bits"] = begins[of] + header + scale_nbytes[of] + codes
         starts, nbytes = np.zeros(self.ranks, np.int64), np.zeros(self.ranks, np.int64)
         starts[owners], nbytes[owners] = begins, sizes
         owned = table[blocks["owner"] == rank]
@@ -429,6 +431,7 @@ class Layout:
         covered = np.stack([blocks["tensor"], blocks["start"], blocks["length"]]).astype("<i8")
         return SegmentLayout(
             rank=rank,
+            codec=codec,
             blocks=table,
             owned_blocks=owned,
             worker_blocks=worker,
@@ -439,7 +442,7 @@ class Layout:
             message_nbytes=tuple(nbytes.tolist()),
             tensors=tuple(order.tolist()),
             header_nbytes=header,
-            digest=_digest(self.digest.to_bytes(8, "little"), covered.tobytes(), b"" if scales else b"no scales"),
+            digest=_digest(self.digest.to_bytes(8, "little"), covered.tobytes(), codec.label.encode()),
         )
 
     def dense_bytes(self) -> float:
@@ -450,14 +453,14 @@ class Layout:
         nodes = len(self.nodes.members)
         return 2 * (nodes - 1) / nodes * 4 * self.numel * nodes / self.ranks
 
-    def compressed_bytes(self, *, scales: bool = True) -> float:
-        """Returns the bytes that leave each node in a step, on average, without headers: 2 (N-1)/N * sum
-        (ceil(length/8) + 4).
+    def compressed_bytes(self, codec: Codec = SCALED_SIGNS) -> float:
+        """Returns the bytes that leave each node in a step, on average, without headers: 2 (N-1)/N times the blocks'
+        payload, with 1 bit sum (ceil(length/8) + 4).
 
-        Without ``scales`` the 4 is missing. In the flat form every rank counts as a node.
+        In the flat form every rank counts as a node.
         """
         nodes = len(self.nodes.members)
-        return 2 * (nodes - 1) / nodes * int(payload_nbytes(self.blocks["length"], scales=scales).sum())
+        return 2 * (nodes - 1) / nodes * int(codec.payload_nbytes(self.blocks["length"]).sum())
 
 
 def float_messages(rank: int, nodes: Nodes, header: int, numel: int) -> tuple[MessageLayout, dict[int, range]]:
@@ -479,13 +482,6 @@ def float_messages(rank: int, nodes: Nodes, header: int, numel: int) -> tuple[Me
 def _slice_bounds(nodes: Nodes, starts: Sequence[int], end: int) -> tuple[int, ...]:
     first = nodes.owners[:: len(nodes.members)]
     return (*(starts[owner] for owner in first), end)
-
-
-def payload_nbytes(lengths: NDArray[np.int32], *, scales: bool = True) -> NDArray[np.int64]:
-    """Returns the bytes on the wire of blocks of ``lengths`` elements: signs and, if ``scales``, a float32 scale
-    each.
-    """
-    return (lengths.astype(np.int64) + 7) // 8 + 4 * scales
 
 
 def _least_loaded(lengths: NDArray[np.int32], owners: int) -> NDArray[np.int64]:

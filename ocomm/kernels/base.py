@@ -22,6 +22,10 @@ from ocomm.types import Location
 #: A checksum reads a WHOLE buffer, one of its PARTS equal parts, numbered from 0, or NOTHING; as in ``ocomm.h``.
 PARTS, WHOLE, NOTHING = 64, -1, -2
 
+#: In messages of codes: number of a block's elements that share a scale, and the least magnitude that is sent; as in
+#: ``kernels.c``. A group of smaller elements is sent as zeros.
+GROUP, LEAST = 128, 2.0**-100
+
 #: One row per scale block; fields as in ``ocomm_block``.
 BLOCK = np.dtype(
     [

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ocomm.collectives.plan import Loop, loop
+from ocomm.compression.codecs import SIGNS
 from ocomm.compression.layout import Layout
 from ocomm.kernels.base import NOISE, OWNERS, Bytes, Floats, Kernels
 from ocomm.optim.core import Bools, Exchange, Flags
@@ -51,7 +52,7 @@ class Birder(SoftSignSGD):
 
     kind = "Birder"
     compressor = "birder"
-    scales = False
+    codec = SIGNS
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: BirderOptions) -> None:
         super().__init__(layout, rank, kernels, options)

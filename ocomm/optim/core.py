@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from ocomm.collectives.compressed import NodeSum
 from ocomm.collectives.plan import Computation, loop
+from ocomm.compression.codecs import SCALED_SIGNS
 from ocomm.compression.layout import Layout, SegmentLayout
 from ocomm.kernels.base import BLOCK, PAGE_NUMEL, TENSOR, Bytes, Floats, Kernels, Memory, Table, sparse_zeros
 from ocomm.kernels.device import DeviceArray
@@ -82,8 +83,8 @@ class Core(abc.ABC):
     kind: str
     #: Names what travels compressed, for the signature in every message; with the scale if there is one.
     compressor = "onebit"
-    #: Whether every block has a float32 scale on the wire; and which one: ``"l1"`` or ``"rms"``.
-    scales = True
+    #: The wire format of what travels compressed; and the scale that a block has, if any: ``"l1"`` or ``"rms"``.
+    codec = SCALED_SIGNS
     scale = "l1"
     #: Whether what compression loses is kept and added in the next step.
     keeps_errors = True
@@ -271,7 +272,7 @@ class Core(abc.ABC):
         self._buckets = wanted
 
     def _cut(self, tensors: Sequence[int], segment_nbytes: int) -> list[Segment]:
-        layouts = self.layout.segments(tensors, self.rank, segment_nbytes, scales=self.scales)
+        layouts = self.layout.segments(tensors, self.rank, segment_nbytes, self.codec)
         return [self._segment(layout) for layout in layouts]
 
     def _segment(self, layout: SegmentLayout) -> Segment:

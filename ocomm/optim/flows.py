@@ -129,7 +129,7 @@ class CompressedFlow(Flow):
     """Compressed averages with error feedback, in the core's own segments."""
 
     def __init__(self, core: Core, wire: StepChannel, groups: Sequence[list[int]]) -> None:
-        self.compressor = f"{core.compressor}-{core.scale}" if core.scales else core.compressor
+        self.compressor = f"{core.compressor}-{core.scale}" if core.codec.group else core.compressor
         parts = [[core.segments[k].layout for k in span] for span in core.bucket_segments]
         super().__init__(core, wire, groups, parts, partial(core.built_in, range(sum(map(len, parts)))))
         self.staging = [compressed_staging(segment, core.param_memory) for segment in self.segments]
@@ -139,7 +139,7 @@ class CompressedFlow(Flow):
 
     def _results(self) -> list[Bytes]:
         # In the direct form a device has the averages already, and without scales the host does not read them.
-        if self.wire.direct and not self.core.scales:
+        if self.wire.direct and not self.core.codec.group:
             return []
         return [self.core.result(k) for k in range(len(self.segments))]
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from ocomm.collectives.plan import Loop, loop
+from ocomm.compression.codecs import SIGNS
 from ocomm.compression.layout import Layout
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import NOISE, OWNERS, Bytes, Floats, Kernels
@@ -53,7 +54,7 @@ class Lion(Core):
 
     kind = "Lion"
     compressor = "lion"
-    scales = False
+    codec = SIGNS
     keeps_errors = False
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: LionOptions) -> None:

@@ -26,6 +26,7 @@ from ocomm.collectives.plan import Copy, Loop, Message, Plan, Stage, loop
 from ocomm.collectives.python_engine import PythonEngine, PythonTicket
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.segment_header import SegmentHeaders
+from ocomm.compression.codecs import SIGNS
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import InvalidRequestError, NotInitializedError
 from ocomm.kernels.base import NOISE, NOTHING, OWNERS, RUN, TENSOR, WHOLE, Kernels
@@ -339,7 +340,7 @@ def quantized_exchange(kind: str, size: int, steps: int) -> list[bytes]:
     noises, plans, buffers = [], [], []
     with world_of(kind, size) as world:
         for rank in range(size):
-            (segment,) = layout.segments([0, 1, 2], rank, 1 << 20, scales=False)
+            (segment,) = layout.segments([0, 1, 2], rank, 1 << 20, SIGNS)
             (env,) = said = headers_of(rank, len(segment.tensors), segment.signature("birder"))
             said.begin(1, 0, 9, 0)
             grads = rng.normal(size=layout.flat_numel).astype(np.float32)
@@ -408,7 +409,7 @@ def voted_exchange(kind: str, size: int) -> list[bytes]:
     noise, votes, plans = np.array([(77, 0, OWNERS, 0)], NOISE), np.ones(size, np.float32), []
     with world_of(kind, size) as world:
         for rank in range(size):
-            (segment,) = layout.segments([0, 1], rank, 1 << 20, scales=False)
+            (segment,) = layout.segments([0, 1], rank, 1 << 20, SIGNS)
             (env,) = said = headers_of(rank, len(segment.tensors), segment.signature("lion"))
             said.begin(1, 0, 9, 0)
             grads = rng.normal(size=layout.flat_numel).astype(np.float32)
@@ -448,7 +449,7 @@ def voted_exchange(kind: str, size: int) -> list[bytes]:
 def test_what_birder_and_lion_compute_and_is_not_finite_sets_the_flag(kind: str) -> None:
     fabric = Fabric(1)
     engine: Engine = NativeEngine() if kind == "native" else PythonEngine(CpuKernels(), fabric.arrivals[0])
-    (segment,) = Layout([TensorSpec("a", (40,))], 1, block_size=16).segments([0], 0, 1 << 20, scales=False)
+    (segment,) = Layout([TensorSpec("a", (40,))], 1, block_size=16).segments([0], 0, 1 << 20, SIGNS)
     flags, noise, packed = np.zeros((4, 1), np.uint32), np.zeros(1, NOISE), aligned(segment.packed_nbytes)
     tensors, grad = np.zeros(1, TENSOR), np.ones(40, np.float32)
     m, b, e, out, server_error = (np.zeros(48, np.float32) for _ in range(5))

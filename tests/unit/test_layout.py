@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ocomm.compression.layout import Layout, TensorSpec, payload_nbytes
+from ocomm.compression.codecs import BFLOAT16, INT4, INT8, SCALED_SIGNS, SIGNS
+from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.compression.wire import HEADER, header_nbytes
 from ocomm.types import Nodes
 
@@ -42,6 +43,9 @@ def bucketed(draw):
     order = draw(st.permutations(range(len(layout.tensors))))
     count = draw(st.integers(0, len(order)))
     return layout, draw(st.integers(0, layout.ranks - 1)), list(order[:count]), draw(st.integers(1, 800))
+
+
+codecs = st.sampled_from([SIGNS, SCALED_SIGNS, BFLOAT16, INT8, INT4])
 
 
 @law
@@ -148,15 +152,15 @@ def test_segments_cover_each_block_once_in_bucket_order(case):
     assert got == want
     for segment in segments:
         assert segment.tensors == tuple(dict.fromkeys(segment.blocks["tensor"].tolist()))
-        payload = payload_nbytes(segment.blocks["length"])
+        payload = SCALED_SIGNS.payload_nbytes(segment.blocks["length"])
         assert payload.sum() <= nbytes + payload.max()
 
 
 @law
-@given(bucketed(), st.booleans())
-def test_every_byte_of_a_message_has_one_use(case, scales):
+@given(bucketed(), codecs)
+def test_every_byte_of_a_message_has_one_use(case, codec):
     layout, rank, tensors, nbytes = case
-    for segment in layout.segments(tensors, rank, nbytes, scales=scales):
+    for segment in layout.segments(tensors, rank, nbytes, codec):
         assert len(segment.message_start) == len(segment.message_nbytes) == layout.ranks
         use = np.zeros(segment.packed_nbytes, int)
         owner_of = {int(b["offset"]): int(b["owner"]) for b in layout.blocks}
@@ -170,11 +174,12 @@ def test_every_byte_of_a_message_has_one_use(case, scales):
             assert first <= start and start + size <= last
         for block in segment.blocks:
             owner = owner_of[int(block["offset"])]
-            signs = (int(block["length"]) + 7) // 8
-            places = [(int(block["bits"]), signs)]
-            if scales:
+            length = int(block["length"])
+            places = [(int(block["bits"]), (length * codec.bits + 7) // 8)]
+            assert codec.bits < 16 or block["bits"] % 2 == 0
+            if codec.group is not None:
                 assert block["scale"] % 4 == 0
-                places.append((int(block["scale"]), 4))
+                places.append((int(block["scale"]), 4 * -(-length // codec.group)))
             else:
                 assert block["scale"] == -1
             for at, count in places:
@@ -255,25 +260,31 @@ def test_all_ranks_see_the_same_geometry(case):
 
 
 @law
-@given(bucketed(), st.booleans())
-def test_bytes_sent_equal_the_formula(case, scales):
+@given(bucketed(), codecs)
+def test_bytes_sent_equal_the_formula(case, codec):
     layout, _, _, nbytes = case
     everything = range(len(layout.tensors))
-    per_rank = [layout.segments(everything, rank, nbytes, scales=scales) for rank in range(layout.ranks)]
+    per_rank = [layout.segments(everything, rank, nbytes, codec) for rank in range(layout.ranks)]
     n = len(layout.nodes.members)
     mean = sum(segment.bytes_sent for segments in per_rank for segment in segments) / n
-    real = sum((int(b["length"]) + 7) // 8 + 4 * scales for b in layout.blocks)
-    formula = layout.compressed_bytes(scales=scales)
+    lengths = layout.blocks["length"].tolist()
+    scales = 0 if codec.group is None else sum(-(-length // codec.group) for length in lengths)
+    real = sum((length * codec.bits + 7) // 8 for length in lengths) + 4 * scales
+    formula = layout.compressed_bytes(codec)
     assert formula == pytest.approx(2 * (n - 1) / n * real)
     headers = sum(n * layout.nodes.slices * (segment.header_nbytes + 7) for segment in per_rank[0])
     assert formula <= mean * (1 + 1e-12) and mean <= formula + 2 * (n - 1) / n * headers
     assert layout.dense_bytes() * layout.ranks == pytest.approx(2 * (n - 1) * 4 * layout.numel)
 
 
-def test_the_default_block_size_sends_a_thirty_second_part():
+@pytest.mark.parametrize(
+    ("codec", "share"),
+    [(SCALED_SIGNS, 31.75), (SIGNS, 32), (BFLOAT16, 2), (INT8, 128 / 33), (INT4, 128 / 17)],
+    ids=lambda codec: getattr(codec, "label", ""),
+)
+def test_the_default_block_size_sends_this_part_of_dense(codec, share):
     layout = make([4096 * 100], 4)
-    assert layout.dense_bytes() / layout.compressed_bytes() == pytest.approx(31.75, abs=0.01)
-    assert layout.dense_bytes() / layout.compressed_bytes(scales=False) == 32
+    assert layout.dense_bytes() / layout.compressed_bytes(codec) == pytest.approx(share, abs=0.01)
 
 
 @law
@@ -344,7 +355,7 @@ def test_the_digest_names_everything_that_must_agree():
 def test_a_signature_names_the_segment_and_the_compressor():
     layout = make([100, 200], 2, 16)
     segments = layout.segments([0, 1], 0, 20) + layout.segments([0, 1], 0, 1000)
-    segments += layout.segments([0, 1], 0, 1000, scales=False)
+    segments += layout.segments([0, 1], 0, 1000, SIGNS)
     signatures = {segment.signature(name) for segment in segments for name in ("onebit-l1", "onebit-rms")}
     assert len(signatures) == 2 * len(segments)
 
