@@ -136,6 +136,33 @@ typedef struct {
     float beta1, one_minus_beta1, rebuild, beta2, one_minus_beta2, m_correction, v_correction, eps;
 } lamb_call;
 
+/* The elements that share a scale in dense values of 8 or 4 bits. */
+#define GROUP 128
+
+/* The arguments of one call of ocomm_compress_codes, ocomm_average_codes or ocomm_unpack_codes. */
+typedef struct {
+    const ocomm_tensor *tensors;
+    const uint8_t *const *received;
+    int64_t origin;
+    int ranks, bits;
+    const float *error;
+    float *error_out;
+    const uint8_t *sent;
+    uint8_t *packed;
+    float *out;
+} code_call;
+
+/* One block of such a call. */
+typedef struct {
+    const float *grad, *error;
+    float *error_out;
+    const uint8_t *const *received;
+    uint8_t *scales, *codes;
+    int64_t length, scales_at, codes_at;
+    float over_ranks;
+    int ranks, streams;
+} code_work;
+
 /* The arguments of ocomm_axpy or ocomm_triad. */
 typedef struct {
     float *y;
@@ -153,7 +180,7 @@ typedef struct {
     pool_work axpy, triad;
     loop compress_quantized, average_quantized, apply_signs, soft_sign, compress_signs;
     pool_work adam_update;
-    loop lamb_update;
+    loop lamb_update, compress_codes, average_codes, unpack_codes;
 } loops;
 
 /* Sums of the first ranks' scales with every combination of signs: bit i of the index is rank i's. A plane holds one
@@ -173,6 +200,12 @@ enum { FROM_NOTHING, FROM_TABLE, FROM_TILE };
 SHARED float read_float(const uint8_t *from) {
     float x;
     memcpy(&x, from, sizeof x);
+    return x;
+}
+
+SHARED float float_of_bits(int32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
     return x;
 }
 
@@ -332,6 +365,23 @@ SHARED void prepare_draws(const ratio_call *args, const ocomm_block *block, int6
     d->source = args->noise->steady ? STEADY : d->shift ? SHIFTED : ALIGNED;
 }
 
+SHARED void prepare_codes(int averages, const code_call *args, const ocomm_block *block, code_work *w) {
+    const int64_t at = averages ? block->owned : block->local;
+    const float *grad = averages ? NULL : args->tensors[block->tensor].grad;
+    w->grad = grad ? grad + block->start : NULL;
+    w->error = args->error ? args->error + at : NULL;
+    w->error_out = args->error_out ? args->error_out + at : NULL;
+    w->streams = streams_to(w->error_out, w->error);
+    w->received = args->received;
+    w->scales = args->packed + block->scale;
+    w->codes = args->packed + block->bits;
+    w->length = block->length;
+    w->scales_at = block->scale - args->origin;
+    w->codes_at = block->bits - args->origin;
+    w->over_ranks = averages ? (float)(1.0 / args->ranks) : 0;
+    w->ranks = args->ranks;
+}
+
 /* The portable path: 16-byte vectors, which every x86-64 and every aarch64 has. */
 
 #define PASTE(a, b) a##_##b
@@ -370,6 +420,73 @@ SHARED v4 with_signs_portable(v4 scale, uint32_t word, int v) {
     const i4 negative = (((i4){0} + (int32_t)word) & lane_bits_portable(v)) == (i4){0};
     return (v4)((i4)scale ^ (negative & INT32_MIN));
 }
+
+SHARED i4 larger_portable(i4 a, i4 b) {
+    const i4 first = a > b;
+    return (a & first) | (b & ~first);
+}
+
+SHARED void store_bytes_portable(uint8_t *to, const i4 *row) {
+#if defined(__x86_64__)
+    const __m128i low = _mm_set1_epi32(255);
+    UNROLL for (int v = 0; v < VECTORS; v += 4) {
+        const __m128i first = _mm_packs_epi32(_mm_and_si128((__m128i)row[v], low), _mm_and_si128((__m128i)row[v + 1], low));
+        const __m128i last =
+            _mm_packs_epi32(_mm_and_si128((__m128i)row[v + 2], low), _mm_and_si128((__m128i)row[v + 3], low));
+        _mm_storeu_si128((__m128i_u *)(to + v * WIDTH), _mm_packus_epi16(first, last));
+    }
+#else
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        for (int k = 0; k < WIDTH; k++) to[v * WIDTH + k] = (uint8_t)row[v][k];
+    }
+#endif
+}
+
+#if defined(__x86_64__)
+/* 16 bytes as four vectors. Without a sign extension of bytes: each goes to the top of a word, and is shifted down. */
+SHARED void widen_portable(v4 *row, __m128i bytes) {
+    const __m128i none = _mm_setzero_si128();
+    const __m128i low = _mm_unpacklo_epi8(none, bytes), high = _mm_unpackhi_epi8(none, bytes);
+    row[0] = (v4)_mm_cvtepi32_ps(_mm_srai_epi32(_mm_unpacklo_epi16(none, low), 24));
+    row[1] = (v4)_mm_cvtepi32_ps(_mm_srai_epi32(_mm_unpackhi_epi16(none, low), 24));
+    row[2] = (v4)_mm_cvtepi32_ps(_mm_srai_epi32(_mm_unpacklo_epi16(none, high), 24));
+    row[3] = (v4)_mm_cvtepi32_ps(_mm_srai_epi32(_mm_unpackhi_epi16(none, high), 24));
+}
+
+SHARED void load_bytes_portable(v4 *row, const uint8_t *from) {
+    widen_portable(row, _mm_loadu_si128((const __m128i_u *)from));
+    widen_portable(row + 4, _mm_loadu_si128((const __m128i_u *)(from + 16)));
+}
+
+/* 32 whole numbers of 4 bits as bytes, in two halves. */
+SHARED void split_pairs(__m128i *halves, const uint8_t *from) {
+    const __m128i pairs = _mm_loadu_si128((const __m128i_u *)from), low = _mm_set1_epi8(15), top = _mm_set1_epi8(8);
+    const __m128i first = _mm_and_si128(pairs, low), second = _mm_and_si128(_mm_srli_epi16(pairs, 4), low);
+    /* (x ^ 8) - 8 extends the sign. */
+    halves[0] = _mm_sub_epi8(_mm_xor_si128(_mm_unpacklo_epi8(first, second), top), top);
+    halves[1] = _mm_sub_epi8(_mm_xor_si128(_mm_unpackhi_epi8(first, second), top), top);
+}
+
+SHARED void load_pairs_portable(v4 *row, const uint8_t *from) {
+    __m128i halves[2];
+    split_pairs(halves, from);
+    widen_portable(row, halves[0]);
+    widen_portable(row + 4, halves[1]);
+}
+#else
+SHARED void load_bytes_portable(v4 *row, const uint8_t *from) {
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        for (int k = 0; k < WIDTH; k++) row[v][k] = (float)(int8_t)from[v * WIDTH + k];
+    }
+}
+
+SHARED void load_pairs_portable(v4 *row, const uint8_t *from) {
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        for (int k = 0; k < WIDTH; k++)
+            row[v][k] = (float)(((from[(v * WIDTH + k) / 2] >> (4 * (k % 2)) & 15) ^ 8) - 8);
+    }
+}
+#endif
 
 SHARED v4 root_portable(v4 x) {
 #if defined(__x86_64__)
@@ -463,6 +580,34 @@ TARGET SHARED v8 with_signs_avx2(v8 scale, uint32_t word, int v) {
     const i8 to_top = (i8){31, 30, 29, 28, 27, 26, 25, 24} - v * WIDTH;
     const __m256i signs = _mm256_sllv_epi32(_mm256_set1_epi32((int32_t)word), (__m256i)to_top);
     return _mm256_blendv_ps(-scale, scale, (__m256)signs);
+}
+
+TARGET SHARED i8 larger_avx2(i8 a, i8 b) { return (i8)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+
+TARGET SHARED void store_bytes_avx2(uint8_t *to, const i8 *row) {
+    const __m256i low = _mm256_set1_epi32(255);
+    __m256i byte[4];
+    UNROLL for (int v = 0; v < 4; v++) byte[v] = _mm256_and_si256((__m256i)row[v], low);
+    const __m256i packed =
+        _mm256_packus_epi16(_mm256_packus_epi32(byte[0], byte[1]), _mm256_packus_epi32(byte[2], byte[3]));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* as in word_of_avx2 */
+    _mm256_storeu_si256((__m256i_u *)to, _mm256_permutevar8x32_epi32(packed, order));
+}
+
+/* The lower eight bytes. */
+TARGET SHARED v8 widen_avx2(__m128i bytes) { return (v8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); }
+
+TARGET SHARED void load_bytes_avx2(v8 *row, const uint8_t *from) {
+    UNROLL for (int v = 0; v < 4; v++) row[v] = widen_avx2(_mm_loadl_epi64((const __m128i_u *)(from + 8 * v)));
+}
+
+TARGET SHARED void load_pairs_avx2(v8 *row, const uint8_t *from) {
+    __m128i halves[2];
+    split_pairs(halves, from);
+    UNROLL for (int h = 0; h < 2; h++) {
+        row[2 * h] = widen_avx2(halves[h]);
+        row[2 * h + 1] = widen_avx2(_mm_unpackhi_epi64(halves[h], halves[h]));
+    }
 }
 
 TARGET SHARED v8 root_avx2(v8 x) { return (v8)_mm256_sqrt_ps((__m256)x); }
@@ -627,7 +772,7 @@ static const loops loops_avx512 = {
     name_avx512, compress_avx2, compress_momentum_avx2, compress_update_avx2, average_avx512, unpack_avx2,
     apply_avx2, local_step_avx2, apply_update_avx2, finite_avx2, squares_avx2, axpy_avx2, triad_avx2,
     compress_quantized_avx512, average_quantized_avx512, apply_signs_avx2, soft_sign_avx2, compress_signs_avx2,
-    adam_update_avx2, lamb_update_avx512,
+    adam_update_avx2, lamb_update_avx512, compress_codes_avx2, average_codes_avx2, unpack_codes_avx2,
 };
 
 static int has_avx2(void) {
@@ -892,6 +1037,30 @@ void ocomm_lamb_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t coun
                             .v_correction = correction(beta2, step),
                             .eps = eps};
     on_blocks(pool, active->lamb_update, &args, blocks, count);
+}
+
+int ocomm_compress_codes(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                         const float *error, float *error_out, int bits, uint8_t *packed) {
+    const code_call args = {.tensors = tensors, .error = error, .error_out = error_out, .bits = bits, .packed = packed};
+    return on_blocks(pool, active->compress_codes, &args, blocks, count);
+}
+
+int ocomm_average_codes(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *const *received,
+                        int ranks, int64_t origin, const float *error, float *error_out, int bits, uint8_t *packed) {
+    const code_call args = {.received = received,
+                            .origin = origin,
+                            .ranks = ranks,
+                            .error = error,
+                            .error_out = error_out,
+                            .bits = bits,
+                            .packed = packed};
+    return on_blocks(pool, active->average_codes, &args, blocks, count);
+}
+
+void ocomm_unpack_codes(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed, int bits,
+                        float *out) {
+    const code_call args = {.sent = packed, .bits = bits, .out = out};
+    on_blocks(pool, active->unpack_codes, &args, blocks, count);
 }
 
 void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t count, double *sums) {

@@ -674,12 +674,14 @@ TARGET static int FN(triad)(const void *of, int64_t first, int64_t count) {
 
 #include "lamb_body.h"
 
+#include "codes_body.h"
+
 #ifndef WITHOUT
 static const loops FN(loops) = {
     FN(name),   FN(compress), FN(compress_momentum), FN(compress_update), FN(average), FN(unpack),
     FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(squares), FN(axpy), FN(triad),
     FN(compress_quantized), FN(average_quantized), FN(apply_signs), FN(soft_sign), FN(compress_signs),
-    FN(adam_update), FN(lamb_update),
+    FN(adam_update), FN(lamb_update), FN(compress_codes), FN(average_codes), FN(unpack_codes),
 };
 #endif
 

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from typing import Any
 import numpy as np
 
 from ocomm._native import ffi, lib
+from ocomm.compression.codecs import OF_BITS, Codec
 from ocomm.kernels import BLOCK, NOISE, TENSOR, Kernels, reference
-from ocomm.kernels.base import aligned_zeros
+from ocomm.kernels.base import GROUP, aligned_zeros
 from ocomm.kernels.cpu import CpuKernels, Pool, pointer_to
 from ocomm.types import DType, ReduceOp
 
@@ -389,6 +391,7 @@ class Bench:
         )
         cases += self._zero_one_cases()
         cases += self._birder_cases(ranks)
+        cases += self._code_cases(ranks)
         sources = [a.view(np.uint8) for a in (self.x, self.y, self.param, self.denominator)]
         target = self.out.view(np.uint8)
 
@@ -506,6 +509,91 @@ class Bench:
                 (self.param,),
                 lambda k, b, p: k.apply_signs(b, self._with_param(table, p), message),
                 lambda: np.subtract(self.param, np.float32(1e-6) * signs(message), out=self.param),
+            ),
+        ]
+
+    def _code_cases(self, ranks: list[int]) -> list[Case]:
+        """Returns the loops of dense values in few bits."""
+        cases = []
+        table = self.tensors(dense=False)
+        for codec in OF_BITS.values():
+            nbytes = int(codec.payload_nbytes(self.blocks["length"][:1])[0])
+            blocks = self.blocks.copy()
+            blocks["scale"] = np.arange(len(blocks)) * nbytes
+            blocks["bits"] = blocks["scale"] + 4 * codec.scales(blocks["length"])
+            # Of words, so that as many of them as a part has elements are more than its messages.
+            packed = aligned_zeros(len(blocks) * BLOCK_SIZE // 2).view(np.uint16)
+            self.c.compress_codes(blocks, table, None, None, codec.bits, packed.view(np.uint8))
+            received = [packed.view(np.uint8).copy() for _ in range(max(ranks))]
+            cases += self._cases_of_codec(codec, blocks, packed, received, ranks)
+        return cases
+
+    def _cases_of_codec(
+        self, codec: Codec, blocks: np.ndarray, packed: np.ndarray, received: list[np.ndarray], ranks: list[int]
+    ) -> list[Case]:
+        table, bits = self.tensors(dense=False), codec.bits
+        sent = codec.bits / 8 + (4 / codec.group if codec.group else 0)
+        errors = 8 if codec.keeps_errors else 0
+
+        def own(kept: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+            return (self.error, kept) if codec.keeps_errors else (None, None)
+
+        def averaging(n: int) -> Callable[..., object]:
+            return lambda k, b, kept, out: k.average_codes(
+                blocks[: len(b)], received[:n], 0, *own(kept), bits, out.view(np.uint8)
+            )
+
+        def numpy_send(c: np.ndarray) -> None:
+            if bits == 16:
+                ((c.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
+                return
+            groups = c.reshape(-1, GROUP)
+            levels = np.float32(2 ** (bits - 1) - 1)
+            scale = np.abs(groups).max(axis=1, keepdims=True) / levels
+            codes = np.rint(groups / scale).astype(np.int8)
+            np.subtract(groups, codes * scale, out=self.error.reshape(-1, GROUP))
+
+        def numpy_average(n: int) -> None:
+            total = self.error + self.x
+            for _ in range(n - 1):
+                total += self.x
+            numpy_send(total)
+
+        def numpy_unpack() -> None:
+            message = received[0]
+            if bits == 16:
+                wide = message.view(np.uint16)[: self.numel].astype(np.uint32)
+                self.out.view(np.uint32)[:] = wide << np.uint32(16)
+                return
+            codes = message[: self.numel * bits // 8].view(np.int8)
+            if bits == 4:
+                codes = np.stack([codes << 4 >> 4, codes >> 4], axis=1).reshape(-1)
+            np.multiply(codes, np.float32(0.1), out=self.out)
+
+        return [
+            self._changing_case(
+                f"compress_codes, {codec.label}",
+                4 + errors + sent,
+                (self.kept, packed),
+                lambda k, b, kept, out: k.compress_codes(blocks[: len(b)], table, *own(kept), bits, out.view(np.uint8)),
+                lambda: numpy_send(self.x + self.error),
+            ),
+            *(
+                self._changing_case(
+                    f"average_codes of {n} ranks, {codec.label}",
+                    errors + (n + 1) * sent,
+                    (self.kept, packed),
+                    averaging(n),
+                    partial(numpy_average, n),
+                )
+                for n in ranks
+            ),
+            self._changing_case(
+                f"unpack_codes, {codec.label}",
+                4 + sent,
+                (self.out,),
+                lambda k, b, out: k.unpack_codes(blocks[: len(b)], received[0], bits, out),
+                numpy_unpack,
             ),
         ]
 

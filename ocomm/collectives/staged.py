@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from ocomm.collectives import plan as plans
 from ocomm.collectives.bridge import IntraNode, take_turn
 from ocomm.collectives.plan import HEADER, Computation, Message, Offload, Plan, Stage
 from ocomm.compression.wire import RUN
-from ocomm.kernels.base import ALIGNMENT, Bytes, Memory, Table
+from ocomm.kernels.base import ALIGNMENT, GROUP, Bytes, Memory, Table
 from ocomm.kernels.device import DeviceMemory, Event, Queue
 from ocomm.kernels.loops import KINDS
 from ocomm.transport.nccl import Piece
@@ -375,11 +376,11 @@ def _add(
     for argument, given in zip(c.declaration.arguments, c.arguments, strict=True):
         kind = KINDS[argument.kind]
         if kind.staged == "missing":
-            read += missing(given if argument.kind == "Messages" else [_PARTS[kind.by](tables[kind.by], given)])
+            read += missing(given if argument.kind == "Messages" else [_part(kind.by, tables, given)])
         elif kind.staged == "all":
             read.append(given)
         elif kind.staged == "written":
-            written = _PARTS[kind.by](tables[kind.by], given) if kind.by else given
+            written = _part(kind.by, tables, given)
         arguments.append(_chunks(given) if kind.staged == "cut" else given)
     task.upload(read)
     task.loop(c.flags, c.name, *arguments)
@@ -390,13 +391,22 @@ def _address(array: Bytes) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _payload(blocks: Table, packed: Bytes) -> Bytes:
-    """Returns the memory of the scales and signs of all blocks."""
+def _part(by: str, arguments: Mapping[str, Any], staging: Bytes) -> Bytes:
+    """Returns the memory that a loop uses of some staging memory: where the table of kind ``by`` says, or all of it."""
+    if by == "Blocks":
+        return _payload(arguments["Blocks"], staging, arguments.get("CodeBits", 1))
+    return _elements(arguments["Runs"], staging) if by == "Runs" else staging
+
+
+def _payload(blocks: Table, packed: Bytes, bits: int) -> Bytes:
+    """Returns the memory of the scales and codes of all blocks. Codes of 1 bit are signs."""
     if not blocks.size:
         return packed[:0]
-    ends = blocks["bits"] + (blocks["length"] + 7) // 8
+    lengths = blocks["length"].astype(np.int64)
+    ends = blocks["bits"] + (lengths * bits + 7) // 8
     firsts = np.where(blocks["scale"] >= 0, np.minimum(blocks["scale"], blocks["bits"]), blocks["bits"])
-    return packed[int(firsts.min()) : int(max(ends.max(), (blocks["scale"] + 4).max()))]
+    scale_ends = blocks["scale"] + 4 * (1 if bits == 1 else -(-lengths // GROUP))
+    return packed[int(firsts.min()) : int(max(ends.max(), scale_ends.max()))]
 
 
 def _elements(runs: Table, message: Bytes) -> Bytes:
@@ -404,10 +414,6 @@ def _elements(runs: Table, message: Bytes) -> Bytes:
     if not runs.size:
         return message[:0]
     return message[4 * int(runs["position"].min()) : 4 * int((runs["position"] + runs["length"]).max())]
-
-
-#: The function that returns where a table's rows have their elements in staging memory.
-_PARTS = {"Blocks": _payload, "Runs": _elements}
 
 
 def _chunks(runs: Table) -> Table:

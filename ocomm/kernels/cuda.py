@@ -28,7 +28,7 @@ import numpy as np
 from numba import cuda, types
 from numpy.typing import NDArray
 
-from ocomm.kernels.base import BLOCK, PIECE, RUN, TENSOR
+from ocomm.kernels.base import BLOCK, GROUP, LEAST, PIECE, RUN, TENSOR
 from ocomm.kernels.device import DeviceArray, is_reduced_on_devices
 from ocomm.kernels.loops import LOOPS, NOT_ON_DEVICES, Declaration
 from ocomm.types import DType, ReduceOp
@@ -51,9 +51,9 @@ HELD = ROUNDS * QUAD  # elements per thread
 #: 64 per thread and keeps enough loads under way.
 LAUNCH_BOUNDS = (THREADS, 4)
 
-#: Bytes of shared memory: a tile's signs by quad, then a float and an int32 per thread. The launch allocates it, since
-#: the simulator may give two threads different arrays if a kernel allocates it.
-SHARED_NBYTES = TILE // QUAD + 8 * THREADS
+#: Bytes of shared memory: a tile's signs by quad, then a float and an int32 per thread; or an int32 for each quad of a
+#: tile. The launch allocates it, since the simulator may give two threads different arrays if a kernel allocates it.
+SHARED_NBYTES = max(TILE // QUAD + 8 * THREADS, TILE)
 _PARTIAL = TILE // QUAD // 4
 _HIDDEN = _PARTIAL + THREADS
 _FOLD = 16  # two steps of 16 additions combine the sums of 256 threads
@@ -1185,6 +1185,206 @@ def adam_ratio(
         _put(variance + flat, left, 1, v)
 
 
+# Dense values in 16, 8 or 4 bits. In each of its quads' rows a warp has one group of elements that share a scale.
+
+
+@inline
+def _word_of_codes(address: int, rest: int, bits: int) -> int:
+    """Loads the codes of a quad, of which ``rest`` elements are before the end: ``bits`` / 2 bytes."""
+    nbytes = bits >> 1
+    word = 0
+    if rest >= QUAD and address & (nbytes - 1) == 0:
+        if bits == 16:
+            word = load_long(address)
+        elif bits == 8:
+            word = int(load_int(address))
+        else:
+            word = int(load_low(address))
+    else:
+        for k in range(nbytes):
+            if 8 * k < bits * rest:
+                word |= int(load_byte(address + k)) << (8 * k)
+    return word
+
+
+@inline
+def _load_codes(first: int, scales: int, at: int, left: int, bits: int, out: Any) -> None:
+    """Loads what the codes of this thread's elements of a tile stand for, 0 past the end.
+
+    ``first`` and ``scales`` are the addresses of the block's codes and scales. ``left`` is the number of the block's
+    elements from the thread's first on, which is ``at``.
+    """
+    for u in range(ROUNDS):
+        j, rest = at + u * ROW, left - u * ROW
+        word, scale = 0, _ZERO
+        if rest > 0:
+            word = _word_of_codes(first + ((j * bits) >> 3), rest, bits)
+            if bits < 16:
+                scale = _read_scale(scales + 4 * (j // GROUP))
+        for k in range(QUAD):
+            code = (word >> (bits * k)) & ((1 << bits) - 1) if k < rest else 0
+            if bits == 16:
+                out[QUAD * u + k] = float_of(code << 16)
+            else:
+                half = 1 << (bits - 1)
+                out[QUAD * u + k] = times(np.float32((code ^ half) - half), scale)
+
+
+@inline
+def _store_codes(word: int, target: int, rest: int, bits: int) -> None:
+    """Writes the codes of a quad, of which ``rest`` elements are before the end: ``bits`` / 2 bytes."""
+    nbytes = bits >> 1
+    if rest >= QUAD and target & (nbytes - 1) == 0:
+        if bits == 16:
+            store_long(target, word)
+        elif bits == 8:
+            store_int(target, word)
+        else:
+            store_low(target, word)
+    else:
+        for k in range(nbytes):
+            if 8 * k < bits * rest:
+                store_byte(target + k, (word >> (8 * k)) & 255)
+
+
+@inline
+def _send_codes(c: Any, block: int, at: int, left: int, bits: int, error_out: int, packed: int, status: int) -> None:
+    """Sends this thread's elements of a tile, 0 past the end, and writes what is lost to ``error_out``, unless it is 0.
+
+    ``left`` is the number of the block's elements from its first on, which is ``at``. Has barriers.
+    """
+    most = cuda.shared.array(0, types.int32)
+    t = cuda.threadIdx.x
+    target, scales = packed + load_long(block + _BITS), packed + load_long(block + _SCALE)
+    for u in range(ROUNDS):
+        largest = 0
+        for k in range(QUAD):
+            largest = max(largest, int(word_of(abs(c[QUAD * u + k]))))
+        most[u * THREADS + t] = largest
+    cuda.syncthreads()
+    # 32 groups of 32 quads: four threads fold eight quads each, then every thread what is left of its groups.
+    if t < THREADS // 2:
+        largest = 0
+        for k in range(8):
+            largest = max(largest, int(most[8 * t + k]))
+        most[8 * t] = largest
+    cuda.syncthreads()
+    levels = np.float32(127) if bits == 8 else np.float32(7)
+    for u in range(ROUNDS):
+        rest = left - u * ROW
+        largest = 0
+        for k in range(4):
+            largest = max(largest, int(most[(u * THREADS + (t & -32)) + 8 * k]))
+        word = 0
+        bad = False
+        if bits == 16:
+            for k in range(QUAD):
+                i = QUAD * u + k
+                low = _narrowed(c[i], _BFLOAT16)
+                bad = bad or low & 0x7F80 == 0x7F80
+                word |= low << (16 * k)
+                c[i] = c[i] - float_of(low << 16)
+        else:
+            top = float_of(largest)
+            bad = largest >= _INFINITE
+            sends = not bad and top >= _LEAST
+            scale = _NAN if bad else (top / levels if sends else _ZERO)
+            factor = levels / top if sends else _ZERO
+            for k in range(QUAD):
+                i = QUAD * u + k
+                rounded = _ZERO
+                if not bad:
+                    rounded = (times(c[i], factor) + _ROUNDER) - _ROUNDER
+                word |= (int(rounded) & ((1 << bits) - 1)) << (bits * k)
+                c[i] = c[i] - times(rounded, scale)
+            if rest > 0 and t & 31 == 0:
+                store_float(scales + 4 * ((at + u * ROW) // GROUP), scale)
+        if rest > 0:
+            if bad:
+                store_int(status, 1)
+            _store_codes(word, target + (((at + u * ROW) * bits) >> 3), rest, bits)
+    if error_out != 0:
+        _put(error_out + 4 * at, left, ROUNDS, c)
+    cuda.syncthreads()
+
+
+_INFINITE = 0x7F800000
+_NAN, _LEAST = np.float32(np.nan), np.float32(LEAST)
+#: A float of at most 2^22 plus this is rounded to a whole number.
+_ROUNDER = np.float32(1.5 * 2.0**23)
+
+
+@kernel
+def compress_codes(blocks: int, tensors: int, error: int, error_out: int, bits: int, packed: int, status: int) -> None:
+    c = cuda.local.array(HELD, types.float32)
+    e = cuda.local.array(HELD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    tensor = tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR)
+    length = load_int(block + _LENGTH)
+    local, start = 4 * load_long(block + _LOCAL), load_long(block + _START)
+    grad = load_long(tensor + _GRAD)
+    left_out = error_out + local if error_out != 0 else 0
+    for base in range(0, length, TILE):
+        at = base + QUAD * cuda.threadIdx.x
+        left = length - at
+        if grad != 0:
+            _fetch_grad(tensor, grad, start + at, left, ROUNDS, c)
+        else:
+            for i in range(HELD):
+                c[i] = _ZERO
+        if error != 0:
+            _fetch(error + local + 4 * at, left, ROUNDS, e)
+            for i in range(HELD):
+                c[i] = c[i] + e[i]
+        _send_codes(c, block, at, left, bits, left_out, packed, status)
+
+
+@kernel
+def average_codes(
+    blocks: int, received: int, ranks: int, origin: int, error: int, error_out: int, bits: int, packed: int,
+    status: int,
+) -> None:  # fmt: skip
+    """Averages and sends codes again. ``received`` is the address of the ``ranks`` addresses of the messages."""
+    a = cuda.local.array(HELD, types.float32)
+    e = cuda.local.array(HELD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    length = load_int(block + _LENGTH)
+    owned = 4 * load_long(block + _OWNED)
+    codes_at, scales_at = load_long(block + _BITS) - origin, load_long(block + _SCALE) - origin
+    over_ranks = _ONE / np.float32(ranks)  # as rounded from float64, which has more than twice the digits
+    left_out = error_out + owned if error_out != 0 else 0
+    for base in range(0, length, TILE):
+        at = base + QUAD * cuda.threadIdx.x
+        left = length - at
+        for i in range(HELD):
+            a[i] = _MINUS_ZERO
+        for rank in range(ranks):
+            message = load_long(received + 8 * rank)
+            _load_codes(message + codes_at, message + scales_at, at, left, bits, e)
+            for i in range(HELD):
+                a[i] = a[i] + e[i]
+        for i in range(HELD):
+            a[i] = times(a[i], over_ranks)
+        if error != 0:
+            _fetch(error + owned + 4 * at, left, ROUNDS, e)
+            for i in range(HELD):
+                a[i] = a[i] + e[i]
+        _send_codes(a, block, at, left, bits, left_out, packed, status)
+
+
+@kernel
+def unpack_codes(blocks: int, packed: int, bits: int, out: int) -> None:
+    values = cuda.local.array(HELD, types.float32)
+    block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    length = load_int(block + _LENGTH)
+    offset = load_long(block + _OFFSET)
+    codes, scales = packed + load_long(block + _BITS), packed + load_long(block + _SCALE)
+    for base in range(0, length, TILE):
+        at = base + QUAD * cuda.threadIdx.x
+        _load_codes(codes, scales, at, length - at, bits, values)
+        _put(out + 4 * (offset + at), length - at, ROUNDS, values)
+
+
 # Dense values: one thread block per row of a table.
 
 
@@ -1365,8 +1565,9 @@ def sum_squares(pieces: int, sums: int) -> None:
 
 KERNELS: tuple[Any, ...] = (
     compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite,
-    compress_quantized, average_quantized, compress_signs, apply_signs, soft_sign, descend, adam_ratio, gather, scatter,
-    reduce, reduce_low, reduce_double, reduce_whole, sum_words, sum_squares,
+    compress_quantized, average_quantized, compress_signs, apply_signs, soft_sign, compress_codes, average_codes,
+    unpack_codes, descend, adam_ratio, gather, scatter, reduce, reduce_low, reduce_double, reduce_whole, sum_words,
+    sum_squares,
 )  # fmt: skip
 
 
@@ -1543,6 +1744,7 @@ _PASSED: dict[str, tuple[tuple[str, ...], Callable[[CudaKernels, Any], tuple[Any
     "Float32": (("float",), lambda _, given: (np.float32(given),)),
     "Int64": (("int",), lambda _, given: (int(given),)),
     "Truth": (("int",), lambda _, given: (int(given),)),
+    "CodeBits": (("int",), lambda _, given: (int(given),)),
 }
 _AN_ADDRESS = ("int",), lambda _, given: (address_of(given),)
 

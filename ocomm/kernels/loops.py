@@ -65,6 +65,12 @@ if TYPE_CHECKING:
     Dense = Bytes
     #: Staging memory to which float32 elements are written where the runs say.
     DenseOut = Bytes
+    #: Number of bits of an element's code: 16 is bfloat16; 8 and 4 are whole numbers, with a scale for each GROUP.
+    CodeBits = int
+    #: Staging memory with codes and scales where the blocks say, of so many bits; read.
+    Codes = Bytes
+    #: Staging memory to which codes and scales are written where the blocks say.
+    CodesOut = Bytes
     #: Staging memory that is written as a whole.
     BufferOut = Bytes
     #: Memory for sums, one for each row of a PIECE table.
@@ -309,6 +315,49 @@ class Loops(Protocol):
         """
         ...
 
+    # Dense values in 16, 8 or 4 bits. Workers' errors are indexed by ``local``, servers' by ``owned``, ``out`` by
+    # ``offset``. The elements of a block from its ``bits`` on are bfloat16, or whole numbers q of 8 or 4 bits, the
+    # first in the lowest bits, in two's complement. These stand for q * s, where each GROUP elements share a float32
+    # scale s, from the block's ``scale`` on: s = max(abs(c)) / 127, or / 7 with 4 bits; q = c / s, rounded to the
+    # nearest, of two the even one, where c / s is c * (127 / max(abs(c))). If no abs(c) is at least LEAST, s and all q
+    # are 0. If a c is not finite, s is NaN and all q are 0.
+
+    def compress_codes(
+        self,
+        blocks: Blocks,
+        tensors: Tensors,
+        error: Floats | None,
+        error_out: FloatsOut | None,
+        bits: CodeBits,
+        packed: CodesOut,
+    ) -> Finite:
+        """The worker's half: sends the codes of c = grad + error; error_out = c less what they stand for.
+
+        Both errors may be None: c is the gradient, and what rounding loses is lost. A gradient whose address is 0
+        counts as zeros. Returns whether all that is sent is finite.
+        """
+        ...
+
+    def average_codes(
+        self,
+        blocks: Blocks,
+        received: Messages,
+        origin: Int64,
+        error: Floats | None,
+        error_out: FloatsOut | None,
+        bits: CodeBits,
+        packed: CodesOut,
+    ) -> Finite:
+        """The server's half: averages all ranks' messages in rank order, adds the error, and sends codes of that.
+
+        Errors, ``origin`` and the answer are those of ``compress_codes`` and ``average``.
+        """
+        ...
+
+    def unpack_codes(self, blocks: Blocks, packed: Codes, bits: CodeBits, out: FloatsOut) -> None:
+        """Writes what the codes stand for."""
+        ...
+
     # Dense values.
 
     def descend(self, blocks: Blocks, tensors: Tensors, averages: FloatsOut) -> None:
@@ -506,6 +555,9 @@ KINDS = {
     "Messages": ArgumentKind((("const uint8_t *const *", "{}"), ("int", "ranks")), "arrays", "twins", "missing"),
     "Dense": ArgumentKind(_BYTES, "array", staged="missing", by="Runs"),
     "DenseOut": ArgumentKind(_BYTES_OUT, "array", staged="written", by="Runs"),
+    "CodeBits": ArgumentKind((("int", "{}"),), "number", "itself"),
+    "Codes": ArgumentKind(_BYTES, "array", staged="missing", by="Blocks"),
+    "CodesOut": ArgumentKind(_BYTES_OUT, "array", staged="written", by="Blocks"),
     "BufferOut": ArgumentKind((*_BYTES_OUT, ("int64_t", "nbytes")), "rows", staged="written"),
     "Sums": ArgumentKind((), "array"),
     "Float32": ArgumentKind((("float", "{}"),), "number", "itself"),

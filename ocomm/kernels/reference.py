@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.kernels.base import HOST, PARTS, WHOLE, Bytes, Floats, Table
+from ocomm.kernels.base import GROUP, HOST, LEAST, PARTS, WHOLE, Bytes, Floats, Table
 from ocomm.types import DType, ReduceOp
 
 LANES = 32
@@ -326,6 +326,52 @@ class ReferenceKernels:
                 if tensor["decay"] != 1:
                     param[:] = param * tensor["decay"]
                 param[:] = param - tensor["step_size"] * _signs(packed, block)
+
+    def compress_codes(
+        self,
+        blocks: Table,
+        tensors: Table,
+        error: Floats | None,
+        error_out: Floats | None,
+        bits: int,
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``, which may be ``error``; both may be None."""
+        finite = True
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                at = _span(block["local"], block)
+                c = _tensor_part(tensors["grad"][block["tensor"]], block)
+                finite &= _send_codes(block, c if error is None else c + error[at], bits, packed, error_out, at)
+        return finite
+
+    def average_codes(
+        self,
+        blocks: Table,
+        received: Sequence[Bytes],
+        origin: int,
+        error: Floats | None,
+        error_out: Floats | None,
+        bits: int,
+        packed: Bytes,
+    ) -> bool:
+        """Writes ``packed`` and ``error_out``, which may be ``error``; both may be None."""
+        finite = True
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                total = _of_codes(received[0], block, bits, origin)
+                for message in received[1:]:
+                    total = total + _of_codes(message, block, bits, origin)
+                at = _span(block["owned"], block)
+                a = total * np.float32(1 / len(received))
+                finite &= _send_codes(block, a if error is None else a + error[at], bits, packed, error_out, at)
+        return finite
+
+    def unpack_codes(self, blocks: Table, packed: Bytes, bits: int, out: Floats) -> None:
+        """Writes ``out`` where the blocks are."""
+        with np.errstate(all="ignore"):
+            for block in blocks:
+                out[_span(block["offset"], block)] = _of_codes(packed, block, bits)
 
     def descend(self, blocks: Table, tensors: Table, averages: Floats) -> None:
         """Updates the tensors at the ``param`` addresses in place, runs of adjacent blocks at once."""
@@ -689,6 +735,52 @@ def _quantize(block: np.void, y: Floats, noise: NDArray[np.void], packed: Bytes)
     signs = np.packbits(positive, bitorder="little")
     packed[int(block["bits"]) : int(block["bits"]) + signs.size] = signs
     return y - np.where(positive, np.float32(1), np.float32(-1))
+
+
+def _send_codes(block: np.void, c: Floats, bits: int, packed: Bytes, error_out: Floats | None, at: slice) -> bool:
+    """Writes codes and scales of c into ``packed``, and what they lose of c to ``error_out``. Returns whether they are
+    finite.
+    """
+    first, length = int(block["bits"]), int(block["length"])
+    if bits == 16:
+        codes = _store(c, DType.BFLOAT16)
+        packed[first : first + codes.size] = codes
+        meant = _load(codes, DType.BFLOAT16)
+        finite = bool(np.isfinite(meant).all())
+    else:
+        rows = np.zeros((-(-length // GROUP), GROUP), np.float32)
+        rows.reshape(-1)[:length] = c
+        levels, largest = np.float32(2 ** (bits - 1) - 1), np.abs(rows).max(axis=1)
+        bad, silent = ~np.isfinite(largest), largest < np.float32(LEAST)
+        scales = np.where(bad, np.float32(np.nan), np.where(silent, _ZERO, largest / levels))
+        factors = np.where(bad | silent, _ZERO, levels / largest)
+        numbers = np.where(bad[:, np.newaxis], _ZERO, np.rint(rows * factors[:, np.newaxis])).astype(np.int8)
+        meant = (numbers.astype(np.float32) * scales[:, np.newaxis]).reshape(-1)[:length]
+        codes = numbers.reshape(-1)[:length].view(np.uint8)
+        if bits == 4:
+            low, high = codes[::2] & 15, codes[1::2] << 4
+            codes = low
+            codes[: high.size] |= high
+        packed[first : first + codes.size] = codes
+        packed[int(block["scale"]) : int(block["scale"]) + 4 * scales.size] = scales.view(np.uint8)
+        finite = not bad.any()
+    if error_out is not None:
+        error_out[at] = c - meant
+    return finite
+
+
+def _of_codes(message: Bytes, block: np.void, bits: int, origin: int = 0) -> Floats:
+    """Returns what the codes of a block stand for."""
+    first, length = int(block["bits"]) - origin, int(block["length"])
+    codes = message[first : first + (length * bits + 7) // 8]
+    if bits == 16:
+        return _load(codes, DType.BFLOAT16)
+    if bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=1).reshape(-1)[:length]
+        codes = (codes ^ 8) - np.uint8(8)
+    at = int(block["scale"]) - origin
+    scales = np.frombuffer(message[at : at + 4 * -(-length // GROUP)].tobytes(), np.float32)
+    return codes.view(np.int8).astype(np.float32) * np.repeat(scales, GROUP)[:length]
 
 
 _NUMPY_DTYPE = {

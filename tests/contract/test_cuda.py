@@ -28,6 +28,7 @@ from ocomm.optim.adam import DenseAdam
 from ocomm.types import DType, ReduceOp
 from tests.contract import test_kernels as adam
 from tests.contract import test_quantizer as birder
+from tests.contract.test_codes import BITS, Codes
 from tests.contract.test_kernels import World, all_same, same_bits, scale_in
 from tests.contract.test_quantizer import Model
 from tests.fake_device import FakeDevice
@@ -198,6 +199,57 @@ class TestEqualsTheReference:
         self, device: Any, loop: str, lengths: tuple[int, ...], seed: int, ranks: int, first: int, extreme: bool
     ) -> None:
         check(BIRDER[loop], Model(lengths, seed, 48, ranks, first, extreme), device)
+
+
+class TestCodes:
+    """Whole scales and codes are the reference's: a largest element is the same in any order."""
+
+    @pytest.mark.parametrize("lengths", EVERY_LENGTH, ids=str)
+    @pytest.mark.parametrize("bits", BITS)
+    def test_at_every_length(self, device: Any, bits: int, lengths: tuple[int, ...]) -> None:
+        world = Codes(lengths, bits)
+        assert all_same(world.results(device), world.results(reference))
+
+    @pytest.mark.parametrize("bits", BITS)
+    def test_a_block_may_be_longer_than_a_tile(self, device: Any, bits: int) -> None:
+        world = Codes((9001,), bits, block_size=1 << 20)
+        assert all_same(world.results(device), world.results(reference))
+
+    @pytest.mark.parametrize("bits", BITS)
+    def test_what_is_not_finite(self, device: Any, bits: int) -> None:
+        world = Codes((300,), bits)
+        world.grads[0][[130, 299]] = np.nan, -np.inf
+        (finite, packed, _), (_, expected, _) = world.compressed(device), world.compressed(reference)
+        assert not finite
+        assert same_bits(world.unpacked(device, packed), world.unpacked(reference, expected))
+
+    @settings(max_examples=10)
+    @given(
+        lengths=st.lists(st.integers(0, 300), max_size=2).map(tuple),
+        bits=st.sampled_from(BITS),
+        with_errors=st.booleans(),
+        seed=st.integers(0, 2**32),
+        ranks=st.integers(1, 9),
+        extreme=st.booleans(),
+    )
+    def test_whatever_they_are_given(
+        self,
+        device: Any,
+        lengths: tuple[int, ...],
+        bits: int,
+        with_errors: bool,
+        seed: int,
+        ranks: int,
+        extreme: bool,
+    ) -> None:
+        options = {"seed": seed, "block_size": 208, "ranks": ranks, "extreme": extreme}
+        world = Codes(lengths, bits, with_errors, **options)
+        assert all_same(world.results(device), world.results(reference))
+
+    def test_gradients_of_16_bits_are_their_values_in_float32(self, device: Any) -> None:
+        world = Codes((4096, 33), 8)
+        world.grads = [widened(narrowed(grad, low), low) for grad, low in zip(world.grads, LOW, strict=True)]
+        assert all_same(world.compressed(Low(device)), world.compressed(reference))
 
 
 def narrowed(wide: np.ndarray, dtype: DType) -> np.ndarray:
@@ -559,8 +611,11 @@ def test_seeds_travel_in_halves() -> None:
     assert loops._counted_by(noise) == (0x11223344, 0xAABBCCDD, 9, 0xFFFFFFFF, 1)
 
 
-#: Of the dense warm-up and of rare sums, and what looks at gradients only.
+#: Of dense exchanges and of rare sums, and what looks at gradients only.
 WITHOUT_TIMES = {
+    "compress_codes",
+    "average_codes",
+    "unpack_codes",
     "finite",
     "descend",
     "adam_ratio",

@@ -29,11 +29,11 @@ def test_a_small_launch_is_no_reason_to_warn() -> None:
 #: Kernels that read gradients.
 LOW = {
     "compress_momentum", "compress_update", "local_step", "finite", "compress_quantized", "compress_signs", "soft_sign",
-    "gather", "reduce_low",
+    "compress_codes", "gather", "reduce_low",
 }  # fmt: skip
 #: Kernels that read or write no floats but one way, and those that go through memory of any alignment once in a while,
 #: or through elements of other sizes.
-ONLY_WRITE, ONLY_READ = {"unpack"}, {"finite"}
+ONLY_WRITE, ONLY_READ = {"unpack", "unpack_codes"}, {"finite"}
 RARE = {"sum_words", "sum_squares", "reduce_low", "reduce_double", "reduce_whole"}
 
 
