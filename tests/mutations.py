@@ -134,7 +134,7 @@ MUTATIONS = [
     Mutation(
         "1-bit Adam: errors of absent tensors lost",
         "ocomm/optim/onebit_adam.py",
-        "                self.keep_errors(tensor)\n",
+        "                self.errors.keep(tensor)\n",
         "",
         "unit/test_onebit_adam.py frontends/test_torch_onebit.py",
     ),

@@ -315,6 +315,14 @@ class Layout:
             return slice(0, 0)
         return slice(int(mine["local"][0]), int(mine["local"][-1]) + int(mine["length"][-1]))
 
+    def owned_span(self, tensor: int, rank: int) -> slice:
+        """Returns where the blocks of a tensor that ``rank`` owns lie in its server error, where they are adjacent."""
+        blocks = self.tensor_blocks(tensor)
+        mine = blocks[blocks["owner"] == rank]
+        if not mine.size:
+            return slice(0, 0)
+        return slice(int(mine["owned"][0]), int(mine["owned"][-1]) + int(mine["length"][-1]))
+
     def from_worker(self, tensor: int, rank: int, buffer: NDArray[Any]) -> NDArray[Any]:
         """Returns a whole flat tensor from the worker buffer ``buffer`` of ``rank``, with zeros in blocks that others
         compress.

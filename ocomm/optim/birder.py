@@ -133,11 +133,11 @@ class Birder(SoftSignSGD):
 
     def _keep(self, tensor: int) -> None:
         super()._keep(tensor)
-        self.keep_errors(tensor)
+        self.errors.keep(tensor)
 
     def _swap(self) -> None:
         super()._swap()
-        self.swap_errors()
+        self.errors.swap()
 
     def _move(self, averages: Floats) -> None:
         for number, segment in enumerate(self.segments):

@@ -32,6 +32,7 @@ from ocomm.compression.codecs import SCALED_SIGNS
 from ocomm.compression.layout import Layout, SegmentLayout
 from ocomm.kernels.base import BLOCK, PAGE_NUMEL, TENSOR, Bytes, Floats, Kernels, Memory, Table, sparse_zeros
 from ocomm.kernels.device import DeviceArray
+from ocomm.optim.feedback import Errors
 from ocomm.optim.options import Options
 
 Flags = NDArray[np.uint32]
@@ -122,11 +123,29 @@ class Core(abc.ABC):
         self._buckets: list[tuple[tuple[int, ...], int]] = []
         # Pages of zeros take no memory until they are written, so tensors that are not compressed yet take none.
         self._allocated = False
-        none = np.zeros(0, np.float32)
-        self.error, self.error_out = none, none
-        self.server_error, self.server_error_out = none, none
-        self.node_gradient = none
+        self.errors = Errors(layout, rank, self.param_memory)
+        self.node_gradient = np.zeros(0, np.float32)
         self._node_addresses = np.zeros(count, np.uint64)
+
+    @property
+    def error(self) -> Floats:
+        """The worker error."""
+        return self.errors.worker
+
+    @property
+    def error_out(self) -> Floats:
+        """The worker error after the step under way."""
+        return self.errors.worker_out
+
+    @property
+    def server_error(self) -> Floats:
+        """The server error."""
+        return self.errors.server
+
+    @property
+    def server_error_out(self) -> Floats:
+        """The server error after the step under way."""
+        return self.errors.server_out
 
     @abc.abstractmethod
     def set_hyper(self, group: Group) -> None:
@@ -177,7 +196,7 @@ class Core(abc.ABC):
         """Returns what the plan of these segments has built in and the next step may change: arrays, and values that
         can be hashed.
         """
-        return (self.error, self.server_error, *[self.result(k) for k in segments])
+        return (self.errors.worker, self.errors.server, *[self.result(k) for k in segments])
 
     def is_finite(self, segment: int) -> bool:
         """Returns True if the gathered averages are finite. The same on all ranks, since all have the same bytes."""
@@ -286,26 +305,25 @@ class Core(abc.ABC):
         """Returns the segments in which a tensor travels."""
         return [segment for segment in self.segments if tensor in segment.layout.tensors]
 
-    # Errors of this rank as a worker and as a server, each with a second buffer that is being written
+    # What the compressed stage needs
 
     def allocate(self) -> None:
         """Allocates the buffers of the compressed stage, once."""
         if self._allocated:
             return
         if self.keeps_errors:
-            mine, owned = self.layout.worker_numel(self.rank), self.layout.owned_numel(self.rank)
-            self.error, self.error_out = (self.param_memory.zeros(mine) for _ in range(2))
-            self.server_error, self.server_error_out = (self.param_memory.zeros(owned) for _ in range(2))
-        if not self.layout.nodes.is_flat:
-            self._place_node_gradients()
+            self.errors.allocate()
+        self._place_node_gradients()
         self._allocated = True
 
     def _place_node_gradients(self) -> None:
-        """Allocates the node's gradients: each tensor's whole length, of which only the pages of this rank's slice are
-        written.
+        """Allocates the node's gradients in the hierarchical form, once: each tensor's whole length, of which only the
+        pages of this rank's slice are written.
 
         On a device the other pages take memory, too.
         """
+        if self.layout.nodes.is_flat or self.node_gradient.size:
+            return
         if self.param_memory.is_device:
             self.node_gradient, offsets = self.param_memory.zeros(self.layout.flat_numel), self.layout.offsets
         else:
@@ -313,24 +331,6 @@ class Core(abc.ABC):
             self.node_gradient, offsets = sparse_zeros(int(lengths.sum())), np.cumsum(lengths) - lengths
         self._node_addresses = (address(self.node_gradient) + 4 * offsets).astype(np.uint64)
         self.tensors["grad"] = self._node_addresses
-
-    def swap_errors(self) -> None:
-        """Makes the errors that the exchange has written the current ones."""
-        self.error, self.error_out = self.error_out, self.error
-        self.server_error, self.server_error_out = self.server_error_out, self.server_error
-
-    def keep_errors(self, tensor: int) -> None:
-        """Copies the errors of a tensor that has no gradient on any rank over what the exchange has written."""
-        span, owned = self.local_span(tensor), self.owned_span(tensor)
-        self.error_out[span] = self.error[span]
-        self.server_error_out[owned] = self.server_error[owned]
-
-    def reset_errors(self, tensor: int) -> None:
-        """Zeroes all errors of a tensor."""
-        for array in (self.error, self.error_out):
-            array[self.local_span(tensor)] = 0.0
-        for array in (self.server_error, self.server_error_out):
-            array[self.owned_span(tensor)] = 0.0
 
     def flat_span(self, tensor: int) -> slice:
         """Returns where a tensor lies in the flat buffers."""
@@ -342,11 +342,7 @@ class Core(abc.ABC):
 
     def owned_span(self, tensor: int) -> slice:
         """Returns where this rank's blocks of a tensor lie in ``server_error``, where they are adjacent."""
-        blocks = self.layout.tensor_blocks(tensor)
-        mine = blocks[blocks["owner"] == self.rank]
-        if not mine.size:
-            return slice(0, 0)
-        return slice(int(mine["owned"][0]), int(mine["owned"][-1]) + int(mine["length"][-1]))
+        return self.layout.owned_span(tensor, self.rank)
 
     # State
 
@@ -424,10 +420,11 @@ class Core(abc.ABC):
 
     def reset_rank_state(self) -> None:
         """Resets the rank state to that after ``allocate``: no step has left an error."""
-        own = [buffer for buffers in self.rank_buffers().values() for buffer in buffers.values()]
-        for buffer in (*own, self.error_out, self.server_error_out):
-            if self.param_memory.is_device or buffer.any():  # pages that were never written take no memory
-                buffer[:] = 0.0
+        for buffers in self.rank_buffers().values():
+            for buffer in buffers.values():
+                if self.param_memory.is_device or buffer.any():  # pages that were never written take no memory
+                    buffer[:] = 0.0
+        self.errors.reset_all()
 
     @property
     def has_rank_state(self) -> bool:
@@ -454,8 +451,8 @@ class Core(abc.ABC):
     def memory(self) -> dict[str, int]:
         """Returns the bytes held, by buffer."""
         return {
-            "worker_error": self.error.nbytes + self.error_out.nbytes,
-            "server_error": self.server_error.nbytes + self.server_error_out.nbytes,
+            "worker_error": self.errors.worker_nbytes,
+            "server_error": self.errors.server_nbytes,
             "node_gradient": self._node_gradient_nbytes(),
         }
 

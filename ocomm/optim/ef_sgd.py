@@ -112,8 +112,8 @@ class EFSGD(Core):
             raise ValueError(f"presence of {present.size} tensors, the layout has {self.steps.size}")
         # Copies only go to the buffers that are not in use yet, so nothing changes before the swap.
         for tensor in np.flatnonzero(~present).tolist():
-            self.keep_errors(tensor)
-        self.swap_errors()
+            self.errors.keep(tensor)
+        self.errors.swap()
         self._accumulate(present)
         for number, segment in enumerate(self.segments):
             self.kernels.unpack(segment.layout.blocks, self.result(number), None, self._update)

@@ -219,12 +219,12 @@ class OneBitAdam(Core):
         if moved.tobytes() != compressed.tobytes():
             # Copies only go to the buffers that are not in use yet, so nothing changes before the swap.
             for tensor in np.flatnonzero(compressed & ~present).tolist():
-                self.keep_errors(tensor)
+                self.errors.keep(tensor)
                 self._keep_momentum(tensor)
         for segment in self.segments:
             assert isinstance(segment, MomentumSegment)
             segment.previous, segment.result = _result_of(segment), segment.previous
-        self.swap_errors()
+        self.errors.swap()
         self.tensors["skip"] = ~moved
         self.steps += moved
         self.compressed_steps += 1

@@ -332,8 +332,8 @@ class ZeroOneAdam(Core):
         been sent.
         """
         for tensor in np.flatnonzero(~met & ((self.stage == Stage.COMPRESSED) | self._waits)).tolist():
-            self.keep_errors(tensor)
-        self.swap_errors()
+            self.errors.keep(tensor)
+        self.errors.swap()
         self.tensors["skip"] = ~met
         for number, segment in enumerate(self.segments):
             self.kernels.apply_update(
@@ -507,7 +507,7 @@ class ZeroOneAdam(Core):
 
     def _forget(self, tensor: int) -> None:
         """Lets the tensor start from its current parameter, as after a sync."""
-        self.reset_errors(tensor)
+        self.errors.reset(tensor)
         span = self.flat_span(tensor)
         if self._update is not None and self._synced is not None:
             self._update[span] = 0.0
