@@ -32,11 +32,14 @@ from ocomm.compression.codecs import SCALED_SIGNS
 from ocomm.compression.layout import Layout, SegmentLayout
 from ocomm.kernels.base import BLOCK, PAGE_NUMEL, TENSOR, Bytes, Floats, Kernels, Memory, Table, sparse_zeros
 from ocomm.kernels.device import DeviceArray
+from ocomm.optim.dense_codes import DenseCodes, DenseOptions
 from ocomm.optim.feedback import Errors
 from ocomm.optim.options import Options
 
 Flags = NDArray[np.uint32]
 Bools = NDArray[np.bool_]
+#: The name of the errors of dense exchanges in a rank state.
+DENSE_ERROR = "dense_error"
 
 
 class Exchange(NamedTuple):
@@ -124,6 +127,10 @@ class Core(abc.ABC):
         # Pages of zeros take no memory until they are written, so tensors that are not compressed yet take none.
         self._allocated = False
         self.errors = Errors(layout, rank, self.param_memory)
+        #: How gradients travel in dense exchanges of fewer than 32 bits; None: in float32.
+        self.dense_codes: DenseCodes | None = None
+        if isinstance(options, DenseOptions) and options.dense_bits < 32:
+            self.dense_codes = DenseCodes(layout, rank, options.dense_bits, self.param_memory)
         self.node_gradient = np.zeros(0, np.float32)
         self._node_addresses = np.zeros(count, np.uint64)
 
@@ -239,7 +246,22 @@ class Core(abc.ABC):
 
     def built_in_dense(self) -> tuple[Any, ...]:
         """Returns what the plans of dense segments have built in and the next step may change."""
-        return ()
+        if self.dense_codes is None:
+            return ()
+        self._place_node_gradients()
+        return self.dense_codes.built_in()
+
+    @property
+    def dense_bits(self) -> int:
+        """Bits per element of dense exchanges."""
+        return 32 if self.dense_codes is None else self.dense_codes.codec.bits
+
+    def commit_dense(self, present: Bools) -> None:
+        """Takes over the errors that a dense exchange in codes has written. Called before ``commit``, with the same
+        ``present``.
+        """
+        assert self.dense_codes is not None
+        self.dense_codes.commit(self.exchange().dense & present)
 
     @abc.abstractmethod
     def commit(self, present: Bools, averages: Floats) -> None:
@@ -372,7 +394,10 @@ class Core(abc.ABC):
         adds it here. Then it is saved, loaded and redistributed to another number of ranks with the rest
         (``optim.checkpoint``).
         """
-        return {"worker": {"error": self.error}, "owner": {"error": self.server_error}, "flat": {}}
+        worker, owner = {"error": self.error}, {"error": self.server_error}
+        if self.dense_codes is not None and self.dense_codes.codec.keeps_errors:
+            worker[DENSE_ERROR], owner[DENSE_ERROR] = self.dense_codes.errors.worker, self.dense_codes.errors.server
+        return {"worker": worker, "owner": owner, "flat": {}}
 
     def rank_state(self) -> dict[str, Any]:
         """Returns what the next steps need and only this rank has: copies of ``rank_buffers``."""
@@ -396,7 +421,7 @@ class Core(abc.ABC):
         }
         for kind, own in self.rank_buffers().items():
             saved = state.get(kind, {})
-            if saved.keys() != own.keys():
+            if saved.keys() - {DENSE_ERROR} != own.keys() - {DENSE_ERROR}:  # dense_bits may be changed
                 raise ValueError(f"need {kind} buffers {sorted(own)}, got {sorted(saved)}")
             for name, buffer in saved.items():
                 if buffer.size:
@@ -410,11 +435,16 @@ class Core(abc.ABC):
         """
         self.check_rank_state(state)
         self.reset_rank_state()
+        saved = {kind: dict(state.get(kind, {})) for kind in self.rank_buffers()}
+        none = np.zeros(0, np.float32)
+        dense = [saved[kind].pop(DENSE_ERROR, none) for kind in ("worker", "owner")]
+        if self.dense_codes is not None:
+            self.dense_codes.load(*dense)
         for kind, own in self.rank_buffers().items():
-            if any(buffer.size > own[name].size for name, buffer in state.get(kind, {}).items()):
+            if any(buffer.size > own[name].size for name, buffer in saved[kind].items()):
                 self.allocate()
         for kind, own in self.rank_buffers().items():
-            for name, buffer in state.get(kind, {}).items():
+            for name, buffer in saved[kind].items():
                 if buffer.size:
                     own[name][:] = buffer
 
@@ -425,10 +455,14 @@ class Core(abc.ABC):
                 if self.param_memory.is_device or buffer.any():  # pages that were never written take no memory
                     buffer[:] = 0.0
         self.errors.reset_all()
+        if self.dense_codes is not None:
+            self.dense_codes.reset()
 
     @property
     def has_rank_state(self) -> bool:
-        """True if there is state that only this rank has."""
+        """True if there is state that only this rank has, or would be after a step."""
+        if self.dense_codes is not None and self.dense_codes.codec.keeps_errors and self.exchange().dense.any():
+            return True
         return any(buffer.size for buffers in self.rank_buffers().values() for buffer in buffers.values())
 
     def replica_addresses(self) -> NDArray[np.uint64]:
@@ -454,6 +488,7 @@ class Core(abc.ABC):
             "worker_error": self.errors.worker_nbytes,
             "server_error": self.errors.server_nbytes,
             "node_gradient": self._node_gradient_nbytes(),
+            "dense_error": 0 if self.dense_codes is None else self.dense_codes.errors.nbytes,
         }
 
 

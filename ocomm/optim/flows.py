@@ -22,6 +22,7 @@ from ocomm.collectives.engine import Ticket
 from ocomm.collectives.plan import Computation, Plan, Stage
 from ocomm.collectives.segment_header import SegmentHeaders
 from ocomm.collectives.staged import staged
+from ocomm.compression.codecs import SCALED_SIGNS, Codec
 from ocomm.compression.layout import SegmentLayout
 from ocomm.kernels.base import TENSOR, Bytes, Floats, Table
 from ocomm.kernels.device import DeviceArray
@@ -211,6 +212,52 @@ class DenseFlow(Flow):
         return {"dense_staging": sum(memory.nbytes for memory in self._plan_memory)}
 
 
+class LowBitFlow(DenseFlow):
+    """Averages in fewer than 32 bits, with the errors of ``core.dense_codes``, to the flat ``averages``."""
+
+    def __init__(
+        self,
+        core: Core,
+        wire: StepChannel,
+        groups: Sequence[list[int]],
+        parts: Sequence[Sequence[SegmentLayout]],
+        addresses: Table,
+        averages: Floats,
+    ) -> None:
+        assert core.dense_codes is not None
+        self._codes = core.dense_codes
+        self.compressor = f"dense {self._codes.codec.label}"
+        super().__init__(core, wire, groups, parts, addresses)
+        memory = core.param_memory
+        self._flat = averages
+        self._staging = [compressed_staging(segment, memory) for segment in self.segments]
+        self._gathered = [memory.staging(segment.packed_nbytes) for segment in self.segments]
+        #: The flags that the server sets, which are not sent: all ranks see an average that overflows in the result.
+        self._average_flags = np.zeros(1, np.uint32)
+
+    def _plan(self) -> Plan:
+        core, codes = self.core, self._codes
+        plan = []
+        for segment, segment_header, staging, gathered in zip(
+            self.segments, self.segment_headers, self._staging, self._gathered, strict=True
+        ):
+
+            def average(
+                rows: Sequence[Bytes], segment: SegmentLayout = segment, gathered: Bytes = gathered
+            ) -> Computation:
+                return codes.average(segment, rows, gathered, self._average_flags)
+
+            compress = codes.compress(segment, core.tensors, staging.send, segment_header.node_flags)
+            stages = compressed_segment(staging, segment_header, gathered, compress, average, core.node_sum(segment))
+            stages[-1].compute.append(codes.unpack(segment, gathered, self._flat))
+            plan.append(stages)
+        return Plan(f"{self.wire.name}: dense", plan)
+
+    def memory(self) -> dict[str, int]:
+        held = sum(gathered.nbytes for gathered in self._gathered)
+        return {"dense_staging": held + sum(sum(staging.held().values()) for staging in self._staging)}
+
+
 class NodeFlow(Flow):
     """Sums inside nodes, in steps that the ranks of a node take by themselves."""
 
@@ -310,8 +357,14 @@ class Flows:
         self.dense = None
         if dense.any():
             groups = self._cut(dense)
-            parts = self._segments(groups, max(self.segment_nbytes // 32, 1))
-            self.dense = DenseFlow(self.core, self._wire, groups, parts, self._addresses)
+            codes = self.core.dense_codes
+            if codes is None:
+                parts = self._segments(groups, max(self.segment_nbytes // 32, 1))
+                self.dense = DenseFlow(self.core, self._wire, groups, parts, self._addresses)
+            else:
+                parts = self._segments(groups, self.segment_nbytes, codes.codec)
+                where = self._addresses, self.averages
+                self.dense = LowBitFlow(self.core, self._wire, groups, parts, *where)
 
     def _cut(self, wanted: NDArray[np.bool_]) -> list[list[int]]:
         """Returns at most ``bucket_count`` runs of the wanted tensors; a small model is one run."""
@@ -319,8 +372,10 @@ class Flows:
         numel = int(self.layout.numels[tensors].sum())
         return self.layout.buckets(tensors, max(1, min(self.bucket_count, numel // BUCKET_NUMEL)))
 
-    def _segments(self, groups: Sequence[list[int]], nbytes: int) -> list[list[SegmentLayout]]:
-        return [self.layout.segments(group, self.core.rank, nbytes) for group in groups]
+    def _segments(
+        self, groups: Sequence[list[int]], nbytes: int, codec: Codec = SCALED_SIGNS
+    ) -> list[list[SegmentLayout]]:
+        return [self.layout.segments(group, self.core.rank, nbytes, codec) for group in groups]
 
     def memory(self) -> dict[str, int]:
         """Returns the bytes held, by buffer; for messages, those of the last step that had any of the kind."""

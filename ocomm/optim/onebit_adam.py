@@ -119,6 +119,8 @@ class OneBitAdam(Core):
         self.allocate()
         self.stage[tensor] = Stage.COMPRESSED
         self._exchange = None
+        if self.dense_codes is not None:
+            self.dense_codes.drop(self.stage == Stage.COMPRESSED)
         self.steps[tensor] = step
         self._set_dense(tensor, momentum)
 
@@ -293,10 +295,11 @@ class OneBitAdam(Core):
     # State
 
     def report(self) -> dict[str, Any]:
-        """Also returns the numbers of elements that are masked and that were woken."""
+        """Also returns ``dense_bits``, and the numbers of elements that are masked and that were woken."""
         stages = {int(stage) for stage in self.stage[self.layout.numels > 0]}
         return {
             "stage": "warm-up" if stages == {0} else "compressed" if stages == {1} else "mixed",
+            "dense_bits": self.dense_bits,
             "masked_elements": int(self.preconditioner.masked.sum()),
             "woken_elements": self.preconditioner.woken,
         }

@@ -58,6 +58,13 @@ class Options:
         """Returns the names of options that must be the same when a saved state is loaded."""
         return [f.name for f in fields(cls) if f.metadata["fixed"]]
 
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Returns the defaults of the options that must be equal on all ranks, which a saved state of a release
+        without them was made with.
+        """
+        return {f.name: _plain(f.default) for f in fields(cls) if f.metadata["agree"]}
+
     def agreed(self) -> dict[str, Any]:
         """Returns the options that must be equal on all ranks, as JSON values, which are compared and saved."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.metadata["agree"]}

@@ -18,11 +18,12 @@ from ocomm.compression.layout import Layout
 from ocomm.errors import NonFiniteError, SettingsError
 from ocomm.kernels.base import HOST, Bytes, Floats, Memory
 from ocomm.optim.core import flat_floats
-from ocomm.optim.options import Options, option
+from ocomm.optim.dense_codes import DenseOptions
+from ocomm.optim.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreconditionerOptions(Options):
+class PreconditionerOptions(DenseOptions):
     """The options that 1-bit Adam, 1-bit LAMB and 0/1 Adam share. Raises SettingsError for impossible values."""
 
     scale: Literal["l1", "rms"] = option(
@@ -41,6 +42,7 @@ class PreconditionerOptions(Options):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.scale not in ("l1", "rms"):
             raise SettingsError(f"scale must be 'l1' or 'rms', got {self.scale!r}")
         if not 0.0 <= self.variance_floor <= 1.0:

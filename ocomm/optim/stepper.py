@@ -307,6 +307,8 @@ class Stepper:
 
     def commit(self) -> None:
         """Takes the step: the core's state and parameters change."""
+        if self.core.dense_codes is not None:
+            self.core.commit_dense(self.present_anywhere)
         self.core.commit(self.present_anywhere, self.flows.averages)
 
     @property

@@ -32,7 +32,7 @@ class Traffic:
 
     def count(self, sent: Sequence[Sent], flows: Sequence[Flow], bytes_dense: float, skipped: bool) -> None:
         """Counts a step that is over, in which this rank has ``sent`` these plans; ``flows`` are those of the step."""
-        kinds = {type(flow) for flow in flows}
+        kinds = {kind for kind in (CompressedFlow, DenseFlow, NodeFlow) for flow in flows if isinstance(flow, kind)}
         across = sum([one.across for one in sent])
         self.steps += 1
         self.skipped_steps += skipped

@@ -411,6 +411,8 @@ class ZeroOneAdam(Core):
         if self._variance and not self.dense_again:
             for tensor in [t for t in self._variance if self.stage[t] == Stage.COMPRESSED]:
                 del self._variance[tensor]
+        if self.dense_codes is not None and not self.dense_again:
+            self.dense_codes.drop(self.stage == Stage.COMPRESSED)
 
     # Masked elements
 
@@ -451,11 +453,12 @@ class ZeroOneAdam(Core):
         """Returns the state for users. The ``stage`` is ``"warm-up"`` before the first step, ``"refreshing"`` while v
         changes, then ``"frozen"``.
 
-        Also the current ``interval`` between syncs, ``synced`` (all ranks have the same parameters), the steps of each
-        kind, and the numbers of elements that are masked and that were woken.
+        Also ``dense_bits``, the current ``interval`` between syncs, ``synced`` (all ranks have the same parameters),
+        the steps of each kind, and the numbers of elements that are masked and that were woken.
         """
         return {
             "stage": "warm-up" if self.step == 0 else "refreshing" if self.dense_again else "frozen",
+            "dense_bits": self.dense_bits,
             "interval": self.syncs.interval(self.step + 1),
             "synced": self.is_synced,
             "syncs": self.sync_steps,

@@ -180,6 +180,7 @@ class Driver:
         #: The options that the ranks compare, which are saved; ``fixed_options`` must be equal when a state is loaded.
         self.options = {**common.agreed(), **options.agreed(), **(told or {})}
         self.fixed_options = [*common.fixed(), *options.fixed()]
+        self.default_options = {**common.defaults(), **options.defaults()}
         channel = _open_channel(session, number, name, layout, self.options)
         weakref.finalize(self, session.release_channel, number, channel).atexit = False
         # The driver belongs to its frontend; a reference back would keep both, and their buffers, alive.
@@ -396,7 +397,7 @@ class Driver:
                 if difference
                 else str(error)
             ) from None
-        if self._rank_state_due and self.core.has_rank_state and self.core.rank == 0:
+        if self._rank_state_due and self.steps and self.core.has_rank_state and self.core.rank == 0:
             _log.warning(
                 "%s: load_rank_state_dict was not called after load_state_dict: errors start at zero on all ranks.",
                 self.name,

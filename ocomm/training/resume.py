@@ -34,6 +34,8 @@ class Resumable(Protocol):
     options: dict[str, Any]
     #: Names of the options that must be those of the saved state.
     fixed_options: list[str]
+    #: The defaults of options, which a saved state does not have if its release did not.
+    default_options: dict[str, Any]
     steps: int
 
     @property
@@ -100,7 +102,7 @@ def check(driver: Resumable, saved: State, where: str) -> None:
 
 def say_changes(driver: Resumable, saved: State) -> None:
     """Warns of options that differ from the saved ones; the new values are used."""
-    before, now = saved["options"], driver.options
+    before, now = {**driver.default_options, **saved["options"]}, driver.options
     names = [n for n in sorted({*before, *now} - {"warm_start"}) if before.get(n) != now.get(n)]
     changed = [f"{name} {before.get(name)!r} -> {now.get(name)!r}" for name in names]
     if changed and driver.core.rank == 0:

@@ -31,6 +31,7 @@ def DistributedZeroOneAdam(
     block_size: int | Literal["tensor"] = 4096,
     scale: Literal["l1", "rms"] = "rms",
     variance_floor: float = 0.2,
+    dense_bits: Literal[32, 16, 8, 4] = 32,
     overlap: bool = True,
     mask_refresh: int = 100,
     max_grad_norm: float | None = None,

@@ -123,6 +123,26 @@ class TestEqualsTheReference:
             assert all_same(world.results(cpu), world.results(reference))
 
 
+@few
+@given(world=worlds)
+def test_received_and_residuals_add_up_to_what_there_was(world: Codes) -> None:
+    """At the worker and at the server, whatever there was; the residual is rounded once."""
+    for results, buffer, first in ((world.compressed, "error", "local"), (world.averaged, "server_error", "owned")):
+        finite, packed, *rest = results(reference)
+        out = world.unpacked(reference, packed)
+        for block in world.blocks if finite and rest else ():
+            at = span(block, first)
+            if first == "local":
+                there_was = world.c(block)
+            else:
+                parts = [world.unpacked(reference, m)[span(block)] for m in world.messages]
+                total = parts[0]
+                for part in parts[1:]:
+                    total = total + part
+                there_was = total * np.float32(1 / world.ranks) + getattr(world, buffer)[at]
+            assert same_bits(rest[0][at], there_was - out[span(block)])
+
+
 @pytest.mark.parametrize("bits", BITS)
 class TestLaws:
     def test_what_is_sent_and_what_stays_are_what_there_was(self, kernels: Kernels, bits: int) -> None:

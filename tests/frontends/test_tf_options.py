@@ -17,6 +17,7 @@ import numpy as np  # noqa: E402
 import ocomm_tf.keras as hvd  # noqa: E402
 from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
+from tests.oracle import onebit_lamb, zero_one_adam  # noqa: E402
 from tests.tiers import few  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
@@ -115,3 +116,50 @@ def test_passes_that_both_count_are_refused() -> None:
             hvd.DistributedLion(keras.optimizers.SGD(1e-2), backward_passes_per_step=0)
 
     run_ranks(1, body)
+
+
+LAWS: dict[str, tuple[type, dict[str, Any]]] = {
+    "1-bit LAMB": (onebit_lamb.Simulation, {"freeze_step": 3}),
+    "0/1 Adam": (zero_one_adam.Simulation, {"local_step_doubling": 2}),
+}
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("bits", few([16, 8, 4], [8]))
+@pytest.mark.parametrize("kind", LAWS)
+def test_dense_steps_in_few_bits_are_those_of_the_simulation(kind: str, bits: int, in_graph: bool) -> None:
+    sizes = 300, 7
+
+    def given(step: int, rank: int) -> list[np.ndarray]:
+        rng = np.random.default_rng((step, rank))
+        return [rng.normal(size=size).astype(np.float32) for size in sizes]
+
+    law, settings = LAWS[kind]
+    simulation = law([np.ones(size, np.float32) for size in sizes], 2, lr=1e-2, eps=1e-7, dense_bits=bits, **settings)
+    expected: list[list[bytes]] = [[], []]
+    for step in range(STEPS):
+        simulation.step([given(step, rank) for rank in range(2)])
+        for rank in range(2):
+            values = simulation.params_of(rank) if kind == "0/1 Adam" else simulation.params
+            expected[rank].append(b"".join(value.tobytes() for value in values))
+
+    def body(session: Session) -> list[bytes]:
+        variables = [keras.Variable(np.ones(size, np.float32), name=f"v{n}") for n, size in enumerate(sizes)]
+        optimizer = KINDS[kind](dense_bits=bits)
+        optimizer.build(variables)
+        apply = tf.function(optimizer.apply) if in_graph else optimizer.apply
+        history = []
+        for step in range(STEPS):
+            apply([tf.constant(g) for g in given(step, hvd.rank())])
+            history.append(b"".join(v.numpy().tobytes() for v in variables))
+        return history
+
+    assert run_ranks(2, body) == expected
+
+
+def test_one_bit_adam_learns_alike_in_graph_and_outside_with_dense_steps_in_few_bits() -> None:
+    results = [
+        run_ranks(2, lambda s, g=in_graph: trained(KINDS["1-bit Adam"](dense_bits=4), 1, g)[0])
+        for in_graph in (False, True)
+    ]
+    assert results[0][0] == results[0][1] == results[1][0] == results[1][1]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.oracle.clipping import Clipping
+from tests.oracle.dense_codes import DenseCodes
 
 F = np.float32
 Array = np.ndarray
@@ -45,6 +46,7 @@ class Tensor:
     mask: Array = field(default_factory=lambda: np.zeros(0, bool))
     denominator: Array = field(default_factory=lambda: np.zeros(0, F))
     root_mean: Array = field(default_factory=lambda: np.zeros(0, F))  # of its block, per element
+    codes: DenseCodes | None = None  # None: dense averages are in float32
 
 
 class Simulation:
@@ -71,6 +73,7 @@ class Simulation:
         scale: str = "rms",
         mask_refresh: int = 100,
         clipping: Clipping | None = None,
+        dense_bits: int = 32,
     ) -> None:
         self.clipping = clipping
         self.ranks = ranks
@@ -92,7 +95,10 @@ class Simulation:
         for p in params:
             flat = np.array(p, F).reshape(-1)
             zeros = [np.zeros(flat.size, F) for _ in range(self.workers + 3)]
-            self.tensors.append(Tensor(flat, zeros[: self.workers], *zeros[self.workers :]))
+            x = Tensor(flat, zeros[: self.workers], *zeros[self.workers :])
+            if dense_bits != 32:
+                x.codes = DenseCodes(flat.size, self.workers, dense_bits, self._blocks(x))
+            self.tensors.append(x)
         self.t = 0
         self.compressed_steps = 0
         self.woken = 0
@@ -150,14 +156,16 @@ class Simulation:
 
     # Dense: torch/optim/adam.py, _single_tensor_adam
 
-    def _dense_average(self, local: list[Array]) -> Array:
+    def _dense_average(self, x: Tensor, local: list[Array]) -> Array:
+        if x.codes is not None:
+            return x.codes.average(local) * F(self.factor)
         total = local[0].copy()
         for g in local[1:]:
             total += g
         return total * F(1 / self.workers) * F(self.factor)
 
     def _dense_step(self, x: Tensor, local: list[Array], lr: float) -> None:
-        grad = self._dense_average(local)
+        grad = self._dense_average(x, local)
         if self.decoupled:
             x.param *= F(1 - lr * self.decoupled)
         if self.coupled:

@@ -6,6 +6,7 @@ belongs to an element is float32, one operation at a time; norms and ratios of w
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,11 +68,13 @@ class Simulation(onebit_adam.Simulation):
             if any(g is not None for g in local):
                 zero = np.zeros(x.param.size, F)
                 of_workers = self._of_workers([zero if g is None else np.asarray(g, F).reshape(-1) for g in local])
-                squares += _squares(self._dense_average(of_workers))
+                codes = copy.deepcopy(x.codes)
+                squares += _squares(self._dense_average(x, of_workers))
+                x.codes = codes
         return F(min(1.0, self.clipping.max_grad_norm / (math.sqrt(squares) + 1e-6)))
 
     def _dense_step(self, x: Tensor, local: list[Array], lr: float) -> None:
-        grad = self._dense_average(local) * self.shrink
+        grad = self._dense_average(x, local) * self.shrink
         x.momentum = F(self.beta1) * x.momentum + F(1 - self.beta1) * grad
         x.variance = F(self.beta2) * x.variance + F(1 - self.beta2) * (grad * grad)
         root = np.sqrt(x.variance * F(1 / (1 - self.beta2**x.step)))

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.oracle.clipping import Clipping
+from tests.oracle.dense_codes import DenseCodes
 from tests.oracle.onebit_adam import _fold, _lane_sum
 
 F = np.float32
@@ -59,6 +60,7 @@ class Tensor:
     mask: Array = field(default_factory=lambda: np.zeros(0, bool))
     denominator: Array = field(default_factory=lambda: np.zeros(0, F))
     root_mean: Array = field(default_factory=lambda: np.zeros(0, F))  # of its block, per element
+    codes: DenseCodes | None = None  # None: dense averages are in float32
 
 
 class Simulation:
@@ -88,6 +90,7 @@ class Simulation:
         local_step_doubling: int = 32768,
         local_step_clip: int = 16,
         clipping: Clipping | None = None,
+        dense_bits: int = 32,
     ) -> None:
         self.clipping = clipping
         self.nodes = list(nodes) if nodes is not None else [1] * ranks
@@ -115,7 +118,10 @@ class Simulation:
                 return [np.zeros(flat.size, F) for _ in workers]
 
             copies = [flat.copy() for _ in workers]
-            self.tensors.append(Tensor(copies, zeros(), zeros(), zeros(), zeros()[0], flat.copy(), zeros()[0]))
+            x = Tensor(copies, zeros(), zeros(), zeros(), zeros()[0], flat.copy(), zeros()[0])
+            if dense_bits != 32:
+                x.codes = DenseCodes(flat.size, len(self.nodes), dense_bits, self._blocks(x))
+            self.tensors.append(x)
         self.t = 0
         self.last_sync = 0
         self.next_refresh = 1
@@ -169,7 +175,7 @@ class Simulation:
                 else:
                     self._local_step(x, local, lr)
                 if refresh and seen:
-                    self._refresh(x, self._average(local), base)
+                    self._refresh(x, self._average(x, local), base)
         if refresh:
             self.next_refresh = self.t + 2 ** (self.refreshes // self.scaler)
             self.refreshes += 1
@@ -199,7 +205,9 @@ class Simulation:
             flat = flat[count:]
         return found
 
-    def _average(self, local: list[Array]) -> Array:
+    def _average(self, x: Tensor, local: list[Array]) -> Array:
+        if x.codes is not None:
+            return x.codes.average(local)
         total = local[0].copy()
         for g in local[1:]:
             total += g
@@ -220,7 +228,7 @@ class Simulation:
         x.stage = "dense"
 
     def _dense_step(self, x: Tensor, local: list[Array], lr: float, refreshes_before: int) -> None:
-        average = self._average(local)
+        average = self._average(x, local)
         first = x.refreshes == 0
         self._refresh(x, average, x.params[0])
         if not x.refreshes:
