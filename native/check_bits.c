@@ -117,6 +117,29 @@ int main(void) {
         ocomm_average_quantized(NULL, blocks, BLOCKS, received, ranks, 0, weights, NULL, NULL, &noise, packed);
         print("without error", finite, packed, sizeof packed);
     }
+    for (int bits = 16; bits >= 4; bits /= 2) {
+        enum { CODED = 4 * STRIDE / 128 + 2 * STRIDE };
+        static uint8_t coded[RANKS][BLOCKS * CODED];
+        for (int k = 0; k < BLOCKS; k++) {
+            blocks[k].scale = k * CODED;
+            blocks[k].bits = k * CODED + 4 * STRIDE / 128;
+        }
+        const uint8_t *received[RANKS];
+        for (int i = 0; i < RANKS; i++) {
+            ocomm_tensor tensor = {.grad = i % 2 ? values : param};
+            const int finite = ocomm_compress_codes(NULL, blocks, BLOCKS, &tensor, error, error, bits, coded[i]);
+            print("compress_codes", finite, error, sizeof error);
+            print("coded", finite, coded[i], sizeof coded[i]);
+            received[i] = coded[i];
+        }
+        for (int ranks = 1; ranks <= RANKS; ranks++) {
+            const int finite =
+                ocomm_average_codes(NULL, blocks, BLOCKS, received, ranks, 0, momentum, out, bits, coded[0]);
+            print("average_codes", finite, out, sizeof out);
+        }
+        ocomm_unpack_codes(NULL, blocks, BLOCKS, coded[0], bits, out);
+        print("unpack_codes", 1, out, sizeof out);
+    }
     const uint64_t addresses[] = {(uint64_t)(uintptr_t)values, 0, (uint64_t)(uintptr_t)(error + 1)};
     const int64_t numels[] = {sizeof values / 4, 9, sizeof error / 4 - 1};
     double sums[3];

@@ -475,16 +475,15 @@ SHARED void load_pairs_portable(v4 *row, const uint8_t *from) {
 }
 #else
 SHARED void load_bytes_portable(v4 *row, const uint8_t *from) {
-    UNROLL for (int v = 0; v < VECTORS; v++) {
-        for (int k = 0; k < WIDTH; k++) row[v][k] = (float)(int8_t)from[v * WIDTH + k];
-    }
+    float wide[ROW];
+    for (int k = 0; k < ROW; k++) wide[k] = (float)(int8_t)from[k];
+    UNROLL for (int v = 0; v < VECTORS; v++) row[v] = *(const v4_anywhere *)(wide + v * WIDTH);
 }
 
 SHARED void load_pairs_portable(v4 *row, const uint8_t *from) {
-    UNROLL for (int v = 0; v < VECTORS; v++) {
-        for (int k = 0; k < WIDTH; k++)
-            row[v][k] = (float)(((from[(v * WIDTH + k) / 2] >> (4 * (k % 2)) & 15) ^ 8) - 8);
-    }
+    float wide[ROW];
+    for (int k = 0; k < ROW; k++) wide[k] = (float)(((from[k / 2] >> (4 * (k % 2)) & 15) ^ 8) - 8);
+    UNROLL for (int v = 0; v < VECTORS; v++) row[v] = *(const v4_anywhere *)(wide + v * WIDTH);
 }
 #endif
 

@@ -396,7 +396,7 @@ class Core(abc.ABC):
         """
         worker, owner = {"error": self.error}, {"error": self.server_error}
         if self.dense_codes is not None and self.dense_codes.codec.keeps_errors:
-            worker[DENSE_ERROR], owner[DENSE_ERROR] = self.dense_codes.errors.worker, self.dense_codes.errors.server
+            worker[DENSE_ERROR], owner[DENSE_ERROR] = self.dense_codes.buffers()
         return {"worker": worker, "owner": owner, "flat": {}}
 
     def rank_state(self) -> dict[str, Any]:

@@ -128,6 +128,13 @@ class DenseCodes:
         self.errors.reset_all()
         self._travelled[:] = False
 
+    def buffers(self) -> tuple[Floats, Floats]:
+        """Returns the errors of worker and server, without elements if all are zero, as where the only tensors with
+        dense steps to come have had no gradient yet.
+        """
+        none = np.zeros(0, np.float32)
+        return (self.errors.worker, self.errors.server) if self._travelled.any() else (none, none)
+
     def load(self, worker: Floats, server: Floats) -> None:
         """Loads saved errors, arrays of the host; those without elements stand for zeros."""
         self.reset()

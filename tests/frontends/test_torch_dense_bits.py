@@ -284,7 +284,7 @@ def test_a_run_that_is_saved_with_its_dense_errors_goes_on_in_every_bit(kind: st
         first.train(1, stop)
         saved = first.save()
         dense = saved["rank"]["worker"]["dense_error"]
-        assert bool(dense.any()) == (stop < 6 or kind == "0/1 Adam")
+        assert dense.any() if stop < 6 or kind == "0/1 Adam" else dense.numel() == 0
         again = Run(kind, rank, saved["values"], dense_bits=4)
         again.optimizer.load_state_dict(saved["optimizer"])
         again.optimizer.load_rank_state_dict(saved["rank"])
