@@ -412,6 +412,33 @@ class TestNothingOutsideIsTouched:
         for results in BIRDER.values():
             check(results, model, kernels)
 
+    @pytest.mark.parametrize("bits", BITS)
+    def test_by_the_loops_of_codes(self, bits: int) -> None:
+        length = 1030
+        world: Any = Codes((length,), bits)
+        block = world.blocks[0]
+        block["offset"] = block["local"] = block["owned"] = 0
+        nbytes = (length * bits + 7) // 8
+        block["bits"] += -(int(block["bits"]) + nbytes) % 4
+        world.nbytes = int(block["bits"]) + nbytes
+        world.numel = world.local_numel = world.owned_numel = length
+        world.error, world.server_error = (fenced(a[:length]) for a in (world.error, world.server_error))
+        world.grads = [fenced(grad) for grad in world.grads]
+        world.messages = [fenced(world._coded()[: world.nbytes]) for _ in world.messages]
+        world.errors = lambda of: (of, fenced(np.full(length, 7, np.float32)))
+        expected = world.compressed(reference), world.averaged(reference)
+        kernels, out = loops.CudaKernels(), fenced(np.zeros(length, np.float32))
+        packed = fenced(np.full(world.nbytes, 0x5A, np.uint8))
+        left, kept = (fenced(np.full(length, 7, np.float32)) for _ in range(2))
+        received = [message[8:] for message in world.messages]
+        tensors = world.tensors(grad=world.grads)
+        sent = kernels.compress_codes(world.blocks, tensors, world.error, left, bits, packed)
+        assert all_same((sent, packed, left), expected[0])
+        packed[:] = 0x5A
+        sent = kernels.average_codes(world.blocks, received, 8, world.server_error, kept, bits, packed)
+        assert all_same((sent, packed, kept), expected[1])
+        kernels.unpack_codes(world.blocks, packed, bits, out)
+
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
