@@ -50,7 +50,7 @@ class DenseCodes:
         self._layout = layout
         self._rank = rank
         #: The tensors that may have errors.
-        self._travelled = np.zeros(len(layout.tensors), np.bool_)
+        self._traveled = np.zeros(len(layout.tensors), np.bool_)
 
     def allocate(self) -> None:
         """Allocates errors, if this format has any."""
@@ -100,24 +100,24 @@ class DenseCodes:
     def _own(self, errors: Floats) -> Floats | None:
         return errors if self.codec.keeps_errors else None
 
-    def commit(self, travelled: NDArray[np.bool_]) -> None:
-        """Makes the errors that a step has written the current ones; only the tensors of ``travelled`` had a gradient
+    def commit(self, traveled: NDArray[np.bool_]) -> None:
+        """Makes the errors that a step has written the current ones; only the tensors of ``traveled`` had a gradient
         on some rank and took part.
         """
-        if not self.errors.is_allocated:
+        if not self.errors.is_allocated or not traveled.any():
             return
-        for tensor in np.flatnonzero(self._travelled & ~travelled).tolist():
+        for tensor in np.flatnonzero(self._traveled & ~traveled).tolist():
             self.errors.keep(tensor)
         self.errors.swap()
-        self._travelled |= travelled
+        self._traveled |= traveled
 
     def drop(self, tensors: NDArray[np.bool_]) -> None:
         """Drops the errors of ``tensors``, one bool each, which have no dense steps any more."""
-        dropped = self._travelled & tensors
+        dropped = self._traveled & tensors
         if not dropped.any():
             return
-        self._travelled &= ~tensors
-        if not self._travelled.any():
+        self._traveled &= ~tensors
+        if not self._traveled.any():
             self.errors.release()
             return
         for tensor in np.flatnonzero(dropped).tolist():
@@ -126,14 +126,14 @@ class DenseCodes:
     def reset(self) -> None:
         """Zeroes all errors."""
         self.errors.reset_all()
-        self._travelled[:] = False
+        self._traveled[:] = False
 
     def buffers(self) -> tuple[Floats, Floats]:
         """Returns the errors of worker and server, without elements if all are zero, as where the only tensors with
         dense steps to come have had no gradient yet.
         """
         none = np.zeros(0, np.float32)
-        return (self.errors.worker, self.errors.server) if self._travelled.any() else (none, none)
+        return (self.errors.worker, self.errors.server) if self._traveled.any() else (none, none)
 
     def load(self, worker: Floats, server: Floats) -> None:
         """Loads saved errors, arrays of the host; those without elements stand for zeros."""
@@ -145,6 +145,6 @@ class DenseCodes:
         for own, saved in ((self.errors.worker, worker), (self.errors.server, server)):
             if saved.size:
                 own[:] = saved
-        for tensor in range(self._travelled.size):
+        for tensor in range(self._traveled.size):
             mine, owned = layout.local_span(tensor, self._rank), layout.owned_span(tensor, self._rank)
-            self._travelled[tensor] = worker[mine].any() or server[owned].any()
+            self._traveled[tensor] = worker[mine].any() or server[owned].any()
