@@ -159,6 +159,10 @@ WAYS = {
         lambda m: ocomm_torch.DistributedOneBitAdam(torch_adam(m), m.named_parameters(), freeze_step=12),
         lambda: hvd.DistributedOneBitAdam(adam(), freeze_step=12, names=NAMES),
     ),
+    "1-bit Adam after 8-bit steps": (
+        lambda m: ocomm_torch.DistributedOneBitAdam(torch_adam(m), m.named_parameters(), freeze_step=12, dense_bits=8),
+        lambda: hvd.DistributedOneBitAdam(adam(), freeze_step=12, dense_bits=8, names=NAMES),
+    ),
     "clipped 1-bit AdamW": (
         lambda m: ocomm_torch.DistributedOneBitAdam(
             torch.optim.AdamW(m.parameters(), 4e-3), m.named_parameters(), freeze_step=12, max_grad_norm=1.0
@@ -213,7 +217,7 @@ def test_two_ranks_of_each_framework_are_equal_and_learn_what_four_of_torch_lear
         def run(session: Session) -> Any:
             rank = hvd.rank()
             # Rates that fall, of which Keras knows float32 only.
-            decays = way == "1-bit Adam"
+            decays = way.startswith("1-bit Adam")
             if rank < ranks_of_torch:
                 return train_torch(for_torch, rank, 33, decays)
             return train_keras(for_keras, rank, 33, decays)
