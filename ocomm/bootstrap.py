@@ -17,7 +17,7 @@ import numpy as np
 
 from ocomm import session as sessions
 from ocomm import torch_store, tuning
-from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings
+from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings, without_meaning
 from ocomm.errors import LaunchError
 from ocomm.pmi_start import PmiStart
 from ocomm.runtime.arrival import Arrival
@@ -25,12 +25,12 @@ from ocomm.runtime.own_address import free_port, own_address
 from ocomm.runtime.rendezvous import Store
 from ocomm.runtime.supervisor_client import SupervisorClient, take_key
 from ocomm.session import Session
+from ocomm.telemetry import log
 from ocomm.torch_variables import MASTER, contradiction, missing
 from ocomm.transport.local import Fabric
 from ocomm.types import Settings
 
 _log = logging.getLogger("ocomm")
-_LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
 #: The exception that has ended the script, as "raised ValueError: ...".
 _raised: list[str] = []
 _hooked = False
@@ -58,8 +58,7 @@ def initialize(
         )
     settings = read_settings(os.environ)
     key = take_key(os.environ)
-    logging.addLevelName(5, "TRACE")
-    _log.setLevel(_LEVELS[settings.log_level])
+    log.configure(settings.log_level)
     group = torch_store.default_group()
     # Launchers of notebooks start ranks by multiprocessing, which then have made, or been given, what loaders have not.
     if multiprocessing.parent_process() is not None and store is None and group is None:
@@ -87,6 +86,9 @@ def initialize(
         session.start(Fabric(1).endpoint(0), settings, process_sets)
     else:
         _start_mpi(session, communicator, launch, settings, process_sets, key, store)
+    if session.require_topology().rank == 0:
+        for variable in without_meaning(os.environ):
+            _log.info("%s has no meaning for ocomm and is ignored", variable)
     _hook()
 
 

@@ -2,23 +2,21 @@
 
 ``OCOMM_<NAME>`` wins; Horovod's ``HOROVOD_<NAME>`` is read if it is unset. An ``OCOMM_*`` variable that does not exist
 or cannot be parsed is an error, because a mistyped setting that is silently ignored costs someone a day. A
-``HOROVOD_*`` variable without a meaning here is named once in the log.
+``HOROVOD_*`` variable without a meaning here is ignored; ``without_meaning`` names it for the log.
 """
 
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ocomm.errors import SettingsError
 from ocomm.negotiation.autotune import SPACE
+from ocomm.telemetry.log import LEVELS
 from ocomm.torch_variables import OF_LAUNCHERS
 from ocomm.types import Settings
-
-_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
 def _flag(text: str) -> bool:
@@ -123,7 +121,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "NCCL": ("nccl", _choice("auto", "0", "1"), False),
     "KERNELS": ("kernels", _choice("cpu", "reference"), False),
     "KERNEL_THREADS": ("kernel_threads", _positive, False),
-    "LOG_LEVEL": ("log_level", _choice(*_LEVELS), True),
+    "LOG_LEVEL": ("log_level", _choice(*LEVELS), True),
     "THREAD_AFFINITY": ("thread_affinity", _cores, True),
     "TIMELINE": ("timeline", _timeline, True),
     "TIMELINE_MARK_CYCLES": ("timeline_mark_cycles", _flag, True),
@@ -153,7 +151,6 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
                 close = difflib.get_close_matches(name, VARIABLES, 1)
                 hint = f" Did you mean OCOMM_{close[0]}?" if close else ""
                 raise SettingsError(f"{variable} is not a setting of ocomm.{hint}")
-            logging.getLogger("ocomm").info("%s has no meaning for ocomm and is ignored", variable)
             continue
         field, parse, _ = VARIABLES[name]
         if prefix == "HOROVOD" and f"OCOMM_{name}" in environment:
@@ -167,6 +164,12 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     if values.get("stall_check_s") == 0:
         values["stall_check"] = False
     return Settings(**values)
+
+
+def without_meaning(environment: Mapping[str, str]) -> list[str]:
+    """Returns the ``HOROVOD_*`` variables that ``read_settings`` ignores."""
+    known = {f"HOROVOD_{name}" for name, (_, _, is_horovods) in VARIABLES.items() if is_horovods}
+    return sorted(name for name in environment if name.startswith("HOROVOD_") and name not in known)
 
 
 #: Variables in which launchers tell a process the number of ranks, the most reliable first.

@@ -250,7 +250,7 @@ class Settings:
     nccl: str = "auto"  # "1": an error if GPUs of a host cannot use it, "0": it is not used
     kernels: str = "cpu"  # or "reference"
     kernel_threads: int = 1  # number of threads that share a large loop, with the one that calls it
-    log_level: str = "warning"
+    log_level: str = ""  # "": notice, or what the script's own configuration of logging says
     thread_affinity: tuple[int, ...] = ()  # core of the background thread, by local rank; empty: any
     timeline: str = ""  # file of rank 0's timeline; "": none
     timeline_mark_cycles: bool = False

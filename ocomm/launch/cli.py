@@ -23,6 +23,7 @@ from ocomm.launch.flavour import Flavour, Launcher, MpiLibrary, check_match, fin
 from ocomm.launch.generations import Limits
 from ocomm.launch.hosts import Host, is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.supervise import Supervisor
+from ocomm.telemetry.log import LEVELS
 from ocomm.torch_variables import inherited
 from ocomm.version import __version__
 
@@ -434,7 +435,7 @@ def make_parser() -> argparse.ArgumentParser:
     tune.add_argument("--thread-affinity", metavar="CORE,...", help="cores of the background threads, by local rank")
     for flag in ("--num-nccl-streams", "--gloo-timeout-seconds"):
         tune.add_argument(flag, help=argparse.SUPPRESS)
-    tune.add_argument("--log-level", type=str.upper, choices=("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"))
+    tune.add_argument("--log-level", type=str.upper, choices=[level.upper() for level in LEVELS])
 
     add("command", nargs=argparse.REMAINDER, help="the program and its arguments")
     return parser

@@ -1,1 +1,1 @@
-"""The timeline, in which the runtime records what it does. The lowest layer, so that all others may write to it."""
+"""The timeline, in which the runtime records what it does, and the log. The lowest layer: all write to it."""

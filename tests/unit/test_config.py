@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from pathlib import Path
 
 import pytest
 
-from ocomm.config import VARIABLES, Launch, read_launch, read_settings
+from ocomm.config import VARIABLES, Launch, read_launch, read_settings, without_meaning
 from ocomm.errors import SettingsError
 from ocomm.types import Settings
 
@@ -71,12 +70,10 @@ def test_what_cannot_be_right_is_refused_by_name(variable: str, text: str, messa
     assert str(caught.value) == message
 
 
-def test_a_horovod_variable_without_meaning_is_named_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "ocomm"):
-        assert read_settings({"HOROVOD_GPU_OPERATIONS": "NCCL"}) == Settings()
-    assert [record.getMessage() for record in caplog.records] == [
-        "HOROVOD_GPU_OPERATIONS has no meaning for ocomm and is ignored"
-    ]
+def test_a_horovod_variable_without_meaning_is_ignored_and_known_by_name() -> None:
+    environment = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CYCLE_TIME": "1", "OCOMM_WINDOW": "4", "PATH": "/bin"}
+    assert read_settings({"HOROVOD_GPU_OPERATIONS": "NCCL"}) == Settings()
+    assert without_meaning(environment) == ["HOROVOD_GPU_OPERATIONS"]
 
 
 @pytest.mark.parametrize(
