@@ -225,5 +225,9 @@ void ocomm_channel_abandon(ocomm_channel *channel);
 int ocomm_channel_waiting(ocomm_channel *channel, uint8_t *waiting);
 ocomm_counters ocomm_engine_counters(ocomm_engine *engine);
 
+/* Arranges that the process, which is ending, ends with the status that it was given, or with 1 instead of 0, and
+ * without what MPI does at exit, which would wait for ranks that have died. Returns 0 if that could be arranged. */
+int ocomm_end_with_status(void);
+
 /* cffi: end more */
 #endif

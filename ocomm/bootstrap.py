@@ -18,7 +18,7 @@ import numpy as np
 from ocomm import session as sessions
 from ocomm import torch_store, tuning
 from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings, without_meaning
-from ocomm.errors import LaunchError
+from ocomm.errors import LaunchError, PeerError
 from ocomm.pmi_start import PmiStart
 from ocomm.runtime.arrival import Arrival
 from ocomm.runtime.own_address import free_port, own_address
@@ -33,6 +33,10 @@ from ocomm.types import Settings
 _log = logging.getLogger("ocomm")
 #: The exception that has ended the script, as "raised ValueError: ...".
 _raised: list[str] = []
+#: True if that exception says that another rank has failed or left.
+_follows = False
+#: Seconds for which such a rank waits at its end, so that the launcher sees first how the other rank has ended.
+_FOLLOW_S = 1.0
 _hooked = False
 #: What has started MPI, where no launcher of MPI's has.
 _pmi: PmiStart | None = None
@@ -228,7 +232,9 @@ def _hook() -> None:
     previous = sys.excepthook
 
     def remember(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        global _follows
         _raised.append(f"raised {kind.__name__}: {value}")
+        _follows = issubclass(kind, PeerError) and sessions.of_process().supervisor is None
         previous(kind, value, trace)
 
     sys.excepthook = remember
@@ -257,8 +263,9 @@ def _finalize(clean: bool) -> None:
         if _pmi is not None:
             _pmi.left()
     elif not _raised:
-        # This rank ended well but the job did not: MPI_Finalize would wait for ranks that have died.
-        time.sleep(0.5)  # let the rank that failed be the one whose exit the launcher reports
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        # This rank has come to its end but the job has failed. What sys.exit() was given is not known here.
+        from ocomm._native import lib
+
+        lib.ocomm_end_with_status()
+    elif _follows:
+        time.sleep(_FOLLOW_S)
