@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import shlex
@@ -102,6 +103,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     line = build(request, launcher)
     if not spans_hosts:
         _require_program(request.command, environ)
+        require_script(request.command)
     return line
 
 
@@ -132,6 +134,7 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
         fixed = _hosts(options, in_allocation=False)
         if options.hosts is None and options.hostfile is None:
             _require_program(request.command, environ)
+            require_script(request.command)
     limits = Limits(
         wanted_ranks=wanted,
         min_ranks=least,
@@ -166,6 +169,29 @@ def make_watcher(options: argparse.Namespace, environ: Mapping[str, str]) -> Sup
 def _require_program(command: tuple[str, ...], environ: Mapping[str, str]) -> None:
     if command and shutil.which(command[0], path=environ.get("PATH")) is None:
         raise LaunchError(f"there is no program {command[0]!r} on PATH to start.")
+
+
+def require_script(command: tuple[str, ...]) -> None:
+    """Raises LaunchError if the command runs a Python script that is not there."""
+    position = _program_of(command) if _is_python(command) else len(command)
+    if position == len(command) or command[position] in ("-m", "-c", "-"):
+        return
+    if not os.path.exists(command[position]):
+        raise LaunchError(f"there is no file {command[position]!r} in {os.getcwd()} for {command[0]} to run.")
+
+
+def _is_python(command: tuple[str, ...]) -> bool:
+    """Returns True if the command's program is a Python, by its name."""
+    return bool(command) and os.path.basename(command[0]).startswith("python")
+
+
+def _program_of(command: tuple[str, ...]) -> int:
+    """Returns the position, in a command of Python's, of the script, of -m or of -c; its length if there is none."""
+    position = 1
+    while position < len(command) and command[position].startswith("-") and command[position] not in ("-m", "-c", "-"):
+        # These two have a value.
+        position += 2 if command[position] in ("-W", "-X") else 1
+    return min(position, len(command))
 
 
 def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchRequest, Launcher]:
@@ -216,13 +242,10 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
 
 def with_horovod_names(command: tuple[str, ...]) -> tuple[str, ...]:
     """Returns ``command`` with ``horovod`` standing for ocomm: python -m ocomm.launch.as_horovod train.py ..."""
-    if not command or not os.path.basename(command[0]).startswith("python"):
+    if not _is_python(command):
         raise LaunchError("--as-horovod needs a Python program: ocommrun --as-horovod -np 2 python train.py.")
-    flags = 1
-    while flags < len(command) and command[flags].startswith("-") and command[flags] not in ("-m", "-c"):
-        # These two have a value.
-        flags += 2 if command[flags] in ("-W", "-X") else 1
-    if flags == len(command) or command[flags] == "-c":
+    flags = _program_of(command)
+    if flags == len(command) or command[flags] in ("-c", "-"):
         raise LaunchError("--as-horovod runs a script or a module: python train.py, or python -m train.")
     return (*command[:flags], "-m", "ocomm.launch.as_horovod", *command[flags:])
 
@@ -452,7 +475,7 @@ def _hosts(options: argparse.Namespace, in_allocation: bool) -> tuple[Host, ...]
 
 def _python_of(command: tuple[str, ...], environ: Mapping[str, str]) -> str:
     """Returns the interpreter that the ranks run: the command's if it is a Python, else this one."""
-    if command and os.path.basename(command[0]).startswith("python"):
+    if _is_python(command):
         return shutil.which(command[0], path=environ.get("PATH")) or sys.executable
     return sys.executable
 
@@ -497,24 +520,25 @@ def _become(line: CommandLine) -> NoReturn:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
+    return _whole(text, 1)
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
-    return value
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+    return int(text)
 
 
 def _not_negative(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
-    return value
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if 0 <= value < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
 
 
 #: What --autotune-... and OCOMM_AUTOTUNE_... have in common: their type, and what they say.

@@ -87,7 +87,7 @@ def build(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     """Returns the command line that starts ``request``. Raises LaunchError for what ``launcher`` cannot do."""
     if not request.command:
         raise LaunchError("no program to start; write it after the flags, as in ocommrun -np 2 python train.py.")
-    if request.hosts and total_slots(request.hosts) < request.num_proc and request.spans_hosts:
+    if request.hosts and total_slots(request.hosts) < request.num_proc:
         raise LaunchError(
             f"-np asks for {request.num_proc} ranks, but the hosts take {total_slots(request.hosts)}: "
             f"{','.join(map(str, request.hosts))}. Raise the numbers behind the colons or lower -np."
@@ -142,8 +142,7 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
         argv += ["-H", ",".join(map(str, request.hosts))]
     argv += _unless_given(request, ("--bind-to", "none"), ("--map-by", "slot"))
     # One machine may be asked for more ranks than it has cores (a laptop, a test); several hosts said what they take.
-    crowded = request.num_proc > min(total_slots(request.hosts) or request.num_cores, request.num_cores)
-    if crowded and not request.spans_hosts:
+    if request.num_proc > request.num_cores and not request.spans_hosts:
         argv += ["--oversubscribe"]
     # Open MPI 5 never closes the pipe that is rank 0's standard input: a script that reads from it would hang.
     argv += ["--stdin", "none"]
@@ -259,9 +258,6 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
 
     command = _command(request, "PMI_RANK", _WITHOUT_INPUT)
     hosts = place(_named_for_others(request), request.num_proc)
-    if sum(host.slots for host in hosts) < request.num_proc:
-        # Fewer slots than ranks happens on this machine only (`build` refuses it elsewhere): all of them run here.
-        hosts = (Host(hosts[0].name, request.num_proc),) if hosts else ()
     if intel and len(hosts) > 0:
         # Intel's -hosts has no ranks per host; one set of arguments for each host has.
         sets = [("-host", host.name, "-n", str(host.slots), *command) for host in hosts]

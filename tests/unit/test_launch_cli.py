@@ -13,6 +13,7 @@ from ocomm.launch.cli import (
     install_horovodrun,
     main,
     make_parser,
+    require_script,
     settings_of,
     with_horovod_names,
     without_meaning,
@@ -99,6 +100,39 @@ def test_a_flag_that_is_not_there_is_an_error_and_never_ignored(flag, capsys):
 def test_a_request_that_cannot_be_served_ends_with_one_line(flags, message, capsys):
     assert main(flags) == 1
     assert capsys.readouterr().err == f"ocommrun: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("-np", "two"), "argument -np/--num-proc: 'two' is not a whole number of 1 or more"),
+        (("-np", "0"), "'0' is not a whole number of 1 or more"),
+        (("--cache-capacity", "-1"), "'-1' is not a whole number of 0 or more"),
+        (("--cycle-time-ms", "soon"), "'soon' is not a number of 0 or more"),
+        (("--log-level", "loud"), "invalid choice: 'LOUD' (choose from"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_named_with_what_is_expected(flags, message, capsys):
+    with pytest.raises(SystemExit):
+        main([*flags, "python", "train.py"])
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_that_is_not_there_is_named_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    for command in (
+        *(
+            ("python3.11", "-u", "train.py", "missing.py"),
+            ("python", "-X", "dev", "train.py"),
+            ("python", "-m", "train"),
+        ),
+        *(("python", "-c", "pass"), ("python",), ("python", "-u"), ("python", "-"), ("bash", "missing.sh"), ()),
+    ):
+        require_script(command)
+    with pytest.raises(LaunchError) as raised:
+        require_script(("python", "-W", "error", "tarin.py", "train.py"))
+    assert str(raised.value) == f"there is no file 'tarin.py' in {tmp_path} for python to run."
 
 
 def test_ssh_never_asks_and_uses_the_port_and_the_key():
