@@ -4,8 +4,9 @@ launcher has started the job. Importing this module starts nothing and needs no 
 
 from __future__ import annotations
 
+import glob
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _MESSAGE_NBYTES = 1 << 20
 
@@ -54,3 +55,19 @@ def mca_names(text: str) -> set[str]:
     lines = [line.split("#", 1)[0] for line in text.splitlines()]
     assigned = {match[1] for line in lines if (match := re.match(r"\s*(\w+)\s*=", line))}
     return assigned | {name for line in lines for name in re.findall(r"-mca\s+(\w+)\s", line)}
+
+
+def mpich_remedy(roots: Sequence[str] = ("/usr/lib", "/usr/lib64")) -> str:
+    """Returns what to type where MPICH's library is there, and mpi4py does not find it because Debian and Ubuntu name
+    it libmpich.so.12; "" where it is not there.
+
+    Args:
+        roots: Folders in which it is looked for, with all folders below.
+    """
+    found = sorted(path for root in roots for path in glob.iglob(f"{root}/**/libmpich.so.12", recursive=True))
+    if not found:
+        return ""
+    return (
+        f"{found[0]} is MPICH, but mpi4py looks for libmpi.so.12. Give it that name, and use it: mkdir -p ~/mpich; "
+        f"ln -s {found[0]} ~/mpich/libmpi.so.12; export LD_LIBRARY_PATH=~/mpich MPI4PY_MPIABI=mpich."
+    )

