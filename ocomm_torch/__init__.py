@@ -45,6 +45,7 @@ from ocomm_torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    check_replicas,
 )
 from ocomm_torch.lamb import DistributedOneBitLamb, OneBitLamb
 from ocomm_torch.lion import DistributedLion, Lion
@@ -129,6 +130,7 @@ __all__ = [
     "broadcast_parameters",
     "build_info",
     "ccl_built",
+    "check_replicas",
     "cross_rank",
     "cross_size",
     "cuda_built",

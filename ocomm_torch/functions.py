@@ -1,4 +1,6 @@
-"""Broadcasts of parameters, optimizer state and objects from one rank to all, so that ranks start equal."""
+"""Broadcasts of parameters, optimizer state and objects from one rank to all, so that ranks start equal, and a check
+whether they are.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ocomm import api
 from ocomm import session as sessions
-from ocomm.errors import InvalidRequestError
+from ocomm.agreement import MADE_ALIKE, first_difference
+from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.mpi_ops import broadcast_async_, synchronize
@@ -27,6 +31,44 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     Raises:
         InvalidRequestError: ``params`` has something else than tensors.
     """
+    started = [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in _named(params)]
+    for handle in started:
+        synchronize(handle)
+
+
+def check_replicas(params: Any, process_set: ProcessSet = global_process_set) -> None:
+    """Compares parameters and buffers of all ranks bit for bit. Collective; changes nothing.
+
+    Args:
+        params: A ``state_dict()``, ``model.named_parameters()``, or an iterable of tensors or of (name, tensor), in
+            one order on all ranks. Tensors of a GPU are copied to the host.
+        process_set: The ranks that are compared.
+
+    Raises:
+        MismatchError: On all ranks: the first tensor that differs, and which ranks have which.
+        InvalidRequestError: ``params`` has something else than tensors.
+    """
+    session = sessions.current()
+    number = process_set.number(session)
+    assert session.kernels is not None
+    pairs = _named(params)
+    tensors = [tensor.detach().cpu().contiguous() for _, tensor in pairs]
+    addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+    sums = session.kernels.checksums(addresses, np.array([tensor.nbytes for tensor in tensors], np.int64))
+    lines = [
+        f"'{position if name is None else name}' {tuple(tensor.shape)} {tensor.dtype} with checksum {checksum:016x}"
+        for position, ((name, tensor), checksum) in enumerate(zip(pairs, sums.tolist(), strict=True))
+    ]
+    difference = first_difference(session, number, session.automatic_name("check_replicas", number), lines, "hold")
+    if difference:
+        raise MismatchError(
+            f"the replicas differ: {difference}. Something has changed them on some ranks only, or they have never "
+            f"been alike: {MADE_ALIKE['torch']} before the first step, and after anything that one rank does alone."
+        )
+
+
+def _named(params: Any) -> list[tuple[str | None, torch.Tensor]]:
+    """Returns the tensors of ``params`` with their names, without those that are None."""
     if isinstance(params, Mapping):
         pairs: list[tuple[str | None, Any]] = sorted(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, str)):
@@ -39,9 +81,7 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
                 f"invalid params: '{name}' is of type {type(tensor).__name__}, not a tensor; send it with "
                 "broadcast_object."
             )
-    started = [broadcast_async_(t, root_rank, name, process_set) for name, t in pairs if t is not None]
-    for handle in started:
-        synchronize(handle)
+    return [(name, tensor) for name, tensor in pairs if tensor is not None]
 
 
 @dataclass(frozen=True)
