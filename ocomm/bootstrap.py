@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -128,13 +128,14 @@ def _start_mpi(
     if is_on_one_host:
         for name, value in tuning.NCCL_ON_ONE_HOST.items():
             os.environ.setdefault(name, value)
-    arrival: AbstractContextManager[None] = nullcontext()
+    arrival: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if launch is not None:
         arrival = Arrival(launch.job, launch.rank, launch.size, settings.start_timeout_s)
     with arrival:
         world = mpi.open_world(communicator, is_on_one_host)
         if _pmi is not None and is_first:
             _pmi.entered()
+    session.network = mpi.name()
     session.launch_ranks = () if communicator is None else mpi.world_ranks(world.communicator)
     if communicator is None and launch is not None and launch.size != world.size:
         if launch.variable == "SLURM_NTASKS":
@@ -221,6 +222,11 @@ def _left_to_the_launcher(late: Mapping[str, str], local_size: int) -> list[str]
     return found
 
 
+def has_raised() -> bool:
+    """Returns True if an exception has ended the script."""
+    return bool(_raised)
+
+
 def _hook() -> None:
     """Arranges once per process that it leaves the job at exit, and tells the other ranks if an exception is the
     reason.
@@ -264,8 +270,9 @@ def _finalize(clean: bool) -> None:
             _pmi.left()
     elif not _raised:
         # This rank has come to its end but the job has failed. What sys.exit() was given is not known here.
-        from ocomm._native import lib
+        with contextlib.suppress(ImportError):  # not built: the engine and the kernels are those in Python
+            from ocomm._native import lib
 
-        lib.ocomm_end_with_status()
+            lib.ocomm_end_with_status()
     elif _follows:
         time.sleep(_FOLLOW_S)

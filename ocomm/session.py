@@ -74,6 +74,8 @@ class Session:
         self.timeline: Timeline | None = None
         self.left_in_order = True  # whether the last shutdown was clean on all ranks
         self.supervisor: SupervisorClient | None = None  # of an elastic job; kept when the session is started again
+        #: What connects the ranks, in words: the MPI, with its version.
+        self.network = "no MPI"
         self.launch_ranks: Sequence[int] = ()  # the launcher's numbers of the ranks, if they differ
         self._pool: Pool | None = None
         #: Their ``at_end`` is called when the session ends in order, of the last ones alone where there are many.
@@ -434,6 +436,13 @@ class Session:
         others.
         """
         return f"{operation}.noname.{self.ordinal(operation, number)}"
+
+    def ending(self, what: str, number: int = 0) -> str:
+        """Returns what distinguishes the things named ``what`` of a process set: "" for the first, "#2" for the second,
+        ... All ranks make them in the same order.
+        """
+        ordinal = self.ordinal(what, number)
+        return "" if ordinal == 1 else f"#{ordinal}"
 
     def ordinal(self, what: str, number: int = 0) -> int:
         """Returns 1, 2, 3, ... for the things named ``what`` that all ranks of a process set make in the same order.

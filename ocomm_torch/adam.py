@@ -16,7 +16,7 @@ from ocomm.kernels.base import Floats
 from ocomm.optim.checkpoint import fingerprint
 from ocomm.optim.core import Group
 from ocomm.optim.options import Options
-from ocomm.training.adam import AdamDriver
+from ocomm.training.adam import AdamDriver, refuse_other
 from ocomm.training.driver import Common
 from ocomm_torch.checkpoint import check_plain, read, to_numpy
 from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
@@ -204,10 +204,7 @@ def wrappable(optimizer: torch.optim.Optimizer, wrapper: str) -> torch.optim.Opt
     """
     check_plain_optimizer(optimizer, wrapper)
     if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        raise InvalidRequestError(
-            f"{wrapper} wraps torch.optim.Adam or AdamW, not {type(optimizer).__name__}; use "
-            "DistributedOptimizer for other optimizers."
-        )
+        refuse_other(type(optimizer).__name__, isinstance(optimizer, torch.optim.SGD), wrapper, "torch.optim")
     # Torch's hooks, profilers and schedulers wrap step(), and have the original as an attribute.
     step = inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step))
     if step not in _STEPS:

@@ -23,6 +23,7 @@ from ocomm.optim import options
 from ocomm.optim.core import Core, Group
 from ocomm.optim.options import Options
 from ocomm.optim.stepper import StepOutcome
+from ocomm.training import report
 from ocomm.training.driver import Common, Driver
 from ocomm.types import DType, Flag
 from ocomm_torch import loss_scaling
@@ -728,14 +729,17 @@ class CompressedOptimizer(CollectiveStep):
         self._masters.write()
         return done
 
+    @report.documented
     def compression_report(self) -> dict[str, Any]:
         """Returns counts of the steps and bytes of this rank, compared with dense averages, and the stage of the run.
 
-        ``ratio`` is dense over sent bytes of the whole run, ``last_ratio`` of the last step; ``exposed_ms`` is the mean
-        time that ``step()`` waited for the exchange. ``ocomm.training.driver.Driver.report`` describes all entries.
+        Bytes, and steps by kind, are counted from the start of this process. Not collective.
+
+        Returns:
+            {entries}
         """
-        report = self._driver.report()
-        return {**report, "memory_bytes": {**report["memory_bytes"], **self._masters.memory()}}
+        found = self._driver.report()
+        return {**found, "memory_bytes": {**found["memory_bytes"], **self._masters.memory()}}
 
 
 def _pointer(grad: torch.Tensor) -> int:

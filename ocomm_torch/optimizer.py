@@ -651,8 +651,7 @@ def _ending(process_set: ProcessSet) -> str:
     if not process_set.included():
         return ""
     session = sessions.current()
-    ordinal = session.ordinal("DistributedOptimizer", process_set.number(session))
-    return "" if ordinal == 1 else f"#{ordinal}"
+    return session.ending("DistributedOptimizer", process_set.number(session))
 
 
 def _tell_schedulers(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optimizer) -> None:

@@ -15,6 +15,12 @@ from ocomm.errors import OcommError, PeerError, StallError
 _log = logging.getLogger("ocomm")
 #: A rank that left in order has sent everything before; what has not arrived after this long was never sent.
 _GRACE_S = 5.0
+#: What to do where a rank has taken fewer steps than others, or has called join().
+EQUALLY_MANY = (
+    "All ranks must take equally many steps; join() does not step a 1-bit optimizer for a rank that has no more "
+    "batches. Stop all ranks after the smallest number, int(allreduce(torch.tensor(len(loader)), op=Min)), or use "
+    "DistributedSampler, which gives all ranks equally many samples."
+)
 
 
 class Wait(NamedTuple):
@@ -89,7 +95,7 @@ def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, w
             elif now - owing_since > _GRACE_S:
                 channel.abandon()
                 reasons = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
-                raise PeerError(f"{what} cannot end: {reasons}. All ranks must take equally many steps.")
+                raise PeerError(f"{what} cannot end: {reasons}. {EQUALLY_MANY}")
             if watch.stall_check_s and now - warned >= watch.stall_check_s:
                 warned = now
                 _log.warning("%s: waited %.0f s so far for rank(s) %s", what, now - begun, late)

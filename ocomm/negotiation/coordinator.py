@@ -398,7 +398,7 @@ def describe_stall(stall: Stall, coordinator: Coordinator, where: Mapping[int, s
         elif line:
             instead.append(f"rank {rank} is at {line}")
     text += " " + "; ".join(instead) + "." if instead else ""
-    if ".noname." in stall.name and ":" not in stall.name:  # not a step of an optimizer without a name
+    if ".noname." in stall.name:
         text += " Calls without a name are numbered in their order: one more on one rank shifts the rest. Pass name=."
     if stall.name.endswith(FIRST_STEP):
         text += f" {LOADED_ALONE}."

@@ -66,7 +66,8 @@ class FreezeSchedule:
         #: Number of steps between two norms; Delta is a multiple of it.
         self.stride = max(s for s in range(1, max(self.window // 100, 1) + 1) if self.window % s == 0)
         self.decided: int | None = None if self.freeze_step == "auto" else self.freeze_step
-        self._latest = None if total_steps is None else max(int(total_steps * LATEST_FREEZE), 2)
+        #: The latest T_w of ``"auto"``; None without a limit.
+        self.latest = None if total_steps is None else max(int(total_steps * LATEST_FREEZE), 2)
         self._norms: deque[float] = deque(maxlen=self.window + 1)
         self._lrs: tuple[float, ...] | None = None
         self._step = 0
@@ -99,7 +100,7 @@ class FreezeSchedule:
         self._step, self._lrs = step, lrs
         self._norms.append(math.nan if variance_l1 is None else variance_l1)
         is_long_enough = len(self._norms) > self.window and step > 2 * self.window
-        is_late = self._latest is not None and step + 1 >= self._latest
+        is_late = self.latest is not None and step + 1 >= self.latest
         has_risen = step - self._last_rise < self.window
         if is_late or (is_long_enough and not has_risen and is_stable(self._norms[-1], self._norms[0])):
             self.decided = step + 1

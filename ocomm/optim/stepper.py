@@ -103,7 +103,7 @@ class Stepper:
         self._hyper = 0
         self._early_sent: list[Sent] = []  # what the current step has sent before its exchange
         self._dead: OcommError | None = None
-        self._dense_bytes = core.layout.dense_bytes()
+        self._dense_bytes = core.layout.dense_bytes(core.rank)
         self.wire = StepChannel(
             name, channel, ranks, core.rank, core.layout.nodes, watch, timeout_s, direct=direct, intra_node=intra_node
         )
@@ -202,8 +202,7 @@ class Stepper:
             self.give_up(error)
             raise
         self.begun = False
-        self.traffic.last_exposed_s = time.perf_counter() - started
-        self.traffic.exposed_s += self.traffic.last_exposed_s
+        self.traffic.wait(time.perf_counter() - started, self.flows.flows, self.overlap == self.overlapping)
         return self._conclude(heard, [*(flow.sent for flow in self.flows.flows), self._vote.sent, *self._early_sent])
 
     def _finish(self, attempt: int, hyper: int, lr: float, announcement: int) -> Statement:
@@ -249,7 +248,9 @@ class Stepper:
         if self.overlap:
             _log.warning(
                 "%s: a gradient changed after backward (clipping, loss scaling or a second backward), so it is "
-                "exchanged again, and from now on without overlap. Pass overlap=False to say so from the start.",
+                "exchanged again, and from now on without overlap. Instead of clip_grad_norm_(), which clips this "
+                "rank's gradients by their own norm, pass max_grad_norm=, which clips by the norm over all ranks; with "
+                "clip='previous' the exchange overlaps, too. For other changes pass overlap=False from the start.",
                 self.name,
             )
         self.overlap = self.overlapping = False

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ocomm.optim.flows import CompressedFlow, DenseFlow, Flow, NodeFlow
 from ocomm.optim.step_channel import Sent
+
+
+@dataclass(slots=True)
+class Waited:
+    """How long ``step()`` has waited for the exchanges of some steps."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    @property
+    def mean_ms(self) -> float | None:
+        """The mean per step; None without steps."""
+        return 1e3 * self.seconds / self.steps if self.steps else None
 
 
 @dataclass(slots=True)
@@ -14,7 +27,8 @@ class Traffic:
     """What this rank has sent through its optimizer, with headers.
 
     ``bytes_sent`` went to other nodes, ``bytes_sent_inside`` to ranks of its own; in the flat form each rank counts as
-    a node. ``bytes_dense`` is what a dense average would have sent to other nodes.
+    a node. ``bytes_sent_masks`` is the part of ``bytes_sent`` that looked for masked elements to wake, by formula.
+    ``bytes_dense`` is what a dense average would have sent to other nodes.
     """
 
     steps: int = 0
@@ -25,10 +39,24 @@ class Traffic:
     redone_steps: int = 0
     bytes_sent: int = 0
     bytes_sent_inside: int = 0
+    bytes_sent_masks: int = 0
     bytes_dense: float = 0.0
     last_bytes_sent: int = 0
-    exposed_s: float = 0.0
     last_exposed_s: float = 0.0
+    exposed_s: float = 0.0
+    #: Of dense and of compressed steps, without those at the start that had to end before anything could overlap.
+    waited_dense: Waited = field(default_factory=Waited)
+    waited_compressed: Waited = field(default_factory=Waited)
+
+    def wait(self, seconds: float, flows: Sequence[Flow], is_usual: bool) -> None:
+        """Counts the wait for the exchange of a step with these flows; ``is_usual``: it overlapped as later ones do."""
+        self.last_exposed_s = seconds
+        self.exposed_s += seconds
+        kinds = {type(flow) for flow in flows}
+        if is_usual and kinds & {CompressedFlow, DenseFlow}:
+            waited = self.waited_compressed if CompressedFlow in kinds else self.waited_dense
+            waited.steps += 1
+            waited.seconds += seconds
 
     def count(self, sent: Sequence[Sent], flows: Sequence[Flow], bytes_dense: float, skipped: bool) -> None:
         """Counts a step that is over, in which this rank has ``sent`` these plans; ``flows`` are those of the step."""
@@ -43,3 +71,8 @@ class Traffic:
         self.bytes_sent += across
         self.bytes_sent_inside += sum([one.intra_node for one in sent])
         self.bytes_dense += bytes_dense
+
+    def count_mask(self, nbytes: float) -> None:
+        """Counts ``nbytes`` bytes to other nodes in an exchange of masks."""
+        self.bytes_sent += round(nbytes)
+        self.bytes_sent_masks += round(nbytes)

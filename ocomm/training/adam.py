@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 from ocomm.compression.layout import TensorSpec
+from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import Floats
 from ocomm.optim.adam import DenseAdam
 from ocomm.optim.core import Group, address
@@ -41,6 +42,21 @@ class MomentsFrontend(Frontend, Protocol):
     def release(self, tensor: int) -> None:
         """Says that the tensor's m and v are no longer needed."""
         ...
+
+
+def refuse_other(kind: str, is_sgd: bool, wrapper: str, module: str) -> NoReturn:
+    """Raises InvalidRequestError for an optimizer of class ``kind``, which is no Adam, and says what to take instead.
+
+    Args:
+        kind: The name of its class.
+        is_sgd: Whether it is an SGD.
+        wrapper: The name of what was to wrap it.
+        module: The module of Adam, for the message.
+    """
+    instead = "use DistributedOptimizer for other optimizers"
+    if is_sgd:
+        instead = "use DistributedEFSGD for SGD: 1 bit per parameter from the first step on, with its lr and schedule"
+    raise InvalidRequestError(f"{wrapper} wraps {module}.Adam or AdamW, not {kind}; {instead}.")
 
 
 def dense_step(

@@ -35,6 +35,7 @@ from ocomm.optim.replicas import ReplicasDifferError, ReplicaWindows
 from ocomm.optim.stepper import StepOutcome, Stepper
 from ocomm.session import Session
 from ocomm.training import resume
+from ocomm.training.notices import Notices, amount, follow, place
 from ocomm.types import Flag, Nodes, ReduceOp
 
 _log = logging.getLogger("ocomm")
@@ -149,7 +150,8 @@ class Driver:
         topology = session.require_topology()
         ranks = session.set_ranks[number]
         nodes = session.nodes(number, common.hierarchical)
-        name = session.automatic_name(self.kind, number)
+        name = f"Distributed{self.kind}"
+        name += session.ending(name, number)
         kernels = frontend.kernels or session.kernels
         assert kernels is not None
         mine = f"{_where(kernels.memory)} {common.hierarchical} {frontend.framework} {frontend.implementation()}"
@@ -238,6 +240,12 @@ class Driver:
         self._loaded_replica: str | None = None
         #: What ``_state`` says before the first step.
         self._fresh: Mapping[str, Any] = self._state()
+        #: Says on one rank what the run does; None on the others.
+        self._notices: Notices | None = None
+        if self.speaks:
+            self._notices = follow(session, name, self.stepper.traffic, self.why_dense)
+            where = place([topology.hosts[rank] for rank in ranks], session.network, places != {_ON_HOST})
+            self._notices.begin(where, layout.numel, self.plan())
 
     @property
     def frontend(self) -> Any:
@@ -253,6 +261,30 @@ class Driver:
     def speaks(self) -> bool:
         """Is this the rank that tells the user what concerns all ranks? One rank alone has nothing to tell."""
         return self.core.rank == 0 and self.core.layout.ranks > 1
+
+    @property
+    def why_dense(self) -> Callable[[int], str] | None:
+        """A function that says why none of a number of steps was compressed; None if there is no warm-up.
+
+        The function must not keep the driver alive.
+        """
+        return None
+
+    def plan(self) -> str:
+        """Returns what this rank will send per step, in words."""
+        if not self.core.exchange().compressed.any():
+            return f"a step sends {amount(self.dense_nbytes)} per rank, uncompressed."
+        return f"a step sends about {amount(self.compressed_nbytes)} per rank instead of {amount(self.dense_nbytes)}."
+
+    @property
+    def dense_nbytes(self) -> float:
+        """What this rank sends to other nodes in a dense step."""
+        return self.core.layout.dense_bytes(self.core.rank)
+
+    @property
+    def compressed_nbytes(self) -> float:
+        """What this rank sends to other nodes in a compressed step, without headers."""
+        return self.core.layout.compressed_bytes(self.core.rank, scales=self.core.scales)
 
     # Hyperparameters
 
@@ -461,6 +493,8 @@ class Driver:
             self.take()
             if self.stepper.overlap and not self.stepper.overlapping:
                 self._adopt_order(order)
+            if self._notices is not None:
+                self._notices.taken(self.steps, self.dense_nbytes)
         except BaseException as error:  # some parameters may have changed already
             self.stepper.give_up(error)
             raise
@@ -475,6 +509,7 @@ class Driver:
         if self.core.wake_due:
             touched = self.core.touched()
             self.session.reduce(self.number, f"{self.name}.touched", touched, ReduceOp.BITWISE_OR)
+            self.stepper.traffic.count_mask(self.core.layout.sum_bytes(touched.nbytes, self.core.rank))
             self.core.wake(touched)
 
     def _adopt_order(self, arrivals: list[int]) -> None:
@@ -584,26 +619,15 @@ class Driver:
         return self.session.kernels
 
     def report(self) -> dict[str, Any]:
-        """Returns counts of the steps and bytes of this rank, compared with dense averages.
-
-        - ``ratio``: dense over sent bytes of the whole run; ``last_ratio``: of the last step.
-        - ``exposed_ms``: mean time that ``step()`` waited for the exchange.
-        - ``grad_norm``: the norm by which the last step was clipped, sqrt(mean over ranks of |g|^2); None without
-          clipping.
-        - ``resumed``: None, or what was loaded.
-        - ``form``: ``"flat"`` or ``"hierarchical"``. If hierarchical, ``bytes_sent`` and ``bytes_dense`` count what
-          goes to other nodes, ``bytes_sent_inside`` what this rank sends to others of its own, and ``inside`` is
-          ``"MPI"`` or ``"NCCL"``, which carries dense values there.
-
-        Bytes, and steps by kind, are counted from the start of this process. The core adds its ``stage``, and more.
-        """
+        """Returns counts of the steps and bytes of this rank; ``ocomm.training.report`` says what each entry means."""
         traffic = self.stepper.traffic
-        dense = self.core.layout.dense_bytes()
+        dense = self.dense_nbytes
         return {
             **self.core.report(),
             "form": "flat" if self.core.layout.nodes.is_flat else "hierarchical",
             "inside": None if self.core.layout.nodes.is_flat else "MPI" if self.intra_node is None else "NCCL",
             "bytes_sent_inside": traffic.bytes_sent_inside,
+            "bytes_sent_masks": traffic.bytes_sent_masks,
             "step": self.steps,
             "dense_steps": traffic.dense_steps,
             "compressed_steps": traffic.compressed_steps,
@@ -617,6 +641,8 @@ class Driver:
             "last_bytes_sent": traffic.last_bytes_sent,
             "last_ratio": dense / traffic.last_bytes_sent if traffic.last_bytes_sent else None,
             "exposed_ms": 1e3 * traffic.exposed_s / max(traffic.steps, 1),
+            "exposed_dense_ms": traffic.waited_dense.mean_ms,
+            "exposed_compressed_ms": traffic.waited_compressed.mean_ms,
             "memory_bytes": self.stepper.memory(),
             "resumed": self.resumed,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ from ocomm.optim.onebit_adam import OneBitAdam, OneBitAdamOptions, Stage
 from ocomm.session import Session
 from ocomm.training.adam import AdamDriver, MomentsFrontend
 from ocomm.training.driver import Common
+from ocomm.training.notices import amount
 
 _log = logging.getLogger("ocomm")
 
@@ -35,30 +36,15 @@ class AdamFrontend(MomentsFrontend, Protocol):
         ...
 
 
-@dataclass(eq=False)
-class _WarmUp:
-    """A warm-up that has not ended. The session keeps it, also when the optimizer is gone, to say so at its end."""
-
-    name: str
-    schedule: FreezeSchedule
-    steps: int = 0
-
-    def at_end(self) -> None:
-        """Warns that nothing was compressed."""
-        if not self.steps:
-            return
-        why = f"freeze_step is {self.schedule.freeze_step}"
-        if self.schedule.freeze_step == "auto":
-            least = 2 * self.schedule.window
-            why = f"freeze_step='auto' waits for a stable variance, at least 2 / (1 - beta2) = {least} steps"
-        _log.warning(
-            "%s: all %d steps were dense, so nothing was compressed: %s. Pass total_steps=%d, with which the warm-up "
-            "takes a fifth of the run at most, or a smaller freeze_step.",
-            self.name,
-            self.steps,
-            why,
-            self.steps,
-        )
+def _why_dense(schedule: FreezeSchedule, steps: int) -> str:
+    """Returns why none of ``steps`` steps was compressed, and what to change."""
+    why = f"freeze_step is {schedule.freeze_step}"
+    if schedule.freeze_step == "auto":
+        why = f"freeze_step='auto' waits for a stable variance, at least 2 / (1 - beta2) = {2 * schedule.window} steps"
+    return (
+        f"all {steps} steps were dense, so nothing was compressed: {why}. Pass total_steps={steps}, with which the "
+        "warm-up takes a fifth of the run at most, or a smaller freeze_step."
+    )
 
 
 class OneBitAdamDriver(AdamDriver):
@@ -95,10 +81,21 @@ class OneBitAdamDriver(AdamDriver):
                 self._total_steps,
                 decided,
             )
-        self._warm_up: _WarmUp | None = None
-        if self.speaks:
-            self._warm_up = _WarmUp(self.name, self.schedule)
-            session.at_end.append(self._warm_up)
+
+    @property
+    def why_dense(self) -> Callable[[int], str]:
+        return partial(_why_dense, self.schedule)
+
+    def plan(self) -> str:
+        compressed = f"about {amount(self.compressed_nbytes)} once the variance is frozen"
+        schedule = self.schedule
+        if schedule.decided is not None:
+            when = f"after step {schedule.decided} (freeze_step)"
+        elif schedule.latest is not None:
+            when = f"after step {schedule.latest} at the latest (a fifth of total_steps)"
+        else:
+            when = f"after {2 * schedule.window} steps at the earliest (freeze_step='auto'; total_steps= sets a limit)"
+        return f"a step sends {amount(self.dense_nbytes)} per rank in the warm-up, {compressed}, {when}."
 
     def clips_next(self) -> bool:
         return bool((self.core.stage == Stage.COMPRESSED).any())
@@ -116,16 +113,7 @@ class OneBitAdamDriver(AdamDriver):
                 average[:] = core.param_memory.host(average) * np.float32(core.gradient_scale)
             self._dense_step(moving, limit)
             self._end_warmup(warming)
-        if self._warm_up is not None:
-            self._count_warm_up(self._warm_up)
         self._wake()
-
-    def _count_warm_up(self, warm_up: _WarmUp) -> None:
-        warm_up.steps = self.steps
-        if self.core.compressed_steps:
-            self._warm_up = None
-            if warm_up in self.session.at_end:
-                self.session.at_end.remove(warm_up)
 
     def _dense_step(self, tensors: list[int], max_norm: float | None) -> None:
         """Makes a step of tensors in warm-up, on their averages, as ``AdamFrontend.dense_step`` describes."""

@@ -9,12 +9,20 @@ import numpy as np
 
 from ocomm.optim.zero_one_adam import ZeroOneAdam
 from ocomm.training.adam import AdamDriver
+from ocomm.training.notices import amount
 
 
 class ZeroOneAdamDriver(AdamDriver):
     """The ``AdamDriver`` of 0/1 Adam."""
 
     core: ZeroOneAdam
+
+    def plan(self) -> str:
+        """Returns what this rank will send per step, in words."""
+        return (
+            f"a sync sends about {amount(self.compressed_nbytes)} per rank instead of {amount(self.dense_nbytes)}, and "
+            "as much as a dense step besides where it refreshes the variance."
+        )
 
     # State
 

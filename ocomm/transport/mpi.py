@@ -61,6 +61,12 @@ def library() -> tuple[str, str, bool]:
     return name, ".".join(map(str, version)), mpi.Is_initialized()
 
 
+def name() -> str:
+    """Returns name and version of the MPI that ``open_world`` uses, such as "Open MPI 5.0.6"."""
+    vendor, version = _load().get_vendor()
+    return f"{vendor} {'.'.join(map(str, version))}"
+
+
 def _load(one_host: bool = False) -> ModuleType:
     """Returns mpi4py's MPI module, initialised. Raises LaunchError if there is no MPI, or one without thread
     support.

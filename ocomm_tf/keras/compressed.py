@@ -24,6 +24,8 @@ from ocomm.optim import options
 from ocomm.optim.core import Core
 from ocomm.optim.options import Options
 from ocomm.session import Session
+from ocomm.training import report
+from ocomm.training.adam import refuse_other
 from ocomm.training.driver import Common, Driver
 from ocomm.training.resume import NO_STATE, Source, one_state
 from ocomm_tf import mpi_ops
@@ -180,11 +182,17 @@ class Compressed(Distributed):
         for variable, result in zip(trainable_variables, results, strict=True):
             variable.assign(result)  # a value that a low-precision variable can hold
 
+    @report.documented
     def compression_report(self: Any) -> dict[str, Any]:
-        """Returns what was sent, compared with dense averages; ``ocomm.training.driver.Driver.report`` describes the
-        entries.
+        """Returns counts of the steps and bytes of this rank, compared with dense averages, and the stage of the run.
 
-        Raises InvalidRequestError before the first step.
+        Bytes, and steps by kind, are counted from the start of this process. Not collective.
+
+        Returns:
+            {entries}
+
+        Raises:
+            InvalidRequestError: No step has been taken yet.
         """
         if self._frontend is None:
             raise InvalidRequestError("there is nothing to report before the optimizer is built.")
@@ -415,8 +423,5 @@ def require_adam(optimizer: Any, wrapper: str) -> None:
     """Raises InvalidRequestError unless ``optimizer`` is a ``keras.optimizers.Adam`` or AdamW with Keras' own step."""
     inner = inner_of(optimizer)
     if not isinstance(inner, keras.optimizers.Adam):
-        raise InvalidRequestError(
-            f"{wrapper} wraps keras.optimizers.Adam or AdamW, not {type(inner).__name__}; use DistributedOptimizer for "
-            "other optimizers."
-        )
+        refuse_other(type(inner).__name__, isinstance(inner, keras.optimizers.SGD), wrapper, "keras.optimizers")
     check_own_step(inner, wrapper, keras.optimizers.Adam)

@@ -76,12 +76,16 @@ def test_ranks_that_wait_for_each_other_fail_and_are_told_what_to_do(tmp_path: P
     assert all(text.endswith(GAVE_UP) for text in found.values())
     assert "rank 1 did not. rank 1 waits for 'allreduce.of 1' instead, at HERE." in found["names, rank 0"]
     text = found["order, rank 0"]
-    assert text.startswith("OneBitAdam.noname.1: step 5: rank(s) [1] will not come to it: rank 1 is at ")
-    assert "in OneBitAdam.noname.2: step 5. Step the optimizers in one order on all ranks." in text
+    assert text.startswith("DistributedOneBitAdam: step 5: rank(s) [1] will not come to it: rank 1 is at ")
+    assert "in DistributedOneBitAdam#2: step 5. Step the optimizers in one order on all ranks." in text
     remedy = "If a rank has loaded a state that others have not: load it on all ranks, or broadcast it."
-    assert found["loaded, rank 0"].startswith("tensor 'OneBitAdam.noname.3: first step, or first after load_state_dict")
-    assert "in OneBitAdam.noname.3: step 5. " + remedy in found["loaded, rank 0"]
-    assert found["loaded, rank 1"].startswith("OneBitAdam.noname.3: step 5: rank(s) [0] will not come to it: rank 0 is")
+    assert found["loaded, rank 0"].startswith(
+        "tensor 'DistributedOneBitAdam#3: first step, or first after load_state_dict"
+    )
+    assert "in DistributedOneBitAdam#3: step 5. " + remedy in found["loaded, rank 0"]
+    assert found["loaded, rank 1"].startswith(
+        "DistributedOneBitAdam#3: step 5: rank(s) [0] will not come to it: rank 0 is"
+    )
     assert remedy in found["loaded, rank 1"]
 
 

@@ -244,7 +244,7 @@ def test_a_wrong_file_of_one_rank_is_an_error_on_all_that_names_it_and_nothing_c
 
     there, here = run_ranks(2, body)
     assert here.startswith(f"{wrong}{DAMAGE[damage][1]}")
-    assert there == f"OneBitAdam.noname.1: no rank state was loaded on any rank. rank 1: {here}"
+    assert there == f"DistributedOneBitAdam: no rank state was loaded on any rank. rank 1: {here}"
 
 
 def test_a_single_state_of_another_world_or_rank_says_what_to_pass(saved: Path) -> None:
@@ -289,7 +289,7 @@ def test_ranks_that_load_different_checkpoints_are_told_who_has_what(saved: Path
     first, second = run_ranks(2, body)
     assert first == second
     assert re.fullmatch(
-        r"OneBitAdam\.noname\.1: the ranks have rank states of different runs: rank\(s\) \[0\] have those of 2 ranks "
+        r"DistributedOneBitAdam: the ranks have rank states of different runs: rank\(s\) \[0\] have those of 2 ranks "
         r"at step 5 with parameters \w{16}; rank\(s\) \[1\] have those of 2 ranks at step 5 with parameters "
         r"\w{16}\.",
         first,
@@ -388,7 +388,7 @@ def test_between_backward_and_step_nothing_is_loaded(saved: Path) -> None:
             with pytest.raises(InvalidRequestError) as raised:
                 load()
             assert str(raised.value) == (
-                f"OneBitAdam.noname.1: {name} was called between backward and step(); take the step or call "
+                f"DistributedOneBitAdam: {name} was called between backward and step(); take the step or call "
                 "zero_grad() first."
             )
         run.optimizer.step()

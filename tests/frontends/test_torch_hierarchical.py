@@ -347,6 +347,21 @@ def test_bytes_between_nodes_are_counted_apart_from_those_inside() -> None:
     assert {result["report"]["bytes_sent_inside"] for result in flat} == {0}
 
 
+@pytest.mark.parametrize("hosts", ["aabb", "aaab"])
+def test_the_ratio_is_that_of_the_bytes_that_leave_a_node_even_or_not(hosts: str) -> None:
+    shapes = ((400, 400),)
+    job = {"shapes": shapes, "grads": lambda step, rank: gradients(step, rank, shapes), "block_size": 4096}
+    results = on(hosts, 3, DistributedBirder, make=lambda p: torch.optim.SGD(p, lr=1e-2), **job)
+    # Each node has as many workers as the smallest one has ranks; the others send nothing to another node.
+    workers = [number in (0, 3) or hosts == "aabb" for number in range(4)]
+    for is_worker, report in zip(workers, (result["report"] for result in results), strict=True):
+        names = ("bytes_sent", "bytes_dense", "ratio", "last_ratio")
+        if is_worker:
+            assert 30 < report["ratio"] < 32 and 30 < report["last_ratio"] < 32
+        else:
+            assert [report[name] for name in names] == [0, 0, None, None] and report["bytes_sent_inside"] > 0
+
+
 def test_ranks_that_choose_different_forms_are_told() -> None:
     def body(session: Session) -> str:
         assert session.topology is not None

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from ocomm.api import join
 from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError, PeerError
 from ocomm.session import Session
 from ocomm.types import Settings
@@ -378,6 +379,9 @@ def test_a_never_touched_element_does_not_move() -> None:
 
     results = run_ranks(2, lambda s: train(rank_of(s), 30, grads=grads, freeze_step=5, mask_refresh=7))
     assert np.array_equal(results[0]["parameters"][-1][0][10:20], initial()[0][10:20])
+    # Three times in 25 compressed steps each of 2 ranks has sent half of a bit per element, and got the other half.
+    bits = results[0]["report"]["bytes_sent_masks"] / 3 * 8
+    assert sum(int(np.prod(shape)) for shape in SHAPES) <= bits < 1.1 * sum(int(np.prod(shape)) for shape in SHAPES)
 
 
 def test_several_groups_schedulers_and_accumulation_keep_replicas_equal_and_live() -> None:
@@ -460,7 +464,12 @@ def one_parameter(**options: Any) -> torch.nn.Parameter:
     [
         (
             lambda: torch.optim.SGD([one_parameter()], lr=0.1),
-            "DistributedOneBitAdam wraps torch.optim.Adam or AdamW, not SGD; "
+            "DistributedOneBitAdam wraps torch.optim.Adam or AdamW, not SGD; use DistributedEFSGD for SGD: 1 bit per "
+            "parameter from the first step on, with its lr and schedule.",
+        ),
+        (
+            lambda: torch.optim.Adagrad([one_parameter()]),
+            "DistributedOneBitAdam wraps torch.optim.Adam or AdamW, not Adagrad; "
             "use DistributedOptimizer for other optimizers.",
         ),
         (
@@ -498,7 +507,8 @@ def test_different_models_on_two_ranks_are_an_error_that_names_the_tensor() -> N
         with pytest.raises(MismatchError) as raised:
             DistributedOneBitAdam(torch.optim.Adam([weight]), [("fc.weight", weight)])
         assert str(raised.value) == (
-            "OneBitAdam.noname.1: the ranks do not wrap the same optimizer: rank(s) [0] registered tensor 'fc.weight' "
+            "DistributedOneBitAdam: the ranks do not wrap the same optimizer: rank(s) [0] registered tensor "
+            "'fc.weight' "
             "(3, 4) float32 order torch; rank(s) [1] registered tensor 'fc.weight' (4, 3) float32 order torch."
         )
 
@@ -511,7 +521,7 @@ def test_different_options_on_two_ranks_are_an_error_that_names_the_option() -> 
         with pytest.raises(MismatchError) as raised:
             DistributedOneBitAdam(torch.optim.Adam([weight]), freeze_step=10 + rank_of(session))
         assert str(raised.value) == (
-            "OneBitAdam.noname.1: the ranks do not wrap the same optimizer: rank(s) [0] registered freeze_step=10; "
+            "DistributedOneBitAdam: the ranks do not wrap the same optimizer: rank(s) [0] registered freeze_step=10; "
             "rank(s) [1] registered freeze_step=11."
         )
 
@@ -531,7 +541,7 @@ def test_a_learning_rate_that_differs_between_ranks_is_an_error_on_all() -> None
     assert (
         run_ranks(2, body)
         == [
-            "OneBitAdam.noname.1: lr, betas, eps or weight decay differ between ranks in step 6: "
+            "DistributedOneBitAdam: lr, betas, eps or weight decay differ between ranks in step 6: "
             "rank(s) [0] (lr 0.01); "
             "rank(s) [1] (lr 0.02). Give all ranks the same optimizer settings and the same schedule."
         ]
@@ -554,7 +564,7 @@ def test_a_rank_one_step_ahead_is_caught() -> None:
     assert (
         run_ranks(2, body)
         == [
-            "OneBitAdam.noname.1: the ranks are not at the same step: rank(s) [0] are at step 6; "
+            "DistributedOneBitAdam: the ranks are not at the same step: rank(s) [0] are at step 6; "
             "rank(s) [1] are at step 7. "
             "Call step() equally often everywhere."
         ]
@@ -585,8 +595,31 @@ def test_a_rank_that_ends_a_step_early_is_named_by_the_others_within_seconds() -
             train(rank, 6, freeze_step=3)
         return str(raised.value)
 
+    said = run_ranks(2, body)[0]
+    assert said.startswith(
+        "DistributedOneBitAdam: step 6 cannot end: rank 1 has shut down. All ranks must take equally "
+    )
+
+
+def test_a_rank_that_joins_while_others_step_is_told_how_to_stop_together() -> None:
+    def body(session: Session) -> str:
+        rank = rank_of(session)
+        if rank == 1:
+            train(rank, 2, freeze_step=1)
+            with pytest.raises(PeerError):
+                join()
+            return ""
+        with pytest.raises(PeerError) as raised:
+            train(rank, 3, freeze_step=1)
+        session.shutdown(failed=True, why="raised PeerError")
+        return str(raised.value)
+
     assert run_ranks(2, body)[0] == (
-        "OneBitAdam.noname.1: step 6 cannot end: rank 1 has shut down. All ranks must take equally many steps."
+        "DistributedOneBitAdam: step 3 cannot end: rank 1 has joined. All ranks must take equally many steps; join() "
+        "does not step a 1-bit optimizer for a rank that has no more batches. Stop all ranks after the smallest "
+        "number, "
+        "int(allreduce(torch.tensor(len(loader)), op=Min)), or use DistributedSampler, which gives all ranks equally "
+        "many samples."
     )
 
 

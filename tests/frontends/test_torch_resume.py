@@ -223,7 +223,7 @@ def test_without_rank_states_the_first_step_warns_that_errors_start_at_zero(capl
         (first, warned), (second, _) = run_ranks(2, body)
     assert first == second
     assert [message for message in warned if "load_rank_state_dict" in message] == [
-        "OneBitAdam.noname.1: load_rank_state_dict was not called after load_state_dict: errors start at zero on all "
+        "DistributedOneBitAdam: load_rank_state_dict was not called after load_state_dict: errors start at zero on all "
         "ranks."
     ]
 
@@ -243,7 +243,7 @@ def test_parameters_that_differ_before_the_first_step_are_an_error_that_names_th
     first, second = run_ranks(2, body)
     assert first == second
     assert first.startswith(
-        "OneBitAdam.noname.1: the replicas are not alike before their first step: rank(s) [0] hold 'layer.2' with "
+        "DistributedOneBitAdam: the replicas are not alike before their first step: rank(s) [0] hold 'layer.2' with "
         "checksum "
     )
     assert first.endswith(
@@ -284,7 +284,8 @@ def test_a_state_that_only_one_rank_loads_is_caught_in_the_first_step() -> None:
         return str(raised.value)
 
     assert run_ranks(2, body) == 2 * [
-        "OneBitAdam.noname.1: the replicas are not alike before their first step: rank(s) [0] hold a state of step 8; "
+        "DistributedOneBitAdam: the replicas are not alike before their first step: rank(s) [0] hold a state of step "
+        "8; "
         "rank(s) [1] hold a state of step 0. Load the same checkpoint on all ranks, or call broadcast_parameters and "
         "broadcast_optimizer_state."
     ]

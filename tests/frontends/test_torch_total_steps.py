@@ -12,6 +12,7 @@ import torch
 from ocomm.api import rank
 from ocomm.errors import SettingsError
 from ocomm.session import Session
+from ocomm.telemetry.log import NOTICE
 from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.zero_one import DistributedZeroOneAdam
@@ -52,8 +53,36 @@ def test_a_run_that_never_compressed_ends_with_a_warning(
 ) -> None:
     run_ranks(2, lambda session: train(7, **options))
     (said,) = warnings_of(caplog.records)
-    assert said.startswith("OneBitAdam.noname.1: all 7 steps were dense, so nothing was compressed: freeze_step")
+    assert said.startswith("DistributedOneBitAdam: all 7 steps were dense, so nothing was compressed: freeze_step")
     assert "Pass total_steps=7, with which the warm-up takes a fifth of the run at most" in said
+
+
+def test_a_run_is_told_in_three_lines(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(NOTICE, "ocomm"):
+        run_ranks(2, lambda session: train(30, total_steps=30), hosts=["a", "b"])
+    begin, freeze, end = [record.getMessage() for record in caplog.records if record.levelno == NOTICE]
+    assert begin == (
+        "2 ranks on 2 hosts, no MPI, parameters in host memory. DistributedOneBitAdam, 40 parameters: a step sends 160 "
+        "bytes per rank in the warm-up, about 9 bytes once the variance is frozen, after step 6 at the latest (a fifth "
+        "of total_steps)."
+    )
+    assert freeze.startswith("DistributedOneBitAdam: the warm-up is over. From step 7 on this rank sends ")
+    assert end.startswith("DistributedOneBitAdam: 30 steps (6 dense, 24 compressed). This rank sent ")
+
+
+@pytest.mark.parametrize(
+    ("options", "when"),
+    [
+        ({"freeze_step": 5}, "after step 5 (freeze_step)."),
+        ({}, "after 2000 steps at the earliest (freeze_step='auto'; total_steps= sets a limit)."),
+    ],
+)
+def test_the_end_of_the_warm_up_is_told_at_the_start(
+    options: dict[str, Any], when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(NOTICE, "ocomm"):
+        run_ranks(2, lambda session: train(0, **options))
+    assert [record.getMessage().endswith(when) for record in caplog.records] == [True]
 
 
 def test_one_rank_alone_has_nothing_to_compress(caplog: pytest.LogCaptureFixture) -> None:

@@ -184,7 +184,7 @@ def test_parameters_cannot_be_added_or_taken_away_and_the_error_says_what_to_do(
         with pytest.raises(InvalidRequestError) as raised:
             one_step(parameters, optimizer, 2, rank)
         assert str(raised.value) == (
-            "the param groups of OneBitAdam.noname.1 have 5 parameters, not the 4 that were wrapped. " + advice
+            "the param groups of DistributedOneBitAdam have 5 parameters, not the 4 that were wrapped. " + advice
         )
         assert state_digest(parameters, optimizer) == before
         del inner.param_groups[1], inner.param_groups[0]["params"][3]
@@ -499,7 +499,7 @@ def test_a_step_that_was_interrupted_is_the_last(when: str) -> None:
             with pytest.raises(HorovodInternalError) as error:
                 use()
             assert str(error.value) == (
-                "OneBitAdam.noname.1: a step was interrupted by KeyboardInterrupt, so this rank may have missed what "
+                "DistributedOneBitAdam: a step was interrupted by KeyboardInterrupt, so this rank may have missed what "
                 "the others have done. Wrap the optimizer anew, and load a state on all ranks."
             )
 
@@ -557,8 +557,9 @@ def test_a_state_that_one_rank_alone_loads_is_told_at_the_next_step() -> None:
 
     said = run_ranks(2, body, Settings(stall_raise=True, stall_check_s=600.0))
     assert said[0] == (
-        "tensor 'OneBitAdam.noname.1: first step, or first after load_state_dict()': rank 0 submitted it N s ago, rank "
-        "1 did not. rank 1 is at test_torch_unusual_use.py:N in one_step, in OneBitAdam.noname.1: step 5. If a "
+        "tensor 'DistributedOneBitAdam: first step, or first after load_state_dict()': rank 0 submitted it N s ago, "
+        "rank "
+        "1 did not. rank 1 is at test_torch_unusual_use.py:N in one_step, in DistributedOneBitAdam: step 5. If a "
         "rank has loaded a state that others have not: load it on all ranks, or broadcast it."
     )
 
@@ -586,11 +587,12 @@ def test_two_optimizers_that_are_stepped_in_another_order_on_each_rank_are_an_er
         return re.sub(r":\d+ in", ":N in", str(error.value))
 
     said = run_ranks(2, body, Settings(deadlock_s=0.3, stall_check_s=600.0))
+    names = ["DistributedOneBitAdam", "DistributedOneBitAdam#2"]
     for rank, text in enumerate(said):
         assert text == (
-            f"OneBitAdam.noname.{rank + 1}: step 3: rank(s) [{1 - rank}] will not come to it: rank {1 - rank} is at "
-            f"test_torch_unusual_use.py:N in one_step, in OneBitAdam.noname.{2 - rank}: step 3. Step the optimizers in "
-            "one order on all ranks. No rank can move, so ocomm gave up after 0.3 s (OCOMM_DEADLOCK_SECONDS): all "
+            f"{names[rank]}: step 3: rank(s) [{1 - rank}] will not come to it: rank {1 - rank} is at "
+            f"test_torch_unusual_use.py:N in one_step, in {names[1 - rank]}: step 3. Step the optimizers in one "
+            "order on all ranks. No rank can move, so ocomm gave up after 0.3 s (OCOMM_DEADLOCK_SECONDS): all "
             "ranks must make the same calls, and take the same steps, in the same order."
         )
 

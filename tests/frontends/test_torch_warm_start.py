@@ -241,7 +241,7 @@ def test_warm_starts_that_differ_between_ranks_are_an_error_that_names_the_optio
     first, second = run_ranks(2, body)
     assert first == second
     assert first.startswith(
-        "OneBitAdam.noname.1: the ranks do not wrap the same optimizer: rank(s) [0] registered warm_start='"
+        "DistributedOneBitAdam: the ranks do not wrap the same optimizer: rank(s) [0] registered warm_start='"
     )
 
 

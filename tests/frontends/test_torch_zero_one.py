@@ -510,7 +510,7 @@ def test_another_optimizer_is_refused_by_name() -> None:
             DistributedZeroOneAdam(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
         assert str(raised.value) == (
             "DistributedZeroOneAdam wraps torch.optim.Adam or AdamW, not SGD; "
-            "use DistributedOptimizer for other optimizers."
+            "use DistributedEFSGD for SGD: 1 bit per parameter from the first step on, with its lr and schedule."
         )
 
     run_ranks(1, body)
@@ -522,7 +522,8 @@ def test_different_schedules_on_two_ranks_are_an_error_that_names_the_option() -
         with pytest.raises(MismatchError) as raised:
             DistributedZeroOneAdam(torch.optim.Adam([weight]), local_step_clip=4 + rank_of(session))
         assert str(raised.value) == (
-            "ZeroOneAdam.noname.1: the ranks do not wrap the same optimizer: rank(s) [0] registered local_step_clip=4; "
+            "DistributedZeroOneAdam: the ranks do not wrap the same optimizer: rank(s) [0] registered "
+            "local_step_clip=4; "
             "rank(s) [1] registered local_step_clip=5."
         )
 

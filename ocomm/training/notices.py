@@ -1,0 +1,144 @@
+"""What rank 0 says of a run, at level notice: a line at its start, one when compression begins, and one at its end.
+
+Texts are pure functions of numbers. ``Notices`` follows one optimizer and decides what is said.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ocomm.optim.traffic import Traffic
+from ocomm.session import Session
+from ocomm.telemetry.log import NOTICE
+
+_log = logging.getLogger("ocomm")
+#: How many optimizers of a session speak: a search over hyperparameters makes many.
+_SPEAKERS = 3
+#: Steps of each kind, and seconds lost, from which on it is no chance that compressed steps wait longer.
+_MEASURED_STEPS, _LOST_S = 20, 1.0
+
+
+def amount(nbytes: float) -> str:
+    """Returns a number of bytes as people say it, such as "13.8 MB"."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}" if nbytes < 999.5 * size else f"{nbytes / size:.0f} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
+def count(number: int) -> str:
+    """Returns a number of parameters as people say it, such as "13.8 million"."""
+    return f"{number / 1e6:.3g} million" if number >= 1e6 else str(number)
+
+
+def place(hosts: Sequence[str], network: str, is_on_devices: bool) -> str:
+    """Returns where the ranks are, and what connects them.
+
+    Args:
+        hosts: The host of each rank.
+        network: What connects the ranks, in words.
+        is_on_devices: Whether the parameters of some rank are on a GPU.
+    """
+    number = len(set(hosts))
+    where = "1 host" if number == 1 else f"{number} hosts"
+    return f"{len(hosts)} ranks on {where}, {network}, parameters {'on GPUs' if is_on_devices else 'in host memory'}"
+
+
+def totals(traffic: Traffic) -> str:
+    """Returns the steps of a run by kind, its bytes, and how long it has waited."""
+    kinds = {
+        "dense": traffic.dense_steps,
+        "compressed": traffic.compressed_steps,
+        "local": traffic.local_steps,
+        "skipped": traffic.skipped_steps,
+        "exchanged twice": traffic.redone_steps,
+    }
+    steps = ", ".join(f"{number} {kind}" for kind, number in kinds.items() if number)
+    ratio = traffic.bytes_dense / traffic.bytes_sent if traffic.bytes_sent else 1.0
+    text = f"{traffic.steps} steps ({steps}). This rank sent {amount(traffic.bytes_sent)}"
+    text += f" instead of {amount(traffic.bytes_dense)}, {ratio:.3g} times fewer" if ratio >= 1.05 else ""
+    text += f". step() waited {traffic.exposed_s:.1f} s for exchanges"
+    dense, compressed = traffic.waited_dense, traffic.waited_compressed
+    if dense.mean_ms is not None and compressed.mean_ms is not None:
+        text += f": {dense.mean_ms:.3g} ms in a dense step, {compressed.mean_ms:.3g} ms in a compressed one"
+        saved = (dense.mean_ms - compressed.mean_ms) / 1e3 * compressed.steps
+        text += f", which saved {saved:.1f} s" if saved >= 0.1 else ""
+    return text + "."
+
+
+def loss(traffic: Traffic) -> str:
+    """Returns a warning if compressed steps have waited longer than dense ones of the same run; "" if not."""
+    dense, compressed = traffic.waited_dense, traffic.waited_compressed
+    if min(dense.steps, compressed.steps) < _MEASURED_STEPS:
+        return ""
+    assert dense.mean_ms is not None and compressed.mean_ms is not None
+    lost = (compressed.mean_ms - dense.mean_ms) / 1e3 * compressed.steps
+    if lost < _LOST_S:
+        return ""
+    return (
+        f"1 bit did not pay: compressed steps waited {compressed.mean_ms:.3g} ms for their exchange, and dense ones "
+        f"{dense.mean_ms:.3g} ms, which cost {lost:.1f} s. Set OCOMM_KERNEL_THREADS to the number of cores that each "
+        "rank can spare, or use DistributedOptimizer on this network."
+    )
+
+
+@dataclass(eq=False)
+class Notices:
+    """What is said of one optimizer. The session keeps it, also when the optimizer is gone, to speak at the end.
+
+    Args:
+        name: The optimizer's name in messages.
+        traffic: Its counters, which others write.
+        why_dense: ``why_dense(steps)`` returns why none of so many steps was compressed, and what to change; None for
+            an optimizer without a warm-up.
+        speaks: Whether the lines at the start and when compression begins are said.
+    """
+
+    name: str
+    traffic: Traffic
+    why_dense: Callable[[int], str] | None
+    speaks: bool = True
+    #: Number of steps taken, with those before a saved state was loaded.
+    steps: int = 0
+    _is_compressed: bool = False
+
+    def begin(self, where: str, numel: int, plan: str) -> None:
+        """Says what is about to be trained, where, and what a step sends."""
+        if self.speaks:
+            _log.log(NOTICE, "%s. %s, %s parameters: %s", where, self.name, count(numel), plan)
+
+    def taken(self, steps: int, dense_nbytes: float) -> None:
+        """Takes note of a step. ``dense_nbytes`` is what this rank sends in a dense one."""
+        self.steps = steps
+        traffic = self.traffic
+        if self._is_compressed or not traffic.compressed_steps:
+            return
+        self._is_compressed = True
+        if self.speaks and traffic.dense_steps and self.why_dense is not None:
+            _log.log(
+                NOTICE,
+                "%s: the warm-up is over. From step %d on this rank sends %s per step instead of %s.",
+                self.name,
+                steps,
+                amount(traffic.last_bytes_sent),
+                amount(dense_nbytes),
+            )
+
+    def at_end(self) -> None:
+        """Says what the run has sent and waited for; warns if nothing was compressed, or if that did not pay."""
+        if not self.traffic.steps:
+            return
+        _log.log(NOTICE, "%s: %s", self.name, totals(self.traffic))
+        if self.why_dense is not None and not self._is_compressed and self.steps:
+            _log.warning("%s: %s", self.name, self.why_dense(self.steps))
+        elif text := loss(self.traffic):
+            _log.warning("%s: %s", self.name, text)
+
+
+def follow(session: Session, name: str, traffic: Traffic, why_dense: Callable[[int], str] | None) -> Notices:
+    """Returns the notices of a new optimizer, which ``session`` calls when it ends."""
+    notices = Notices(name, traffic, why_dense, speaks=len(session.at_end) < _SPEAKERS)
+    session.at_end.append(notices)
+    return notices

@@ -1,0 +1,100 @@
+"""The entries of ``compression_report()``: each is declared here once, and shown in docstrings and in the docs.
+
+``tests/architecture/test_report.py`` compares the declaration with what the optimizers return, and with the docs.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Entries of all optimizers, in their order, and what they mean.
+COMMON: dict[str, str] = {
+    "stage": 'what the next step sends, in a word: "dense" or "compressed"; of 1-bit Adam and LAMB "warm-up", "mixed" '
+    '(some tensors are in a warm-up of their own) or "compressed"; of 0/1 Adam "warm-up" (before the first step), '
+    '"refreshing" (the variance still changes) or "frozen"',
+    "form": '"flat", or "hierarchical" where the ranks of a host sum up before they compress',
+    "inside": 'what carries dense values inside a host in the hierarchical form, "MPI" or "NCCL"; None in the flat '
+    "form",
+    "step": "number of steps taken, with those of a loaded state, without skipped ones",
+    "dense_steps": "number of steps in which every tensor that was sent was sent dense",
+    "compressed_steps": "number of steps in which some tensor was sent compressed",
+    "skipped_steps": "number of steps that no rank took: a loss scale overflowed, or a gradient was not finite",
+    "redone_steps": "number of steps that were exchanged twice, because a gradient changed after backward",
+    "overlap": "True while exchanges may begin during backward; False after a gradient has changed after backward",
+    "bytes_sent": "bytes that this rank has sent to other nodes; in the flat form every rank is a node",
+    "bytes_sent_inside": "bytes that this rank has sent to ranks of its own node; 0 in the flat form",
+    "bytes_sent_masks": "the part of bytes_sent by which ranks looked for masked elements that have a gradient now, by "
+    "formula",
+    "bytes_dense": "bytes that dense averages would have sent from this rank to other nodes in as many steps",
+    "ratio": "bytes_dense / bytes_sent, of the whole run; None for a rank that sends nothing to other nodes, as on a "
+    "node "
+    "with more ranks than the smallest one has",
+    "last_bytes_sent": "bytes that this rank has sent to other nodes in the last step",
+    "last_ratio": "bytes of a dense step / last_bytes_sent; None if that is 0",
+    "exposed_ms": "mean time per step, in ms, that step() waited for the exchange",
+    "exposed_dense_ms": "the same for dense steps alone, without a first step in which nothing overlaps yet; None if "
+    "there "
+    "was none",
+    "exposed_compressed_ms": "the same for compressed steps alone",
+    "grad_norm": "the norm by which the last step was clipped: the root of the mean of the squares of the ranks' "
+    "norms; "
+    "None without clipping",
+    "memory_bytes": "bytes held, by buffer (docs/memory.md)",
+    "resumed": "None, or what was loaded: the step, the number of ranks that saved it, and whether rank states were "
+    "loaded, re-sharded or reset, and why",
+}
+
+_MASKED = {
+    "masked_elements": "number of elements without a variance, which count in no scale",
+    "woken_elements": "number of elements that were masked and have had a gradient since",
+}
+_WARM = {"warm_start": "None, or what was loaded of an Adam's checkpoint"}
+_FREEZE = {"freeze_step": "the last dense step; None until it is known"}
+
+#: Further entries, by the optimizer's kind.
+OF_KIND: dict[str, dict[str, str]] = {
+    "OneBitAdam": {**_MASKED, **_WARM, **_FREEZE},
+    "OneBitLamb": {
+        **_MASKED,
+        **_WARM,
+        **_FREEZE,
+        "trust_ratios": "by tensor: the factor by which the last step multiplied lr",
+        "factors": "by tensor: the part of the trust ratio that follows the variance since the freeze",
+    },
+    "ZeroOneAdam": {
+        **_MASKED,
+        **_WARM,
+        "interval": "number of steps from one sync to the next, at this moment",
+        "synced": "True if all ranks have the same parameters now",
+        "syncs": "number of steps that were syncs",
+        "local_steps": "number of steps without an exchange",
+        "refreshes": "number of refreshes of the variance",
+    },
+}
+
+
+def entries_of(kind: str) -> dict[str, str]:
+    """Returns the entries of an optimizer's report, with their meanings, without an order."""
+    return {**COMMON, **OF_KIND.get(kind, {})}
+
+
+def documented(function: F) -> F:
+    """Replaces ``{entries}`` in a docstring by a list of all entries."""
+    if function.__doc__ is not None:  # python -OO
+        lines = [
+            textwrap.fill(f"- ``{name}``: {text}.", 116, initial_indent=12 * " ", subsequent_indent=14 * " ")
+            for name, text in COMMON.items()
+        ]
+        for kind, entries in OF_KIND.items():
+            lines += [
+                textwrap.fill(
+                    f"- ``{name}`` ({kind}): {text}.", 116, initial_indent=12 * " ", subsequent_indent=14 * " "
+                )
+                for name, text in entries.items()
+            ]
+        function.__doc__ = function.__doc__.replace("            {entries}", "\n".join(lines))
+    return function

@@ -1,0 +1,43 @@
+"""The entries of ``compression_report()`` are declared once; optimizers return them, and docstrings and docs show "
+"them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ocomm.session import Session
+from ocomm.training.report import COMMON, OF_KIND, entries_of
+from tests.architecture.test_options import CORES
+from tests.worlds import run_ranks
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "is-it-working.md"
+
+
+@pytest.mark.parametrize("kind", CORES)
+def test_an_optimizer_reports_what_is_declared(kind: str) -> None:
+    hvd = pytest.importorskip("ocomm_torch", exc_type=ImportError)
+    torch = pytest.importorskip("torch")
+
+    def body(session: Session) -> set[str]:
+        weights = [torch.nn.Parameter(torch.ones(4))]
+        plain = torch.optim.Adam if "Adam" in kind or "Lamb" in kind else torch.optim.SGD
+        optimizer = getattr(hvd, f"Distributed{kind}")(plain(weights, lr=0.1))
+        return set(optimizer.compression_report())
+
+    assert run_ranks(1, body) == [set(entries_of(kind))]
+
+
+def test_docstrings_have_all_entries() -> None:
+    hvd = pytest.importorskip("ocomm_torch", exc_type=ImportError)
+    doc = hvd.OneBitAdam.compression_report.__doc__
+    named = set(re.findall(r"^ +- ``(\w+)``", doc, re.MULTILINE))
+    assert named == set(COMMON).union(*OF_KIND.values()) and "{entries}" not in doc
+    assert max(map(len, doc.splitlines())) <= 116
+
+
+def test_the_page_has_a_row_for_each_entry_with_its_text() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (?:.*? \| )?([^|]+) \|$", PAGE.read_text(), re.MULTILINE))
+    assert rows == {**COMMON, **{name: text for entries in OF_KIND.values() for name, text in entries.items()}}
