@@ -18,6 +18,8 @@ class Compressor:
     #: True if a finite tensor, or a sum of such, can become infinite on the wire. It is then reduced again,
     #: uncompressed.
     may_overflow = False
+    #: True if tensors are sent as they are.
+    changes_nothing = False
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
@@ -32,6 +34,8 @@ class Compressor:
 
 class NoneCompressor(Compressor):
     """Sends tensors as they are."""
+
+    changes_nothing = True
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from ocomm.api import Average
 from ocomm.optim import birder, soft_sign
 from ocomm.optim.birder import BirderOptions
 from ocomm.optim.soft_sign import SoftSignSGDOptions
@@ -50,6 +51,9 @@ class SoftSignSGD(RateOptimizer):
         clip: Literal["exact", "previous"] = "exact",
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
+        op: int = Average,
+        compression: type[Any] | None = None,
+        gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
     ) -> None:
         common = replace(Common.of(locals()), hierarchical=False)
@@ -96,6 +100,9 @@ class Birder(RateOptimizer):
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
         hierarchical: bool | Literal["auto"] = "auto",
+        op: int = Average,
+        compression: type[Any] | None = None,
+        gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
     ) -> None:
         chosen = BirderOptions.of(locals()), Common.of(locals())

@@ -552,6 +552,24 @@ class CompressedOptimizer(CollectiveStep):
         self._inner._opt_called = True  # for a scheduler that was made with the wrapped optimizer
         return loss
 
+    # Horovod's calls that this optimizer cannot have
+
+    def synchronize(self) -> None:
+        """Raises InvalidRequestError: there are no averaged gradients between backward and ``step()``."""
+        raise self._without_averages("synchronize()")
+
+    def skip_synchronize(self) -> Any:
+        """Raises InvalidRequestError: ``step()`` is the exchange, which cannot be left out."""
+        raise self._without_averages("skip_synchronize()")
+
+    def _without_averages(self, call: str) -> InvalidRequestError:
+        kind = type(self).__name__
+        return InvalidRequestError(
+            f"{call}: Distributed{kind} exchanges compressed values in step(), so there are no averaged gradients to "
+            f"wait for. For clipping write Distributed{kind}(..., max_grad_norm=LIMIT) instead of synchronize() and "
+            "clip_grad_norm_(); for a GradScaler write scaler.step(optimizer) alone."
+        )
+
     def _follow(self) -> None:
         """Copies to masters what was written to their parameters."""
         if self._masters.follow() and self._stepper.begun and self._stepper.buckets.posted_tensors:

@@ -20,6 +20,8 @@ class Compressor:
     #: True if a finite tensor, or a sum of such, can become infinite on the wire. It is then reduced again,
     #: uncompressed.
     may_overflow = False
+    #: True if tensors are sent as they are.
+    changes_nothing = False
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -34,6 +36,8 @@ class Compressor:
 
 class NoneCompressor(Compressor):
     """Sends tensors as they are."""
+
+    changes_nothing = True
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:

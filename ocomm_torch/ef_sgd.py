@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from ocomm.api import Average
 from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.optim import ef_sgd as optim
 from ocomm.optim.core import Group
@@ -56,6 +57,9 @@ class EFSGD(CompressedOptimizer):
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
         hierarchical: bool | Literal["auto"] = "auto",
+        op: int = Average,
+        compression: type[Any] | None = None,
+        gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
     ) -> None:
         chosen = EFSGDOptions.of(locals()), Common.of(locals())

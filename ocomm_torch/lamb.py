@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from ocomm.api import Average
 from ocomm.kernels.base import Floats
 from ocomm.optim import lamb as optim
 from ocomm.optim.core import Group
@@ -73,6 +74,9 @@ class OneBitLamb(AdamWrapper):
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
         hierarchical: bool | Literal["auto"] = "auto",
+        op: int = Average,
+        compression: type[Any] | None = None,
+        gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
     ) -> None:
         chosen = LambOptions.of(locals()), Common.of(locals())

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from ocomm.api import Average
 from ocomm.optim import lion as optim
 from ocomm.optim.lion import LionOptions
 from ocomm.training.driver import Common
@@ -52,6 +53,9 @@ class Lion(RateOptimizer):
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
         hierarchical: bool | Literal["auto"] = "auto",
+        op: int = Average,
+        compression: type[Any] | None = None,
+        gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
     ) -> None:
         chosen = LionOptions.of(locals()), Common.of(locals())

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from ocomm.api import Average
 from ocomm.kernels.base import Floats
 from ocomm.optim import onebit_adam as optim
 from ocomm.optim.adam import DenseAdam
@@ -64,6 +65,9 @@ class OneBitAdam(AdamWrapper):
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
         hierarchical: bool | Literal["auto"] = "auto",
+        op: int = Average,
+        compression: type[Any] | None = None,
+        gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
     ) -> None:
         chosen = OneBitAdamOptions.of(locals()), Common.of(locals())

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from ocomm.api import Average
 from ocomm.optim import zero_one_adam as optim
 from ocomm.optim.zero_one_adam import ZeroOneAdamOptions
 from ocomm.training.driver import Common
@@ -69,6 +70,9 @@ class ZeroOneAdam(AdamWrapper):
         verify: Literal["sampled", "full", "version"] = "sampled",
         backward_passes_per_step: int = 1,
         hierarchical: bool | Literal["auto"] = "auto",
+        op: int = Average,
+        compression: type[Any] | None = None,
+        gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
     ) -> None:
         chosen = ZeroOneAdamOptions.of(locals()), Common.of(locals())

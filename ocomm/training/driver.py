@@ -103,6 +103,18 @@ class Common(Options):
         """True: the ranks of a host sum their gradients, and each compresses a slice of the sum for the other hosts.
         ``"auto"``: the same if there are several hosts, all with several ranks.""",
     )
+    op: int = option(
+        ReduceOp.AVERAGE, "Horovod's argument. ``Average`` is what the optimizer does; others are refused.", agree=False
+    )
+    compression: type[Any] | None = option(  # noqa: RUF009, a class cannot be changed
+        None,
+        """Horovod's argument. None and ``Compression.none`` mean that the optimizer compresses by itself, as always;
+        others are refused.""",
+        agree=False,
+    )
+    gradient_predivide_factor: float = option(
+        1.0, "Horovod's argument. It does not change an average, and has no effect here.", agree=False
+    )
 
     def __post_init__(self) -> None:
         size, passes, norm = self.block_size, self.backward_passes_per_step, self.max_grad_norm
@@ -114,6 +126,18 @@ class Common(Options):
             raise InvalidRequestError(f"clip must be 'exact' or 'previous', got {self.clip!r}")
         if norm is not None and not (isinstance(norm, (int, float, np.number)) and norm > 0):
             raise InvalidRequestError(f"max_grad_norm must be > 0 or None, got {norm!r}")
+        if self.op != ReduceOp.AVERAGE:
+            name = ReduceOp(self.op).label if isinstance(self.op, int) and self.op in set(ReduceOp) else repr(self.op)
+            remedy = "Multiply the learning rate of SGD by size() for the effect of a sum; Adam's needs no change."
+            if self.op == ReduceOp.ADASUM:
+                remedy = "Write DistributedOptimizer(optimizer, op=Adasum) where you want Adasum."
+            raise InvalidRequestError(f"op={name}: a 1-bit optimizer averages gradients, so leave op= out. {remedy}")
+        if self.compression is not None and not getattr(self.compression, "changes_nothing", False):
+            name = getattr(self.compression, "__name__", repr(self.compression))
+            raise InvalidRequestError(
+                f"compression={name}: a 1-bit optimizer compresses by itself, to less than that, so leave compression= "
+                "out. DistributedOptimizer takes it."
+            )
         if self.verify not in ("sampled", "full", "version"):
             raise InvalidRequestError(f"verify must be 'sampled', 'full' or 'version', got {self.verify!r}")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from ocomm.api import Average
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.birder import Birder, BirderOptions
 from ocomm.optim.soft_sign import SoftSignSGD, SoftSignSGDOptions
@@ -37,6 +38,9 @@ def DistributedBirder(
     verify: Literal["sampled", "full", "version"] = "sampled",
     backward_passes_per_step: int = 1,
     hierarchical: bool | Literal["auto"] = "auto",
+    op: int = Average,
+    compression: type[Any] | None = None,
+    gradient_predivide_factor: float = 1.0,
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
@@ -74,6 +78,9 @@ def DistributedSoftSignSGD(
     clip: Literal["exact", "previous"] = "exact",
     verify: Literal["sampled", "full", "version"] = "sampled",
     backward_passes_per_step: int = 1,
+    op: int = Average,
+    compression: type[Any] | None = None,
+    gradient_predivide_factor: float = 1.0,
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:

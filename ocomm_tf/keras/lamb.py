@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import keras
 
+from ocomm.api import Average
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.lamb import Lamb, LambOptions
@@ -45,6 +46,9 @@ def DistributedOneBitLamb(
     verify: Literal["sampled", "full", "version"] = "sampled",
     backward_passes_per_step: int = 1,
     hierarchical: bool | Literal["auto"] = "auto",
+    op: int = Average,
+    compression: type[Any] | None = None,
+    gradient_predivide_factor: float = 1.0,
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:

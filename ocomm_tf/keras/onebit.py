@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ocomm.api import Average
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.onebit_adam import OneBitAdam, OneBitAdamOptions
 from ocomm.training.driver import Common
@@ -35,6 +36,9 @@ def DistributedOneBitAdam(
     verify: Literal["sampled", "full", "version"] = "sampled",
     backward_passes_per_step: int = 1,
     hierarchical: bool | Literal["auto"] = "auto",
+    op: int = Average,
+    compression: type[Any] | None = None,
+    gradient_predivide_factor: float = 1.0,
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:

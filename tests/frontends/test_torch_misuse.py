@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ocomm.api import Adasum, Average, Sum
 from ocomm.errors import InvalidRequestError
 from ocomm_torch.birder import DistributedBirder
+from ocomm_torch.compression import Compression
 from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
@@ -371,3 +374,67 @@ def test_a_1_bit_optimizer_takes_gradients_of_reentrant_checkpointing_with_share
     for one, other in zip(trained(True), trained(False), strict=True):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b, rtol=0.0, atol=1e-5)
+
+
+# What scripts of Horovod's have around the optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_horovods_arguments_that_change_nothing_are_accepted(kind: Any) -> None:
+    def body(rank: int) -> bool:
+        found = []
+        for options in ({}, {"op": Average, "compression": Compression.none, "gradient_predivide_factor": 2.0}):
+            parameters = make_parameters()
+            optimizer = kind.wrap(parameters, **options)
+            for step in range(1, 7):
+                one_step(parameters, optimizer, step, rank)
+            found.append([p.detach().clone() for p in parameters])
+        return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+    assert run(body)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"op": Sum},
+            "op=Sum: a 1-bit optimizer averages gradients, so leave op= out. Multiply the learning rate of SGD by "
+            "size() "
+            "for the effect of a sum; Adam's needs no change.",
+        ),
+        (
+            {"op": Adasum},
+            "op=Adasum: a 1-bit optimizer averages gradients, so leave op= out. Write DistributedOptimizer(optimizer, "
+            "op=Adasum) where you want Adasum.",
+        ),
+        (
+            {"compression": Compression.fp16},
+            "compression=FP16Compressor: a 1-bit optimizer compresses by itself, to less than that, so leave "
+            "compression= out. DistributedOptimizer takes it.",
+        ),
+    ],
+)
+def test_horovods_arguments_that_cannot_be_met_are_refused_with_what_to_write(
+    options: dict[str, Any], message: str
+) -> None:
+    for kind in KINDS.values():
+        with pytest.raises(InvalidRequestError, match=f"^{re.escape(message)}$"):
+            kind.wrap(make_parameters(), **options)
+
+
+@pytest.mark.parametrize("call", ["synchronize", "skip_synchronize"])
+def test_horovods_calls_around_clipping_are_refused_with_what_to_write(call: str) -> None:
+    def body(rank: int) -> str:
+        parameters = make_parameters()
+        optimizer = KINDS["1-bit Adam, dense"].wrap(parameters)
+        with pytest.raises(InvalidRequestError) as raised:
+            getattr(optimizer, call)()
+        one_step(parameters, optimizer, 1, rank)
+        return str(raised.value)
+
+    assert run(body) == (
+        f"{call}(): DistributedOneBitAdam exchanges compressed values in step(), so there are no averaged gradients to "
+        "wait for. For clipping write DistributedOneBitAdam(..., max_grad_norm=LIMIT) instead of synchronize() and "
+        "clip_grad_norm_(); for a GradScaler write scaler.step(optimizer) alone."
+    )
