@@ -176,6 +176,11 @@ def check_wrappable(optimizer: Any) -> None:
             f"ocomm_tf trains on Keras' TensorFlow and Torch backends, not on '{keras.backend.backend()}'; set "
             "KERAS_BACKEND=tensorflow or torch before keras is imported."
         )
+    if type(optimizer).__module__.startswith("tf_keras."):
+        raise InvalidRequestError(
+            f"this {type(optimizer).__name__} is of Keras 2 (tf_keras, which TF_USE_LEGACY_KERAS=1 makes tf.keras). "
+            "ocomm_tf supports Keras 3 alone: unset TF_USE_LEGACY_KERAS, and take models and optimizers of keras."
+        )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise InvalidRequestError(f"expected an optimizer of Keras or of tf.compat.v1.train, got {optimizer!r}.")
     if isinstance(optimizer, Distributed) or isinstance(getattr(optimizer, "inner_optimizer", None), Distributed):

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from ocomm import session as sessions
 from ocomm.api import Average
+from ocomm.bootstrap import has_raised
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm_tf import keras_optimizer, mpi_ops
@@ -231,8 +232,10 @@ def trained_alone(things: Iterable[Any]) -> list[str]:
         if issubclass(type(thing), keras.optimizers.Optimizer) and thing.built and int(thing.iterations.numpy()):
             stepped.setdefault(id(thing), f"optimizer '{thing.name}'")
         elif issubclass(type(thing), keras.Model):
-            stepped[id(getattr(thing, "optimizer", None))] = ""
-            if getattr(thing, "train_function", None) is not None:
+            optimizer = getattr(thing, "optimizer", None)
+            stepped[id(optimizer)] = ""
+            has_stepped = optimizer is None or (optimizer.built and int(optimizer.iterations.numpy()))
+            if getattr(thing, "train_function", None) is not None and has_stepped:
                 found.add(f"model '{thing.name}'")
     return sorted(found.union(filter(None, stepped.values())))
 
@@ -240,7 +243,7 @@ def trained_alone(things: Iterable[Any]) -> list[str]:
 @atexit.register
 def _say_alone() -> None:
     topology = sessions.current().topology
-    if topology is None or topology.size == 1 or topology.rank != 0 or mpi_ops.has_reduced():
+    if topology is None or topology.size == 1 or topology.rank != 0 or mpi_ops.has_reduced() or has_raised():
         return
     names = trained_alone(gc.get_objects())  # also those of functions that have returned: models are part of cycles
     if names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,11 +19,14 @@ def load_model(
     compression: type[Compressor] = Compression.none,
     legacy_opts: bool = False,
     process_set: ProcessSet = global_process_set,
+    *,
+    wrap: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Returns the model saved at ``filepath``, with its optimizer's state, to be trained by the ranks of
     ``process_set``.
 
-    Its optimizer is dense, even if it was a 1-bit one; ``DistributedOneBitAdam`` says how to continue with 1 bit.
+    A saved model has a plain optimizer, because it loads without ocomm. So ``wrap`` says how to distribute it: without
+    it the optimizer is dense, even if it was a 1-bit one. Errors of a 1-bit optimizer start at zero.
 
     Args:
         filepath: The saved model.
@@ -31,9 +35,19 @@ def load_model(
         compression: A class of ``Compression`` for its gradients.
         legacy_opts: Accepted as in Horovod, and ignored.
         process_set: The ranks that train together.
+        wrap: Called with a new optimizer of the saved configuration, makes it distributed, as in
+            ``wrap=hvd.DistributedOneBitAdam``; ``compression`` and ``process_set`` are then its own business. None:
+            ``DistributedOptimizer``.
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known)
-    if model.optimizer is not None:
+    if model.optimizer is not None and wrap is not None:
+        saved: dict[str, Any] = {}
+        model.optimizer.save_own_variables(saved)
+        wrapped = wrap(type(model.optimizer).from_config(model.optimizer.get_config()))
+        wrapped.build(model.trainable_variables)
+        wrapped.load_own_variables(saved)
+        model.optimizer = wrapped
+    elif model.optimizer is not None:
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, process_set=process_set)
     return model

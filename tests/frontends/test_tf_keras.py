@@ -416,7 +416,14 @@ class TestCompressed:
             used.build(make_model().trainable_variables)
             wide = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, dtype="float64")])
             for wrong, text in (
-                (lambda: hvd.DistributedOneBitAdam(keras.optimizers.SGD(0.1)), "not SGD; use DistributedOptimizer"),
+                (lambda: hvd.DistributedOneBitAdam(keras.optimizers.SGD(0.1)), "not SGD; use DistributedEFSGD for SGD"),
+                (lambda: hvd.DistributedOneBitAdam(keras.optimizers.Adagrad(0.1)), "not Adagrad; use DistributedOpt"),
+                (lambda: hvd.DistributedBirder(adam(), op=hvd.Sum), "^op=Sum: a 1-bit optimizer averages gradients"),
+                (
+                    lambda: hvd.DistributedLion(adam(), compression=hvd.Compression.fp16),
+                    "^compression=FP16Compressor: ",
+                ),
+                (lambda: hvd.DistributedOptimizer(of_keras_2()), r"is of Keras 2 \(tf_keras, .* unset TF_USE_LEGACY"),
                 (lambda: hvd.DistributedZeroOneAdam(adam(amsgrad=True)), "amsgrad=True is not supported"),
                 (lambda: hvd.DistributedOneBitAdam(used), "has been used already"),
                 (lambda: hvd.DistributedBirder(hvd.DistributedBirder(adam())), "distributed already"),
@@ -427,6 +434,16 @@ class TestCompressed:
                     wrong()
 
         run_ranks(1, body)
+
+
+def of_keras_2() -> Any:
+    """An optimizer as tf_keras has them."""
+    return type("Adam", (), {"__module__": "tf_keras.src.optimizers.adam"})()
+
+
+class FailsBeforeTheFirstBatch(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        raise ZeroDivisionError
 
 
 class TestSaving:
@@ -445,15 +462,44 @@ class TestSaving:
             assert again.optimizer.ocomm_exchanges and int(again.optimizer.iterations.numpy()) == 44
 
         run_ranks(2, body)
+        self._goes_on_with_keras_alone(tmp_path / "0.keras")
+
+    def _goes_on_with_keras_alone(self, path: Path) -> None:
         script = (
             "import keras, sys; model = keras.models.load_model(sys.argv[1]); "
             "print(type(model.optimizer) is keras.optimizers.Adam, int(model.optimizer.iterations.numpy()), "
             "any(name.startswith('ocomm') for name in sys.modules))"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path / "0.keras")], capture_output=True, text=True, timeout=200
-        )
+        done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=200)
         assert done.stdout.split() == ["True", "22", "False"], done.stderr
+
+    @pytest.mark.skipif(MPI_SIZE > 0, reason="one process is enough")
+    @pytest.mark.parametrize(
+        ("make", "wrap"),
+        [
+            (adam, lambda optimizer: hvd.DistributedOneBitAdam(optimizer, freeze_step=6)),
+            (lambda: keras.optimizers.SGD(0.01, momentum=0.9), hvd.DistributedEFSGD),
+        ],
+        ids=["1-bit Adam", "EF-SGD"],
+    )
+    def test_a_saved_1_bit_run_goes_on_with_1_bit_where_load_model_is_told_to(
+        self, make: Any, wrap: Any, tmp_path: Path
+    ) -> None:
+        def body(session: Session) -> None:
+            path = tmp_path / f"{hvd.rank()}.keras"
+            model = compiled(make_model(), wrap(make()))
+            fit(model, hvd.rank(), 2, 1)
+            model.save(path)
+            again = hvd.load_model(path, wrap=wrap, compression=hvd.Compression.fp16)
+            assert again.optimizer._frontend is not None and int(again.optimizer.iterations.numpy()) == 22
+            for mine, theirs in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
+                assert np.array_equal(mine.numpy(), theirs.numpy()), mine.path
+            fit(again, hvd.rank(), 2, 1)
+            report = again.optimizer.compression_report()
+            assert (report["dense_steps"], report["compressed_steps"]) == (0, 22)
+            hvd.check_replicas(again.trainable_variables)
+
+        run_ranks(2, body)
 
 
 class TestTape:
@@ -593,6 +639,9 @@ class TestNeverAlone:
 
         def body(session: Session) -> None:
             plain, other = (compiled(make_model(), keras.optimizers.Adam(1e-3)) for _ in range(2))
+            assert trained_alone([plain, other]) == []
+            with pytest.raises(ZeroDivisionError):
+                other.fit(IMAGES[TRAIN], LABELS[TRAIN], verbose=0, callbacks=[FailsBeforeTheFirstBatch()])
             assert trained_alone([plain, other]) == []
             fit(plain, 0, 1, 1)
             assert trained_alone([other, plain, plain.optimizer]) == ["model 'digits'"]
