@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 from typing import NoReturn
 
 from ocomm.errors import LaunchError
@@ -65,7 +67,7 @@ def main(args: Sequence[str] | None = None) -> int:
             # The command line is read over it, and so has the last word.
             options = parser.parse_args(args, parser.parse_args(read_config_file(options.config_file)))
         if options.install_horovodrun:
-            print(f"ocommrun: {install_horovodrun(sys.executable)}")
+            print(f"ocommrun: {install_horovodrun(sys.executable, installed_record())}")
             return 0
         for flag in without_meaning(options):
             print(f"ocommrun: {flag} has no meaning for ocomm and is ignored", file=sys.stderr)
@@ -250,8 +252,12 @@ def with_horovod_names(command: tuple[str, ...]) -> tuple[str, ...]:
     return (*command[:flags], "-m", "ocomm.launch.as_horovod", *command[flags:])
 
 
-def install_horovodrun(python: str) -> str:
-    """Puts a ``horovodrun`` that is ocommrun beside ``python``; says what it did. LaunchError if there is another."""
+def install_horovodrun(python: str, record: Path | None = None) -> str:
+    """Puts a ``horovodrun`` that is ocommrun beside ``python``; says what it did. LaunchError if there is another.
+
+    ``record`` is pip's list of ocomm's files, relative to the folder above its own, where the new file is added, so
+    that pip uninstall removes it.
+    """
     path = os.path.join(os.path.dirname(os.path.abspath(python)), "horovodrun")
     script = f"#!{python}\nimport sys\n\nfrom ocomm.launch.cli import main\n\nsys.exit(main())\n"
     try:
@@ -269,7 +275,25 @@ def install_horovodrun(python: str) -> str:
         os.chmod(path, 0o755)
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror}.") from None
-    return f"{path} starts ocommrun"
+    try:
+        if record is None:
+            return f"{path} starts ocommrun. Remove it when you uninstall ocomm"
+        with open(record, "a", encoding="utf-8") as file:
+            file.write(f"{os.path.relpath(path, record.parent.parent)},,\n")
+    except OSError as error:
+        return (
+            f"{path} starts ocommrun. Remove it when you uninstall ocomm: {record} cannot be written, {error.strerror}"
+        )
+    return f"{path} starts ocommrun, until pip uninstalls ocomm"
+
+
+def installed_record() -> Path | None:
+    """Returns pip's list of the files of the ocomm that runs; None if pip has not installed it."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for file in metadata.distribution("ocomm").files or ():
+            if file.name == "RECORD":
+                return Path(str(file.locate()))
+    return None
 
 
 def without_meaning(options: argparse.Namespace) -> list[str]:

@@ -11,6 +11,7 @@ from ocomm.launch.as_horovod import place_of
 from ocomm.launch.check import Item, _gpu, render
 from ocomm.launch.cli import (
     install_horovodrun,
+    installed_record,
     main,
     make_parser,
     require_script,
@@ -269,10 +270,28 @@ def test_modules_of_horovod_have_their_places():
 def test_a_horovodrun_is_installed_once_and_never_over_another(tmp_path):
     python = str(tmp_path / "python")
     script = tmp_path / "horovodrun"
-    assert install_horovodrun(python) == f"{script} starts ocommrun"
+    assert install_horovodrun(python) == f"{script} starts ocommrun. Remove it when you uninstall ocomm"
     assert os.access(script, os.X_OK)
     assert install_horovodrun(python) == f"{script} is there already"
     script.write_text("#!/bin/sh\n")
     with pytest.raises(LaunchError) as caught:
         install_horovodrun(python)
     assert str(caught.value) == f"{script} is another program, of a Horovod for instance; it stays as it is."
+
+
+def test_a_horovodrun_is_in_pips_list_so_that_uninstalling_removes_it(tmp_path):
+    folder = tmp_path / "lib" / "site-packages" / "ocomm-0.1.0.dist-info"
+    folder.mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    record = folder / "RECORD"
+    record.write_text("ocomm/__init__.py,,\n")
+    python = str(tmp_path / "bin" / "python")
+    said = install_horovodrun(python, record)
+    assert said == f"{tmp_path}/bin/horovodrun starts ocommrun, until pip uninstalls ocomm"
+    assert record.read_text().splitlines() == ["ocomm/__init__.py,,", "../../bin/horovodrun,,"]
+    assert install_horovodrun(python, record).endswith("is there already") and record.read_text().count("horovod") == 1
+
+
+def test_the_list_of_an_installed_ocomm_is_found_where_there_is_one():
+    found = installed_record()
+    assert found is None or (found.name == "RECORD" and found.exists())
