@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import InvalidRequestError
 from ocomm_tf.naming import name_of
@@ -42,9 +43,11 @@ class WireVariable:
         return np.ascontiguousarray(array.transpose(self.axes)).reshape(-1)
 
     def from_wire(self, flat: np.ndarray) -> np.ndarray:
-        """Returns a new array in Keras' order."""
+        """Returns a new array in Keras' order. TensorFlow takes its memory as a tensor's, without another copy."""
         shape = tuple(self.shape[axis] for axis in self.axes)
-        return flat.reshape(shape).transpose(np.argsort(self.axes)).copy()
+        array = aligned(flat.nbytes).view(flat.dtype).reshape(self.shape)
+        array[...] = flat.reshape(shape).transpose(np.argsort(self.axes))
+        return array
 
 
 def wire_variables(

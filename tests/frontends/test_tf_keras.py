@@ -446,6 +446,33 @@ class FailsBeforeTheFirstBatch(keras.callbacks.Callback):  # type: ignore[misc, 
         raise ZeroDivisionError
 
 
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+class TestCopies:
+    def test_in_a_graph_a_variable_takes_the_memory_of_its_new_value_without_a_copy(self) -> None:
+        def body(session: Session) -> None:
+            model = make_model()
+            model = compiled(model, hvd.DistributedBirder(keras.optimizers.SGD(1e-3)))
+            model.optimizer.build(model.trainable_variables)
+            frontend = model.optimizer._frontend
+            step, came, gave = frontend.step, [], []
+
+            def watched(lr: float, indices: Any, gradients: Any, values: Any) -> Any:
+                came.append([address(value) for value in values])
+                results = step(lr, indices, gradients, values)
+                gave.append([address(result) for result in results])
+                assert not {address(parameter) for parameter in frontend.parameters} & set(gave[-1])
+                return results
+
+            frontend.step = watched
+            fit(model, hvd.rank(), 2, 1)
+            assert came[1:] == gave[:-1]
+
+        run_ranks(2, body)
+
+
 class TestSaving:
     @pytest.mark.skipif(MPI_SIZE > 0, reason="one process is enough")
     def test_a_saved_model_goes_on_with_and_without_ocomm(self, tmp_path: Path) -> None:
