@@ -187,6 +187,15 @@ class Nodes:
         position = self.node_of(rank).index(rank)
         return tuple(node[position] for node in self.members) if position < self.slices else ()
 
+    def sum_nbytes(self, nbytes: float, rank: int) -> float:
+        """Returns the bytes that ``rank`` sends to other nodes when all ranks add up arrays of ``nbytes`` bytes.
+
+        2 (N-1)/N * nbytes leave each of N nodes, from its workers; no other rank sends any. In the flat form, where
+        every rank counts as a node, a ring sends as many.
+        """
+        count = len(self.members)
+        return 2 * (count - 1) / count * nbytes / self.slices if self.workers(rank) else 0.0
+
     @cached_property
     def node_groups(self) -> tuple[tuple[int, ...], ...]:
         """Returns the node numbers of each group, which are runs of nearly equal length."""

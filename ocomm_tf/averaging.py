@@ -9,12 +9,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ocomm import session as sessions
 from ocomm.api import Average
 from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.operations import ProcessSet
+from ocomm.training.notices import follow_dense
 from ocomm.types import ReduceOp
 from ocomm_tf import engine, mpi_ops
 from ocomm_tf.compression import Compressor
@@ -124,6 +126,8 @@ class Averaging:
         known = _known.setdefault(session.runtime, {})
         if key not in known:
             known[key] = agree_on(self.what, variables, self.process_set)
+            numel = sum(int(np.prod(v.shape)) for v in variables if None not in tuple(v.shape))
+            follow_dense(session, key[0], self.what, numel, 4 * numel, False)
         return known[key]
 
     def _compare(

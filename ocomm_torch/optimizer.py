@@ -29,6 +29,7 @@ from ocomm.api import Average, broadcast_object
 from ocomm.errors import InvalidRequestError, OcommError, StallError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training.comparison import StepComparison
+from ocomm.training.notices import DenseNotices, follow_dense
 from ocomm.types import ReduceOp
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.compiling import eager, leave_hooks_alone
@@ -127,9 +128,26 @@ class _DistributedOptimizer(NamesParameters):
         self._hooked: dict[Tensor, None] = {}  # parameters with hooks, in the order of the groups
         self._comparison = self._make_comparison()
         self._compared: _Exchange | None = None  # the comparison of the current step
+        self._notices: DenseNotices | None = self._follow()
         self._is_checked = False  # True once it is known that nothing else averages the same gradients
         self._hook_parameters()
         add_watcher(self)
+
+    def _follow(self) -> DenseNotices | None:
+        """Says what is about to be averaged, on one rank, which says at the end what was."""
+        trained = [p for group in self.__dict__["param_groups"] for p in group["params"] if p.requires_grad]
+        if not self._is_distributed or not trained:
+            return None
+        wire = getattr(self._compression, "wire", None)
+        sizes = [wire.itemsize if wire and p.is_floating_point() else p.element_size() for p in trained]
+        return follow_dense(
+            self._session,
+            self._process_set.number(self._session),
+            f"DistributedOptimizer{self._ending}",
+            sum(p.numel() for p in trained),
+            sum(p.numel() * size for p, size in zip(trained, sizes, strict=True)),
+            trained[0].is_cuda,
+        )
 
     def _make_comparison(self) -> StepComparison | None:
         """Makes what compares hyperparameters and parameters with the other ranks' in each step; None if that is
@@ -503,6 +521,8 @@ class _DistributedOptimizer(NamesParameters):
             elif not self._averaged and (closure is None or self._exchanges):
                 self._complete()
         self._synchronized = self._averaged = False
+        if self._notices is not None:
+            self._notices.steps += 1
         if closure is None:
             return super().step()
 

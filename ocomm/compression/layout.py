@@ -453,24 +453,15 @@ class Layout:
             digest=_digest(self.digest.to_bytes(8, "little"), covered.tobytes(), codec.label.encode()),
         )
 
-    def sum_bytes(self, nbytes: int, rank: int) -> float:
-        """Returns the bytes that ``rank`` sends to other nodes when all ranks add up arrays of ``nbytes`` bytes.
-
-        2 (N-1)/N * nbytes leave each of N nodes, from its workers; no other rank sends any. In the flat form, where
-        every rank counts as a node, a ring sends as many.
-        """
-        nodes = len(self.nodes.members)
-        return 2 * (nodes - 1) / nodes * nbytes / self.nodes.slices if self.nodes.workers(rank) else 0.0
-
     def dense_bytes(self, rank: int) -> float:
         """Returns the bytes that ``rank`` sends to other nodes in a dense float32 average of all tensors."""
-        return self.sum_bytes(4 * self.numel, rank)
+        return self.nodes.sum_nbytes(4 * self.numel, rank)
 
     def compressed_bytes(self, rank: int, codec: Codec = SCALED_SIGNS) -> float:
-        """Returns the bytes that ``rank`` sends to other nodes in a compressed step, without headers and on average
-        over the workers, as ``sum_bytes`` does for the blocks' payload, with 1 bit sum (ceil(length/8) + 4).
+        """Returns the bytes that ``rank`` sends to other nodes in a compressed step, without headers, on average over
+        the workers: ``Nodes.sum_nbytes`` of the blocks' payload, with 1 bit sum (ceil(length/8) + 4).
         """
-        return self.sum_bytes(int(codec.payload_nbytes(self.blocks["length"]).sum()), rank)
+        return self.nodes.sum_nbytes(int(codec.payload_nbytes(self.blocks["length"]).sum()), rank)
 
 
 def float_messages(rank: int, nodes: Nodes, header: int, numel: int) -> tuple[MessageLayout, dict[int, range]]:

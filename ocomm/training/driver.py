@@ -297,7 +297,7 @@ class Driver:
     def plan(self) -> str:
         """Returns what this rank will send per step, in words."""
         if not self.core.exchange().compressed.any():
-            return f"a step sends {amount(self.dense_nbytes)} per rank, uncompressed."
+            return f"a step sends {amount(self.dense_nbytes)} per rank, dense."
         return f"a step sends about {amount(self.compressed_nbytes)} per rank instead of {amount(self.dense_nbytes)}."
 
     @property
@@ -308,7 +308,7 @@ class Driver:
     @property
     def compressed_nbytes(self) -> float:
         """What this rank sends to other nodes in a compressed step, without headers."""
-        return self.core.layout.compressed_bytes(self.core.rank, scales=self.core.scales)
+        return self.core.layout.compressed_bytes(self.core.rank, self.core.codec)
 
     # Hyperparameters
 
@@ -533,7 +533,7 @@ class Driver:
         if self.core.wake_due:
             touched = self.core.touched()
             self.session.reduce(self.number, f"{self.name}.touched", touched, ReduceOp.BITWISE_OR)
-            self.stepper.traffic.count_mask(self.core.layout.sum_bytes(touched.nbytes, self.core.rank))
+            self.stepper.traffic.count_mask(self.core.layout.nodes.sum_nbytes(touched.nbytes, self.core.rank))
             self.core.wake(touched)
 
     def _adopt_order(self, arrivals: list[int]) -> None:

@@ -137,6 +137,50 @@ class Notices:
             _log.warning("%s: %s", self.name, text)
 
 
+@dataclass(eq=False)
+class DenseNotices:
+    """What is said of an optimizer that averages gradients without compression, ``nbytes`` bytes in each step."""
+
+    name: str
+    nbytes: float
+    #: Number of steps taken.
+    steps: int = 0
+
+    def at_end(self) -> None:
+        """Says what the run has sent."""
+        if self.steps:
+            sent = amount(self.steps * self.nbytes)
+            _log.log(NOTICE, "%s: %d steps, all dense. This rank sent about %s.", self.name, self.steps, sent)
+
+
+def follow_dense(
+    session: Session, number: int, name: str, numel: int, nbytes: float, is_on_devices: bool
+) -> DenseNotices | None:
+    """Says what an optimizer is about to average, and returns its notices, which ``session`` calls when it ends.
+
+    Args:
+        session: The session of the job.
+        number: The process set.
+        name: The optimizer's name in messages.
+        numel: Number of trained elements.
+        nbytes: Number of bytes of their gradients, as they are sent.
+        is_on_devices: Whether they are on a GPU.
+
+    Returns:
+        The notices; None on a rank that does not speak.
+    """
+    topology, ranks = session.require_topology(), session.set_ranks[number]
+    if topology.rank != ranks[0] or len(ranks) == 1:
+        return None
+    notices = DenseNotices(name, session.member_set(number).nodes.sum_nbytes(nbytes, 0))
+    if len(session.at_end) < _SPEAKERS:
+        where = place([topology.hosts[rank] for rank in ranks], session.network, is_on_devices)
+        plan = f"a step sends {amount(notices.nbytes)} per rank, dense."
+        _log.log(NOTICE, "%s. %s, %s parameters: %s", where, name, count(numel), plan)
+    session.at_end.append(notices)
+    return notices
+
+
 def follow(session: Session, name: str, traffic: Traffic, why_dense: Callable[[int], str] | None) -> Notices:
     """Returns the notices of a new optimizer, which ``session`` calls when it ends."""
     notices = Notices(name, traffic, why_dense, speaks=len(session.at_end) < _SPEAKERS)

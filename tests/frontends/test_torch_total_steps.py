@@ -13,8 +13,10 @@ from ocomm.api import rank
 from ocomm.errors import SettingsError
 from ocomm.session import Session
 from ocomm.telemetry.log import NOTICE
+from ocomm_torch.compression import Compression
 from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizer import DistributedOptimizer
 from ocomm_torch.zero_one import DistributedZeroOneAdam
 from tests.world.test_runtime import threads_only
 from tests.worlds import run_ranks
@@ -83,6 +85,25 @@ def test_the_end_of_the_warm_up_is_told_at_the_start(
     with caplog.at_level(NOTICE, "ocomm"):
         run_ranks(2, lambda session: train(0, **options))
     assert [record.getMessage().endswith(when) for record in caplog.records] == [True]
+
+
+def test_a_dense_run_is_told_in_two_lines(caplog: pytest.LogCaptureFixture) -> None:
+    def body(session: Session) -> None:
+        parameters = [torch.nn.Parameter(torch.ones(1000)), torch.nn.Parameter(torch.ones(7), requires_grad=False)]
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), compression=Compression.bf16)
+        for _ in range(3):
+            optimizer.zero_grad()
+            parameters[0].sum().backward()
+            optimizer.step()
+
+    with caplog.at_level(NOTICE, "ocomm"):
+        run_ranks(2, body)
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 ranks on 1 host, no MPI, parameters in host memory. DistributedOptimizer, 1000 parameters: a step sends 2 "
+        "kB "
+        "per rank, dense.",
+        "DistributedOptimizer: 3 steps, all dense. This rank sent about 6 kB.",
+    ]
 
 
 def test_one_rank_alone_has_nothing_to_compress(caplog: pytest.LogCaptureFixture) -> None:
