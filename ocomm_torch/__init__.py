@@ -37,6 +37,7 @@ from ocomm.operations import ProcessSet, add_process_set, global_process_set, re
 from ocomm.version import __version__
 from ocomm_torch import distributed, elastic
 from ocomm_torch.birder import Birder, DistributedBirder, DistributedSoftSignSGD, SoftSignSGD
+from ocomm_torch.compressed import report_metrics
 from ocomm_torch.compression import Compression
 from ocomm_torch.ddp import optimizer_hook
 from ocomm_torch.ef_sgd import EFSGD, DistributedEFSGD
@@ -164,6 +165,7 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "report_metrics",
     "rocm_built",
     "shutdown",
     "size",

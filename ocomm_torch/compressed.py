@@ -760,6 +760,22 @@ class CompressedOptimizer(CollectiveStep):
         return {**found, "memory_bytes": {**found["memory_bytes"], **self._masters.memory()}}
 
 
+def report_metrics(optimizer: CompressedOptimizer, prefix: str = "ocomm/") -> dict[str, float]:
+    """Returns the numbers of ``compression_report()`` for a logger of metrics. Not collective.
+
+    ``wandb.log(report_metrics(optimizer))`` and ``mlflow.log_metrics(report_metrics(optimizer), step)`` take all of
+    them; TensorBoard's ``writer.add_scalar(name, value, step)`` takes one at a time.
+
+    Args:
+        optimizer: A 1-bit optimizer.
+        prefix: Put before each name.
+
+    Returns:
+        Numbers by name; entries that are None or no number are left out, ``memory_bytes`` is a sum.
+    """
+    return report.metrics(optimizer.compression_report(), prefix)
+
+
 def _pointer(grad: torch.Tensor) -> int:
     return grad.data_ptr() if grad.layout is torch.strided else 0
 

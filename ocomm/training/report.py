@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -80,6 +80,21 @@ OF_KIND: dict[str, dict[str, str]] = {
 def entries_of(kind: str) -> dict[str, str]:
     """Returns the entries of an optimizer's report, with their meanings, without an order."""
     return {**COMMON, **OF_KIND.get(kind, {})}
+
+
+def metrics(report: Mapping[str, Any], prefix: str = "ocomm/") -> dict[str, float]:
+    """Returns the numbers of a report, flat, as loggers of metrics take them.
+
+    Args:
+        report: The result of ``compression_report()``.
+        prefix: Put before each name.
+
+    Returns:
+        Each entry that is a number, a truth value as 0 or 1, and the sum of ``memory_bytes``.
+    """
+    numbers = {name: value for name, value in report.items() if isinstance(value, (bool, int, float))}
+    numbers["memory_bytes"] = sum(report["memory_bytes"].values())
+    return {prefix + name: float(value) for name, value in numbers.items()}
 
 
 def documented(function: F) -> F:

@@ -16,6 +16,7 @@ from ocomm import api
 from ocomm.elastic import State
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
+from ocomm.training import report
 from ocomm_tf import mpi_ops
 from ocomm_tf.functions import broadcast_variables, check_replicas
 from ocomm_tf.keras_optimizer import Distributed
@@ -292,6 +293,29 @@ class ReplicaChecksumCallback(_Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compares the variables."""
         check_replicas(self.model.trainable_variables, self.process_set)
+
+
+class CompressionReportCallback(keras.callbacks.Callback):
+    """Adds the numbers of the optimizer's ``compression_report()`` to ``logs`` at the end of every epoch, as "
+    ""ocomm/ratio"
+    and so on. Not collective.
+
+    The numbers are those of this rank. Put it before callbacks that log metrics, such as those of TensorBoard, W&B or
+    MLflow.
+
+    Args:
+        prefix: Put before each name.
+    """
+
+    def __init__(self, prefix: str = "ocomm/") -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds the numbers; none if the optimizer does not compress."""
+        found = getattr(self.model.optimizer, "compression_report", None)
+        if logs is not None and found is not None:
+            logs.update(report.metrics(found(), self.prefix))
 
 
 class CommitStateCallback(keras.callbacks.Callback):

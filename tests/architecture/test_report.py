@@ -41,3 +41,18 @@ def test_docstrings_have_all_entries() -> None:
 def test_the_page_has_a_row_for_each_entry_with_its_text() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (?:.*? \| )?([^|]+) \|$", PAGE.read_text(), re.MULTILINE))
     assert rows == {**COMMON, **{name: text for entries in OF_KIND.values() for name, text in entries.items()}}
+
+
+def test_the_numbers_of_a_report_are_flat_for_loggers_of_metrics() -> None:
+    hvd = pytest.importorskip("ocomm_torch", exc_type=ImportError)
+    torch = pytest.importorskip("torch")
+
+    def body(session: Session) -> dict[str, float]:
+        optimizer = hvd.DistributedOneBitLamb(torch.optim.Adam([torch.nn.Parameter(torch.ones(4))]), freeze_step=3)
+        return hvd.report_metrics(optimizer, "run.")
+
+    (numbers,) = run_ranks(1, body)
+    assert numbers["run.freeze_step"] == 3.0 and numbers["run.overlap"] == 1.0
+    assert "run.memory_bytes" in numbers
+    assert all(type(value) is float for value in numbers.values())
+    assert not numbers.keys() & {"run.stage", "run.ratio", "run.trust_ratios", "run.resumed"}

@@ -521,8 +521,9 @@ class TestSaving:
             assert again.optimizer._frontend is not None and int(again.optimizer.iterations.numpy()) == 22
             for mine, theirs in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
                 assert np.array_equal(mine.numpy(), theirs.numpy()), mine.path
-            fit(again, hvd.rank(), 2, 1)
+            history = fit(again, hvd.rank(), 2, 1, [hvd.callbacks.CompressionReportCallback("of ")]).history
             report = again.optimizer.compression_report()
+            assert history["of compressed_steps"] == [22] and history["of ratio"] == [report["ratio"]]
             assert (report["dense_steps"], report["compressed_steps"]) == (0, 22)
             hvd.check_replicas(again.trainable_variables)
 
