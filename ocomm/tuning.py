@@ -62,9 +62,9 @@ def mpich_remedy(roots: Sequence[str] = ("/usr/lib", "/usr/lib64")) -> str:
     it libmpich.so.12; "" where it is not there.
 
     Args:
-        roots: Folders in which it is looked for, with all folders below.
+        roots: Folders in which it is looked for, and in the folders in them.
     """
-    found = sorted(path for root in roots for path in glob.iglob(f"{root}/**/libmpich.so.12", recursive=True))
+    found = sorted(path for root in roots for part in ("", "*/") for path in glob.glob(f"{root}/{part}libmpich.so.12"))
     if not found:
         return ""
     return (

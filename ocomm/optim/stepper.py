@@ -151,7 +151,7 @@ class Stepper:
         if not heard & _OVER:
             return None
         self.begun = False
-        return self._conclude(heard, self._early_sent)
+        return self._conclude(heard, self._early_sent, 0.0)
 
     @property
     def norm(self) -> float:
@@ -202,8 +202,9 @@ class Stepper:
             self.give_up(error)
             raise
         self.begun = False
-        self.traffic.wait(time.perf_counter() - started, self.flows.flows, self.overlap == self.overlapping)
-        return self._conclude(heard, [*(flow.sent for flow in self.flows.flows), self._vote.sent, *self._early_sent])
+        exposed_s = time.perf_counter() - started
+        sent = [*(flow.sent for flow in self.flows.flows), self._vote.sent, *self._early_sent]
+        return self._conclude(heard, sent, exposed_s)
 
     def _finish(self, attempt: int, hyper: int, lr: float, announcement: int) -> Statement:
         """Posts all buckets that are not posted, and returns what this rank says in the vote."""
@@ -269,14 +270,15 @@ class Stepper:
         for flow in self.flows.flows:
             present[flow.present_anywhere()] = True
 
-    def _conclude(self, heard: int, sent: Sequence[Sent]) -> StepOutcome:
+    def _conclude(self, heard: int, sent: Sequence[Sent], exposed_s: float) -> StepOutcome:
         """Returns what all ranks do with the step, whose exchange is over. Raises NonFiniteError if a gradient is not
         finite.
         """
         flows, is_over = self.flows.flows, bool(heard & _OVER)
         is_finite = is_over or not (heard & _NON_FINITE or not all(flow.is_finite() for flow in flows))
         self.step += 1
-        self.traffic.count(sent, flows, self._dense_bytes, skipped=is_over or not is_finite)
+        skipped, overlaps = is_over or not is_finite, self.overlap == self.overlapping
+        self.traffic.count(sent, flows, self._dense_bytes, skipped, exposed_s, overlaps)
         if is_over:
             return StepOutcome.OVERFLOW if heard & _NON_FINITE else StepOutcome.SKIP
         if not is_finite:

@@ -34,6 +34,8 @@ class Traffic:
     steps: int = 0
     dense_steps: int = 0
     compressed_steps: int = 0
+    #: The step, counted from 1, in which something was compressed for the first time; 0 before it.
+    first_compressed: int = 0
     local_steps: int = 0
     skipped_steps: int = 0
     redone_steps: int = 0
@@ -48,23 +50,38 @@ class Traffic:
     waited_dense: Waited = field(default_factory=Waited)
     waited_compressed: Waited = field(default_factory=Waited)
 
-    def wait(self, seconds: float, flows: Sequence[Flow], is_usual: bool) -> None:
-        """Counts the wait for the exchange of a step with these flows; ``is_usual``: it overlapped as later ones do."""
-        self.last_exposed_s = seconds
-        self.exposed_s += seconds
-        kinds = {type(flow) for flow in flows}
-        if is_usual and kinds & {CompressedFlow, DenseFlow}:
-            waited = self.waited_compressed if CompressedFlow in kinds else self.waited_dense
-            waited.steps += 1
-            waited.seconds += seconds
+    def count(
+        self,
+        sent: Sequence[Sent],
+        flows: Sequence[Flow],
+        bytes_dense: float,
+        skipped: bool,
+        exposed_s: float,
+        overlaps: bool,
+    ) -> None:
+        """Counts a step that is over.
 
-    def count(self, sent: Sequence[Sent], flows: Sequence[Flow], bytes_dense: float, skipped: bool) -> None:
-        """Counts a step that is over, in which this rank has ``sent`` these plans; ``flows`` are those of the step."""
+        Args:
+            sent: What this rank has sent.
+            flows: The flows of the step.
+            bytes_dense: Bytes of a dense step.
+            skipped: Whether no rank takes it.
+            exposed_s: How long ``step()`` has waited for its exchange.
+            overlaps: Whether it overlapped as later ones do.
+        """
         kinds = {kind for kind in (CompressedFlow, DenseFlow, NodeFlow) for flow in flows if isinstance(flow, kind)}
         across = sum([one.across for one in sent])
+        self.last_exposed_s = exposed_s
+        self.exposed_s += exposed_s
+        if overlaps and exposed_s and (CompressedFlow in kinds or DenseFlow in kinds):
+            waited = self.waited_compressed if CompressedFlow in kinds else self.waited_dense
+            waited.steps += 1
+            waited.seconds += exposed_s
         self.steps += 1
         self.skipped_steps += skipped
-        self.compressed_steps += CompressedFlow in kinds
+        if CompressedFlow in kinds:
+            self.compressed_steps += 1
+            self.first_compressed = self.first_compressed or self.steps
         self.dense_steps += DenseFlow in kinds and CompressedFlow not in kinds
         self.local_steps += kinds <= {NodeFlow}
         self.last_bytes_sent = across

@@ -517,8 +517,11 @@ class Driver:
             self.take()
             if self.stepper.overlap and not self.stepper.overlapping:
                 self._adopt_order(order)
-            if self._notices is not None:
-                self._notices.taken(self.steps, self.dense_nbytes)
+            notices = self._notices
+            if notices is not None:
+                notices.steps = self.steps
+                if self.stepper.traffic.first_compressed == self.stepper.traffic.steps:
+                    notices.first_compressed(self.dense_nbytes)
         except BaseException as error:  # some parameters may have changed already
             self.stepper.give_up(error)
             raise

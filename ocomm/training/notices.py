@@ -102,27 +102,23 @@ class Notices:
     speaks: bool = True
     #: Number of steps taken, with those before a saved state was loaded.
     steps: int = 0
-    _is_compressed: bool = False
 
     def begin(self, where: str, numel: int, plan: str) -> None:
         """Says what is about to be trained, where, and what a step sends."""
         if self.speaks:
             _log.log(NOTICE, "%s. %s, %s parameters: %s", where, self.name, count(numel), plan)
 
-    def taken(self, steps: int, dense_nbytes: float) -> None:
-        """Takes note of a step. ``dense_nbytes`` is what this rank sends in a dense one."""
-        self.steps = steps
-        traffic = self.traffic
-        if self._is_compressed or not traffic.compressed_steps:
-            return
-        self._is_compressed = True
-        if self.speaks and traffic.dense_steps and self.why_dense is not None:
+    def first_compressed(self, dense_nbytes: float) -> None:
+        """Says that the last step was the first compressed one. ``dense_nbytes`` is what this rank sends in a dense
+        one.
+        """
+        if self.speaks and self.traffic.dense_steps and self.why_dense is not None:
             _log.log(
                 NOTICE,
                 "%s: the warm-up is over. From step %d on this rank sends %s per step instead of %s.",
                 self.name,
-                steps,
-                amount(traffic.last_bytes_sent),
+                self.steps,
+                amount(self.traffic.last_bytes_sent),
                 amount(dense_nbytes),
             )
 
@@ -131,7 +127,7 @@ class Notices:
         if not self.traffic.steps:
             return
         _log.log(NOTICE, "%s: %s", self.name, totals(self.traffic))
-        if self.why_dense is not None and not self._is_compressed and self.steps:
+        if self.why_dense is not None and not self.traffic.compressed_steps and self.steps:
             _log.warning("%s: %s", self.name, self.why_dense(self.steps))
         elif text := loss(self.traffic):
             _log.warning("%s: %s", self.name, text)

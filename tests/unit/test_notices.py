@@ -84,7 +84,9 @@ def test_a_run_has_three_lines(caplog: pytest.LogCaptureFixture) -> None:
             traffic.steps = step
             traffic.dense_steps, traffic.compressed_steps = min(step, 2), max(step - 2, 0)
             traffic.last_bytes_sent = 3200 if step <= 2 else 100
-            notices.taken(step, 3200)
+            notices.steps = step
+            if step == 3:
+                notices.first_compressed(3200)
         notices.at_end()
     assert [record.getMessage() for record in caplog.records] == [
         "2 ranks on 1 host. DistributedOneBitAdam, 13.8 million parameters: a step sends much.",
@@ -99,6 +101,6 @@ def test_a_run_has_three_lines(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_run_without_a_compressed_step_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     traffic = Traffic(steps=7, dense_steps=7)
     notices = Notices("X", traffic, lambda steps: f"all {steps} were dense", speaks=False)
-    notices.taken(7, 1.0)
+    notices.steps = 7
     notices.at_end()
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == ["X: all 7 were dense"]

@@ -95,8 +95,8 @@ def test_ranks_with_their_share_of_cores_are_told_nothing(
 
 def test_an_mpich_whose_library_has_debians_name_gets_a_link(tmp_path: Path) -> None:
     assert tuning.mpich_remedy([str(tmp_path)]) == ""
-    folder = tmp_path / "lib" / "x86_64-linux-gnu"
-    folder.mkdir(parents=True)
+    folder = tmp_path / "x86_64-linux-gnu"
+    folder.mkdir()
     (folder / "libmpich.so.12").touch()
     path = f"{folder}/libmpich.so.12"
     assert tuning.mpich_remedy([str(tmp_path)]) == (
