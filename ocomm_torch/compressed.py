@@ -29,6 +29,7 @@ from ocomm.types import DType, Flag
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
+from ocomm_torch.ddp_modules import ddp_modules
 from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.memory_order import MemoryOrder, is_dense
@@ -123,6 +124,11 @@ class CompressedOptimizer(CollectiveStep):
         self._masters = Masters(self._parameters, self._placement)
         self.backward_passes_per_step = common.backward_passes_per_step
         self._passes_left = [self.backward_passes_per_step] * len(self._parameters)
+        #: True inside ``no_sync``.
+        self._accumulates = False
+        #: The DDP module that leaves gradients to this optimizer; None for none. Looked for at the first gradient.
+        self._ddp: weakref.ref[Any] | None = None
+        self._has_looked_for_ddp = False
         self._recorded: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._versions = [0] * len(self._parameters)
         #: Address of each gradient when it was read; 0 for a sparse one.
@@ -423,6 +429,19 @@ class CompressedOptimizer(CollectiveStep):
         self._stepper.buckets.expected = [p.requires_grad for p in self._parameters]
         self._driver.begin()
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside this context add to gradients, and exchange nothing; the next one outside it does.
+
+        It says which passes of a step are not its last where their number differs from step to step, as
+        DistributedDataParallel's ``no_sync`` does, which needs nothing here. Not collective.
+        """
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
     def _unexpected(self, index: int, parameter: torch.Tensor) -> None:
         """Handles more backward passes than expected: of the same step, or of the next one after a step that never
         came.
@@ -471,6 +490,13 @@ class CompressedOptimizer(CollectiveStep):
         return bool((self._widened_checksums(widened) != self._checksums[list(widened)]).any())
 
     # DDP
+
+    def _find_ddp(self) -> None:
+        """Looks for a DDP module with a hook for this optimizer."""
+        self._has_looked_for_ddp = True
+        for module in ddp_modules():
+            if any(_is_state(state, self) for _, state in getattr(module, "_comm_hooks", ())):
+                self._ddp = weakref.ref(module)
 
     def left_by_ddp(self, parameters: Sequence[torch.Tensor]) -> None:
         """DDP leaves the gradients of a bucket to this optimizer; called in backward, once for each bucket.
@@ -601,6 +627,16 @@ class CompressedOptimizer(CollectiveStep):
             self.outcome = self._driver.skip(overflow)
         finally:
             self._forget()
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm, of all ranks' gradients, to which this optimizer clips them; None if it does not clip."""
+        return self._common.max_grad_norm
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm by which the last step was clipped, sqrt(mean over ranks of |g|^2); None if none was yet."""
+        return self._driver.norm
 
     def widen_gradients(self) -> None:
         """Makes float16 gradients float32, now and in all later steps."""
@@ -747,6 +783,11 @@ class CompressedOptimizer(CollectiveStep):
         self._masters.write()
         return done
 
+    @property
+    def awaits_rank_state(self) -> bool:
+        """True between ``load_state_dict`` of a run's state and ``load_rank_state_dict``, which belongs to it."""
+        return self._driver.rank_state_due
+
     @report.documented
     def compression_report(self) -> dict[str, Any]:
         """Returns counts of the steps and bytes of this rank, compared with dense averages, and the stage of the run.
@@ -776,6 +817,11 @@ def report_metrics(optimizer: CompressedOptimizer, prefix: str = "ocomm/") -> di
     return report.metrics(optimizer.compression_report(), prefix)
 
 
+def _is_state(state: Any, optimizer: CompressedOptimizer) -> bool:
+    """Returns True if a hook's ``state`` is ``optimizer``, or what Accelerate has wrapped it in."""
+    return state is optimizer or getattr(state, "optimizer", None) is optimizer
+
+
 def _pointer(grad: torch.Tensor) -> int:
     return grad.data_ptr() if grad.layout is torch.strided else 0
 
@@ -786,6 +832,12 @@ def _on_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parame
     if optimizer is None:
         return
     left = optimizer._passes_left[index] - 1
+    if not optimizer._has_looked_for_ddp:
+        optimizer._find_ddp()
+    module: Any = optimizer._ddp and optimizer._ddp()  # without a call of Python's, which a hook has no time for
+    if left >= 0 and (optimizer._accumulates or (module is not None and not module.require_backward_grad_sync)):
+        optimizer._passes_left[index] = max(left, 1)  # one that exchanges is yet to come
+        return
     optimizer._passes_left[index] = left
     if left:
         if left < 0:

@@ -2,17 +2,16 @@
 
 # Without "from __future__ import annotations": DDP compares those of a hook with its own types.
 
-import gc
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ocomm.errors import InvalidRequestError
 from ocomm_torch.compressed import CompressedOptimizer
+from ocomm_torch.ddp_modules import ddp_modules
 
 
 def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -23,7 +22,7 @@ def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Fut
     does stays: it broadcasts parameters and buffers, and finds unused parameters.
 
     Args:
-        optimizer: The optimizer that was wrapped, ``DistributedOneBitAdam`` or another of its kind.
+        optimizer: ``DistributedOneBitAdam`` or another of its kind, also as Accelerate's ``prepare`` returns it.
         bucket: Torch's ``GradBucket``.
 
     Returns:
@@ -33,6 +32,8 @@ def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Fut
         InvalidRequestError: ``optimizer`` is not a 1-bit optimizer, or does not have a parameter of the bucket, whose
             gradient nobody would average.
     """
+    if not isinstance(optimizer, CompressedOptimizer):
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
     if not isinstance(optimizer, CompressedOptimizer):
         raise InvalidRequestError(
             f"optimizer_hook needs the 1-bit optimizer that trains the module, got {type(optimizer).__name__}: call "
@@ -48,16 +49,10 @@ def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Fut
 def refuse_averaged(parameters: Iterable[Tensor], optimizer: str) -> None:
     """InvalidRequestError if DDP averages gradients of ``parameters``, which ``optimizer`` is about to average.
 
-    Both would write to them at a time. DDP does not say which modules there are: this looks through all objects.
+    Both would write to them at a time.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return
     ids = set(map(id, parameters))
-    found: Any
-    for found in gc.get_objects():
-        # Not isinstance, which asks an object for its class: some import something then.
-        if not issubclass(type(found), DistributedDataParallel):
-            continue
+    for found in ddp_modules():
         if any(_leaves_gradients(hook) for hook, _ in getattr(found, "_comm_hooks", ())):
             continue
         if not ids.isdisjoint(map(id, found.parameters())):

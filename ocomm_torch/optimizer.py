@@ -123,6 +123,7 @@ class _DistributedOptimizer(NamesParameters):
         self._synchronized = False  # by a call of synchronize()
         self._averaged = False  # every gradient is the average, for whatever reason
         self._should_synchronize = True
+        self._accumulates = False  # inside no_sync()
         self._is_distributed = process_set.included() and process_set.size() > 1
         self._no_rows: dict[Tensor, Tensor] = {}  # empty sparse gradients, which count as zeros
         self._hooked: dict[Tensor, None] = {}  # parameters with hooks, in the order of the groups
@@ -225,6 +226,9 @@ class _DistributedOptimizer(NamesParameters):
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally. " + _OF_ANOTHER
             )
+        if self._accumulates:
+            self._delay[p] = max(self._delay[p] - 1, 1)  # one that exchanges is yet to come
+            return
         self._delay[p] -= 1
         if self._delay[p] > 0:
             return
@@ -486,6 +490,8 @@ class _DistributedOptimizer(NamesParameters):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's groups. Waits for gradients under way, because GradScaler finds them through here."""
+        if "param_groups" not in self.__dict__:  # Lightning's wrapper has this class, and finds attributes by itself
+            raise AttributeError("param_groups")
         if self.__dict__.get("_exchanges"):
             self._complete()
         return self.__dict__["param_groups"]
@@ -502,6 +508,18 @@ class _DistributedOptimizer(NamesParameters):
             yield
         finally:
             self._should_synchronize = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside this context add to gradients, and exchange nothing; the next one outside it does.
+
+        It says which passes of a step are not its last where their number differs from step to step. Not collective.
+        """
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

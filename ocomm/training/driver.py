@@ -259,7 +259,7 @@ class Driver:
         #: Has no step begun yet, since this driver was made or a state loaded?
         self._at_start = True
         #: Was a state loaded to which there are rank states that were not?
-        self._rank_state_due = False
+        self.rank_state_due = False
         #: Says which replicas the loaded state belongs to; None once they have moved on.
         self._loaded_replica: str | None = None
         #: What ``_state`` says before the first step.
@@ -453,12 +453,12 @@ class Driver:
                 if difference
                 else str(error)
             ) from None
-        if self._rank_state_due and self.steps and self.core.has_rank_state and self.core.rank == 0:
+        if self.rank_state_due and self.steps and self.core.has_rank_state and self.core.rank == 0:
             _log.warning(
                 "%s: load_rank_state_dict was not called after load_state_dict: errors start at zero on all ranks.",
                 self.name,
             )
-        self._at_start = self._rank_state_due = False
+        self._at_start = self.rank_state_due = False
 
     def _replicated(self) -> list[str]:
         """Returns descriptions of what must be equal on all ranks before the first step."""
@@ -487,7 +487,7 @@ class Driver:
         the ranks.
         """
         self._restart(0)
-        self._rank_state_due = False
+        self.rank_state_due = False
         self._load(self._fresh)
 
     def _look_at_gradients(self) -> None:
@@ -580,7 +580,8 @@ class Driver:
         """
         self.check_state(saved)
         self.require_idle("load_state_dict")
-        self._at_start = self._rank_state_due = True
+        # Errors are zero before the first step, as they are here without a rank state.
+        self._at_start, self.rank_state_due = True, saved["steps"] > 0
         order = saved["stepper"]
         self.stepper.resume(saved["steps"], order["order"] if order["arrived"] else None)
         self.steps = saved["steps"]
@@ -623,7 +624,7 @@ class Driver:
         CheckpointError on all ranks, before anything is changed, if a state is damaged or does not belong here on any
         rank; MismatchError if the ranks have states of different runs.
         """
-        self._rank_state_due = False
+        self.rank_state_due = False
         self.resumed = {"step": self.steps, **(self.resumed or {}), **resume.load_rank_states(self, source)}
         return dict(self.resumed)
 
