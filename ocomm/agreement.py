@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,11 +11,14 @@ import numpy as np
 from ocomm.session import Session
 from ocomm.types import ReduceOp
 
+_log = logging.getLogger("ocomm")
 #: What a user calls to make replicas equal, by framework.
 MADE_ALIKE = {
     "torch": "call broadcast_parameters and broadcast_optimizer_state",
     "keras": "fit with BroadcastGlobalVariablesCallback(0), or call broadcast_variables",
 }
+#: Number of steps after which equal gradients on all ranks are no chance.
+LOOKED_AT = 2
 #: What to do where gradients that an optimizer is to average are equal on all ranks, by framework.
 AVERAGED_TWICE = {
     "torch": (
@@ -24,6 +28,18 @@ AVERAGED_TWICE = {
     ),
     "keras": "Give each rank its part of the data: dataset.shard(size(), rank()).",
 }
+
+
+def say_alike(name: str, framework: str) -> None:
+    """Warns that all ranks had the same gradients in the first ``LOOKED_AT`` steps. ``name`` is the optimizer's."""
+    _log.warning(
+        "%s: all ranks had the same gradients in the first %d steps, bit for bit, before they were averaged. "
+        "Either something has averaged them already, or all ranks read the same data, and more ranks add "
+        "nothing. %s",
+        name,
+        LOOKED_AT,
+        AVERAGED_TWICE[framework],
+    )
 
 
 def first_difference(session: Session, number: int, name: str, lines: list[str], verb: str) -> str:

@@ -225,6 +225,7 @@ class Flag(enum.IntFlag):
     SKIP = 4  # this rank does not take the step (loss scaling found an overflow, or zero_grad() came instead)
     RAISED = 8  # this rank raised an exception between backward and step()
     UNHANDED = 16  # a gradient came after its bucket had been posted (second backward)
+    EDITED = 32  # beside CHANGED: the script has changed a gradient, and no GradScaler
 
 
 @dataclass(frozen=True, slots=True)

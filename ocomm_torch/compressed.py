@@ -465,7 +465,7 @@ class CompressedOptimizer(CollectiveStep):
 
     def _has_changed(self) -> bool:
         """Returns True if a posted gradient is another object, version or memory than when it was read, or has other
-        bytes after it was used.
+        bytes after it was used and nobody has said so.
 
         The stepper compares the bytes that it reads again; those of widened gradients are compared here.
         """
@@ -478,6 +478,8 @@ class CompressedOptimizer(CollectiveStep):
                 return True
             if grad is not None and (grad._version != versions[index] or _pointer(grad) != pointers[index]):
                 return True
+        if self._stepper.objections & Flag.CHANGED:
+            return False  # bytes, by a GradScaler, which leaves versions alone
         used = {index: recorded[index] for index in self._used if self._stepper.buckets.is_posted(index)}
         if used and self._masters.checksums(used).tolist() != [self._used[index] for index in used]:
             return True
@@ -644,8 +646,16 @@ class CompressedOptimizer(CollectiveStep):
 
     def gradients_changed(self) -> None:
         """Says that posted gradients have changed, so that ``step()`` exchanges them again."""
-        if self._stepper.begun and self._stepper.buckets.posted_tensors:
-            self._stepper.object(Flag.CHANGED)
+        if not self._stepper.begun or not (posted := self._stepper.buckets.posted_tensors):
+            return
+        self._stepper.object(Flag.CHANGED)
+        release(self._recorded)
+        for index in posted:  # what the script changes after this is seen
+            recorded, grad = self._recorded[index], self._parameters[index].grad
+            if recorded is not None and grad is not None:
+                self._copies.append(recorded)  # which the exchange reads
+                self._recorded[index] = grad
+                self._versions[index], self._pointers[index] = grad._version, _pointer(grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. Between backward and ``step()`` this also skips the step, on all ranks."""

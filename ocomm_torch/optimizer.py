@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
@@ -29,6 +30,7 @@ from ocomm.api import Average, broadcast_object
 from ocomm.errors import InvalidRequestError, OcommError, StallError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training.comparison import StepComparison
+from ocomm.training.driver import digest
 from ocomm.training.notices import DenseNotices, follow_dense
 from ocomm.types import ReduceOp
 from ocomm_torch.adasum import AdasumOptimizer
@@ -130,6 +132,8 @@ class _DistributedOptimizer(NamesParameters):
         self._comparison = self._make_comparison()
         self._compared: _Exchange | None = None  # the comparison of the current step
         self._notices: DenseNotices | None = self._follow()
+        #: Checksums of this rank's own gradients in the step under way, by parameter; None once that is over.
+        self._own: dict[Tensor, int] | None = {}
         self._is_checked = False  # True once it is known that nothing else averages the same gradients
         self._hook_parameters()
         add_watcher(self)
@@ -188,6 +192,28 @@ class _DistributedOptimizer(NamesParameters):
             lambda: options_of(this(), groups()),
             lambda count: checksums.of(parameters(), count),
             lambda: checksums.each(parameters(), names()),
+            lambda: this()._own_gradients(),
+        )
+
+    def _look_at_own(self, parameters: tuple[Tensor, ...], grads: list[Tensor]) -> None:
+        """Keeps checksums of gradients that are about to be averaged; None for good after the first steps."""
+        assert self._comparison is not None and self._own is not None and self._session.kernels is not None
+        if self._comparison.looked_at_gradients or any(grad.is_cuda or grad.is_sparse for grad in grads):
+            self._own = None
+            return
+        dense = [grad.contiguous() for grad in grads]
+        addresses = np.array([grad.data_ptr() for grad in dense], np.uint64)
+        sums = self._session.kernels.checksums(addresses, np.array([grad.nbytes for grad in dense], np.int64))
+        for p, grad, checksum in zip(parameters, dense, sums.tolist(), strict=True):
+            self._own[p] = checksum if grad.any() else 0
+
+    def _own_gradients(self) -> int:
+        """Returns the checksum of this rank's own gradients of the step before, and begins a new one."""
+        own, self._own = self._own, None if self._own is None else {}
+        return (
+            digest(sorted((self._names[p], checksum) for p, checksum in own.items()))
+            if own and any(own.values())
+            else 0
         )
 
     def _hook_parameters(self) -> None:
@@ -304,6 +330,8 @@ class _DistributedOptimizer(NamesParameters):
             elif p.grad.is_sparse and (self._sparse_as_dense or len(parameters) > 1):
                 p.grad = p.grad.to_dense()
             grads.append(p.grad.detach() if p.grad.requires_grad else p.grad)
+        if self._comparison is not None and self._own is not None:
+            self._look_at_own(parameters, grads)
         exchange = self._start_sparse(parameters[0]) if grads[0].is_sparse else self._start(parameters, grads)
         for p in parameters:
             self._exchanges[p] = exchange

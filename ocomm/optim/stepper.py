@@ -99,7 +99,8 @@ class Stepper:
         #: Does the vote tell checksums of each rank's gradients?
         self.looks_at_gradients = False
         self._replicas = replicas
-        self._objections = 0  # flags of this rank other than those of its gradients
+        #: Flags of this rank other than those of its gradients; ``object`` sets them.
+        self.objections = 0
         self._hyper = 0
         self._early_sent: list[Sent] = []  # what the current step has sent before its exchange
         self._dead: OcommError | None = None
@@ -123,14 +124,14 @@ class Stepper:
             raise type(self._dead)(*self._dead.args)
         self.begun = True
         self._early_sent = []
-        self._objections = 0
+        self.objections = 0
         self._hyper = hyper
         self.wire.flags[0] = self.wire.heard_flags[0] = self.wire.announcement[0] = 0
         self.buckets.begin(self.step, 0, hyper, early and self.overlapping)
 
     def object(self, flag: Flag) -> None:
         """Sets a flag of this rank: all ranks will discard the step, or do it again."""
-        self._objections |= int(flag)
+        self.objections |= int(flag)
 
     # The exchange
 
@@ -143,7 +144,7 @@ class Stepper:
         assert self.begun and not self.buckets.posted
         try:
             self.buckets.locate_all()
-            heard = self._vote.hold(Statement(self.step + 1, 0, self._hyper, lr, self._objections), None, True)
+            heard = self._vote.hold(Statement(self.step + 1, 0, self._hyper, lr, self.objections), None, True)
         except BaseException as error:
             self.give_up(error)
             raise
@@ -190,13 +191,17 @@ class Stepper:
         if hyper != self._hyper:
             self.object(Flag.CHANGED)
         try:
+            had_overlap, first = self.overlap, 0
             for attempt in (0, 1):
                 heard = self._vote.hold(self._finish(attempt, hyper_now, lr, announcement), self.flows.flows, with_norm)
                 if not heard & _AGAIN or heard & _OVER:
                     break
                 assert attempt == 0, "a gradient changed while step() was running"
+                first = heard
                 again()
                 self._start_again(hyper)
+            if first and had_overlap and self.core.rank == 0:
+                self._say_why(first)
             self._hear()
         except BaseException as error:
             self.give_up(error)
@@ -214,7 +219,7 @@ class Stepper:
             self._look_at_local()
         if self._replicas is not None:
             replica = self._replicas.checksum(core.replica_addresses().__getitem__, self.step)
-        flags = self._objections | (_UNHANDED if buckets.is_surprised else 0)
+        flags = self.objections | (_UNHANDED if buckets.is_surprised else 0)
         gradients = self._own_gradients() if self.looks_at_gradients else 0
         return Statement(self.step + 1, attempt, hyper, lr, flags, announcement, replica, gradients)
 
@@ -246,20 +251,36 @@ class Stepper:
 
     def _start_again(self, hyper: int) -> None:
         """Begins the step again after a gradient has changed; from now on all ranks exchange without overlap."""
-        if self.overlap:
-            _log.warning(
-                "%s: a gradient changed after backward (clipping, loss scaling or a second backward), so it is "
-                "exchanged again, and from now on without overlap. Instead of clip_grad_norm_(), which clips this "
-                "rank's gradients by their own norm, pass max_grad_norm=, which clips by the norm over all ranks; with "
-                "clip='previous' the exchange overlaps, too. For other changes pass overlap=False from the start.",
-                self.name,
-            )
         self.overlap = self.overlapping = False
         self.traffic.redone_steps += 1
-        self._objections = 0
+        self.objections = 0
         self._hyper = hyper
         self.wire.flags[0] = self.wire.heard_flags[0] = 0
         self.buckets.begin(self.step, 1, hyper, False)
+
+    def _say_why(self, heard: int) -> None:
+        """Warns that nothing overlaps any more, and why. ``heard``: the flags of the first attempt."""
+        norms = self._vote.norms
+        if heard & Flag.EDITED and len(norms) > 1:
+            low, high = int(np.argmin(norms)), int(np.argmax(norms))
+            _log.warning(
+                "%s: gradients were changed between backward and step(), before they were averaged: their norm is now "
+                "%.6g on rank %d and %.6g on rank %d. If each rank clips them by its own norm, the average is clipped "
+                "by none: pass max_grad_norm= to the optimizer instead, which clips by the norm over all ranks; with "
+                "clip='previous' the exchange overlaps, too. The step was exchanged again, and from now on nothing "
+                "overlaps; pass overlap=False if you want the changes.",
+                self.name,
+                norms[low],
+                self.wire.ranks[low],
+                norms[high],
+                self.wire.ranks[high],
+            )
+            return
+        _log.warning(
+            "%s: a gradient changed after backward (loss scaling or a second backward), so it was exchanged again, and "
+            "from now on nothing overlaps. Pass overlap=False to say so from the start.",
+            self.name,
+        )
 
     def _hear(self) -> None:
         """Notes which tensors have a gradient on some rank."""

@@ -74,6 +74,8 @@ class Vote:
         self._vote = Round(wire, layout.digest, len(layout.tensors) if core.steps_locally else 0)
         #: sqrt(mean over ranks of |g|^2), from the last round in which ranks sent norms.
         self.norm = 0.0
+        #: Each rank's |g|, in rank order, from the last round in which ranks sent norms or began a step again.
+        self.norms: list[float] = []
         #: True if all ranks had the same checksum of gradients in the last round, and had one.
         self.gradients_are_alike = False
         #: Number of bytes of the vote of a step.
@@ -124,7 +126,8 @@ class Vote:
                 for heard in flow.segment_headers:
                     if heard.has_disagreement:
                         header[0] = heard.passed_on[0]
-        if with_norm:  # read while what has been posted travels; in float64, tensor by tensor in registration order
+        sends_norm = with_norm or said.attempt > 0
+        if sends_norm:  # read while what has been posted travels; in float64, tensor by tensor in registration order
             header["squares"] = sum(core.kernels.squares(core.gradients["grad"].copy(), core.layout.numels).tolist())
         else:
             header["squares"] = 0.0
@@ -136,8 +139,9 @@ class Vote:
         if any(state != State.DONE for state in states):
             raise self._failed(parts, tickets, what, said.step)
         self.gradients_are_alike = said.gradients > 0 and held.segment_header.gradients() == {said.gradients}
+        squares = held.segment_header.squares() if sends_norm else []
+        self.norms = [math.sqrt(square) for square in squares]
         if with_norm:
-            squares = held.segment_header.squares()
             self.norm = math.sqrt(sum(squares) / len(squares))
         return int(wire.heard_flags[0])
 

@@ -1,6 +1,6 @@
 """Compares, in every step, what must be equal on the ranks of an optimizer that averages gradients.
 
-Each rank writes a row of four numbers into a table, and the ranks add their tables while gradients travel: one small
+Each rank writes a row of five numbers into a table, and the ranks add their tables while gradients travel: one small
 allreduce per step. A rank that has joined contributes zeros and is not compared. All ranks detect a difference in the
 same step, and only then exchange descriptions.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.agreement import MADE_ALIKE, first_difference
+from ocomm.agreement import LOOKED_AT, MADE_ALIKE, first_difference, say_alike
 from ocomm.errors import MismatchError, StallError
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.handle import Handle, Submission
@@ -23,7 +23,9 @@ from ocomm.training.driver import digest
 from ocomm.types import DType, ReduceOp
 
 _log = logging.getLogger("ocomm")
-_ROW = np.dtype([("count", np.uint64), ("options", np.uint64), ("parameters", np.uint64), ("way", np.uint64)])
+_ROW = np.dtype([(name, np.uint64) for name in ("count", "options", "parameters", "way", "gradients")])
+#: What ranks in step have alike.
+_ALIKE = ["count", "options", "parameters", "way"]
 
 
 def spelled(value: object, other: Callable[[object], str | None] = lambda value: None) -> str | None:
@@ -60,6 +62,7 @@ class StepComparison:
         parameters: ``parameters(look)`` returns the checksum of the parameters that comparison number ``look``
             compares, of all of them for 0; 0 if this rank cannot compute it.
         describe: Returns a line for each parameter.
+        gradients: Returns a checksum of this rank's own gradients of the step before; 0 for none, or none but zeros.
     """
 
     def __init__(
@@ -73,10 +76,14 @@ class StepComparison:
         options: Callable[[], Sequence[str]],
         parameters: Callable[[int], int],
         describe: Callable[[], Sequence[str]],
+        gradients: Callable[[], int] = lambda: 0,
     ) -> None:
         self._session, self._number, self._name = session, number, name
         self._options, self._parameters, self._describe = options, parameters, describe
         self._title, self._way = title, way
+        self._framework, self._gradients = framework, gradients
+        #: Number of first steps in which all ranks had the same gradients.
+        self._alike_steps = 0
         made_alike = MADE_ALIKE[framework]
         self._made_alike = f"{made_alike[0].upper()}{made_alike[1:]} before the first step"
         self._rank = session.set_ranks[number].index(session.require_topology().rank)
@@ -94,6 +101,7 @@ class StepComparison:
         row["way"] = digest(self._way)
         if self._count:
             row["options"] = digest("\n".join(self._options()))
+        row["gradients"] = self._gradients()
         row["parameters"] = self._parameters(max(self._count - 1, 0)) if self._is_alike else 0
         table = self._rows.view(np.uint8)
         request = Request(Kind.ALLREDUCE, self._name, DType.UINT8, table.shape, ReduceOp.BITWISE_OR)
@@ -106,10 +114,15 @@ class StepComparison:
         assert self._handle is not None
         self._handle.notify(listener)
 
+    @property
+    def looked_at_gradients(self) -> bool:
+        """True once gradients of as many steps have been compared as there are to compare."""
+        return self._count > LOOKED_AT
+
     def says_nothing(self) -> bool:
         """Returns True, once all rows have arrived, if they are equal, so that ``finish`` sends no messages."""
         rows = self._rows[self._rows["count"] > 0]
-        return self._handle is not None and self._handle.poll() and bool((rows == rows[0]).all())
+        return self._handle is not None and self._handle.poll() and bool((rows[_ALIKE] == rows[_ALIKE][0]).all())
 
     def finish(self) -> None:
         """Waits for all rows. Raises MismatchError, on all ranks, that names what differs."""
@@ -122,6 +135,11 @@ class StepComparison:
         self._count = last + 1
         # Ranks that have not made the same steps, because one had joined, have compared other parameters.
         in_step = bool((counts == counts[0]).all())
+        gradients = rows["gradients"]
+        if in_step and rows.size > 1 and gradients[0] and (gradients == gradients[0]).all():
+            self._alike_steps += 1
+            if self._alike_steps == LOOKED_AT == last and self._rank == 0:
+                say_alike(self._title, self._framework)
         if last == 0 and in_step and (rows["way"] != rows["way"][0]).any():
             self._is_alike = False
             if self._rank == 0:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ocomm.agreement import AVERAGED_TWICE, MADE_ALIKE, by_rank, first_difference, gather
+from ocomm.agreement import LOOKED_AT, MADE_ALIKE, by_rank, first_difference, gather, say_alike
 from ocomm.collectives.bridge import IntraNode
 from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
@@ -39,6 +39,7 @@ from ocomm.training.notices import Notices, amount, follow, place
 from ocomm.types import Flag, Nodes, ReduceOp
 
 _log = logging.getLogger("ocomm")
+_CHANGED = int(Flag.CHANGED)
 
 
 class Frontend(Protocol):
@@ -384,12 +385,12 @@ class Driver:
             self.stepper.begin(_hyper_digest(hyper), early=not self._needs_norm_round)
 
     def step(self, changed: Callable[[], bool]) -> StepOutcome:
-        """Exchanges gradients, and takes the step if all ranks do. ``changed()`` returns True if a gradient has changed
-        since it was handed over.
+        """Exchanges gradients, and takes the step if all ranks do. ``changed()`` returns True if the script has changed
+        a gradient since it was handed over.
         """
         self.begin()
-        if changed() or self.stepper.buckets.changed_tensors():
-            self.stepper.object(Flag.CHANGED)
+        if changed() or (not self.stepper.objections & _CHANGED and self.stepper.buckets.changed_tensors()):
+            self.stepper.object(Flag.CHANGED | Flag.EDITED)
         return self._end()
 
     def skip(self, overflow: bool = False) -> StepOutcome:
@@ -494,18 +495,11 @@ class Driver:
         """Warns where the ranks' own gradients were equal in the first steps. Those of other data are not."""
         are_alike = self.stepper.gradients_are_alike
         self._alike_steps += are_alike
-        if are_alike and self._alike_steps < _LOOKED_AT:
+        if are_alike and self._alike_steps < LOOKED_AT:
             return
         self.stepper.looks_at_gradients = False
         if are_alike and self.core.rank == 0:
-            _log.warning(
-                "%s: all ranks had the same gradients in the first %d steps, bit for bit, before they were averaged. "
-                "Either something has averaged them already, or all ranks read the same data, and more ranks add "
-                "nothing. %s",
-                self.name,
-                _LOOKED_AT,
-                AVERAGED_TWICE[self.frontend.framework],
-            )
+            say_alike(self.name, self.frontend.framework)
 
     def _take(self) -> None:
         self.steps += 1
@@ -693,8 +687,6 @@ def _as_floats(values: Any) -> Any:
     return tuple(map(_as_floats, values)) if isinstance(values, tuple) else float(values) + 0.0  # -0.0 + 0.0 is 0.0
 
 
-#: Number of steps after which equal gradients on all ranks are no chance.
-_LOOKED_AT = 2
 #: Where a rank's parameters are: in the host's memory, on a device, on a device that the network reaches.
 _ON_HOST, _ON_DEVICE, _REACHED = "0", "1", "2"
 

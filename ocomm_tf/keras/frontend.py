@@ -21,6 +21,7 @@ from ocomm.optim.core import Group
 from ocomm.session import Session
 from ocomm.training.adam import dense_step
 from ocomm.training.driver import Driver
+from ocomm.types import Flag
 from ocomm_tf import engine
 from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.keras.masters import LOW_PRECISION, follow, rounded
@@ -181,7 +182,9 @@ class KerasFrontend:
                 if number not in self._early:
                     self._gradients[number] = entry.to_wire(np.asarray(gradients[position]))
         try:
-            self.driver.step(lambda: bool(self._stale))
+            if self._stale:
+                self.driver.stepper.object(Flag.CHANGED)
+            self.driver.step(lambda: False)
         finally:
             self._gradients = [None] * len(self.entries)
             self._early.clear()

@@ -188,6 +188,86 @@ def test_a_dense_step_has_every_edit_of_an_averaged_gradient_where_a_parameter_h
     assert same_everywhere(lambda: train(dense, edit)) == expected
 
 
+def warned(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    found = [record.getMessage() for record in caplog.records if text in record.getMessage()]
+    caplog.clear()
+    return found
+
+
+def test_a_change_of_gradients_that_are_not_averaged_is_one_warning_with_two_norms(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def clip(parameters: Parameters) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1 * (1 + rank()))
+
+    def on_one_rank(parameters: Parameters) -> None:
+        if rank():
+            clip(parameters)
+
+    same_everywhere(lambda: train(compressed(), clip))
+    (said,) = warned(caplog, "OneBitAdam")
+    assert "their norm is now 0.1 on rank 0 and 0.2 on rank 1." in said and "pass max_grad_norm" in said
+    same_everywhere(lambda: train(compressed(), on_one_rank))
+    (said,) = warned(caplog, "OneBitAdam")
+    assert "changed between backward and step()" in said and "0.2 on rank 1" in said
+    same_everywhere(lambda: train(compressed(overlap=False), clip))
+    same_everywhere(lambda: train(compressed(max_grad_norm=0.1), lambda parameters: None))
+    same_everywhere(lambda: train(dense, clip_all))
+    assert warned(caplog, "") == []
+
+
+def clip_all(parameters: Parameters) -> None:
+    torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["alone", "and a clip"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_grad_scaler_is_no_change_by_the_script(
+    dtype: torch.dtype, clips: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(session: Session) -> None:
+        model = Model().to(dtype)
+        optimizer = compressed()(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(model.loss(step) / 50).backward()
+            barrier()
+            scaler.unscale_(optimizer)
+            if clips:
+                clip_all(list(model.parameters()))
+            scaler.step(optimizer)
+            scaler.update()
+
+    run_ranks(2, body)
+    (said,) = warned(caplog, "OneBitAdam")
+    assert ("changed between backward and step()" in said) is clips and ("loss scaling" in said) is not clips
+
+
+@pytest.mark.parametrize(
+    ("wrong", "warnings"), [("nothing", 0), ("data", 1), ("data, later", 0), ("zeros", 0)], ids=lambda value: str(value)
+)
+def test_equal_gradients_of_all_ranks_before_they_are_averaged_are_a_warning(
+    wrong: str, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(session: Session) -> None:
+        model = Model()
+        optimizer = dense(model)
+        for step in range(5):
+            generator = torch.Generator().manual_seed(
+                0 if wrong == "data" or (wrong == "data, later" and step > 1) else rank()
+            )
+            optimizer.zero_grad()
+            loss = (model.table[:8] @ model.matrix @ torch.randn(COLUMNS, generator=generator)).square().mean()
+            (loss * (wrong != "zeros")).backward()
+            optimizer.step()
+
+    run_ranks(2, body)
+    found = warned(caplog, "the same gradients")
+    assert len(found) == warnings
+    assert all("DistributedOptimizer: all ranks" in said and "DistributedSampler" in said for said in found)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("way", EDITS)
 def test_equal_runs_give_equal_results_fifty_times(way: str) -> None:
