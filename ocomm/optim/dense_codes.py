@@ -2,7 +2,7 @@
 
 It is a compressed exchange with another wire format. With 8 and 4 bits what rounding loses is kept as errors of worker
 and server, apart from those of the 1-bit exchange, and is added in the next dense exchange of the tensor. A tensor's
-dense errors are dropped when it has no dense steps any more (decision 0013).
+dense errors are dropped when it has no dense steps any more (decision 0014).
 """
 
 from __future__ import annotations
