@@ -1,6 +1,6 @@
 """Compares, in every step, what must be equal on the ranks of an optimizer that averages gradients.
 
-Each rank writes a row of five numbers into a table, and the ranks add their tables while gradients travel: one small
+Each rank writes a row of four numbers into a table, and the ranks add their tables while gradients travel: one small
 allreduce per step. A rank that has joined contributes zeros and is not compared. All ranks detect a difference in the
 same step, and only then exchange descriptions.
 """
@@ -23,9 +23,8 @@ from ocomm.training.driver import digest
 from ocomm.types import DType, ReduceOp
 
 _log = logging.getLogger("ocomm")
-_ROW = np.dtype([(name, np.uint64) for name in ("count", "options", "parameters", "way", "gradients")])
-#: What ranks in step have alike.
-_ALIKE = ["count", "options", "parameters", "way"]
+#: ``own`` need not be alike: how this rank's optimizer rounds in the first comparison, its own gradients in others.
+_ROW = np.dtype([(name, np.uint64) for name in ("count", "options", "parameters", "own")])
 
 
 def spelled(value: object, other: Callable[[object], str | None] = lambda value: None) -> str | None:
@@ -98,10 +97,9 @@ class StepComparison:
         self._rows[:] = 0
         row = self._rows[self._rank]
         row["count"] = self._count + 1
-        row["way"] = digest(self._way)
+        row["own"] = self._gradients() if self._count else digest(self._way)
         if self._count:
             row["options"] = digest("\n".join(self._options()))
-        row["gradients"] = self._gradients()
         row["parameters"] = self._parameters(max(self._count - 1, 0)) if self._is_alike else 0
         table = self._rows.view(np.uint8)
         request = Request(Kind.ALLREDUCE, self._name, DType.UINT8, table.shape, ReduceOp.BITWISE_OR)
@@ -122,7 +120,7 @@ class StepComparison:
     def says_nothing(self) -> bool:
         """Returns True, once all rows have arrived, if they are equal, so that ``finish`` sends no messages."""
         rows = self._rows[self._rows["count"] > 0]
-        return self._handle is not None and self._handle.poll() and bool((rows[_ALIKE] == rows[_ALIKE][0]).all())
+        return self._handle is not None and self._handle.poll() and bool((rows == rows[0]).all())
 
     def finish(self) -> None:
         """Waits for all rows. Raises MismatchError, on all ranks, that names what differs."""
@@ -135,17 +133,17 @@ class StepComparison:
         self._count = last + 1
         # Ranks that have not made the same steps, because one had joined, have compared other parameters.
         in_step = bool((counts == counts[0]).all())
-        gradients = rows["gradients"]
-        if in_step and rows.size > 1 and gradients[0] and (gradients == gradients[0]).all():
+        own = rows["own"]
+        if last and in_step and rows.size > 1 and own[0] and (own == own[0]).all():
             self._alike_steps += 1
             if self._alike_steps == LOOKED_AT == last and self._rank == 0:
                 say_alike(self._title, self._framework)
-        if last == 0 and in_step and (rows["way"] != rows["way"][0]).any():
+        if last == 0 and in_step and (own != own[0]).any():
             self._is_alike = False
             if self._rank == 0:
                 # The other ranks are not asked: they may be in another optimizer's step, and a warning must not wait.
                 ranks = np.array(self._session.set_ranks[self._number])[self._rows["count"] > 0]
-                is_other = rows["way"] != rows["way"][0]
+                is_other = own != own[0]
                 _log.warning(
                     "%s: the ranks' optimizers round differently (rank(s) %s have %s, rank(s) %s another), so their "
                     "parameters will differ in the last digits, and are not compared in later steps. Broadcast "
