@@ -24,6 +24,11 @@ demo: install
 $(STAMP)-ptx: $(STAMP)
 	$(PY) -m pip install -q $(PIP_ARGS) 'cuda-toolkit[nvcc,nvrtc,nvvm]<14' && touch $@ || echo 'CUDA kernels are not compiled'
 
+# Lightning, transformers and Accelerate, 200 MB, for the long tier; without them tests/cluster/test_lightning.py and
+# test_transformers.py are skipped.
+$(STAMP)-trainers: $(STAMP)
+	$(PY) -m pip install -q $(PIP_ARGS) -e '.[lightning,transformers]' && touch $@ || echo 'trainers are not tested'
+
 # Three tiers, which CONTRIBUTING.md describes. Every test is in `test` or in `test-long`.
 #
 # Ranks are threads of one process, and share its one lock: two processes keep two cores busy. Where one of them has
@@ -62,7 +67,7 @@ test: install $(STAMP)-ptx
 
 # What is too long for every change: whole matrices, repeats, jobs of minutes, and everything under mpirun. Before a
 # release, and before an issue is closed.
-test-long: install $(STAMP)-ptx $(VENV)-mpich/bin/mpiexec
+test-long: install $(STAMP)-ptx $(STAMP)-trainers $(VENV)-mpich/bin/mpiexec
 	timeout 3600 $(PY) -m pytest $(TOGETHER) --timeout=1800 -m 'long and not alone' tests
 	timeout 1800 $(PY) -m pytest -q --timeout=1800 -m 'long and alone' $(ALONE)
 	NUMBA_ENABLE_CUDASIM=1 timeout 1800 $(PY) -m pytest $(TOGETHER) --no-header $(SIMULATED)

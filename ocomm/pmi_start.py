@@ -122,9 +122,8 @@ def _library(size: int) -> tuple[str, str]:
         return text, (
             "MPI was started before init(), in a world of one, "
             + (
-                "as Lightning's Trainer does to find out whether mpirun has started it. Pass it "
-                "plugins=[LightningEnvironment()], of lightning.pytorch.plugins.environments, or start the script with "
-                "torchrun."
+                "as Lightning's Trainer does to find out whether mpirun has started it. Import ocomm_torch.lightning "
+                "before the Trainer is made, which looks without that, or start the script with torchrun."
                 if lightning
                 else "by `from mpi4py import MPI` for instance; call init() before that."
             )

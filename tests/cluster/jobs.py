@@ -1,4 +1,8 @@
-"""Real jobs in subprocesses: always bounded, never with a terminal."""
+"""Real jobs in subprocesses: always bounded, never with a terminal.
+
+Jobs that no launcher of MPI's starts need MPICH, beside Open MPI in no environment: TEST_MPICH is a folder with its
+lib/libmpi.so.12 (a virtual environment into which pip has installed mpich), by default what ``make test-mpich`` makes.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ocomm.runtime.own_address import free_port
+from ocomm.torch_variables import MASTER, OF_LAUNCHERS
+
 MPIRUN = Path(sys.executable).with_name("mpirun")
 ROOT = Path(__file__).resolve().parents[2]
+MPICH = Path(os.environ.get("TEST_MPICH", ROOT / ".venv-mpich"))
 #: Seconds after which a job hangs: it takes a tenth of that on a machine of its own.
 LIMIT_S = 240.0
 
@@ -32,4 +40,46 @@ def run_job(
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             **environment,
         },
+    )
+
+
+def without_launcher(**more: str) -> dict[str, str]:
+    """The environment of a process that no launcher has started, and whose MPI is MPICH."""
+    clean = {name: value for name, value in os.environ.items() if name not in (*OF_LAUNCHERS, *MASTER)}
+    mpich = {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(MPICH / "lib")}
+    return {**clean, **mpich, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def launchers(ranks: int) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Commands that start a script, which comes after them, on ``ranks`` ranks of this machine, with environments."""
+    with_open_mpi = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    python, number = sys.executable, str(ranks)
+    torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", number, "--master-port", str(free_port())]
+    return {
+        "mpirun": ([str(MPIRUN), "--oversubscribe", "--bind-to", "none", "-np", number, python], with_open_mpi),
+        "ocommrun": ([python, "-m", "ocomm.launch", "-np", number, python], with_open_mpi),
+        "torchrun": (torchrun, without_launcher()),
+    }
+
+
+def run_by(
+    launcher: tuple[list[str], dict[str, str]], *arguments: str, timeout_s: float = LIMIT_S
+) -> subprocess.CompletedProcess[str]:
+    """Starts a script with one of ``launchers``."""
+    command, environ = launcher
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )

@@ -1,8 +1,4 @@
-"""Jobs that torchrun starts, or nobody: ranks with nothing but RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-
-Their MPI is MPICH, beside Open MPI in no environment: TEST_MPICH is a folder with its lib/libmpi.so.12 (a virtual
-environment into which pip has installed mpich), by default what ``make test-mpich`` makes.
-"""
+"""Jobs that torchrun starts, or nobody: ranks with nothing but RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
 from __future__ import annotations
 
@@ -18,17 +14,14 @@ import pytest
 
 from ocomm.bench._lab import Lab, why_not
 from ocomm.runtime.own_address import free_port
-from ocomm.torch_variables import MASTER, OF_LAUNCHERS
-from tests.cluster.jobs import LIMIT_S, MPIRUN, ROOT
+from tests.cluster.jobs import LIMIT_S, MPICH, ROOT, launchers, run_by, without_launcher
 
-MPICH = Path(os.environ.get("TEST_MPICH", ROOT / ".venv-mpich"))
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif("TEST_MPI_SIZE" in os.environ, reason="starts jobs itself"),
     pytest.mark.skipif(not (MPICH / "lib").is_dir(), reason="no MPICH: make test-mpich installs one"),
 ]
 TRAIN = str(Path(__file__).with_name("train_anywhere.py"))
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
 WAITING = """
 import ocomm, time
 from ocomm.runtime.pmi_client import shared_memory
@@ -37,13 +30,6 @@ print(*shared_memory(), flush=True)
 ocomm.barrier()
 time.sleep(600)
 """
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Of a process that no launcher has started, and whose MPI is MPICH."""
-    clean = {name: value for name, value in os.environ.items() if name not in (*OF_LAUNCHERS, *MASTER)}
-    mpich = {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(MPICH / "lib")}
-    return {**clean, **mpich, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
 class Ranks:
@@ -61,7 +47,7 @@ class Ranks:
         self.processes = {
             rank: subprocess.Popen(
                 on(rank, [sys.executable, *script]),
-                env=environment(**{**meet, "RANK": str(rank), **more}),
+                env=without_launcher(**{**meet, "RANK": str(rank), **more}),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -82,10 +68,7 @@ class Ranks:
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [*TORCHRUN, str(free_port()), *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
-    )
+    return run_by(launchers(2)["torchrun"], *arguments)
 
 
 def digest(path: Path, ranks: int = 2) -> str:
@@ -95,30 +78,10 @@ def digest(path: Path, ranks: int = 2) -> str:
 
 
 def test_one_script_has_one_result_under_mpirun_ocommrun_and_torchrun(tmp_path: Path) -> None:
-    with_open_mpi = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    jobs = {
-        "torchrun": ([*TORCHRUN, str(free_port())], environment()),
-        "ocommrun": ([sys.executable, "-m", "ocomm.launch", "-np", "2", sys.executable], with_open_mpi),
-        "mpirun": ([str(MPIRUN), "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable], with_open_mpi),
-    }
-    for name, (command, environ) in jobs.items():
-        done = subprocess.run(
-            [*command, TRAIN, str(tmp_path / name)],
-            cwd=ROOT,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
+    for name, launcher in launchers(2).items():
+        done = run_by(launcher, TRAIN, str(tmp_path / name))
         assert done.returncode == 0, f"{name}: {done.stderr}"
-    assert len({digest(tmp_path / name) for name in jobs}) == 1
+    assert len({digest(tmp_path / name) for name in launchers(2)}) == 1
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -1,0 +1,366 @@
+"""Lightning: ``Trainer(strategy=OcommStrategy("onebit_adam"))``, or ``strategy="ocomm"`` once this module is imported.
+
+The optimizers that ``configure_optimizers`` returns are wrapped, and the module is not put into
+DistributedDataParallel, so gradients travel once. Nothing else of a LightningModule changes. Where a script imports
+``pytorch_lightning`` and not ``lightning``, the strategy is one of that package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ocomm_torch as hvd
+from ocomm.config import read_launch
+from ocomm.errors import InvalidRequestError
+from ocomm_torch import trainers
+
+_IS_OLD_NAME = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
+_PYTORCH = "pytorch_lightning" if _IS_OLD_NAME else "lightning.pytorch"
+_FABRIC = "lightning_fabric" if _IS_OLD_NAME else "lightning.fabric"
+_strategies: Any = importlib.import_module(f"{_PYTORCH}.strategies")
+_environments: Any = importlib.import_module(f"{_FABRIC}.plugins.environments")
+_rank_zero: Any = importlib.import_module(f"{_PYTORCH}.utilities.rank_zero")
+_optimizer: Any = importlib.import_module(f"{_PYTORCH}.core.optimizer")
+DDPStrategy: Any = _strategies.DDPStrategy
+ClusterEnvironment: Any = _environments.ClusterEnvironment
+LightningEnvironment: Any = _environments.LightningEnvironment
+MPIEnvironment: Any = _environments.MPIEnvironment
+
+
+def _has_launcher() -> bool:
+    """True if a launcher has started this process as one rank of a job, so that ``init()`` can be called at once.
+
+    Lightning's own launcher sets no RANK.
+    """
+    launch = read_launch(os.environ)
+    return hvd.is_initialized() or (launch is not None and (launch.is_mpi or "RANK" in os.environ))
+
+
+class OcommEnvironment(ClusterEnvironment):
+    """The ranks of a job that a launcher has started: mpirun, ocommrun, srun, torchrun. Making it calls ``init()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hvd.init()
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT", "0"))
+
+    @staticmethod
+    def detect() -> bool:
+        return _has_launcher()
+
+    def world_size(self) -> int:
+        return hvd.size()
+
+    def set_world_size(self, size: int) -> None:
+        """The launcher has set it."""
+
+    def global_rank(self) -> int:
+        return hvd.rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """The launcher has set it."""
+
+    def local_rank(self) -> int:
+        return hvd.local_rank()
+
+    def node_rank(self) -> int:
+        return hvd.cross_rank()
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """InvalidRequestError if the Trainer counts other processes than the launcher has started."""
+        if num_devices * num_nodes != hvd.size():
+            raise InvalidRequestError(
+                f"Trainer(devices={num_devices}, num_nodes={num_nodes}) is for {num_devices * num_nodes} process(es), "
+                f"and the launcher has started {hvd.size()}. Pass devices={hvd.local_size()}, "
+                f"num_nodes={hvd.cross_size()}: a device is a process here."
+            )
+
+
+class OcommStrategy(DDPStrategy):
+    """Data-parallel training whose gradients ocomm's optimizers exchange.
+
+    The Trainer's ``gradient_clip_val`` becomes ``max_grad_norm`` of a 1-bit optimizer, its number of steps
+    ``total_steps``, and gradients that it accumulates stay on their rank until the last batch of a step. Checkpoints
+    have a folder beside them, ``NAME.ckpt.ranks``, with what only one rank has of a 1-bit optimizer.
+
+    Args:
+        optimizer: What wraps each optimizer of ``configure_optimizers``: "onebit_adam", "onebit_lamb",
+            "zero_one_adam", "birder", "softsign_sgd", "lion", "ef_sgd", "dense" for ``DistributedOptimizer``, or a
+            function with their arguments.
+        accelerator: As in ``DDPStrategy``.
+        parallel_devices: As in ``DDPStrategy``.
+        cluster_environment: As in ``DDPStrategy``; None for the launcher's, and Lightning's own launcher without one.
+        checkpoint_io: As in ``DDPStrategy``.
+        precision_plugin: As in ``DDPStrategy``.
+        process_group_backend: Of torch.distributed, for metrics and what else Lightning exchanges; None for "ocomm", on
+            a GPU "nccl".
+        timeout: Of that process group.
+        options: Passed on to the function that wraps.
+
+    Raises:
+        InvalidRequestError: There is no optimizer of that name.
+    """
+
+    strategy_name = "ocomm"
+
+    def __init__(
+        self,
+        optimizer: str | Callable[..., Any] = "onebit_adam",
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = dist.default_pg_timeout,
+        **options: Any,
+    ) -> None:
+        self._wrapper = trainers.wrapper_of(optimizer)
+        self._options = options
+        self._loaded_from: Any = None
+        if cluster_environment is None:
+            cluster_environment = OcommEnvironment() if _has_launcher() else LightningEnvironment()
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Makes ``strategy="ocomm"`` known."""
+        strategy_registry.register("ocomm", cls, description="Gradients travel by ocomm's optimizers, by 1 bit.")
+
+    # Processes
+
+    def setup_distributed(self) -> None:
+        """Calls ``init()``, and makes a process group for what Lightning exchanges by torch.distributed. Collective."""
+        environment = self.cluster_environment
+        if not hvd.is_initialized():
+            # Processes of Lightning's own launcher, which know their number by now.
+            os.environ.update(RANK=str(environment.global_rank()), WORLD_SIZE=str(environment.world_size()))
+            os.environ.setdefault("MASTER_ADDR", environment.main_address)
+            os.environ.setdefault("MASTER_PORT", str(environment.main_port))
+            hvd.init()
+        if hvd.size() != environment.world_size() or hvd.rank() != environment.global_rank():
+            raise InvalidRequestError(
+                f"Lightning's {type(environment).__name__} says that this process is rank {environment.global_rank()} "
+                f"of {environment.world_size()}, and it is rank {hvd.rank()} of {hvd.size()} of ocomm's job. Leave "
+                "cluster_environment and plugins to OcommStrategy."
+            )
+        if not dist.is_initialized():
+            dist.init_process_group(self._get_process_group_backend(), init_method="ocomm://", timeout=self._timeout)
+        super().setup_distributed()
+
+    def _get_process_group_backend(self) -> str:
+        if self._process_group_backend is None and self.root_device.type == "cpu":
+            return "ocomm"
+        return super()._get_process_group_backend()
+
+    # The model and its optimizers
+
+    def configure_ddp(self) -> None:
+        """Makes the replicas alike. The module stays as it is: its optimizers exchange gradients. Collective."""
+        self._broadcast([*self.model.named_parameters(), *self.model.named_buffers()])
+
+    def _broadcast(self, named: list[tuple[str, Any]]) -> None:
+        if named:
+            hvd.broadcast_parameters(named, root_rank=0)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The wrapped optimizers."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Any]) -> None:
+        super(OcommStrategy, type(self)).optimizers.fset(self, optimizers)
+        # A LightningOptimizer has the class of its optimizer, and attributes of its own: methods of the class would set
+        # those. Its own step() is Lightning's.
+        for theirs, optimizer in zip(self._lightning_optimizers, optimizers, strict=True):
+            for name, _ in inspect.getmembers(type(optimizer), callable):
+                if not name.startswith("_") and not hasattr(_optimizer.LightningOptimizer, name):
+                    setattr(theirs, name, getattr(optimizer, name))
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Makes the module's optimizers, and wraps them. Collective."""
+        self.optimizers = list[Any]()  # those of a fit before this one must be gone with their hooks
+        super().setup_optimizers(trainer)
+        named = list(self.lightning_module.named_parameters())
+        self.optimizers = [
+            optimizer if isinstance(optimizer, _optimizer._MockOptimizer) else self._wrapped(optimizer, named, trainer)
+            for optimizer in self.optimizers
+        ]
+
+    def _wrapped(self, optimizer: Any, named: list[tuple[str, Any]], trainer: Any) -> Any:
+        def total_steps() -> int | None:
+            steps = trainer.estimated_stepping_batches
+            return int(steps) if math.isfinite(steps) and steps > 0 else None
+
+        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        return trainers.wrap(
+            self._wrapper,
+            optimizer,
+            named,
+            self._options,
+            total_steps=total_steps,
+            max_grad_norm=trainer.gradient_clip_val or None if by_norm else None,
+            setting=_CLIPPING,
+        )
+
+    def setup_precision_plugin(self) -> None:
+        """Leaves the clipping of gradients to optimizers that do it by themselves."""
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        # The only place through which all clipping of Lightning's goes, that of configure_gradient_clipping, too.
+        plugin.clip_gradients = functools.partial(_clip, type(plugin).clip_gradients, plugin)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backward passes inside this context add to gradients, and exchange nothing."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.optimizers:
+                if hasattr(optimizer, "no_sync"):
+                    stack.enter_context(optimizer.no_sync())
+            yield
+
+    # Evaluation
+
+    def _share_buffers(self) -> None:
+        """Gives all ranks the buffers of rank 0, such as the means of BatchNorm, as DDP does it. Collective."""
+        if self.lightning_module is not None:
+            self._broadcast(list(self.lightning_module.named_buffers()))
+
+    def on_validation_start(self) -> None:
+        """Called before validation. Collective."""
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        """Called before a test. Collective."""
+        self._share_buffers()
+
+    def on_predict_start(self) -> None:
+        """Called before predictions. Collective."""
+        self._share_buffers()
+
+    def on_train_end(self) -> None:
+        """Says on rank 0 what was sent."""
+        for said in filter(None, map(trainers.summary, self.optimizers)):
+            _rank_zero.rank_zero_info(said)
+
+    # Checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Saves a checkpoint, and beside it what only this rank has. All ranks call it."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if "optimizer_states" in checkpoint and trainers.compressed(self.optimizers):
+            states = {**trainers.rank_states(self.optimizers), "global_step": checkpoint["global_step"]}
+            self.checkpoint_io.save_checkpoint(states, _rank_file(filepath, hvd.rank()))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint with what is beside it."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(_rank_folder(filepath))
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a checkpoint; notes where it was for ``load_optimizer_state_dict``."""
+        self._loaded_from = checkpoint_path
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the optimizers' states, and what each rank has saved beside the checkpoint. Collective.
+
+        Raises CheckpointError if a state is of another run.
+        """
+        super().load_optimizer_state_dict(checkpoint)
+        last: dict[int, Any] = {}
+
+        def read(rank: int) -> Any:
+            if rank not in last:
+                last.clear()
+                try:
+                    found = self.checkpoint_io.load_checkpoint(_rank_file(self._loaded_from, rank))
+                except FileNotFoundError:
+                    found = None
+                # A run that was stopped between two files has left one of an older checkpoint of the same name.
+                is_of_this = found is not None and found.get("global_step") == checkpoint["global_step"]
+                last[rank] = found if is_of_this else None
+            return last[rank]
+
+        def name(rank: int) -> str:
+            return f"{_rank_file(self._loaded_from, rank)} of step {checkpoint['global_step']}"
+
+        for done in trainers.load_rank_states(self.optimizers, read, name, hvd.size()):
+            _rank_zero.rank_zero_info(f"ocomm: rank states {done['rank_state']} {done['why']}".rstrip())
+
+
+_CLIPPING = "Trainer(gradient_clip_val=...)"
+
+
+def _clip(
+    theirs: Any,
+    plugin: Any,
+    optimizer: Any,
+    clip_val: float | None = 0.0,
+    gradient_clip_algorithm: Any = "norm",
+) -> None:
+    """``Precision.clip_gradients``, for optimizers that clip by themselves."""
+    if clip_val and clip_val > 0:
+        norm_type = 2.0 if gradient_clip_algorithm == "norm" else math.inf
+        plain = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
+        if not trainers.has_clipped(plain, clip_val, norm_type, f"{_CLIPPING}, or clip_gradients,"):
+            theirs(plugin, optimizer, clip_val, gradient_clip_algorithm)
+
+
+def _rank_folder(filepath: Any) -> str:
+    """The folder of the rank states of a checkpoint, which may be a link to another one."""
+    path = os.fspath(filepath)
+    return f"{os.path.realpath(path) if os.path.exists(path) else path}.ranks"
+
+
+def _rank_file(filepath: Any, rank: int) -> str:
+    return f"{_rank_folder(filepath)}/{rank}.pt"
+
+
+def _started_by_mpi() -> bool:
+    """Stands in for ``MPIEnvironment.detect``, which starts MPI to ask it: in a world of one where Lightning's own
+    launcher starts the processes later, and where mpirun has, without the settings that ``init()`` makes.
+    """
+    launch = read_launch(os.environ)
+    if launch is None or not launch.is_mpi:
+        return False
+    hvd.init()
+    return hvd.size() > 1
+
+
+MPIEnvironment.detect = staticmethod(_started_by_mpi)
+OcommStrategy.register_strategies(_strategies.StrategyRegistry)

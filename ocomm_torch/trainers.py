@@ -1,0 +1,165 @@
+"""What Lightning's strategy and the Trainer's callback have in common: which optimizer wraps, clipping, rank states."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ocomm.errors import CheckpointError, InvalidRequestError
+from ocomm.training.resume import Source
+from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.checkpoint import to_numpy
+from ocomm_torch.compressed import CompressedOptimizer
+from ocomm_torch.ef_sgd import DistributedEFSGD
+from ocomm_torch.lamb import DistributedOneBitLamb
+from ocomm_torch.lion import DistributedLion
+from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizer import DistributedOptimizer
+from ocomm_torch.zero_one import DistributedZeroOneAdam
+
+#: What wraps an optimizer, by the name that users of a trainer give.
+WRAPPERS: Mapping[str, Callable[..., Any]] = {
+    "onebit_adam": DistributedOneBitAdam,
+    "onebit_lamb": DistributedOneBitLamb,
+    "zero_one_adam": DistributedZeroOneAdam,
+    "birder": DistributedBirder,
+    "softsign_sgd": DistributedSoftSignSGD,
+    "lion": DistributedLion,
+    "ef_sgd": DistributedEFSGD,
+    "dense": DistributedOptimizer,
+}
+
+
+def wrapper_of(optimizer: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what wraps an optimizer. Raises InvalidRequestError if there is nothing of that name."""
+    if callable(optimizer):
+        return optimizer
+    if optimizer not in WRAPPERS:
+        raise InvalidRequestError(f"there is no optimizer {optimizer!r}; there are {', '.join(WRAPPERS)}.")
+    return WRAPPERS[optimizer]
+
+
+def wrap(
+    wrapper: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    options: Mapping[str, Any],
+    *,
+    total_steps: Callable[[], int | None],
+    max_grad_norm: float | None,
+    setting: str,
+) -> Any:
+    """Wraps the optimizer that a trainer has made, with what the trainer knows beside the user's options. Collective.
+
+    Args:
+        wrapper: One of ``WRAPPERS``, or a function with the same arguments.
+        optimizer: The plain optimizer.
+        named_parameters: (name, parameter) of at least its parameters.
+        options: The user's own, which count.
+        total_steps: Returns the number of steps of the run; None if it is not known.
+        max_grad_norm: The norm that the trainer would clip gradients to; None for none.
+        setting: The trainer's setting with that norm, for messages.
+
+    Returns:
+        The wrapped optimizer.
+
+    Raises:
+        InvalidRequestError: Two norms to clip to, or something that cannot be wrapped.
+    """
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = [pair for pair in named_parameters if id(pair[1]) in own]
+    known = inspect.signature(wrapper).parameters
+    chosen = dict(options)
+    if (
+        max_grad_norm
+        and "max_grad_norm" in known
+        and chosen.setdefault("max_grad_norm", max_grad_norm) != max_grad_norm
+    ):
+        raise InvalidRequestError(
+            f"gradients are to be clipped to max_grad_norm={chosen['max_grad_norm']!r} and to {max_grad_norm!r}, by "
+            f"{setting}. Leave one of them out."
+        )
+    # Where the user says when compression begins, that counts.
+    if "total_steps" in known and "total_steps" not in chosen and chosen.get("freeze_step", "auto") == "auto":
+        chosen["total_steps"] = total_steps()
+    return wrapper(optimizer, named, **chosen)
+
+
+def has_clipped(optimizer: Any, max_norm: float, norm_type: float, setting: str) -> bool:
+    """Returns True if the optimizer itself clips its gradients in this way, False if a trainer may clip them.
+
+    Raises InvalidRequestError if the trainer would clip the gradients of a 1-bit optimizer, which are those of this
+    rank alone, in another way than the optimizer does. ``setting`` is what asks for it, in messages.
+    """
+    if not isinstance(optimizer, CompressedOptimizer):
+        return False  # gradients of a DistributedOptimizer are averages
+    limit = optimizer.max_grad_norm
+    if limit == max_norm and norm_type == 2.0:
+        return True
+    how = "its value" if norm_type == float("inf") else f"its own norm to {max_norm!r}"
+    raise InvalidRequestError(
+        f"{setting} would clip each rank's gradients by {how}, before {type(optimizer).__name__} averages them: "
+        "another factor on each rank. The optimizer clips by the norm of all "
+        f"ranks: it has max_grad_norm={limit!r}. Pass it max_grad_norm={max_norm!r} and clip nothing else."
+    )
+
+
+def compressed(optimizers: Iterable[Any]) -> list[CompressedOptimizer]:
+    """Returns those of ``optimizers`` that have rank states."""
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, CompressedOptimizer)]
+
+
+def rank_states(optimizers: Iterable[Any]) -> dict[str, Any]:
+    """Returns what only this rank has of ``optimizers``: plain values and tensors, for one file per rank."""
+    return {"optimizers": [optimizer.rank_state_dict() for optimizer in compressed(optimizers)]}
+
+
+def load_rank_states(
+    optimizers: Sequence[Any], read: Callable[[int], Any], name: Callable[[int], str], ranks: int
+) -> Iterator[dict[str, Any]]:
+    """Loads what ``rank_states`` returned into ``optimizers``, one after the other, after their states. Collective.
+
+    Args:
+        optimizers: Those that were saved, in the same order.
+        read: Returns what a rank has saved, or None.
+        name: Names it in messages.
+        ranks: The number of ranks now; there may have been another number.
+
+    Yields:
+        What was done with each optimizer, as ``load_rank_state_dict`` returns it.
+
+    Raises:
+        CheckpointError: A state is damaged or of another run.
+    """
+    for position, optimizer in enumerate(compressed(optimizers)):
+        if not optimizer.awaits_rank_state:
+            continue  # what it has loaded is of a run without ocomm, whose Adam goes on
+
+        def read_one(rank: int, position: int = position) -> Any:
+            found = read(rank)
+            if found is None:
+                return None
+            states = found.get("optimizers") if isinstance(found, Mapping) else None
+            if not isinstance(states, list) or len(states) <= position:
+                raise CheckpointError(f"{name(rank)} has no rank state of optimizer {position}.")
+            return to_numpy(states[position])
+
+        yield optimizer.load_rank_state_dict(Source(read_one, range(ranks), name))
+
+
+def summary(optimizer: Any) -> str:
+    """Returns a sentence about what a wrapped optimizer has sent; "" if it does not count that, or was alone."""
+    if not isinstance(optimizer, CompressedOptimizer):
+        return ""
+    report = optimizer.compression_report()
+    if not report["ratio"]:
+        return ""
+    sent, dense = (f"{report[name] / 1e6:.3g} MB" for name in ("bytes_sent", "bytes_dense"))
+    return (
+        f"{type(optimizer).__name__}: {report['dense_steps'] + report['compressed_steps']} steps, "
+        f"{report['compressed_steps']} of them compressed; this rank has sent {sent}; dense averages are "
+        f"{dense}, {report['ratio']:.1f} times that."
+    )
