@@ -1,0 +1,165 @@
+"""Hugging Face's Trainer: ``OcommCallback(trainer)`` before ``trainer.train()``.
+
+The Trainer's optimizer is wrapped, and its DistributedDataParallel leaves the gradients to it, so they travel once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.parallel import DistributedDataParallel
+
+import ocomm_torch as hvd
+from ocomm.errors import InvalidRequestError
+from ocomm_torch import trainers
+from ocomm_torch.checkpoint import read
+from ocomm_torch.compressed import CompressedOptimizer
+
+TrainerCallback: Any = transformers.TrainerCallback
+_CLIPPING = "max_grad_norm of TrainingArguments"
+
+
+class OcommCallback(TrainerCallback):
+    """Makes a Trainer train with a 1-bit optimizer. Adds itself to the Trainer's callbacks.
+
+    ``max_grad_norm`` of the TrainingArguments becomes the optimizer's, which clips by the norm of all ranks' gradients
+    together; the number of steps becomes its ``total_steps``. Checkpoints have a file for each rank,
+    ``ocomm_rank0.pt`` and so on, which are found again when the Trainer resumes. Call it on all ranks, after the
+    Trainer is made and before ``trainer.train()``; it calls ``init()``, where that was not called.
+
+    Args:
+        trainer: The ``transformers.Trainer``, or one of a subclass.
+        optimizer: What wraps the Trainer's optimizer: "onebit_adam", "onebit_lamb", "zero_one_adam", "birder",
+            "softsign_sgd", "lion", "ef_sgd", or a function with their arguments.
+        options: Passed on to the function that wraps.
+
+    Raises:
+        InvalidRequestError: There is no 1-bit optimizer of that name, or the Trainer does not see the ranks of the job.
+            Later: the Trainer would clip or exchange gradients by itself.
+    """
+
+    def __init__(self, trainer: Any, optimizer: str | Callable[..., Any] = "onebit_adam", **options: Any) -> None:
+        self._wrapper = trainers.wrapper_of(optimizer)
+        if self._wrapper is hvd.DistributedOptimizer:
+            raise InvalidRequestError(
+                "the Trainer's DistributedDataParallel averages by itself, which leaves nothing to optimizer='dense'. "
+                "Leave OcommCallback out, or name a 1-bit optimizer."
+            )
+        hvd.init()
+        seen = trainer.args.world_size
+        if seen != hvd.size():
+            raise InvalidRequestError(
+                f"the Trainer sees {seen} process(es), and this is rank {hvd.rank()} of {hvd.size()}: each would train "
+                "alone. Call init() before TrainingArguments, or start the script with ocommrun or torchrun."
+            )
+        self._trainer = trainer
+        self._options = options
+        #: The norm of the step that is under way, for the Trainer's log: it is known when the step was taken.
+        self._norm: torch.Tensor | None = None
+        self._create = trainer.create_optimizer
+        self._load = trainer._load_optimizer_and_scheduler
+        trainer.create_optimizer = self._create_optimizer
+        trainer._load_optimizer_and_scheduler = self._load_states
+        trainer.accelerator.clip_grad_norm_ = self._clip(trainer.accelerator.clip_grad_norm_)
+        trainer.add_callback(self)
+
+    # Instead of methods of the Trainer
+
+    def _create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        trainer = self._trainer
+        created = self._create(*args, **kwargs)
+        if _plain(created) is None:
+            created = trainer.optimizer = trainers.wrap(
+                self._wrapper,
+                created,
+                trainer.model.named_parameters(),
+                self._options,
+                total_steps=lambda: trainer.state.max_steps or None,
+                max_grad_norm=trainer.args.max_grad_norm or None,
+                setting=_CLIPPING,
+            )
+        return created
+
+    def _load_states(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> None:
+        self._load(checkpoint, *args, **kwargs)
+        if checkpoint is None or self._optimizer is None:
+            return
+
+        def name(rank: int) -> str:
+            return os.path.join(str(checkpoint), _rank_file(rank))
+
+        def read_rank(rank: int) -> Any:
+            return read(name(rank)) if os.path.exists(name(rank)) else None
+
+        for done in trainers.load_rank_states([self._optimizer], read_rank, name, hvd.size()):
+            if hvd.rank() == 0:
+                print(f"ocomm: rank states {done['rank_state']} {done['why']}".rstrip(), flush=True)
+
+    def _clip(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """``Accelerator.clip_grad_norm_``, by which the Trainer also asks for the norm alone: that multiplies gradients
+        by 1, while they are exchanged.
+        """
+
+        def clip(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+            optimizer = self._optimizer
+            if optimizer is None:
+                return theirs(parameters, max_norm, norm_type)
+            if max_norm != float("inf"):
+                trainers.has_clipped(optimizer, max_norm, norm_type, _CLIPPING)
+            self._norm = None if optimizer.grad_norm is None else torch.zeros(())
+            return self._norm
+
+        return clip
+
+    @property
+    def _optimizer(self) -> CompressedOptimizer | None:
+        return _plain(self._trainer.optimizer)
+
+    # Called by the Trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Makes DistributedDataParallel leave gradients to the optimizer."""
+        module = self._trainer.model_wrapped
+        if hvd.size() == 1:
+            return
+        if not isinstance(module, DistributedDataParallel):
+            raise InvalidRequestError(
+                f"OcommCallback needs a module in DistributedDataParallel, and the Trainer has made a "
+                f"{type(module).__name__}. Leave fsdp, deepspeed and torch_compile out of TrainingArguments."
+            )
+        if not module._comm_hooks:
+            module.register_comm_hook(self._optimizer, hvd.optimizer_hook)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tells the Trainer the norm of the step."""
+        optimizer = self._optimizer
+        if self._norm is not None and optimizer is not None and optimizer.grad_norm is not None:
+            self._norm.fill_(optimizer.grad_norm)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Saves what only this rank has into the checkpoint."""
+        if args.save_only_model or self._optimizer is None:
+            return
+        folder = Path(self._trainer._get_output_dir(None)) / f"checkpoint-{state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(trainers.rank_states([self._optimizer]), folder / _rank_file(hvd.rank()))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Says on rank 0 what was sent."""
+        if hvd.rank() == 0 and (said := trainers.summary(self._optimizer)):
+            print(said, flush=True)
+
+
+def _plain(optimizer: Any) -> CompressedOptimizer | None:
+    """Returns the 1-bit optimizer that ``optimizer`` is, or that Accelerate has wrapped in it; None for another."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, CompressedOptimizer) else None
+
+
+def _rank_file(rank: int) -> str:
+    return f"ocomm_rank{rank}.pt"

@@ -1,0 +1,169 @@
+"""Hugging Face's Trainer with ``OcommCallback``, and Accelerate: real jobs of two ranks, with the real packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.jobs import MPICH, launchers, run_by, run_job
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif("TEST_MPI_SIZE" in os.environ, reason="starts jobs itself"),
+    pytest.mark.skipif(
+        find_spec("transformers") is None or find_spec("accelerate") is None,
+        reason="no transformers or accelerate: pip install 'ocomm[transformers]'",
+    ),
+]
+TRAIN = str(Path(__file__).with_name("train_transformers.py"))
+
+
+def trained(folder: Path, *arguments: str, launcher: str = "mpirun") -> dict[str, Any]:
+    """What rank 0 says of its run, if both ranks have the same parameters and losses."""
+    folder.mkdir(exist_ok=True)
+    done = run_by(launchers(2)[launcher], TRAIN, str(folder), *arguments)
+    assert done.returncode == 0, f"{launcher}: {done.stdout} {done.stderr}"
+    first, second = (json.loads((folder / f"rank{rank}").read_text()) for rank in (0, 1))
+    assert first["size"] == 2 and first["sha256"] == second["sha256"] and first["loss"] == second["loss"]
+    assert "this rank has sent" in done.stdout
+    found: dict[str, Any] = first
+    return found
+
+
+@pytest.mark.skipif(not (MPICH / "lib").is_dir(), reason="no MPICH: make test-mpich installs one")
+def test_one_script_has_one_result_under_three_launchers(tmp_path: Path) -> None:
+    said = {name: trained(tmp_path / name, launcher=name) for name in launchers(2)}
+    assert len({each["sha256"] for each in said.values()}) == 1
+    one = said["mpirun"]
+    assert one["loss"] < 1.5 < 3.4 < one["log"][0]["loss"] * 2  # ln 32 is 3.47
+    assert one["report"]["compressed_steps"] == 17 and one["report"]["redone_steps"] == 0
+    assert one["log"][-3]["grad_norm"] > 0
+
+
+def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", "--epochs", "3")
+    checkpoint = tmp_path / "whole" / "out" / "checkpoint-22"
+    resumed = trained(tmp_path / "resumed", "--epochs", "3", "--resume", str(checkpoint))
+    assert resumed["sha256"] == whole["sha256"]
+    assert resumed["report"]["resumed"]["rank_state"] == "loaded"
+    shutil.copytree(checkpoint, tmp_path / "checkpoint-22")
+    os.remove(tmp_path / "checkpoint-22" / "ocomm_rank1.pt")
+    without = trained(tmp_path / "without", "--epochs", "3", "--resume", str(tmp_path / "checkpoint-22"))
+    assert without["report"]["resumed"]["rank_state"] == "reset" and without["sha256"] != whole["sha256"]
+
+
+def test_accumulated_gradients_travel_once_also_where_the_last_step_has_fewer(tmp_path: Path) -> None:
+    said = trained(tmp_path / "four", "--accumulate", "4", "--norm", "0")
+    assert said["report"]["step"] == 6 and said["report"]["redone_steps"] == 0 and said["report"]["overlap"]
+    assert not any("grad_norm" in line for line in said["log"])
+
+
+def test_a_rank_that_crashes_ends_the_other_by_name(tmp_path: Path) -> None:
+    done = run_by(launchers(2)["mpirun"], TRAIN, str(tmp_path), "--crash", "1")
+    assert done.returncode != 0
+    assert "PeerError" in done.stderr and "rank 1" in done.stderr, done.stderr
+    assert "RuntimeError: a sample that cannot be read" in done.stderr
+
+
+REFUSED = """
+import sys
+import torch, transformers
+from torch import nn
+import ocomm_torch as hvd
+from ocomm_torch.transformers import OcommCallback
+
+def said(name, call):
+    try:
+        call()
+    except Exception as error:
+        print(f"[{name} {hvd.rank()}] {type(error).__name__}: {error}".replace("\\n", " "), flush=True)
+
+def trainer(**options):
+    args = transformers.TrainingArguments(sys.argv[1], use_cpu=True, report_to=[], **options)
+    return transformers.Trainer(nn.Linear(1, 1), args)
+
+hvd.init()
+said("dense", lambda: OcommCallback(trainer(), "dense"))
+said("norms", lambda: OcommCallback(trainer(), max_grad_norm=2.0)._create_optimizer())
+"""
+
+
+def test_what_would_train_wrongly_is_refused(tmp_path: Path) -> None:
+    done = run_job(2, REFUSED, str(tmp_path), OMP_NUM_THREADS="1")
+    for rank in (0, 1):
+        assert f"[dense {rank}] InvalidRequestError: the Trainer's DistributedDataParallel averages" in done.stdout
+        assert f"[norms {rank}] InvalidRequestError: gradients are to be clipped to max_grad_norm=2.0" in done.stdout
+
+
+ACCELERATE = """
+import hashlib
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import ocomm_torch as hvd
+
+hvd.init()
+torch.set_num_threads(1)
+inputs = torch.randn(352, 20, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+def net():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+
+def wrapped(module):
+    return hvd.DistributedOneBitAdam(
+        torch.optim.Adam(module.parameters(), 1e-2), module.named_parameters(), freeze_step=3, max_grad_norm=0.5
+    )
+
+def digest(module):
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+model = net()
+model, optimizer, loader = accelerator.prepare(model, wrapped(model), DataLoader(data, 16))
+model.register_comm_hook(optimizer, hvd.optimizer_hook)
+batches = []
+for epoch in range(2):
+    for x, y in loader:
+        batches.append((x, y))
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+plain = net()
+own = wrapped(plain)
+for first in [0, 3, 6, 9, 11, 14, 17, 20]:
+    own.zero_grad()
+    passes = batches[first : first + (2 if first in (9, 20) else 3)]
+    for x, y in passes[:-1]:
+        with own.no_sync():
+            (nn.functional.cross_entropy(plain(x), y) / 3).backward()
+    (nn.functional.cross_entropy(plain(passes[-1][0]), passes[-1][1]) / 3).backward()
+    own.step()
+report = optimizer.optimizer.compression_report()
+assert (report["step"], report["redone_steps"], report["overlap"]) == (8, 0, True), report
+assert digest(model) == digest(plain), "not the parameters of the optimizer alone"
+print("SAME", flush=True)
+"""
+
+
+def test_accelerate_has_the_parameters_of_a_loop_without_it() -> None:
+    done = run_job(2, ACCELERATE, OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and done.stdout.count("SAME") == 2, done.stdout + done.stderr
+
+
+def test_the_example_learns(tmp_path: Path) -> None:
+    example = ["examples/torch_transformers.py", "--steps", "40", "--output", str(tmp_path)]
+    done = run_by(launchers(2)["mpirun"], *example)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split("'loss': '")[1].split("'")[0]) for line in done.stdout.splitlines() if "'loss'" in line]
+    assert losses[-1] < losses[0] - 0.5, losses
