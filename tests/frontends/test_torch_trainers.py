@@ -1,0 +1,133 @@
+"""What Lightning's strategy and the Trainer's callback share, without these packages; and ``no_sync``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ocomm.api import rank
+from ocomm.errors import CheckpointError, InvalidRequestError
+from ocomm.session import Session
+from ocomm_torch import trainers
+from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizer import DistributedOptimizer
+from tests.frontends.onebit_jobs import digest
+from tests.worlds import run_ranks
+
+
+def model() -> torch.nn.Linear:
+    module = torch.nn.Linear(40, 30)
+    generator = torch.Generator().manual_seed(7)  # ranks are threads, which share Torch's own
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+    return module
+
+
+def loss(module: torch.nn.Module, step: int, part: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * part + rank())
+    return module(torch.randn(8, 40, generator=generator)).square().mean()
+
+
+def wrapped(module: torch.nn.Module, name: str = "onebit_adam", **given: Any) -> Any:
+    known = {"total_steps": lambda: 50, "max_grad_norm": None, "setting": "the Trainer", "options": {}, **given}
+    adam = torch.optim.Adam(module.parameters(), lr=1e-2)
+    return trainers.wrap(trainers.wrapper_of(name), adam, module.named_parameters(), **known)
+
+
+def test_what_a_trainer_knows_is_used_unless_the_user_says_otherwise() -> None:
+    def body(session: Session) -> None:
+        def options(**given: Any) -> dict[str, Any]:
+            return wrapped(model(), **given)._driver.options
+
+        assert options()["total_steps"] == 50
+        assert options(options={"total_steps": 7})["total_steps"] == 7
+        assert options(options={"freeze_step": 3}).get("total_steps") is None
+        assert wrapped(model(), max_grad_norm=0.5).max_grad_norm == 0.5
+        assert wrapped(model(), options={"max_grad_norm": 0.5}).max_grad_norm == 0.5
+        assert isinstance(wrapped(model(), "dense", max_grad_norm=0.5), torch.optim.Adam)
+        with pytest.raises(InvalidRequestError, match=r"max_grad_norm=1.0 and to 0.5, by the Trainer"):
+            wrapped(model(), max_grad_norm=0.5, options={"max_grad_norm": 1.0})
+        with pytest.raises(InvalidRequestError, match="there are onebit_adam, "):
+            trainers.wrapper_of("two_bits")
+
+    run_ranks(1, body)
+
+
+def test_a_trainer_clips_averages_only() -> None:
+    def body(session: Session) -> None:
+        optimizer = wrapped(model(), max_grad_norm=0.5)
+        assert trainers.has_clipped(optimizer, 0.5, 2.0, "it")
+        assert not trainers.has_clipped(wrapped(model(), "dense"), 0.5, 2.0, "it")
+        for norm, kind in ((1.0, 2.0), (0.5, float("inf"))):
+            with pytest.raises(InvalidRequestError, match=r"it would clip each rank's gradients by its .*0.5"):
+                trainers.has_clipped(optimizer, norm, kind, "it")
+
+    run_ranks(1, body)
+
+
+def test_rank_states_are_found_again_and_a_wrong_file_is_named() -> None:
+    files: dict[int, Any] = {}
+
+    def body(session: Session) -> None:
+        def train(optimizer: Any, module: torch.nn.Module, steps: range) -> str:
+            for step in steps:
+                optimizer.zero_grad()
+                loss(module, step).backward()
+                optimizer.step()
+            return digest([p.detach().numpy() for p in module.parameters()])
+
+        whole = model()
+        optimizer = wrapped(whole, options={"freeze_step": 2})
+        train(optimizer, whole, range(5))
+        saved = {name: p.clone() for name, p in whole.state_dict().items()}, optimizer.state_dict()
+        files[rank()] = trainers.rank_states([optimizer])
+        expected = train(optimizer, whole, range(5, 9))
+        assert "OneBitAdam: 9 steps, 7 of them compressed; this rank has sent" in trainers.summary(optimizer)
+
+        resumed = model()
+        resumed.load_state_dict(saved[0])
+        optimizer = wrapped(resumed, options={"freeze_step": 2})
+        assert not list(trainers.load_rank_states([optimizer], files.get, str, 2))  # nothing was loaded before
+        optimizer.load_state_dict(saved[1])
+        with pytest.raises(CheckpointError, match="has no rank state of optimizer 0"):
+            list(trainers.load_rank_states([optimizer], lambda rank: {"optimizers": []}, str, 2))
+        optimizer.load_state_dict(saved[1])
+        (done,) = trainers.load_rank_states([optimizer], files.get, str, 2)
+        assert done["rank_state"] == "loaded"
+        assert train(optimizer, resumed, range(5, 9)) == expected
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("wrap", [DistributedOneBitAdam, DistributedOptimizer])
+def test_passes_inside_no_sync_only_add_to_gradients(wrap: Any) -> None:
+    def body(session: Session) -> list[str]:
+        results = []
+        for counts in (False, True):
+            module = model()
+            extra = {"freeze_step": 2} if wrap is DistributedOneBitAdam else {}
+            optimizer = wrap(
+                torch.optim.Adam(module.parameters(), lr=1e-2),
+                module.named_parameters(),
+                backward_passes_per_step=3 if counts else 1,
+                **extra,
+            )
+            for step in range(6):
+                optimizer.zero_grad()
+                for part in range(3):
+                    if counts or part == 2:
+                        loss(module, step, part).backward()
+                    else:
+                        with optimizer.no_sync():
+                            loss(module, step, part).backward()
+                optimizer.step()
+            results.append(digest([p.detach().numpy() for p in module.parameters()]))
+            if wrap is DistributedOneBitAdam:
+                assert optimizer.compression_report()["redone_steps"] == 0
+        return results
+
+    (without, counted), other = run_ranks(2, body)
+    assert without == counted and other == [without, counted]
