@@ -35,6 +35,7 @@ from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.memory_order import MemoryOrder, is_dense
 from ocomm_torch.naming import NamesParameters
 from ocomm_torch.placement import placement
+from ocomm_torch.tensor_memory import why_unreadable
 from ocomm_torch.watched import WatchedGradient, add_watcher, release
 
 #: The numbers of dtypes in kernels.
@@ -312,6 +313,8 @@ class CompressedOptimizer(CollectiveStep):
                 try:  # cheaper than looking at the layout first
                     if grad.dtype is float32 and index not in reordered and grad.is_contiguous():
                         address = pointers[index] = grad.data_ptr()
+                        if not address:
+                            self._check_gradient(index, grad)
                         if versions[index] and not final:
                             old.append(index)
                     else:
@@ -333,6 +336,16 @@ class CompressedOptimizer(CollectiveStep):
                     grad.__class__ = WatchedGradient
         return addresses
 
+    def _check_gradient(self, index: int, grad: torch.Tensor) -> None:
+        """Raises InvalidRequestError for a gradient whose memory is not its own: its address, 0, would mean that there
+        is none.
+        """
+        if reason := why_unreadable(grad):
+            raise InvalidRequestError(
+                f"gradient of '{self._names[index]}' {reason}. Set .grad to a plain tensor of shape "
+                f"{tuple(grad.shape)}."
+            )
+
     def _keep_checksums(self, tensors: list[int]) -> None:
         """Keeps checksums of gradients with a history, which may be changed through a view, or an array of their
         memory, that is older than this step. Only for the host's memory, because a device would have to be waited for.
@@ -352,6 +365,7 @@ class CompressedOptimizer(CollectiveStep):
             index = tensors[place]
             grad = self._recorded[index]
             assert grad is not None
+            self._check_gradient(index, grad)
             self._pointers[index] = _pointer(grad)
             is_wide = grad.dtype is torch.float32
             if not is_wide and grad.dtype is not self._parameters[index].dtype:
@@ -957,6 +971,10 @@ def _dtype(parameter: torch.Tensor) -> str:
 
 
 def _check_parameter(wrapper: str, name: str, parameter: torch.Tensor) -> None:
+    if reason := why_unreadable(parameter):
+        raise InvalidRequestError(
+            f"parameter '{name}' {reason}. Distributed{wrapper} steps parameters in place: give it plain tensors."
+        )
     if parameter.dtype not in (torch.float32, *LOW_PRECISION):
         raise InvalidRequestError(
             f"parameter '{name}' is {parameter.dtype}; Distributed{wrapper} needs torch.float32, bfloat16 or float16."

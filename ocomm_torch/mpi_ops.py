@@ -39,6 +39,7 @@ from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
 from ocomm_torch.compression import UNCOMPRESSED, Compression, Compressor, OneBitCompressor, has_overflowed
 from ocomm_torch.placement import CudaPlacement, refuse_in_a_graph
+from ocomm_torch.tensor_memory import why_unreadable
 
 _DTYPES = {
     torch.uint8: DType.UINT8,
@@ -81,6 +82,8 @@ class TorchAdapter:
             raise TypeError(f"dtype {tensor.dtype} is not supported; use one of {allowed}")
         if tensor.layout is not torch.strided:
             raise TypeError(f"layout {tensor.layout} is not supported; call to_dense() or sparse_allreduce_async()")
+        if reason := why_unreadable(tensor):
+            raise TypeError(f"it {reason}; send plain tensors")
         return dtype, tuple(tensor.shape)
 
     def host(self, tensor: Any) -> tuple[Any, bool]:

@@ -1,0 +1,38 @@
+"""Which tensors have their elements at an address: only those can be exchanged, and stepped in place.
+
+A subclass of ``Tensor`` may keep its elements in other tensors: a DTensor in its local shard, quantized types in
+several. Such a tensor has a shape and a dtype, and its ``data_ptr()`` is 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ocomm_torch.watched import WatchedGradient
+
+#: Classes whose objects have their elements at ``data_ptr()``. To look at a ``WatchedGradient`` would use it.
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, WatchedGradient})
+
+
+def why_unreadable(tensor: Tensor) -> str:
+    """Returns why the elements of a strided tensor are not at its address, as the end of a sentence; "" if they are."""
+    if type(tensor) in _PLAIN or tensor.layout is not torch.strided or not tensor.numel():
+        return ""
+    try:
+        if tensor.data_ptr() or tensor.is_meta:
+            return ""
+    except RuntimeError:  # a subclass without storage
+        pass
+    kind = type(tensor).__name__
+    if is_dtensor(tensor):
+        return (
+            f"is a {kind}, whose elements are in a local tensor of each rank, not at its own address: "
+            "fully_shard or parallelize_module has made it"
+        )
+    return f"is a {kind}, whose elements are not at an address of its own, so ocomm cannot read them"
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Returns True if the tensor is a ``torch.distributed.tensor.DTensor``, whose module may not be imported."""
+    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)

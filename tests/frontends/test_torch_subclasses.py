@@ -1,0 +1,96 @@
+"""Tensor subclasses whose elements are not at their address: refused by name, instead of steps that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import distribute_tensor
+from torch.utils._pytree import tree_map
+
+import ocomm_torch as hvd
+from ocomm.errors import InvalidRequestError
+from tests.frontends.every_kind import KINDS
+from tests.worlds import run_ranks
+
+
+class Pair(torch.Tensor):
+    """A tensor with a shape and a dtype, whose elements are in another one."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Pair:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*tree_map(lambda x: x.inner if isinstance(x, Pair) else x, args), **(kwargs or {}))
+        return tree_map(lambda x: Pair(x) if isinstance(x, torch.Tensor) else x, found)
+
+
+@pytest.fixture(scope="module")
+def sharded() -> Iterator[Callable[[], torch.nn.Parameter]]:
+    """Makes parameters as ``fully_shard`` does, in a process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    yield lambda: torch.nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh))
+    dist.destroy_process_group()
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    def body(session: Any) -> str:
+        with pytest.raises(InvalidRequestError) as caught:
+            call()
+        return str(caught.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    return first
+
+
+WRAPPERS = {name: kind.wrap for name, kind in KINDS.items()} | {
+    "DistributedOptimizer": lambda parameters, **options: hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.1), **options
+    )
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.keys())
+def test_a_lone_dtensor_is_refused_with_its_name_and_the_cause(wrap: Any, sharded: Any) -> None:
+    def call() -> None:
+        weight = sharded()
+        wrap([weight], named_parameters=[("head.weight", weight)])
+
+    said = refusal(call)
+    for words in ("parameter 'head.weight' is a DTensor", "local tensor", "fully_shard"):
+        assert words in said
+
+
+@pytest.mark.parametrize("wrap", [WRAPPERS["Lion"], WRAPPERS["DistributedOptimizer"]], ids=["Lion", "dense"])
+def test_any_other_parameter_without_memory_of_its_own_is_refused(wrap: Any) -> None:
+    def call() -> None:
+        weight = Pair(torch.ones(5, 3)).requires_grad_()
+        wrap([weight], named_parameters=[("head.weight", weight)])
+
+    assert "parameter 'head.weight' is a Pair, whose elements are not at an address of its own" in refusal(call)
+
+
+def test_a_gradient_without_memory_of_its_own_is_not_taken_for_no_gradient() -> None:
+    def call() -> None:
+        weight = torch.nn.Parameter(torch.ones(5, 3))
+        optimizer = WRAPPERS["Lion"]([weight], named_parameters=[("head.weight", weight)])
+        weight.grad = Pair(torch.ones(5, 3))
+        optimizer.step()
+
+    assert "gradient of 'head.weight' is a Pair" in refusal(call)
+
+
+def test_a_collective_refuses_a_tensor_without_memory_of_its_own(sharded: Any) -> None:
+    assert "x': it is a DTensor" in refusal(lambda: hvd.allreduce(sharded(), name="x"))
+    assert "y': it is a Pair" in refusal(lambda: hvd.broadcast_(Pair(torch.ones(2)), 0, name="y"))
