@@ -50,6 +50,7 @@ from ocomm_torch.functions import (
 )
 from ocomm_torch.lamb import DistributedOneBitLamb, OneBitLamb
 from ocomm_torch.lion import DistributedLion, Lion
+from ocomm_torch.mesh import init_device_mesh
 from ocomm_torch.mpi_ops import (
     allgather,
     allgather_async,
@@ -150,6 +151,7 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "init_device_mesh",
     "is_homogeneous",
     "is_initialized",
     "join",

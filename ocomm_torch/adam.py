@@ -20,6 +20,7 @@ from ocomm.training.adam import AdamDriver, refuse_other
 from ocomm.training.driver import Common
 from ocomm_torch.checkpoint import check_plain, read, to_numpy
 from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
+from ocomm_torch.mesh import inside
 
 #: Torch's names of m and v in the state of a parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -52,7 +53,7 @@ class AdamWrapper(CompressedOptimizer):
             for parameter in self._parameters:
                 if parameter in self.state:
                     entry = self.state[parameter]
-                    entry.update({name: entry[name].float() for name in MOMENTS if name in entry})
+                    entry.update({name: inside(entry[name]).float() for name in MOMENTS if name in entry})
             self._arrange_state()
             self._driver.continue_plain()
 
@@ -95,8 +96,8 @@ class AdamWrapper(CompressedOptimizer):
             variance = entry["exp_avg_sq"]
             self.state[self._parameters[number]] = {
                 "step": torch.tensor(float(entry["step"])),
-                "exp_avg": _moment(entry.get("exp_avg", torch.zeros_like(variance)), self._parameters[number]),
-                "exp_avg_sq": _moment(variance, self._parameters[number]),
+                "exp_avg": _moment(entry.get("exp_avg", torch.zeros_like(variance)), self._tensors[number]),
+                "exp_avg_sq": _moment(variance, self._tensors[number]),
             }
         self._arrange_state()
         self._driver.start_warm({number: entry["beta2"] for number, entry in self._warm.items()})
@@ -139,7 +140,10 @@ class AdamWrapper(CompressedOptimizer):
 
         Raises CheckpointError, whose message begins with ``where``, if it is of another optimizer or model.
         """
-        states = check_plain(plain, [len(group["params"]) for group in self.param_groups], where)
+        states = {
+            number: {key: inside(value) for key, value in entry.items()}
+            for number, entry in check_plain(plain, self._group_counts, where).items()
+        }
         for number, group in enumerate(plain["param_groups"]):
             absent = [key for key in ("lr", "betas", "eps", "weight_decay") if key not in group]
             if absent:
@@ -152,7 +156,7 @@ class AdamWrapper(CompressedOptimizer):
                     raise CheckpointError(f"{where} has {option}=True in group {number}, which is not supported.")
         wanted = {"step", *MOMENTS}
         for number, entry in states.items():
-            name, parameter = self._names[number], self._parameters[number]
+            name, parameter = self._names[number], self._tensors[number]
             if not wanted - (optional or set()) <= set(entry) <= wanted:
                 raise CheckpointError(
                     f"{where} is not of Adam or AdamW: of tensor '{name}' it has {sorted(entry)}, expected "
@@ -167,7 +171,7 @@ class AdamWrapper(CompressedOptimizer):
                     )
                 if not torch.isfinite(found).all():
                     raise CheckpointError(f"{where}: {key} of tensor '{name}' has NaN or Inf.")
-        return {number: dict(entry) for number, entry in states.items()}
+        return states
 
     def _load_plain(self, plain: dict[str, Any]) -> None:
         """Continues from the state of a plain Adam or AdamW."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ocomm.api import Average
 from ocomm.optim import birder, soft_sign
@@ -14,6 +15,7 @@ from ocomm.optim.birder import BirderOptions
 from ocomm.optim.soft_sign import SoftSignSGDOptions
 from ocomm.training.driver import Common
 from ocomm_torch.compressed import documented
+from ocomm_torch.mesh import chosen_ranks
 from ocomm_torch.rates import OPTIMIZER, RateOptimizer
 
 
@@ -55,9 +57,13 @@ class SoftSignSGD(RateOptimizer):
         compression: type[Any] | None = None,
         gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
+        mesh: DeviceMesh | None = None,
+        data: str | None = None,
     ) -> None:
         common = replace(Common.of(locals()), hierarchical=False)
-        super().__init__(optimizer, named_parameters, process_set, SoftSignSGDOptions.of(locals()), common)
+        super().__init__(
+            optimizer, named_parameters, chosen_ranks(process_set, mesh, data), SoftSignSGDOptions.of(locals()), common
+        )
 
 
 @documented(BirderOptions, optimizer=OPTIMIZER)
@@ -104,9 +110,11 @@ class Birder(RateOptimizer):
         compression: type[Any] | None = None,
         gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
+        mesh: DeviceMesh | None = None,
+        data: str | None = None,
     ) -> None:
         chosen = BirderOptions.of(locals()), Common.of(locals())
-        super().__init__(optimizer, named_parameters, process_set, *chosen)
+        super().__init__(optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen)
 
 
 DistributedSoftSignSGD = SoftSignSGD

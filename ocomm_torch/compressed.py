@@ -21,6 +21,7 @@ from ocomm.kernels.base import NOTHING, Floats
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim import options
 from ocomm.optim.core import Core, Group
+from ocomm.optim.grid import Grid
 from ocomm.optim.options import Options
 from ocomm.optim.stepper import StepOutcome
 from ocomm.training import report
@@ -33,6 +34,7 @@ from ocomm_torch.ddp_modules import ddp_modules
 from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.memory_order import MemoryOrder, is_dense
+from ocomm_torch.mesh import DataAxis, LocalTensors, inside
 from ocomm_torch.naming import NamesParameters
 from ocomm_torch.placement import placement
 from ocomm_torch.tensor_memory import why_unreadable
@@ -47,6 +49,10 @@ ARGUMENTS = {
     "named_parameters": "An iterable of (name, parameter), which names the parameters in messages; None names them by "
     "position.",
     "process_set": "The ranks that train together; None for all ranks of the job.",
+    "mesh": "A torch ``DeviceMesh`` of all ranks (``init_device_mesh``), instead of ``process_set``: the ranks along "
+    "its axis ``data`` train together, and torch divides the model along the other axes. Parameters are plain or "
+    "DTensors; all ranks of the mesh take a step, or none does. Making the optimizer is collective over the mesh.",
+    "data": "The name of the mesh's data axis.",
     "warm_start": (
         "The ``state_dict`` of an Adam or AdamW over the same parameters, or a path to one that ``torch.save`` wrote. "
         "Training continues from its v, its m if there is one, and its step count. Only tensors without moments in it "
@@ -81,6 +87,8 @@ class CompressedOptimizer(CollectiveStep):
     _driver_class: type[Driver] = Driver
     #: Options of param groups that would change the step, and that this optimizer does not support.
     refused_options: tuple[str, ...] = ()
+    #: Does a step use the norms of whole tensors, so that a rank cannot have a part of one?
+    needs_whole_tensors = False
 
     def __init__(
         self,
@@ -103,17 +111,24 @@ class CompressedOptimizer(CollectiveStep):
         # The same objects, so that changes by a scheduler or user of one optimizer change both.
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            self._check_parameter(name, parameter)
-        self._orders = [MemoryOrder(p) for p in self._parameters]
+        axis = process_set if isinstance(process_set, DataAxis) else None
+        self._local = LocalTensors(self._parameters, axis is not None)
+        for index, parameter in self._local.inside.items():
+            assert axis is not None
+            axis.check(type(self).__name__, self._names[index], parameter, self.needs_whole_tensors)
+        #: What is exchanged and stepped: the parameters, and the tensors inside those that are DTensors.
+        self._tensors = self._local.tensors
+        for name, tensor in zip(self._names, self._tensors, strict=True):
+            self._check_parameter(name, tensor)
+        self._orders = [MemoryOrder(p) for p in self._tensors]
         #: Parameters that are dense, but not contiguous.
         self._reordered = {index for index, order in enumerate(self._orders) if order.axes is not None}
-        _check_storage(self._names, self._parameters)
-        self._placement = placement(self._names, self._parameters, session)
+        _check_storage(self._names, self._tensors)
+        self._placement = placement(self._names, self._tensors, session)
         if self._placement.is_device and not self.trains_on_devices:
             raise InvalidRequestError(
                 f"Distributed{type(self).__name__} trains parameters in the host's memory only, and "
-                f"'{self._names[0]}' is on {self._parameters[0].device}."
+                f"'{self._names[0]}' is on {self._tensors[0].device}."
             )
         #: The kernels of the driver's core.
         self.kernels = self._placement.kernels
@@ -122,7 +137,7 @@ class CompressedOptimizer(CollectiveStep):
         groups = np.array(self._group_of, np.int64)
         self._group_tensors = [np.flatnonzero(groups == number) for number in range(len(self.param_groups))]
         self._group_counts = [tensors.size for tensors in self._group_tensors]
-        self._masters = Masters(self._parameters, self._placement)
+        self._masters = Masters(self._tensors, self._placement, self._parameters)
         self.backward_passes_per_step = common.backward_passes_per_step
         self._passes_left = [self.backward_passes_per_step] * len(self._parameters)
         #: True inside ``no_sync``.
@@ -146,6 +161,9 @@ class CompressedOptimizer(CollectiveStep):
         self._follows_ddp = False
         self.groups()  # raises for options that would be ignored
         self.process_set: ProcessSet = global_process_set if process_set is None else process_set
+        self.grid: Grid | None = None
+        if axis is not None:
+            self.grid = axis.grid(session, type(self).__name__, self._names, self._parameters, self._local)
         #: Addresses of the parameters, and what keeps their memory alive while an exchange may read it.
         self._addresses: list[int] = []
         self._held: list[torch.Tensor] = []
@@ -165,7 +183,7 @@ class CompressedOptimizer(CollectiveStep):
         """Makes a new driver, which has taken no step, in the current job."""
         specs = [
             TensorSpec(name, tuple(p.shape), order.name, _dtype(p))
-            for name, p, order in zip(self._names, self._parameters, self._orders, strict=True)
+            for name, p, order in zip(self._names, self._tensors, self._orders, strict=True)
         ]
         number = self.process_set.number(session)
         self._driver = self._driver_class(session, number, specs, self, self._core_class, self._options, self._common)
@@ -182,6 +200,11 @@ class CompressedOptimizer(CollectiveStep):
         session = sessions.current()
         if session.runtime is self._runtime:
             return
+        if isinstance(self.process_set, DataAxis):
+            raise InvalidRequestError(
+                f"Distributed{type(self).__name__} was made with the mesh of a job that is over: an elastic job cannot "
+                "keep a mesh. Make a new mesh, model and optimizer, and load a state."
+            )
         kept = (self.state_dict(), self.rank_state_dict()) if keep else None
         self._forget()
         self._connect(session)
@@ -193,13 +216,17 @@ class CompressedOptimizer(CollectiveStep):
 
     def _find_parameters(self) -> None:
         """Finds the addresses of parameters. Raises InvalidRequestError if they are not those that were wrapped."""
-        addresses = [p.data_ptr() for group in self.param_groups for p in group["params"]]
+        if self._local.inside:
+            self._local.follow()
+            addresses = [inside(p).data_ptr() for group in self.param_groups for p in group["params"]]
+        else:
+            addresses = [p.data_ptr() for group in self.param_groups for p in group["params"]]
         counts = [len(group["params"]) for group in self.param_groups]
         if addresses == self._addresses and counts == self._group_counts:
             return
         self._check_groups()
         specs = self._driver.core.layout.tensors
-        for name, parameter, spec in zip(self._names, self._parameters, specs, strict=True):
+        for name, parameter, spec in zip(self._names, self._tensors, specs, strict=True):
             self._check_parameter(name, parameter)
             if tuple(parameter.shape) != spec.shape:
                 raise InvalidRequestError(
@@ -220,7 +247,7 @@ class CompressedOptimizer(CollectiveStep):
             self._stepper.object(Flag.CHANGED)  # a posted bucket may have read the old ones
         else:
             self._held.clear()
-        self._held += [p.detach() for p in self._parameters]
+        self._held += [p.detach() for p in self._tensors]
         self._addresses = addresses
         self._driver.core.tensors["param"] = [tensor.data_ptr() for tensor in self._masters.stepped]
 
@@ -296,7 +323,7 @@ class CompressedOptimizer(CollectiveStep):
         not ready, because a copy would not show a later change. One that has to be widened is ready, because its
         checksum is kept. Kernels on a device read 16 bits directly.
         """
-        parameters, recorded, versions, pointers = self._parameters, self._recorded, self._versions, self._pointers
+        parameters, recorded, versions, pointers = self._tensors, self._recorded, self._versions, self._pointers
         float32, reordered = torch.float32, self._reordered
         if final:
             release(recorded)
@@ -368,9 +395,9 @@ class CompressedOptimizer(CollectiveStep):
             self._check_gradient(index, grad)
             self._pointers[index] = _pointer(grad)
             is_wide = grad.dtype is torch.float32
-            if not is_wide and grad.dtype is not self._parameters[index].dtype:
+            if not is_wide and grad.dtype is not self._tensors[index].dtype:
                 raise InvalidRequestError(
-                    f"gradient of '{self._names[index]}' is {grad.dtype}, expected {self._parameters[index].dtype} or "
+                    f"gradient of '{self._names[index]}' is {grad.dtype}, expected {self._tensors[index].dtype} or "
                     "torch.float32."
                 )
             if not self._orders[index].has(grad):
@@ -402,7 +429,7 @@ class CompressedOptimizer(CollectiveStep):
         """Returns an array of the host with the shape of parameter ``index``, contiguous, from its elements in the
         order of the wire.
         """
-        shape = self._parameters[index].shape
+        shape = self._tensors[index].shape
         return self._orders[index].shaped(torch.from_numpy(flat), shape).contiguous().numpy()
 
     def _widened_checksums(self, gradients: dict[int, torch.Tensor]) -> np.ndarray:
@@ -418,7 +445,8 @@ class CompressedOptimizer(CollectiveStep):
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # The parameter keeps its hook, which must not keep this optimizer and its buffers alive.
-        hook = partial(_on_gradient, weakref.ref(self), index)
+        is_inside = index in self._local.inside
+        hook = partial(_on_local_gradient if is_inside else _on_gradient, weakref.ref(self), index)
         place = self._placement
 
         def hook_on_device(parameter: torch.Tensor) -> None:
@@ -484,7 +512,7 @@ class CompressedOptimizer(CollectiveStep):
         The stepper compares the bytes that it reads again; those of widened gradients are compared here.
         """
         release(self._recorded)
-        parameters, recorded, versions, pointers = self._parameters, self._recorded, self._versions, self._pointers
+        parameters, recorded, versions, pointers = self._tensors, self._recorded, self._versions, self._pointers
         posted = self._stepper.buckets.posted_tensors
         for index in posted:
             grad = parameters[index].grad
@@ -542,7 +570,7 @@ class CompressedOptimizer(CollectiveStep):
             return
         release(self._recorded)
         for index, recorded in enumerate(self._recorded):
-            grad = self._parameters[index].grad
+            grad = self._tensors[index].grad
             if recorded is None or grad is None:
                 continue
             if grad is not recorded:
@@ -578,6 +606,8 @@ class CompressedOptimizer(CollectiveStep):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._local.take_gradients():
+            self.gradients_changed()
         if self._stepper.begun:
             self._find_parameters()
             self._placement.arrive()  # work that Torch has queued since the last hook may read what will be written
@@ -628,6 +658,7 @@ class CompressedOptimizer(CollectiveStep):
 
     def _forget(self) -> None:
         release(self._recorded)
+        self._local.forget()
         self._used.clear()
         self._copies.clear()
         self._recorded[:] = [None] * len(self._recorded)
@@ -656,6 +687,13 @@ class CompressedOptimizer(CollectiveStep):
 
     def widen_gradients(self) -> None:
         """Makes float16 gradients float32, now and in all later steps."""
+        for index in self._local.inside:
+            if self._tensors[index].dtype is torch.float16:
+                raise InvalidRequestError(
+                    f"parameter '{self._names[index]}' is a float16 DTensor, whose gradients a GradScaler would divide "
+                    "in float16, which loses the small ones. Keep the parameters in float32 (MixedPrecisionPolicy of "
+                    "fully_shard computes in float16), or use bfloat16 without a GradScaler."
+                )
         self._masters.widen_float16()
 
     def gradients_changed(self) -> None:
@@ -693,7 +731,7 @@ class CompressedOptimizer(CollectiveStep):
         full = dict(super().state_dict())
         state = full["state"] = {number: _copied(entry) for number, entry in full["state"].items()}
         # Parameters are numbered as here: group by group, each once.
-        for tensor, parameter in enumerate(self._parameters):
+        for tensor, parameter in enumerate(self._tensors):
             moments = self._driver.saved_moments(tensor)
             if moments is not None:
                 entry = state[tensor] = to_torch(moments)
@@ -721,8 +759,10 @@ class CompressedOptimizer(CollectiveStep):
         self._driver.require_idle("load_state_dict")
         self._find_parameters()
         plain = {key: value for key, value in state_dict.items() if key != "ocomm"}
-        plain["state"] = {number: _copied(entry) for number, entry in self._check_plain(plain).items()}
         saved = state_dict.get("ocomm")
+        if saved is not None:
+            self._driver.check_place(saved)
+        plain["state"] = {number: _copied(entry) for number, entry in self._check_plain(plain).items()}
         if saved is None:
             self._load_plain(plain)
             self._masters.restart()
@@ -763,9 +803,9 @@ class CompressedOptimizer(CollectiveStep):
 
     def _arrange_state(self) -> None:
         """Gives the wrapped optimizer's tensors the memory order of their parameters."""
-        for parameter, order in zip(self._parameters, self._orders, strict=True):
+        for parameter, tensor, order in zip(self._parameters, self._tensors, self._orders, strict=True):
             for name, value in self.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
                     self.state[parameter][name] = order.arranged(value)
 
     def rank_state_dict(self) -> dict[str, Any]:
@@ -874,6 +914,13 @@ def _on_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parame
     stepper.buckets.mark_ready(index)
 
 
+def _on_local_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parameter: torch.Tensor) -> None:
+    """The hook of parameter ``index``, a DTensor. A partial sum is left to ``step()``."""
+    optimizer = reference()
+    if optimizer is not None and optimizer._local.take_gradient(index, final=False):
+        _on_gradient(reference, index, optimizer._tensors[index])
+
+
 def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an optimizer's state of one parameter, which later steps do not change."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
@@ -973,7 +1020,8 @@ def _dtype(parameter: torch.Tensor) -> str:
 def _check_parameter(wrapper: str, name: str, parameter: torch.Tensor) -> None:
     if reason := why_unreadable(parameter):
         raise InvalidRequestError(
-            f"parameter '{name}' {reason}. Distributed{wrapper} steps parameters in place: give it plain tensors."
+            f"parameter '{name}' {reason}. Distributed{wrapper} steps parameters in place: give it plain tensors, or, "
+            "for DTensors, the mesh whose data axis it is to use (mesh=, data=)."
         )
     if parameter.dtype not in (torch.float32, *LOW_PRECISION):
         raise InvalidRequestError(

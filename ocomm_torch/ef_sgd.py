@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ocomm.api import Average
 from ocomm.errors import CheckpointError, InvalidRequestError
@@ -17,6 +18,7 @@ from ocomm.optim.core import Group
 from ocomm.optim.ef_sgd import EFSGDOptions
 from ocomm.training.driver import Common
 from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer, documented
+from ocomm_torch.mesh import chosen_ranks, inside
 
 
 @documented(EFSGDOptions)
@@ -61,6 +63,8 @@ class EFSGD(CompressedOptimizer):
         compression: type[Any] | None = None,
         gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
+        mesh: DeviceMesh | None = None,
+        data: str | None = None,
     ) -> None:
         chosen = EFSGDOptions.of(locals()), Common.of(locals())
         check_plain_optimizer(optimizer, "DistributedEFSGD")
@@ -69,7 +73,7 @@ class EFSGD(CompressedOptimizer):
                 "DistributedEFSGD makes the steps of a plain torch.optim.SGD in its place, and this is a "
                 f"{type(optimizer).__name__} with a step() of its own; use DistributedOptimizer, which makes that."
             )
-        super().__init__(optimizer, named_parameters, process_set, *chosen)
+        super().__init__(optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen)
         self._take_over()
 
     def _take_over(self) -> None:
@@ -79,7 +83,7 @@ class EFSGD(CompressedOptimizer):
         for tensor, parameter in enumerate(self._parameters):
             buffer = self.state.pop(parameter, {}).get("momentum_buffer")
             if buffer is not None:
-                found[tensor] = self._orders[tensor].arranged(buffer.detach().float())
+                found[tensor] = self._orders[tensor].arranged(inside(buffer).detach().float())
         self._placement.arrive()
         for tensor, buffer in found.items():
             core.adopt(tensor, core.param_memory.host(self.flat(tensor, buffer)))
@@ -92,7 +96,7 @@ class EFSGD(CompressedOptimizer):
                     f"the state_dict is not of SGD: its group {number} has {sorted(set(group) - {'params'})}."
                 )
         for number, entry in states.items():
-            buffer, parameter = entry.get("momentum_buffer"), self._parameters[number]
+            buffer, parameter = inside(entry.get("momentum_buffer")), self._tensors[number]
             if buffer is not None and buffer.shape != parameter.shape:
                 raise CheckpointError(
                     f"the state_dict is of another model: of tensor '{self._names[number]}' it has a momentum "

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ocomm.api import Average
 from ocomm.optim import lion as optim
 from ocomm.optim.lion import LionOptions
 from ocomm.training.driver import Common
 from ocomm_torch.compressed import documented
+from ocomm_torch.mesh import chosen_ranks
 from ocomm_torch.rates import OPTIMIZER, RateOptimizer
 
 
@@ -57,9 +59,11 @@ class Lion(RateOptimizer):
         compression: type[Any] | None = None,
         gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
+        mesh: DeviceMesh | None = None,
+        data: str | None = None,
     ) -> None:
         chosen = LionOptions.of(locals()), Common.of(locals())
-        super().__init__(optimizer, named_parameters, process_set, *chosen)
+        super().__init__(optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen)
 
 
 DistributedLion = Lion

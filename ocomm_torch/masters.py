@@ -26,12 +26,16 @@ class Masters:
     has.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], placement: Placement) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], placement: Placement, grouped: Sequence[torch.Tensor]
+    ) -> None:
         low = [index for index, parameter in enumerate(parameters) if parameter.dtype in LOW_PRECISION]
         self._parameters = {index: parameters[index] for index in low}
         self._masters = {index: parameters[index].detach().float() for index in low}
         #: The tensor that steps change for each parameter: its master, or itself.
         self.stepped = [self._masters.get(index, parameter) for index, parameter in enumerate(parameters)]
+        #: The parameters as param groups have them: DTensors, where ``parameters`` are the tensors inside.
+        self._grouped = grouped
         self._gradients: dict[int, torch.Tensor] = {}
         self._placement = placement
         # Checksums of the parameters when they were last equal to their rounded masters; None if that is not known.
@@ -142,13 +146,13 @@ class Masters:
 
     @contextlib.contextmanager
     def standing_in(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Replaces parameters by masters in the groups and the state of ``optimizer`` inside the context."""
-        pairs = [(parameter, self._masters[index]) for index, parameter in self._parameters.items()]
+        """Replaces parameters by what steps change, in the groups and the state of ``optimizer`` inside the context."""
+        pairs = [(old, new) for old, new in zip(self._grouped, self.stepped, strict=True) if old is not new]
         _replace(optimizer, pairs)
         try:
             yield
         finally:
-            _replace(optimizer, [(master, parameter) for parameter, master in pairs])
+            _replace(optimizer, [(new, old) for old, new in pairs])
 
     def memory(self) -> dict[str, int]:
         """Returns the bytes held, by buffer."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ocomm.api import Average
 from ocomm.kernels.base import Floats
@@ -18,6 +19,7 @@ from ocomm.training.driver import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm_torch.adam import AdamWrapper
 from ocomm_torch.compressed import documented
+from ocomm_torch.mesh import chosen_ranks
 from ocomm_torch.replicas import way_of
 
 
@@ -69,9 +71,11 @@ class OneBitAdam(AdamWrapper):
         compression: type[Any] | None = None,
         gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
+        mesh: DeviceMesh | None = None,
+        data: str | None = None,
     ) -> None:
         chosen = OneBitAdamOptions.of(locals()), Common.of(locals())
-        super().__init__(optimizer, named_parameters, process_set, *chosen, warm_start)
+        super().__init__(optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen, warm_start)
 
     # For the driver
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ocomm.api import Average
 from ocomm.optim import zero_one_adam as optim
@@ -15,6 +16,7 @@ from ocomm.training.driver import Common
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
 from ocomm_torch.adam import AdamWrapper
 from ocomm_torch.compressed import documented
+from ocomm_torch.mesh import chosen_ranks
 
 
 @documented(ZeroOneAdamOptions)
@@ -74,9 +76,11 @@ class ZeroOneAdam(AdamWrapper):
         compression: type[Any] | None = None,
         gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
+        mesh: DeviceMesh | None = None,
+        data: str | None = None,
     ) -> None:
         chosen = ZeroOneAdamOptions.of(locals()), Common.of(locals())
-        super().__init__(optimizer, named_parameters, process_set, *chosen, warm_start)
+        super().__init__(optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen, warm_start)
 
 
 DistributedZeroOneAdam = ZeroOneAdam

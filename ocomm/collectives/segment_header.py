@@ -83,9 +83,9 @@ class SegmentHeader:
         """Returns the sum of squares that each rank wrote into its vote, in rank order."""
         return [float(read_header(message)["squares"]) for message in self.received]
 
-    def gradients(self) -> set[int]:
-        """The checksums of gradients that the ranks wrote into their headers of the vote."""
-        return {int(read_header(message)["gradients"]) for message in self.received}
+    def gradients(self) -> list[int]:
+        """The checksums of gradients that the ranks wrote into their headers of the vote, in rank order."""
+        return [int(read_header(message)["gradients"]) for message in self.received]
 
     def differences(self) -> list[tuple[str, dict[int, int]]]:
         """Returns, after a mismatch, (field, value by rank) for every field that is not equal on all ranks.

@@ -75,7 +75,11 @@ class FreezeSchedule:
 
     def needs_norm(self, step: int) -> bool:
         """Returns True if ``observe`` reads the norm of v_hat after this step, which need not be computed otherwise."""
-        return self.decided is None and step > self.window and step % self.stride == 0
+        return self.decided is None and self.is_norm_step(step)
+
+    def is_norm_step(self, step: int) -> bool:
+        """Returns True if ``observe`` reads the norm after this step unless it has decided already."""
+        return step > self.window and step % self.stride == 0
 
     def observe(self, step: int, variance_l1: float | None, lrs: Sequence[float]) -> int | None:
         """Takes in what is known after dense step ``step``. Returns T_w once it is known, else None.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,8 +24,9 @@ from ocomm.collectives.waiting import Watch, wait
 from ocomm.errors import HorovodInternalError, NonFiniteError, OcommError
 from ocomm.kernels.base import Floats
 from ocomm.optim.buckets import Buckets, Locate
-from ocomm.optim.core import Bools, Core
+from ocomm.optim.core import Bools, Core, address
 from ocomm.optim.flows import BUCKETS, Flows
+from ocomm.optim.grid import EARLY, FINAL, GridVote
 from ocomm.optim.replicas import ReplicaWindows
 from ocomm.optim.step_channel import Sent, StepChannel
 from ocomm.optim.traffic import Traffic
@@ -67,6 +69,7 @@ class Stepper:
         bucket_count: Limit for the number of a flow's buckets.
         direct: Whether messages go from device to device.
         intra_node: What carries dense values inside nodes.
+        grid: Holds the vote of the grid of which ``ranks`` are the data axis; None without other axes.
     """
 
     def __init__(
@@ -86,9 +89,14 @@ class Stepper:
         bucket_count: int = BUCKETS,
         direct: bool = False,
         intra_node: IntraNode | None = None,
+        grid: GridVote | None = None,
     ) -> None:
         self.name = name
         self.core = core
+        self._grid = grid
+        #: sqrt(mean over ranks of |g|^2), from the last round in which ranks sent norms; in a grid of all its parts. Of
+        #: a dense step that asked for it, the norm of the averages.
+        self.norm = 0.0
         self.overlap = overlap
         self.overlapping = False  # switched on after a first step without
         self.traffic = Traffic()
@@ -110,7 +118,7 @@ class Stepper:
         )
         self.flows = Flows(core, self.wire, segment_nbytes, bucket_count)
         self.buckets = Buckets(self.flows, self.wire, locate, verify)
-        self._vote = Vote(core, self.wire)
+        self._vote = Vote(core, self.wire, None if grid is None else grid.counted)
         self.wire.enter(core.param_memory)
 
     # Before step()
@@ -145,8 +153,9 @@ class Stepper:
         try:
             self.buckets.locate_all()
             heard = self._vote.hold(Statement(self.step + 1, 0, self._hyper, lr, self.objections), None, True)
+            heard = self._agree_in_grid(EARLY, heard, self._vote.mean_square)
         except BaseException as error:
-            self.give_up(error)
+            self.give_up(error, EARLY)
             raise
         self._early_sent.append(self._vote.early_sent)
         if not heard & _OVER:
@@ -154,10 +163,34 @@ class Stepper:
         self.begun = False
         return self._conclude(heard, self._early_sent, 0.0)
 
-    @property
-    def norm(self) -> float:
-        """sqrt(mean over ranks of |g|^2), from the last round in which ranks sent norms."""
-        return self._vote.norm
+    def _agree_in_grid(self, attempt: int, heard: int, squares: float | None) -> int:
+        """Returns the flags that end the step on any rank of the grid; ``heard`` are those of this data axis. Sets
+        ``norm`` to the root of ``squares``, summed over the grid, unless that is None.
+        """
+        grid = self._grid
+        if grid is not None:
+            flags = heard & (_OVER | _NON_FINITE)
+            heard |= grid.hold(self.step + 1, attempt, flags, squares or 0.0, self.heard_announcement)
+            self._early_sent.append(grid.sent)
+            self.wire.announcement[0] = grid.announcement
+            squares = None if squares is None else grid.total
+        if squares is not None:
+            self.norm = math.sqrt(squares)
+        return heard
+
+    def _average_squares(self) -> float:
+        """|g|^2 of the averages of tensors that traveled dense and have a gradient on some rank."""
+        addresses = np.zeros(len(self.core.layout.tensors), np.uint64)
+        for tensor in np.flatnonzero(self.core.exchange().dense & self.present_anywhere).tolist():
+            if self.core.layout.numels[tensor]:
+                addresses[tensor] = address(self.average(tensor))
+        return self._vote.squares(addresses)
+
+    def sum_over_grid(self, value: float) -> float:
+        """Returns the sum of a number over the parts of the grid, after a step. Collective in a grid, where it raises
+        what ``exchange`` raises.
+        """
+        return value if self._grid is None else self._grid.sum(self.step, value)
 
     def exchange(
         self,
@@ -168,6 +201,7 @@ class Stepper:
         again: Callable[[], None],
         *,
         with_norm: bool = False,
+        with_average_norm: bool = False,
     ) -> StepOutcome:
         """Ends the step's exchange on all ranks: posts what is left, votes, and waits; commits nothing. Collective.
 
@@ -178,6 +212,7 @@ class Stepper:
             announcement: The coordinator's announcement to all ranks.
             again: Called before a second attempt, to set the current hyperparameters.
             with_norm: Whether the vote also sets ``norm``.
+            with_average_norm: Whether the norm of the averages is set as ``norm``.
 
         Raises:
             NonFiniteError: A gradient is not finite; on all ranks, nothing was changed.
@@ -203,6 +238,12 @@ class Stepper:
             if first and had_overlap and self.core.rank == 0:
                 self._say_why(first)
             self._hear()
+            if not heard & _OVER and not all(flow.is_finite() for flow in self.flows.flows):
+                heard |= _NON_FINITE
+            squares = self._vote.mean_square if with_norm else None
+            if with_average_norm:
+                squares = self._average_squares()
+            heard = self._agree_in_grid(FINAL, heard, squares)
         except BaseException as error:
             self.give_up(error)
             raise
@@ -296,22 +337,27 @@ class Stepper:
         finite.
         """
         flows, is_over = self.flows.flows, bool(heard & _OVER)
-        is_finite = is_over or not (heard & _NON_FINITE or not all(flow.is_finite() for flow in flows))
+        is_finite = is_over or not heard & _NON_FINITE
         self.step += 1
         skipped, overlaps = is_over or not is_finite, self.overlap == self.overlapping
         self.traffic.count(sent, flows, self._dense_bytes, skipped, exposed_s, overlaps)
         if is_over:
             return StepOutcome.OVERFLOW if heard & _NON_FINITE else StepOutcome.SKIP
         if not is_finite:
+            ranks = self._vote.non_finite_ranks(flows, self.step)
+            found = ranks if self._grid is None else self._grid.non_finite_ranks(self.step, ranks)
             raise NonFiniteError(
-                f"{self.name}: a gradient is NaN or Inf in step {self.step}, on rank(s) "
-                f"{self._vote.non_finite_ranks(flows, self.step)}; the step was discarded on all ranks. Use a "
-                "GradScaler, clip, or lower the learning rate."
+                f"{self.name}: a gradient is NaN or Inf in step {self.step}, on rank(s) {found}; the step was "
+                "discarded on all ranks. Use a GradScaler, clip, or lower the learning rate."
             )
         return StepOutcome.TAKE
 
-    def give_up(self, error: BaseException) -> None:
-        """Ends the stepper because a step was interrupted: every later step raises."""
+    def give_up(self, error: BaseException, attempt: int = FINAL) -> None:
+        """Ends the stepper because a step was interrupted: every later step raises. ``attempt`` is the grid's next
+        round, in which the other parts hear of it.
+        """
+        if self._grid is not None:
+            self._grid.give_up(self.step + 1, attempt, is_told=isinstance(error, OcommError))
         if not isinstance(error, OcommError):
             self.wire.channel.abandon()
             error = HorovodInternalError(

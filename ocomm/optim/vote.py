@@ -8,10 +8,12 @@ which ranks say whose it was.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ocomm.collectives.compressed import vote
 from ocomm.collectives.engine import State, Ticket
@@ -65,15 +67,16 @@ class Round:
 
 
 class Vote:
-    """One rank's votes on the steps of ``core``."""
+    """One rank's votes on the steps of ``core``. ``counted`` says which tensors count in norms; None for all."""
 
-    def __init__(self, core: Core, wire: StepChannel) -> None:
+    def __init__(self, core: Core, wire: StepChannel, counted: Sequence[bool] | None = None) -> None:
+        self._counted = counted
         self._core = core
         self._wire = wire
         layout = core.layout
         self._vote = Round(wire, layout.digest, len(layout.tensors) if core.steps_locally else 0)
-        #: sqrt(mean over ranks of |g|^2), from the last round in which ranks sent norms.
-        self.norm = 0.0
+        #: The mean over ranks of |g|^2, from the last round in which ranks sent norms.
+        self.mean_square = 0.0
         #: Each rank's |g|, in rank order, from the last round in which ranks sent norms or began a step again.
         self.norms: list[float] = []
         #: True if all ranks had the same checksum of gradients in the last round, and had one.
@@ -107,7 +110,7 @@ class Vote:
         Args:
             said: What this rank says.
             flows: The flows of the step; None for a round before anything is posted.
-            with_norm: Whether ranks also send their norms, which sets ``norm``.
+            with_norm: Whether ranks also send their norms, which sets ``mean_square``.
 
         Returns:
             The flags of all ranks.
@@ -128,7 +131,7 @@ class Vote:
                         header[0] = heard.passed_on[0]
         sends_norm = with_norm or said.attempt > 0
         if sends_norm:  # read while what has been posted travels; in float64, tensor by tensor in registration order
-            header["squares"] = sum(core.kernels.squares(core.gradients["grad"].copy(), core.layout.numels).tolist())
+            header["squares"] = self.squares(core.gradients["grad"].copy())
         else:
             header["squares"] = 0.0
         parts: list[Flow | Round] = [*(flow for flow in flows or () if flow.ticket is not None), held]
@@ -142,8 +145,15 @@ class Vote:
         squares = held.segment_header.squares() if sends_norm else []
         self.norms = [math.sqrt(square) for square in squares]
         if with_norm:
-            self.norm = math.sqrt(sum(squares) / len(squares))
+            self.mean_square = sum(squares) / len(squares)
         return int(wire.heard_flags[0])
+
+    def squares(self, addresses: NDArray[np.uint64]) -> float:
+        """Returns |x|^2 over the tensors that count, of which x has the elements at ``addresses``, 0 for none."""
+        found = self._core.kernels.squares(addresses, self._core.layout.numels).tolist()
+        if self._counted is not None:
+            found = [square for square, counts in zip(found, self._counted, strict=True) if counts]
+        return sum(found)
 
     def _failed(self, parts: Sequence[Flow | Round], tickets: Sequence[Ticket], what: str, step: int) -> OcommError:
         failed = cause(tickets)

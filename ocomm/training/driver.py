@@ -30,8 +30,10 @@ from ocomm.nccl_opening import open_bridge
 from ocomm.negotiation.coordinator import FIRST_STEP
 from ocomm.optim import checkpoint
 from ocomm.optim.core import Core, Group
+from ocomm.optim.grid import EARLY, FINAL, Grid, GridVote
 from ocomm.optim.options import Options, option
 from ocomm.optim.replicas import ReplicasDifferError, ReplicaWindows
+from ocomm.optim.step_channel import StepChannel
 from ocomm.optim.stepper import StepOutcome, Stepper
 from ocomm.session import Session
 from ocomm.training import resume
@@ -49,6 +51,8 @@ class Frontend(Protocol):
     framework: str
     #: The kernels of the parameters' device; None for the session's.
     kernels: Kernels | None
+    #: The place in a grid whose data axis is the process set; None without other axes.
+    grid: Grid | None
 
     def implementation(self) -> str:
         """Returns words that decide how the frontend's own dense steps round: equal words mean equal bits."""
@@ -208,6 +212,11 @@ class Driver:
         self.options = {**common.agreed(), **options.agreed(), **(told or {})}
         self.fixed_options = [*common.fixed(), *options.fixed()]
         self.default_options = {**common.defaults(), **options.defaults()}
+        self.grid = grid = frontend.grid
+        grid_vote = None
+        if grid is not None:
+            grid_vote = GridVote(grid, _open_grid(session, grid, name, self.options))
+            self.options["grid"] = grid.place
         channel = _open_channel(session, number, name, layout, self.options)
         weakref.finalize(self, session.release_channel, number, channel).atexit = False
         # The driver belongs to its frontend; a reference back would keep both, and their buffers, alive.
@@ -238,6 +247,7 @@ class Driver:
             ),
             direct=self.direct,
             intra_node=self.intra_node,
+            grid=grid_vote,
         )
         self.stepper.looks_at_gradients = len(ranks) > 1
         #: Number of first steps in which all ranks had the same gradients.
@@ -374,7 +384,7 @@ class Driver:
         """Opens the next step, if it is not open. Called before the first gradient of a step is handed over."""
         if not self.stepper.begun:
             if self._at_start:
-                self._agree_on_start()
+                self._start()
                 self._compress_hyper = None
             if self.common.max_grad_norm is not None:
                 self._begin_clipping()
@@ -433,6 +443,7 @@ class Driver:
             self._announcement,
             lambda: self._set_hyper(groups, hyper),
             with_norm=self.clips and self.common.clip == "previous",
+            with_average_norm=self.grid is not None and self.common.max_grad_norm is not None and not self.clips,
         )
         if outcome is StepOutcome.TAKE:
             if self.clips:
@@ -440,6 +451,19 @@ class Driver:
             self._set_hyper(groups, hyper)
             self._take()
         return outcome
+
+    def _start(self) -> None:
+        """Compares the ranks' states before the first step. The other parts of a grid hear of a difference in their
+        vote, not here: a stage of a pipeline may wait for what this rank computes next.
+        """
+        try:
+            self._agree_on_start()
+        except MismatchError as error:
+            if self.grid is not None:
+                if self.common.max_grad_norm is not None:
+                    self._begin_clipping()
+                self.stepper.give_up(error, EARLY if self._needs_norm_round else FINAL)
+            raise
 
     def _agree_on_start(self) -> None:
         """Compares the ranks' states before the first step. Raises MismatchError that names what differs."""
@@ -566,6 +590,10 @@ class Driver:
         """Raises CheckpointError, which names the difference, if ``load_state`` would not load the state."""
         resume.check(self, saved, "the state_dict")
 
+    def check_place(self, saved: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if the state is of another place in a grid."""
+        resume.check_place(self, saved, "the state_dict")
+
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Loads the result of ``state``, after parameters and the wrapped optimizer's state have been loaded.
 
@@ -668,6 +696,31 @@ class Driver:
             "memory_bytes": self.stepper.memory(),
             "resumed": self.resumed,
         }
+
+
+def _open_grid(session: Session, grid: Grid, name: str, options: Mapping[str, Any]) -> StepChannel:
+    """Opens the channel between the parts of a grid. Raises MismatchError if their options differ."""
+    ranks = session.set_ranks[grid.number]
+    shared = {key: value for key, value in options.items() if key != "warm_start"}
+    # The parts may count their optimizers differently.
+    whole = session.automatic_name("grid", grid.number)
+    try:
+        channel = session.open_channel(grid.number, whole, digest(json.dumps(shared, sort_keys=True)), name)
+    except MismatchError as error:
+        lines = [f"{key}={value!r}" for key, value in sorted(shared.items())]
+        difference = first_difference(session, grid.number, f"{whole}.options", lines, "have")
+        raise MismatchError(
+            f"{name}: the parts of the grid do not have the same options: {difference}." if difference else str(error)
+        ) from None
+    return StepChannel(
+        name,
+        channel,
+        ranks,
+        ranks.index(session.require_topology().rank),
+        Nodes.flat(len(ranks)),
+        session.watch(grid.number, whole),
+        session.settings.stall_shutdown_s,
+    )
 
 
 def digest(values: Any) -> int:

@@ -98,19 +98,24 @@ class OneBitAdamDriver(AdamDriver):
         return f"a step sends {amount(self.dense_nbytes)} per rank in the warm-up, {compressed}, {when}."
 
     def clips_next(self) -> bool:
+        if self.grid is not None:  # the same in all parts, also in one whose tensors had no gradient yet
+            return self.freeze_at is not None and self.steps >= self.freeze_at
         return bool((self.core.stage == Stage.COMPRESSED).any())
 
     def take(self) -> None:
         core = self.core
         dense, present = core.exchange().dense, self.stepper.present_anywhere
         limit = None if self.clips else self.common.max_grad_norm
+        factor = core.gradient_scale
+        if limit is not None and self.grid is not None:  # by the norm of all parts' averages
+            factor, limit = min(1.0, limit / (self.stepper.norm + 1e-6)), None
         self.stepper.commit()
         if dense.any():
             warming: list[int] = np.flatnonzero(dense).tolist()
             moving = [t for t in warming if present[t]]
-            for tensor in moving if core.gradient_scale != 1.0 else []:
+            for tensor in moving if factor != 1.0 else []:
                 average = self.stepper.average(tensor)
-                average[:] = core.param_memory.host(average) * np.float32(core.gradient_scale)
+                average[:] = core.param_memory.host(average) * np.float32(factor)
             self._dense_step(moving, limit)
             self._end_warmup(warming)
         self._wake()
@@ -137,6 +142,8 @@ class OneBitAdamDriver(AdamDriver):
             else:
                 # All ranks observe, so that a checkpoint of any rank has the window. Rank 0's result is announced.
                 norm = self.variance_norm(warming) if self.schedule.needs_norm(self.steps) else None
+                if self.grid is not None and self.schedule.is_norm_step(self.steps):
+                    norm = self.stepper.sum_over_grid(norm or 0.0)
                 decided = self.schedule.observe(self.steps, norm, [group.lr for group in self.groups()])
                 if self.core.rank == 0:
                     self._announcement = decided or 0
@@ -166,8 +173,10 @@ class OneBitAdamDriver(AdamDriver):
             self.frontend.release(tensor)
 
     def variance_norm(self, tensors: Sequence[int]) -> float:
-        """Returns |v_hat|_1 over ``tensors``, in float64."""
+        """Returns |v_hat|_1 over those of ``tensors`` that count in a grid, in float64."""
         total = 0.0
+        if self.grid is not None:
+            tensors = [tensor for tensor in tensors if self.grid.counted[tensor]]
         betas2 = {int(t): group.betas[1] for group in self.groups() for t in group.tensors}
         for tensor in tensors:
             moments = self.frontend.moments(tensor)

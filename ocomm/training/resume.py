@@ -92,12 +92,23 @@ def check(driver: Resumable, saved: State, where: str) -> None:
         )
     checkpoint.require_checksum(saved, driver.kernels, where)
     checkpoint.require_tensors(saved["tensors"], driver.core.layout, where)
+    check_place(driver, saved, where)
     for name in driver.fixed_options:
         now, before = driver.options.get(name), saved["options"].get(name)
         if now != before:
             raise CheckpointError(
                 f"{where} is of a run with {name}={before!r}, this one has {name}={now!r}. Pass {name}={before!r}."
             )
+
+
+def check_place(driver: Resumable, saved: State, where: str) -> None:
+    """Raises CheckpointError if ``saved`` is of another place in a grid, whose tensors are other parts of the model."""
+    now, before = driver.options.get("grid"), saved.get("options", {}).get("grid")
+    if now != before:
+        raise CheckpointError(
+            f"{where} is of {before or 'a run without a grid'}, and this rank is at {now or 'no place of a grid'}. "
+            "Each part of a grid loads its own state, with axes of the same sizes; only the data axis may have another."
+        )
 
 
 def say_changes(driver: Resumable, saved: State) -> None:

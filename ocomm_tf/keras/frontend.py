@@ -39,6 +39,8 @@ class KerasFrontend:
 
     framework = "keras"
     kernels: Kernels | None = None
+    #: A model of Keras is not divided among ranks.
+    grid: None = None
     driver: Driver
 
     def __init__(

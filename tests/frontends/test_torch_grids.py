@@ -1,0 +1,308 @@
+"""Grids of ranks: 1-bit optimizers on the data axis, one step for all ranks, pipelines and shards of torch's."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ocomm_torch as hvd
+from ocomm.errors import CheckpointError, HorovodInternalError, InvalidRequestError, MismatchError
+from ocomm.session import Session
+from tests.cluster.jobs import run_job
+from tests.frontends.every_kind import KINDS, Kind
+from tests.frontends.onebit_jobs import backward, digest
+from tests.tiers import few
+from tests.worlds import MPI_SIZE, run_ranks
+
+#: The shapes of the parameters of two stages, which differ.
+SHAPES = {0: ((70, 13), (33,), (1,)), 1: ((4097,), (5, 3))}
+STEPS = 7
+
+
+def mesh_of(**axes: int) -> Any:
+    """What ocomm reads of a torch DeviceMesh; for ranks that are threads there is none."""
+    sizes = tuple(axes.values())
+    return SimpleNamespace(mesh=torch.arange(math.prod(sizes)).view(sizes), mesh_dim_names=tuple(axes))
+
+
+class Part:
+    """One rank of PP2 x DP2 with gradients of its own, or, with ``process_set``, of the two replicas of its stage."""
+
+    def __init__(self, session: Session, kind: Kind, **options: Any) -> None:
+        rank = session.require_topology().rank
+        self.stage, self.replica = divmod(rank, 2)
+        rng = np.random.default_rng(self.stage)
+        self.parameters = [
+            torch.nn.Parameter(torch.from_numpy(rng.normal(size=shape).astype(np.float32)))
+            for shape in SHAPES[self.stage]
+        ]
+        names = [(f"stage{self.stage}.{number}", p) for number, p in enumerate(self.parameters)]
+        chosen = options if "process_set" in options else {"mesh": mesh_of(pp=2, dp=2), "data": "dp"} | options
+        self.optimizer = kind.wrap(self.parameters, named_parameters=names, **chosen)
+
+    def gradients(self, step: int) -> list[np.ndarray]:
+        rng = np.random.default_rng([step, self.stage, self.replica])
+        return [rng.normal(size=p.shape).astype(np.float32) for p in self.parameters]
+
+    def backward(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        backward(self.parameters, self.gradients(step), range(len(self.parameters) - 1, -1, -1))
+
+    def train(self, steps: int) -> str:
+        for step in range(steps):
+            self.backward(step)
+            self.optimizer.step()
+        return self.values
+
+    @property
+    def values(self) -> str:
+        return digest([p.detach().numpy() for p in self.parameters])
+
+
+ADAM = KINDS["1-bit Adam, compressed"]
+SHORT = ("1-bit Adam, compressed", "0/1 Adam, local steps", "Lion")
+every_kind = pytest.mark.parametrize("kind", few(KINDS.values(), [KINDS[name] for name in SHORT]), ids=KINDS.keys())
+
+
+@every_kind
+def test_each_part_of_a_grid_has_the_bits_of_its_replicas_alone(kind: Kind) -> None:
+    def body(session: Session) -> list[str]:
+        in_grid = Part(session, kind)
+        alone = Part(session, kind, process_set=hvd.ProcessSet([2 * in_grid.stage, 2 * in_grid.stage + 1]))
+        return [in_grid.train(STEPS), alone.train(STEPS)]
+
+    results = run_ranks(4, body)
+    assert all(one == other for one, other in results)
+    if "local" not in str(kind.options):
+        assert results[0] == results[1] != results[2] == results[3]
+
+
+@every_kind
+def test_a_nan_on_one_rank_moves_no_rank_and_is_named_with_its_place(kind: Kind) -> None:
+    def body(session: Session) -> tuple[str, bool, bool]:
+        part = Part(session, kind)
+        before = part.train(STEPS)
+        part.backward(STEPS)
+        if session.require_topology().rank == 3:
+            gradient = part.parameters[0].grad
+            assert gradient is not None
+            gradient.view(-1)[0] = math.nan
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            part.optimizer.step()
+        stayed = part.values == before
+        part.train(1)
+        return str(caught.value), stayed, part.values != before
+
+    for said, stayed, goes_on in run_ranks(4, body):
+        assert "NaN or Inf" in said and "on rank(s) [3 (pp=1 of 2)]" in said
+        assert stayed and goes_on
+
+
+def test_a_rank_that_skips_a_step_skips_it_for_the_whole_grid() -> None:
+    def body(session: Session) -> tuple[str, bool]:
+        part = Part(session, ADAM)
+        before = part.train(STEPS)
+        part.backward(STEPS)
+        if session.require_topology().rank == 2:
+            part.optimizer.skip(overflow=True)
+        else:
+            part.optimizer.step()
+        return str(part.optimizer.outcome), part.values == before
+
+    assert run_ranks(4, body) == [("StepOutcome.OVERFLOW", True)] * 4
+
+
+@pytest.mark.parametrize("clip", ["exact", "previous"])
+def test_the_norm_that_clips_is_that_of_all_parts(clip: str) -> None:
+    def body(session: Session) -> tuple[list[float], int]:
+        part = Part(session, ADAM, max_grad_norm=0.5, clip=clip)
+        norms = []
+        for step in range(STEPS):
+            part.backward(step)
+            part.optimizer.step()
+            norms.append(part.optimizer._driver.stepper.norm)
+        return norms, part.stage
+
+    results = run_ranks(4, body)
+    assert all(norms == results[0][0] for norms, _ in results)
+    ranks = [Part.__new__(Part) for _ in range(4)]
+    for rank, part in enumerate(ranks):
+        part.stage, part.replica = divmod(rank, 2)
+        part.parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES[part.stage]]
+    for step in range(STEPS):
+        gradients = [[g.astype(np.float64) for g in part.gradients(step)] for part in ranks]
+        if step < 3:  # the norm of the averages
+            halves = [[(a + b) / 2 for a, b in zip(gradients[k], gradients[k + 1], strict=True)] for k in (0, 2)]
+            expected = sum(np.square(g).sum() for part in halves for g in part)
+        else:  # the mean over replicas
+            expected = sum(np.square(g).sum() for part in gradients for g in part) / 2
+        assert math.isclose(results[0][0][step], math.sqrt(expected), rel_tol=1e-6)
+
+
+def test_all_parts_freeze_in_the_same_step_by_the_variance_of_the_whole_model() -> None:
+    def body(session: Session) -> list[int | None]:
+        part = Part(session, Kind(hvd.DistributedOneBitAdam, functools.partial(torch.optim.Adam, betas=(0.9, 0.8))))
+        part.train(30)
+        return [part.optimizer.compression_report()["freeze_step"]]
+
+    found = run_ranks(4, body)
+    assert found[0][0] is not None and found == [found[0]] * 4
+
+
+def test_what_the_parts_do_not_have_in_common_is_named() -> None:
+    def body(session: Session) -> str:
+        with pytest.raises(MismatchError) as caught:
+            Part(session, ADAM, variance_floor=0.05 + 0.01 * (session.require_topology().rank // 2))
+        return str(caught.value)
+
+    for said in run_ranks(4, body):
+        assert "the parts of the grid do not have the same options" in said and "variance_floor=0.06" in said
+
+
+@pytest.mark.parametrize("norm", [None, 1.0])
+def test_a_part_that_fails_fails_the_step_of_the_others_by_its_place(norm: float | None) -> None:
+    def body(session: Session) -> str:
+        part = Part(session, ADAM, max_grad_norm=norm)
+        if session.require_topology().rank == 3:
+            with torch.no_grad():
+                part.parameters[0][0] += 1
+        with pytest.raises(HorovodInternalError) as caught:
+            part.train(1)
+        return f"{type(caught.value).__name__} {caught.value}"
+
+    first, second, third, fourth = run_ranks(4, body)
+    assert first == second and "PeerError" in first and "has failed at pp=1 of 2 of the grid" in first
+    assert third == fourth and "MismatchError" in third and "not alike before their first step" in third
+
+
+def test_a_state_loads_at_its_own_place_only() -> None:
+    def body(session: Session) -> tuple[bool, str]:
+        part, again = Part(session, ADAM), Part(session, ADAM)
+        part.train(STEPS)
+        saved = part.optimizer.state_dict(), part.optimizer.rank_state_dict()
+        with torch.no_grad():
+            for p, q in zip(part.parameters, again.parameters, strict=True):
+                q.copy_(p)
+        again.optimizer.load_state_dict(saved[0])
+        again.optimizer.load_rank_state_dict(saved[1])
+        pair = hvd.ProcessSet([2 * part.stage, 2 * part.stage + 1])
+        alone = Part(session, ADAM, process_set=pair)
+        with pytest.raises(CheckpointError) as caught:
+            alone.optimizer.load_state_dict(saved[0])
+        return part.train(STEPS) == again.train(STEPS), str(caught.value)
+
+    for rank, (same, said) in enumerate(run_ranks(4, body)):
+        assert same
+        assert f"is of pp={rank // 2} of 2, and this rank is at no place of a grid" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mesh": mesh_of(pp=2, dp=2), "data": "tp"}, "data='tp' is no axis of the mesh, which has ['pp', 'dp']"),
+        ({"mesh": mesh_of(pp=2, dp=1), "data": "dp"}, "the mesh has ranks [0, 1], and ocomm's job has 0 to 3"),
+        ({"mesh": mesh_of(pp=2, dp=2)}, "mesh= was given without data="),
+        ({"data": "dp"}, "data= was given without mesh="),
+        (
+            {"mesh": mesh_of(pp=2, dp=2), "data": "dp", "process_set": hvd.ProcessSet([0, 1])},
+            "process_set= and mesh= were given",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_be_used_is_refused(options: dict[str, Any], words: str) -> None:
+    def body(session: Session) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        with pytest.raises(InvalidRequestError) as caught:
+            hvd.DistributedOneBitAdam(torch.optim.Adam([parameter]), **options)
+        assert words in str(caught.value)
+
+    run_ranks(4, body)
+
+
+def test_a_weight_that_two_stages_share_is_refused_by_name() -> None:
+    def body(session: Session) -> str:
+        tied = torch.nn.Parameter(torch.arange(6.0))
+        ones = torch.nn.Parameter(torch.ones(3))  # as many weights are at first
+        named = [("norm", ones), ("embedding", tied)]
+        with pytest.raises(InvalidRequestError) as caught:
+            hvd.DistributedLion(torch.optim.SGD([ones, tied], lr=0.1), named, mesh=mesh_of(pp=2, dp=2), data="dp")
+        return str(caught.value)
+
+    first, _, third, _ = run_ranks(4, body)
+    assert "parameter 'embedding' of rank 0 (pp=0 of 2) has the name and the elements of one of rank 2" in first
+    assert "parameter 'embedding' of rank 2 (pp=1 of 2)" in third
+
+
+# Torch's own axes, in jobs
+
+
+def job(name: str) -> list[dict[str, Any]]:
+    done = run_job(4, "from tests.frontends.torch_grids import main; main('" + name + "')", PYTHONWARNINGS="ignore")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("["))
+    return [json.loads(line.partition("] ")[2]) for line in said]
+
+
+in_a_job = pytest.mark.skipif(MPI_SIZE > 0, reason="starts jobs of its own")
+
+
+@in_a_job
+def test_a_pipeline_has_the_bits_of_data_parallel_steps_and_steps_as_one() -> None:
+    found = job("pipeline")
+    for rank, said in enumerate(found):
+        assert said["mine"] == said["expected"] != said["began"]
+        assert said["redone"] == 0, "overlap"
+        assert "on rank(s) [3 (pp=1 of 2)]" in said["nan"]
+        assert said["skipped"] == ["StepOutcome.SKIP", True]
+        assert said["overflow"] == ["StepOutcome.OVERFLOW", 1.0, True]
+        assert said["goes on"]
+        assert said["mine"] == found[rank ^ 1]["mine"]
+        assert said["share"] < 0.6  # a half, and votes
+
+
+@in_a_job
+@pytest.mark.long
+def test_shards_have_the_bits_of_the_simulation_and_replicas_are_equal() -> None:
+    found = job("shards")
+    assert found[1]["empty"] == [False, False, True, True]
+    for rank, said in enumerate(found):
+        assert all(said["same"]) and said["compressed"] == 6
+        assert said["posted in backward"] > 0
+        assert said["redone"] == said["bfloat16 redone"] == 0 and said["clipped redone"] == 1
+        assert said["resumed"] and said["partial"]
+        assert f"is of fsdp={1 - rank % 2} of 2, and this rank is at fsdp={rank % 2} of 2" in said["of another part"]
+        for what in ("values", "bfloat16", "clipped"):
+            assert said[what] == found[rank ^ 2][what]
+
+
+@in_a_job
+@pytest.mark.long
+def test_norm_and_freeze_of_stages_and_tensor_shards_are_those_of_one_process() -> None:
+    for rank, said in enumerate(job("norms")):
+        assert said["freeze"][0] == said["freeze"][1] is not None
+        assert said["steps"] > 10 and said["gap"] < 1e-6
+        # Of the second tensor-parallel rank the norm's weights and the last bias are replicas.
+        assert said["counted"] == ([False, False, True, True, True, False] if rank % 2 else [True] * 6)
+
+
+@in_a_job
+@pytest.mark.long
+def test_shards_that_ocomm_cannot_have_are_refused_by_name() -> None:
+    for rank, said in enumerate(job("mistakes")):
+        words = {
+            "size": "a mesh of pp=3, dp=2 has 6 ranks, and the job has 4",
+            "part": f"the mesh has ranks [{rank % 2}, {rank % 2 + 2}]",
+            "lone": "parameter '0.weight' is a DTensor",
+            "HSDP": "would average again. Give fully_shard the inner axis alone",
+            "on data": "are on the data axis 'dp'",
+            "LAMB": "divides by the norm of a whole tensor",
+        }
+        for what, expected in words.items():
+            assert said[what].startswith("InvalidRequestError") and expected in said[what]

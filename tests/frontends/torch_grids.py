@@ -1,0 +1,360 @@
+"""Programs for jobs of four ranks in a grid: pipelines, shards, mistakes. Each prints a line per rank."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ocomm_torch as hvd
+
+WIDTH, BATCH, MICRO, STEPS, DENSE = 24, 8, 4, 10, 4
+PROGRAMS: dict[str, Callable[[], Any]] = {}
+
+
+def program(call: Callable[[], Any]) -> Callable[[], Any]:
+    PROGRAMS[call.__name__] = call
+    return call
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def data(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
+
+
+def stages() -> list[nn.Module]:
+    """The two stages of a model, the same on all ranks."""
+    torch.manual_seed(11)
+    return [nn.Sequential(nn.Linear(WIDTH, 40), nn.Tanh(), nn.Linear(40, WIDTH)) for _ in range(2)]
+
+
+def adam(named: list[tuple[str, Any]], wrapper: Any = hvd.DistributedOneBitAdam, **options: Any) -> Any:
+    chosen = {"freeze_step": DENSE, "block_size": 64} | options
+    return wrapper(torch.optim.Adam([p for _, p in named], lr=1e-2), named, **chosen)
+
+
+def named(stage: int, module: nn.Module) -> list[tuple[str, Any]]:
+    return [(f"stage{stage}.{name}", p) for name, p in module.named_parameters()]
+
+
+def micro_step(modules: list[nn.Module], step: int, replica: int) -> None:
+    """What ``Schedule1F1B`` computes, on a rank that has both stages."""
+    x, y = data(step, replica)
+    for part, target in zip(x.chunk(MICRO), y.chunk(MICRO), strict=True):
+        for module in modules:
+            part = module(part)
+        (F.mse_loss(part, target) / MICRO).backward()
+
+
+class Pipeline:
+    """One rank of PP2 x DP2."""
+
+    def __init__(self, mesh: Any, **options: Any) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        self.pp, self.dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+        self.module = stages()[self.pp]
+        stage = PipelineStage(self.module, self.pp, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        # Gradients that were scaled after backward would be exchanged again.
+        self.schedule = Schedule1F1B(stage, MICRO, loss_fn=lambda a, b: F.mse_loss(a, b) / MICRO, scale_grads=False)
+        self.optimizer = adam(
+            named(self.pp, self.module), mesh=mesh, data="dp", backward_passes_per_step=MICRO, **options
+        )
+
+    def backward(self, step: int) -> None:
+        x, y = data(step, self.dp)
+        self.schedule.step(*([x] if self.pp == 0 else []), **({} if self.pp == 0 else {"target": y}))
+
+    def train(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.backward(step)
+            self.optimizer.step()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.module.parameters())
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@program
+def pipeline() -> dict[str, Any]:
+    """PP2 x DP2; DP2 of the same microbatches; then what one rank alone does to a step of all."""
+    mesh = hvd.init_device_mesh({"pp": 2, "dp": 2})
+    job = Pipeline(mesh)
+    job.train(range(STEPS))
+    report = job.optimizer.compression_report()
+    both = stages()
+    optimizer = adam(
+        [*named(0, both[0]), *named(1, both[1])],
+        process_set=hvd.ProcessSet([2 * job.pp, 2 * job.pp + 1]),  # which the mesh has registered
+        backward_passes_per_step=MICRO,
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        micro_step(both, step, job.dp)
+        optimizer.step()
+    found = {
+        "mine": digest(job.parameters),
+        "expected": digest(both[job.pp].parameters()),
+        "began": digest(stages()[job.pp].parameters()),
+        "share": report["bytes_sent"] / optimizer.compression_report()["bytes_sent"],
+        "redone": report["redone_steps"],
+    }
+    job.backward(STEPS)
+    if hvd.rank() == 3:
+        job.parameters[0].grad[0, 0] = float("nan")
+    found["nan"] = said(job.optimizer.step)
+    job.optimizer.zero_grad()
+    job.backward(STEPS)
+    if hvd.rank() == 2:
+        job.optimizer.skip()
+    else:
+        job.optimizer.step()
+    found["skipped"] = [str(job.optimizer.outcome), digest(job.parameters) == found["mine"]]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    job.optimizer.zero_grad()
+    job.backward(STEPS)
+    if hvd.rank() == 1:
+        job.parameters[1].grad[0] = float("inf")
+    scaler.scale(torch.ones(1))
+    scaler.step(job.optimizer)
+    scaler.update()
+    found["overflow"] = [str(job.optimizer.outcome), scaler.get_scale(), digest(job.parameters) == found["mine"]]
+    job.train([STEPS])
+    found["goes on"] = digest(job.parameters) != found["mine"]
+    return found
+
+
+# Shards
+
+
+def shard_of(tensor: Tensor, rank: int, size: int) -> Tensor:
+    """What ``fully_shard`` gives a rank."""
+    parts = tensor.detach().chunk(size)
+    return (parts[rank] if rank < len(parts) else tensor.detach()[:0]).clone()
+
+
+def narrow() -> nn.Module:
+    """Ends in a layer of one output, whose second shard is empty; 7 rows are shards of unequal size."""
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 1))
+
+
+def fully_sharded(module: nn.Module, mesh: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in module.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+class Sharded:
+    """One rank of fully_shard over 2 x DP2."""
+
+    def __init__(self, mesh: Any, kind: torch.dtype = torch.float32, **options: Any) -> None:
+        self.kind = kind
+        self.module = fully_sharded(narrow().to(kind), mesh["fsdp"])
+        self.parameters: list[Any] = list(self.module.parameters())
+        self.optimizer = adam(named(0, self.module), mesh=mesh, data="dp", **options)
+
+    def backward(self, step: int) -> None:
+        x, y = data(step, hvd.rank())
+        F.mse_loss(self.module(x.to(self.kind)), y[:, :1].to(self.kind)).backward()
+
+    def train(self, steps: Iterable[int], clip: float | None = None) -> str:
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.backward(step)
+            if clip is not None:
+                nn.utils.clip_grad_norm_(self.parameters, clip)
+            self.optimizer.step()
+        return digest(p.to_local().float() for p in self.parameters)
+
+
+@program
+def shards() -> dict[str, Any]:
+    """fully_shard over 2 x 1-bit Adam over 2, against the simulation of 1-bit Adam on each shard."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+    from tests.oracle.onebit_adam import Simulation
+
+    mesh = hvd.init_device_mesh({"dp": 2, "fsdp": 2})
+    fsdp = mesh.get_local_rank("fsdp")
+    pair = hvd.ProcessSet([fsdp, 2 + fsdp])
+    began = [shard_of(p, fsdp, 2) for p in narrow().parameters()]
+    job = Sharded(mesh)
+    parameters, optimizer = job.parameters, job.optimizer
+    history: list[list[list[Tensor]]] = []
+    values, posted = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        job.backward(step)
+        mine = [p.grad.to_local().clone() for p in parameters]
+        both = [hvd.allgather(g.reshape(-1), name=f"g{step}.{k}", process_set=pair) for k, g in enumerate(mine)]
+        history.append(
+            [
+                [part.view(g.shape) for part in g2.chunk(2)] if g.numel() else [g, g]
+                for g, g2 in zip(mine, both, strict=True)
+            ]
+        )
+        posted.append(optimizer._stepper.buckets.posted)
+        optimizer.step()
+        values.append([p.to_local().detach().clone() for p in parameters])
+    twins = [nn.Parameter(p.clone()) for p in began]
+    plain = torch.optim.Adam(twins, lr=1e-2)
+    same = []
+    for step in range(DENSE):
+        for twin, grads in zip(twins, history[step], strict=True):
+            twin.grad = (grads[0] + grads[1]) / 2
+        plain.step()
+        same.append(all(map(torch.equal, twins, values[step])))
+    simulation = Simulation([p.numpy() for p in began], 2, freeze_step=DENSE, lr=1e-2, block_size=64)
+    for index, twin in enumerate(twins):
+        state = plain.state[twin]
+        simulation.adopt(
+            index,
+            param=twin.detach().numpy(),
+            momentum=state["exp_avg"].numpy(),
+            variance=state["exp_avg_sq"].numpy(),
+            step=DENSE,
+        )
+    simulation.end_warmup()
+    for step in range(DENSE, STEPS):
+        simulation.step([[grads[rank].numpy() for grads in history[step]] for rank in (0, 1)])
+        same.append(all((a == b.numpy()).all() for a, b in zip(simulation.params, values[step], strict=True)))
+    report = optimizer.compression_report()
+    # Saved, loaded, and trained on.
+    saved = copy.deepcopy([job.module.state_dict(), optimizer.state_dict(), optimizer.rank_state_dict()])
+    others = [None] * 4
+    dist.all_gather_object(others, saved[1])
+    gone_on = job.train(range(STEPS, STEPS + 3))
+    again = Sharded(mesh)
+    again.module.load_state_dict(saved[0])
+    again.optimizer.load_state_dict(saved[1])
+    again.optimizer.load_rank_state_dict(saved[2])
+    resumed = again.train(range(STEPS, STEPS + 3))
+    partial, whole = (nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh["fsdp"], [Replicate()])) for _ in range(2))
+    for parameter, kind, share in ((partial, Partial(), 1.0), (whole, Replicate(), 2.0)):
+        lion = hvd.DistributedLion(torch.optim.SGD([parameter], lr=0.1), mesh=mesh, data="dp")
+        parameter.grad = DTensor.from_local(share * (torch.arange(15.0).view(5, 3) - 6.5), mesh["fsdp"], [kind])
+        lion.step()
+    low, clipped = Sharded(mesh, torch.bfloat16), Sharded(mesh)
+    return {
+        "partial": torch.equal(partial.to_local(), whole.to_local()) and not bool((whole.to_local() == 1).any()),
+        "resumed": resumed == gone_on,
+        "of another part": said(lambda: again.optimizer.load_state_dict(others[hvd.rank() ^ 1])),
+        "bfloat16": low.train(range(STEPS)),
+        "bfloat16 redone": low.optimizer.compression_report()["redone_steps"],
+        "clipped": clipped.train(range(STEPS), clip=0.05),
+        "clipped redone": clipped.optimizer.compression_report()["redone_steps"],
+        "same": same,
+        "values": digest(values[-1]),
+        "empty": [p.to_local().numel() == 0 for p in parameters],
+        "redone": report["redone_steps"],
+        "posted in backward": posted[-1],
+        "compressed": report["compressed_steps"],
+        "state": sum(report["memory_bytes"].values()) / sum(p.to_local().numel() for p in parameters),
+    }
+
+
+@program
+def norms() -> dict[str, Any]:
+    """PP2 x TP2 against one process: clipping, and the step at which the variance is frozen."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def make() -> list[nn.Module]:
+        torch.manual_seed(11)
+        sizes = (WIDTH, 40), (40, WIDTH)
+        return [
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(*sizes[0]), nn.Tanh(), nn.Linear(*sizes[1])) for _ in range(2)
+        ]
+
+    def wrap(named: list[tuple[str, Any]], **options: Any) -> Any:
+        inner = torch.optim.Adam([p for _, p in named], lr=1e-3, betas=(0.9, 0.8))
+        return hvd.DistributedOneBitAdam(inner, named, max_grad_norm=0.3, backward_passes_per_step=MICRO, **options)
+
+    mesh = hvd.init_device_mesh({"pp": 2, "dp": 1, "tp": 2})
+    pp = mesh.get_local_rank("pp")
+    plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+    module = parallelize_module(make()[pp], mesh["tp"], plan)
+    stage = PipelineStage(module, pp, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(stage, MICRO, loss_fn=lambda a, b: F.mse_loss(a, b) / MICRO, scale_grads=False)
+    optimizer = wrap(named(pp, module), mesh=mesh, data="dp")
+    both = make()
+    alone = wrap([*named(0, both[0]), *named(1, both[1])], process_set=hvd.ProcessSet([hvd.rank()]))
+    found: list[list[float]] = []
+    for step in range(20):
+        optimizer.zero_grad()
+        alone.zero_grad()
+        x, y = data(step, 0)
+        schedule.step(*([x] if pp == 0 else []), **({} if pp == 0 else {"target": y}))
+        optimizer.step()
+        micro_step(both, step, 0)
+        expected = sum(p.grad.double().square().sum() for m in both for p in m.parameters()).sqrt().item()
+        alone.step()
+        found.append([optimizer._driver.stepper.norm, expected])
+    frozen = [each.compression_report()["freeze_step"] for each in (optimizer, alone)]
+    gaps = [abs(a - b) / b for a, b in found[: frozen[1] + 1]]
+    return {"freeze": frozen, "gap": max(gaps), "steps": len(gaps), "counted": optimizer.grid.counted}
+
+
+@program
+def mistakes() -> dict[str, str]:
+    """What cannot be right, on four ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = hvd.init_device_mesh({"dp": 2, "fsdp": 2})
+    linear = functools.partial(nn.Linear, WIDTH, 8)
+    plain = list(linear().named_parameters())
+    lone = list(fully_sharded(nn.Sequential(linear(bias=False)), mesh["fsdp"]).named_parameters())
+    both = list(fully_shard(linear(), mesh=mesh).named_parameters())
+    ours = list(fully_shard(linear(), mesh=mesh["dp"]).named_parameters())
+    on = {"mesh": mesh, "data": "dp"}
+    return {
+        "size": said(lambda: hvd.init_device_mesh({"pp": 3, "dp": 2})),
+        "part": said(lambda: adam(plain, mesh=mesh["dp"], data="dp")),
+        "lone": said(lambda: adam(lone)),
+        "HSDP": said(lambda: adam(both, **on)),
+        "on data": said(lambda: adam(ours, **on)),
+        "LAMB": said(lambda: adam(lone, hvd.DistributedOneBitLamb, **on)),
+    }
+
+
+def main(name: str) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    said = PROGRAMS[name]()
+    print(f"[{hvd.rank()}] {json.dumps(said)}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
