@@ -108,10 +108,10 @@ class DataAxis(ProcessSet):
         return dict(zip(self.mesh.mesh_dim_names or (), place, strict=True))
 
     def place(self, rank: int) -> str:
-        """Returns the coordinates of a rank on the other axes, in words: "pp=1 of 2"."""
+        """Returns the coordinates of a rank on the other axes, in words: "pp=1 of 2". An axis of one rank is none."""
         sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.mesh.shape, strict=True))
         at = self.coordinates(rank)
-        return " ".join(f"{name}={at[name]} of {sizes[name]}" for name in at if name != self.data)
+        return " ".join(f"{name}={at[name]} of {sizes[name]}" for name in at if name != self.data and sizes[name] > 1)
 
     def check(self, wrapper: str, name: str, parameter: Any, needs_whole: bool) -> None:
         """Raises InvalidRequestError for a DTensor whose ranks ocomm cannot leave to torch, or of which it would need

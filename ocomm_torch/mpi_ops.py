@@ -83,7 +83,7 @@ class TorchAdapter:
         if tensor.layout is not torch.strided:
             raise TypeError(f"layout {tensor.layout} is not supported; call to_dense() or sparse_allreduce_async()")
         if reason := why_unreadable(tensor):
-            raise TypeError(f"it {reason}; send plain tensors")
+            raise TypeError(f"it {reason}; send plain tensors, of a DTensor its to_local()")
         return dtype, tuple(tensor.shape)
 
     def host(self, tensor: Any) -> tuple[Any, bool]:

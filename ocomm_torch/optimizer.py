@@ -685,7 +685,9 @@ def DistributedOptimizer(
     for p, name in names.items():
         if reason := why_unreadable(p):
             raise InvalidRequestError(
-                f"parameter '{name}' {reason}. DistributedOptimizer averages gradients in place: give it plain tensors."
+                f"parameter '{name}' {reason}. DistributedOptimizer averages gradients of plain tensors in place. "
+                "Gradients of DTensors are averaged by torch itself (fully_shard on a mesh of two axes), or by a 1-bit "
+                "optimizer with mesh=."
             )
     chosen = _groups(groups, parameters, names, process_set)
 

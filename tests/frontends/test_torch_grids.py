@@ -182,6 +182,19 @@ def test_a_part_that_fails_fails_the_step_of_the_others_by_its_place(norm: float
     assert third == fourth and "MismatchError" in third and "not alike before their first step" in third
 
 
+def test_the_replicas_of_a_part_are_made_equal_over_the_ranks_of_its_optimizer() -> None:
+    def body(session: Session) -> str:
+        part = Part(session, ADAM)
+        with torch.no_grad():
+            part.parameters[0][0] += session.require_topology().rank
+        ranks = part.optimizer.process_set
+        hvd.broadcast_parameters([(str(k), p.detach()) for k, p in enumerate(part.parameters)], ranks.ranks[0], ranks)
+        return part.train(STEPS)
+
+    results = run_ranks(4, body)
+    assert results[0] == results[1] != results[2] == results[3]
+
+
 def test_a_state_loads_at_its_own_place_only() -> None:
     def body(session: Session) -> tuple[bool, str]:
         part, again = Part(session, ADAM), Part(session, ADAM)
@@ -285,7 +298,9 @@ def test_shards_have_the_bits_of_the_simulation_and_replicas_are_equal() -> None
 @in_a_job
 @pytest.mark.long
 def test_norm_and_freeze_of_stages_and_tensor_shards_are_those_of_one_process() -> None:
-    for rank, said in enumerate(job("norms")):
+    found = job("norms")
+    for rank, said in enumerate(found):
+        assert said["shared"] == found[rank ^ 1]["shared"] != found[rank ^ 2]["shared"]
         assert said["freeze"][0] == said["freeze"][1] is not None
         assert said["steps"] > 10 and said["gap"] < 1e-6
         # Of the second tensor-parallel rank the norm's weights and the last bias are replicas.

@@ -323,7 +323,14 @@ def norms() -> dict[str, Any]:
         found.append([optimizer._driver.stepper.norm, expected])
     frozen = [each.compression_report()["freeze_step"] for each in (optimizer, alone)]
     gaps = [abs(a - b) / b for a, b in found[: frozen[1] + 1]]
-    return {"freeze": frozen, "gap": max(gaps), "steps": len(gaps), "counted": optimizer.grid.counted}
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
+    return {
+        "freeze": frozen,
+        "gap": max(gaps),
+        "steps": len(gaps),
+        "counted": optimizer.grid.counted,
+        "shared": digest(local[k] for k in (0, 1, 5)),  # of the norm, and the bias after the rows
+    }
 
 
 @program
