@@ -606,7 +606,7 @@ class CompressedOptimizer(CollectiveStep):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._local.take_gradients():
+        if self._local.inside and self._local.take_gradients():
             self.gradients_changed()
         if self._stepper.begun:
             self._find_parameters()
@@ -658,7 +658,8 @@ class CompressedOptimizer(CollectiveStep):
 
     def _forget(self) -> None:
         release(self._recorded)
-        self._local.forget()
+        if self._local.inside:
+            self._local.forget()
         self._used.clear()
         self._copies.clear()
         self._recorded[:] = [None] * len(self._recorded)

@@ -390,6 +390,20 @@ MUTATIONS = [
         "GROUP, LEAST = 4096, 2.0**-100",
         "contract/test_codes.py frontends/test_torch_dense_bits.py",
     ),
+    Mutation(
+        "a part of a grid does not hear the others' flags",
+        "ocomm/optim/stepper.py",
+        "heard |= grid.hold(",
+        "grid.hold(",
+        "frontends/test_torch_grids.py",
+    ),
+    Mutation(
+        "replicas on other axes count twice in norms",
+        "ocomm_torch/mesh.py",
+        "counts &= not any(",
+        "any(",
+        "frontends/test_torch_grids.py",
+    ),
 ]
 # fmt: on
 

@@ -94,8 +94,8 @@ class Stepper:
         self.name = name
         self.core = core
         self._grid = grid
-        #: sqrt(mean over ranks of |g|^2), from the last round in which ranks sent norms; in a grid of all its parts. Of
-        #: a dense step that asked for it, the norm of the averages.
+        #: sqrt(mean over ranks of |g|^2), from the last round in which ranks sent norms; in a grid that of all parts,
+        #: or the norm of their averages.
         self.norm = 0.0
         self.overlap = overlap
         self.overlapping = False  # switched on after a first step without
@@ -153,7 +153,9 @@ class Stepper:
         try:
             self.buckets.locate_all()
             heard = self._vote.hold(Statement(self.step + 1, 0, self._hyper, lr, self.objections), None, True)
-            heard = self._agree_in_grid(EARLY, heard, self._vote.mean_square)
+            self.norm = math.sqrt(self._vote.mean_square)
+            if self._grid is not None:
+                heard = self._agree_in_grid(self._grid, EARLY, heard, self._vote.mean_square)
         except BaseException as error:
             self.give_up(error, EARLY)
             raise
@@ -163,19 +165,16 @@ class Stepper:
         self.begun = False
         return self._conclude(heard, self._early_sent, 0.0)
 
-    def _agree_in_grid(self, attempt: int, heard: int, squares: float | None) -> int:
+    def _agree_in_grid(self, grid: GridVote, attempt: int, heard: int, squares: float | None) -> int:
         """Returns the flags that end the step on any rank of the grid; ``heard`` are those of this data axis. Sets
         ``norm`` to the root of ``squares``, summed over the grid, unless that is None.
         """
-        grid = self._grid
-        if grid is not None:
-            flags = heard & (_OVER | _NON_FINITE)
-            heard |= grid.hold(self.step + 1, attempt, flags, squares or 0.0, self.heard_announcement)
-            self._early_sent.append(grid.sent)
-            self.wire.announcement[0] = grid.announcement
-            squares = None if squares is None else grid.total
+        flags = heard & (_OVER | _NON_FINITE)
+        heard |= grid.hold(self.step + 1, attempt, flags, squares or 0.0, self.heard_announcement)
+        self._early_sent.append(grid.sent)
+        self.wire.announcement[0] = grid.announcement
         if squares is not None:
-            self.norm = math.sqrt(squares)
+            self.norm = math.sqrt(grid.total)
         return heard
 
     def _average_squares(self) -> float:
@@ -212,7 +211,7 @@ class Stepper:
             announcement: The coordinator's announcement to all ranks.
             again: Called before a second attempt, to set the current hyperparameters.
             with_norm: Whether the vote also sets ``norm``.
-            with_average_norm: Whether the norm of the averages is set as ``norm``.
+            with_average_norm: Whether the norm of the averages of all parts of a grid is set as ``norm``.
 
         Raises:
             NonFiniteError: A gradient is not finite; on all ranks, nothing was changed.
@@ -240,10 +239,13 @@ class Stepper:
             self._hear()
             if not heard & _OVER and not all(flow.is_finite() for flow in self.flows.flows):
                 heard |= _NON_FINITE
-            squares = self._vote.mean_square if with_norm else None
-            if with_average_norm:
-                squares = self._average_squares()
-            heard = self._agree_in_grid(FINAL, heard, squares)
+            if with_norm:
+                self.norm = math.sqrt(self._vote.mean_square)
+            if self._grid is not None:
+                squares = self._vote.mean_square if with_norm else None
+                if with_average_norm:
+                    squares = self._average_squares()
+                heard = self._agree_in_grid(self._grid, FINAL, heard, squares)
         except BaseException as error:
             self.give_up(error)
             raise

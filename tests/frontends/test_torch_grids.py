@@ -33,18 +33,18 @@ def mesh_of(**axes: int) -> Any:
 
 
 class Part:
-    """One rank of PP2 x DP2 with gradients of its own, or, with ``process_set``, of the two replicas of its stage."""
+    """One rank of PP2 x DP with gradients of its own, or, with ``process_set``, of the replicas of its stage."""
 
-    def __init__(self, session: Session, kind: Kind, **options: Any) -> None:
+    def __init__(self, session: Session, kind: Kind, replicas: int = 2, **options: Any) -> None:
         rank = session.require_topology().rank
-        self.stage, self.replica = divmod(rank, 2)
+        self.stage, self.replica = divmod(rank, replicas)
         rng = np.random.default_rng(self.stage)
         self.parameters = [
             torch.nn.Parameter(torch.from_numpy(rng.normal(size=shape).astype(np.float32)))
             for shape in SHAPES[self.stage]
         ]
         names = [(f"stage{self.stage}.{number}", p) for number, p in enumerate(self.parameters)]
-        chosen = options if "process_set" in options else {"mesh": mesh_of(pp=2, dp=2), "data": "dp"} | options
+        chosen = options if "process_set" in options else {"mesh": mesh_of(pp=2, dp=replicas), "data": "dp"} | options
         self.optimizer = kind.wrap(self.parameters, named_parameters=names, **chosen)
 
     def gradients(self, step: int) -> list[np.ndarray]:
@@ -82,6 +82,17 @@ def test_each_part_of_a_grid_has_the_bits_of_its_replicas_alone(kind: Kind) -> N
     assert all(one == other for one, other in results)
     if "local" not in str(kind.options):
         assert results[0] == results[1] != results[2] == results[3]
+
+
+def test_the_data_axis_of_several_hosts_sums_inside_hosts_first() -> None:
+    def body(session: Session) -> tuple[str, str, str]:
+        part = Part(session, ADAM, replicas=4)
+        ranks = hvd.ProcessSet(range(4 * part.stage, 4 * part.stage + 4))
+        alone = Part(session, ADAM, replicas=4, process_set=ranks)
+        return part.train(STEPS), alone.train(STEPS), part.optimizer.compression_report()["form"]
+
+    for mine, expected, form in run_ranks(8, body, hosts=["a", "a", "b", "b"] * 2):
+        assert mine == expected and form == "hierarchical"
 
 
 @every_kind
