@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from ocomm.api import Average
 from ocomm.optim import birder, soft_sign
@@ -17,6 +16,9 @@ from ocomm.training.driver import Common
 from ocomm_torch.compressed import documented
 from ocomm_torch.mesh import chosen_ranks
 from ocomm_torch.rates import OPTIMIZER, RateOptimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @documented(SoftSignSGDOptions, optimizer=OPTIMIZER)

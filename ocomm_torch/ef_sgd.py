@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from ocomm.api import Average
 from ocomm.errors import CheckpointError, InvalidRequestError
@@ -19,6 +18,9 @@ from ocomm.optim.ef_sgd import EFSGDOptions
 from ocomm.training.driver import Common
 from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer, documented
 from ocomm_torch.mesh import chosen_ranks, inside
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @documented(EFSGDOptions)

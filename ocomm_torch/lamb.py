@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from ocomm.api import Average
 from ocomm.kernels.base import Floats
@@ -20,6 +19,9 @@ from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm_torch.adam import AdamWrapper
 from ocomm_torch.compressed import documented
 from ocomm_torch.mesh import chosen_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @documented(LambOptions)

@@ -11,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ocomm import api
 from ocomm import session as sessions
@@ -26,6 +25,9 @@ from ocomm.operations import ProcessSet
 from ocomm.optim.grid import Grid
 from ocomm.session import Session
 from ocomm_torch.tensor_memory import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def init_device_mesh(
@@ -47,9 +49,11 @@ def init_device_mesh(
         and for the 1-bit optimizers: ``mesh=mesh, data="dp"``.
 
     Raises:
-        InvalidRequestError: The product of the sizes is not the number of ranks, or Torch's process group is of other
-            ranks.
+        InvalidRequestError: The product of the sizes is not the number of ranks, Torch's process group is of other
+            ranks, or this Torch has no meshes.
     """
+    if not hasattr(dist, "init_device_mesh"):
+        raise InvalidRequestError(f"torch {torch.__version__} has no init_device_mesh; use torch 2.3 or later.")
     if not api.is_initialized():
         api.init()
     size, rank = api.size(), api.rank()

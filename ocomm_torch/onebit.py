@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from ocomm.api import Average
 from ocomm.kernels.base import Floats
@@ -21,6 +20,9 @@ from ocomm_torch.adam import AdamWrapper
 from ocomm_torch.compressed import documented
 from ocomm_torch.mesh import chosen_ranks
 from ocomm_torch.replicas import way_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @documented(OneBitAdamOptions)

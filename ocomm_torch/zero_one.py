@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from ocomm.api import Average
 from ocomm.optim import zero_one_adam as optim
@@ -17,6 +16,9 @@ from ocomm.training.zero_one_adam import ZeroOneAdamDriver
 from ocomm_torch.adam import AdamWrapper
 from ocomm_torch.compressed import documented
 from ocomm_torch.mesh import chosen_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @documented(ZeroOneAdamOptions)
