@@ -1,4 +1,4 @@
-"""Collective calls in which the ranks of a process set exchange and compare texts."""
+"""Exchanges and compares texts between the ranks of a process set."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ocomm.session import Session
 from ocomm.types import ReduceOp
 
 _log = logging.getLogger("ocomm")
-#: What a user calls to make replicas equal, by framework.
+#: Advice for making replicas equal, by framework.
 MADE_ALIKE = {
     "torch": "call broadcast_parameters and broadcast_optimizer_state",
     "keras": "fit with BroadcastGlobalVariablesCallback(0), or call broadcast_variables",
 }
 #: Number of steps after which equal gradients on all ranks are no chance.
 LOOKED_AT = 2
-#: What to do where gradients that an optimizer is to average are equal on all ranks, by framework.
+#: Advice for a job in which all ranks have the same gradients before an optimizer averages them, by framework.
 AVERAGED_TWICE = {
     "torch": (
         "DistributedDataParallel averages by itself: call ddp.register_comm_hook(optimizer, "
@@ -43,10 +43,17 @@ def say_alike(name: str, framework: str) -> None:
 
 
 def first_difference(session: Session, number: int, name: str, lines: list[str], verb: str) -> str:
-    """Compares the descriptions of all ranks line by line, and says which ranks differ in the first line that is not
-    equal.
+    """Returns which ranks differ in the first line that is not the same on all ranks. Collective.
 
-    Returns "rank(s) [0] ``verb`` ...; rank(s) [1] ``verb`` ...", or "" if all lines are equal. Collective.
+    Args:
+        session: The session of this rank.
+        number: The number of the process set.
+        name: The name of the exchange, the same on all ranks.
+        lines: This rank's description; their number may differ between ranks.
+        verb: The verb of the result.
+
+    Returns:
+        "rank(s) [0] ``verb`` ...; rank(s) [1] ``verb`` ..." with world ranks; "" if all lines are equal.
     """
     ranks = session.set_ranks[number]
     all_lines = [json.loads(text) for text in gather(session, number, name, json.dumps(lines))]
@@ -65,7 +72,14 @@ def by_rank(values: Mapping[str, list[int]], verb: str) -> str:
 
 
 def gather(session: Session, number: int, name: str, text: str) -> list[str]:
-    """Returns the texts of all ranks of the set, in rank order. Collective."""
+    """Returns the texts of all ranks of the set, in rank order. Collective.
+
+    Args:
+        session: The session of this rank.
+        number: The number of the process set.
+        name: The name of the exchange, the same on all ranks.
+        text: This rank's text; its length may differ between ranks.
+    """
     ranks = session.set_ranks[number]
     mine = text.encode()
     nbytes = np.zeros(len(ranks), np.int64)

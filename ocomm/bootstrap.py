@@ -38,19 +38,30 @@ _follows = False
 #: Seconds for which such a rank waits at its end, so that the launcher sees first how the other rank has ended.
 _FOLLOW_S = 1.0
 _hooked = False
-#: What has started MPI, where no launcher of MPI's has.
+#: What has started MPI, if no launcher of MPI's has.
 _pmi: PmiStart | None = None
-#: Room for MASTER_ADDR and MASTER_PORT: a name has at most 253 characters.
+#: Number of bytes for MASTER_ADDR and MASTER_PORT; the name of a host has at most 253 characters.
 _ADDRESS_NBYTES = 512
 
 
 def initialize(
     communicator: Any = None, process_sets: Sequence[Sequence[int]] = (), store: Store | None = None
 ) -> None:
-    """Starts the session of the process: with MPI under a launcher, as a single rank without. A second call does
-    nothing.
+    """Starts the session of the process: over MPI if a launcher has started the process, else as a single rank.
 
-    Where the launcher is not one of MPI's, the ranks meet in ``store`` (``ocomm.pmi_start``).
+    If the launcher is not one of MPI's, the ranks meet in a store, and MPI starts by PMI. Collective over all ranks of
+    the job, or over those of ``communicator`` if MPI was started before. A second call does nothing.
+
+    Args:
+        communicator: An mpi4py Comm, or a list of ranks of COMM_WORLD; None for all ranks.
+        process_sets: Lists of ranks, the same on all ranks; they get the ids 1, 2, ...
+        store: The ``torch.distributed.Store`` in which the ranks meet if no launcher of MPI's has started them; None to
+            find one.
+
+    Raises:
+        LaunchError: The environment does not say how to find the other ranks, MPI cannot start, or ranks do not come
+            within ``start_timeout_s``.
+        SettingsError: A setting is unknown, cannot be parsed, or differs between ranks.
     """
     session = sessions.current()
     if session.is_initialized:
@@ -64,7 +75,8 @@ def initialize(
     key = take_key(os.environ)
     log.configure(settings.log_level)
     group = torch_store.default_group()
-    # Launchers of notebooks start ranks by multiprocessing, which then have made, or been given, what loaders have not.
+    # Launchers of notebooks start ranks by multiprocessing, too. Such ranks have a store or a default process group;
+    # workers of data loaders have neither.
     if multiprocessing.parent_process() is not None and store is None and group is None:
         raise LaunchError(
             f"init() was called in process {os.getpid()}, which multiprocessing started from process "
@@ -168,14 +180,13 @@ def _start_mpi(
 
 
 def _accelerate_is_alone(modules: Mapping[str, Any]) -> bool:
-    """True if Hugging Face's Accelerate was imported, and has made up its mind that there is one process."""
+    """Returns True if Hugging Face's Accelerate was imported, and has found that there is one process."""
     state = getattr(modules.get("accelerate.state"), "PartialState", None)
     return getattr(state, "_shared_state", {}).get("num_processes") == 1
 
 
 def _set_torch_variables(session: Session) -> None:
-    """Sets those of torchrun's variables that are missing; rank 0's host chooses where its process groups meet.
-    Collective."""
+    """Sets those of torchrun's variables that are missing. Rank 0 chooses the address of process groups. Collective."""
     topology = session.require_topology()
     address = np.zeros(_ADDRESS_NBYTES, np.uint8)
     if topology.rank == 0:

@@ -1,7 +1,7 @@
-"""Collectives that all ranks of a process set call in one order, as those of torch.distributed.
+"""Makes collectives that all ranks of a process set call in one order, such as those of torch.distributed.
 
-Their order says which calls belong together, so nothing is negotiated: a call is a plan on a channel of its own. Every
-plan begins with headers in which the ranks compare what they call; where they differ nothing is returned.
+The order says which calls belong together, so nothing is negotiated: a call is a plan on an ordered channel. Every plan
+begins with headers in which the ranks compare what they call. A rank that sees a difference raises MismatchError.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from ocomm.errors import InvalidRequestError, MismatchError, OcommError, PeerErr
 from ocomm.kernels.base import Bytes
 from ocomm.session import Session
 
-#: Calls up to this many bytes are copied through buffers of plans that are kept: to make a plan takes longer.
+#: Largest number of bytes of a call that uses a kept plan and copies into its buffers, because making a plan takes
+#: longer than the copies.
 KEPT_NBYTES = 32 * 1024
-#: How many idle plans a channel keeps.
+#: Number of idle plans that a channel keeps.
 _KEPT_PLANS = 256
 
-#: Makes a call's plan: of the context, the buffers that it reads, and those that it writes.
+#: Makes the plan of a call. The arguments are the context, the buffers that the plan reads, and those that it writes.
 Build = Callable[[Context, Sequence[Bytes], Sequence[Bytes]], Plan]
-#: Tells the other ranks, by means other than the channel, what this one was doing when it failed; returns what others
-#: have said, by rank of the set.
+#: Tells the other ranks, by other means than the channel, what this rank called when it failed. Returns what others
+#: have called, by rank of the set.
 Tell = Callable[[str], Mapping[int, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What all ranks must say alike of a collective.
+    """The description of a collective, which must be equal on all ranks.
 
     Args:
-        operation: Its name.
-        dtype: Of the elements.
-        counts: Elements of each tensor, as far as they are the same on all ranks.
-        op: The reduction; "" if it has none.
-        root: The root's rank in the set; -1 if it has none.
+        operation: The name of the collective.
+        dtype: The type of the elements; "" if there are none.
+        counts: The number of elements of each tensor; empty if ranks may have different numbers.
+        op: The reduction; "" if there is none.
+        root: The root's rank in the set; -1 if there is none.
     """
 
     operation: str
@@ -73,14 +74,14 @@ def _signature(call: Call) -> int:
 
 
 class _Prepared:
-    """A plan that was made ready, and the buffers that it reads and writes."""
+    """A prepared plan, and the buffers that it reads and writes."""
 
     __slots__ = ("keepalive", "key", "prepared", "sources", "targets")
 
     def __init__(
         self, prepared: Any, keepalive: list[Bytes], sources: Sequence[Bytes], targets: Sequence[Bytes]
     ) -> None:
-        #: Says which calls can use it again; None of one that has the caller's buffers.
+        #: Says which calls can use the plan again; None if its buffers are the caller's.
         self.key: Hashable = None
         self.prepared = prepared
         self.keepalive = keepalive
@@ -89,7 +90,7 @@ class _Prepared:
 
 
 class Exchange:
-    """One collective under way. The caller's buffers belong to it until it is over."""
+    """One collective under way. It owns the caller's buffers until it is over."""
 
     __slots__ = ("_call", "_channel", "_is_over", "_kept", "_lock", "_plan", "_ticket", "error")
 
@@ -99,15 +100,15 @@ class Exchange:
         self._channel = channel
         self._call = call
         self._plan: _Prepared | None = plan
-        self._kept = kept  # the caller's targets, where the plan has buffers of its own
+        self._kept = kept  # the caller's targets, if the plan has buffers of its own
         self._ticket = ticket
         self._lock = threading.Lock()
         self._is_over = False
-        #: What went wrong, once it is known.
+        #: The error, once the exchange has failed.
         self.error: OcommError | None = None
 
     def poll(self) -> bool:
-        """True once it is over, one way or another; results are in their places then."""
+        """Returns True once the exchange is over. If ``error`` is None then, the targets have the results."""
         if self._is_over:
             return True
         if self._ticket.state < State.DONE:
@@ -116,14 +117,14 @@ class Exchange:
         return True
 
     def wait(self, seconds: float | None = None) -> None:
-        """Waits until the results are in their places. Raises what went wrong.
+        """Waits until the targets have the results.
 
         Args:
-            seconds: Within which it must be over, if that is sooner than the deadline it was started with.
+            seconds: Deadline in seconds from now, None for none. The deadline of the channel holds as well.
 
         Raises:
             MismatchError: The ranks called different things.
-            StallError: It was not over in time; the message names the ranks that have not come.
+            StallError: The exchange was not over in time. The message names the ranks that have not come.
             PeerError: A rank has failed or left.
         """
         if not self._is_over:
@@ -133,7 +134,7 @@ class Exchange:
 
     def _end(self, seconds: float | None) -> None:
         error = self._channel.finish(self._ticket, self._call, seconds)
-        with self._lock:  # of several threads that wait, the first puts the results in their places
+        with self._lock:  # several threads may wait; the first one copies the results
             if self._is_over:
                 return
             plan, self._plan = self._plan, None
@@ -143,27 +144,29 @@ class Exchange:
                 for target, result in zip(self._kept, plan.targets, strict=True):
                     np.copyto(target, result)
             self._is_over = True
-        if error is None:  # else the network may still write there: the engine keeps what it needs
+        if error is None:  # after an error the network may still write to the buffers, which the engine keeps
             self._channel.reuse(plan)
 
 
 class OrderedChannel:
-    """An order of collectives among the ranks of a process set. Opening it is collective."""
+    """A channel for collectives that all ranks of a process set call in one order. Opening it is collective."""
 
     def __init__(self, session: Session, number: int, name: str, timeout_s: float, tell: Tell | None = None) -> None:
-        """
+        """Opens the channel. Collective over the process set.
+
         Args:
-            session: The job.
-            number: Of the process set, of which this rank is a member.
-            name: The same on all ranks, for messages to people.
+            session: The session of this rank.
+            number: The number of the process set, of which this rank is a member.
+            name: The name of the channel in messages to users; the same on all ranks.
             timeout_s: Deadline of each collective in seconds, 0 for none.
-            tell: See ``Tell``.
+            tell: Tells the other ranks what this rank called when it failed, by other means than the channel. Returns
+                what others have called, by rank of the set. None if there are no such means.
         """
         member = session.member_set(number)
         self.name = name
         self.rank = member.rank
         self.size = member.size
-        #: World ranks.
+        #: World ranks of the members, by rank of the set.
         self.ranks = member.ranks
         self.timeout_s = timeout_s
         self.scratch = session.scratch
@@ -171,12 +174,13 @@ class OrderedChannel:
         self._session, self._number = session, number
         self._channel: Channel = session.open_channel(number, name, 0, "collectives in one order")
         self._context = Context(self.rank, self.size, session.settings.segment_nbytes, self.scratch.take, member.nodes)
-        # With ``Waits`` of its own: which of several exchanges under way a thread waits for does not say which of them
-        # it has come to, so that no rank may conclude from it that another waits for ever.
+        # The channel has ``Waits`` of its own, which no detection of deadlocks reads. A thread may start several
+        # exchanges and wait for any of them, so the one that it waits for does not say which it has come to. No rank
+        # may conclude from such a wait that another one waits for ever.
         self._watch = replace(session.watch(number, name), waits=Waits())
         self._idle: dict[Hashable, list[_Prepared]] = {}
         self._idle_count = 0
-        self._lock = threading.Lock()  # of what is idle
+        self._lock = threading.Lock()  # guards the idle plans
         self._failure: OcommError | None = None
 
     def start(
@@ -187,14 +191,19 @@ class OrderedChannel:
         build: Build,
         own: tuple[int, ...] = (),
     ) -> Exchange:
-        """Sends a collective on its way.
+        """Starts a collective, and returns it. Collective, in one order on all ranks; does not wait for them.
 
         Args:
-            call: The same on all ranks, or the exchange ends as MismatchError.
-            sources: What the plan reads: contiguous bytes, which must not change before the exchange is over.
-            targets: What it writes; may be the sources.
-            build: Makes the plan. The same shape of plan on all ranks that make the same call.
-            own: What else the plan depends on, which the ranks need not say alike.
+            call: The description of the collective. The exchange fails with MismatchError if ranks have different ones.
+            sources: The buffers that the plan reads: contiguous bytes, which must not change before the exchange is
+                over.
+            targets: The buffers that the plan writes; they may be the sources.
+            build: Makes the plan. It has the same shape on all ranks that make the same call.
+            own: Further numbers on which the plan depends, which may differ between ranks.
+
+        Raises:
+            OcommError: An earlier collective of this channel has failed; the error is of the same class.
+            InvalidRequestError: The plan cannot be made.
         """
         if self._failure is not None:
             raise type(self._failure)(f"{call} cannot be done: before, {self._failure}")
@@ -225,7 +234,7 @@ class OrderedChannel:
         return _Prepared(prepared, plan.keepalive, sources, targets)
 
     def _comparison(self, call: Call) -> list[Stage]:
-        """The segment in which every rank hears what each of the others calls."""
+        """Returns the segment in which every rank receives the signatures of the calls of all others."""
         headers = np.zeros(self.size, HEADER)
         headers["magic"], headers["rank"], headers["signature"] = MAGIC, self.rank, _signature(call)
         rows = [headers[rank : rank + 1].view(np.uint8) for rank in range(self.size)]
@@ -249,7 +258,7 @@ class OrderedChannel:
             return idle.pop()
 
     def reuse(self, plan: _Prepared) -> None:
-        """What nobody uses now: the plan, or its staging memory."""
+        """Takes back a plan whose exchange has succeeded: keeps it for later calls, or gives up its staging memory."""
         if plan.key is None:
             self.scratch.give(plan.keepalive)
             return
@@ -261,8 +270,12 @@ class OrderedChannel:
             self._idle_count += 1
 
     def finish(self, ticket: Ticket, call: Call, seconds: float | None) -> OcommError | None:
-        """Waits for an exchange. Returns its error, with what the other ranks say that they were doing."""
-        # The usual case first, without looking around.
+        """Waits for an exchange, and returns its error; None if it has succeeded.
+
+        After the first error of the channel no further collective can be started. That error says what the other ranks
+        have called, if they tell.
+        """
+        # The usual case comes first, without a look at the other ranks.
         state = ticket.wait(1.0 if seconds is None else min(1.0, seconds))
         if state == State.DONE:
             return None
@@ -298,7 +311,7 @@ class OrderedChannel:
         )
 
     def _with_words(self, error: OcommError, call: Call) -> OcommError:
-        """The error with what the others say, if anybody does; a MismatchError where that is something else."""
+        """Returns a MismatchError with the calls of other ranks if some called something else, else ``error``."""
         if self._tell is None or isinstance(error, PeerError):
             return error
         said = {rank: words for rank, words in self._tell(str(call)).items() if words != str(call)}
@@ -311,5 +324,5 @@ class OrderedChannel:
         )
 
     def close(self) -> None:
-        """This rank uses it no longer; not collective."""
+        """Gives up the channel on this rank. Not collective."""
         self._session.release_channel(self._number, self._channel)

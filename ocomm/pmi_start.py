@@ -1,4 +1,4 @@
-"""Starts MPI where no launcher of MPI's has started the ranks: they meet in a store, and MPICH starts by PMI."""
+"""Starts MPI if no launcher of MPI's has started the ranks: they meet in a store, and MPICH starts by PMI."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ocomm.transport import mpi
 from ocomm.types import Settings
 from ocomm.version import __version__
 
-#: Seconds for ranks to end by themselves, with an error that says more, where one has died.
+#: Seconds for the other ranks to end by themselves after one has died, with errors that say more.
 _GRACE_S = 5.0
 
 
 class PmiStart:
-    """This rank's part in the start of MPI, from the meeting to MPI_Finalize. Collective.
+    """This rank's part in the start of MPI, from the meeting in the store to MPI_Finalize. Making one is collective.
 
     Args:
-        launch: The rank's number, and the number of ranks.
-        store: Where they meet; None to find one (``torch_store.find``).
-        settings: Deadlines.
+        launch: This rank's number, and the number of ranks.
+        store: The store in which the ranks meet; None to use the one that ``torch_store.find`` returns.
+        settings: Has the deadline ``start_timeout_s`` for ranks to come.
 
     Raises:
-        LaunchError: Ranks have not come, or cannot start MPI together: all say the same.
+        LaunchError: Ranks have not come, or the ranks cannot start MPI together. All ranks that have come raise it.
     """
 
     def __init__(self, launch: Launch, store: Store | None, settings: Settings) -> None:
@@ -43,7 +43,7 @@ class PmiStart:
                 store = torch_store.find(os.environ, launch.rank, launch.size, settings.start_timeout_s)
             except LaunchError as error:
                 raise LaunchError(problem) if problem else error from None
-        # It starts while the ranks meet.
+        # The process of the service starts while the ranks meet.
         self._service = PmiService() if launch.rank == 0 and not problem else None
         mine = Member(
             launch.rank,
@@ -55,7 +55,7 @@ class PmiStart:
             own_address(os.environ.get("MASTER_ADDR") or socket.gethostname()),
         )
         try:
-            # torchrun starts again after failures, and its agent's store stays what it is.
+            # torchrun starts the ranks again after failures, and its agent's store keeps the keys of earlier runs.
             prefix = f"ocomm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
             job = meet(
                 store, prefix, mine, launch.size, settings.start_timeout_s, lambda them: self._begin(them, settings)
@@ -70,10 +70,11 @@ class PmiStart:
         self._client.enter()
 
     def _begin(self, members: Sequence[Member], settings: Settings) -> Mapping[str, Any]:
-        """On rank 0, when all have come: starts the service; what the ranks must know of it."""
+        """Starts the service, and returns what the ranks must know of it. Called on rank 0 when all ranks have come."""
         assert self._service is not None
         is_on_one_host = len({member.node for member in members}) == 1
-        # By its name MPICH calls what it shares in memory: a job that was killed leaves some behind.
+        # MPICH derives the names of its shared memory from the job's. A killed job leaves its memory behind, so every
+        # job has another name.
         job = {"name": f"ocomm-{secrets.token_hex(8)}", "key": secrets.token_hex(32)}
         port = self._service.start(
             **job,
@@ -89,21 +90,21 @@ class PmiStart:
         return {**job, "addresses": [f"{each}:{port}" for each in addresses], "is_on_one_host": is_on_one_host}
 
     def entered(self) -> None:
-        """After MPI_Init."""
+        """Tells the service that this rank has come out of MPI_Init. Called after it."""
         self._client.entered()
 
     def leave(self) -> None:
-        """Before MPI_Finalize."""
+        """Prepares the connections for their end in MPI_Finalize. Called before it."""
         self._client.leave()
 
     def left(self) -> None:
-        """After MPI_Finalize."""
+        """Lets the service go on, on rank 0, until the last rank has ended. Called after MPI_Finalize."""
         if self._service is not None:
             self._service.leave()
 
 
 def _library(size: int) -> tuple[str, str]:
-    """The MPI library of this process, and why it cannot be started by PMI; "" if it can."""
+    """Returns name and version of this process's MPI library, and why it cannot be started by PMI; "" if it can."""
     try:
         name, version, is_up = mpi.library()
     except LaunchError as error:

@@ -316,7 +316,7 @@ class Session:
 
     @property
     def has_members(self) -> bool:
-        """May sets be made by ``add_members``?"""
+        """True if ``add_members`` can make sets, because ``prepare_members`` was called."""
         return self._members_parent is not None
 
     def add_members(self, ranks: Sequence[int], name: str) -> int:
@@ -345,8 +345,12 @@ class Session:
         return number
 
     def remove_members(self, number: int) -> None:
-        """Forgets a set of ``add_members``: what is asked for there fails from now on, and when all of its members have
-        done so, its communicators are freed. Does not wait for them."""
+        """Forgets a set of ``add_members``. Not collective: does not wait for the other members.
+
+        The background thread retires the set once nothing of it is under way. Until then a caller that holds its
+        ``ProcessSet`` can still submit; after that submissions fail. When all members have removed the set, its
+        communicators are freed.
+        """
         member = self.sets.pop(number, None)
         if member is not None:
             self._removed_members = [other for other in self._removed_members if not other.retired.is_set()]

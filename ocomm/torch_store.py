@@ -1,5 +1,7 @@
-"""Finds the key-value store of a job that torchrun, or another launcher of Torch's, has started. The only module of
-``ocomm`` that imports Torch, and only when it is asked for a store."""
+"""Finds the key-value store of a job that torchrun or another launcher of Torch's has started.
+
+No other module of ``ocomm`` imports Torch. This one does so only if it is asked for a store.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from typing import Any
 
 from ocomm.errors import LaunchError
 
-#: Where this process hosts a store, it does so until it ends: others may still read from it.
+#: Stores that this process may host. They are kept until it ends, because other ranks may still read from them.
 _hosted: list[Any] = []
 
 
 def default_group() -> tuple[int, int] | None:
-    """This process's rank in Torch's default process group, and its size; None if there is none, or no Torch."""
+    """Returns this process's rank in Torch's default process group, and the group's size; None if there is no group."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -23,16 +25,20 @@ def default_group() -> tuple[int, int] | None:
 
 
 def find(environment: Mapping[str, str], rank: int, size: int, timeout_s: float) -> Any:
-    """The store of Torch's default process group, else that of torchrun's agent, else one that rank 0 hosts.
+    """Returns the store in which the ranks meet.
+
+    It is the store of Torch's default process group. If there is no group, it is the store of torchrun's agent. Without
+    an agent, rank 0 hosts a store, so all ranks must call this.
 
     Args:
-        environment: Of this process: MASTER_ADDR, MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE count.
+        environment: The environment of this process. MASTER_ADDR, MASTER_PORT and TORCHELASTIC_USE_AGENT_STORE are
+            read.
         rank: This rank's number.
         size: The number of ranks.
-        timeout_s: How long to wait until the store's host answers.
+        timeout_s: Seconds to wait for an answer of the store's host.
 
     Raises:
-        LaunchError: Torch is missing, or a variable; or the store's host does not answer.
+        LaunchError: Torch or a variable is missing, or the store's host does not answer.
     """
     if default_group() is not None:
         from torch.distributed import distributed_c10d
@@ -62,7 +68,7 @@ def find(environment: Mapping[str, str], rank: int, size: int, timeout_s: float)
             size,
             is_master=rank == 0 and not is_of_agent,
             timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,  # the ranks that do not come are to be named
+            wait_for_workers=False,  # the caller waits, and names the ranks that do not come
             multi_tenant=True,  # init_process_group may be called later, with the same address
         )
     except (RuntimeError, ValueError) as error:

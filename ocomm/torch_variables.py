@@ -1,32 +1,32 @@
-"""RANK, WORLD_SIZE and the other variables by which torchrun tells a process where it stands.
+"""Decides about the variables by which torchrun tells a process its place in the job: RANK, WORLD_SIZE and others.
 
 Torch's ``env://``, Accelerate, Lightning and others read them. Launchers of MPI set variables of their own instead, so
-``ocommrun`` and ``init()`` set these. Decisions only: environments come in as values.
+``ocommrun`` and ``init()`` set torchrun's. Environments come in as arguments; nothing here reads or changes one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: The launchers' own variables, of Open MPI, of MPICH and Intel MPI, and of srun, for those of torchrun.
+#: For each variable of torchrun, the variables of Open MPI, of MPICH and Intel MPI, and of srun with the same value.
 OF_LAUNCHERS: Mapping[str, tuple[str, ...]] = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
     "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"),
     "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
     "LOCAL_WORLD_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
-#: Where rank 0 listens for a process group of Torch's: the same on all ranks.
+#: The variables with the address at which rank 0 listens for a process group of Torch's; the same on all ranks.
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def contradiction(environment: Mapping[str, str], rank: int, size: int, source: str) -> str:
-    """Why ``environment`` cannot be that of this rank, as a sentence; "" if it can.
+    """Returns why ``environment`` cannot be that of this rank, as a sentence; "" if it can.
 
     Args:
-        environment: Of this process.
+        environment: The environment of this process.
         rank: This rank's number, as ``source`` says.
         size: The number of ranks, as ``source`` says.
-        source: What says so, a variable of the launcher for instance.
+        source: The origin of both numbers, such as a variable of the launcher.
     """
     for name, expected, is_said in (("WORLD_SIZE", size, f"one of {size} ranks"), ("RANK", rank, f"rank {rank}")):
         found = environment.get(name)
@@ -36,11 +36,11 @@ def contradiction(environment: Mapping[str, str], rank: int, size: int, source: 
 
 
 def inherited(environment: Mapping[str, str], size: int | None) -> list[str]:
-    """Variables of a launcher's environment that its ranks must not inherit, as each has another value.
+    """Returns the variables that ranks must not inherit from their launcher, because theirs have other values.
 
     Args:
-        environment: Of the launcher.
-        size: The number of ranks; None if it may change from start to start.
+        environment: The environment of the launcher.
+        size: The number of ranks; None if it may change from one start to the next.
     """
     wrong = [name for name in ("RANK", "LOCAL_RANK") if name in environment and (size != 1 or environment[name] != "0")]
     sizes = [name for name in ("WORLD_SIZE",) if name in environment and environment[name] != str(size)]
@@ -48,15 +48,15 @@ def inherited(environment: Mapping[str, str], size: int | None) -> list[str]:
 
 
 def missing(environment: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
-    """Those of ``wanted`` that ``environment`` does not have."""
+    """Returns the variables of ``wanted`` that ``environment`` does not have, with their values."""
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
 def exports(launcher: str) -> str:
-    """A line for a POSIX shell that sets the variables of a rank which are missing, from those of its launcher.
+    """Returns a line for a POSIX shell that sets torchrun's variables from the launcher's, except those that are set.
 
     Args:
-        launcher: The launcher's own variable with the number of a rank: one of ``OF_LAUNCHERS["RANK"]``.
+        launcher: The launcher's variable with the number of a rank: one of ``OF_LAUNCHERS["RANK"]``.
     """
     column = OF_LAUNCHERS["RANK"].index(launcher)
     own = {name: theirs[column] for name, theirs in OF_LAUNCHERS.items() if column < len(theirs)}

@@ -543,9 +543,9 @@ class CompressedOptimizer(CollectiveStep):
                 self._ddp = weakref.ref(module)
 
     def left_by_ddp(self, parameters: Sequence[torch.Tensor]) -> None:
-        """DDP leaves the gradients of a bucket to this optimizer; called in backward, once for each bucket.
+        """Takes over the gradients of a bucket from DDP. Called in backward, once for each bucket.
 
-        InvalidRequestError for a parameter that is not this optimizer's.
+        Raises InvalidRequestError if this optimizer does not have one of the parameters.
         """
         if not self._numbers:
             self._numbers = {id(parameter): index for index, parameter in enumerate(self._parameters)}
@@ -892,7 +892,7 @@ def _pointer(grad: torch.Tensor) -> int:
 
 
 def _on_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parameter: torch.Tensor) -> None:
-    """The hook of parameter ``index``, called during backward."""
+    """Counts the gradient of parameter ``index``, and hands it over after the last pass. A hook of backward."""
     optimizer = reference()
     if optimizer is None:
         return

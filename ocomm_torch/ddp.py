@@ -1,6 +1,6 @@
-"""1-bit optimizers and ``torch.nn.parallel.DistributedDataParallel``: a hook with which DDP averages nothing."""
+"""Makes ``torch.nn.parallel.DistributedDataParallel`` leave gradients to a 1-bit optimizer, by a communication hook."""
 
-# Without "from __future__ import annotations": DDP compares those of a hook with its own types.
+# No "from __future__ import annotations" here: DDP compares the annotations of a hook with types, not with strings.
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,20 +17,21 @@ from ocomm_torch.ddp_modules import ddp_modules
 def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Leaves the gradients of a DDP module to a 1-bit optimizer: ``ddp.register_comm_hook(optimizer, optimizer_hook)``.
 
-    The optimizer gets every gradient as it becomes ready, as that of this rank alone, and exchanges it while backward
-    goes on; DDP sends nothing. Losses and parameters are those of the optimizer without DDP, bit for bit. What else DDP
-    does stays: it broadcasts parameters and buffers, and finds unused parameters.
+    DDP averages nothing. The optimizer gets the gradients of this rank as they become ready, and exchanges them while
+    backward goes on. Losses and parameters are equal, bit for bit, to those of the optimizer without DDP. DDP still
+    broadcasts parameters and buffers, and finds unused parameters. It calls the hook in backward, once for each bucket.
 
     Args:
-        optimizer: ``DistributedOneBitAdam`` or another of its kind, also as Accelerate's ``prepare`` returns it.
-        bucket: Torch's ``GradBucket``.
+        optimizer: The 1-bit optimizer that trains the module, such as a ``DistributedOneBitAdam``, also as Accelerate's
+            ``prepare`` returns it.
+        bucket: Torch's ``GradBucket``. It is not changed.
 
     Returns:
-        A future with the bucket as it is.
+        A completed future with the buffer of the bucket.
 
     Raises:
-        InvalidRequestError: ``optimizer`` is not a 1-bit optimizer, or does not have a parameter of the bucket, whose
-            gradient nobody would average.
+        InvalidRequestError: ``optimizer`` is not a 1-bit optimizer, or it lacks a parameter of the bucket, whose
+            gradient would then not be averaged.
     """
     if not isinstance(optimizer, CompressedOptimizer):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
@@ -47,9 +48,13 @@ def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 def refuse_averaged(parameters: Iterable[Tensor], optimizer: str) -> None:
-    """InvalidRequestError if DDP averages gradients of ``parameters``, which ``optimizer`` is about to average.
+    """Raises InvalidRequestError if DDP averages gradients of ``parameters``, which an optimizer averages, too.
 
-    Both would write to them at a time.
+    Both would write to the gradients at the same time.
+
+    Args:
+        parameters: The parameters whose gradients the optimizer averages.
+        optimizer: The name of the optimizer, for the message.
     """
     ids = set(map(id, parameters))
     for found in ddp_modules():

@@ -1,6 +1,6 @@
 """The backend "ocomm" of torch.distributed: process groups of CPU tensors on ocomm's plans and network.
 
-``import ocomm_torch.distributed`` registers it, and so does the entry point of an installed ocomm; then
+``import ocomm_torch.distributed`` registers the backend, and so does the entry point of an installed ocomm. After that
 ``torch.distributed.init_process_group("ocomm")`` works in every process that an MPI launcher has started.
 """
 
@@ -52,9 +52,10 @@ _BITWISE: dict[Any, Callable[..., Tensor]] = {
     _TORCH_OP.BOR: torch.bitwise_or,
     _TORCH_OP.BXOR: torch.bitwise_xor,
 }
-#: How long a rank that has failed waits for what the others say that they were doing.
+#: Seconds for which a rank that has failed waits until the other ranks say what they have called.
 _WORDS_S = 1.0
-#: Threads that complete futures. What is called there has an order of its own: see ``OcommProcessGroup._channel``.
+#: In a thread that completes futures, ``group`` is the process group of the futures. Collectives that callbacks start
+#: there are on a channel of their own.
 _completing = threading.local()
 
 
@@ -62,7 +63,7 @@ _completing = threading.local()
 
 
 def _host(tensor: Tensor, operation: str) -> Tensor:
-    """The tensor itself, without autograd. Raises for what is not dense in this process's memory."""
+    """Returns the tensor without autograd. Raises NotImplementedError unless it is dense and in the host's memory."""
     if not tensor.is_cpu:
         raise NotImplementedError(
             f"{operation}: the tensor is on {tensor.device}, and backend 'ocomm' has collectives of CPU tensors only. "
@@ -76,7 +77,7 @@ def _host(tensor: Tensor, operation: str) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Bytes:
-    """The memory of a contiguous tensor of any dtype."""
+    """Returns the memory of a contiguous tensor of any dtype."""
     if tensor.dtype is torch.uint8:
         return tensor.numpy().reshape(-1)
     return tensor.reshape(-1).view(torch.uint8).numpy()
@@ -87,7 +88,10 @@ def _dtype(tensor: Tensor) -> str:
 
 
 class _Out:
-    """Where a collective leaves a result: in the tensor, or in a contiguous copy that ``store`` writes back."""
+    """The memory for a result: the tensor's own, or that of a contiguous copy, which ``store`` writes back.
+
+    ``filled``: the copy begins with the values of the tensor.
+    """
 
     __slots__ = ("contiguous", "tensor")
 
@@ -107,12 +111,12 @@ class _Out:
 
 
 def _joined(tensors: Sequence[Tensor], operation: str) -> Tensor:
-    """Side by side as bytes, in memory of its own."""
+    """Returns the bytes of the tensors, one tensor after the other, in new memory."""
     return torch.cat([_host(t, operation).contiguous().reshape(-1).view(torch.uint8) for t in tensors])
 
 
 class _Parts:
-    """Results that arrive side by side and belong to several tensors."""
+    """The memory for results that arrive one after the other in ``buffer``. ``store`` copies them to the tensors."""
 
     __slots__ = ("buffer", "tensors")
 
@@ -131,7 +135,11 @@ class _Parts:
 
 
 def _reduction(op: Any, tensors: Sequence[Tensor], operation: str) -> tuple[ReduceOp, DType]:
-    """A reduction and element type in ocomm's terms. Raises for what it does not have."""
+    """Returns a reduction and an element type in ocomm's terms.
+
+    Raises NotImplementedError or UnsupportedError for those that ocomm does not have, and InvalidRequestError if the
+    tensors have several dtypes.
+    """
     kind = getattr(op, "op", op)
     if kind not in _OPS:
         raise NotImplementedError(f"{operation}: backend 'ocomm' has no reduction {kind}.")
@@ -149,7 +157,7 @@ def _reduction(op: Any, tensors: Sequence[Tensor], operation: str) -> tuple[Redu
 
 
 def _seconds(timeout: Any) -> float | None:
-    """What a caller has asked for; None for what torch passes where nothing was."""
+    """Returns the seconds of a caller's timeout; None for the value that torch passes if the caller has given none."""
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else 0.0
     return seconds if seconds > 0 else None
 
@@ -157,8 +165,9 @@ def _seconds(timeout: Any) -> float | None:
 class _Future(torch.futures.Future):
     """A future whose callbacks run on the group's completing thread, in the order in which they were added.
 
-    Torch's own runs a callback in the thread that adds it if it is over by then, else in the one that completes it.
-    That differs between ranks, and with it the order of what the callbacks send.
+    A future of Torch's runs a callback in the thread that adds it if the future is complete by then, else in the thread
+    that completes the future. Which of the two it is differs between ranks, and so does the order of the collectives
+    that callbacks start.
     """
 
     def __init__(self, group: OcommProcessGroup) -> None:
@@ -184,7 +193,7 @@ class _Future(torch.futures.Future):
 
 
 class _Work(Work):
-    """A collective under way. ``wait`` is the operation's; a future is made where somebody asks for one."""
+    """A collective under way. ``finish`` copies its results to the caller's tensors. A future is made on request."""
 
     def __init__(
         self, group: OcommProcessGroup, exchange: Exchange | _Messages, result: list[Any], finish: Callable[[], None]
@@ -240,7 +249,7 @@ class _Work(Work):
         return future
 
     def complete(self, future: torch.futures.Future[Any]) -> None:
-        """Waits, and gives the future its result or error."""
+        """Waits for the collective, and gives the future its result or error."""
         try:
             self.wait()
         except BaseException as error:
@@ -252,7 +261,7 @@ class _Work(Work):
 
 
 class _Messages:
-    """Messages between two ranks under way, in the terms of ``Exchange``."""
+    """Messages under way between two ranks, with the interface of ``Exchange``."""
 
     def __init__(self, group: OcommProcessGroup, handles: Sequence[Handle], what: str) -> None:
         self._group = group
@@ -283,7 +292,7 @@ class _Messages:
 
 
 class _Mailbox:
-    """Messages of a rank to itself, by tag."""
+    """Messages that a rank has sent to itself and not yet received, by tag."""
 
     def __init__(self) -> None:
         self.sent: dict[int, deque[Tensor]] = defaultdict(deque)
@@ -295,9 +304,14 @@ class _Mailbox:
 class OcommProcessGroup(ProcessGroup):
     """A process group of torch.distributed. Creating it is collective over its members.
 
-    All ranks call its collectives in the same order, and two ranks their messages of one direction and tag. What the
-    ranks do not call alike raises MismatchError, what is not over within the group's timeout StallError with the ranks
-    that have not come, a rank that has failed PeerError; then the group can do nothing more.
+    All ranks call its collectives in the same order. Two ranks send and receive the messages of one direction and tag
+    in the same order. A collective raises
+
+    - MismatchError if the ranks have called different things,
+    - StallError if it is not over within the group's timeout; the message names the ranks that have not come,
+    - PeerError if a rank has failed or left.
+
+    After such an error the group can do nothing more.
     """
 
     def __init__(
@@ -306,7 +320,7 @@ class OcommProcessGroup(ProcessGroup):
         super().__init__(rank, len(ranks))
         self._session = session
         self._store = store
-        self._ranks = tuple(ranks)  # world ranks; ``rank`` and all others count in them
+        self._ranks = tuple(ranks)  # world ranks, by rank of the group; all other ranks here are of the group
         self._rank, self._size = rank, len(ranks)
         self._group_name = group_id
         self._group_description = "undefined"
@@ -396,7 +410,7 @@ class OcommProcessGroup(ProcessGroup):
     set_timeout = _set_default_timeout
 
     def shutdown(self) -> None:
-        """Leaves the group; torch calls it in ``destroy_process_group``. Does not wait for the other ranks."""
+        """Leaves the group. Torch calls it in ``destroy_process_group``. Not collective: waits for no other rank."""
         if self._is_closed:
             return
         with self._futures_lock:
@@ -418,18 +432,21 @@ class OcommProcessGroup(ProcessGroup):
 
     @property
     def _channel(self) -> OrderedChannel:
-        """That of this thread's calls: callbacks of futures have one of their own, because what they call is in one
-        order among themselves, but in none with what the other threads call."""
+        """The channel of this thread's calls. Callbacks of futures have a channel of their own.
+
+        The calls of callbacks have the same order on all ranks, and so have the calls of other threads. Between the two
+        there is no order that is the same on all ranks.
+        """
         if getattr(_completing, "group", None) is not self:
             return self._channels[""]
         kind = ", callbacks"
         return self._channels.get(kind) or self._open_channel(kind)
 
     def complete_later(self, complete: Callable[[], None]) -> None:
-        """Completes a future, or calls what waits for one, after all that was to be done before.
+        """Makes the group's completing thread call ``complete``, after everything that it was asked to call before.
 
-        One thread does so, in the order in which it is asked, which is the same on all ranks. In that thread it is done
-        at once: who asks there may wait for it.
+        The order of these calls is the same on all ranks. In the completing thread itself, ``complete`` is called at
+        once, because the caller may wait for its result.
         """
         with self._futures_lock:
             is_now = self._is_closed or getattr(_completing, "group", None) is self
@@ -452,7 +469,7 @@ class OcommProcessGroup(ProcessGroup):
             del complete
 
     def _tell(self, kind: str, said: str) -> Mapping[int, str]:
-        """Tells the others through the store what this rank was doing; returns what they say within a second."""
+        """Tells the other ranks through the store what this rank has called. Returns what they say within a second."""
         heard: dict[int, str] = {}
         try:
             keys = {rank: f"ocomm/failed{kind}/{rank}" for rank in range(self._size)}
@@ -465,17 +482,17 @@ class OcommProcessGroup(ProcessGroup):
                         heard[rank] = self._store.get(keys[rank]).decode()
                         missing.discard(rank)
                 time.sleep(0.02)
-        except Exception:  # the store is gone with the rank that had it: there is the error all the same
+        except Exception:  # the store has ended with the rank that hosts it; the caller has its own error
             return heard
         return heard
 
     def _require(self, operation: object) -> None:
-        """Raises where the group cannot be used."""
+        """Raises InvalidRequestError if the group was destroyed, NotImplementedError if it has other backends, too."""
         if self._is_closed:
             raise InvalidRequestError(f"{operation}: process group {self._group_name!r} was destroyed.")
         if self._is_checked:
             return
-        # Torch says so after it has made the group.
+        # Torch registers a group's backends after it has made the group, so they are checked at the first call.
         config = str(dist.distributed_c10d._world.pg_backend_config.get(self, f"cpu:{NAME}"))
         others = [part for part in config.split(",") if part.split(":")[-1] != NAME]
         if others:
@@ -524,7 +541,7 @@ class OcommProcessGroup(ProcessGroup):
         return self._start(call, buffers, buffers, _sum(reduction, dtype), tensors, *outs)
 
     def _bitwise(self, tensors: list[Tensor], combine: Callable[..., Tensor], operation: str) -> Work:
-        """By what all ranks gather: there is no such sum."""
+        """Starts a bitwise reduction: every rank gathers the tensors of all ranks, and combines them by itself."""
         for tensor in tensors:
             if tensor.is_floating_point() or tensor.is_complex():
                 raise InvalidRequestError(
@@ -739,7 +756,7 @@ class OcommProcessGroup(ProcessGroup):
         return self._start(call, [_bytes(source)], [_bytes(parts.buffer)], deal, outputs, parts, own=(*sent, *got))
 
     def _deal(self, sent: Sequence[int], got: Sequence[int]) -> Build:
-        """An alltoall of which this rank knows its own bytes only."""
+        """Returns the builder of an alltoall. This rank knows only how many bytes it sends and receives itself."""
         table = [[0] * self._size for _ in range(self._size)]
         for peer in range(self._size):
             table[peer][self._rank] = got[peer]
@@ -753,7 +770,7 @@ class OcommProcessGroup(ProcessGroup):
     def barrier(self, opts: Any = None, *_: Any) -> Work:
         return self._start(Call("barrier"), [], [], lambda context, sources, targets: Plan("barrier", [[Stage()]]), [])
 
-    # The names that follow torch 2.13
+    # Names of versions after torch 2.13
 
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
@@ -805,14 +822,14 @@ class OcommProcessGroup(ProcessGroup):
         return _Work(self, _Messages(self, [], "a message"), result, lambda: None)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """What is called until the end is under way at once in any case."""
+        """Does nothing: every call starts at once, whether torch coalesces calls or not."""
 
     def _end_coalescing(self, device: torch.device) -> Work:
         return self._done([])
 
 
 def _op_of(opts: Any) -> Any:
-    """The reduction of a call's options; a sum where c10d passes none."""
+    """Returns the reduction of a call's options; SUM if c10d passes none."""
     op = getattr(opts, "reduceOp", opts)
     op = _TORCH_OP.SUM if op is None else op
     return getattr(op, "op", op)
@@ -832,7 +849,7 @@ def _same_size(operation: str, tensors: Sequence[Tensor], like: Tensor) -> None:
 
 
 def _rows(tensor: Tensor, splits: Sequence[int] | None, size: int, what: str) -> list[int]:
-    """The bytes of each rank's rows."""
+    """Returns the number of bytes of each rank's rows. Raises InvalidRequestError if the splits do not fit the rows."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if rows % size:
@@ -858,7 +875,10 @@ def _gather_equal(context: Context, sources: Sequence[Bytes], targets: Sequence[
 
 
 def _exchange(table: Sequence[Sequence[int]]) -> Build:
-    """Everything in one segment: no rank knows how many the others would need for what it does not send or get."""
+    """Returns the builder of an alltoall of ``table[sender][receiver]`` bytes, in one segment.
+
+    A rank does not know the bytes between two other ranks, and so not how many segments they would need.
+    """
 
     def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
         return dense.alltoall(context, sources[0], targets[0], table, whole=True)
@@ -866,18 +886,22 @@ def _exchange(table: Sequence[Sequence[int]]) -> Build:
     return build
 
 
-# Torch's doors
+# Functions that torch calls
 
 
 def create(options: Any, backend_options: Any = None) -> OcommProcessGroup:
-    """Makes a process group; torch.distributed calls it on each of its members.
+    """Returns a new process group. Collective over its members, on which torch.distributed calls it.
+
+    Calls ``ocomm.init()`` if the script has not done so.
 
     Args:
         options: Torch's ``_DistributedBackendOptions``: store, ranks, name and timeout of the group.
         backend_options: Not used.
 
     Raises:
-        InvalidRequestError: The ranks are not those of the job, or another backend has a part of the group.
+        InvalidRequestError: The ranks are not those of ocomm's job or not ascending, or no group of all ranks was made
+            before.
+        LaunchError: Some members do not come within ``start_timeout_s``.
     """
     if not api.is_initialized():
         api.init()
@@ -905,7 +929,14 @@ def create(options: Any, backend_options: Any = None) -> OcommProcessGroup:
 
 
 def rendezvous(url: str, timeout: datetime.timedelta = dist.default_pg_timeout, **_: Any) -> Iterator[Any]:
-    """``init_method="ocomm://"``: the ranks of the job meet in a store that rank 0 opens, and need no variables."""
+    """Yields store, rank and size for ``init_method="ocomm://"``. Collective over the job.
+
+    Rank 0 opens the store. The ranks of ocomm's job know each other, so MASTER_ADDR and MASTER_PORT are not needed.
+
+    Args:
+        url: Not used.
+        timeout: The timeout of the store.
+    """
     if not api.is_initialized():
         api.init()
     session = sessions.current()

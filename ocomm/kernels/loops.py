@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     Gathered = Bytes
     #: Staging memory to which signs and scales are written where the blocks say.
     PackedOut = Bytes
-    #: Staging memory of one message per rank, in rank order.
+    #: Staging memory of one message per worker: in rank order, or in the order of nodes in the hierarchical form.
     Messages = Sequence[Bytes]
     #: Staging memory with float32 elements where the runs say; read.
     Dense = Bytes
@@ -141,8 +141,10 @@ class Loops(Protocol):
         scale: Scale,
         packed: PackedOut,
     ) -> Finite:
-        """The server's half: averages all ranks' messages in rank order, adds the error, and compresses again into
-        ``packed``.
+        """Averages the messages of all workers, adds ``error``, and compresses the sum into ``packed``.
+
+        Messages are summed in the order of ``received``: in rank order in the flat form. In the hierarchical form there
+        is one worker per node, and the order is that of the nodes.
 
         A block's signs and scale are ``origin`` bytes closer to the start in a message than in ``packed``.
         """
@@ -677,7 +679,8 @@ LOOPS = declarations()
 IN_C = [declaration for declaration in LOOPS.values() if declaration.code >= 0]
 #: Number of numbers that an operation can hold; operations that are not loops need at most 9.
 SLOTS = max(9, *(declaration.slots for declaration in IN_C))
-#: A 62-bit hash of everything that C and Python must agree on.
+#: A 60-bit hash of the declarations of the loops in C: their names, codes, arguments and types, and ``SLOTS``. The
+#: structs of native/ocomm.h are not part of it.
 DIGEST = int(hashlib.sha256(repr((IN_C, [d.c for d in IN_C], SLOTS)).encode()).hexdigest()[:15], 16)
 
 

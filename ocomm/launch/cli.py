@@ -1,4 +1,4 @@
-"""``ocommrun``: reads the flags, looks at this machine, and becomes the MPI's launcher."""
+"""The program ``ocommrun``: reads the flags, examines this machine, and becomes MPI's launcher or supervises it."""
 
 from __future__ import annotations
 
@@ -58,13 +58,20 @@ a faster network. The exit code is the job's. Standard input is empty."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of ``ocommrun``. Returns only if nothing was started: otherwise the process becomes the launcher."""
+    """Runs ``ocommrun``. If the job needs no supervisor, this process becomes the launcher, and nothing is returned.
+
+    Args:
+        args: The arguments after the program's name; None for those of this process.
+
+    Returns:
+        The exit status of a supervised job, or of a call that starts none: 0 if it did what it was asked for, else 1.
+    """
     parser = make_parser()
     args = list(sys.argv[1:] if args is None else args)
     options = parser.parse_args(args)
     try:
         if options.config_file is not None:
-            # The command line is read over it, and so has the last word.
+            # The command line is parsed on top of the file, so that it wins.
             options = parser.parse_args(args, parser.parse_args(read_config_file(options.config_file)))
         if options.install_horovodrun:
             print(f"ocommrun: {install_horovodrun(sys.executable, installed_record())}")
@@ -90,7 +97,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine:
-    """The command line for ``options``, after asking this machine and the hosts. Raises LaunchError."""
+    """Returns the command line for ``options``, after asking this machine and the hosts. Raises LaunchError."""
     in_allocation = is_in_allocation(environ)
     hosts = _hosts(options, in_allocation)
     request, launcher = _request(options, environ)
@@ -191,7 +198,7 @@ def _program_of(command: tuple[str, ...]) -> int:
     """Returns the position, in a command of Python's, of the script, of -m or of -c; its length if there is none."""
     position = 1
     while position < len(command) and command[position].startswith("-") and command[position] not in ("-m", "-c", "-"):
-        # These two have a value.
+        # These two flags take a value.
         position += 2 if command[position] in ("-W", "-X") else 1
     return min(position, len(command))
 
@@ -230,7 +237,7 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
         ssh_port=options.ssh_port,
         ssh_identity_file=options.ssh_identity_file,
         tcp_only=options.tcp,
-        # Daemons on other hosts and in other folders must mean the same one.
+        # An absolute path, because the launcher's daemons on other hosts have other working folders.
         output_directory=options.output_filename and os.path.abspath(options.output_filename),
         prefix_timestamp=options.prefix_timestamp,
         mpi_args=tuple(shlex.split(options.mpi_args)),
@@ -243,7 +250,10 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
 
 
 def with_horovod_names(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns ``command`` with ``horovod`` standing for ocomm: python -m ocomm.launch.as_horovod train.py ..."""
+    """Returns ``command`` with ``horovod`` standing for ocomm: python -m ocomm.launch.as_horovod train.py ...
+
+    Raises LaunchError if the command is not a Python that runs a script or a module.
+    """
     if not _is_python(command):
         raise LaunchError("--as-horovod needs a Python program: ocommrun --as-horovod -np 2 python train.py.")
     flags = _program_of(command)
@@ -253,10 +263,15 @@ def with_horovod_names(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def install_horovodrun(python: str, record: Path | None = None) -> str:
-    """Puts a ``horovodrun`` that is ocommrun beside ``python``; says what it did. LaunchError if there is another.
+    """Puts a ``horovodrun`` that is ocommrun beside ``python``, and returns a sentence about what it did.
 
-    ``record`` is pip's list of ocomm's files, relative to the folder above its own, where the new file is added, so
-    that pip uninstall removes it.
+    Args:
+        python: The path of the interpreter.
+        record: pip's list of ocomm's files, to which the new file is added, so that pip uninstall removes it. Paths in
+            it are relative to the folder above its own. None if there is no list.
+
+    Raises:
+        LaunchError: Another program has that name, or the file cannot be written.
     """
     path = os.path.join(os.path.dirname(os.path.abspath(python)), "horovodrun")
     script = f"#!{python}\nimport sys\n\nfrom ocomm.launch.cli import main\n\nsys.exit(main())\n"
@@ -331,7 +346,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
     if options.thread_affinity is not None:
         settings["OCOMM_THREAD_AFFINITY"] = options.thread_affinity
     if options.timeline_filename is not None:
-        # The ranks' working folder on other hosts need not be this one.
+        # An absolute path, because ranks on other hosts may have another working folder.
         settings["OCOMM_TIMELINE"] = os.path.abspath(options.timeline_filename)
     if options.timeline_mark_cycles is not None:
         settings["OCOMM_TIMELINE_MARK_CYCLES"] = "1" if options.timeline_mark_cycles else "0"
@@ -493,7 +508,7 @@ def _hosts(options: argparse.Namespace, in_allocation: bool) -> tuple[Host, ...]
         return parse_hosts(options.hosts)
     if options.hostfile is not None:
         return read_hostfile(options.hostfile)
-    # In an allocation the launcher asks the batch system; outside one, Horovod's default.
+    # In an allocation the launcher asks the batch system. Outside, this host is the default, as in Horovod.
     return () if in_allocation else (Host("localhost", options.num_proc),)
 
 
@@ -505,7 +520,7 @@ def _python_of(command: tuple[str, ...], environ: Mapping[str, str]) -> str:
 
 
 def _find_mpi(python: str, environ: Mapping[str, str]) -> tuple[Launcher, MpiLibrary]:
-    # Two processes that take a good part of a second each, mostly waiting for the disk.
+    # Each of the two starts a process that takes up to a second, mostly to wait for the disk.
     with ThreadPoolExecutor(1) as pool:
         library = pool.submit(find_library, python, environ)
         launcher = find_launcher(sys.executable, environ)
@@ -516,7 +531,7 @@ def _find_mpi(python: str, environ: Mapping[str, str]) -> tuple[Launcher, MpiLib
 def _asker(
     options: argparse.Namespace, launcher: Launcher, environ: Mapping[str, str]
 ) -> Callable[[Sequence[str]], tuple[reach.HostState, ...]]:
-    """Finds out which hosts are this machine, and, where the launcher will need ssh, which answer."""
+    """Returns a function that finds out which hosts are this machine and, if the launcher uses ssh, which answer."""
     words = [*environ, *shlex.split(options.mpi_args)]
     agents = ("plm_ssh_agent", "plm_rsh_agent", "-launcher", "-launcher-exec", "-bootstrap", "HYDRA_LAUNCHER")
     other_agent = any(word.endswith(agent) for word in words for agent in agents)
@@ -526,14 +541,14 @@ def _asker(
 
 
 def _become(line: CommandLine) -> NoReturn:
-    """Replace this process by ``line``: signals and the exit code then need no forwarding, and none is lost."""
+    """Replaces this process by ``line``, so that signals and the exit code need no forwarding."""
     try:
         if line.make_directory is not None:
             os.makedirs(line.make_directory, exist_ok=True)
-        # A job has no terminal to read from: a rank that tried would wait for ever, or stop the others.
+        # A rank that read from the terminal would wait for ever, or stop the other ranks.
         empty = os.open(os.devnull, os.O_RDONLY)
         os.dup2(empty, 0)
-        # Python ignores these, and what is ignored stays so in the launcher and in the ranks.
+        # Python ignores these signals, and the launcher and the ranks would inherit that.
         for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(ignored, signal.SIG_DFL)
         sys.stdout.flush()
@@ -565,7 +580,7 @@ def _not_negative(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
 
 
-#: What --autotune-... and OCOMM_AUTOTUNE_... have in common: their type, and what they say.
+#: Types and help texts of the flags --autotune-..., each of which sets the variable OCOMM_AUTOTUNE_... of its name.
 _AUTOTUNE: dict[str, tuple[Callable[[str], float], str]] = {
     "warmup_samples": (_count, "samples that are thrown away first (default 3)"),
     "steps_per_sample": (_positive, "steps of a sample (default 10)"),

@@ -1,7 +1,7 @@
-"""The command line that starts a job: a pure function of a request and of the launcher that was found.
+"""Builds the command line that starts a job, as a pure function of a request and of the launcher that was found.
 
-Nothing here reads the environment, the disk or the network; what it needs to know of them comes in with the request,
-so that every line can be checked without the MPI it is for.
+Nothing here reads the environment, the disk or the network. The request says what has to be known of them, so that
+every command line can be tested without the MPI that it is for.
 """
 
 from __future__ import annotations
@@ -17,32 +17,48 @@ from ocomm.launch.hosts import Host, place, total_slots
 from ocomm.torch_variables import exports
 from ocomm.tuning import MPICH_ON_ONE_HOST, OPEN_MPI
 
-# From this many hosts on, a tree of ssh connections costs more (host keys, hops between workers) than it saves:
-# Horovod's number.
+# The number of hosts, Horovod's, from which on a tree of ssh connections costs more than it saves, because of host keys
+# and of hops between hosts.
 _MANY_HOSTS = 64
 
-# Horovod's list of what does not travel ...
+# The variables that do not travel to other hosts in Horovod.
 _HOROVOD_KEEPS = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES")
-# ... and what describes the host or the process that ocommrun itself is, and would be false on another.
+# The variables that describe the host or the process of ocommrun, and would be wrong on another host.
 _DESCRIBES_THIS_PROCESS = re.compile(
     r"HOSTNAME|PWD|SHLVL|_|XDG_RUNTIME_DIR|SSH_.*|SLURM_.*|PMI_.*|PMIX_.*|PRTE_.*|OMPI_(?!MCA_).*"
 )
-# Hydra leaves the standard input of all ranks but 0 open for ever, so that one which reads from it hangs (seen with
-# MPICH 5.0 and Intel MPI 2021.18); only Intel's has a flag for it.
+# Hydra never closes the standard input of ranks other than 0, so a rank that reads from it hangs (seen with MPICH 5.0
+# and Intel MPI 2021.18). Only Intel MPI has a flag against that.
 _WITHOUT_INPUT = "</dev/null"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """What to start, where, and what is known of this machine.
+    """The program to start, the hosts and flags, and what is known of this machine.
 
-    ``hosts`` empty means: the hosts of the batch system's allocation. ``spans_hosts`` is False only if every rank
-    runs on this machine. ``settings`` are the ``OCOMM_*`` variables that the flags stand for; ``environ`` is the
-    environment that ocommrun itself has. ``binding_args`` None means no binding. ``loopback`` is the environment
-    in which the launcher itself keeps to loopback (``loopback.environment``), used if every rank runs on this machine.
-    ``torch_environ`` is what all ranks have in common of torchrun's variables (``torch_variables.MASTER``), as far as
-    it is known before the job starts; None: the ranks get none of those variables.
+    Args:
+        num_proc: The number of ranks.
+        command: The program and its arguments.
+        hosts: The hosts of the job; empty for those of the batch system's allocation.
+        spans_hosts: False only if every rank runs on this machine.
+        hostname: The name of this machine.
+        num_cores: The number of this machine's cores.
+        is_root: True if ocommrun runs as root.
+        environ: The environment of ocommrun.
+        settings: The ``OCOMM_*`` variables that the flags stand for.
+        interfaces: Interfaces, or networks, through which the hosts reach each other; empty for any.
+        ssh_port: The port of sshd on all hosts; None for ssh's default.
+        ssh_identity_file: The private key for ssh; None for ssh's default.
+        tcp_only: True if all messages of ranks go over TCP.
+        output_directory: The folder for files with the ranks' output; None for the terminal.
+        prefix_timestamp: True if lines of output begin with the time.
+        mpi_args: Further arguments for the launcher.
+        binding_args: Arguments for the launcher that bind ranks to cores; None for no binding.
+        library_family: The family of the MPI library that mpi4py loads; "" if it is unknown.
+        loopback: The variables that keep the launcher's own connections on loopback, for jobs on this machine alone.
+        torch_environ: Those of torchrun's variables that all ranks have in common (``torch_variables.MASTER``), as far
+            as they are known before the job starts. None if the ranks get none of torchrun's variables.
     """
 
     num_proc: int
@@ -69,7 +85,13 @@ class LaunchRequest:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """What to execute: ``argv`` with ``added_environ`` on top of the caller's, after making ``make_directory``."""
+    """A program to execute, with its arguments and variables.
+
+    Args:
+        argv: The path of the program, and all of its arguments.
+        added_environ: The variables to set on top of the caller's environment.
+        make_directory: A folder that must be made first; None if there is none.
+    """
 
     argv: tuple[str, ...]
     added_environ: Mapping[str, str]
@@ -84,7 +106,10 @@ class CommandLine:
 
 
 def build(request: LaunchRequest, launcher: Launcher) -> CommandLine:
-    """Returns the command line that starts ``request``. Raises LaunchError for what ``launcher`` cannot do."""
+    """Returns the command line that starts ``request``.
+
+    Raises LaunchError if ``launcher`` cannot do what is requested, there is no program, or the hosts take fewer ranks.
+    """
     if not request.command:
         raise LaunchError("no program to start; write it after the flags, as in ocommrun -np 2 python train.py.")
     if request.hosts and total_slots(request.hosts) < request.num_proc:
@@ -101,10 +126,10 @@ def build(request: LaunchRequest, launcher: Launcher) -> CommandLine:
 
 
 def exported_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the variables that travel to ranks on other hosts, sorted.
+    """Returns the names of the variables that travel to ranks on other hosts, sorted.
 
-    As in Horovod that is everything but ``BASH_FUNC_*``, ``OLDPWD`` and ``*CUDA_VISIBLE_DEVICES``; variables that
-    describe this host or process (``HOSTNAME``, ``SSH_*``, ``SLURM_*``, the launchers' own) stay behind as well.
+    As in Horovod these are all variables except ``BASH_FUNC_*``, ``OLDPWD`` and ``*CUDA_VISIBLE_DEVICES``. Variables
+    that describe this host or process do not travel either (``HOSTNAME``, ``SSH_*``, ``SLURM_*``, the launchers' own).
     """
     return tuple(
         sorted(
@@ -118,7 +143,10 @@ def exported_names(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _command(request: LaunchRequest, launchers_rank: str, redirection: str = "") -> tuple[str, ...]:
-    """The program, after a shell that sets torchrun's variables from the launcher's and becomes the program."""
+    """Returns the command of a rank: a shell that sets torchrun's variables and becomes the program.
+
+    If no variable is to be set and nothing redirected, it is the program itself.
+    """
     steps = [] if request.torch_environ is None else [exports(launchers_rank)]
     if not steps and not redirection:
         return request.command
@@ -131,7 +159,7 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     ssh = "plm_ssh" if five else "plm_rsh"
     added = _common(request)
     if request.is_root:
-        # Containers run as root; without both the launcher refuses.
+        # Containers run as root. The launcher refuses to do so unless both variables are set.
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     added |= _nccl_interfaces(request)
     if not request.spans_hosts:
@@ -141,10 +169,10 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     if request.hosts:
         argv += ["-H", ",".join(map(str, request.hosts))]
     argv += _unless_given(request, ("--bind-to", "none"), ("--map-by", "slot"))
-    # One machine may be asked for more ranks than it has cores (a laptop, a test); several hosts said what they take.
+    # One machine may be asked for more ranks than it has cores (a laptop, a test). Several hosts have numbers of slots.
     if request.num_proc > request.num_cores and not request.spans_hosts:
         argv += ["--oversubscribe"]
-    # Open MPI 5 never closes the pipe that is rank 0's standard input: a script that reads from it would hang.
+    # Open MPI 5 never closes the pipe that is rank 0's standard input, so a script that reads from it would hang.
     argv += ["--stdin", "none"]
     argv += _open_mpi_output(request, five)
 
@@ -173,7 +201,7 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
 
 
 def _common(request: LaunchRequest) -> dict[str, str]:
-    """The variables that all ranks have in common, under every launcher."""
+    """Returns the variables that all ranks get, under every launcher."""
     return {**request.settings, **(request.torch_environ or {})}
 
 
@@ -191,10 +219,10 @@ def _open_mpi_output(request: LaunchRequest, five: bool) -> list[str]:
 
 def _transport(request: LaunchRequest, five: bool) -> list[tuple[str, str]]:
     if _chosen_by_user(request, "pml"):
-        return []  # a faster network, say --mpi-args '--mca pml ucx': the list of TCP transports would not fit it
+        return []  # the list of TCP transports would not fit another network (--mpi-args '--mca pml ucx')
     shared_memory = "sm" if five else "vader"
     if not request.spans_hosts and not request.tcp_only:
-        return [("pml", "ob1"), ("btl", f"self,{shared_memory}")]  # the port of tcp would be open on all interfaces
+        return [("pml", "ob1"), ("btl", f"self,{shared_memory}")]  # tcp would listen on all interfaces
     return [("pml", "ob1"), ("btl", "tcp,self" if request.tcp_only else f"tcp,self,{shared_memory}")]
 
 
@@ -204,13 +232,13 @@ def _tcp_interfaces(request: LaunchRequest) -> list[tuple[str, str]]:
 
 
 def _nccl_interfaces(request: LaunchRequest) -> dict[str, str]:
-    # NCCL takes names only.
+    # NCCL takes names of interfaces, but no networks.
     names = [name for name in request.interfaces if "/" not in name]
     return {"NCCL_SOCKET_IFNAME": ",".join(names)} if names else {}
 
 
 def _chosen_by_user(request: LaunchRequest, parameter: str) -> bool:
-    # Open MPI 5 ends with an error where a parameter is given twice with different values, so ours steps back.
+    # Open MPI 5 ends with an error if a parameter is given twice with different values, so ours is left out.
     words = request.mpi_args + (request.binding_args or ())
     return parameter in words or any(f"{family}_MCA_{parameter}" in request.environ for family in ("OMPI", "PRTE"))
 
@@ -259,7 +287,7 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     command = _command(request, "PMI_RANK", _WITHOUT_INPUT)
     hosts = place(_named_for_others(request), request.num_proc)
     if intel and len(hosts) > 0:
-        # Intel's -hosts has no ranks per host; one set of arguments for each host has.
+        # Intel's -hosts cannot say how many ranks a host takes. A set of arguments for each host can.
         sets = [("-host", host.name, "-n", str(host.slots), *command) for host in hosts]
         argv = [word for number, words in enumerate(sets) for word in ((":",) if number else ()) + words]
         return CommandLine((launcher.path, *options, *argv), added, request.output_directory)
@@ -269,7 +297,7 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
 
 
 def _named_for_others(request: LaunchRequest) -> tuple[Host, ...]:
-    # Hydra hands the first host's name to the others as the address to call back, which "localhost" cannot be.
+    # Hydra tells the other hosts to connect to the first one by its name, which therefore must not be "localhost".
     if not request.spans_hosts:
         return request.hosts
     return tuple(Host(request.hostname, h.slots) if h.name == "localhost" else h for h in request.hosts)
@@ -281,8 +309,8 @@ def _srun(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     added = _common(request)
     open_mpi = request.library_family == "Open MPI"
     if open_mpi:
-        # srun passes the environment on, and has no other way to set Open MPI's parameters. vader is an alias of sm
-        # in 5.
+        # srun can set Open MPI's parameters by variables only, which it passes on. In Open MPI 5 vader is an alias of
+        # sm.
         parameters = [*_transport(request, five=False), *OPEN_MPI.items(), *_tcp_interfaces(request)]
         added |= {f"OMPI_MCA_{name}": value for name, value in parameters if not _chosen_by_user(request, name)}
     elif request.tcp_only:
@@ -302,7 +330,7 @@ def _srun(request: LaunchRequest, launcher: Launcher) -> CommandLine:
             f"--nodes={len(placed)}",
             f"--ntasks-per-node={placed[0].slots}",
         ]
-    # Without these a dead rank leaves the others waiting, and Ctrl-C only prints their state.
+    # Without these flags the other ranks wait for a rank that has died, and Ctrl-C only prints their state.
     argv += [f"--mpi={'pmix' if open_mpi else 'pmi2'}", "--kill-on-bad-exit=1", "--quit-on-interrupt", "--input=none"]
     argv += ["--export=ALL", "--label"]
     argv += list(request.binding_args) if request.binding_args is not None else ["--cpu-bind=none"]

@@ -130,7 +130,8 @@ def check_match(launcher: Launcher, library: MpiLibrary, python: str) -> None:
 
 
 def find_launcher(python: str, environ: Mapping[str, str]) -> Launcher:
-    """The launcher for jobs of ``python``: the ``mpirun`` beside it (where pip puts one), else one on PATH, else srun.
+    """Returns the launcher for jobs of ``python``: the ``mpirun`` beside it, where pip puts one, else one on PATH, else
+    srun.
 
     srun is taken only inside a SLURM allocation that has no mpirun. Raises LaunchError if there is none.
     """

@@ -1,15 +1,17 @@
-"""The PMI-1 service of a job that no MPI launcher has started: ``python -m ocomm.launch.pmi``, a child of rank 0.
+"""Runs the PMI-1 service of a job that no MPI launcher has started: ``python -m ocomm.launch.pmi``, a child of rank 0.
 
-It reads one line of JSON from its standard input and writes the port that it listens on:
+It reads one line of JSON from its standard input, and writes the number of the port on which it listens:
 
     {"key": ..., "name": ..., "hosts": [...], "address": ..., "init_s": ..., "grace_s": ...}
 
-with the key in hexadecimal, the node of every rank, the address to listen on, and ``pmi_job.Limits``. Every rank opens
-two connections and proves that it knows the key: on one its MPI speaks PMI from then on (``pmi_job``), on the other the
-rank hears why it has to end (``ocomm.runtime.pmi_client``).
+The key is in hexadecimal. ``name`` is the name of the key space, ``hosts`` has the node of every rank, and ``address``
+is the address to listen on. The others are ``pmi_job.Limits``.
 
-It is a process of its own because rank 0 may be anywhere in MPI when another rank needs an answer, or has gone when the
-others have to be ended. It ends when every rank has left MPI_Finalize, or has ended: nothing of it is left behind.
+Every rank opens two connections, and proves on each that it knows the key. On one its MPI speaks PMI from then on
+(``pmi_job``). On the other the service tells the rank why it has to end (``ocomm.runtime.pmi_client``).
+
+The service is a process of its own, because other ranks need answers while rank 0 is in a call of MPI, and because it
+must end them if rank 0 has died. It ends when every rank has sent ``finalize`` or has ended, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -27,24 +29,24 @@ from ocomm.launch.server import Server
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 
 _POLL_S = 0.05
-#: For a rank to take an answer, and for ranks to end that were told to.
+#: Seconds for a rank to send or take a message, and for ranks to end that were told to.
 _SEND_S = 10.0
 _END_S = 10.0
 
 
 class Service:
-    """The connections of a job's ranks; ``job`` decides."""
+    """Holds the connections of a job's ranks, and does what ``job`` decides."""
 
     def __init__(self, job: PmiJob, server: Server) -> None:
         self._job = job
         self._server = server
         self._unknown: list[AuthenticatedSocket] = []
         self._pmi: dict[int, socket.socket] = {}
-        self._halves: dict[int, bytes] = {}  # what has come of lines that are not whole
+        self._halves: dict[int, bytes] = {}  # by rank: the beginning of a line whose end has not come
         self._watchers: dict[int, AuthenticatedSocket] = {}
 
     def run(self) -> int:
-        """Until the job is over; 1 if its ranks had to be ended."""
+        """Serves until the job is over. Returns the exit status: 1 if the ranks had to be ended, else 0."""
         while not self._job.is_over:
             self._listen()
             if why := self._job.must_end(time.monotonic()):
@@ -74,7 +76,7 @@ class Service:
             self._greet(connection)
 
     def _greet(self, connection: AuthenticatedSocket) -> None:
-        """The first message of a connection says whose it is, and what for."""
+        """Receives the first message of a connection, which says which rank has opened it, and what for."""
         try:
             said = json.loads(connection.receive(_SEND_S))
             rank, is_pmi = int(said["rank"]), said["word"] == "pmi"
@@ -103,7 +105,7 @@ class Service:
         *lines, self._halves[rank] = (self._halves[rank] + data).split(b"\n")
         for line in lines:
             for to, answer in self._job.heard(rank, line.decode(errors="replace"), time.monotonic()):
-                with contextlib.suppress(OSError, KeyError):  # its end is heard when it is read from
+                with contextlib.suppress(OSError, KeyError):  # the next read sees that the connection has ended
                     self._pmi[to].sendall(answer.encode())
 
     def _close(self, rank: int) -> None:
@@ -118,7 +120,7 @@ class Service:
             self._watchers.pop(rank).close()
 
     def _end(self, why: str) -> None:
-        """Tells the ranks that are left to end, and waits for them."""
+        """Tells the remaining ranks to end, and waits until they have, for at most ``_END_S`` seconds."""
         sys.stderr.write(f"ocomm: the job ends: {why}.\n")
         sys.stderr.flush()
         for watcher in self._watchers.values():
@@ -130,15 +132,15 @@ class Service:
 
 
 def main() -> int:
-    """The exit status of the service."""
+    """Runs the service, and returns its exit status."""
     asked = json.loads(sys.stdin.readline() or "null")
-    if asked is None:  # rank 0 has ended before the ranks had met
+    if asked is None:  # rank 0 has given up before all ranks had come
         return 0
     limits = Limits(asked["init_s"], asked["grace_s"])
     job = PmiJob(asked["name"], asked["hosts"], limits, time.monotonic())
     with Server(asked["address"], bytes.fromhex(asked["key"]), backlog=max(128, 2 * job.size)) as server:
         print(server.port, flush=True)
-        # Rank 0 reads no more, and its own standard input is not for us.
+        # Both pipes to rank 0 have served their purpose: it reads nothing more, and sends nothing more.
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1):
             os.dup2(nothing, descriptor)

@@ -1,18 +1,18 @@
-"""What a PMI-1 service answers: decisions only, lines and times come in, lines and verdicts go out.
+"""Decides what the PMI-1 service of a job answers. Lines and times come in as arguments, lines and verdicts go out.
 
-PMI-1 is how MPICH's MPI_Init finds the other ranks. A rank sends lines ``cmd=NAME key=value ...`` and waits for a line
-after each of them:
+PMI-1 is the protocol by which MPICH's MPI_Init finds the other ranks. A rank sends lines ``cmd=NAME key=value ...``,
+and waits for a line after each of them:
 
     init                        response_to_init
     get_maxes                   maxes             longest names and values
     get_appnum                  appnum
     get_universe_size           universe_size
-    get_my_kvsname              my_kvsname        the name of the key space, from which MPICH makes that of its files
+    get_my_kvsname              my_kvsname        the name of the key space; MPICH makes names of files from it
     put key= value=             put_result
-    get key=                    get_result        also of PMI_process_mapping: which ranks share a node
-    barrier_in                  barrier_out       when all ranks have come
+    get key=                    get_result        the key PMI_process_mapping says which ranks share a node
+    barrier_in                  barrier_out       once all ranks have come
     finalize                    finalize_ack
-    abort exitcode=             nothing: the job ends
+    abort exitcode=             no answer         the job ends
 
 A command may also stand in several lines, ``mcmd=NAME``, its values, and ``endcmd``, as ``spawn`` does.
 """
@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-#: Longest name of a key space, name of a key, and value: Hydra's.
+#: Hydra's limits, in characters: for the name of a key space, for a key, and for a value.
 _MAXES = {"kvsname_max": "256", "keylen_max": "64", "vallen_max": "1024"}
 _MAPPING = "PMI_process_mapping"
-#: What MPICH may ask for and no job of ocomm needs: the answer is that it cannot be had.
+#: Requests that MPICH may make and that no job of ocomm needs. The answer to them is "not supported".
 _REFUSED = {
     "publish_name": "publish_result",
     "unpublish_name": "unpublish_result",
@@ -35,7 +35,14 @@ _REFUSED = {
 
 
 def parse(line: str) -> tuple[str, dict[str, str]]:
-    """The command of a line, and its values. ValueError for a line that has no command."""
+    """Returns the command of a line, and its other values.
+
+    Args:
+        line: ``cmd=NAME key=value ...``, without the end of the line.
+
+    Raises:
+        ValueError: The line has no command.
+    """
     words = [word.partition("=") for word in line.split(" ") if word]
     values = {name: value for name, equals, value in words if equals}
     name = values.pop("cmd", None)
@@ -45,15 +52,15 @@ def parse(line: str) -> tuple[str, dict[str, str]]:
 
 
 def line_of(command: str, values: Mapping[str, str]) -> str:
-    """A line as a rank reads it."""
+    """Returns an answer as a rank reads it, with the end of the line."""
     return " ".join([f"cmd={command}", *(f"{name}={value}" for name, value in values.items())]) + "\n"
 
 
 def process_mapping(hosts: Sequence[str]) -> str:
-    """Which ranks share a node, in the words of PMI: blocks of (first node, number of nodes, ranks on each).
+    """Returns which ranks share a node, in PMI's notation: blocks of (first node, number of nodes, ranks on each).
 
     Args:
-        hosts: Of every rank, in any order: ranks may be interleaved over hosts.
+        hosts: The host of every rank, by rank. The ranks of a host need not follow each other.
     """
     numbers: dict[str, int] = {}
     runs: list[list[int]] = []
@@ -74,11 +81,13 @@ def process_mapping(hosts: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds that a rank has to come to a barrier of MPI_Init, and, after a rank has gone, that the others have to end
-    by themselves.
+    """Deadlines in seconds. The barriers of MPI_Finalize have none.
 
-    The barriers of MPI_Finalize have no limit: a rank may do work of its own after the others have ended, and one that
-    dies is seen by its connection.
+    A rank may do work of its own after the others have come to MPI_Finalize. If it dies, its connection ends.
+
+    Args:
+        init_s: For all ranks to connect, and to come to a barrier of MPI_Init after the first one has.
+        grace_s: For the other ranks to end by themselves, after a rank has ended without MPI_Finalize.
     """
 
     init_s: float
@@ -86,47 +95,59 @@ class Limits:
 
 
 class PmiJob:
-    """One job: its key space, its barriers, and why it has to end. ``hosts`` are those of the ranks."""
+    """The state of one job: its key space, its barriers, and why it has to end.
+
+    Args:
+        name: The name of the key space.
+        hosts: The host of every rank, by rank.
+        limits: The deadlines.
+        now_s: The time, in seconds, of a clock that never goes back. All later times are of the same clock.
+    """
 
     def __init__(self, name: str, hosts: Sequence[str], limits: Limits, now_s: float) -> None:
         self.name = name
         self.size = len(hosts)
         self.limits = limits
-        #: Why the job has to end; "" while it has not.
+        #: Why the job has to end; "" while it need not.
         self.failure = ""
         self._failed_s = now_s
         mapping = process_mapping(hosts)
-        # Without a mapping MPICH compares the names of the ranks' hosts, in one exchange more.
+        # Without a mapping MPICH compares the names of the ranks' hosts, which takes one more exchange.
         self._values = {_MAPPING: mapping} if len(mapping) < int(_MAXES["vallen_max"]) else {}
         self._started_s = now_s
-        self._here: set[int] = set()
-        self._up: set[int] = set()
-        self._left: set[int] = set()
-        self._gone: set[int] = set()
+        self._here: set[int] = set()  # ranks that have connected
+        self._up: set[int] = set()  # ranks that have come out of MPI_Init
+        self._left: set[int] = set()  # ranks that have sent ``finalize``
+        self._gone: set[int] = set()  # ranks whose connection has ended
         self._in_barrier: set[int] = set()
-        self._barrier_s = now_s  # when its first rank came
+        self._barrier_s = now_s  # when the first rank came to the barrier
         self._is_immediate = False
         self._long: dict[int, str] = {}  # by rank, the command whose lines are arriving
 
-    # What happens
+    # Events
 
     def connected(self, rank: int) -> None:
-        """This rank has a connection, on which its MPI will speak."""
+        """Notes that a rank has opened the connection on which its MPI speaks."""
         self._here.add(rank)
 
     def up(self, rank: int) -> None:
-        """This rank has come out of MPI_Init."""
+        """Notes that a rank has come out of MPI_Init."""
         self._up.add(rank)
 
     def closed(self, rank: int, now_s: float) -> None:
-        """This rank's connection has ended."""
+        """Notes that a rank's connection has ended. The job has failed if the rank had not sent ``finalize``."""
         self._gone.add(rank)
         if rank not in self._left:
             where = "" if rank in self._up else ", in MPI_Init"
             self._fail(f"rank {rank} has ended without MPI_Finalize{where}", now_s)
 
     def heard(self, rank: int, line: str, now_s: float) -> list[tuple[int, str]]:
-        """A line has come from a rank; the lines to send, each with the rank that it is for."""
+        """Takes in a line from a rank, and returns the lines to send, each with the rank that it is for.
+
+        A command of several lines is answered after the last of them.
+
+        The job fails at once if the line has no command, or is ``abort``.
+        """
         if line.startswith("mcmd="):
             self._long[rank] = line.removeprefix("mcmd=").strip()
             return []
@@ -185,7 +206,7 @@ class PmiJob:
             self.failure, self._failed_s = why, now_s
             self._is_immediate = at_once
 
-    # What to do
+    # Verdicts
 
     @property
     def is_over(self) -> bool:
@@ -193,7 +214,7 @@ class PmiJob:
         return len(self._left) == self.size or len(self._gone) == self.size
 
     def must_end(self, now_s: float) -> str:
-        """Why the ranks that are left have to be ended now; "" while they need not."""
+        """Returns why the remaining ranks have to be ended now; "" while they need not be."""
         if not self.failure:
             self._look_at_the_clock(now_s)
         due_s = self._failed_s if self._is_immediate else self._failed_s + self.limits.grace_s

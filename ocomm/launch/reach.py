@@ -18,16 +18,17 @@ from ocomm.errors import LaunchError
 from ocomm.runtime.own_address import free_port, own_address
 from ocomm.torch_variables import MASTER, missing
 
-# ssh's own limit is below the deadline, so that its reason is shown rather than ours.
+# The limit of ssh, as a part of the deadline. It is below 1, so that ssh says its reason before the deadline.
 _CONNECT_SHARE = 0.7
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """What was found about a host: it is this machine, or it answered to ssh, or ``problem`` says why it did not.
+    """What was found out about a host.
 
-    If it was not asked, it is neither.
+    ``is_local``: it is this machine. ``has_answered``: it has answered to ssh. ``problem`` says why it has not. None of
+    the three holds for another machine that was not asked.
     """
 
     name: str
@@ -89,7 +90,11 @@ def address_of(interfaces: Sequence[str]) -> str:
 
 
 def own_addresses(hosts: Mapping[str, bool]) -> list[str]:
-    """This machine's addresses as ``hosts`` see it: names of hosts, and whether each is this machine."""
+    """Returns the addresses at which ``hosts`` reach this machine, 127.0.0.1 last.
+
+    Args:
+        hosts: Names of hosts, and whether each is this machine.
+    """
     found: list[str] = []
     for name, is_local in hosts.items():
         address = "127.0.0.1"
@@ -97,23 +102,26 @@ def own_addresses(hosts: Mapping[str, bool]) -> list[str]:
             address = own_address(name) or socket.gethostname()
         if address not in found:
             found.append(address)
-    # What is not this machine for some must not be tried by them first.
+    # On other hosts 127.0.0.1 is not this machine, so they must not try it first.
     return sorted(found, key=lambda address: address == "127.0.0.1")
 
 
 def torch_environ(
     first: str, states: Sequence[HostState], interfaces: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT, where the user has not set them: a free port of rank 0's host.
+    """Returns MASTER_ADDR and MASTER_PORT, with a free port of rank 0's host, except those that the user has set.
 
     Args:
         first: The host of rank 0.
-        states: Of all hosts of the job; empty where they are not known.
-        interfaces: Through which the hosts reach each other, as ``address_of`` takes them; empty for any.
+        states: The states of all hosts of the job; empty if the hosts are not known.
+        interfaces: Interfaces, or networks, through which the hosts reach each other; empty for any.
         environ: The environment of ``ocommrun``.
 
     Returns:
-        No variables where rank 0 is not on this machine: there ``init()`` chooses them.
+        The variables; none if rank 0 is not on this machine, because ``init()`` chooses them then.
+
+    Raises:
+        LaunchError: This machine has no address on ``interfaces``.
     """
     hosts = {state.name: state.is_local for state in states}
     if not hosts.get(first):
@@ -158,8 +166,7 @@ def ask(
         answers.put(_ask_one(name, port, identity_file, end, deadline_s, use_ssh))
 
     for name in names:
-        # A name server that does not answer cannot be interrupted: such a thread is left behind, and dies with the
-        # process.
+        # A thread that waits for a name server cannot be interrupted. It is left behind, and ends with the process.
         threading.Thread(target=one, args=(name,), daemon=True).start()
     states: dict[str, HostState] = {}
     while len(states) < len(names):

@@ -1,4 +1,6 @@
-"""Accepts connections of processes that know a key: ranks of ``ocomm.run``, and of a job that ocommrun supervises."""
+"""Accepts connections of processes that know a key: the ranks of ``ocomm.run``, of a supervised job, or of a job with
+a PMI service.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,16 @@ from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 
 
 class Server:
-    """Listens on a port of ``host``.
+    """Listens on a free port of ``host``.
 
-    Every client has a thread of its own until it has proved that it knows ``key``, so that none blocks another. A
-    client that has not done so after ``patience_s`` is disconnected. Messages have at most ``most_bytes``.
+    Every client has a thread of its own until it has proved that it knows ``key``, so that no client blocks another.
+
+    Args:
+        host: The address to listen on.
+        key: The key that clients must know.
+        backlog: The number of connections that the system holds until they are accepted.
+        patience_s: Seconds after which a client is disconnected that has not proved that it knows the key.
+        most_bytes: Limit for the length of a message, in bytes.
     """
 
     def __init__(
@@ -50,7 +58,7 @@ class Server:
                     threading.Thread(
                         target=self._authenticate, args=(client,), name="ocomm-client", daemon=True
                     ).start()
-                except (OSError, RuntimeError):  # no room for so many: some will be sent away
+                except (OSError, RuntimeError):  # out of descriptors or threads: some clients are refused
                     time.sleep(0.0 if self._closed else 0.1)
 
     def _authenticate(self, client: socket.socket) -> None:
@@ -65,7 +73,7 @@ class Server:
             self.lines.append(found)
 
     def close(self) -> None:
-        """Accepts no more clients."""
+        """Stops to accept clients. Connections that exist stay open."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing would not
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; close() would not

@@ -33,22 +33,31 @@ from ocomm.launch.server import Server
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError, wait
 from ocomm.runtime.supervisor_client import KEY, SILENT
 
-#: Seconds from the first news of a failure, or the wish to end, until the launcher should have ended by itself; and
-#: until it is killed.
+#: Seconds from the first report of a failure until the launcher is told to end, if it has not ended by itself; and from
+#: then until it is killed.
 END_S = 12.0
 _KILL_S = 5.0
-#: Seconds between two looks at the clock, at the hosts, and at messages.
+#: Longest wait for messages, and the time between two looks at the hosts, in seconds.
 _POLL_S = 0.1
 _DISCOVERY_S = 1.0
+#: Limits for one run of the discovery script, and for the removal of commits, in seconds.
 _DISCOVERY_TIMEOUT_S = 30.0
 _CLEAN_S = 30.0
 
 
 class Supervisor:
-    """The supervisor of a job. ``request`` describes a generation, without hosts and number of ranks.
+    """Supervises a job.
 
-    ``ask`` finds out which hosts can be reached. ``fixed`` are the hosts if no ``script`` discovers them. Unless
-    ``is_elastic`` there is one generation, and nothing is kept for another.
+    Args:
+        request: What to start in each generation, without hosts and number of ranks.
+        launcher: The launcher of MPI.
+        limits: The limits that the user has set.
+        ask: Finds out which hosts can be reached.
+        fixed: The hosts, if no ``script`` discovers them.
+        script: A shell command that prints the hosts; None for ``fixed``.
+        slots_per_host: The number of ranks of discovered hosts that come without one; None if all must have one.
+        verbose: Whether to print the command lines.
+        is_elastic: If False there is one generation, and nothing is kept for another.
     """
 
     def __init__(
@@ -70,7 +79,7 @@ class Supervisor:
         self._ask = ask
         self._verbose = verbose
         self._asked_to_end = 0
-        self._used: dict[str, bool] = {}  # hosts of all generations -> whether it is this machine
+        self._used: dict[str, bool] = {}  # the hosts of all generations, and whether each is this machine
         self._key = secrets.token_bytes(32)
         given = request.environ.get("OCOMM_ELASTIC_FOLDER")
         self._is_own_folder = not given
@@ -164,6 +173,7 @@ class Supervisor:
 
     @property
     def is_asked_to_end(self) -> bool:
+        """True if a signal has asked this process to end."""
         return bool(self._asked_to_end)
 
     # Generations
@@ -369,7 +379,7 @@ class _Job:
                 self._reported.setdefault(int(rank), why)
         elif word in ("leave", "bye"):
             self.has_left = self.has_left or word == "leave"
-            self._lines[line] = -1  # it may go now
+            self._lines[line] = -1  # its connection may end now
 
     def _name_of(self, rank: int) -> str:
         """Returns the name by which the supervisor knows a rank's host. If the rank's own name for it is another, ranks
@@ -386,7 +396,7 @@ class _Job:
         raise LaunchError(f"there is a rank too many: {rank}")
 
     def failures(self, lost: Callable[[Sequence[str]], dict[str, bool]]) -> list[Failure]:
-        """Returns the failures that caused the end."""
+        """Returns the failures that ended this generation. ``lost`` finds out which of some hosts cannot be reached."""
         signalled, exited = said_by_launcher(self._words)
         names = {rank: self._name_of(rank) for rank in range(self.ranks)}
         reported = self._reported

@@ -174,8 +174,11 @@ class Core(abc.ABC):
         """
 
     def average(self, segment: int, received: Sequence[Bytes], flags: Flags) -> Computation:
-        """Returns the server's computation for a segment, from the messages of all ranks, in rank order, into its part
-        of ``result``.
+        """Returns the server's computation for a segment: the average of the workers' messages, into its part of
+        ``result``.
+
+        ``received`` has one message per worker: in the flat form that of every rank, in rank order; in the hierarchical
+        form that of one worker per node, in the order of nodes.
         """
         layout = self.segments[segment].layout
         return loop(

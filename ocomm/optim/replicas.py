@@ -24,11 +24,14 @@ class ReplicasDifferError(MismatchError):
 
 
 class ReplicaWindows:
-    """The windows of parameters of ``nbytes`` each, which cover all of them within ``steps`` steps; 0: there are none.
+    """The windows of the parameters. A window depends on the step alone, so it is the same on all ranks.
 
-    ``on_devices``: some rank's parameters are on a device, where the host would wait for a checksum. Then one step in
-    ``steps`` compares everything, and the others nothing. A window depends on the step alone, so it is the same on all
-    ranks.
+    Args:
+        nbytes: The size of each parameter in bytes.
+        steps: The number of steps within which the windows cover all parameters; 0 for no windows.
+        kernels: Compute the checksums.
+        on_devices: True if some rank's parameters are on a device, where the host would wait for a checksum. Then one
+            step in ``steps`` compares all parameters, and the others compare nothing.
     """
 
     def __init__(self, nbytes: NDArray[np.int64], steps: int, kernels: Kernels, *, on_devices: bool = False) -> None:

@@ -104,7 +104,7 @@ class Stepper:
         self.begun = False
         #: Tensors that had a gradient on some rank in the last step.
         self.present_anywhere: Bools = np.zeros(len(core.layout.tensors), np.bool_)
-        #: Does the vote tell checksums of each rank's gradients?
+        #: True if the vote carries a checksum of each rank's gradients.
         self.looks_at_gradients = False
         self._replicas = replicas
         #: Flags of this rank other than those of its gradients; ``object`` sets them.
@@ -267,7 +267,7 @@ class Stepper:
         return Statement(self.step + 1, attempt, hyper, lr, flags, announcement, replica, gradients)
 
     def _own_gradients(self) -> int:
-        """A checksum of this rank's gradients, which are all found; 0 where all are zero, or on a device."""
+        """Returns a checksum of this rank's gradients, all of which are located; 0 if all are zero, or on a device."""
         core = self.core
         addresses, numels = core.gradients["grad"].copy(), core.layout.numels
         if core.kernels.memory.is_device or not core.kernels.squares(addresses, numels).any():
@@ -277,7 +277,10 @@ class Stepper:
 
     @property
     def gradients_are_alike(self) -> bool:
-        """In the last step, which looked at them: had all ranks the same gradients, not all of them zero?"""
+        """True if all ranks had the same gradients in the last step, and not all of these were zero.
+
+        False if ``looks_at_gradients`` was False in that step.
+        """
         return self._vote.gradients_are_alike
 
     def _look_at_local(self) -> None:

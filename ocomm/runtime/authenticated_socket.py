@@ -78,7 +78,7 @@ class AuthenticatedSocket:
         self._connection.close()
 
     def detach(self) -> socket.socket:
-        """The connection itself, for what comes without proofs from now on; this object can no longer be used."""
+        """Returns the socket, for bytes that are sent without proofs of the key. This object can no longer be used."""
         with self._lock:
             self._broken = "the connection was detached"
         return self._connection

@@ -1,8 +1,10 @@
-"""A rank's side of the PMI service (``ocomm.launch.pmi``), by which MPICH starts without a launcher.
+"""Connects a rank to the PMI service (``ocomm.launch.pmi``), by which MPICH starts without a launcher.
 
-Two connections, whose first message says whose they are: ``{"word": "pmi", "rank": 3}``, after which MPICH speaks PMI
-on it, and ``{"word": "watch", "rank": 3}``. On the second the rank says ``{"word": "up"}`` when it has come out of
-MPI_Init, and hears ``{"word": "end", "why": ...}``, upon which it ends.
+A rank opens two connections. The first message of each says which rank it is, and what the connection is for:
+
+    {"word": "pmi", "rank": 3}      MPICH speaks PMI on it from then on
+    {"word": "watch", "rank": 3}    the rank sends {"word": "up"} when it has come out of MPI_Init, and ends when it
+                                    receives {"word": "end", "why": ...}
 """
 
 from __future__ import annotations
@@ -22,32 +24,39 @@ from ocomm.errors import LaunchError
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 from ocomm.runtime.supervisor_client import connect_to_any
 
-#: Variables that would tell MPICH of another start than this one, inherited from srun for instance.
+#: Variables that would make MPICH start in another way, if they are inherited, from srun for instance.
 _OTHERS = ("PMI_PORT", "PMI_ID", "PMI_SPAWNED", "PMIX_NAMESPACE", "PMIX_RANK")
-#: How MPICH names the files of shared memory.
+#: How the names of MPICH's files of shared memory begin.
 _SHARED = "/dev/shm/mpich_shm_"
-#: For the service to say its port.
+#: Seconds for the service to write the number of its port.
 _PORT_S = 60.0
 
 
 class PmiService:
-    """The process of the service, as rank 0 has it. It ends by itself if it hears of no job."""
+    """The process of the service, a child of rank 0. It ends by itself if rank 0 ends without a call of ``start``."""
 
     def __init__(self) -> None:
-        # Not found by PYTHONPATH: the folder would then come before the standard library.
+        # The folder of ocomm is added at the end of sys.path. PYTHONPATH would put it before the standard library.
         run = "runpy.run_module('ocomm.launch.pmi', run_name='__main__')"
-        # Nor are modules taken from the current folder, which Python puts first.
+        # The current folder, which Python puts first, is removed.
         code = f"import sys; sys.path[:] = filter(None, sys.path); import runpy; sys.path.append(sys.argv.pop()); {run}"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, str(Path(__file__).resolve().parents[2])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # What is sent to rank 0's group, by torchrun or a terminal, is for ranks: the service outlives them.
+            # The service must outlive the ranks, and torchrun or a terminal sends signals to rank 0's process group.
             start_new_session=True,
         )
 
     def start(self, **asked: Any) -> int:
-        """Tells the service of its job (see ``ocomm.launch.pmi``); the port that it listens on."""
+        """Describes the job to the service, and returns the number of the port on which the service listens.
+
+        Args:
+            asked: name, key, hosts, address, init_s and grace_s, as ``ocomm.launch.pmi`` reads them.
+
+        Raises:
+            LaunchError: The service has not started.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             with self._process.stdin as out:
@@ -64,11 +73,11 @@ class PmiService:
             ) from None
 
     def leave(self) -> None:
-        """Leaves the service to itself: it ends after the last process of the job, this one included."""
-        self._process.returncode = 0  # else Python warns of a process that is not waited for
+        """Lets the service go on without this process. It ends by itself after the last rank. Does not wait."""
+        self._process.returncode = 0  # keeps Popen from warning of a child that still runs
 
     def close(self) -> None:
-        """Ends the service, where it has no job."""
+        """Ends the service at once. Called if the job does not start."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -77,7 +86,17 @@ class PmiService:
 
 
 class PmiClient:
-    """This rank's connections. LaunchError if none of ``addresses``, given as HOST:PORT, is the job's service."""
+    """Connects this rank to the PMI service. If the service tells the rank to end, or is gone, this process exits.
+
+    Args:
+        addresses: Addresses of the service as HOST:PORT, in the order in which they are tried.
+        key: The key that both ends must know.
+        rank: This rank's number.
+        size: The number of ranks.
+
+    Raises:
+        LaunchError: The job's service answers at none of the addresses.
+    """
 
     def __init__(self, addresses: Sequence[str], key: bytes, rank: int, size: int) -> None:
         self.rank = rank
@@ -87,7 +106,7 @@ class PmiClient:
         connection = self._connect(addresses, key, "pmi").detach()
         connection.setblocking(True)
         self._descriptor = connection.detach()  # MPICH closes it
-        # A process that this one forks, a loader of data for instance, must not keep the connection open after its end.
+        # A forked process, such as a worker of a data loader, must not keep the connection open when this one ends.
         os.register_at_fork(after_in_child=self._close_in_child)
         threading.Thread(target=self._listen, name="ocomm-pmi", daemon=True).start()
 
@@ -103,19 +122,22 @@ class PmiClient:
             ) from None
 
     def enter(self) -> None:
-        """Before MPI_Init: tells MPICH, by the environment, where it is."""
+        """Sets the environment variables with which MPICH finds the service. Called before MPI_Init."""
         for name in _OTHERS:
             os.environ.pop(name, None)
         os.environ.update(self._environment())
 
     def entered(self) -> None:
-        """After MPI_Init: tells the service, and takes back what a child of this process must not inherit."""
+        """Tells the service that this rank has come out of MPI_Init. Called after it.
+
+        Removes the variables of ``enter``, which children of this process must not inherit.
+        """
         for name in self._environment():
             os.environ.pop(name, None)
         self._watch.send(b'{"word": "up"}')
 
     def leave(self) -> None:
-        """Before MPI_Finalize, after which the connections end."""
+        """Notes that the connections are about to end in order. Called before MPI_Finalize."""
         self._is_leaving = True
         self._descriptor = -1
 
@@ -138,13 +160,16 @@ class PmiClient:
         sys.stderr.write(f"ocomm: rank {self.rank} ends: {why}.\n")
         sys.stderr.flush()
         for path in shared_memory():
-            with contextlib.suppress(OSError):  # another rank of this host was faster
+            with contextlib.suppress(OSError):  # another rank of this host has removed it
                 os.unlink(path)
         os._exit(1)
 
 
 def shared_memory() -> set[str]:
-    """Files of the memory that MPICH in this process shares with ranks of its host. MPI_Finalize alone removes them."""
+    """Returns the files of the memory that MPICH in this process shares with other ranks of its host.
+
+    Only MPI_Finalize removes them, so a rank that ends without it must do so.
+    """
     try:
         with open("/proc/self/maps", encoding="utf-8") as maps:
             return {line.split()[5] for line in maps if f" {_SHARED}" in line}

@@ -595,7 +595,10 @@ class ProcessSet:
         return plan, result, scratch
 
     def _message_plan(self, response: Response, memory: Location, request: Request) -> Plan:
-        """A message between two ranks of the set; all have a plan, so that its place in their order is the same."""
+        """Returns this rank's plan for a message between two ranks of the set.
+
+        The other ranks have an empty plan, so that the message has the same place in the order of plans on all ranks.
+        """
         ends = request.root, request.splits[0]
         buffer = view(memory, request.nbytes) if self.rank in ends else None
         plan = dense.message(self._context, buffer, request.nbytes, *ends)

@@ -1,7 +1,7 @@
-"""Ranks that no MPI launcher has started meet in a key-value store, before MPI starts.
+"""Lets ranks that no MPI launcher has started meet in a key-value store, before MPI starts.
 
-Every rank writes who it is; rank 0 compares, starts the PMI service (``runtime.pmi_client``), and writes where it is.
-Every wait has a deadline, and names the ranks that have not come.
+Every rank writes who it is. Rank 0 compares the ranks, starts the PMI service (``runtime.pmi_client``), and writes
+where the service is. Every wait has a deadline, and its error names the ranks that have not come.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ocomm.errors import LaunchError
 
 _POLL_S = 0.01
 _SLOWEST_POLL_S = 0.1
-#: For the others to hear from rank 0 why there is no job, before they give up by themselves.
+#: Seconds for the other ranks to read from rank 0 why there is no job, before they give up by themselves.
 _HEAR_S = 5.0
 
 
 class Store(Protocol):
-    """What is used of a ``torch.distributed.Store``."""
+    """The methods of a ``torch.distributed.Store`` that are used."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -38,8 +38,8 @@ class Store(Protocol):
 class Member:
     """What a rank says of itself.
 
-    ``node`` is the same for ranks that share memory, ``library`` its MPI, ``problem`` why it cannot start, ``address``
-    its host's on the way to the store's.
+    ``node`` is the same for ranks that share memory. ``library`` is the name of its MPI library. ``problem`` says why
+    that cannot start; it is "" if it can. ``address`` is the address of its host on the way to the store's host.
     """
 
     rank: int
@@ -52,7 +52,10 @@ class Member:
 
 
 def node_of_this_process() -> str:
-    """Names what this process shares memory and addresses with: a host, or a container with its own of both."""
+    """Returns a name that is the same for all processes with which this one shares memory and network addresses.
+
+    These are the processes of a host, or of a container that has its own memory and network.
+    """
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/ipc"):
         try:
@@ -72,7 +75,7 @@ def _text_of(path: str) -> str:
 
 
 def disagreement(members: Sequence[Member]) -> str:
-    """Why these ranks cannot start MPI together, as sentences; "" if they can."""
+    """Returns why these ranks cannot start MPI together, as sentences; "" if they can."""
     problems = _by_value(members, [member.problem for member in members])
     if any(problems):
         return " ".join(f"ranks {who}: {problem}" for problem, who in problems.items() if problem)
@@ -88,7 +91,7 @@ def disagreement(members: Sequence[Member]) -> str:
 
 
 def _by_value(members: Sequence[Member], values: Sequence[str]) -> dict[str, str]:
-    """Who has each value: ranks, with their hosts."""
+    """Returns, for each value, the ranks that have it, with their hosts."""
     said: dict[str, list[str]] = {}
     for member, value in zip(members, values, strict=True):
         said.setdefault(value, []).append(f"{member.rank} ({member.host})")
@@ -103,19 +106,20 @@ def meet(
     timeout_s: float,
     begin: Callable[[Sequence[Member]], Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Waits for all ranks in ``store``; returns what ``begin``, called on rank 0 with all of them, has returned.
-    Collective.
+    """Waits until all ranks have come to ``store``, and returns the result of ``begin`` on all of them. Collective.
 
     Args:
-        store: The same on all ranks; one that no other job has used with this ``prefix``.
-        prefix: Begins the names of the keys.
+        store: The same store on all ranks. No other job may have used it with this ``prefix``.
+        prefix: The beginning of the names of all keys.
         mine: What this rank says of itself.
         size: The number of ranks.
-        timeout_s: How long to wait for ranks.
-        begin: Its result must be JSON. LaunchError from it is raised on all ranks.
+        timeout_s: Seconds to wait for ranks.
+        begin: Called on rank 0 with the members, by rank, when all have come. Its result must be JSON. A LaunchError
+            that it raises is raised on all ranks.
 
     Raises:
-        LaunchError: Ranks have not come, there are two with one number, or they cannot start MPI together.
+        LaunchError: Ranks have not come, two ranks have the same number, the ranks cannot start MPI together, or the
+            store has failed.
     """
     end_s = time.monotonic() + timeout_s
     try:
@@ -128,9 +132,9 @@ def meet(
         store.set(f"{prefix}/member/{mine.rank}", json.dumps(asdict(mine)))
         if mine.rank == 0:
             return _lead(store, prefix, mine, size, timeout_s, end_s, begin)
-        # Rank 0 may come last, and then has all of the time for what it does.
+        # The other ranks wait a little longer than rank 0, so that they hear its reason if it gives up.
         return _follow(store, prefix, mine, size, timeout_s, end_s + _HEAR_S)
-    except (RuntimeError, OSError) as error:  # what Torch's stores raise are subclasses of RuntimeError
+    except (RuntimeError, OSError) as error:  # errors of Torch's stores are subclasses of RuntimeError
         if isinstance(error, LaunchError):
             raise
         raise LaunchError(
@@ -158,7 +162,7 @@ def _lead(
         answer = _begun(begin, members)
     except LaunchError as error:
         store.set(f"{prefix}/job", json.dumps({"error": str(error)}))
-        # This process may host the store, and the others have yet to read this.
+        # This process may host the store, so it must not end before the others have read the error.
         others = [f"{prefix}/heard/{rank}" for rank in range(1, size) if store.check([f"{prefix}/member/{rank}"])]
         _wait(store, others, time.monotonic() + _HEAR_S)
         raise
@@ -197,7 +201,7 @@ def _follow(store: Store, prefix: str, mine: Member, size: int, timeout_s: float
 
 
 def _wait(store: Store, keys: Sequence[str], end_s: float) -> list[int]:
-    """Until the store has all keys; the positions of those that it has not at ``end_s``."""
+    """Waits until the store has all keys. Returns the positions of those that it does not have at ``end_s``."""
     pause_s = _POLL_S
     left = list(range(len(keys)))
     while left := [position for position in left if not store.check([keys[position]])]:

@@ -98,7 +98,10 @@ def client(
 
 
 def connect_to_any(addresses: Sequence[str], key: bytes) -> AuthenticatedSocket:
-    """A line to the first of ``addresses``, given as HOST:PORT, where a server knows ``key``; LaunchError if none."""
+    """Returns a connection to the first of ``addresses``, given as HOST:PORT, at which a server knows ``key``.
+
+    Raises LaunchError if there is none.
+    """
     reasons = []
     for address in addresses:
         host, _, port = address.rpartition(":")

@@ -259,17 +259,17 @@ class Driver:
         self._announcement = 0
         #: What gradients are compressed with, as the core has it; None if it must be set again.
         self._compress_hyper: Hashable = None
-        #: Are the gradients of the step under way clipped by N?
+        #: True if the gradients of the step under way are clipped by N.
         self.clips = False
-        #: Must N be agreed before anything of the step under way is sent?
+        #: True if the ranks must agree on N before anything of the step under way is sent.
         self._needs_norm_round = False
-        #: Are gradients compressed with parameters, by what the core was handed last?
+        #: True if the hyperparameters that the core got last make it compress gradients together with parameters.
         self.is_decay_coupled = False
         #: What ``load_state`` and ``load_rank_state`` have loaded, for the report.
         self.resumed: dict[str, Any] | None = None
-        #: Has no step begun yet, since this driver was made or a state loaded?
+        #: True if no step has begun since this driver was made or a state was loaded.
         self._at_start = True
-        #: Was a state loaded to which there are rank states that were not?
+        #: True if a state was loaded, but not yet the rank state that belongs to it.
         self.rank_state_due = False
         #: Says which replicas the loaded state belongs to; None once they have moved on.
         self._loaded_replica: str | None = None
@@ -294,7 +294,7 @@ class Driver:
 
     @property
     def speaks(self) -> bool:
-        """Is this the rank that tells the user what concerns all ranks? One rank alone has nothing to tell."""
+        """True if this rank tells the user what concerns all ranks: rank 0, unless it is alone."""
         return self.core.rank == 0 and self.core.layout.ranks > 1
 
     @property
