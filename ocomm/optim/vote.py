@@ -8,6 +8,7 @@ which ranks say whose it was.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -141,7 +142,7 @@ class Vote:
         states = [wait(ticket, wire.channel, wire.ranks, wire.watch, what) for ticket in tickets]
         if any(state != State.DONE for state in states):
             raise self._failed(parts, tickets, what, said.step)
-        self.gradients_are_alike = said.gradients > 0 and held.segment_header.gradients() == {said.gradients}
+        self.gradients_are_alike = said.gradients > 0 and set(held.segment_header.gradients()) == {said.gradients}
         squares = held.segment_header.squares() if sends_norm else []
         self.norms = [math.sqrt(square) for square in squares]
         if with_norm:

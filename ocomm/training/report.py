@@ -31,18 +31,15 @@ COMMON: dict[str, str] = {
     "formula",
     "bytes_dense": "bytes that dense averages would have sent from this rank to other nodes in as many steps",
     "ratio": "bytes_dense / bytes_sent, of the whole run; None for a rank that sends nothing to other nodes, as on a "
-    "node "
-    "with more ranks than the smallest one has",
+    "node with more ranks than the smallest one has",
     "last_bytes_sent": "bytes that this rank has sent to other nodes in the last step",
     "last_ratio": "bytes of a dense step / last_bytes_sent; None if that is 0",
     "exposed_ms": "mean time per step, in ms, that step() waited for the exchange",
     "exposed_dense_ms": "the same for dense steps alone, without a first step in which nothing overlaps yet; None if "
-    "there "
-    "was none",
+    "there was none",
     "exposed_compressed_ms": "the same for compressed steps alone",
     "grad_norm": "the norm by which the last step was clipped: the root of the mean of the squares of the ranks' "
-    "norms; "
-    "None without clipping",
+    "norms; None without clipping",
     "memory_bytes": "bytes held, by buffer (docs/memory.md)",
     "resumed": "None, or what was loaded: the step, the number of ranks that saved it, and whether rank states were "
     "loaded, re-sharded or reset, and why",
@@ -53,14 +50,16 @@ _MASKED = {
     "woken_elements": "number of elements that were masked and have had a gradient since",
 }
 _WARM = {"warm_start": "None, or what was loaded of an Adam's checkpoint"}
+_BITS = {"dense_bits": "bits per element of what travels dense"}
 _FREEZE = {"freeze_step": "the last dense step; None until it is known"}
 
 #: Further entries, by the optimizer's kind.
 OF_KIND: dict[str, dict[str, str]] = {
-    "OneBitAdam": {**_MASKED, **_WARM, **_FREEZE},
+    "OneBitAdam": {**_MASKED, **_WARM, **_BITS, **_FREEZE},
     "OneBitLamb": {
         **_MASKED,
         **_WARM,
+        **_BITS,
         **_FREEZE,
         "trust_ratios": "by tensor: the factor by which the last step multiplied lr",
         "factors": "by tensor: the part of the trust ratio that follows the variance since the freeze",
@@ -68,6 +67,7 @@ OF_KIND: dict[str, dict[str, str]] = {
     "ZeroOneAdam": {
         **_MASKED,
         **_WARM,
+        **_BITS,
         "interval": "number of steps from one sync to the next, at this moment",
         "synced": "True if all ranks have the same parameters now",
         "syncs": "number of steps that were syncs",
