@@ -22,6 +22,7 @@ from ocomm.agreement import LOOKED_AT, MADE_ALIKE, by_rank, first_difference, ga
 from ocomm.collectives.bridge import IntraNode
 from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
+from ocomm.compression.codecs import Codec
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.kernels.base import Kernels, Memory
@@ -308,7 +309,9 @@ class Driver:
     def plan(self) -> str:
         """Returns what this rank will send per step, in words."""
         if not self.core.exchange().compressed.any():
-            return f"a step sends {amount(self.dense_nbytes)} per rank, dense."
+            codes = self.core.dense_codes
+            sent = self.dense_nbytes if codes is None else self._nbytes_in(codes.codec)
+            return f"a step sends {amount(sent)} per rank, dense."
         return f"a step sends about {amount(self.compressed_nbytes)} per rank instead of {amount(self.dense_nbytes)}."
 
     @property
@@ -319,7 +322,10 @@ class Driver:
     @property
     def compressed_nbytes(self) -> float:
         """What this rank sends to other nodes in a compressed step, without headers."""
-        return self.core.layout.compressed_bytes(self.core.rank, self.core.codec)
+        return self._nbytes_in(self.core.codec)
+
+    def _nbytes_in(self, codec: Codec) -> float:
+        return self.core.layout.compressed_bytes(self.core.rank, codec)
 
     # Hyperparameters
 
