@@ -213,5 +213,5 @@ def test_another_thread_launches_on_the_stream_of_each_device_what_was_compiled_
     if said.startswith("no NVVM"):
         pytest.skip(reason=said.strip())
     assert said.splitlines() == [
-        f"{blocks} x 256 threads, 3072 bytes, device {number}" for number in (0, 1) for blocks in (3, 1)
+        f"{blocks} x 256 threads, 4096 bytes, device {number}" for number in (0, 1) for blocks in (3, 1)
     ]
