@@ -93,7 +93,7 @@ def test_a_dense_run_is_told_in_two_lines(caplog: pytest.LogCaptureFixture) -> N
         optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), compression=Compression.bf16)
         for _ in range(3):
             optimizer.zero_grad()
-            parameters[0].sum().backward()
+            (parameters[0].sum() * (1.0 + session.require_topology().rank)).backward()
             optimizer.step()
 
     with caplog.at_level(NOTICE, "ocomm"):
