@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:  # takes no type before Python 3.11
+    _StreamHandler = logging.StreamHandler
 
 #: Between info and warning: what rank 0 says of every run, in three lines.
 NOTICE = 25
@@ -35,7 +40,7 @@ class _Formatter(logging.Formatter):
         return f"ocomm: {text}" if record.levelno == NOTICE else f"ocomm {record.levelname.lower()}: {text}"
 
 
-class _Stderr(logging.StreamHandler[TextIO]):
+class _Stderr(_StreamHandler):
     """Writes to what ``sys.stderr`` is at that moment, unless the script has a handler that gets the line."""
 
     def __init__(self) -> None:
