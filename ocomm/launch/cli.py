@@ -443,9 +443,14 @@ def make_parser() -> argparse.ArgumentParser:
     network.add_argument("--tcp", action="store_true", help="TCP only, under Open MPI also between ranks of one host")
     network.add_argument("--mpi", action="store_true", help="start through MPI, which is the only way there is")
     network.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)
-    network.add_argument("--mpi-args", default="", metavar="'...'", help="further arguments for the MPI's launcher")
     network.add_argument(
-        "--binding-args", metavar="'...'", help="how ranks are bound to cores, in the launcher's words"
+        "--mpi-args", type=_shell_words, default="", metavar="'...'", help="further arguments for the MPI's launcher"
+    )
+    network.add_argument(
+        "--binding-args",
+        type=_shell_words,
+        metavar="'...'",
+        help="how ranks are bound to cores, in the launcher's words",
     )
 
     tune = parser.add_argument_group("tunables, passed to the ranks as OCOMM_* variables")
@@ -570,6 +575,15 @@ def _whole(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
     return int(text)
+
+
+def _shell_words(text: str) -> str:
+    """Returns ``text``, if a shell could cut it into words."""
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be cut into words: {error}") from None
+    return text
 
 
 def _not_negative(text: str) -> float:

@@ -78,7 +78,7 @@ def flags_of(content: Mapping[str, Any], path: str) -> list[str]:
     flags: list[str] = []
     for section, values in content.items():
         if section == "controller":
-            if values not in _CONTROLLERS:
+            if not isinstance(values, str) or values not in _CONTROLLERS:
                 raise LaunchError(f"--config-file {path}: controller {values!r} is neither mpi nor gloo.")
             flags += _CONTROLLERS[values]
             continue
@@ -86,8 +86,10 @@ def flags_of(content: Mapping[str, Any], path: str) -> list[str]:
         if known is None:
             sections = ", ".join(["controller", *_FLAGS])
             raise LaunchError(f"--config-file {path}: there is no section {section!r}; there are {sections}.")
+        if not isinstance(values or {}, dict):
+            raise LaunchError(f"--config-file {path}: {section} has lines such as 'name: value', not {values!r}.")
         for key, value in (values or {}).items():
-            flag = known.get(key.replace("-", "_"))
+            flag = known.get(str(key).replace("-", "_"))
             if flag is None:
                 raise LaunchError(f"--config-file {path}: {section} has no {key!r}; it has {', '.join(known)}.")
             if isinstance(flag, tuple):

@@ -110,6 +110,7 @@ def test_a_request_that_cannot_be_served_ends_with_one_line(flags, message, caps
         (("-np", "0"), "'0' is not a whole number of 1 or more"),
         (("--cache-capacity", "-1"), "'-1' is not a whole number of 0 or more"),
         (("--cycle-time-ms", "soon"), "'soon' is not a number of 0 or more"),
+        (("--mpi-args", "'x"), "cannot be cut into words: No closing quotation"),
         (("--log-level", "loud"), "invalid choice: 'LOUD' (choose from"),
     ],
 )
@@ -226,6 +227,9 @@ def test_a_config_file_says_what_flags_say_and_the_command_line_wins(tmp_path):
         ({"timeline": {"file": "x"}}, "timeline has no 'file'; it has filename, mark_cycles."),
         ({"stall_check": {"enabled": "yes"}}, "stall_check.enabled is true or false, not 'yes'."),
         ({"controller": "nccl"}, "controller 'nccl' is neither mpi nor gloo."),
+        ({"controller": ["mpi"]}, "controller ['mpi'] is neither mpi nor gloo."),
+        ({"params": [1]}, "params has lines such as 'name: value', not [1]."),
+        ({"timeline": {1: "x"}}, "timeline has no 1; it has filename, mark_cycles."),
     ],
 )
 def test_a_config_file_with_unknown_words_is_an_error_that_names_them(content, message):
