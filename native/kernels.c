@@ -1,5 +1,6 @@
 /* The 1-bit loops: what both paths share, their few instructions that differ, and the choice between them. */
 #include "pool.h"
+#include "processor.h"
 
 #include <stddef.h>
 #include <string.h>
@@ -744,7 +745,7 @@ TARGET SHARED void drawn_avx512(v16 *row, const generator *g, uint64_t quad) {
     __m512i c0 = _mm512_add_epi64(_mm512_set1_epi64((int64_t)quad), _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7));
     __m512i c1 = _mm512_srli_epi64(c0, 32), c2 = _mm512_set1_epi64(g->step), c3 = _mm512_set1_epi64(g->stream);
     UNROLL for (int r = 0; r < PHILOX_ROUNDS; r++) {
-        const int xor3 = 0x96;
+        enum { xor3 = 0x96 }; /* clang takes no variable here */
         const __m512i p0 = _mm512_mul_epu32(c0, m0), p1 = _mm512_mul_epu32(c2, m1);
         c0 = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), c1, _mm512_set1_epi64(g->key0[r]), xor3);
         c1 = p1;
@@ -774,15 +775,11 @@ static const loops loops_avx512 = {
     adam_update_avx2, lamb_update_avx512, compress_codes_avx2, average_codes_avx2, unpack_codes_avx2,
 };
 
-static int has_avx2(void) {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
-}
+static int has_avx2(void) { return processor_has(HAS_POPCNT, HAS_AVX2, 0, SAVES_YMM); }
 
 /* VBMI2 is not needed: whoever has it keeps his clock rate with wide vectors, as the first with AVX-512 did not. */
 static int has_avx512(void) {
-    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vbmi2");
+    return has_avx2() && processor_has(0, HAS_AVX512F | HAS_AVX512DQ, HAS_AVX512VBMI2, SAVES_ZMM);
 }
 
 #endif
