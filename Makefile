@@ -9,13 +9,20 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 MPIRUN := timeout 1800 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence clean install
+.PHONY: demo test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence clean install wheel test-install
 
 install: $(STAMP)
 
 $(STAMP): setup.py pyproject.toml native/build.py native/*.c native/*.h ocomm/kernels/loops.py tools/install.sh
 	PIP_ARGS='$(PIP_ARGS)' bash tools/install.sh $(VENV)
 	touch $@
+
+# Wheels that need no compiler, and what they were installed with (docs/installing.md). Some hundred megabytes each.
+wheel:
+	PIP_ARGS='$(PIP_ARGS)' bash tools/wheel.sh dist
+
+test-install: wheel
+	python3 tools/install_matrix.py dist/ocomm-*-manylinux_2_28_$$(uname -m).whl --into docs/installing.md
 
 demo: install
 	$(PY) -m ocomm.launch -np 2 $(PY) examples/torch_digits.py
