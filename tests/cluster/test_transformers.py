@@ -13,13 +13,11 @@ import pytest
 
 from tests.cluster.jobs import MPICH, launchers, run_by, run_job
 
+HAS_PACKAGES = bool(find_spec("transformers") and find_spec("accelerate"))
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif("TEST_MPI_SIZE" in os.environ, reason="starts jobs itself"),
-    pytest.mark.skipif(
-        find_spec("transformers") is None or find_spec("accelerate") is None,
-        reason="no transformers or accelerate: pip install 'ocomm[transformers]'",
-    ),
+    pytest.mark.skipif(not HAS_PACKAGES, reason="no transformers or accelerate: pip install 'ocomm[transformers]'"),
 ]
 TRAIN = str(Path(__file__).with_name("train_transformers.py"))
 
