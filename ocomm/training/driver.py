@@ -309,15 +309,19 @@ class Driver:
     def plan(self) -> str:
         """Returns what this rank will send per step, in words."""
         if not self.core.exchange().compressed.any():
-            codes = self.core.dense_codes
-            sent = self.dense_nbytes if codes is None else self._nbytes_in(codes.codec)
-            return f"a step sends {amount(sent)} per rank, dense."
+            return f"a step sends {amount(self.uncompressed_nbytes)} per rank, dense."
         return f"a step sends about {amount(self.compressed_nbytes)} per rank instead of {amount(self.dense_nbytes)}."
 
     @property
     def dense_nbytes(self) -> float:
-        """What this rank sends to other nodes in a dense step."""
+        """What this rank would send to other nodes in a dense step of float32."""
         return self.core.layout.dense_bytes(self.core.rank)
+
+    @property
+    def uncompressed_nbytes(self) -> float:
+        """What this rank sends to other nodes in a dense step, in ``dense_bits`` per element, without headers."""
+        codes = self.core.dense_codes
+        return self.dense_nbytes if codes is None else self._nbytes_in(codes.codec)
 
     @property
     def compressed_nbytes(self) -> float:
@@ -545,7 +549,7 @@ class Driver:
             if notices is not None:
                 notices.steps = self.steps
                 if self.stepper.traffic.first_compressed == self.stepper.traffic.steps:
-                    notices.first_compressed(self.dense_nbytes)
+                    notices.first_compressed(self.uncompressed_nbytes)
         except BaseException as error:  # some parameters may have changed already
             self.stepper.give_up(error)
             raise

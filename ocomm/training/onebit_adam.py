@@ -95,7 +95,7 @@ class OneBitAdamDriver(AdamDriver):
             when = f"after step {schedule.latest} at the latest (a fifth of total_steps)"
         else:
             when = f"after {2 * schedule.window} steps at the earliest (freeze_step='auto'; total_steps= sets a limit)"
-        return f"a step sends {amount(self.dense_nbytes)} per rank in the warm-up, {compressed}, {when}."
+        return f"a step sends {amount(self.uncompressed_nbytes)} per rank in the warm-up, {compressed}, {when}."
 
     def clips_next(self) -> bool:
         if self.grid is not None:  # the same in all parts, also in one whose tensors had no gradient yet

@@ -21,7 +21,7 @@ class ZeroOneAdamDriver(AdamDriver):
         """Returns what this rank will send per step, in words."""
         return (
             f"a sync sends about {amount(self.compressed_nbytes)} per rank instead of {amount(self.dense_nbytes)}, and "
-            "as much as a dense step besides where it refreshes the variance."
+            f"{amount(self.uncompressed_nbytes)} besides where it refreshes the variance."
         )
 
     # State
