@@ -45,11 +45,13 @@ DENSE_ERROR = "dense_error"
 class Exchange(NamedTuple):
     """What the next step sends: one bool per tensor of the layout, for each of two ways.
 
-    A tensor may travel both ways, or not at all if the core ``steps_locally``.
+    A tensor may travel both ways, or not at all if the core ``steps_locally``. ``local`` are the tensors that take a
+    local step, also if they travel; None: only those that do not travel do.
     """
 
     compressed: Bools
     dense: Bools
+    local: Bools | None = None
 
 
 @dataclass(slots=True)

@@ -298,7 +298,8 @@ class Flows:
         self.order = list(range(count - 1, -1, -1))
         #: The flows of the step: compressed, dense, inside nodes.
         self.flows: list[Flow] = []
-        #: Tensors that do not travel in the step, and the flow that sums them inside nodes.
+        #: Tensors that do not travel in the step, and the flow that sums them, and others that step locally, inside
+        #: nodes.
         self.local: list[int] = []
         self.node: NodeFlow | None = None
         #: The dense averages, flat float32, and the addresses of each tensor's part.
@@ -309,7 +310,7 @@ class Flows:
         self.compressed: CompressedFlow | None = None
         self.dense: DenseFlow | None = None
         self._exchange: Exchange | None = None
-        self._wanted: tuple[bytes, bytes] | None = None
+        self._wanted: tuple[bytes, bytes, bytes] | None = None
         self._cut_for: dict[str, bytes] = {}
 
     def adopt_order(self, order: Sequence[int]) -> None:
@@ -324,8 +325,13 @@ class Flows:
         exchange = self.core.exchange()
         if exchange is self._exchange:
             return False
-        compressed, dense = (wanted & (self.layout.numels > 0) for wanted in exchange)
-        wanted = compressed.tobytes(), dense.tobytes()
+        compressed, dense = (wanted & (self.layout.numels > 0) for wanted in (exchange.compressed, exchange.dense))
+        local = ~(compressed | dense)
+        summed = local
+        if exchange.local is not None and self.core.dense_codes is None:
+            # An average in float32 leaves no sum of the node behind, as those in codes do.
+            summed = local | exchange.local
+        wanted = compressed.tobytes(), dense.tobytes(), summed.tobytes()
         if wanted == self._wanted:
             self._exchange = exchange
             return False
@@ -338,9 +344,8 @@ class Flows:
         if self._cut_for.get("dense") != wanted[1] and (dense.any() or not self.core.dense_again):
             self._arrange_dense(dense)
             self._cut_for["dense"] = wanted[1]
-        local = ~(compressed | dense)
         self.local = np.flatnonzero(local).tolist()
-        alone = local & (self.layout.numels > 0)
+        alone = summed & (self.layout.numels > 0)
         self.node = None
         # In local steps the ranks of a node step together, on the sum of their gradients.
         if self.core.steps_locally and not self.layout.nodes.is_flat and alone.any():

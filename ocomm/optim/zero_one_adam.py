@@ -206,7 +206,8 @@ class ZeroOneAdam(Core):
     def exchange(self) -> Exchange:
         compressed = self.stage == Stage.COMPRESSED
         dense = self.stage == Stage.DENSE
-        return Exchange(compressed & self.is_sync, dense | (compressed & self.is_refresh))
+        local = None if self.is_sync else compressed
+        return Exchange(compressed & self.is_sync, dense | (compressed & self.is_refresh), local)
 
     def segment_mask(self, layout: SegmentLayout) -> Bytes | None:
         preconditioner = self.preconditioner

@@ -162,12 +162,16 @@ def test_lion_equals_the_simulation_on_all_ranks_after_every_step(hosts: str, st
         assert result["digests"] == expected
 
 
-@pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.1}])
+@pytest.mark.parametrize(
+    ("decay", "refreshes"), [({}, {}), ({"weight_decay": 0.1}, {}), ({}, {"var_freeze_step": 30})], ids=str
+)
 @pytest.mark.parametrize(("hosts", "steps"), [("aabb", 40 if MPI_SIZE else 60), ("aaab", 40), ("abcc", 40)])
 def test_zero_one_adam_equals_the_simulation_on_every_rank_after_every_step(
-    hosts: str, steps: int, decay: dict[str, float]
+    hosts: str, steps: int, decay: dict[str, float], refreshes: dict[str, int]
 ) -> None:
-    simulation, order = in_nodes(hosts, zero_one_adam.Simulation, lr=1e-2, **decay, **SCHEDULE, **BLOCKS, **MASKS)
+    """With ``var_freeze_step`` there are refreshes in local steps, where a tensor travels dense alone."""
+    options = {**SCHEDULE, **MASKS, **refreshes}
+    simulation, order = in_nodes(hosts, zero_one_adam.Simulation, lr=1e-2, **decay, **BLOCKS, **options)
     members = Nodes.of_hosts(hosts).members
     expected: list[list[str]] = [[] for _ in hosts]
     for step in range(1, steps + 1):
@@ -179,7 +183,7 @@ def test_zero_one_adam_equals_the_simulation_on_every_rank_after_every_step(
     def adam(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=1e-2, foreach=False, **decay)
 
-    results = on(hosts, steps, DistributedZeroOneAdam, make=adam, **SCHEDULE, **MASKS)
+    results = on(hosts, steps, DistributedZeroOneAdam, make=adam, **options)
     assert [result["digests"] for result in results] == expected
     report = results[0]["report"]
     assert (report["syncs"], report["local_steps"]) == (simulation.syncs, simulation.local_steps)
