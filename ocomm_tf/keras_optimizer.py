@@ -145,6 +145,7 @@ def refuse_loss_scaling_outside(agreeing: Any = ()) -> None:
     """Raises InvalidRequestError for a LossScaleOptimizer around a distributed optimizer, except for ``agreeing`` ones:
     it would ask this rank alone whether gradients are finite.
     """
+    # A Keras optimizer is not told what is around it: only who calls ``apply`` shows it.
     caller = sys._getframe(2).f_locals.get("self")
     if (
         isinstance(caller, LossScaleOptimizer)

@@ -59,6 +59,11 @@ ARGUMENTS = {
         "``ocomm_tf.order.wire_variables``; else None."
     ),
     "process_set": "The ranks that train together.",
+    "warm_start": (
+        "True: training continues from the m, v and step count of an Adam in a saved model, which "
+        "``model.load_weights`` loads after ``build``; only variables without moments in it take dense steps first. "
+        "False: the dense steps of a loaded Adam count, and those that are missing come first."
+    ),
 }
 
 #: The documentation of the argument ``optimizer`` if it is an Adam.
@@ -295,6 +300,9 @@ class Compressed(Distributed):
 class CompressedAdam(Compressed):
     """``Compressed`` with Adam's moments."""
 
+    #: Whether training continues from the moments of a saved model without dense steps.
+    ocomm_warm_start = False
+
     @property
     def ocomm_moments(self: Any) -> tuple[tuple[float, float], float]:  # type: ignore[override]
         return (float(self.beta_1), float(self.beta_2)), float(self.epsilon)
@@ -320,9 +328,29 @@ class CompressedAdam(Compressed):
                 frontend.adopt(number, *self._saved(entry))
 
     def _adopt_moments(self: Any) -> None:
-        if int(self.iterations.numpy()):
-            self._restore_moments()
-            self._frontend.driver.continue_plain()
+        if not int(self.iterations.numpy()):
+            return
+        self._restore_moments()
+        frontend: KerasFrontend = self._frontend
+        if not self.ocomm_warm_start:
+            frontend.driver.continue_plain()
+            return
+        betas2 = {}
+        for number, entry in enumerate(frontend.entries):
+            if self._velocities[entry.index].numpy().any():
+                betas2[number] = self.ocomm_moments[0][1]
+            else:
+                frontend.release(number)
+        frontend.driver.start_warm(betas2)
+
+    def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
+        if self.ocomm_warm_start and self._frontend.driver.warm_start is None:
+            raise InvalidRequestError(
+                "warm_start=True, but no Adam's moments were loaded. After compile and optimizer.build("
+                "model.trainable_variables), call model.load_weights(FILE) with a model that was saved with its "
+                "optimizer; or leave warm_start out."
+            )
+        super()._backend_update_step(grads, trainable_variables, learning_rate)
 
     def _saved(self: Any, entry: WireVariable) -> tuple[Floats, Floats, int]:
         arrays = (self._momentums[entry.index].numpy(), self._velocities[entry.index].numpy())
@@ -372,8 +400,12 @@ def wrap(
     process_set: ProcessSet,
     options: Options,
     common: Common,
+    warm_start: bool = False,
 ) -> Any:
-    """Returns ``optimizer`` as an object of ``mixin`` and its class, inside its LossScaleOptimizer if there is one."""
+    """Returns ``optimizer`` as an object of ``mixin`` and its class, inside its LossScaleOptimizer if there is one.
+
+    ``warm_start`` needs a ``CompressedAdam``.
+    """
     scaled = optimizer if isinstance(optimizer, LossScaleOptimizer) else None
     inner = scaled.inner_optimizer if scaled is not None else optimizer
     check_wrappable(inner)
@@ -393,6 +425,7 @@ def wrap(
         inner.gradient_accumulation_steps = int(common.backward_passes_per_step)
     wrapped = subclass_of(mixin, inner)
     wrapped.__dict__["_setup"] = (process_set, names, options, common)
+    wrapped.__dict__["ocomm_warm_start"] = bool(warm_start)
     if scaled is None and keras.config.dtype_policy().name == "mixed_float16":
         scaled = LossScaleOptimizer(wrapped, name="loss_scale_optimizer")
     if scaled is not None:

@@ -278,8 +278,8 @@ class KerasFrontend:
         return "AdamW" if any(group.decoupled_decay for group in self.groups()) else "Adam"
 
     def read_warm_start(self) -> str | None:
-        """Returns None: a plain Adam's moments come with the variables of a saved model."""
-        return None
+        """Returns whether there is a warm start. Its moments come later, with the variables of a saved model."""
+        return "of a saved model" if self._owner.ocomm_warm_start else None
 
     def locate(self, tensors: list[int], final: bool) -> list[int]:
         """Returns addresses of gradients; 0 for none."""

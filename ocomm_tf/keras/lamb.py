@@ -29,6 +29,7 @@ def DistributedOneBitLamb(
     *,
     freeze_step: int | Literal["auto"] = "auto",
     total_steps: int | None = None,
+    warm_start: bool = False,
     max_coeff: float = 10.0,
     min_coeff: float = 0.01,
     coeff_beta: float = 0.9,
@@ -85,4 +86,4 @@ def DistributedOneBitLamb(
         )
     check_own_step(inner, "DistributedOneBitLamb", keras.optimizers.Lamb, keras.optimizers.Adam)
     chosen = LambOptions.of(locals()), Common.of(locals())
-    return wrap(_OneBitLamb, optimizer, variables, names, process_set, *chosen)
+    return wrap(_OneBitLamb, optimizer, variables, names, process_set, *chosen, warm_start)

@@ -25,6 +25,7 @@ def DistributedOneBitAdam(
     *,
     freeze_step: int | Literal["auto"] = "auto",
     total_steps: int | None = None,
+    warm_start: bool = False,
     block_size: int | Literal["tensor"] = 4096,
     scale: Literal["l1", "rms"] = "rms",
     variance_floor: float = 0.05,
@@ -63,4 +64,4 @@ def DistributedOneBitAdam(
     """
     require_adam(optimizer, "DistributedOneBitAdam")
     chosen = OneBitAdamOptions.of(locals()), Common.of(locals())
-    return wrap(_OneBitAdam, optimizer, variables, names, process_set, *chosen)
+    return wrap(_OneBitAdam, optimizer, variables, names, process_set, *chosen, warm_start)

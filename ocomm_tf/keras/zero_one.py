@@ -29,6 +29,7 @@ def DistributedZeroOneAdam(
     local_step_doubling: int | None = None,
     local_step_clip: int | None = None,
     total_steps: int | None = None,
+    warm_start: bool = False,
     block_size: int | Literal["tensor"] = 4096,
     scale: Literal["l1", "rms"] = "rms",
     variance_floor: float = 0.2,
@@ -68,4 +69,4 @@ def DistributedZeroOneAdam(
     """
     require_adam(optimizer, "DistributedZeroOneAdam")
     chosen = ZeroOneAdamOptions.of(locals()), Common.of(locals())
-    return wrap(_ZeroOneAdam, optimizer, variables, names, process_set, *chosen)
+    return wrap(_ZeroOneAdam, optimizer, variables, names, process_set, *chosen, warm_start)

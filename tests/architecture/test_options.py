@@ -24,7 +24,7 @@ from ocomm.training.driver import Common
 #: Arguments of a frontend that are no options, and have no twin in the other.
 OWN = {
     "ocomm_torch": {"optimizer", "named_parameters", "warm_start", "process_set", "mesh", "data"},
-    "ocomm_tf.keras": {"optimizer", "variables", "names", "process_set"},
+    "ocomm_tf.keras": {"optimizer", "variables", "warm_start", "names", "process_set"},
 }
 #: Arguments that differ from their definition: Keras has a Lion of its own, whose betas count.
 DIFFERENT = {("ocomm_tf.keras", "Lion", "betas"): ("tuple[float, float] | None", None)}
