@@ -218,7 +218,8 @@ def main(
             return 1
     else:
         results = measure(args)
-    if args.hosts or os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+    # init() has set RANK, whatever started the ranks.
+    if args.hosts or os.environ.get("RANK", "0") == "0":
         for result in results:
             print(show(result), end="\n\n")
         if args.json:
