@@ -41,6 +41,7 @@ from ocomm_torch.compressed import report_metrics
 from ocomm_torch.compression import Compression
 from ocomm_torch.ddp import optimizer_hook
 from ocomm_torch.ef_sgd import EFSGD, DistributedEFSGD
+from ocomm_torch.fsdp import across_hook
 from ocomm_torch.functions import (
     allgather_object,
     broadcast_object,
@@ -112,6 +113,7 @@ __all__ = [
     "SyncBatchNorm",
     "ZeroOneAdam",
     "__version__",
+    "across_hook",
     "add_process_set",
     "allgather",
     "allgather_async",

@@ -293,6 +293,20 @@ def test_a_pipeline_has_the_bits_of_data_parallel_steps_and_steps_as_one() -> No
 
 @in_a_job
 @pytest.mark.long
+def test_shards_whose_replicas_are_averaged_by_a_hook_train_as_one_process() -> None:
+    found = job("across")
+    assert max(said["gap"] for said in found) < 1e-6
+    assert [said["digest"] for said in found[:2]] == [said["digest"] for said in found[2:]]
+    assert found[0]["digest"] != found[1]["digest"]
+
+
+def test_a_hook_across_all_ranks_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="pass process_set=, or mesh=mesh, data='dp'"):
+        hvd.across_hook()
+
+
+@in_a_job
+@pytest.mark.long
 def test_shards_have_the_bits_of_the_simulation_and_replicas_are_equal() -> None:
     found = job("shards")
     assert found[1]["empty"] == [False, False, True, True]

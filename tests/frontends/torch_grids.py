@@ -199,6 +199,33 @@ class Sharded:
 
 
 @program
+def across() -> dict[str, Any]:
+    """fully_shard over 2, dense averages over 2, torch's SGD, against one process with the batches of all ranks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    mesh = hvd.init_device_mesh({"dp": 2, "fsdp": 2})
+    module, plain = fully_sharded(narrow(), mesh["fsdp"]), narrow()
+    hook = hvd.across_hook(mesh=mesh, data="dp")
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_all_reduce_hook(hook)
+    optimizer, twin = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (module, plain))
+    for step in range(STEPS):
+        for each in (optimizer, twin):
+            each.zero_grad()
+        x, y = data(step, hvd.rank())
+        F.mse_loss(module(x), y[:, :1]).backward()
+        batches = [data(step, rank) for rank in range(4)]
+        F.mse_loss(plain(torch.cat([x for x, _ in batches])), torch.cat([y[:, :1] for _, y in batches])).backward()
+        for each in (optimizer, twin):
+            each.step()
+    mine: list[Any] = list(module.parameters())
+    shards = [shard_of(p, mesh.get_local_rank("fsdp"), 2) for p in plain.parameters()]
+    gaps = [float((p.to_local() - shard).abs().max()) for p, shard in zip(mine, shards, strict=True) if shard.numel()]
+    return {"place": mesh.get_local_rank("fsdp"), "gap": max(gaps), "digest": digest(p.to_local() for p in mine)}
+
+
+@program
 def shards() -> dict[str, Any]:
     """fully_shard over 2 x 1-bit Adam over 2, against the simulation of 1-bit Adam on each shard."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
