@@ -25,6 +25,7 @@ from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchErro
 from ocomm.kernels.device import device_kernels  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm.training.resume import one_state  # noqa: E402
+from ocomm.types import Settings  # noqa: E402
 from ocomm_tf.keras import gpu  # noqa: E402
 from tests.fake_device import ELSEWHERE, FakeDevice  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
@@ -320,7 +321,8 @@ def test_a_gpu_that_never_gets_done_is_named(devices: Devices) -> None:
         with pytest.raises(HorovodInternalError, match="fake:0"):
             trained("SoftSignSGD", "GPU:0", watch=watch)
 
-    run_ranks(1, body)
+    # It ends by the limit for a step's exchange, which waits for the device.
+    run_ranks(1, body, Settings(stall_check_s=1, stall_shutdown_s=3))
 
 
 @pytest.mark.parametrize("which", ["bfloat16", "LAMB", "two places", "no numba", "no memory"])
