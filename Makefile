@@ -9,13 +9,21 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 MPIRUN := timeout 1800 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence clean install wheel test-install
+.PHONY: demo docs test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence clean install wheel test-install
 
 install: $(STAMP)
 
 $(STAMP): setup.py pyproject.toml native/build.py native/*.c native/*.h ocomm/kernels/loops.py tools/install.sh
 	PIP_ARGS='$(PIP_ARGS)' bash tools/install.sh $(VENV)
 	touch $@
+
+# The documentation as a site in site/, without a broken link or reference; then the scripts that stand in it are run.
+docs: $(STAMP)-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+	$(PY) -m pytest -q tests/architecture/test_docs.py tests/cluster/test_doc_blocks.py
+
+$(STAMP)-docs: $(STAMP)
+	$(PY) -m pip install -q $(PIP_ARGS) -e '.[docs]' && touch $@
 
 # Wheels that need no compiler, and what they were installed with (docs/installing.md). Some hundred megabytes each.
 wheel:

@@ -101,13 +101,13 @@ def documented(function: F) -> F:
     """Replaces ``{entries}`` in a docstring by a list of all entries."""
     if function.__doc__ is not None:  # python -OO
         lines = [
-            textwrap.fill(f"- ``{name}``: {text}.", 116, initial_indent=12 * " ", subsequent_indent=14 * " ")
+            textwrap.fill(f"- ``{name}``: {text}.", 116, initial_indent=12 * " ", subsequent_indent=16 * " ")
             for name, text in COMMON.items()
         ]
         for kind, entries in OF_KIND.items():
             lines += [
                 textwrap.fill(
-                    f"- ``{name}`` ({kind}): {text}.", 116, initial_indent=12 * " ", subsequent_indent=14 * " "
+                    f"- ``{name}`` ({kind}): {text}.", 116, initial_indent=12 * " ", subsequent_indent=16 * " "
                 )
                 for name, text in entries.items()
             ]

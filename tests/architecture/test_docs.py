@@ -1,0 +1,56 @@
+"""The documentation says what the code says: files in it are well formed, and messages that it explains exist.
+
+Scripts run in ``tests/cluster/test_doc_blocks.py``; links and references are checked by ``make docs``.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.doc_blocks import blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("ocomm", "ocomm_torch", "ocomm_tf")
+SCRIPTS = blocks(".sbatch") | blocks(".sh")
+#: A line of a string that goes on in the next line of the source.
+_JOINT = re.compile(r"""["'][ ]*\n\s*f?["']""")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_shell_scripts_of_the_documentation_are_shell(name: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=SCRIPTS[name], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_are_files_of_each_kind() -> None:
+    assert len(SCRIPTS) >= 2 and len(blocks(".yaml")) >= 2 and len(blocks(".py")) >= 3 and blocks("Dockerfile")
+
+
+def test_jobs_of_kubernetes_have_what_their_operators_ask_for() -> None:
+    jobs = {name: yaml.safe_load(text) for name, text in blocks(".yaml").items()}
+    mpi, torchrun = jobs["recipes.md: mpijob.yaml"], jobs["recipes.md: trainjob.yaml"]
+    assert (mpi["apiVersion"], mpi["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    replicas = mpi["spec"]["mpiReplicaSpecs"]
+    assert replicas.keys() == {"Launcher", "Worker"} and replicas["Launcher"]["replicas"] == 1
+    command = replicas["Launcher"]["template"]["spec"]["containers"][0]["command"]
+    assert command[command.index("-np") + 1] == str(replicas["Worker"]["replicas"] * mpi["spec"]["slotsPerWorker"])
+    assert (torchrun["apiVersion"], torchrun["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert torchrun["spec"]["trainer"]["command"][0] == "torchrun"
+
+
+def test_messages_that_are_explained_are_in_the_code() -> None:
+    source = "\n".join(
+        _JOINT.sub("", path.read_text()) for package in PACKAGES for path in (ROOT / package).rglob("*.py")
+    )
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = [
+        message for row in re.findall(r"^\| (`[^|]*)\|", page, re.MULTILINE) for message in re.findall("`(.*?)`", row)
+    ]
+    assert len(quoted) > 12
+    missing = [message for message in quoted if message not in source]
+    assert not missing
