@@ -15,6 +15,7 @@ from typing import Any
 from ocomm.errors import SettingsError
 from ocomm.negotiation.autotune import SPACE
 from ocomm.telemetry.log import LEVELS
+from ocomm.telemetry.metrics_port import parse_address
 from ocomm.torch_variables import OF_LAUNCHERS
 from ocomm.types import Settings
 
@@ -86,6 +87,11 @@ def _timeline(text: str) -> str:
     return "" if text == "DYNAMIC" else text  # Horovod's word for a timeline that start_timeline() begins later
 
 
+def _metrics_port(text: str) -> str:
+    parse_address(text)
+    return text
+
+
 #: MPI counts the bytes of a message in an int, and a message can be a little more than a segment.
 MOST_SEGMENT_NBYTES = 2**30
 #: Each segment in flight needs 16 tags of its own, and MPI promises 32768 tags.
@@ -125,6 +131,8 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "THREAD_AFFINITY": ("thread_affinity", _cores, True),
     "TIMELINE": ("timeline", _timeline, True),
     "TIMELINE_MARK_CYCLES": ("timeline_mark_cycles", _flag, True),
+    "METRICS_PORT": ("metrics_port", _metrics_port, False),
+    "WATCH": ("watch", _flag, False),
     "ELASTIC_FOLDER": ("elastic_folder", str, False),
     "ELASTIC_GENERATION": ("elastic_generation", _count, False),
     "ELASTIC_SUPERVISOR": ("elastic_supervisor", _list, False),

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -28,11 +28,14 @@ from ocomm.kernels.device import device_kernels
 from ocomm.negotiation.autotune import Autotune, BayesianSearch, Tuned
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.background import Runtime
+from ocomm.runtime.exporter import Exporter
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.runtime.handshake import background_core, bounded, check_sets, duplicate, handshake, topology_of
 from ocomm.runtime.process_set import ProcessSet, no_thread
 from ocomm.runtime.supervisor_client import SupervisorClient
 from ocomm.runtime.tuner import Tuner
+from ocomm.telemetry.counters import JobCounters, OptimizerCounters, RankCounters, Stalled, Waiting, spelled
+from ocomm.telemetry.metrics_port import parse_address
 from ocomm.telemetry.timeline import Timeline, path_of
 from ocomm.transport.base import Transport
 from ocomm.types import DType, Nodes, ReduceOp, Settings, Topology
@@ -45,6 +48,8 @@ _log = logging.getLogger("ocomm")
 REJOINS = "has left to join again"
 #: How many of a session's ``at_end`` are called: a search over hyperparameters makes many optimizers.
 _LAST_WORDS = 3
+#: How many optimizers of a session are counted for whoever watches the job: the last ones.
+_COUNTED = 8
 
 
 class AtEnd(Protocol):
@@ -80,6 +85,9 @@ class Session:
         self._pool: Pool | None = None
         #: Their ``at_end`` is called when the session ends in order, of the last ones alone where there are many.
         self.at_end: list[AtEnd] = []
+        #: Return what this rank has done through its optimizers. A new list each time, because the background thread
+        #: reads it.
+        self.counted: list[Callable[[], OptimizerCounters]] = []
         #: Id of the process that has started the session, which alone may communicate; 0 before ``start``.
         self.pid = 0
         self._starts = 0  # number of starts with a timeline that the settings ask for
@@ -192,6 +200,7 @@ class Session:
         if settings.timeline:
             self._starts += 1
             self._write_timeline(settings.timeline, settings.timeline_mark_cycles, self._starts)
+        runtime.exporter = self._exporter(runtime, control.rank)
         runtime.start()
         self.runtime = runtime
 
@@ -215,6 +224,8 @@ class Session:
         for member in self.sets.values():
             if member is not None and member.opening_bridge is not None:  # ends by itself, unless it waits for NCCL
                 member.opening_bridge.join(self.settings.start_timeout_s)
+        if runtime.exporter is not None:
+            runtime.exporter.close()
         if self.bridge is not None:  # no rank has a transfer under way, or the job has failed
             self.bridge.end("the session is over")
             self.bridge = None
@@ -236,6 +247,7 @@ class Session:
             for one in self.at_end[-_LAST_WORDS:]:
                 one.at_end()
         self.at_end.clear()
+        self.counted = []
         if self._pool is not None:
             self._pool.close()  # optimizers may keep the kernels, which go on without threads
         self.sets = {}
@@ -391,6 +403,45 @@ class Session:
         for member in self.sets.values():
             if member is not None:
                 member.timeline = timeline
+
+    # Counters
+
+    def count(self, counters: Callable[[], OptimizerCounters]) -> None:
+        """Notes an optimizer that is to be counted, in place of the oldest one where there are many.
+
+        Args:
+            counters: Returns its counters, from any thread. It must not keep the optimizer alive.
+        """
+        self.counted = [*self.counted, counters][-_COUNTED:]
+
+    def _exporter(self, runtime: Runtime, rank: int) -> Exporter | None:
+        """Returns what hands on the counters of the ranks; None if nobody wants them."""
+        topology, port = self.topology, self.settings.metrics_port
+        supervisor = self.supervisor if self.settings.watch else None
+        if not port and supervisor is None:
+            return None
+        assert topology is not None
+        host = topology.hosts[rank]
+
+        def counters() -> RankCounters:
+            waits = [Waiting(wait.what, wait.late) for wait in runtime.waits.waiting.copy().values()]
+            stalls = [
+                Stalled(stall.name, stall.waited_s, stall.missing)
+                for member in self.sets.copy().values()
+                if member is not None
+                for stall in member.stalls
+            ]
+            optimizers = tuple([counted() for counted in self.counted])
+            return RankCounters(rank, host, optimizers, tuple(waits), tuple(stalls))
+
+        def tell(job: JobCounters) -> None:
+            if supervisor is not None:
+                supervisor.say("counters", job=spelled(job))
+
+        exporter = Exporter(rank, topology.size, counters, runtime.clock)
+        if rank == 0:
+            exporter.open(parse_address(port) if port else None, None if supervisor is None else tell)
+        return exporter
 
     # Using
 

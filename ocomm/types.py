@@ -264,6 +264,8 @@ class Settings:
     thread_affinity: tuple[int, ...] = ()  # core of the background thread, by local rank; empty: any
     timeline: str = ""  # file of rank 0's timeline; "": none
     timeline_mark_cycles: bool = False
+    metrics_port: str = ""  # where rank 0 answers GET /metrics, PORT on loopback or ADDRESS:PORT; "": nowhere
+    watch: bool = False  # rank 0 tells the supervisor what all ranks count
     elastic_folder: str = ""  # where commits of elastic states are kept on each host; "": in memory only
     elastic_generation: int = 0  # number of times that an elastic job was started before
     elastic_supervisor: tuple[str, ...] = ()  # addresses HOST:PORT of the supervisor, which are tried in turn
@@ -284,4 +286,5 @@ class Settings:
         "direct_peers",
         "replica_check_steps",
         "torch_env",
+        "metrics_port",
     )

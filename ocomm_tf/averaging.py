@@ -16,7 +16,7 @@ from ocomm import session as sessions
 from ocomm.api import Average
 from ocomm.errors import InvalidRequestError, OcommError
 from ocomm.operations import ProcessSet
-from ocomm.training.notices import follow_dense
+from ocomm.training.notices import DenseNotices, follow_dense
 from ocomm.types import ReduceOp
 from ocomm_tf import engine, mpi_ops
 from ocomm_tf.compression import Compressor
@@ -26,7 +26,7 @@ from ocomm_tf.naming import name_of
 from ocomm_tf.replicas import comparison_of, kind_of, options_of, rate_line
 
 #: By runtime, because the ranks of another runtime must agree again.
-_known: weakref.WeakKeyDictionary[Any, dict[Any, list[str]]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[Any, tuple[list[str], DenseNotices | None]]] = weakref.WeakKeyDictionary()
 
 
 class Averaging:
@@ -103,8 +103,8 @@ class Averaging:
         if shared:
             chosen = [variables[position] for position in shared]
             own = [gradients[position] for position in shared]
-            names = self._names(chosen)
-            compared = self._compare(own, chosen, names, optimizer)
+            names, notices = self._names(chosen)
+            compared = self._compare(own, chosen, names, notices, optimizer)
             try:
                 averaged = self._average(own, chosen, names)
             except Exception:
@@ -116,8 +116,10 @@ class Averaging:
                 result[position] = gradient
         return result
 
-    def _names(self, variables: Sequence[Any]) -> list[str]:
-        """Returns names on the wire. They are compared between the ranks the first time that these variables come."""
+    def _names(self, variables: Sequence[Any]) -> tuple[list[str], DenseNotices | None]:
+        """Returns names on the wire, and what counts the steps. The names are compared between the ranks the first time
+        that these variables come.
+        """
         session = sessions.current()
         key = (
             self.process_set.number(session),
@@ -125,15 +127,22 @@ class Averaging:
         )
         known = _known.setdefault(session.runtime, {})
         if key not in known:
-            known[key] = agree_on(self.what, variables, self.process_set)
+            names = agree_on(self.what, variables, self.process_set)
             numel = sum(int(np.prod(v.shape)) for v in variables if None not in tuple(v.shape))
-            follow_dense(session, key[0], self.what, numel, 4 * numel, False)
+            known[key] = names, follow_dense(session, key[0], self.what, numel, 4 * numel, False)
         return known[key]
 
     def _compare(
-        self, gradients: Sequence[Any], variables: Sequence[Any], names: Sequence[str], optimizer: Any
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        names: Sequence[str],
+        notices: DenseNotices | None,
+        optimizer: Any,
     ) -> Callable[[], Any]:
         """Begins to compare the variables. Returns a function that waits for the end and raises if they differ.
+
+        ``notices`` count a step with each comparison, also in a graph.
 
         Variables with ``tf.IndexedSlices`` are left out: TensorFlow adds rows to a variable in the order in which its
         threads come, which differs between ranks. So are those in a session of ``tf.compat.v1``, which does not order
@@ -153,6 +162,7 @@ class Averaging:
         )
         if comparison is None:
             return _nothing
+        comparison.notices = notices
         lines = [] if optimizer is None else options_of(optimizer)
         rate = None if optimizer is None else _rate_of(optimizer)
         if not is_eager:

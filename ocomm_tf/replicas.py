@@ -30,6 +30,7 @@ from ocomm.optim.replicas import ReplicaWindows
 from ocomm.session import Session
 from ocomm.training.comparison import StepComparison, spelled
 from ocomm.training.driver import digest
+from ocomm.training.notices import DenseNotices
 from ocomm_tf import engine
 
 #: Arguments of constructors that are no hyperparameters, or that are compared in another way.
@@ -122,6 +123,8 @@ class Comparison:
         )
         self._runtime: Any = None
         self.rows: StepComparison
+        #: Counts the steps, which are as many as the comparisons.
+        self.notices: DenseNotices | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -185,6 +188,8 @@ class Comparison:
         if self._session.runtime is not self._runtime:  # graphs outlive a shutdown
             self.rows = self._make_rows()
             self._runtime = self._session.runtime
+        if self.notices is not None:
+            self.notices.steps += 1
         self.rows.start()
 
     def end_turn(self) -> None:

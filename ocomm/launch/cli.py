@@ -26,7 +26,9 @@ from ocomm.launch.flavour import Flavour, Launcher, MpiLibrary, check_match, fin
 from ocomm.launch.generations import Limits
 from ocomm.launch.hosts import Host, is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.supervise import Supervisor
+from ocomm.launch.watch import open_view
 from ocomm.telemetry.log import LEVELS
+from ocomm.telemetry.metrics_port import parse_address
 from ocomm.torch_variables import inherited
 from ocomm.version import __version__
 
@@ -155,24 +157,37 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     )
     ask = _asker(options, launcher, environ)
     script, slots = options.host_discovery_script, options.slots_per_host
-    return Supervisor(request, launcher, limits, ask, fixed, script, slots, options.verbose)
+    view = open_view() if options.watch else None
+    return Supervisor(request, launcher, limits, ask, fixed, script, slots, options.verbose, view=view)
 
 
 def make_watcher(options: argparse.Namespace, environ: Mapping[str, str]) -> Supervisor | None:
-    """Returns the supervisor of a job on several hosts that is not elastic; None for other jobs. Raises LaunchError."""
+    """Returns the supervisor of a job that is not elastic, if it is on several hosts or somebody watches it; None for
+    other jobs. Raises LaunchError.
+    """
     if options.hosts is None and options.hostfile is None:
-        return None
+        if not options.watch:
+            return None
+        if is_in_allocation(environ):
+            raise LaunchError("--watch must know the hosts, also in an allocation: name them with -H a:2,b:2.")
     hosts = _hosts(options, in_allocation=False)
     request, launcher = _request(options, environ)
     ask = _asker(options, launcher, environ)
     states = ask([host.name for host in hosts])
     reach.require_reachable(states)
-    if launcher.flavour is Flavour.SRUN or all(state.is_local for state in states):
+    if launcher.flavour is Flavour.SRUN and options.watch:
+        raise LaunchError("--watch: ocommrun does not supervise what srun starts; use --metrics-port 9100 there.")
+    spans_hosts = not all(state.is_local for state in states)
+    if launcher.flavour is Flavour.SRUN or not (spans_hosts or options.watch):
         return None
-    build(replace(request, hosts=hosts, spans_hosts=True), launcher)  # says what cannot be
+    build(replace(request, hosts=hosts, spans_hosts=spans_hosts), launcher)  # says what cannot be
+    if not spans_hosts:
+        _require_program(request.command, environ)
+        require_script(request.command)
     ranks = request.num_proc
     limits = Limits(ranks, ranks, ranks, resets=0, patience_s=math.inf)
-    return Supervisor(request, launcher, limits, ask, hosts, verbose=options.verbose, is_elastic=False)
+    view = open_view() if options.watch else None
+    return Supervisor(request, launcher, limits, ask, hosts, verbose=options.verbose, is_elastic=False, view=view)
 
 
 def _require_program(command: tuple[str, ...], environ: Mapping[str, str]) -> None:
@@ -350,6 +365,10 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
         settings["OCOMM_TIMELINE"] = os.path.abspath(options.timeline_filename)
     if options.timeline_mark_cycles is not None:
         settings["OCOMM_TIMELINE_MARK_CYCLES"] = "1" if options.timeline_mark_cycles else "0"
+    if options.metrics_port is not None:
+        settings["OCOMM_METRICS_PORT"] = options.metrics_port
+    if options.watch:
+        settings["OCOMM_WATCH"] = "1"
     if options.log_level is not None:
         settings["OCOMM_LOG_LEVEL"] = options.log_level
     if not options.torch_env:
@@ -374,6 +393,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("-np", "--num-proc", type=_positive, metavar="N", help="number of ranks")
     add("-cb", "--check-build", action="store_true", help="show what is installed; exit code 1 if it cannot train")
     add("--verbose", action="store_true", help="print the command line that is executed")
+    add(
+        "--watch",
+        action="store_true",
+        help="show ranks, steps per second, bytes, stragglers and stalls while the job runs; needs ocomm[watch]",
+    )
     add("--config-file", metavar="FILE", help="flags in YAML, in horovodrun's form; the command line wins")
     add(
         "--as-horovod",
@@ -469,6 +493,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--stall-check-shutdown-time-seconds", type=_count, metavar="S", help="seconds until the job ends"
     )
     tune.add_argument("--timeline-filename", metavar="FILE", help="write what every tensor waited for, a file per rank")
+    tune.add_argument(
+        "--metrics-port",
+        type=_address,
+        metavar="PORT",
+        help="rank 0 answers GET /metrics there, for Prometheus; PORT on loopback, or ADDRESS:PORT",
+    )
     cycles = tune.add_mutually_exclusive_group()
     cycles.add_argument(
         "--timeline-mark-cycles", action="store_true", default=None, help="mark announcements in the timeline"
@@ -601,6 +631,15 @@ _AUTOTUNE: dict[str, tuple[Callable[[str], float], str]] = {
     "bayes_opt_max_samples": (_positive, "settings that are tried (default 20)"),
     "gaussian_process_noise": (_not_negative, "noise of a score, as a part of the spread of all (default 0.8)"),
 }
+
+
+def _address(text: str) -> str:
+    """Returns ``text``, if it says where to listen."""
+    try:
+        parse_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {error}") from None
+    return text
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Runs an elastic job: one MPI job after the other, until one ends well or ``generations`` says that none can.
 
 Other jobs on several hosts have one generation. They are supervised, too, because the launcher would wait for a host
-that is lost.
+that is lost. So are jobs that somebody watches.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from ocomm.launch.generations import End, Failure, Generations, Limits, Start, W
 from ocomm.launch.hosts import Host, parse_discovered, total_slots
 from ocomm.launch.reach import HostState
 from ocomm.launch.server import Server
+from ocomm.launch.watch import View
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError, wait
 from ocomm.runtime.supervisor_client import KEY, SILENT
+from ocomm.telemetry.counters import read_job
 
 #: Seconds from the first report of a failure until the launcher is told to end, if it has not ended by itself; and from
 #: then until it is killed.
@@ -58,6 +60,7 @@ class Supervisor:
         slots_per_host: The number of ranks of discovered hosts that come without one; None if all must have one.
         verbose: Whether to print the command lines.
         is_elastic: If False there is one generation, and nothing is kept for another.
+        view: Shows what the ranks count; None if nobody watches.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class Supervisor:
         slots_per_host: int | None = None,
         verbose: bool = False,
         is_elastic: bool = True,
+        view: View | None = None,
     ) -> None:
+        self._view = view
         self.is_elastic = is_elastic
         self.request = request
         self.launcher = launcher
@@ -94,8 +99,13 @@ class Supervisor:
         """Runs the job and returns its exit status."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._end_on_signal)
-        with Server(self._listens_at(), self._key) as server:
-            return self._run(server)
+        try:
+            with Server(self._listens_at(), self._key) as server:
+                return self._run(server)
+        finally:
+            if self._view is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    self._view.close()
 
     def _listens_at(self) -> str:
         """Returns the address of the port to which ranks connect."""
@@ -216,7 +226,7 @@ class Supervisor:
         if line.make_directory is not None:
             os.makedirs(line.make_directory, exist_ok=True)
         environ = {**self.request.environ, **line.added_environ, KEY: self._key.hex()}
-        return _Job(line.argv, environ, step, self.generations.limits.patience_s)
+        return _Job(line.argv, environ, step, self.generations.limits.patience_s, self._view)
 
     def _addresses(self, hosts: Mapping[str, bool]) -> list[str]:
         address = self._listens_at()
@@ -260,8 +270,16 @@ class Supervisor:
 class _Job:
     """One generation: the launcher's process, and the connections to its ranks."""
 
-    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], step: Start, patience_s: float) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        step: Start,
+        patience_s: float,
+        view: View | None = None,
+    ) -> None:
         self.step = step
+        self._view = view
         self.ranks = total_slots(step.hosts)
         self.commit = 0
         self.has_left = False
@@ -277,21 +295,34 @@ class _Job:
             argv,
             env=environ,
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if view is not None and view.takes_output else None,
             stderr=subprocess.PIPE,
             # An interrupt at the terminal reaches this process only, which then ends the launcher in order.
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._pass_on, name="ocomm-stderr", daemon=True)
-        self._reader.start()
+        # The launcher says on stderr what has failed.
+        pipes = (self._process.stderr, self._note), (self._process.stdout, lambda data: None)
+        self._readers = [
+            threading.Thread(target=self._pass_on, args=(pipe.fileno(), note), name="ocomm-output", daemon=True)
+            for pipe, note in pipes
+            if pipe is not None
+        ]
+        for reader in self._readers:
+            reader.start()
 
-    def _pass_on(self) -> None:
-        """Prints what the launcher and the ranks write, and keeps the end of it for diagnosis."""
-        assert self._process.stderr is not None
-        descriptor = self._process.stderr.fileno()
-        while data := os.read(descriptor, 65536):
-            sys.stderr.buffer.write(data)
-            sys.stderr.flush()
-            self._words = (self._words + data.decode(errors="replace"))[-20_000:]
+    def _pass_on(self, pipe: int, note: Callable[[bytes], None]) -> None:
+        """Prints what the launcher and the ranks write."""
+        while data := os.read(pipe, 65536):
+            if self._view is not None:
+                self._view.write(data)
+            else:
+                sys.stderr.buffer.write(data)
+                sys.stderr.flush()
+            note(data)
+
+    def _note(self, data: bytes) -> None:
+        """Keeps the end of what the launcher has written, for diagnosis."""
+        self._words = (self._words + data.decode(errors="replace"))[-20_000:]
 
     def watch(self, server: Server, supervisor: Supervisor) -> int:
         """Waits until the launcher has ended, and returns its exit status."""
@@ -331,7 +362,8 @@ class _Job:
             if _start_of(pid) == started:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-        self._reader.join(1.0)
+        for reader in self._readers:
+            reader.join(1.0)
         for line in self._lines:
             line.close()
         if code == 0 and (self._reported or self._vanished):
@@ -374,6 +406,10 @@ class _Job:
                 self._tell([line])
         elif word == "commit":
             self.commit = max(self.commit, message["number"])
+        elif word == "counters":
+            if self._view is not None:
+                with contextlib.suppress(OSError, ValueError):  # whoever has watched is gone
+                    self._view.show(read_job(message["job"]))
         elif word == "lost":
             for rank, why in message["ranks"].items():
                 self._reported.setdefault(int(rank), why)

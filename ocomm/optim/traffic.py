@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ocomm.optim.flows import CompressedFlow, DenseFlow, Flow, NodeFlow
 from ocomm.optim.step_channel import Sent
+from ocomm.telemetry.counters import OptimizerCounters
 
 
 @dataclass(slots=True)
@@ -88,6 +89,22 @@ class Traffic:
         self.bytes_sent += across
         self.bytes_sent_inside += sum([one.intra_node for one in sent])
         self.bytes_dense += bytes_dense
+
+    def counters(self, name: str) -> OptimizerCounters:
+        """Returns the counters of the optimizer ``name``, which are these, for whoever watches the job."""
+        return OptimizerCounters(
+            name,
+            self.steps,
+            self.dense_steps,
+            self.compressed_steps,
+            self.local_steps,
+            self.skipped_steps,
+            self.redone_steps,
+            self.bytes_sent,
+            self.bytes_sent_inside,
+            self.bytes_dense,
+            self.exposed_s,
+        )
 
     def count_mask(self, nbytes: float) -> None:
         """Counts ``nbytes`` bytes to other nodes in an exchange of masks."""

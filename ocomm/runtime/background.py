@@ -17,6 +17,7 @@ from ocomm.collectives.waiting import Waits
 from ocomm.errors import HorovodInternalError, OcommError, PeerError
 from ocomm.runtime.control import MessageType
 from ocomm.runtime.deadlock import Deadlock
+from ocomm.runtime.exporter import Exporter
 from ocomm.runtime.process_set import ProcessSet
 from ocomm.runtime.supervisor_client import SILENT
 from ocomm.types import Settings
@@ -42,6 +43,8 @@ class Runtime:
         on_loss: Callable[[dict[int, str]], None] = lambda lost: None,
     ) -> None:
         self.world = world
+        #: Sends this rank's counters with its signs of life, if somebody wants them; set before ``start``.
+        self.exporter: Exporter | None = None
         self.engine = engine
         self.settings = settings
         self.clock = clock
@@ -171,7 +174,10 @@ class Runtime:
                     self._hear_departure(source, word, payload)
                 elif word in (MessageType.BLOCKED, MessageType.CONFIRM, MessageType.STUCK):
                     self._deadlock.hear(source, word, payload)
-                elif word != MessageType.ALIVE:
+                elif word == MessageType.ALIVE:
+                    if payload and self.exporter is not None:
+                        self.exporter.hear(payload)
+                else:
                     process_set.handle_message(source, word, payload)
         now = self.clock()
         if now - self._beat_s >= self._heartbeat_s:
@@ -202,10 +208,8 @@ class Runtime:
         self._beat_s = now
         # A rank that has left sends nothing more, nor does rank 0 once all have left. MPI would keep a message that
         # nobody receives, and deliver it in the next job on a communicator of the same number.
-        if self.world.rank == 0 and len(self._gone) < self.world.size:
-            self.world.link.send_all(MessageType.ALIVE)
-        elif self.world.rank != 0 and not self._left:
-            self.world.link.send(0, MessageType.ALIVE)
+        if len(self._gone) < self.world.size if self.world.rank == 0 else not self._left:
+            self._send_sign_of_life()
         limit = self._silence_s
         for rank, since in list(self._silent_since.items()):
             if rank not in self._gone and 0 < limit < now - since:
@@ -215,8 +219,18 @@ class Runtime:
             missing = [rank for rank in range(self.world.size) if rank not in self._gone]
             _log.warning("rank %d has shut down and waits for ranks %s to do so", self.world.rank, missing)
 
+    def _send_sign_of_life(self) -> None:
+        """Sends one to those who wait for it, and with it this rank's counters if somebody wants them."""
+        counters = b"" if self.exporter is None else self.exporter.sample()
+        if self.world.rank == 0:
+            self.world.link.send_all(MessageType.ALIVE)
+        else:
+            self.world.link.send(0, MessageType.ALIVE, counters)
+
     def _depart(self) -> bool:
         if self._leaving is not None and not self._left:
+            if self.exporter is not None:  # the last counters
+                self._send_sign_of_life()
             self._left = True
             for process_set in self._sets:
                 process_set.is_leaving = True

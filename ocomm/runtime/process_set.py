@@ -60,6 +60,7 @@ from ocomm.types import Bytes, DType, Location, Nodes, ReduceOp, Settings
 
 _log = logging.getLogger("ocomm")
 _ANSWER_S = 2.0  # how long a rank that is late may take to say where it is
+_SHOWN_S = 2.0  # how long a tensor must have been stalled to be shown to whoever watches the job
 # Module globals, because looking up a member of an enumeration takes five times as long.
 _AVERAGE, _SUM, _BOOL = ReduceOp.AVERAGE, ReduceOp.SUM, DType.BOOL
 _RELEASED = struct.Struct("<qq")  # channel, segments
@@ -149,6 +150,7 @@ class ProcessSet:
         self.users: set[int] = set()  # threads that have submitted; grows only
         self.waiting: dict[int, Handle] = {}  # thread -> its handle; only single dict operations, which are atomic
         self.progress = 0  # counts announcements and responses; background thread only
+        self.stalls: list[Stall] = []  # of this set, on its coordinator; for whoever watches the job
         self._asked_s: dict[int, float] = {}  # world rank -> when it was asked for its line of code
         self._where: dict[int, str] = {}
         self.joined: list[int] = []  # world ranks without more data; written by the background thread, read by any
@@ -321,14 +323,16 @@ class ProcessSet:
         if self.coordinator is None or not self.settings.stall_check:
             return
         now = self.clock()
-        stalls = self.coordinator.stalled(now, self.settings.stall_check_s)
+        limit_s = self.settings.stall_check_s
+        self.stalls = self.coordinator.stalled(now, min(limit_s, _SHOWN_S))
+        stalls = [stall for stall in self.stalls if stall.waited_s >= limit_s]
         if not stalls:
             self._warned.clear()
             self._asked_s.clear()
             self._where.clear()
             return
         if self._knows_where({rank for stall in stalls for rank in stall.missing}, now):
-            self._report(stalls, now, self.settings.stall_check_s)
+            self._report(stalls, now, limit_s)
         self._warned = {s.name: self._warned[s.name] for s in stalls if s.name in self._warned}
         if self.settings.stall_shutdown_s > 0:
             hopeless = [s for s in stalls if s.waited_s >= self.settings.stall_shutdown_s]

@@ -4,6 +4,7 @@ A rank sends:
 
     {"word": "here", "rank": 3, "host": "b", "generation": 1}      its first message
     {"word": "commit", "number": 12}                               a commit that a later generation can restore
+    {"word": "counters", "job": {...}}                             counters of all ranks, from rank 0 of a watched job
     {"word": "lost", "ranks": {"2": "has not answered for 7 s"}}   ranks that have failed, as this rank knows
     {"word": "leave"}                                              it ends in order, for a generation on other hosts
     {"word": "bye"}                                                it ends in order

@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -37,8 +37,9 @@ from ocomm.optim.replicas import ReplicasDifferError, ReplicaWindows
 from ocomm.optim.step_channel import StepChannel
 from ocomm.optim.stepper import StepOutcome, Stepper
 from ocomm.session import Session
+from ocomm.telemetry.units import amount
 from ocomm.training import resume
-from ocomm.training.notices import Notices, amount, follow, place
+from ocomm.training.notices import Notices, follow, place
 from ocomm.types import Flag, Nodes, ReduceOp
 
 _log = logging.getLogger("ocomm")
@@ -276,6 +277,7 @@ class Driver:
         self._loaded_replica: str | None = None
         #: What ``_state`` says before the first step.
         self._fresh: Mapping[str, Any] = self._state()
+        session.count(partial(self.stepper.traffic.counters, name))
         #: Says on one rank what the run does; None on the others.
         self._notices: Notices | None = None
         if self.speaks:

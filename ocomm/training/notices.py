@@ -11,21 +11,15 @@ from dataclasses import dataclass
 
 from ocomm.optim.traffic import Traffic
 from ocomm.session import Session
+from ocomm.telemetry.counters import OptimizerCounters
 from ocomm.telemetry.log import NOTICE
+from ocomm.telemetry.units import amount
 
 _log = logging.getLogger("ocomm")
 #: How many optimizers of a session speak: a search over hyperparameters makes many.
 _SPEAKERS = 3
 #: Steps of each kind, and seconds lost, from which on it is no chance that compressed steps wait longer.
 _MEASURED_STEPS, _LOST_S = 20, 1.0
-
-
-def amount(nbytes: float) -> str:
-    """Returns a number of bytes as people say it, such as "13.8 MB"."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}" if nbytes < 999.5 * size else f"{nbytes / size:.0f} {unit}"
-    return f"{nbytes:.0f} bytes"
 
 
 def count(number: int) -> str:
@@ -135,12 +129,19 @@ class Notices:
 
 @dataclass(eq=False)
 class DenseNotices:
-    """What is said of an optimizer that averages gradients without compression, ``nbytes`` bytes in each step."""
+    """What is said and counted of an optimizer that averages gradients without compression, ``nbytes`` bytes in each
+    step.
+    """
 
     name: str
     nbytes: float
     #: Number of steps taken.
     steps: int = 0
+
+    def counters(self) -> OptimizerCounters:
+        """Returns the optimizer's counters, for whoever watches the job."""
+        nbytes = self.steps * self.nbytes
+        return OptimizerCounters(self.name, self.steps, dense_steps=self.steps, bytes_sent=nbytes, bytes_dense=nbytes)
 
     def at_end(self) -> None:
         """Says what the run has sent."""
@@ -152,7 +153,7 @@ class DenseNotices:
 def follow_dense(
     session: Session, number: int, name: str, numel: int, nbytes: float, is_on_devices: bool
 ) -> DenseNotices | None:
-    """Says what an optimizer is about to average, and returns its notices, which ``session`` calls when it ends.
+    """Says what an optimizer is about to average, on one rank, and counts it on all.
 
     Args:
         session: The session of the job.
@@ -163,12 +164,16 @@ def follow_dense(
         is_on_devices: Whether they are on a GPU.
 
     Returns:
-        The notices; None on a rank that does not speak.
+        The notices, whose ``steps`` the caller counts; None without other ranks.
     """
     topology, ranks = session.require_topology(), session.set_ranks[number]
-    if topology.rank != ranks[0] or len(ranks) == 1:
+    if len(ranks) == 1:
         return None
-    notices = DenseNotices(name, session.member_set(number).nodes.sum_nbytes(nbytes, 0))
+    own = ranks.index(topology.rank)
+    notices = DenseNotices(name, session.member_set(number).nodes.sum_nbytes(nbytes, own))
+    session.count(notices.counters)
+    if own != 0:
+        return notices
     if len(session.at_end) < _SPEAKERS:
         where = place([topology.hosts[rank] for rank in ranks], session.network, is_on_devices)
         plan = f"a step sends {amount(notices.nbytes)} per rank, dense."

@@ -14,9 +14,9 @@ from ocomm.kernels.base import Floats
 from ocomm.optim.freeze import FreezeSchedule, LateTensors
 from ocomm.optim.onebit_adam import OneBitAdam, OneBitAdamOptions, Stage
 from ocomm.session import Session
+from ocomm.telemetry.units import amount
 from ocomm.training.adam import AdamDriver, MomentsFrontend
 from ocomm.training.driver import Common
-from ocomm.training.notices import amount
 
 _log = logging.getLogger("ocomm")
 

@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from ocomm.telemetry.counters import OPTIMIZER
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: Entries of all optimizers, in their order, and what they mean.
@@ -20,16 +22,16 @@ COMMON: dict[str, str] = {
     "inside": 'what carries dense values inside a host in the hierarchical form, "MPI" or "NCCL"; None in the flat '
     "form",
     "step": "number of steps taken, with those of a loaded state, without skipped ones",
-    "dense_steps": "number of steps in which every tensor that was sent was sent dense",
-    "compressed_steps": "number of steps in which some tensor was sent compressed",
-    "skipped_steps": "number of steps that no rank took: a loss scale overflowed, or a gradient was not finite",
-    "redone_steps": "number of steps that were exchanged twice, because a gradient changed after backward",
+    "dense_steps": OPTIMIZER["dense_steps"].meaning,
+    "compressed_steps": OPTIMIZER["compressed_steps"].meaning,
+    "skipped_steps": OPTIMIZER["skipped_steps"].meaning,
+    "redone_steps": OPTIMIZER["redone_steps"].meaning,
     "overlap": "True while exchanges may begin during backward; False after a gradient has changed after backward",
-    "bytes_sent": "bytes that this rank has sent to other nodes; in the flat form every rank is a node",
-    "bytes_sent_inside": "bytes that this rank has sent to ranks of its own node; 0 in the flat form",
+    "bytes_sent": OPTIMIZER["bytes_sent"].meaning,
+    "bytes_sent_inside": OPTIMIZER["bytes_sent_inside"].meaning,
     "bytes_sent_masks": "the part of bytes_sent by which ranks looked for masked elements that have a gradient now, by "
     "formula",
-    "bytes_dense": "bytes that dense averages would have sent from this rank to other nodes in as many steps",
+    "bytes_dense": OPTIMIZER["bytes_dense"].meaning,
     "ratio": "bytes_dense / bytes_sent, of the whole run; None for a rank that sends nothing to other nodes, as on a "
     "node with more ranks than the smallest one has",
     "last_bytes_sent": "bytes that this rank has sent to other nodes in the last step",

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ocomm.optim.zero_one_adam import ZeroOneAdam
+from ocomm.telemetry.units import amount
 from ocomm.training.adam import AdamDriver
-from ocomm.training.notices import amount
 
 
 class ZeroOneAdamDriver(AdamDriver):

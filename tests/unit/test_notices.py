@@ -8,7 +8,8 @@ import pytest
 
 from ocomm.optim.traffic import Traffic, Waited
 from ocomm.telemetry.log import NOTICE
-from ocomm.training.notices import Notices, amount, loss, place, totals
+from ocomm.telemetry.units import amount
+from ocomm.training.notices import Notices, loss, place, totals
 
 
 def measured(dense_ms: float, compressed_ms: float, dense: int = 100, compressed: int = 1000) -> Traffic:

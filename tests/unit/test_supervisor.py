@@ -42,7 +42,8 @@ def test_a_rank_on_whose_line_somebody_else_writes_is_named_and_nothing_of_that_
         while not job._reported and time.monotonic() < end:
             job._listen(server)
     job._process.wait(20.0)
-    job._reader.join(20.0)
+    for reader in job._readers:
+        reader.join(20.0)
     assert job._process.stderr is not None
     job._process.stderr.close()
     (failure,) = job.failures(lambda names: {})
