@@ -42,7 +42,9 @@ def run(
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
     output_filename: str | None = None,
-    verbose: bool = False,
+    verbose: int | None = False,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
     mpi_args: str | None = None,
     network_interfaces: str | None = None,
     disable_cache: bool = False,
@@ -61,6 +63,9 @@ def run(
         args: Its positional arguments.
         kwargs: Its named arguments.
         num_proc: The number of ranks; ``np`` is the same.
+        verbose: Whether to print the command line.
+        use_gloo: Accepted as in Horovod if it is not true: ocomm has no Gloo.
+        use_mpi: Accepted as in Horovod, and ignored: ocomm always runs on MPI.
         executable: The Python interpreter of the ranks; None for this one.
         env: The environment of the ranks; None for this process's.
 
@@ -68,9 +73,11 @@ def run(
         The function's results, by rank.
 
     Raises:
-        LaunchError: The job cannot be started, or a rank fails; the message has that rank's traceback. No rank is left
-            running.
+        LaunchError: The job cannot be started, Gloo is asked for, or a rank fails; the message has that rank's
+            traceback. No rank is left running.
     """
+    if use_gloo:
+        raise LaunchError("use_gloo=True: ocomm has no Gloo, it runs on MPI. Leave the argument out.")
     ranks = np if np is not None else num_proc
     task = _pickle((func, tuple(args), dict(kwargs or {})))
     key = secrets.token_bytes(32)

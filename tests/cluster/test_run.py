@@ -46,7 +46,14 @@ def test_a_function_runs_on_all_ranks_and_its_results_come_back() -> None:
         total = ocomm.allreduce(numpy.ones(4, numpy.float32) * ocomm.rank(), op=ocomm.Sum)
         return ocomm.rank(), offset + factor * scale, float(total[0])
 
-    assert ocomm.run(work, (1,), {"scale": 2}, num_proc=3) == [(rank, 7, 3.0) for rank in range(3)]
+    # The last three are how Horovod's examples call it.
+    results = ocomm.run(work, (1,), {"scale": 2}, num_proc=3, use_gloo=False, use_mpi=True, verbose=0)
+    assert results == [(rank, 7, 3.0) for rank in range(3)]
+
+
+def test_gloo_is_refused_before_anything_is_started() -> None:
+    with pytest.raises(LaunchError, match=r"use_gloo=True: ocomm has no Gloo, it runs on MPI\. Leave"):
+        ocomm.run(print, use_gloo=True)
 
 
 def test_an_exception_on_one_rank_comes_back_with_its_traceback_and_ends_the_others() -> None:
