@@ -40,8 +40,8 @@ class InvalidRequestError(OcommError, ValueError):
 
 
 class UnsupportedError(InvalidRequestError, NotImplementedError):
-    """The operation does not exist for this element type, layout or shape: Adasum of integers, an average of bool, an
-    allgather of a tensor without dimensions.
+    """The operation does not exist for this element type, layout, shape or reduction: Adasum of integers, an average of
+    bool, an allgather of a tensor without dimensions, a reducescatter by Adasum.
 
     Horovod sends such calls, and they fail on all ranks with a RuntimeError, which scripts catch. This error is raised
     at once and is a RuntimeError, a NotImplementedError and a ValueError.

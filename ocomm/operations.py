@@ -856,7 +856,7 @@ def reducescatter(
         _need_dimension("reducescatter", full_name, shape)
         checked = _check_reduction(full_name, dtype, op, prescale, postscale)
         if checked not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise InvalidRequestError(f"tensor '{full_name}': reducescatter has Average and Sum, not {checked.label}.")
+            raise UnsupportedError(f"tensor '{full_name}': reducescatter has Average and Sum, not {checked.label}.")
         result = _Result(adapter, tensor)
         request = Request(
             Kind.REDUCESCATTER, full_name, dtype, shape, checked, 0, prescale, postscale, (), "torch",

@@ -42,7 +42,9 @@ class InvalidRequestError(errors.InvalidRequestError, tf.errors.InvalidArgumentE
 
 
 class UnsupportedError(errors.UnsupportedError, InvalidRequestError):
-    """The operation does not exist for this tensor: Adasum of integers, or a scale factor of ``tf.IndexedSlices``."""
+    """The operation does not exist for this tensor or reduction: Adasum of integers, a scale factor of
+    ``tf.IndexedSlices``, a reducescatter by Max.
+    """
 
 
 class HorovodInternalError(errors.HorovodInternalError, tf.errors.FailedPreconditionError):
