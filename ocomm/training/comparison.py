@@ -48,7 +48,8 @@ class StepComparison:
     """Comparisons for one optimizer, or for something else that averages gradients of the same parameters repeatedly.
 
     A difference in the first comparison is no error, because Horovod's scripts make the ranks equal before or after
-    their first step.
+    their first step. Nor is it one in later comparisons, until some rank's parameters have changed: gradients of a tape
+    may be taken several times without a step.
 
     Args:
         session: The session whose ranks are compared.
@@ -87,6 +88,8 @@ class StepComparison:
         self._made_alike = f"{made_alike[0].upper()}{made_alike[1:]} before the first step"
         self._rank = session.set_ranks[number].index(session.require_topology().rank)
         self._rows = np.zeros(len(session.set_ranks[number]), _ROW)
+        #: The ranks' checksums in the first comparison; 0 for a rank that had joined.
+        self._at_first = self._rows["parameters"].copy()
         #: Number of comparisons so far, if the ranks agree on it.
         self._count = 0
         self._is_alike = True
@@ -133,8 +136,13 @@ class StepComparison:
         self._count = last + 1
         # Ranks that have not made the same steps, because one had joined, have compared other parameters.
         in_step = bool((counts == counts[0]).all())
+        is_unequal = in_step and self._is_alike and _differ(rows["parameters"])
+        if last == 0:
+            self._at_first = self._rows["parameters"].copy()
+        elif last == 1 and is_unequal and bool((rows["parameters"] == self._at_first[self._rows["count"] > 0]).all()):
+            is_unequal, self._count = False, 1  # no step since the first comparison: this one is made again
         own = rows["own"]
-        if last and in_step and rows.size > 1 and own[0] and (own == own[0]).all():
+        if self._count > 1 and in_step and rows.size > 1 and own[0] and (own == own[0]).all():
             self._alike_steps += 1
             if self._alike_steps == LOOKED_AT == last and self._rank == 0:
                 say_alike(self._title, self._framework)
@@ -159,7 +167,7 @@ class StepComparison:
                 " Give all ranks the same optimizer settings, and schedule from what is the same everywhere: average a "
                 "loss before ReduceLROnPlateau sees it."
             ))  # fmt: skip
-        if last and in_step and self._is_alike and _differ(rows["parameters"]):
+        if last and is_unequal:
             what = "the ranks' parameters have become different"
             if last == 1:
                 what = "the replicas are not alike after their first step"

@@ -162,6 +162,27 @@ def test_an_unequal_start_that_nobody_has_mended_is_told_in_the_second_step(way:
         assert "rank(s) [1] hold" in message and "or call broadcast_variables before the first step" in message
 
 
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_replicas_may_differ_until_one_of_them_takes_a_step(in_graph: bool) -> None:
+    def body(session: Session) -> None:
+        rank = session.require_topology().rank
+        variable = tf.Variable([1.0 + rank, 2.0])
+
+        def gradient() -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(variable))
+            return hvd.DistributedGradientTape(tape).gradient(loss, variable)
+
+        take = tf.function(gradient) if in_graph else gradient
+        assert [take().numpy().tolist() for _ in range(3)] == [[3.0, 4.0]] * 3
+        if rank == 1:
+            variable.assign_sub([0.0, 0.5])
+        with pytest.raises(tf.errors.FailedPreconditionError, match="not alike after their first step"):
+            take()
+
+    run_ranks(2, body, SETTINGS)
+
+
 @every_way
 def test_a_broadcast_after_the_first_step_is_in_time(way: str) -> None:
     def change(number: int, rank: int, model: Any, optimizer: Any) -> None:
