@@ -67,6 +67,11 @@ class Averaging:
         """True if there is no other rank to average with."""
         return not self.process_set.included() or self.process_set.size() == 1
 
+    @property
+    def makes_dense(self) -> bool:
+        """True if gradients that are ``tf.IndexedSlices`` are made dense."""
+        return self._sparse_as_dense
+
     def keep_local(self, variable: Any) -> None:
         """Keeps gradients of ``variable`` on this rank, divided by the number of ranks if so configured."""
         self._local.add(_key(variable))

@@ -11,7 +11,7 @@ import atexit
 import gc
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,7 +22,7 @@ from ocomm.bootstrap import has_raised
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm_tf import keras_optimizer, mpi_ops
-from ocomm_tf.averaging import Averaging, groups_of, variables_of
+from ocomm_tf.averaging import Averaging, groups_of, scaled, variables_of
 from ocomm_tf.compression import Compression, Compressor
 from ocomm_tf.errors import public
 
@@ -135,16 +135,117 @@ def PartialDistributedGradientTape(
     return tape
 
 
+class _Passes:
+    """Sums gradients over several runs of a graph of ``tf.compat.v1``, and averages and applies them in the last one.
+
+    Sums and the number of runs are local variables of the graph, as in Horovod.
+
+    Args:
+        count: The number of runs in which gradients are summed.
+        divisor: Divides the averages over the ranks.
+        averaging: Averages over the ranks.
+    """
+
+    def __init__(self, count: int, divisor: int, averaging: Averaging) -> None:
+        self._count, self._divisor, self._averaging = count, divisor, averaging
+        self._is_last: Any = None
+
+    @public
+    def average(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Returns the averages of the sums in the last run, ``gradients`` in the others; None stays None.
+
+        Raises:
+            InvalidRequestError: Outside of a graph of ``tf.compat.v1``, or for ``tf.IndexedSlices`` that are not made
+                dense.
+        """
+        if tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function:
+            raise InvalidRequestError(
+                "backward_passes_per_step of an optimizer of tf.compat.v1 works in graphs of tf.compat.v1; use a Keras "
+                "optimizer in eager mode and in tf.function."
+            )
+        given = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        if not self._averaging.makes_dense and any(isinstance(gradients[k], tf.IndexedSlices) for k in given):
+            raise InvalidRequestError("backward_passes_per_step needs sparse_as_dense=True for tf.IndexedSlices.")
+        chosen = [variables[k] for k in given]
+        own = [tf.convert_to_tensor(gradients[k]) for k in given]
+        self._is_last = self._count_run()
+        sums, stored = self._add(own, chosen)
+        with tf.control_dependencies(stored):
+            averaged = tf.cond(
+                self._is_last,
+                lambda: [scaled(average, 1.0 / self._divisor) for average in self._averaging(sums, chosen)],
+                lambda: own,
+            )
+        result: list[Any] = [None] * len(gradients)
+        # tf.cond takes one tensor out of its list.
+        for k, average in zip(given, averaged if isinstance(averaged, (list, tuple)) else [averaged], strict=True):
+            result[k] = average
+        return result
+
+    def _count_run(self) -> Any:
+        """Counts a run. Returns whether it is the last one of a step, a tensor."""
+        runs = _local(tf.zeros((), tf.int32))
+        with tf.control_dependencies([runs.assign((runs + 1) % self._count, read_value=False)]):
+            return tf.equal(runs.read_value(), 0)
+
+    def _add(self, gradients: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the sums with this run's gradients, and operations that keep them, or zeros after the last run."""
+        kept = [_local(tf.zeros(v.shape, g.dtype)) for v, g in zip(variables, gradients, strict=True)]
+        sums = [before + gradient for before, gradient in zip(kept, gradients, strict=True)]
+        stored = [
+            place.assign(tf.where(self._is_last, tf.zeros_like(total), total), read_value=False)
+            for place, total in zip(kept, sums, strict=True)
+        ]
+        return sums, stored
+
+    @public
+    def apply(self, apply: Callable[[], Any], gradients: Sequence[Any], global_step: Any, name: str | None) -> Any:
+        """Adds ``apply()`` to the last run, and one to ``global_step`` in each run. Returns the operation.
+
+        Raises:
+            InvalidRequestError: ``average`` was not called.
+        """
+        if self._is_last is None:
+            raise InvalidRequestError("backward_passes_per_step needs compute_gradients() of this optimizer.")
+
+        def applied() -> Any:
+            with tf.control_dependencies([apply()]):
+                return tf.constant(True)
+
+        with tf.control_dependencies([gradient for gradient in gradients if gradient is not None]):
+            over = tf.cond(self._is_last, applied, lambda: tf.constant(False))
+        with tf.control_dependencies([over]):
+            if global_step is None:
+                return tf.no_op(name=name)
+            return global_step.assign_add(1, name=name, read_value=False)
+
+
+def _local(value: Any) -> Any:
+    """Returns a variable that starts as ``value`` and belongs to this process."""
+    return tf.compat.v1.Variable(
+        value, trainable=False, collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES], use_resource=True
+    )
+
+
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
     """Mixin placed before the class of a ``tf.compat.v1`` optimizer."""
 
     _averaging: Averaging
+    _passes: _Passes | None
 
     def compute_gradients(self, *arguments: Any, **options: Any) -> list[tuple[Any, Any]]:
         """Returns the gradients of the wrapped optimizer, averaged over the ranks."""
         pairs = super().compute_gradients(*arguments, **options)
-        averaged = self._averaging([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
+        average = self._averaging if self._passes is None else self._passes.average
+        averaged = average([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
         return [(gradient, variable) for gradient, (_, variable) in zip(averaged, pairs, strict=True)]
+
+    def apply_gradients(self, grads_and_vars: Iterable[Any], global_step: Any = None, name: str | None = None) -> Any:
+        """Applies gradients of ``compute_gradients`` like the wrapped optimizer."""
+        pairs, apply = list(grads_and_vars), super().apply_gradients
+        if self._passes is None:
+            return apply(pairs, global_step, name)
+        return self._passes.apply(lambda: apply(pairs), [gradient for gradient, _ in pairs], global_step, name)
 
     def register_local_var(self, var: Any) -> None:
         """Keeps the gradient of ``var`` on this rank: it is not averaged."""
@@ -175,7 +276,8 @@ def DistributedOptimizer(
         name: Accepted as in Horovod, like ``use_locking``, ``device_dense`` and ``device_sparse``.
         compression: A class of ``Compression``.
         sparse_as_dense: Makes ``tf.IndexedSlices`` dense instead of gathering them.
-        backward_passes_per_step: The number of passes whose gradients are summed before they are exchanged; Keras only.
+        backward_passes_per_step: The number of passes whose gradients are summed before they are exchanged and applied.
+            An optimizer of ``tf.compat.v1`` counts the runs of its graph.
         op: Average or Sum.
         gradient_predivide_factor: Divides gradients before the sum; the rest of the average is applied after it.
         average_aggregated_gradients: Whether gradients of several passes are averaged instead of summed.
@@ -197,8 +299,8 @@ def DistributedOptimizer(
             backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set,
             scale_local_gradients,
         )  # fmt: skip
-    if backward_passes_per_step != 1:
-        raise InvalidRequestError("backward_passes_per_step is for Keras optimizers only.")
+    if backward_passes_per_step <= 0:
+        raise InvalidRequestError("backward_passes_per_step must be > 0")
     base = type(optimizer)
     wrapper = type(base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__})
     wrapped: Any = object.__new__(wrapper)
@@ -213,6 +315,10 @@ def DistributedOptimizer(
         process_set,
         scale_local_gradients,
     )
+    wrapped._passes = None
+    if backward_passes_per_step > 1:
+        divisor = backward_passes_per_step if average_aggregated_gradients else 1
+        wrapped._passes = _Passes(backward_passes_per_step, divisor, wrapped._averaging)
     return wrapped
 
 

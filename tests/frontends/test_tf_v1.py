@@ -80,9 +80,52 @@ def test_two_ranks_learn_what_one_process_learns_from_the_data_of_both(train: An
     assert first[0] > 1.0
 
 
-def test_passes_are_for_keras() -> None:
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("divides", [False, True], ids=["sum", "average"])
+def test_passes_of_a_graph_are_summed_and_applied_in_the_last(divides: bool, is_sparse: bool) -> None:
+    def body(session: Session) -> list[list[float]]:
+        with tf.Graph().as_default(), v1.Session() as run:
+            given = v1.placeholder(tf.float32, [])
+            table = v1.get_variable("table", initializer=[0.0, 0.0])
+            unused = v1.get_variable("unused", initializer=5.0)
+            steps = v1.get_variable("steps", initializer=np.int64(0), trainable=False)
+            loss = tf.reduce_sum(tf.gather(table, [1]) if is_sparse else table * [0.0, 1.0]) * given
+            optimizer = hvd.DistributedOptimizer(
+                v1.train.MomentumOptimizer(1.0, 0.5),
+                backward_passes_per_step=3,
+                average_aggregated_gradients=divides,
+                sparse_as_dense=is_sparse,
+            )
+            train = optimizer.minimize(loss, global_step=steps, var_list=[table, unused])
+            run.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+            seen = []
+            for number in range(7):
+                run.run(train, {given: 3.0 * (1 + number + 10 * hvd.rank())})
+                assert run.run([unused, steps]) == [5.0, number + 1]
+                seen.append(run.run(table).tolist())
+            return seen
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    # Averages over the ranks of 3 (6 + pass), summed over three passes: momentum makes 63 of them, and 90 + 63 / 2.
+    whole = np.repeat([0.0, 63.0, 63.0 + 90.0 + 31.5], [2, 3, 2]) / (3 if divides else 1)
+    assert first == [[0.0, -value] for value in whole]
+
+
+def test_passes_that_cannot_be_counted_are_refused() -> None:
     def body(session: Session) -> None:
-        with pytest.raises(InvalidRequestError, match="is for Keras optimizers only"):
-            hvd.DistributedOptimizer(OPTIMIZERS["Adam"](), backward_passes_per_step=2)
+        with pytest.raises(InvalidRequestError, match="must be > 0"):
+            hvd.DistributedOptimizer(OPTIMIZERS["Adam"](), backward_passes_per_step=0)
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["Adam"](), backward_passes_per_step=2)
+        variable = tf.Variable(1.0)
+        for minimize in (optimizer.minimize, tf.function(optimizer.minimize, autograph=False)):
+            with pytest.raises(InvalidRequestError, match=r"works in graphs of tf\.compat\.v1; use a Keras optimizer"):
+                minimize(lambda: variable * 2.0, var_list=[variable])
+        with tf.Graph().as_default():
+            table = v1.get_variable("table", initializer=[0.0, 0.0])
+            with pytest.raises(InvalidRequestError, match=r"needs sparse_as_dense=True for tf\.IndexedSlices"):
+                optimizer.minimize(tf.reduce_sum(tf.gather(table, [1])), var_list=[table])
+            with pytest.raises(InvalidRequestError, match=r"needs compute_gradients\(\) of this optimizer"):
+                optimizer.apply_gradients([(tf.zeros(2), table)])
 
     run_ranks(1, body)
