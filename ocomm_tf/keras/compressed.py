@@ -332,8 +332,9 @@ class CompressedAdam(Compressed):
             return
         self._restore_moments()
         frontend: KerasFrontend = self._frontend
+        driver: Any = frontend.driver
         if not self.ocomm_warm_start:
-            frontend.driver.continue_plain()
+            driver.continue_plain()
             return
         betas2 = {}
         for number, entry in enumerate(frontend.entries):
@@ -341,7 +342,7 @@ class CompressedAdam(Compressed):
                 betas2[number] = self.ocomm_moments[0][1]
             else:
                 frontend.release(number)
-        frontend.driver.start_warm(betas2)
+        driver.start_warm(betas2)
 
     def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         if self.ocomm_warm_start and self._frontend.driver.warm_start is None:
