@@ -165,6 +165,7 @@ bench: install
 	$(PY) -m benchmarks.launchers --hosts 2 --rate 850mbit --pairs 10 --json $(BENCH)/launchers-2hosts.json || test $$? = 77
 	$(PY) -m benchmarks.keras_step --hosts 2 --rate 160mbit --json $(BENCH)/keras-step-2hosts.json || test $$? = 77
 	$(PY) -m benchmarks.step_profile --hosts 2 --rate 850mbit 160mbit --json $(BENCH)/profile-2hosts.json || test $$? = 77
+	$(PY) -m benchmarks.sparse_attention --into $(BENCH)
 	$(PY) -m benchmarks.plots --into $(BENCH)
 	$(PY) -m benchmarks.tables --into $(BENCH)
 

@@ -423,6 +423,22 @@ def test_a_config_of_ones_own_needs_make_layout_alone() -> None:
         sparse.SparsityConfig(2).make_layout(32)
 
 
+def test_the_benchmark_checks_what_it_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import sparse_attention as benchmark
+
+    threads = torch.get_num_threads()
+    (tmp_path / "sparse-attention.md").write_text("above\n<!-- measured -->\nold\n")
+    monkeypatch.setattr(sys, "argv", ["", "--seq", "256", "--rounds", "1", "--into", str(tmp_path)])
+    try:
+        assert benchmark.main() == 0
+    finally:
+        torch.set_num_threads(threads)
+    page = (tmp_path / "sparse-attention.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| 256"))
+    assert page.startswith("above") and "old" not in page
+    assert float(row.split("|")[-2]) < 1e-4
+
+
 def test_the_package_imports_torch_alone() -> None:
     folder = Path(sparse.__file__).parent
     for path in folder.glob("*.py"):
