@@ -61,8 +61,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install() -> None:
     """Makes this process import ocomm under Horovod's names from now on."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if not is_installed():
         sys.meta_path.insert(0, _Finder())
+
+
+def is_installed() -> bool:
+    """Returns True if this process imports ocomm under Horovod's names."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -82,4 +87,5 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    # This module, run as the main program, is another one than the module that others import.
+    importlib.import_module("ocomm.launch.as_horovod").main(sys.argv[1:])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ocomm.errors import LaunchError, PeerError
-from ocomm.launch import reach
+from ocomm.launch import as_horovod, reach
 from ocomm.launch.hosts import is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.server import Server
 from ocomm.launch.task import KEY, MOST_BYTES
@@ -97,7 +97,9 @@ def run(
         command += [f"--mpi-args={mpi_args}"] if mpi_args else []
         command += ["--verbose"] if verbose else []
         command += ["--disable-cache"] if disable_cache else []
-        command += [executable or sys.executable, "-m", "ocomm.launch.task", address, str(server.port)]
+        # The function may refer to modules by the names that this process has for them.
+        names = ["-m", as_horovod.__name__] if as_horovod.is_installed() else []
+        command += [executable or sys.executable, *names, "-m", "ocomm.launch.task", address, str(server.port)]
         job = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, env={**(env if env is not None else os.environ), KEY: key.hex()}
         )

@@ -97,3 +97,28 @@ def test_a_script_may_keep_its_import_of_horovod(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "<0 of 2: [1.0, 1.0] ['--x']>" in done.stdout
     assert "<1 of 2: [1.0, 1.0] ['--x']>" in done.stdout
+
+
+def test_a_script_that_calls_horovods_run_has_its_names_on_the_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "import horovod\n"
+        "import horovod.torch as hvd\n"
+        "def train(scale):\n"
+        "    hvd.init()\n"
+        "    return hvd.rank(), hvd.allreduce(torch.ones(2) * scale, op=hvd.Sum).tolist()\n"
+        "if __name__ == '__main__':\n"
+        "    print(horovod.run(train, args=(3,), np=2, use_gloo=False, use_mpi=True, verbose=2))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "ocomm.launch.as_horovod", str(script)],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[(0, [6.0, 6.0]), (1, [6.0, 6.0])]" in done.stdout
