@@ -204,7 +204,7 @@ class Plan:
 
     name: str
     segments: list[list[Stage]]
-    keepalive: list[Bytes] = field(default_factory=list)
+    keepalive: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.segments:  # of empty tensors; a plan without segments would never end

@@ -204,6 +204,10 @@ class Core(abc.ABC):
             this.result[:] = 0
         return this.result
 
+    def read_by_address(self) -> list[Any]:
+        """Returns memory of this core that plans find through addresses in tables, and which must outlive them."""
+        return []
+
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
         """Returns what the plan of these segments has built in and the next step may change: arrays, and values that
         can be hashed.

@@ -67,6 +67,8 @@ class Flow(abc.ABC):
         self.sent = Sent(0, 0)
         self.ticket: Ticket | None = None
         self._built_in = built_in
+        #: Memory that plans find through addresses in tables. They keep it, because a plan may outlive its optimizer.
+        self.keeps = core.read_by_address()
         #: Prepared plans, by the identity of what is built into them, which they keep alive.
         self._plans: dict[tuple[Hashable, ...], tuple[Any, Sent, tuple[Any, ...]]] = {}
         #: The presence bits heard last, and the tensors that some rank has according to them.
@@ -95,6 +97,7 @@ class Flow(abc.ABC):
                 self._forget_plans()
             wire = self.wire
             plan = staged(self._plan(), self.core.param_memory, self._results(), wire.direct, wire.intra_node)
+            plan.keepalive += self.keeps
             found = self._plans[key] = *wire.prepare(plan), built_in
         self.prepared, self.sent, _ = found
         return self.prepared
@@ -370,6 +373,7 @@ class Flows:
                 parts = self._segments(groups, self.segment_nbytes, codes.codec)
                 where = self._addresses, self.averages
                 self.dense = LowBitFlow(self.core, self._wire, groups, parts, *where)
+            self.dense.keeps.append(self.averages)
 
     def _cut(self, wanted: NDArray[np.bool_]) -> list[list[int]]:
         """Returns at most ``bucket_count`` runs of the wanted tensors; a small model is one run."""
