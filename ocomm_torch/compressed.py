@@ -31,12 +31,12 @@ from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.ddp_modules import ddp_modules
-from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.memory_order import MemoryOrder, is_dense
 from ocomm_torch.mesh import DataAxis, LocalTensors, inside
 from ocomm_torch.naming import NamesParameters
 from ocomm_torch.placement import placement
+from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.tensor_memory import why_unreadable
 from ocomm_torch.watched import WatchedGradient, add_watcher, release
 
@@ -68,7 +68,7 @@ def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
     return options.documented({**ARGUMENTS, **texts}, definition, Common)
 
 
-class CompressedOptimizer(CollectiveStep):
+class CompressedOptimizer(HasRankState):
     """Base class of compressed optimizers: wraps ``optimizer``, whose param groups stay in use, for ``_core_class``.
 
     Parameters are all CPU tensors, or all on one GPU. They are float32, or bfloat16 or float16 with a float32 master
@@ -104,7 +104,7 @@ class CompressedOptimizer(CollectiveStep):
         leave_hooks_alone()
         self._inner = optimizer
         self._options, self._common = options, common
-        self._parameters, self._names = _named(optimizer, named_parameters)
+        self._parameters, self._names = named(optimizer, named_parameters)
         self._wrapping = True
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wrapping = False
@@ -154,7 +154,6 @@ class CompressedOptimizer(CollectiveStep):
         self._checksums = np.zeros(len(self._parameters), np.uint64)
         #: Checksums of posted gradients that have been used since, from before that use.
         self._used: dict[int, int] = {}
-        self._inner_steps = False
         #: Index of a parameter by its id; empty until DDP asks.
         self._numbers: dict[int, int] = {}
         #: True if there is a callback for the end of the backward pass that DDP is in.
@@ -171,7 +170,7 @@ class CompressedOptimizer(CollectiveStep):
         #: Parameters without a hook, because a frozen one cannot have any.
         self._unhooked = list(range(len(self._parameters)))
         self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(_guard(self)),
+            optimizer.register_step_pre_hook(guard_step(self)),
             optimizer.register_load_state_dict_pre_hook(_guard_loading(self)),
             optimizer.register_state_dict_post_hook(_whole_state(self)),
         ]
@@ -730,7 +729,7 @@ class CompressedOptimizer(CollectiveStep):
         self._follow()
         self._placement.arrive()
         full = dict(super().state_dict())
-        state = full["state"] = {number: _copied(entry) for number, entry in full["state"].items()}
+        state = full["state"] = {number: copied(entry) for number, entry in full["state"].items()}
         # Parameters are numbered as here: group by group, each once.
         for tensor, parameter in enumerate(self._tensors):
             moments = self._driver.saved_moments(tensor)
@@ -763,7 +762,7 @@ class CompressedOptimizer(CollectiveStep):
         saved = state_dict.get("ocomm")
         if saved is not None:
             self._driver.check_place(saved)
-        plain["state"] = {number: _copied(entry) for number, entry in self._check_plain(plain).items()}
+        plain["state"] = {number: copied(entry) for number, entry in self._check_plain(plain).items()}
         if saved is None:
             self._load_plain(plain)
             self._masters.restart()
@@ -922,12 +921,12 @@ def _on_local_gradient(reference: weakref.ref[CompressedOptimizer], index: int, 
         _on_gradient(reference, index, optimizer._tensors[index])
 
 
-def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
+def copied(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an optimizer's state of one parameter, which later steps do not change."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
 
 
-def _guard(optimizer: CompressedOptimizer) -> Callable[..., None]:
+def guard_step(optimizer: HasRankState) -> Callable[..., None]:
     """Returns a hook for the wrapped optimizer that raises if its step is called by others: replicas would differ for
     good.
     """
@@ -977,7 +976,7 @@ def check_plain_optimizer(optimizer: torch.optim.Optimizer, wrapper: str) -> Non
     """
     if isinstance(optimizer, NamesParameters):
         found = "DistributedOptimizer"
-    elif isinstance(optimizer, CompressedOptimizer):
+    elif isinstance(optimizer, HasRankState):
         found = f"Distributed{type(optimizer).__name__}"
     else:
         return
@@ -989,7 +988,7 @@ def _remove(handles: list[Any]) -> None:
         handle.remove()
 
 
-def _named(
+def named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> tuple[list[torch.Tensor], list[str]]:
     """Returns the optimizer's parameters in group order, with their names."""

@@ -17,8 +17,8 @@ from ocomm.elastic import ObjectState, Part, State, plain, run
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training.resume import Source, one_state
 from ocomm_torch.checkpoint import to_numpy
-from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.functions import broadcast_optimizer_state, broadcast_parameters
+from ocomm_torch.rank_states import HasRankState
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
@@ -203,7 +203,7 @@ class TorchState(ObjectState):
         # 1-bit optimizers compare their state with the parameters, which are therefore loaded first.
         for name in sorted(value, key=lambda name: isinstance(getattr(self, name), torch.optim.Optimizer)):
             target = getattr(self, name)
-            if isinstance(target, CompressedOptimizer):
+            if isinstance(target, HasRankState):
                 target.reconnect(keep=False)
             if _has_state(target):
                 target.load_state_dict(value[name])
@@ -244,6 +244,13 @@ class TorchState(ObjectState):
         """
         first = self.process_set.ranks[0]
         plain: dict[str, Any] = {}
+        # Between syncs of an optimizer that steps locally each rank has parameters of its own.
+        optimizers = {name: getattr(self, name) for name in self._onebit}
+        local = {
+            name: optimizer.rank_state_dict()
+            for name, optimizer in optimizers.items()
+            if not optimizer.compression_report().get("synced", True)
+        }
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, torch.nn.Module):
@@ -252,9 +259,10 @@ class TorchState(ObjectState):
                 value.sync()
             elif not isinstance(value, torch.optim.Optimizer):
                 plain[name] = value.state_dict() if _has_state(value) else value
-        for value in (getattr(self, name) for name in self._names):
-            if isinstance(value, CompressedOptimizer):
-                self._sync_onebit(value)
+        for name in self._names:
+            value = getattr(self, name)
+            if isinstance(value, HasRankState):
+                self._sync_onebit(value, local.get(name))
             elif isinstance(value, torch.optim.Optimizer):
                 broadcast_optimizer_state(value, first, process_set=self.process_set)
         for name, value in self.from_first(plain).items():
@@ -265,12 +273,17 @@ class TorchState(ObjectState):
                 setattr(self, name, value)
         self.save()
 
-    def _sync_onebit(self, optimizer: CompressedOptimizer) -> None:
+    def _sync_onebit(self, optimizer: HasRankState, local: Any) -> None:
+        """Makes an optimizer's state that of the first rank, if it is not. ``local`` is its rank state if its
+        parameters are this rank's own.
+        """
         state = optimizer.state_dict()
         mine = state["ocomm"]["checksum"], repr(state["param_groups"])
         if len(set(api.allgather_object(mine, process_set=self.process_set))) > 1:
             optimizer.load_state_dict(self.from_first(state))
             optimizer.load_rank_state_dict(None)
+        elif local is not None:
+            optimizer.load_rank_state_dict(local)
 
     def reset(self) -> None:
         """Shares out the samplers' remaining samples to the current ranks, and connects 1-bit optimizers with them."""
@@ -281,7 +294,7 @@ class TorchState(ObjectState):
 
     @property
     def _onebit(self) -> list[str]:
-        return [name for name in self._names if isinstance(getattr(self, name), CompressedOptimizer)]
+        return [name for name in self._names if isinstance(getattr(self, name), HasRankState)]
 
     @property
     def _samplers(self) -> list[ElasticSampler]:
@@ -295,6 +308,6 @@ def _has_state(value: Any) -> bool:
 
 def _set_of(value: Any) -> ProcessSet | None:
     """Returns the process set that a distributed optimizer averages over."""
-    if isinstance(value, CompressedOptimizer):
+    if isinstance(value, HasRankState):
         return value.process_set
     return getattr(value, "_process_set", None) if isinstance(value, torch.optim.Optimizer) else None

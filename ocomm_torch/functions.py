@@ -16,8 +16,8 @@ from ocomm import session as sessions
 from ocomm.agreement import MADE_ALIKE, first_difference
 from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.operations import ProcessSet, global_process_set
-from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.mpi_ops import broadcast_async_, synchronize
+from ocomm_torch.rank_states import HasRankState
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
@@ -117,7 +117,7 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidRequestError("cannot broadcast torch.optim.LBFGS state")
     is_root = sessions.current().require_topology().rank == root_rank
-    if not isinstance(optimizer, CompressedOptimizer) and not optimizer.state:
+    if not isinstance(optimizer, HasRankState) and not optimizer.state:
         _make_gradients(optimizer)
     tensors: list[torch.Tensor] = []
     state: Any = optimizer.state_dict() if is_root else None
@@ -131,7 +131,7 @@ def broadcast_optimizer_state(
     ]
     for handle in started:
         synchronize(handle)
-    if not is_root or (isinstance(optimizer, CompressedOptimizer) and state["ocomm"]["steps"]):
+    if not is_root or (isinstance(optimizer, HasRankState) and state["ocomm"]["steps"]):
         optimizer.load_state_dict(state)
 
 

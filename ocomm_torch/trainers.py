@@ -18,6 +18,7 @@ from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
+from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.zero_one import DistributedZeroOneAdam
 
 #: What wraps an optimizer, by the name that users of a trainer give.
@@ -107,9 +108,9 @@ def has_clipped(optimizer: Any, max_norm: float, norm_type: float, setting: str)
     )
 
 
-def compressed(optimizers: Iterable[Any]) -> list[CompressedOptimizer]:
+def compressed(optimizers: Iterable[Any]) -> list[HasRankState]:
     """Returns those of ``optimizers`` that have rank states."""
-    return [optimizer for optimizer in optimizers if isinstance(optimizer, CompressedOptimizer)]
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, HasRankState)]
 
 
 def rank_states(optimizers: Iterable[Any]) -> dict[str, Any]:
@@ -152,7 +153,7 @@ def load_rank_states(
 
 def summary(optimizer: Any) -> str:
     """Returns a sentence about what a wrapped optimizer has sent; "" if it does not count that, or was alone."""
-    if not isinstance(optimizer, CompressedOptimizer):
+    if not isinstance(optimizer, HasRankState):
         return ""
     report = optimizer.compression_report()
     if not report["ratio"]:

@@ -83,6 +83,11 @@ class OcommCallback(TrainerCallback):
                 max_grad_norm=trainer.args.max_grad_norm or None,
                 setting=_CLIPPING,
             )
+            if _plain(created) is None:
+                raise InvalidRequestError(
+                    f"OcommCallback needs a 1-bit optimizer, and its function returned a {type(created).__name__}: the "
+                    "Trainer's DistributedDataParallel averages gradients in each step, and hands them to nothing else."
+                )
         return created
 
     def _load_states(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> None:
