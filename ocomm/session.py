@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -60,6 +61,16 @@ class AtEnd(Protocol):
         ...
 
 
+class Rejoins(Protocol):
+    """What may have an exchange under way when its rank leaves to join again."""
+
+    def give_up_exchange(self) -> None:
+        """Ends the exchange on this rank, because other ranks may never take part in it. Called in the thread that
+        leaves.
+        """
+        ...
+
+
 class Session:
     """One rank's membership in a job, from ``start`` to ``shutdown``. A session may be started again."""
 
@@ -88,6 +99,8 @@ class Session:
         #: Return what this rank has done through its optimizers. A new list each time, because the background thread
         #: reads it.
         self.counted: list[Callable[[], OptimizerCounters]] = []
+        #: Their ``give_up_exchange`` is called before this rank leaves to join again. Their owners keep them alive.
+        self.rejoining: weakref.WeakSet[Rejoins] = weakref.WeakSet()
         #: Id of the process that has started the session, which alone may communicate; 0 before ``start``.
         self.pid = 0
         self._starts = 0  # number of starts with a timeline that the settings ask for
@@ -219,6 +232,9 @@ class Session:
         if not self.is_initialized:
             return True
         assert self.runtime is not None and self.engine is not None
+        if why == REJOINS:
+            for owner in list(self.rejoining):
+                owner.give_up_exchange()
         runtime, self.runtime = self.runtime, None
         clean = self.left_in_order = runtime.leave(failed, why)
         for member in self.sets.values():
@@ -248,6 +264,7 @@ class Session:
                 one.at_end()
         self.at_end.clear()
         self.counted = []
+        self.rejoining.clear()
         if self._pool is not None:
             self._pool.close()  # optimizers may keep the kernels, which go on without threads
         self.sets = {}

@@ -40,6 +40,7 @@ from ocomm_torch.birder import Birder, DistributedBirder, DistributedSoftSignSGD
 from ocomm_torch.compressed import report_metrics
 from ocomm_torch.compression import Compression
 from ocomm_torch.ddp import optimizer_hook
+from ocomm_torch.diloco import DiLoCo, DistributedDiLoCo
 from ocomm_torch.ef_sgd import EFSGD, DistributedEFSGD
 from ocomm_torch.fsdp import across_hook
 from ocomm_torch.functions import (
@@ -90,7 +91,9 @@ __all__ = [
     "Average",
     "Birder",
     "Compression",
+    "DiLoCo",
     "DistributedBirder",
+    "DistributedDiLoCo",
     "DistributedEFSGD",
     "DistributedLion",
     "DistributedOneBitAdam",

@@ -97,6 +97,13 @@ class Core(abc.ABC):
     #: Whether there are steps in which a tensor with a gradient does not travel. Then the vote says which ranks have
     #: one.
     steps_locally = False
+    #: What is said if something is not finite in a step, with the step and world ranks.
+    non_finite_text = (
+        "a gradient is NaN or Inf in step {step}, on rank(s) {ranks}; the step was discarded on all ranks. Use a "
+        "GradScaler, clip, or lower the learning rate."
+    )
+    #: Number of the frontend's steps from one exchange to the next.
+    steps_per_exchange = 1
     #: Whether steps with dense tensors may follow one without. If not, the buffers for them are freed then.
     dense_again = False
     #: The optimizer whose dense steps the core makes in a warm-up, by name; None: the wrapped one makes them.

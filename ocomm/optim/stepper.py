@@ -128,14 +128,19 @@ class Stepper:
 
         ``early``: buckets may be posted before ``step()``, if the stepper overlaps at all.
         """
-        if self._dead is not None:
-            raise type(self._dead)(*self._dead.args)
+        if self._dead is not None:  # without a call, because this is on the way to the first hook of each step
+            self.require_alive()
         self.begun = True
         self._early_sent = []
         self.objections = 0
         self._hyper = hyper
         self.wire.flags[0] = self.wire.heard_flags[0] = self.wire.announcement[0] = 0
         self.buckets.begin(self.step, 0, hyper, early and self.overlapping)
+
+    def require_alive(self) -> None:
+        """Raises the error of an earlier step, after which there can be no other."""
+        if self._dead is not None:
+            raise type(self._dead)(*self._dead.args)
 
     def object(self, flag: Flag) -> None:
         """Sets a flag of this rank: all ranks will discard the step, or do it again."""
@@ -261,7 +266,8 @@ class Stepper:
         if core.steps_locally:
             self._look_at_local()
         if self._replicas is not None:
-            replica = self._replicas.checksum(core.replica_addresses().__getitem__, self.step)
+            number = self.step // core.steps_per_exchange
+            replica = self._replicas.checksum(core.replica_addresses().__getitem__, number)
         flags = self.objections | (_UNHANDED if buckets.is_surprised else 0)
         gradients = self._own_gradients() if self.looks_at_gradients else 0
         return Statement(self.step + 1, attempt, hyper, lr, flags, announcement, replica, gradients)
@@ -351,10 +357,7 @@ class Stepper:
         if not is_finite:
             ranks = self._vote.non_finite_ranks(flows, self.step)
             found = ranks if self._grid is None else self._grid.non_finite_ranks(self.step, ranks)
-            raise NonFiniteError(
-                f"{self.name}: a gradient is NaN or Inf in step {self.step}, on rank(s) {found}; the step was "
-                "discarded on all ranks. Use a GradScaler, clip, or lower the learning rate."
-            )
+            raise NonFiniteError(f"{self.name}: {self.core.non_finite_text.format(step=self.step, ranks=found)}")
         return StepOutcome.TAKE
 
     def give_up(self, error: BaseException, attempt: int = FINAL) -> None:

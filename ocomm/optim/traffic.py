@@ -106,6 +106,19 @@ class Traffic:
             self.exposed_s,
         )
 
+    def count_local(self, bytes_dense: float) -> None:
+        """Counts a step without an exchange and without a vote. ``bytes_dense`` is what a dense step sends."""
+        self.steps += 1
+        self.local_steps += 1
+        self.bytes_dense += bytes_dense
+
+    def uncount(self, bytes_dense: float) -> None:
+        """Takes back that the last exchange was a step, because it belongs to one that was counted already.
+        ``bytes_dense`` is what a dense step sends.
+        """
+        self.steps -= 1
+        self.bytes_dense -= bytes_dense
+
     def count_mask(self, nbytes: float) -> None:
         """Counts ``nbytes`` bytes to other nodes in an exchange of masks."""
         self.bytes_sent += round(nbytes)

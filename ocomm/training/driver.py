@@ -243,7 +243,7 @@ class Driver:
             timeout_s=session.settings.stall_shutdown_s,
             replicas=ReplicaWindows(
                 4 * layout.numels,
-                session.settings.replica_check_steps,
+                -(-session.settings.replica_check_steps // self.core.steps_per_exchange),
                 kernels,
                 on_devices=places != {_ON_HOST},
             ),
@@ -535,7 +535,10 @@ class Driver:
             return
         self.stepper.looks_at_gradients = False
         if are_alike and self.core.rank == 0:
-            say_alike(self.name, self.frontend.framework)
+            self._say_alike()
+
+    def _say_alike(self) -> None:
+        say_alike(self.name, self.frontend.framework)
 
     def _take(self) -> None:
         self.steps += 1

@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 COMMON: dict[str, str] = {
     "stage": 'what the next step sends, in a word: "dense" or "compressed"; of 1-bit Adam and LAMB "warm-up", "mixed" '
     '(some tensors are in a warm-up of their own) or "compressed"; of 0/1 Adam "warm-up" (before the first step), '
-    '"refreshing" (the variance still changes) or "frozen"',
+    '"refreshing" (the variance still changes) or "frozen"; of DiLoCo "local", or "syncing" while a sync is under way',
     "form": '"flat", or "hierarchical" where the ranks of a host sum up before they compress',
     "inside": 'what carries dense values inside a host in the hierarchical form, "MPI" or "NCCL"; None in the flat '
     "form",
@@ -55,6 +55,12 @@ _WARM = {"warm_start": "None, or what was loaded of an Adam's checkpoint"}
 _BITS = {"dense_bits": "bits per element of what travels dense"}
 _FREEZE = {"freeze_step": "the last dense step; None until it is known"}
 
+_SYNCS = {
+    "synced": "True if all ranks have the same parameters now",
+    "syncs": "number of steps that were syncs",
+    "local_steps": "number of steps without an exchange",
+}
+
 #: Further entries, by the optimizer's kind.
 OF_KIND: dict[str, dict[str, str]] = {
     "OneBitAdam": {**_MASKED, **_WARM, **_BITS, **_FREEZE},
@@ -71,10 +77,15 @@ OF_KIND: dict[str, dict[str, str]] = {
         **_WARM,
         **_BITS,
         "interval": "number of steps from one sync to the next, at this moment",
-        "synced": "True if all ranks have the same parameters now",
-        "syncs": "number of steps that were syncs",
-        "local_steps": "number of steps without an exchange",
+        **_SYNCS,
         "refreshes": "number of refreshes of the variance",
+    },
+    "DiLoCo": {
+        **_SYNCS,
+        "non_finite_steps": "number of steps that changed nothing on this rank, because a gradient was not finite or "
+        "its loss scale overflowed",
+        "inner_resets": "number of times that this rank has reset the wrapped optimizer's state, because it was not "
+        "finite after a sync that failed",
     },
 }
 

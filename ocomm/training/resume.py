@@ -28,7 +28,6 @@ class Resumable(Protocol):
     session: Session
     #: Id of the process set.
     number: int
-    core: Core
     #: The optimizer's class, in saved states.
     kind: str
     options: dict[str, Any]
@@ -37,6 +36,11 @@ class Resumable(Protocol):
     #: The defaults of options, which a saved state does not have if its release did not.
     default_options: dict[str, Any]
     steps: int
+
+    @property
+    def core(self) -> Core:
+        """The optimizer's core."""
+        ...
 
     @property
     def kernels(self) -> Kernels:

@@ -33,6 +33,8 @@ def run(kind, mode):
     adam = torch.optim.Adam(model.parameters(), lr=0.05)
     if kind == "dense":
         optimizer = hvd.DistributedOptimizer(adam, model.named_parameters())
+    elif kind == "DiLoCo":
+        optimizer = hvd.DistributedDiLoCo(adam, model.named_parameters(), sync_every=3, delay=1)
     else:
         optimizer = hvd.DistributedOneBitAdam(adam, model.named_parameters(), freeze_step=3)
     calls, resets, failed = [], [], []
@@ -70,7 +72,8 @@ def run(kind, mode):
     return {"parameters": [p.tolist() for p in model.parameters()], "calls": calls, "resets": resets, "error": error}
 
 hvd.init(process_sets=[[0]])
-modes = {"dense": ("nothing", "mismatch", "one rank", "hosts", "always"), "1-bit": ("nothing", "one rank", "hosts")}
+modes = {"dense": ("nothing", "mismatch", "one rank", "hosts", "always")}
+modes |= dict.fromkeys(("1-bit", "DiLoCo"), ("nothing", "one rank", "hosts"))
 results = {kind: {mode: run(kind, mode) for mode in modes[kind]} for kind in modes}
 open(f"{sys.argv[1]}.{hvd.rank()}", "w").write(json.dumps(results))
 """
@@ -182,6 +185,9 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "0/1 Adam": lambda model, **more: hvd.DistributedZeroOneAdam(
         Adam(model.parameters(), 0.01), model.named_parameters(), local_step_start=4, local_step_doubling=4, **more
     ),
+    "DiLoCo": lambda model, **more: hvd.DistributedDiLoCo(
+        Adam(model.parameters(), 0.01), model.named_parameters(), sync_every=4, delay=2, bits=8, **more
+    ),
 }
 
 
@@ -230,6 +236,8 @@ def train(
                 state.commit()
 
     loop(state)
+    if kind == "DiLoCo":
+        optimizer.finish()
     values = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
     return samples, values, state.resumed
 
@@ -251,6 +259,29 @@ def test_a_job_that_is_started_again_goes_on_bit_for_bit_wherever_its_ranks_are(
     resumed = again[0][2]
     assert (resumed["commit"], resumed["ranks"], resumed["lost_ranks"]) == (3, 2, [])
     assert kind == "dense" or resumed["optimizer"]["rank_state"] == "loaded"
+
+
+@pytest.mark.parametrize("kind", ["0/1 Adam", "DiLoCo"])
+def test_a_state_that_is_synchronized_between_two_syncs_leaves_each_rank_its_own_parameters(kind: str) -> None:
+    def body(session: Session) -> list[float]:
+        model = torch.nn.Linear(3, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        optimizer = OPTIMIZERS[kind](model)
+        state = hvd.elastic.TorchState(model, optimizer)
+        noise = torch.Generator().manual_seed(hvd.rank())
+        for _ in range(20):
+            model.weight.grad = torch.randn(1, 3, generator=noise)
+            optimizer.step()
+            if not optimizer.compression_report()["synced"]:
+                break
+        before = model.weight.flatten().tolist()
+        state.sync()
+        assert model.weight.flatten().tolist() == before
+        return before
+
+    first, second = run_ranks(2, body)
+    assert first != second
 
 
 def there_and_back(value: Any) -> tuple[Any, bytes]:
@@ -289,7 +320,7 @@ def test_tied_parameters_are_written_once_and_other_objects_as_torch_does() -> N
     assert type(parameter) is torch.nn.Parameter and size == torch.Size([2])
 
 
-@pytest.mark.parametrize("kind", ["1-bit Adam", "0/1 Adam"])
+@pytest.mark.parametrize("kind", ["1-bit Adam", "0/1 Adam", "DiLoCo"])
 @pytest.mark.parametrize("hosts", [["a", "b", "c"], ["a", "c", "d"], ["a", "c", "d", "e"]], ids="".join)
 def test_with_a_host_its_errors_are_lost_and_the_report_says_what_share_that_was(
     kind: str, hosts: list[str], tmp_path: Path
