@@ -137,6 +137,16 @@ def test_a_grid_has_the_parameters_of_its_data_axis_alone_and_half_of_its_bytes(
     assert found[0][1] <= 0.51 * found[1][1]
 
 
+@pytest.mark.long  # frontends/test_torch_diloco.py has it without a launcher
+def test_ranks_that_meet_once_in_20_steps_learn_and_end_alike():
+    done = run_example("torch_diloco.py", "--steps", "110")
+    assert done.returncode == 0, done.stderr
+    output = untagged(done.stdout)
+    (accuracy,) = re.findall(r"accuracy (\d+\.\d) %; the parameters of all 2 ranks are equal bit for bit", output)
+    assert float(accuracy) > 80
+    assert "110 steps, 6 syncs" in output
+
+
 ONE_BIT, ADASUM = ["--one-bit", "--freeze-step", "10"], ["--use-adasum", "--fp16-allreduce"]
 MNIST = ["torch_mnist_horovod.py", "--epochs", "2"]
 SYNTHETIC = ["torch_synthetic_benchmark.py", *("--width", "16", "--layers", "2", "--num-iters", "2"),
