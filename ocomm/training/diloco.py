@@ -19,9 +19,9 @@ from ocomm.optim import checkpoint
 from ocomm.optim.core import Group
 from ocomm.optim.diloco import DiLoCo, DiLoCoOptions
 from ocomm.session import Session
+from ocomm.telemetry.units import amount
 from ocomm.training import resume
 from ocomm.training.driver import Common, Driver, Frontend
-from ocomm.training.notices import amount
 
 _log = logging.getLogger("ocomm")
 
