@@ -42,7 +42,8 @@ COLOURS = {
 
 def save(figure: Any, path: Path) -> None:
     """As small text that is the same for the same numbers."""
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ocomm"}):
+        figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
     print(path)
 
@@ -112,7 +113,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER")
     args = parser.parse_args()
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ocomm"})
     steps = results([args.into / "step-2hosts.json"])
     if steps:
         speed(steps, args.into / "speed.svg")
