@@ -23,6 +23,8 @@ from ocomm.training.driver import digest
 from ocomm.types import DType, ReduceOp
 
 _log = logging.getLogger("ocomm")
+#: Number of steps for which replicas that began unequal may stay so. Scripts of Horovod broadcast late, or never.
+GRACE = 16
 #: ``own`` need not be alike: how this rank's optimizer rounds in the first comparison, its own gradients in others.
 _ROW = np.dtype([(name, np.uint64) for name in ("count", "options", "parameters", "own")])
 
@@ -47,9 +49,9 @@ def spelled(value: object, other: Callable[[object], str | None] = lambda value:
 class StepComparison:
     """Comparisons for one optimizer, or for something else that averages gradients of the same parameters repeatedly.
 
-    A difference in the first comparison is no error, because Horovod's scripts make the ranks equal before or after
-    their first step. Nor is it one in later comparisons, until some rank's parameters have changed: gradients of a tape
-    may be taken several times without a step.
+    Replicas that differ from the first comparison on are a warning of rank 0 after the first step, because Horovod's
+    scripts make the ranks equal before or after it, and an error after ``GRACE`` further ones. Comparisons before some
+    rank's parameters have changed do not count: gradients of a tape may be taken several times without a step.
 
     Args:
         session: The session whose ranks are compared.
@@ -92,6 +94,8 @@ class StepComparison:
         self._at_first = self._rows["parameters"].copy()
         #: Number of comparisons so far, if the ranks agree on it.
         self._count = 0
+        #: Number of steps in which replicas that began unequal were still so.
+        self._unequal_steps = 0
         self._is_alike = True
         self._handle: Handle | None = None
 
@@ -139,8 +143,8 @@ class StepComparison:
         is_unequal = in_step and self._is_alike and _differ(rows["parameters"])
         if last == 0:
             self._at_first = self._rows["parameters"].copy()
-        elif last == 1 and is_unequal and bool((rows["parameters"] == self._at_first[self._rows["count"] > 0]).all()):
-            is_unequal, self._count = False, 1  # no step since the first comparison: this one is made again
+        elif last == 1 and is_unequal and self._may_wait(rows["parameters"]):
+            is_unequal, self._count = False, 1  # this comparison is made again
         own = rows["own"]
         if self._count > 1 and in_step and rows.size > 1 and own[0] and (own == own[0]).all():
             self._alike_steps += 1
@@ -170,11 +174,28 @@ class StepComparison:
         if last and is_unequal:
             what = "the ranks' parameters have become different"
             if last == 1:
-                what = "the replicas are not alike after their first step"
+                what = f"the replicas are still not alike after {1 + GRACE} steps"
             raise MismatchError(
                 f"{self._said(rows, self._describe(), what, 'hold')} {self._made_alike}, and after anything that one "
                 "rank does alone. OCOMM_REPLICA_CHECK_STEPS says how often this is checked, 0: never."
             )
+
+    def _may_wait(self, parameters: NDArray[np.uint64]) -> bool:
+        """Returns True if ranks that began unequal, with these checksums of all their parameters, may still be made
+        equal: nobody has taken a step, or few steps were taken.
+        """
+        if bool((parameters == self._at_first[self._rows["count"] > 0]).all()):
+            return True
+        self._unequal_steps += 1
+        if self._unequal_steps == 1 and self._rank == 0:
+            _log.warning(
+                "%s: the replicas are not alike after their first step: each rank trains a model of its own, with "
+                "averages of gradients of all of them. %s. It is an error after %d further steps.",
+                self._title,
+                self._made_alike,
+                GRACE,
+            )
+        return self._unequal_steps <= GRACE
 
     def _said(self, rows: NDArray[np.void], lines: Sequence[str], what: str, verb: str) -> str:
         """Returns a message that says which rank has what, if no rank has joined, because a joined rank cannot be
