@@ -41,6 +41,7 @@ _WITHOUT_MEANING = {
     "--num-nccl-streams": "num_nccl_streams",
     "--gloo-timeout-seconds": "gloo_timeout_seconds",
     "--log-with[out]-timestamp": "log_with_timestamp",
+    "--disable-cache": "disable_cache",  # horovodrun's checks of hosts, which it makes once an hour
 }
 _ELASTIC_TIMEOUT_S = 600.0
 #: Flags that mean something in an elastic job only, and where their values go.
@@ -338,9 +339,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
         settings["OCOMM_FUSION_THRESHOLD"] = str(options.fusion_threshold_mb * 1024 * 1024)
     if options.cycle_time_ms is not None:
         settings["OCOMM_CYCLE_TIME"] = f"{options.cycle_time_ms:g}"
-    if options.disable_cache:
-        settings["OCOMM_CACHE_CAPACITY"] = "0"
-    elif options.cache_capacity is not None:
+    if options.cache_capacity is not None:
         settings["OCOMM_CACHE_CAPACITY"] = str(options.cache_capacity)
     if options.stall_check is not None:
         settings["OCOMM_STALL_CHECK_DISABLE"] = "0" if options.stall_check else "1"
@@ -482,9 +481,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--fusion-threshold-mb", type=_count, metavar="MIB", help="size of the fusion buffer; 0: no fusion"
     )
     tune.add_argument("--cycle-time-ms", type=_not_negative, metavar="MS", help="time between two cycles")
-    cache = tune.add_mutually_exclusive_group()
-    cache.add_argument("--cache-capacity", type=_count, metavar="N", help="names in the response cache; 0: no cache")
-    cache.add_argument("--disable-cache", action="store_true", help="no response cache")
+    tune.add_argument("--cache-capacity", type=_count, metavar="N", help="names in the response cache; 0: no cache")
     stall = tune.add_mutually_exclusive_group()
     stall.add_argument("--stall-check", dest="stall_check", action="store_true", default=None, help="look for stalls")
     stall.add_argument("--no-stall-check", dest="stall_check", action="store_false", help="do not look for stalls")
@@ -532,6 +529,7 @@ def make_parser() -> argparse.ArgumentParser:
     tune.add_argument("--thread-affinity", metavar="CORE,...", help="cores of the background threads, by local rank")
     for flag in ("--num-nccl-streams", "--gloo-timeout-seconds"):
         tune.add_argument(flag, help=argparse.SUPPRESS)
+    tune.add_argument("--disable-cache", action="store_true", default=None, help=argparse.SUPPRESS)
     tune.add_argument("--log-level", type=str.upper, choices=[level.upper() for level in LEVELS])
 
     add("command", nargs=argparse.REMAINDER, help="the program and its arguments")

@@ -46,7 +46,7 @@ def run(
     use_gloo: bool | None = None,
     use_mpi: bool | None = None,
     mpi_args: str | None = None,
-    network_interfaces: str | None = None,
+    network_interfaces: str | Sequence[str] | None = None,
     disable_cache: bool = False,
     executable: str | None = None,
     env: Mapping[str, str] | None = None,
@@ -66,6 +66,8 @@ def run(
         verbose: Whether to print the command line.
         use_gloo: Accepted as in Horovod if it is not true: ocomm has no Gloo.
         use_mpi: Accepted as in Horovod, and ignored: ocomm always runs on MPI.
+        network_interfaces: Names of interfaces, in a list or separated by commas.
+        disable_cache: Accepted as in Horovod, and ignored: hosts are checked each time.
         executable: The Python interpreter of the ranks; None for this one.
         env: The environment of the ranks; None for this process's.
 
@@ -76,6 +78,8 @@ def run(
         LaunchError: The job cannot be started, Gloo is asked for, or a rank fails; the message has that rank's
             traceback. No rank is left running.
     """
+    if network_interfaces is not None and not isinstance(network_interfaces, str):
+        network_interfaces = ",".join(network_interfaces)
     if use_gloo:
         raise LaunchError("use_gloo=True: ocomm has no Gloo, it runs on MPI. Leave the argument out.")
     ranks = np if np is not None else num_proc
@@ -96,7 +100,6 @@ def run(
             command += [] if value is None else [flag, str(value)]
         command += [f"--mpi-args={mpi_args}"] if mpi_args else []
         command += ["--verbose"] if verbose else []
-        command += ["--disable-cache"] if disable_cache else []
         # The function may refer to modules by the names that this process has for them.
         names = ["-m", as_horovod.__name__] if as_horovod.is_installed() else []
         command += [executable or sys.executable, *names, "-m", "ocomm.launch.task", address, str(server.port)]

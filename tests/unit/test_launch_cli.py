@@ -48,10 +48,7 @@ def test_tunables_travel_as_variables_in_the_units_of_the_variables():
         "OCOMM_LOG_LEVEL": "DEBUG",
         "OCOMM_START_TIMEOUT": "30",
     }
-    assert settings("--disable-cache", "--stall-check") == {
-        "OCOMM_CACHE_CAPACITY": "0",
-        "OCOMM_STALL_CHECK_DISABLE": "0",
-    }
+    assert settings("--disable-cache", "--stall-check") == {"OCOMM_STALL_CHECK_DISABLE": "0"}
     flags = "--autotune --autotune-warmup-samples 0 --autotune-steps-per-sample 5 --autotune-bayes-opt-max-samples 9"
     assert settings(*flags.split(), "--autotune-gaussian-process-noise", "0.5", "--autotune-log-file", "a.csv") == {
         "OCOMM_AUTOTUNE": "1",
@@ -239,9 +236,18 @@ def test_a_config_file_with_unknown_words_is_an_error_that_names_them(content, m
 
 
 def test_flags_for_what_ocomm_does_not_have_are_named_and_ignored():
-    flags = ["-np", "2", "--no-hierarchical-allgather", "--num-nccl-streams", "2", "python", "train.py"]
+    flags = [
+        "-np",
+        "2",
+        "--no-hierarchical-allgather",
+        "--num-nccl-streams",
+        "2",
+        "--disable-cache",
+        "python",
+        "train.py",
+    ]
     options = make_parser().parse_args(flags)
-    assert without_meaning(options) == ["--[no-]hierarchical-allgather", "--num-nccl-streams"]
+    assert without_meaning(options) == ["--[no-]hierarchical-allgather", "--num-nccl-streams", "--disable-cache"]
     assert without_meaning(make_parser().parse_args(["-np", "2", "python"])) == []
 
 
