@@ -160,7 +160,8 @@ class Runtime:
     def cycle(self) -> bool:
         """Makes one round of the loop; returns True when the loop is over. A test may call it as an ordinary method."""
         due = min(process_set.cycle() for process_set in self._sets)
-        polling = any(process_set.wants_polling for process_set in self._sets)
+        # The end of a set takes a few rounds, which nothing else wakes.
+        polling = bool(self._retiring) or any(process_set.wants_polling for process_set in self._sets)
         longest = min(0.25, self._heartbeat_s / 2)
         reason = self.engine.run(0.0005 if polling else max(min(due, longest), 0.0))
         if reason & Reason.FAILED:
