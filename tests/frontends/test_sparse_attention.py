@@ -27,6 +27,9 @@ from tests.frontends.sparse_layouts import (  # noqa: E402
     without_random_blocks,
 )
 from tests.tiers import few  # noqa: E402
+from tests.worlds import MPI_SIZE  # noqa: E402
+
+pytestmark = pytest.mark.skipif(MPI_SIZE > 0, reason="one process is enough: nothing here is of the network")
 
 RANDOM = [name for name, setting in SETTINGS.items() if random_blocks_of(setting)]
 #: A layout of each class, with short windows, layouts per head and random blocks among them.

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.long  # transformers is installed for the long tier alone
+from tests.worlds import MPI_SIZE
+
+pytestmark = [
+    pytest.mark.long,  # transformers is installed for the long tier alone
+    pytest.mark.skipif(MPI_SIZE > 0, reason="one process is enough: nothing here is of the network"),
+]
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 

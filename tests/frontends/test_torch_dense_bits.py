@@ -297,7 +297,7 @@ def test_a_run_that_is_saved_with_its_dense_errors_goes_on_in_every_bit(kind: st
 
 
 def test_a_run_goes_on_with_other_bits_and_rank_0_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    def body(session: Session) -> list[str]:
+    def body(session: Session) -> tuple[list[str], str]:
         rank, told = rank_of(session), []
         saved = None
         for bits in (32, 4, 16, 8, 32):
@@ -308,11 +308,11 @@ def test_a_run_goes_on_with_other_bits_and_rank_0_says_so(caplog: pytest.LogCapt
             first = 1 + run.optimizer.compression_report()["step"]
             told += run.train(first, first)
             saved = run.save()
-        return told
+        return told, caplog.text
 
-    first, second = run_ranks(2, body)
+    (first, said), (second, _) = run_ranks(2, body)
     assert first == second
-    assert "resumed with other options: dense_bits 32 -> 4" in caplog.text
+    assert "resumed with other options: dense_bits 32 -> 4" in said
 
 
 def test_errors_of_fewer_ranks_are_redistributed() -> None:
