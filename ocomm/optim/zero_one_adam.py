@@ -291,7 +291,7 @@ class ZeroOneAdam(Core):
         """
         rows = self.tensors
         dense, unseen = self.stage == Stage.DENSE, self.stage == Stage.UNSEEN
-        self.stage[dense & ~present & (self.refreshed == 0)] = Stage.UNSEEN
+        self.stage[dense & ~present & (self.steps == 0)] = Stage.UNSEEN
         for tensor in np.flatnonzero(dense & present).tolist():
             average = averages[self.flat_span(tensor)]
             first = self.refreshed[tensor] == 0

@@ -145,6 +145,23 @@ def test_rows_and_tensors_that_come_late_or_are_missing_follow_the_simulation(ki
         )
 
 
+@pytest.mark.parametrize("pause", [1, 3])
+def test_a_late_tensor_moves_in_every_step_with_a_gradient_but_its_first(pause: int) -> None:
+    """Also if it never has gradients in two steps running."""
+    present = range(4, 30, pause + 1)
+
+    def late(step: int, rank: int) -> list[np.ndarray | None]:
+        found = gradients(step, rank)
+        return [*found[:-1], found[-1] if step in present else None]
+
+    results = trained(2, 30, grads=late)
+    expected, _ = simulated(30, 2, late)
+    assert [result["digests"] for result in results] == expected
+    values = [parameters[-1] for parameters in results[0]["parameters"]]
+    moved = [step for step in range(2, 31) if not np.array_equal(values[step - 2], values[step - 1])]
+    assert moved == list(present)[1:]
+
+
 def test_learning_rates_that_start_at_0_or_differ_between_groups_follow_the_simulation() -> None:
     def lr(step: int) -> float:
         return 1e-2 * max(0, min(step - 3, 6)) / 6 if step != 22 else 0.0

@@ -154,7 +154,7 @@ class Simulation:
             local = self._of_workers(x, [g[index] for g in gradients])
             pending = due and F(x.interval_lr) > 0
             if local is None and not pending:
-                if x.stage == "dense" and x.refreshes == 0:
+                if x.stage == "dense" and x.step == 0:
                     x.stage = "unseen"
                 continue  # nobody touches its state
             seen = local is not None
