@@ -47,7 +47,7 @@ class Ranks:
         self.processes = {
             rank: subprocess.Popen(
                 on(rank, [sys.executable, *script]),
-                env=without_launcher(**{**meet, "RANK": str(rank), **more}),
+                env=without_launcher(**{**meet, "RANK": str(rank), "OCOMM_LOG_LEVEL": "warning", **more}),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
