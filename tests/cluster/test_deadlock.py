@@ -153,7 +153,7 @@ if hvd.rank() == 0:
 try:
     model.fit(x, y, batch_size=8, verbose=0)
 except Exception as error:
-    print(f"loaded, rank {hvd.rank()}: {' '.join(str(error).splitlines()[:40])}", flush=True)
+    print(f"loaded, rank {hvd.rank()}: {' '.join(str(error).split())}", flush=True)
 """
 
 
