@@ -182,7 +182,7 @@ class StepComparison:
 
     def _may_wait(self, parameters: NDArray[np.uint64]) -> bool:
         """Returns True if ranks that began unequal, with these checksums of all their parameters, may still be made
-        equal: nobody has taken a step, or few steps were taken.
+        equal: nobody has taken a step, or few steps were taken. Counts the step; rank 0 warns of the first.
         """
         if bool((parameters == self._at_first[self._rows["count"] > 0]).all()):
             return True
