@@ -187,6 +187,7 @@ class CompressedOptimizer(HasRankState):
         number = self.process_set.number(session)
         self._driver = self._driver_class(session, number, specs, self, self._core_class, self._options, self._common)
         self._stepper = self._driver.stepper
+        self._driver.core.borrowed += [self._recorded, self._copies, self._held, self._masters]
         self._runtime = session.runtime
         self._addresses = []
         self._find_parameters()

@@ -140,6 +140,9 @@ class Core(abc.ABC):
         self.dense_codes: DenseCodes | None = None
         if isinstance(options, DenseOptions) and options.dense_bits < 32:
             self.dense_codes = DenseCodes(layout, rank, options.dense_bits, self.param_memory)
+        #: Holds the frontend's tensors whose addresses are in ``tensors``. Plans keep it, with all that is in it then,
+        #: because a plan may outlive its optimizer.
+        self.borrowed: list[Any] = []
         self.node_gradient = np.zeros(0, np.float32)
         self._node_addresses = np.zeros(count, np.uint64)
 

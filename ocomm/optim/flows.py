@@ -68,7 +68,7 @@ class Flow(abc.ABC):
         self.ticket: Ticket | None = None
         self._built_in = built_in
         #: Memory that plans find through addresses in tables. They keep it, because a plan may outlive its optimizer.
-        self.keeps = core.read_by_address()
+        self.keeps = [core.borrowed, *core.read_by_address()]
         #: Prepared plans, by the identity of what is built into them, which they keep alive.
         self._plans: dict[tuple[Hashable, ...], tuple[Any, Sent, tuple[Any, ...]]] = {}
         #: The presence bits heard last, and the tensors that some rank has according to them.

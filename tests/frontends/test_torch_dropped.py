@@ -1,0 +1,53 @@
+"""An optimizer that is dropped while its exchange is under way: what the exchange reads lives on until it is over."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from ocomm.session import Session
+from ocomm_torch.onebit import DistributedOneBitAdam
+from tests.frontends.onebit_jobs import backward, gradients, initial
+from tests.worlds import MPI_SIZE, run_ranks
+
+pytestmark = pytest.mark.skipif(bool(MPI_SIZE), reason="ranks meet as threads")
+
+
+@pytest.mark.parametrize("freeze_step", [2, 100], ids=["compressed", "dense"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_posted_gradients_outlive_the_optimizer_and_the_model(dtype: torch.dtype, freeze_step: int) -> None:
+    dropped = threading.Barrier(2)
+
+    def body(session: Session) -> None:
+        assert session.topology is not None
+        rank = session.topology.rank
+        parameters = [torch.nn.Parameter(torch.from_numpy(p).to(dtype)) for p in initial()]
+        optimizer = DistributedOneBitAdam(torch.optim.Adam(parameters, lr=1e-2), freeze_step=freeze_step)
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            backward(parameters, gradients(step, rank), [3, 2, 1, 0])
+            optimizer.step()
+        optimizer.zero_grad()
+        if rank == 1:
+            dropped.wait(60)
+            backward(parameters, gradients(5, rank), [3, 2, 1, 0])
+            return
+        backward(parameters, gradients(5, rank), [3, 2, 1, 0])
+        posted = optimizer._stepper.buckets.posted_tensors
+        assert posted
+        # What the exchange reads: the gradients, or copies of them in float32.
+        read = [parameters[index].grad for index in posted]
+        if dtype is not torch.float32:
+            read = [optimizer._masters._gradients[index] for index in posted]
+        kept = [weakref.ref(tensor) for tensor in read]
+        del parameters, optimizer, read
+        gc.collect()
+        alive = [reference() is not None for reference in kept]
+        dropped.wait(60)
+        assert all(alive)
+
+    run_ranks(2, body)
