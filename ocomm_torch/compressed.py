@@ -31,6 +31,7 @@ from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.ddp_modules import ddp_modules
+from ocomm_torch.gradient_hooks import hook_gradient
 from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.memory_order import MemoryOrder, is_dense
 from ocomm_torch.mesh import DataAxis, LocalTensors, inside
@@ -441,7 +442,7 @@ class CompressedOptimizer(HasRankState):
         """Adds hooks to parameters that are trained and have none yet."""
         for index in [i for i in self._unhooked if self._parameters[i].requires_grad]:
             self._unhooked.remove(index)
-            self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(self._make_hook(index)))
+            self._handles.append(hook_gradient(self._parameters[index], self._make_hook(index)))
 
     def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # The parameter keeps its hook, which must not keep this optimizer and its buffers alive.

@@ -37,6 +37,7 @@ from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.compression import UNCOMPRESSED, Compression, Compressor, OneBitCompressor, has_overflowed
 from ocomm_torch.ddp import refuse_averaged
+from ocomm_torch.gradient_hooks import hook_gradient
 from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.mpi_ops import adapter_of, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters, names_of
@@ -235,7 +236,7 @@ class _DistributedOptimizer(NamesParameters):
             if p.requires_grad and p not in self._hooked:
                 self._hooked[p] = None
                 self._delay.setdefault(p, self.backward_passes_per_step)
-                weakref.finalize(self, p.register_post_accumulate_grad_hook(hook).remove)
+                weakref.finalize(self, hook_gradient(p, hook).remove)
 
     # Backward
 

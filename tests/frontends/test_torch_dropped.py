@@ -1,4 +1,4 @@
-"""An optimizer that is dropped while its exchange is under way: what the exchange reads lives on until it is over."""
+"""Optimizers that are dropped or replaced: what an exchange under way reads lives on, and hooks do not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+import ocomm_torch as hvd
 from ocomm.session import Session
 from ocomm_torch.onebit import DistributedOneBitAdam
 from tests.frontends.onebit_jobs import backward, gradients, initial
@@ -51,3 +52,30 @@ def test_posted_gradients_outlive_the_optimizer_and_the_model(dtype: torch.dtype
         assert all(alive)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("then", ["dense", "compressed"])
+@pytest.mark.parametrize("first", ["dense", "compressed"])
+def test_an_optimizer_that_lives_on_where_another_took_its_place_exchanges_nothing(first: str, then: str) -> None:
+    def wrapped(kind: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if kind == "dense":
+            return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1e-2))
+        return hvd.DistributedBirder(torch.optim.SGD(parameters, lr=1e-3))
+
+    def body(session: Session) -> tuple[int, list[int]]:
+        assert session.topology is not None
+        rank = session.topology.rank
+        parameters = [torch.nn.Parameter(torch.from_numpy(p)) for p in initial()]
+        optimizer = wrapped(first, parameters)
+        kept = []
+        for step in range(1, 7):
+            if step == 4:
+                kept = [optimizer] if rank == 1 else []
+                optimizer = wrapped(then, parameters)
+            optimizer.zero_grad()
+            backward(parameters, gradients(step, rank), [3, 2, 1, 0])
+            optimizer.step()
+        hvd.check_replicas(parameters)
+        return len(kept), [len(p._post_accumulate_grad_hooks or ()) for p in parameters]
+
+    assert run_ranks(2, body) == [(0, [1] * 4), (1, [1] * 4)]
