@@ -261,6 +261,8 @@ def test_a_block_mask_hides_padding() -> None:
 @pytest.mark.long  # compiles
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 @pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")  # torch's own use
+# torch's own use, too: it makes an object of its autograd function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("block, tokens", [(32, 416), (128, 512)])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
