@@ -29,14 +29,13 @@ from ocomm.kernels.device import device_kernels
 from ocomm.negotiation.autotune import Autotune, BayesianSearch, Tuned
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.background import Runtime
-from ocomm.runtime.exporter import Exporter
+from ocomm.runtime.exporter import open_exporter
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.runtime.handshake import background_core, bounded, check_sets, duplicate, handshake, topology_of
 from ocomm.runtime.process_set import ProcessSet, no_thread
 from ocomm.runtime.supervisor_client import SupervisorClient
 from ocomm.runtime.tuner import Tuner
-from ocomm.telemetry.counters import JobCounters, OptimizerCounters, RankCounters, Stalled, Waiting, spelled
-from ocomm.telemetry.metrics_port import parse_address
+from ocomm.telemetry.counters import OptimizerCounters
 from ocomm.telemetry.timeline import Timeline, path_of
 from ocomm.transport.base import Transport
 from ocomm.types import DType, Nodes, ReduceOp, Settings, Topology
@@ -213,7 +212,15 @@ class Session:
         if settings.timeline:
             self._starts += 1
             self._write_timeline(settings.timeline, settings.timeline_mark_cycles, self._starts)
-        runtime.exporter = self._exporter(runtime, control.rank)
+        runtime.exporter = open_exporter(
+            self.topology,
+            settings,
+            self.supervisor,
+            runtime.clock,
+            waits=lambda: runtime.waits.waiting.copy().values(),
+            stalls=lambda: [stall for one in self.sets.copy().values() if one is not None for stall in one.stalls],
+            optimizers=lambda: [counted() for counted in self.counted],
+        )
         runtime.start()
         self.runtime = runtime
 
@@ -430,35 +437,6 @@ class Session:
             counters: Returns its counters, from any thread. It must not keep the optimizer alive.
         """
         self.counted = [*self.counted, counters][-_COUNTED:]
-
-    def _exporter(self, runtime: Runtime, rank: int) -> Exporter | None:
-        """Returns what hands on the counters of the ranks; None if nobody wants them."""
-        topology, port = self.topology, self.settings.metrics_port
-        supervisor = self.supervisor if self.settings.watch else None
-        if not port and supervisor is None:
-            return None
-        assert topology is not None
-        host = topology.hosts[rank]
-
-        def counters() -> RankCounters:
-            waits = [Waiting(wait.what, wait.late) for wait in runtime.waits.waiting.copy().values()]
-            stalls = [
-                Stalled(stall.name, stall.waited_s, stall.missing)
-                for member in self.sets.copy().values()
-                if member is not None
-                for stall in member.stalls
-            ]
-            optimizers = tuple([counted() for counted in self.counted])
-            return RankCounters(rank, host, optimizers, tuple(waits), tuple(stalls))
-
-        def tell(job: JobCounters) -> None:
-            if supervisor is not None:
-                supervisor.say("counters", job=spelled(job))
-
-        exporter = Exporter(rank, topology.size, counters, runtime.clock)
-        if rank == 0:
-            exporter.open(parse_address(port) if port else None, None if supervisor is None else tell)
-        return exporter
 
     # Using
 

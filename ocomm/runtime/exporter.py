@@ -10,11 +10,25 @@ import dataclasses
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from ocomm.telemetry.counters import JobCounters, RankCounters, limited, prometheus, read_rank, spelled
+from ocomm.collectives.waiting import Wait
+from ocomm.negotiation.coordinator import Stall
+from ocomm.runtime.supervisor_client import SupervisorClient
+from ocomm.telemetry.counters import (
+    JobCounters,
+    OptimizerCounters,
+    RankCounters,
+    Stalled,
+    Waiting,
+    limited,
+    prometheus,
+    read_rank,
+    spelled,
+)
 from ocomm.telemetry.log import NOTICE
-from ocomm.telemetry.metrics_port import MetricsPort
+from ocomm.telemetry.metrics_port import MetricsPort, parse_address
+from ocomm.types import Settings, Topology
 
 _log = logging.getLogger("ocomm")
 #: Seconds for ocommrun to take the last counters.
@@ -101,3 +115,49 @@ class Exporter:
             self._news.wait()
             self._news.clear()
             tell(self.job())
+
+
+def open_exporter(
+    topology: Topology,
+    settings: Settings,
+    supervisor: SupervisorClient | None,
+    clock: Callable[[], float],
+    *,
+    waits: Callable[[], Iterable[Wait]],
+    stalls: Callable[[], Iterable[Stall]],
+    optimizers: Callable[[], Iterable[OptimizerCounters]],
+) -> Exporter | None:
+    """Returns this rank's exporter, which on rank 0 begins to hand counters on. Not collective.
+
+    Args:
+        topology: The place of this rank in the job.
+        settings: The same on all ranks, as far as they say who wants counters.
+        supervisor: Who is told of the job's counters if ``settings.watch``; None for nobody.
+        clock: Monotonic, in seconds.
+        waits: Returns what this rank's threads wait for. This and the following are called on the background thread.
+        stalls: Returns what stalls in process sets that this rank coordinates.
+        optimizers: Returns the counters of this rank's optimizers.
+
+    Returns:
+        The exporter; None if nobody wants the counters.
+    """
+    told = supervisor if settings.watch else None
+    if not settings.metrics_port and told is None:
+        return None
+    rank = topology.rank
+    host = topology.hosts[rank]
+
+    def counters() -> RankCounters:
+        waiting = tuple(Waiting(wait.what, wait.late) for wait in waits())
+        stalled = tuple(Stalled(stall.name, stall.waited_s, stall.missing) for stall in stalls())
+        return RankCounters(rank, host, tuple(optimizers()), waiting, stalled)
+
+    def tell(job: JobCounters) -> None:
+        if told is not None:
+            told.say("counters", job=spelled(job))
+
+    exporter = Exporter(rank, topology.size, counters, clock)
+    if rank == 0:
+        address = parse_address(settings.metrics_port) if settings.metrics_port else None
+        exporter.open(address, None if told is None else tell)
+    return exporter
