@@ -230,6 +230,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Raises:
         MismatchError: The ranks do not remove the same set.
+        StallError: A rank has not closed the set's channels within ``OCOMM_START_TIMEOUT`` seconds.
     """
     number = process_set.process_set_id
     if not number:

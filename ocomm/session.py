@@ -23,7 +23,7 @@ from ocomm.collectives.python_engine import PythonEngine
 from ocomm.collectives.routes import arrange
 from ocomm.collectives.scratch import Scratch
 from ocomm.collectives.waiting import Watch
-from ocomm.errors import InvalidRequestError, NotInitializedError, OcommError, SettingsError
+from ocomm.errors import InvalidRequestError, NotInitializedError, OcommError, SettingsError, StallError
 from ocomm.kernels.base import Kernels
 from ocomm.kernels.device import device_kernels
 from ocomm.negotiation.autotune import Autotune, BayesianSearch, Tuned
@@ -326,8 +326,11 @@ class Session:
     def remove_set(self, number: int) -> None:
         """Forgets a process set. Collective over the world, in one order on all ranks.
 
-        Operations of the set that some of its ranks have not asked for fail. Raises MismatchError if the ranks do not
-        remove the same set.
+        Operations of the set that some of its ranks have not asked for fail.
+
+        Raises:
+            MismatchError: The ranks do not remove the same set.
+            StallError: The ranks of the set have not closed its channels within ``start_timeout_s``.
         """
         runtime = self._require()
         ranks, member = self.set_ranks[number], self.sets[number]
@@ -338,11 +341,19 @@ class Session:
         if member is None:
             return
         runtime.retire(member)
-        while not member.retired.wait(1.0):
+        seconds = self.settings.start_timeout_s  # as for making a communicator
+        end = runtime.clock() + seconds
+        while not member.retired.wait(min(1.0, max(end - runtime.clock(), 0.0))):
             if runtime.failure is not None:
                 raise type(runtime.failure)(*runtime.failure.args)
             if not runtime.is_alive:
                 raise no_thread(self.require_topology().rank)
+            if runtime.clock() >= end:
+                raise StallError(
+                    f"rank {self.require_topology().rank}: process set {list(ranks)} was removed, but its ranks have "
+                    f"not closed its channels after {seconds:.0f} s (OCOMM_START_TIMEOUT): an exchange on one of them "
+                    "does not end on some rank; see the other ranks."
+                )
 
     def prepare_members(self) -> None:
         """Makes ``add_members`` possible. Collective over the world; a second call is a no-op."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ocomm
-from ocomm.errors import InvalidRequestError, MismatchError
+from ocomm.errors import InvalidRequestError, MismatchError, StallError
 from ocomm.session import Session
 from ocomm.types import Settings
 from tests.worlds import MPI_SIZE, run_ranks
@@ -179,6 +179,24 @@ def test_what_only_some_ranks_of_a_set_have_asked_for_fails_when_it_is_removed()
             assert str(error.value) == "process set [0, 1] was removed."
 
     run_ranks(3, body)
+
+
+def test_a_rank_that_does_not_close_the_channels_of_a_removed_set_ends_the_others_wait() -> None:
+    def body(session: Session) -> None:
+        pair = ocomm.add_process_set([0, 1])
+        if ocomm.rank() == 1:
+            session.member_set(1).retire = lambda: False  # type: ignore[method-assign]
+        if not pair.included():
+            assert ocomm.remove_process_set(pair)
+            return
+        with pytest.raises(StallError) as error:
+            ocomm.remove_process_set(pair)
+        assert str(error.value) == (
+            f"rank {ocomm.rank()}: process set [0, 1] was removed, but its ranks have not closed its channels after 1 "
+            "s (OCOMM_START_TIMEOUT): an exchange on one of them does not end on some rank; see the other ranks."
+        )
+
+    run_ranks(3, body, Settings(start_timeout_s=1.0))
 
 
 def test_a_set_that_cannot_be_added_is_refused_and_the_job_goes_on() -> None:
