@@ -28,7 +28,7 @@ from ocomm.training import report
 from ocomm.training.driver import Common, Driver
 from ocomm.types import DType, Flag
 from ocomm_torch import loss_scaling
-from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
+from ocomm_torch.checkpoint import check_plain, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.ddp_modules import ddp_modules
 from ocomm_torch.gradient_hooks import hook_gradient
@@ -820,39 +820,14 @@ class CompressedOptimizer(HasRankState):
         self._follow()
         return to_torch(self._driver.rank_state())
 
-    def load_rank_state_dict(self, state: Any) -> dict[str, Any]:
-        """Loads results of ``rank_state_dict``, after ``load_state_dict``. Collective: all ranks call it.
-
-        On the same number of ranks the run continues as if it had never stopped, with the same bits. On another, the
-        errors of servers move with their blocks, and every rank gets the mean of the worker errors. If a state is
-        missing on any rank, the errors of all ranks start at zero.
-
-        Args:
-            state: The result of this rank's ``rank_state_dict``; or a list of those of all ranks, which may be another
-                number of ranks; or a path to what ``torch.save`` wrote of them, with ``{rank}`` in the place of the
-                rank; or None if it is lost; or, for an elastic state, a ``resume.Source``.
-
-        Returns:
-            What was done, which ``compression_report()["resumed"]`` reports, too: ``rank_state`` is ``"loaded"``,
-            ``"re-sharded"`` or ``"reset"``; ``why`` gives the reason.
-
-        Raises:
-            CheckpointError: A state is damaged or of another run on some rank; raised on all ranks, nothing was
-                changed.
-            MismatchError: The ranks have states of different runs.
-        """
+    @contextlib.contextmanager
+    def _loading_rank_state(self) -> Iterator[None]:
         self._find_parameters()
         self._placement.arrive()
         self._masters.follow()
-        done = self._driver.load_rank_state(rank_source(state, self._driver.core.layout.ranks))
+        yield
         self._placement.leave()
         self._masters.write()
-        return done
-
-    @property
-    def awaits_rank_state(self) -> bool:
-        """True between ``load_state_dict`` of a run's state and ``load_rank_state_dict``, which belongs to it."""
-        return self._driver.rank_state_due
 
     @report.documented
     def compression_report(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ocomm.training import report
 from ocomm.training.diloco import DiLoCoDriver
 from ocomm.training.driver import Common
 from ocomm_torch import loss_scaling
-from ocomm_torch.checkpoint import check_plain, rank_source, to_numpy, to_torch
+from ocomm_torch.checkpoint import check_plain, to_numpy, to_torch
 from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import check_plain_optimizer, copied, documented, guard_step, named
 from ocomm_torch.masters import LOW_PRECISION
@@ -71,6 +71,7 @@ class DiLoCo(HasRankState):
     framework = "torch"
     kernels = None
     grid = None
+    _driver: DiLoCoDriver
 
     def __init__(
         self,
@@ -389,32 +390,10 @@ class DiLoCo(HasRankState):
         self._require_own_parameters("rank_state_dict()")
         return to_torch(self._driver.rank_state())
 
-    def load_rank_state_dict(self, state: Any) -> dict[str, Any]:
-        """Loads results of ``rank_state_dict``, after ``load_state_dict``. Collective: all ranks call it.
-
-        On the same number of ranks the run continues as if it had never stopped, with the same bits. On another, every
-        rank gets the mean of the parameters, and the optimizer state of the rank that saved ``state_dict``. If a state
-        is missing on any rank, all ranks go on from the anchors, and errors start at zero.
-
-        Args:
-            state: The result of this rank's ``rank_state_dict``; or a list of those of all ranks, which may be another
-                number of ranks; or a path to what ``torch.save`` wrote of them, with ``{rank}`` in the place of the
-                rank; or None if it is lost; or, for an elastic state, a ``resume.Source``.
-
-        Returns:
-            What was done, which ``compression_report()["resumed"]`` reports, too.
-
-        Raises:
-            CheckpointError: A state is damaged or of another run on some rank; raised on all ranks, nothing was
-                changed.
-            MismatchError: The ranks have states of different runs.
-        """
+    @contextlib.contextmanager
+    def _loading_rank_state(self) -> Iterator[None]:
         self._require_own_parameters("load_rank_state_dict()")
-        return self._driver.load_rank_state(rank_source(state, self._driver.core.layout.ranks))
-
-    @property
-    def awaits_rank_state(self) -> bool:
-        return self._driver.rank_state_due
+        yield
 
     @report.documented
     def compression_report(self) -> dict[str, Any]:

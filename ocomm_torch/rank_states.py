@@ -4,9 +4,13 @@ optimizers.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from ocomm.operations import ProcessSet
+from ocomm.training.driver import Driver
+from ocomm_torch.checkpoint import rank_source
 from ocomm_torch.loss_scaling import CollectiveStep
 
 
@@ -17,6 +21,7 @@ class HasRankState(CollectiveStep):
 
     #: The ranks that train together.
     process_set: ProcessSet
+    _driver: Driver
     #: True while this optimizer calls the ``step`` of the one that it wraps; others may not.
     _inner_steps = False
 
@@ -32,13 +37,42 @@ class HasRankState(CollectiveStep):
         raise NotImplementedError
 
     def load_rank_state_dict(self, state: Any) -> dict[str, Any]:
-        """Loads results of ``rank_state_dict``, after ``load_state_dict``. Collective."""
-        raise NotImplementedError
+        """Loads results of ``rank_state_dict``, after ``load_state_dict``. Collective: all ranks call it.
+
+        On the same number of ranks the run continues as if it had never stopped, with the same bits. On another, the
+        errors of servers move with their blocks, and every rank gets the mean of the worker errors; with DiLoCo also
+        the mean of the parameters, and the wrapped optimizer's state of the rank that saved ``state_dict``. If a state
+        is missing on any rank, the errors of all ranks start at zero, and with DiLoCo all ranks go on from the anchors.
+
+        Args:
+            state: The result of this rank's ``rank_state_dict``; or a list of those of all ranks, which may be another
+                number of ranks; or a path to what ``torch.save`` wrote of them, with ``{rank}`` in the place of the
+                rank; or None if it is lost; or, for an elastic state, a ``resume.Source``.
+
+        Returns:
+            What was done, which ``compression_report()["resumed"]`` reports, too: ``rank_state`` is ``"loaded"``,
+            ``"re-sharded"`` or ``"reset"``; ``why`` gives the reason.
+
+        Raises:
+            CheckpointError: A state is damaged or of another run on some rank; raised on all ranks, nothing was
+                changed.
+            InvalidRequestError: ``state`` is of another type, or this is not a moment for loading.
+            MismatchError: The ranks have states of different runs.
+        """
+        with self._loading_rank_state():
+            return self._driver.load_rank_state(rank_source(state, self._driver.core.layout.ranks))
+
+    @contextlib.contextmanager
+    def _loading_rank_state(self) -> Iterator[None]:
+        """Prepares parameters for the loading of a rank state, and takes them back afterwards unless that has
+        raised.
+        """
+        yield
 
     @property
     def awaits_rank_state(self) -> bool:
         """True between ``load_state_dict`` of a run's state and ``load_rank_state_dict``, which belongs to it."""
-        raise NotImplementedError
+        return self._driver.rank_state_due
 
     def compression_report(self) -> dict[str, Any]:
         """Returns counts of the steps and bytes of this rank."""
