@@ -143,8 +143,13 @@ class StepComparison:
         is_unequal = in_step and self._is_alike and _differ(rows["parameters"])
         if last == 0:
             self._at_first = self._rows["parameters"].copy()
-        elif last == 1 and is_unequal and self._may_wait(rows["parameters"]):
-            is_unequal, self._count = False, 1  # this comparison is made again
+        elif last == 1 and is_unequal:
+            has_stepped = bool((rows["parameters"] != self._at_first[self._rows["count"] > 0]).any())
+            if has_stepped:
+                self._count_unequal_step()
+            # Ranks that began unequal may still be made equal: nobody has taken a step, or few steps were taken.
+            if not has_stepped or self._unequal_steps <= GRACE:
+                is_unequal, self._count = False, 1  # this comparison is made again
         own = rows["own"]
         if self._count > 1 and in_step and rows.size > 1 and own[0] and (own == own[0]).all():
             self._alike_steps += 1
@@ -180,12 +185,8 @@ class StepComparison:
                 "rank does alone. OCOMM_REPLICA_CHECK_STEPS says how often this is checked, 0: never."
             )
 
-    def _may_wait(self, parameters: NDArray[np.uint64]) -> bool:
-        """Returns True if ranks that began unequal, with these checksums of all their parameters, may still be made
-        equal: nobody has taken a step, or few steps were taken. Counts the step; rank 0 warns of the first.
-        """
-        if bool((parameters == self._at_first[self._rows["count"] > 0]).all()):
-            return True
+    def _count_unequal_step(self) -> None:
+        """Counts a step after which replicas that began unequal are still so; rank 0 warns of the first."""
         self._unequal_steps += 1
         if self._unequal_steps == 1 and self._rank == 0:
             _log.warning(
@@ -195,7 +196,6 @@ class StepComparison:
                 self._made_alike,
                 GRACE,
             )
-        return self._unequal_steps <= GRACE
 
     def _said(self, rows: NDArray[np.void], lines: Sequence[str], what: str, verb: str) -> str:
         """Returns a message that says which rank has what, if no rank has joined, because a joined rank cannot be
