@@ -28,6 +28,7 @@ from ocomm.collectives.scratch import aligned
 from ocomm.collectives.segment_header import SegmentHeaders
 from ocomm.compression.codecs import SIGNS
 from ocomm.compression.layout import Layout, TensorSpec
+from ocomm.compression.wire import COMPARED
 from ocomm.errors import InvalidRequestError, NotInitializedError
 from ocomm.kernels.base import NOISE, NOTHING, OWNERS, RUN, TENSOR, WHOLE, Kernels
 from ocomm.kernels.cpu import CpuKernels, Pool
@@ -513,13 +514,15 @@ def test_a_peer_that_never_sends_is_named_when_the_time_is_over(kind: str) -> No
         assert world.engines[0].is_busy is False
 
 
+@pytest.mark.parametrize("field", COMPARED)
 @pytest.mark.parametrize("kind", ENGINES)
-def test_a_header_that_differs_ends_the_plan_on_all_ranks(kind: str) -> None:
+def test_a_header_that_differs_ends_the_plan_on_all_ranks(kind: str, field: str) -> None:
     with world_of(kind, 3) as world:
         plans, segment_headers = [], []
         for rank in range(3):
             (env,) = said = headers_of(rank)
-            said.begin(8 if rank == 2 else 7, 0, 5, 0)
+            said.begin(7, 0, 5, 0)
+            env.header[field] += rank == 2
             segment_headers.append(env)
             plans.append(vote(rank, [range(3)], env))
         channels = world.channels()
@@ -527,7 +530,9 @@ def test_a_header_that_differs_ends_the_plan_on_all_ranks(kind: str) -> None:
         behind = submit(channels, [message_plan(rank, aligned(4), [], []) for rank in range(3)])
         assert states(tickets) == [State.MISMATCH] * 3
         assert [ticket.error for ticket in tickets] == [2, 2, 0]
-        assert [env.differences() for env in segment_headers] == [[("step", {0: 7, 1: 7, 2: 8})]] * 3
+        alike = int(segment_headers[0].header[field][0])
+        wanted = [(field, {0: alike, 1: alike, 2: alike + 1})]
+        assert [env.differences() for env in segment_headers] == [wanted] * 3
         assert set(states(behind)) <= {State.ABORTED, State.DONE}
 
 
