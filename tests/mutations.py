@@ -4,8 +4,8 @@ are run.
     python -m tests.mutations [NUMBER ...]
 
 For each it prints the first test that fails, "missed", or "missed, but for the long tier" where only ``make test-long``
-fails. A change of the code may make a fault impossible to insert: then its text here has to follow. C is built anew for
-faults in ``native``, which takes a minute each.
+fails. A change of the code may make a fault impossible to insert: then its text here has to follow. The extension must
+have been built; C is built anew for faults in ``native``, which takes a minute each.
 """
 
 from __future__ import annotations
@@ -446,6 +446,7 @@ def result(tree: Path, mutation: Mutation) -> str:
     """What becomes of it; the copy is left as it was."""
     path = tree / mutation.file
     text = path.read_text()
+    built = {library: library.read_bytes() for library in tree.glob("ocomm*/**/*.so")}
     assert text.count(mutation.old) == 1, f"{mutation.file} has {mutation.old!r} {text.count(mutation.old)} times"
     is_native = mutation.file.startswith("native")
     path.write_text(text.replace(mutation.old, mutation.new))
@@ -457,8 +458,8 @@ def result(tree: Path, mutation: Mutation) -> str:
         return "missed, but for the long tier" if failing(tree, mutation.tests, "long") else "missed"
     finally:
         path.write_text(text)
-        if is_native:
-            build(tree)
+        for library, content in built.items():
+            library.write_bytes(content)
 
 
 def main() -> int:
@@ -467,7 +468,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "ocomm"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__", "bench-output"))
-        build(tree)
         for number in chosen:
             found = result(tree, MUTATIONS[number])
             missed += found.startswith("missed")
