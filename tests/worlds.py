@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import itertools
 import os
 import sys
 import threading
@@ -34,6 +35,7 @@ PATIENT = Settings(stall_check_s=PATIENCE_S / 4, stall_shutdown_s=PATIENCE_S)
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
 #: Seconds for the other ranks to end once one has failed.
 GRACE_S = 5.0
+_collections = itertools.count()
 
 
 def run_ranks(
@@ -104,10 +106,15 @@ def _run_as_threads(
 
 
 def _collect() -> None:
-    """Frees what graphs of earlier tests have left behind: a rank that did it was once held up for a minute."""
+    """Frees what graphs of earlier tests have left behind: a rank that did it was once held up for a minute.
+
+    What is alive now mostly lives for long, frameworks and what they keep. Only each hundredth call looks at it again,
+    because that takes a tenth of a second and more.
+    """
+    if next(_collections) % 100 == 0:
+        gc.unfreeze()
     gc.collect()
-    if not gc.get_freeze_count():
-        gc.freeze()  # TensorFlow itself: a third of a second each time
+    gc.freeze()
 
 
 def mpi_world_copy() -> Any:
