@@ -1,17 +1,19 @@
-"""What Lightning's strategy and the Trainer's callback have in common: which optimizer wraps, clipping, rank states."""
+"""What trainers have in common: which optimizer wraps, clipping, rank states."""
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ocomm.api import rank
 from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.training.resume import Source
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
-from ocomm_torch.checkpoint import to_numpy
+from ocomm_torch.checkpoint import read, to_numpy
 from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.ef_sgd import DistributedEFSGD
 from ocomm_torch.lamb import DistributedOneBitLamb
@@ -149,6 +151,41 @@ def load_rank_states(
             return to_numpy(states[position])
 
         yield optimizer.load_rank_state_dict(Source(read_one, range(ranks), name))
+
+
+def _rank_file(folder: str | os.PathLike[str], rank: int) -> str:
+    return os.path.join(folder, f"ocomm_rank{rank}.pt")
+
+
+def save_rank_states(optimizers: Iterable[Any], folder: str | os.PathLike[str]) -> None:
+    """Writes what only this rank has of ``optimizers`` into the folder of a checkpoint, which is there or is made."""
+    os.makedirs(folder, exist_ok=True)
+    torch.save(rank_states(optimizers), _rank_file(folder, rank()))
+
+
+def load_saved_rank_states(optimizers: Sequence[Any], folder: str | os.PathLike[str], ranks: int) -> Iterator[str]:
+    """Loads what ``save_rank_states`` has written on all ranks. Collective.
+
+    Args:
+        optimizers: Those that were saved, in the same order. Their states are loaded already.
+        folder: That of the checkpoint. Files may be missing.
+        ranks: The number of ranks now.
+
+    Yields:
+        A line about each optimizer, for rank 0 to say.
+
+    Raises:
+        CheckpointError: A state is damaged or of another run.
+    """
+
+    def name(rank: int) -> str:
+        return _rank_file(folder, rank)
+
+    def read_rank(rank: int) -> Any:
+        return read(name(rank)) if os.path.exists(name(rank)) else None
+
+    for done in load_rank_states(optimizers, read_rank, name, ranks):
+        yield f"ocomm: rank states {done['rank_state']} {done['why']}".rstrip()
 
 
 def summary(optimizer: Any) -> str:

@@ -5,7 +5,6 @@ The Trainer's optimizer is wrapped, and its DistributedDataParallel leaves the g
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import ocomm_torch as hvd
 from ocomm.errors import InvalidRequestError
 from ocomm_torch import trainers
-from ocomm_torch.checkpoint import read
 from ocomm_torch.compressed import CompressedOptimizer
 
 TrainerCallback: Any = transformers.TrainerCallback
@@ -94,16 +92,9 @@ class OcommCallback(TrainerCallback):
         self._load(checkpoint, *args, **kwargs)
         if checkpoint is None or self._optimizer is None:
             return
-
-        def name(rank: int) -> str:
-            return os.path.join(str(checkpoint), _rank_file(rank))
-
-        def read_rank(rank: int) -> Any:
-            return read(name(rank)) if os.path.exists(name(rank)) else None
-
-        for done in trainers.load_rank_states([self._optimizer], read_rank, name, hvd.size()):
+        for said in trainers.load_saved_rank_states([self._optimizer], checkpoint, hvd.size()):
             if hvd.rank() == 0:
-                print(f"ocomm: rank states {done['rank_state']} {done['why']}".rstrip(), flush=True)
+                print(said, flush=True)
 
     def _clip(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         """``Accelerator.clip_grad_norm_``, by which the Trainer also asks for the norm alone: that multiplies gradients
@@ -151,8 +142,7 @@ class OcommCallback(TrainerCallback):
         if args.save_only_model or self._optimizer is None:
             return
         folder = Path(self._trainer._get_output_dir(None)) / f"checkpoint-{state.global_step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(trainers.rank_states([self._optimizer]), folder / _rank_file(hvd.rank()))
+        trainers.save_rank_states([self._optimizer], folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Says on rank 0 what was sent."""
@@ -164,7 +154,3 @@ def _plain(optimizer: Any) -> CompressedOptimizer | None:
     """Returns the 1-bit optimizer that ``optimizer`` is, or that Accelerate has wrapped in it; None for another."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, CompressedOptimizer) else None
-
-
-def _rank_file(rank: int) -> str:
-    return f"ocomm_rank{rank}.pt"

@@ -159,6 +159,70 @@ def test_accelerate_has_the_parameters_of_a_loop_without_it() -> None:
     assert done.returncode == 0 and done.stdout.count("SAME") == 2, done.stdout + done.stderr
 
 
+SAVED = """
+import hashlib, os, shutil, sys
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import ocomm_torch as hvd
+from ocomm_torch.accelerate import keep_rank_states
+
+hvd.init()
+torch.set_num_threads(1)
+inputs = torch.randn(352, 20, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+folder = os.path.join(sys.argv[1], "state")
+
+def prepared(keeps=True):
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(7)
+    module = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+    adam = torch.optim.Adam(module.parameters(), 1e-2)
+    optimizer = hvd.DistributedOneBitAdam(adam, module.named_parameters(), freeze_step=3)
+    model, optimizer, loader = accelerator.prepare(module, optimizer, DataLoader(data, 16))
+    model.register_comm_hook(optimizer, hvd.optimizer_hook)
+    if keeps:
+        keep_rank_states(accelerator)
+    return accelerator, model, optimizer, loader
+
+def train(accelerator, model, optimizer, loader):
+    for x, y in loader:
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+def resumed(keeps=True):
+    run = prepared(keeps)
+    run[0].load_state(folder)
+    result = train(*run)
+    return result, run[2].optimizer.compression_report()["resumed"].get("rank_state")
+
+run = prepared()
+train(*run)
+run[0].save_state(folder)
+whole = train(*run)
+run[0].wait_for_everyone()
+assert sorted(name for name in os.listdir(folder) if "ocomm" in name) == ["ocomm_rank0.pt", "ocomm_rank1.pt"]
+assert resumed() == (whole, "loaded")
+assert resumed(keeps=False)[0] != whole
+hvd.barrier()
+if hvd.rank() == 1:
+    os.remove(os.path.join(folder, "ocomm_rank1.pt"))
+hvd.barrier()
+result, how = resumed()
+assert result != whole and how == "reset", (result, how)
+print("SAME", flush=True)
+"""
+
+
+def test_accelerate_goes_on_from_a_saved_state_bit_for_bit(tmp_path: Path) -> None:
+    done = run_job(2, SAVED, str(tmp_path), OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and done.stdout.count("SAME") == 2, done.stdout + done.stderr
+    assert "rank states loaded" in done.stdout and "load_rank_state_dict was not called" in done.stderr, done.stderr
+
+
 def test_the_example_learns(tmp_path: Path) -> None:
     example = ["examples/torch_transformers.py", "--steps", "40", "--output", str(tmp_path)]
     done = run_by(launchers(2)["mpirun"], *example)
