@@ -38,7 +38,7 @@ from ocomm_torch.mesh import DataAxis, LocalTensors, inside
 from ocomm_torch.naming import NamesParameters
 from ocomm_torch.placement import placement
 from ocomm_torch.rank_states import HasRankState
-from ocomm_torch.tensor_memory import why_unreadable
+from ocomm_torch.tensor_memory import why_unreadable, why_untrainable
 from ocomm_torch.watched import WatchedGradient, add_watcher, release
 
 #: The numbers of dtypes in kernels.
@@ -995,7 +995,7 @@ def _dtype(parameter: torch.Tensor) -> str:
 
 
 def _check_parameter(wrapper: str, name: str, parameter: torch.Tensor) -> None:
-    if reason := why_unreadable(parameter):
+    if reason := why_untrainable(parameter):
         raise InvalidRequestError(
             f"parameter '{name}' {reason}. Distributed{wrapper} steps parameters in place: give it plain tensors, or, "
             "for DTensors, the mesh whose data axis it is to use (mesh=, data=)."

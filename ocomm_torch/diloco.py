@@ -30,7 +30,7 @@ from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import check_plain_optimizer, copied, documented, guard_step, named
 from ocomm_torch.masters import LOW_PRECISION
 from ocomm_torch.rank_states import HasRankState
-from ocomm_torch.tensor_memory import why_unreadable
+from ocomm_torch.tensor_memory import why_untrainable
 
 _FLOATS = (torch.float32, *LOW_PRECISION)
 
@@ -449,7 +449,7 @@ def _check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    if reason := why_unreadable(tensor):
+    if reason := why_untrainable(tensor):
         raise InvalidRequestError(
             f"'{name}' {reason}. DistributedDiLoCo syncs plain tensors; it has no mesh=, so a model that is divided "
             "among ranks cannot be trained with it."

@@ -42,7 +42,7 @@ from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.mpi_ops import adapter_of, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters, names_of
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
-from ocomm_torch.tensor_memory import why_unreadable
+from ocomm_torch.tensor_memory import why_untrainable
 from ocomm_torch.watched import add_watcher, release, watch
 
 #: Bytes of gradients that are submitted together, because each submission costs the same; fewer the first time, so that
@@ -684,7 +684,7 @@ def DistributedOptimizer(
     ending = _ending(process_set)
     names = {p: name + ending for p, name in names_of(parameters, named_parameters).items()}
     for p, name in names.items():
-        if reason := why_unreadable(p):
+        if reason := why_untrainable(p):
             raise InvalidRequestError(
                 f"parameter '{name}' {reason}. DistributedOptimizer averages gradients of plain tensors in place. "
                 "Gradients of DTensors are averaged by torch itself (fully_shard on a mesh of two axes), or by a 1-bit "

@@ -33,6 +33,16 @@ def why_unreadable(tensor: Tensor) -> str:
     return f"is a {kind}, whose elements are not at an address of its own, so ocomm cannot read them"
 
 
+def why_untrainable(parameter: Tensor) -> str:
+    """Returns why a parameter cannot be one of a replica's, as the end of a sentence; "" if it can."""
+    if getattr(parameter, "_is_flat_param", False):
+        return (
+            "is a flat parameter of FullyShardedDataParallel, of which each rank has another part: use fully_shard "
+            "(FSDP2) and a 1-bit optimizer with mesh="
+        )
+    return why_unreadable(parameter)
+
+
 def is_dtensor(tensor: Tensor) -> bool:
     """Returns True if the tensor is a ``torch.distributed.tensor.DTensor``, whose module may not be imported."""
     return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)

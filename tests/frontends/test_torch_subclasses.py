@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import tree_map
 
@@ -70,6 +71,18 @@ def test_a_lone_dtensor_is_refused_with_its_name_and_the_cause(wrap: Any, sharde
     said = refusal(call)
     for words in ("parameter 'head.weight' is a DTensor", "local tensor", "fully_shard"):
         assert words in said
+
+
+@pytest.mark.parametrize("name", ["Lion", "DistributedOptimizer", "DistributedDiLoCo"])
+def test_a_rank_s_part_of_a_module_in_fsdp1_is_refused_with_the_cause(name: str) -> None:
+    def diloco(parameters: Any, **options: Any) -> Any:
+        return hvd.DistributedDiLoCo(torch.optim.SGD(parameters, lr=0.1), **options)
+
+    def call() -> None:
+        weight = FlatParameter(torch.ones(5))
+        {**WRAPPERS, "DistributedDiLoCo": diloco}[name]([weight], named_parameters=[("all", weight)])
+
+    assert "'all' is a flat parameter of FullyShardedDataParallel" in refusal(call)
 
 
 @pytest.mark.parametrize("wrap", [WRAPPERS["Lion"], WRAPPERS["DistributedOptimizer"]], ids=["Lion", "dense"])
