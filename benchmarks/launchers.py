@@ -1,4 +1,4 @@
-"""A training step under each launcher: is a job that mpirun or srun starts as fast as one of ocommrun?
+"""A training step under each launcher: is a job that mpirun, srun or torchrun starts as fast as one of ocommrun?
 
     python -m benchmarks.launchers --hosts 2 --rate 850mbit --pairs 10 [--json FILE]
 
@@ -6,7 +6,8 @@ makes a lab of namespaces on this machine (exit status 77 where it cannot be had
 this machine, or in the allocation that Slurm has given, where srun is there, too. Every job is ``benchmarks.step``, of
 a BERT-like model of 13.8 M parameters. Jobs come in pairs, one of ocommrun and one of the other launcher right after or
 before it, in turn, so that whatever else the machine does, it does to both. The other launcher gets what is needed to
-reach the hosts, to fill them and to bind no rank, and no setting of MPI's transports.
+reach the hosts, to fill them and to bind no rank, and no setting of MPI's transports. Under torchrun MPI is MPICH,
+started by PMI; ``--mpich`` is a virtual environment into which pip has installed it (``make test-mpich`` makes one).
 
 ratio     step time under that launcher over that of the same pair under ocommrun, median over pairs
 interval  of the median ratio, at least 95 %, from the order of the ratios (no distribution is assumed)
@@ -23,6 +24,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -44,7 +46,10 @@ BASE = "ocommrun"
 OTHERS = {
     "mpirun": ["--bind-to", "none", "--map-by", "slot", "--oversubscribe"],
     "srun": ["--mpi=pmix", "--cpu-bind=none", "--kill-on-bad-exit=1"],
+    "torchrun": ["--no-python"],
 }
+#: Of rank 0's host, where torchrun's agents and then the ranks meet.
+MASTER_PORT = "29520"
 
 
 def interval_of_median(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
@@ -67,6 +72,17 @@ def words(launcher: str, lab: Lab | None, ranks: int, program: Sequence[str], va
     if launcher == "srun":
         return ["srun", f"--ntasks={ranks}", *OTHERS["srun"], *program]
     slots = ranks // len(lab.names) if lab is not None else ranks
+    if launcher == "torchrun":
+        line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(slots)]
+        line += ["--master-port", MASTER_PORT]
+        if lab is None:
+            return [*line, *OTHERS["torchrun"], *program]
+        line += ["--nnodes", str(len(lab.names)), "--master-addr", lab.address(0)]
+        agents = [
+            lab.on(host, [*line, "--node-rank", str(host), *OTHERS["torchrun"], *program])
+            for host in range(len(lab.names))
+        ]
+        return ["sh", "-c", " & ".join(map(shlex.join, agents)) + "; wait"]
     where = ["-H", ",".join(f"{name}:{slots}" for name in lab.names)] if lab is not None else []
     if launcher == BASE:
         there = ["--mpi-args", " ".join(lab.mpi_options())] if lab is not None else []
@@ -90,6 +106,8 @@ def step_times(launcher: str, lab: Lab | None, args: argparse.Namespace) -> dict
         variables = {"OMP_NUM_THREADS": "1"}
         if lab is not None:
             variables |= {"BENCH_MASTER": lab.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+        if launcher == "torchrun":
+            variables |= {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(args.mpich / "lib")}
         line = words(launcher, lab, ranks, program, variables)
         if lab is not None:
             done = lab.run(line, args.timeout, variables)
@@ -156,6 +174,7 @@ def main() -> int:
     add("--ranks", type=int, default=2, help="ranks without a lab (default 2)")
     add("--rate", default="850mbit", help="nominal rate of a host's network (default 850mbit)")
     add("--launchers", nargs="+", choices=list(OTHERS), help="default: all that are here")
+    add("--mpich", type=Path, default=Path(".venv-mpich").resolve(), metavar="FOLDER", help="MPICH for torchrun")
     add("--pairs", type=int, default=10, help="of jobs for each launcher (default 10)")
     add("--methods", nargs="+", default=["ddp", "dense", "onebit"], help="of benchmarks.step (default: %(default)s)")
     add("--rounds", type=int, default=3, help="of a job, in which every method has its turn (default 3)")
@@ -168,7 +187,12 @@ def main() -> int:
         print(f"no lab here: {reason}", file=sys.stderr)
         return SKIPPED
     has_srun = not args.hosts and "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
-    launchers = args.launchers or ["mpirun", *(["srun"] if has_srun else [])]
+    has_mpich = (args.mpich / "lib").is_dir()
+    found = {"mpirun": True, "srun": has_srun, "torchrun": has_mpich}
+    launchers = args.launchers or [name for name in OTHERS if found[name]]
+    if "torchrun" in launchers and not has_mpich:
+        print(f"torchrun is measured with MPICH, which is not in {args.mpich}: pass --mpich", file=sys.stderr)
+        return SKIPPED
     if "srun" in launchers and not has_srun:
         print("srun is measured inside an allocation of Slurm, and not in a lab", file=sys.stderr)
         return SKIPPED

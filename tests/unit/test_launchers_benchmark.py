@@ -28,7 +28,7 @@ def test_a_slow_machine_cancels_out_over_ddp() -> None:
     assert compared[DDP]["ratio"] == 2.0
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+@pytest.mark.parametrize("launcher", ["mpirun", "srun", "torchrun"])
 def test_other_launchers_get_no_settings_of_transports(launcher: str) -> None:
     line = words(launcher, None, 2, ["python", "train.py"], {})
     assert line[-2:] == ["python", "train.py"]
