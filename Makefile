@@ -39,10 +39,10 @@ demo: install
 $(STAMP)-ptx: $(STAMP)
 	$(PY) -m pip install -q $(PIP_ARGS) 'cuda-toolkit[nvcc,nvrtc,nvvm]<14' && touch $@ || echo 'CUDA kernels are not compiled'
 
-# Lightning, transformers and Accelerate, 200 MB, for the long tier; without them tests/cluster/test_lightning.py and
-# test_transformers.py are skipped.
+# Lightning, transformers and Accelerate, 200 MB, and Ray with pyarrow and pandas, 500 MB on the disk, for the long tier;
+# without them tests/cluster/test_lightning.py, test_transformers.py and test_ray.py are skipped.
 $(STAMP)-trainers: $(STAMP)
-	$(PY) -m pip install -q $(PIP_ARGS) -e '.[lightning,transformers]' && touch $@ || echo 'trainers are not tested'
+	$(PY) -m pip install -q $(PIP_ARGS) -e '.[lightning,transformers,ray]' && touch $@ || echo 'trainers are not tested'
 
 # Three tiers, which CONTRIBUTING.md describes. Every test is in `test` or in `test-long`.
 #
@@ -162,6 +162,7 @@ bench: install
 	$(PY) -m benchmarks.step --hosts 2 --rate 160mbit 850mbit --model resnet --json $(BENCH)/step-2hosts-resnet.json || test $$? = 77
 	$(PY) -m benchmarks.step --hosts 2 --slots 2 --rate 160mbit 850mbit --methods ddp dense dense-flat onebit onebit-flat \
 	    --json $(BENCH)/step-2hosts-slots.json || test $$? = 77
+	$(PY) -m benchmarks.trainers --hosts 2 --rate 160mbit --json $(BENCH)/trainers-2hosts.json || test $$? = 77
 	$(PY) -m benchmarks.launchers --hosts 2 --rate 850mbit --pairs 10 --json $(BENCH)/launchers-2hosts.json || test $$? = 77
 	$(PY) -m benchmarks.keras_step --hosts 2 --rate 160mbit --json $(BENCH)/keras-step-2hosts.json || test $$? = 77
 	$(PY) -m benchmarks.step_profile --hosts 2 --rate 850mbit 160mbit --json $(BENCH)/profile-2hosts.json || test $$? = 77
