@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,6 +88,8 @@ class CompressedOptimizer(HasRankState):
     _driver_class: type[Driver] = Driver
     #: Options of param groups that would change the step, and that this optimizer does not support.
     refused_options: tuple[str, ...] = ()
+    #: Are gradients averages between backward and ``step()``?
+    has_averages = False
     #: Does a step use the norms of whole tensors, so that a rank cannot have a part of one?
     needs_whole_tensors = False
 
@@ -903,6 +905,21 @@ def copied(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
 
 
+def settings_of(groups: Iterable[Mapping[str, Any]]) -> Hashable:
+    """Returns the numbers in param groups, as nested tuples."""
+    return tuple(tuple(_numbers(value) for key, value in sorted(group.items()) if key != "params") for group in groups)
+
+
+def _numbers(value: Any) -> Hashable:
+    """Returns a setting as a number, or nested tuples of numbers; 0 for what is neither."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_numbers, value))
+    is_number = isinstance(value, (bool, int, float, np.number)) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1
+    )
+    return float(value) if is_number else 0.0
+
+
 def guard_step(optimizer: HasRankState) -> Callable[..., None]:
     """Returns a hook for the wrapped optimizer that raises if its step is called by others: replicas would differ for
     good.
@@ -958,6 +975,16 @@ def check_plain_optimizer(optimizer: torch.optim.Optimizer, wrapper: str) -> Non
     else:
         return
     raise InvalidRequestError(f"{wrapper} averages by itself; wrap the plain optimizer, not a {found}.")
+
+
+def check_steps_without_closure(optimizer: torch.optim.Optimizer, wrapper: str) -> None:
+    """Raises InvalidRequestError if a step of ``optimizer`` evaluates the model; ``wrapper`` names what is to wrap
+    it.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidRequestError(
+            f"{wrapper} wraps optimizers whose step() needs no closure; that of LBFGS evaluates the model."
+        )
 
 
 def _remove(handles: list[Any]) -> None:

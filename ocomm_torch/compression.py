@@ -97,12 +97,42 @@ class OneBitCompressor(Compressor):
         )
 
 
+class CodesCompressor(Compressor):
+    """Whole numbers of ``bits`` bits with a scale for every 128 elements, for ``DistributedOptimizer``.
+
+    What a step loses is kept and added in the next one, at the rank that sends and at the one that averages.
+    """
+
+    bits: int
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        raise InvalidRequestError(
+            f"Compression.int{cls.bits} is for DistributedOptimizer. A single tensor can be averaged with "
+            "Compression.onebit and a name, or with fp16 and bf16."
+        )
+
+
+class Int8Compressor(CodesCompressor):
+    """8 bits per element: a quarter of the bytes of float32."""
+
+    bits = 8
+
+
+class Int4Compressor(CodesCompressor):
+    """4 bits per element: an eighth of the bytes of float32."""
+
+    bits = 4
+
+
 class Compression:
     """The values of the argument ``compression``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = Int8Compressor
+    int4 = Int4Compressor
     onebit = OneBitCompressor
 
 

@@ -35,7 +35,7 @@ def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Fut
     """
     if not isinstance(optimizer, CompressedOptimizer):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
-    if not isinstance(optimizer, CompressedOptimizer):
+    if not isinstance(optimizer, CompressedOptimizer) or optimizer.has_averages:
         raise InvalidRequestError(
             f"optimizer_hook needs the 1-bit optimizer that trains the module, got {type(optimizer).__name__}: call "
             "ddp.register_comm_hook(optimizer, optimizer_hook) with the optimizer that Distributed... returned. A "

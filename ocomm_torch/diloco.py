@@ -27,7 +27,15 @@ from ocomm.training.driver import Common
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, to_numpy, to_torch
 from ocomm_torch.compiling import eager
-from ocomm_torch.compressed import check_plain_optimizer, copied, documented, guard_step, named
+from ocomm_torch.compressed import (
+    check_plain_optimizer,
+    check_steps_without_closure,
+    copied,
+    documented,
+    guard_step,
+    named,
+    settings_of,
+)
 from ocomm_torch.masters import LOW_PRECISION
 from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.tensor_memory import why_untrainable
@@ -95,7 +103,7 @@ class DiLoCo(HasRankState):
         session = sessions.current()
         session.require_topology()
         check_plain_optimizer(optimizer, "DistributedDiLoCo")
-        _check_steps_without_closure(optimizer)
+        check_steps_without_closure(optimizer, "DistributedDiLoCo")
         loss_scaling.install()
         self._inner = optimizer
         self._chosen, self._common = chosen, common
@@ -171,10 +179,7 @@ class DiLoCo(HasRankState):
 
     def hyper(self) -> Hashable:
         """Returns the numbers in the param groups, as nested tuples."""
-        return tuple(
-            tuple(_numbers(value) for key, value in sorted(group.items()) if key != "params")
-            for group in self.param_groups
-        )
+        return settings_of(self.param_groups)
 
     def locate(self, tensors: list[int], final: bool) -> list[int]:
         """Returns the addresses of what is sent of ``tensors``."""
@@ -418,16 +423,6 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return all(bool(torch.isfinite(torch.stack(found)).all()) for found in extremes.values())
 
 
-def _numbers(value: Any) -> Hashable:
-    """Returns a setting as a number, or nested tuples of numbers; 0 for what is neither."""
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_numbers, value))
-    is_number = isinstance(value, (bool, int, float, np.number)) or (
-        isinstance(value, torch.Tensor) and value.numel() == 1
-    )
-    return float(value) if is_number else 0.0
-
-
 def _saved(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
@@ -439,13 +434,6 @@ def _loaded(value: Any, parameter: torch.Tensor) -> Any:
         return value
     tensor, is_beside = value
     return tensor.to(parameter.device) if is_beside else tensor
-
-
-def _check_steps_without_closure(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise InvalidRequestError(
-            "DistributedDiLoCo wraps optimizers whose step() needs no closure; that of LBFGS evaluates the model."
-        )
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:

@@ -27,18 +27,27 @@ from torch.utils.checkpoint import CheckpointFunction
 from ocomm import operations
 from ocomm import session as sessions
 from ocomm.api import Average, broadcast_object
-from ocomm.errors import InvalidRequestError, OcommError, StallError
+from ocomm.errors import InvalidRequestError, MismatchError, OcommError, StallError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training.comparison import StepComparison
 from ocomm.training.driver import digest
 from ocomm.training.notices import DenseNotices, follow_dense
 from ocomm.types import ReduceOp
+from ocomm_torch import low_bit
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.compiling import eager, leave_hooks_alone
-from ocomm_torch.compression import UNCOMPRESSED, Compression, Compressor, OneBitCompressor, has_overflowed
+from ocomm_torch.compression import (
+    UNCOMPRESSED,
+    CodesCompressor,
+    Compression,
+    Compressor,
+    OneBitCompressor,
+    has_overflowed,
+)
 from ocomm_torch.ddp import refuse_averaged
 from ocomm_torch.gradient_hooks import hook_gradient
 from ocomm_torch.loss_scaling import CollectiveStep
+from ocomm_torch.low_bit import CLEARED_EARLY, OF_ANOTHER, TOO_MANY_PASSES
 from ocomm_torch.mpi_ops import adapter_of, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters, names_of
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
@@ -48,12 +57,6 @@ from ocomm_torch.watched import add_watcher, release, watch
 #: Bytes of gradients that are submitted together, because each submission costs the same; fewer the first time, so that
 #: the network has work early.
 BUCKET_NBYTES, FIRST_BUCKET_NBYTES = 4 << 20, 1 << 20
-
-#: A remedy that Horovod's message does not name: a generator's loss gives the discriminator gradients, too.
-_OF_ANOTHER = (
-    "Where a backward pass is for another optimizer, freeze the parameters of this one meanwhile: "
-    "requires_grad_(False)."
-)
 
 
 class _Exchange:
@@ -248,12 +251,9 @@ class _DistributedOptimizer(NamesParameters):
                     "checkpointed parts of the model, or in one and beside it, and reentrant checkpointing makes a "
                     "backward pass of its own for each: pass use_reentrant=False to torch.utils.checkpoint.checkpoint, "
                     "with which it comes once. If this is a second call of backward(), increase "
-                    "backward_passes_per_step. " + _OF_ANOTHER
+                    "backward_passes_per_step. " + OF_ANOTHER
                 )
-            raise AssertionError(
-                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-                "backward_passes_per_step to accumulate gradients locally. " + _OF_ANOTHER
-            )
+            raise AssertionError(TOO_MANY_PASSES)
         if self._accumulates:
             self._delay[p] = max(self._delay[p] - 1, 1)  # one that exchanges is yet to come
             return
@@ -472,8 +472,8 @@ class _DistributedOptimizer(NamesParameters):
             assert exchange is not None
             try:
                 exchange.deliver()
-            except OcommError as error:
-                failure = failure or error
+            except OcommError as error:  # a rank that has raised leaves; what differs says why
+                failure = error if failure is None or isinstance(error, MismatchError) else failure
         if failure is not None:
             raise failure
 
@@ -587,10 +587,7 @@ class _DistributedOptimizer(NamesParameters):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients. Raises AssertionError between backward and ``step()`` or ``synchronize()``."""
         if self._exchanges:
-            raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited as it can cause a race condition. " + _OF_ANOTHER
-            )
+            raise AssertionError(CLEARED_EARLY)
         self._forget()
         self._hook_parameters()
         super().zero_grad(set_to_none=set_to_none)
@@ -644,7 +641,8 @@ def DistributedOptimizer(
     Args:
         optimizer: Any Torch optimizer that does not communicate by itself.
         named_parameters: (name, parameter) for every parameter of the optimizer; None names them by position.
-        compression: A class of ``Compression`` other than ``Compression.onebit``.
+        compression: A class of ``Compression`` other than ``Compression.onebit``. With ``int8`` and ``int4`` making the
+            optimizer is collective, and what it returns has rank states: below.
         backward_passes_per_step: The number of backward passes whose gradients are summed before they are averaged.
         op: Average, Sum or Adasum. With Adasum the wrapped optimizer steps on this rank's own gradients, and the
             changes of the steps are combined; ``groups`` and ``sparse_as_dense`` then have no effect.
@@ -655,9 +653,17 @@ def DistributedOptimizer(
             ones, gets the averages as sparse gradients again.
         process_set: The ranks that train together.
 
+    ``Compression.int8`` and ``int4`` send gradients as whole numbers with a scale for every 128 elements, and keep what
+    that loses for the next step (docs/algorithms.md). Then parameters are float32, bfloat16 or float16, ``op`` is
+    Average, ``groups`` is not given, sparse gradients are made dense, and param groups cannot be added; a parameter
+    without a gradient on all ranks keeps None. ``step()`` raises NonFiniteError on all ranks for a NaN or infinity on
+    one. ``rank_state_dict()`` has what only this rank has, ``load_rank_state_dict()`` loads it after
+    ``load_state_dict()``.
+
     Returns:
         An optimizer of a subclass of the optimizer's class with the same name. It shares its param groups and state, so
-        schedulers and checkpoints of either fit both.
+        schedulers and checkpoints of either fit both. With ``Compression.int8`` and ``int4`` it is of another class,
+        like that of the 1-bit optimizers.
 
     Raises:
         InvalidRequestError: An argument cannot be right (a ValueError). Later ``step()`` and ``synchronize()`` raise
@@ -679,6 +685,13 @@ def DistributedOptimizer(
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
         if groups is None:
             groups = num_groups
+    if issubclass(compression, CodesCompressor) and process_set.included():
+        refused = {
+            f"op={_name_of(op)}": (op != Average, "codes are averaged, so leave op= out."),
+            "groups": (groups is not None, "its buckets have a fixed order, so leave groups= out."),
+        }
+        passes = backward_passes_per_step
+        return low_bit.wrap(optimizer, named_parameters, process_set, compression.bits, passes, refused)
     leave_hooks_alone()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     ending = _ending(process_set)
@@ -715,6 +728,10 @@ def DistributedOptimizer(
         process_set,
     )
     return wrapped
+
+
+def _name_of(op: int) -> str:
+    return ReduceOp(op).label if op in set(ReduceOp) else repr(op)
 
 
 def _ending(process_set: ProcessSet) -> str:

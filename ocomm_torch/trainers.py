@@ -97,7 +97,7 @@ def has_clipped(optimizer: Any, max_norm: float, norm_type: float, setting: str)
     Raises InvalidRequestError if the trainer would clip the gradients of a 1-bit optimizer, which are those of this
     rank alone, in another way than the optimizer does. ``setting`` is what asks for it, in messages.
     """
-    if not isinstance(optimizer, CompressedOptimizer):
+    if not isinstance(optimizer, CompressedOptimizer) or optimizer.has_averages:
         return False  # gradients of a DistributedOptimizer are averages
     limit = optimizer.max_grad_norm
     if limit == max_norm and norm_type == 2.0:

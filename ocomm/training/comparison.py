@@ -131,9 +131,15 @@ class StepComparison:
 
     def finish(self) -> None:
         """Waits for all rows. Raises MismatchError, on all ranks, that names what differs."""
-        assert self._handle is not None
-        self._handle.wait()
-        self._handle = None
+        handle, self._handle = self._handle, None
+        assert handle is not None
+        try:
+            handle.wait()
+        except MismatchError as error:
+            raise MismatchError(
+                f"{self._title}: the ranks do not average gradients in the same way. Pass the same compression on all "
+                f"ranks. ({error})"
+            ) from None
         rows = self._rows[self._rows["count"] > 0]
         counts = rows["count"].astype(np.int64) - 1
         last = int(counts.max())

@@ -183,6 +183,7 @@ class Driver:
         nodes = session.nodes(number, common.hierarchical)
         name = f"Distributed{self.kind}"
         name += session.ending(name, number)
+        self.greet(session, number, name)
         kernels = frontend.kernels or session.kernels
         assert kernels is not None
         mine = f"{_where(kernels.memory)} {common.hierarchical} {frontend.framework} {frontend.implementation()}"
@@ -284,6 +285,9 @@ class Driver:
             self._notices = follow(session, name, self.stepper.traffic, self.why_dense)
             where = place([topology.hosts[rank] for rank in ranks], session.network, places != {_ON_HOST})
             self._notices.begin(where, layout.numel, self.plan())
+
+    def greet(self, session: Session, number: int, name: str) -> None:
+        """Called before the ranks exchange anything about the optimizer ``name``."""
 
     @property
     def frontend(self) -> Any:

@@ -45,7 +45,9 @@ def cores(base: type[Core] = Core) -> Iterator[type[Core]]:
         yield from cores(core)
 
 
-CORES = {core.kind: core for core in cores()}
+#: The options of a ``DistributedOptimizer`` in codes follow from its compression.
+WITHOUT_OPTIONS = {"Optimizer"}
+CORES = {core.kind: core for core in cores() if core.kind not in WITHOUT_OPTIONS}
 
 
 def definition_of(kind: str) -> type[Options]:

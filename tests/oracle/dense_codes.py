@@ -41,22 +41,28 @@ def sent(c: Array, bits: int, blocks: Sequence[slice]) -> Array:
 
 
 class DenseCodes:
-    """The dense errors of one tensor of ``numel`` elements, and its averages over ``workers`` workers."""
+    """The dense errors of one tensor of ``numel`` elements, and its averages over ``workers`` workers.
 
-    def __init__(self, numel: int, workers: int, bits: int, blocks: Sequence[slice]) -> None:
+    With a ``beta`` errors are moving averages, which are zeroed after every ``reset``-th average.
+    """
+
+    def __init__(self, numel: int, workers: int, bits: int, blocks: Sequence[slice], beta: float = 0.0) -> None:
         self.bits, self.blocks = bits, blocks
+        self.beta, self.reset = beta, 1024
+        self.averages = 0
         self.errors = [np.zeros(numel, F) for _ in range(workers)]
         self.server_error = np.zeros(numel, F)
 
     def average(self, local: Sequence[Array]) -> Array:
         """The average of what the workers' gradients are sent as."""
         keeps = self.bits != 16
+        self.averages += 1
         total = None
         for worker, g in enumerate(local):
             c = g + self.errors[worker] if keeps else g
             message = sent(c, self.bits, self.blocks)
             if keeps:
-                self.errors[worker] = c - message
+                self.errors[worker] = self.kept(self.errors[worker], c - message)
             total = message if total is None else total + message
         assert total is not None
         a = total * F(1 / len(local))
@@ -64,5 +70,13 @@ class DenseCodes:
             a = a + self.server_error
         result = sent(a, self.bits, self.blocks)
         if keeps:
-            self.server_error = a - result
+            self.server_error = self.kept(self.server_error, a - result)
         return result
+
+    def kept(self, error: Array, lost: Array) -> Array:
+        """The error after an average that has lost ``lost``."""
+        if not self.beta:
+            return lost
+        if self.averages % self.reset == 0:
+            return np.zeros_like(lost)
+        return F(self.beta) * error + F(1 - self.beta) * lost

@@ -1,0 +1,72 @@
+"""Drives exchanges of gradients in 8 or 4 bits for an optimizer that makes its steps itself."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+from ocomm.compression.layout import TensorSpec
+from ocomm.errors import MismatchError
+from ocomm.optim.core import Core, Group
+from ocomm.optim.gradients import GradientOptions
+from ocomm.optim.options import Options
+from ocomm.session import Session
+from ocomm.telemetry.units import amount
+from ocomm.training.driver import Common, Driver, Frontend
+
+
+class GradientFrontend(Frontend, Protocol):
+    """A framework's side of an optimizer that makes its steps itself, on averages of gradients."""
+
+    def hyper(self) -> Hashable:
+        """Returns the numbers in the optimizer's settings, as nested tuples."""
+        ...
+
+
+class GradientDriver(Driver):
+    """One rank's part of exchanges of gradients over process set ``number``. Making one is collective.
+
+    A step of the driver is an exchange: its averages are valid until the next one begins.
+
+    Raises:
+        MismatchError: A tensor, the compression or another option differs between the ranks.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        number: int,
+        specs: Sequence[TensorSpec],
+        frontend: GradientFrontend,
+        core_class: type[Core],
+        options: Options,
+        common: Common,
+    ) -> None:
+        assert isinstance(options, GradientOptions)
+        self._format = f"int{options.dense_bits}"
+        super().__init__(session, number, specs, frontend, core_class, options, common, {"compression": self._format})
+
+    def greet(self, session: Session, number: int, name: str) -> None:
+        """Raises MismatchError if another rank averages the same gradients without this compression: its first step
+        submits something else under this name.
+        """
+        try:
+            session.agree(number, name, "gradients in codes")
+        except MismatchError as error:
+            raise MismatchError(
+                f"{name}: this rank has compression=Compression.{self._format}, and not all ranks send codes. Pass the "
+                f"same compression on all ranks. ({error})"
+            ) from None
+
+    def plan(self) -> str:
+        return (
+            f"a step sends {amount(self.uncompressed_nbytes)} per rank, in {self.core.dense_bits} bits per element, "
+            f"instead of {amount(self.dense_nbytes)}."
+        )
+
+    def compress_hyper(self, groups: Sequence[Group]) -> Hashable:
+        """Returns nothing: gradients travel as they are."""
+        return ()
+
+    def full_hyper(self, groups: Sequence[Group]) -> Hashable:
+        return (self.frontend.hyper(),)

@@ -1,0 +1,324 @@
+"""``DistributedOptimizer`` with ``Compression.int8`` or ``int4``: any optimizer, on averages of gradients in codes.
+
+The exchange has a fixed layout, a vote and error feedback, like those of the 1-bit optimizers (``compressed``); hooks
+hand gradients over while backward goes on. What the user sees is what ``ocomm_torch.optimizer`` shows: gradients are
+averages when ``backward()`` returns, or ``synchronize()`` where backward has not reached every parameter.
+
+Ranks wait for each other at the end of backward, where gradients of several optimizers may have come in different
+orders. So they wait for all of them in the order in which the optimizers were made, once backward has ended for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ocomm.errors import InvalidRequestError, NonFiniteError, OcommError
+from ocomm.operations import ProcessSet
+from ocomm.optim import gradients as optim
+from ocomm.optim.core import Group
+from ocomm.optim.gradients import GradientOptions
+from ocomm.optim.stepper import StepOutcome
+from ocomm.session import Session
+from ocomm.training.driver import Common
+from ocomm.training.gradients import GradientDriver
+from ocomm_torch.compiling import eager
+from ocomm_torch.compressed import CompressedOptimizer, check_steps_without_closure, settings_of
+from ocomm_torch.ddp import refuse_averaged
+from ocomm_torch.watched import watch
+
+#: A remedy that Horovod's message does not name: a generator's loss gives the discriminator gradients, too.
+OF_ANOTHER = (
+    "Where a backward pass is for another optimizer, freeze the parameters of this one meanwhile: "
+    "requires_grad_(False)."
+)
+TOO_MANY_PASSES = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+    "backward_passes_per_step to accumulate gradients locally. " + OF_ANOTHER
+)
+CLEARED_EARLY = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    "This is prohibited as it can cause a race condition. " + OF_ANOTHER
+)
+
+_ordinals = itertools.count()
+_living: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+class Optimizer(CompressedOptimizer):
+    """What ``DistributedOptimizer`` returns with ``Compression.int8`` or ``int4``.
+
+    Gradients are averaged in place. A step is taken on all ranks or on none. The wrapped optimizer makes it, with its
+    own arithmetic: on float32 parameters themselves, on float32 masters of bfloat16 and float16 ones.
+
+    Args:
+        optimizer: The optimizer to wrap; its ``step`` needs no closure.
+        named_parameters: Names the parameters in messages; None names them by position.
+        process_set: The ranks that train together.
+        bits: Bits per element, 8 or 4.
+        backward_passes_per_step: The number of backward passes whose gradients are summed before they are averaged.
+
+    Raises:
+        InvalidRequestError: The optimizer or a parameter cannot be wrapped.
+        MismatchError: The ranks wrap different things, or compress differently.
+        NonFiniteError: In ``step``, on all ranks: a rank's gradient has a NaN or infinity. No state was changed.
+    """
+
+    _core_class = optim.Gradients
+    _driver_class = GradientDriver
+    has_averages = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+        process_set: ProcessSet,
+        bits: int,
+        backward_passes_per_step: int,
+    ) -> None:
+        check_steps_without_closure(optimizer, "DistributedOptimizer with this compression")
+        #: What all ranks do with the averages in the gradients; None while there are none.
+        self._agreed: StepOutcome | None = None
+        #: Why no rank may step on them.
+        self._failure: NonFiniteError | None = None
+        self._callback_queued = False
+        #: True once it is known that nothing else averages the same gradients.
+        self._is_checked = False
+        self._ordinal = next(_ordinals)
+        options = GradientOptions(dense_bits=bits)  # type: ignore[arg-type]
+        common = Common(backward_passes_per_step=backward_passes_per_step)
+        super().__init__(optimizer, named_parameters, process_set, options, common)
+        _living.add(self)
+
+    def _connect(self, session: Session) -> None:
+        self._agreed = self._failure = None
+        super()._connect(session)
+
+    # For the driver
+
+    def _group(self, number: int, group: dict[str, Any]) -> Group:
+        return Group(self._group_tensors[number], float(group.get("lr", 0.0)))
+
+    def hyper(self) -> Hashable:
+        """Returns the numbers in the param groups, as nested tuples."""
+        return settings_of(self.param_groups)
+
+    # Backward
+
+    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        hook = super()._make_hook(index)
+        reference = weakref.ref(self)  # the parameter keeps its hook
+
+        def hook_and_wait(parameter: torch.Tensor) -> None:
+            optimizer = reference()
+            if optimizer is None:
+                return
+            if optimizer._agreed is not None:
+                raise AssertionError(TOO_MANY_PASSES)
+            hook(parameter)
+            if not optimizer._callback_queued and optimizer._stepper.begun:
+                optimizer._callback_queued = True
+                torch.autograd.Variable._execution_engine.queue_callback(optimizer._on_backward_end)
+
+        return hook_and_wait
+
+    def _on_backward_end(self) -> None:
+        """Waits for the averages if every gradient is there, because what is missing on other ranks may need this rank
+        to go on.
+        """
+        self._callback_queued = False
+        under_way = self._under_way()
+        if any(optimizer._callback_queued for optimizer in under_way):
+            return
+        if all(optimizer._is_complete for optimizer in under_way):
+            # An error here would be raised by backward(); step() raises it again.
+            with contextlib.suppress(OcommError):
+                for optimizer in under_way:
+                    optimizer._average()
+        else:
+            for optimizer in under_way:
+                watch(optimizer._recorded)
+
+    def _under_way(self) -> list[Optimizer]:
+        """Returns the optimizers of this job whose exchange has begun, in the order in which they were made."""
+        found = [other for other in list(_living) if other._runtime is self._runtime and other._stepper.begun]
+        return sorted(found, key=lambda optimizer: optimizer._ordinal)
+
+    @property
+    def _is_complete(self) -> bool:
+        return all(left <= 0 for left, p in zip(self._passes_left, self._parameters, strict=True) if p.requires_grad)
+
+    def used(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Called by ``Watcher``: makes gradients averages before anything else sees or changes them, once backward has
+        ended. During backward a change is noticed, and the exchange is made again.
+        """
+        super().used(gradients)
+        own = {id(grad) for grad in self._recorded if grad is not None}
+        if not self._callback_queued and any(id(gradient) in own for gradient in gradients):
+            self.synchronize()
+
+    # The step
+
+    @eager
+    def synchronize(self) -> None:
+        """Waits until every gradient is the average over the ranks. Collective over the process set.
+
+        On a rank without a gradient of a parameter it counts as zeros. Where no rank has one, it stays None.
+
+        Raises:
+            HorovodInternalError: The exchange failed: MismatchError, StallError or PeerError.
+        """
+        for optimizer in self._under_way():
+            if optimizer._ordinal < self._ordinal:
+                optimizer._average()
+        self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        if self._agreed is not None:
+            return
+        if not self._is_checked:
+            self._is_checked = True
+            refuse_averaged(self._parameters, "DistributedOptimizer")
+        if self._stepper.begun:
+            self._find_parameters()
+            self._placement.arrive()
+            self._follow()
+        else:
+            self._begin()
+        try:
+            agreed = self._driver.step(self._has_changed)
+        except NonFiniteError as error:
+            # Averages are not finite on any rank then, for a GradScaler to find.
+            self._failure, agreed = error, StepOutcome.OVERFLOW
+        finally:
+            self._forget()
+        self._placement.leave()
+        if agreed is StepOutcome.TAKE or self._failure is not None:
+            for tensor in np.flatnonzero(self._stepper.present_anywhere).tolist():
+                self._deliver(tensor)
+        self._agreed = agreed
+
+    def _deliver(self, tensor: int) -> None:
+        """Writes an average into the gradient, rounded to its type."""
+        parameter = self._parameters[tensor]
+        flat = self._placement.tensor(self._stepper.average(tensor))
+        average = self._orders[tensor].shaped(flat, parameter.shape)
+        grad = parameter.grad
+        if isinstance(self._inner, torch.optim.SparseAdam):  # accepts only sparse gradients
+            parameter.grad = average.to_sparse(1)
+        elif grad is None or grad.is_sparse:
+            parameter.grad = average.to(parameter.dtype, copy=True)
+        else:
+            grad.detach().copy_(average)
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Does nothing: ``step()`` never waits for gradients that are averages already."""
+        yield
+
+    @eager
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Waits for the averaged gradients, then makes the wrapped optimizer's step, which changes parameters in place.
+
+        Collective over the process set.
+
+        Args:
+            closure: Computes the loss and gradients, as in Torch; None for none. It is called once.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            NonFiniteError: A gradient is not finite on some rank; no rank's state was changed.
+            HorovodInternalError: The exchange failed: MismatchError, StallError or PeerError.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.synchronize()
+        failure, self.outcome = self._failure, self._agreed
+        self._agreed = self._failure = None
+        if failure is not None:
+            raise failure
+        if self.outcome is StepOutcome.TAKE:
+            self._step_inner()
+        self._inner._opt_called = True  # for a scheduler that was made with the wrapped optimizer
+        return loss
+
+    def _step_inner(self) -> None:
+        masters = {index: self._masters.stepped[index] for index in self._masters.indices}
+        try:
+            with self._inner_may_step(), self._masters.standing_in(self._inner):
+                for index, master in masters.items():
+                    grad = self._parameters[index].grad
+                    master.grad = None if grad is None else grad.float()
+                self._inner.step()
+        finally:
+            for master in masters.values():
+                master.grad = None
+        self._masters.write()
+
+    def skip(self, *, overflow: bool = False) -> None:
+        """Skips the current step on this rank, so that no rank takes it. ``overflow``: this rank's gradients are not
+        finite.
+        """
+        if self._agreed is None:
+            super().skip(overflow=overflow)
+            return
+        self.outcome = StepOutcome.OVERFLOW if overflow else StepOutcome.SKIP
+        self._agreed = self._failure = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients. Raises AssertionError between backward and ``step()``."""
+        if self._stepper.begun or self._agreed is not None:
+            raise AssertionError(CLEARED_EARLY)
+        super().zero_grad(set_to_none)
+
+    # State
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the result of ``state_dict``, or a state of the wrapped optimizer's class, with which errors start at
+        zero. All ranks load the same state. ``CompressedOptimizer.load_state_dict`` says more.
+        """
+        super().load_state_dict(state_dict)
+        self._agreed = self._failure = None
+
+    def _load_plain(self, plain: dict[str, Any]) -> None:
+        self._adopt(plain)
+        self._driver.forget()
+
+
+def wrap(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+    process_set: ProcessSet,
+    bits: int,
+    backward_passes_per_step: int,
+    refused: Mapping[str, tuple[bool, str]],
+) -> Optimizer:
+    """Returns ``optimizer`` as an ``Optimizer``.
+
+    Args:
+        optimizer: Wrapped, like the further arguments, as ``Optimizer`` says.
+        named_parameters: Names of parameters.
+        process_set: The ranks that train together.
+        bits: Bits per element.
+        backward_passes_per_step: Passes whose gradients are summed.
+        refused: By an option of ``DistributedOptimizer``, whether it was given, and what to do instead.
+
+    Raises:
+        InvalidRequestError: One of ``refused`` was given.
+    """
+    for option, (is_given, instead) in refused.items():
+        if is_given:
+            raise InvalidRequestError(f"{option} does not go with Compression.int{bits}: {instead}")
+    return Optimizer(optimizer, named_parameters, process_set, bits, backward_passes_per_step)
