@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,51 +11,34 @@ import numpy as np
 import tensorflow as tf
 
 from ocomm.collectives.scratch import aligned
-from ocomm.compression.layout import TensorSpec
 from ocomm.errors import MismatchError
-from ocomm.kernels.base import Bytes, Floats, Kernels
-from ocomm.operations import Operation, ProcessSet
+from ocomm.kernels.base import Floats
+from ocomm.operations import ProcessSet
 from ocomm.optim.adam import DenseAdam
 from ocomm.optim.core import Group
 from ocomm.session import Session
 from ocomm.training.adam import dense_step
-from ocomm.training.driver import Driver
 from ocomm.types import Flag
 from ocomm_tf import engine
 from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.keras.masters import LOW_PRECISION, follow, rounded
 from ocomm_tf.order import WireVariable
-
-#: (session, process set, frontend) -> driver
-MakeDriver = Callable[[Session, int, "KerasFrontend"], Driver]
+from ocomm_tf.ready import MakeDriver, ReadyGradients, shortest
 
 
-class KerasFrontend:
+class KerasFrontend(ReadyGradients):
     """The ``training.driver.Frontend`` of Keras: parameters and gradients in the host's memory, float32, in wire order.
 
     Traced graphs refer to it, so an optimizer keeps one for good; ``connect`` gives it a driver.
     """
 
-    framework = "keras"
-    kernels: Kernels | None = None
-    #: A model of Keras is not divided among ranks.
-    grid: None = None
-    driver: Driver
-
     def __init__(
         self, optimizer: Any, entries: Sequence[WireVariable], process_set: ProcessSet, make: MakeDriver
     ) -> None:
-        self.entries = entries
-        self._process_set, self._make = process_set, make
+        super().__init__(entries, process_set, make)
         self.parameters: list[Floats] = []
         #: The moments of Adam's warm-up; None once a tensor is compressed.
         self.adam: list[DenseAdam | None] = [None] * len(entries)
-        self._gradients: list[Floats | None] = [None] * len(entries)
-        #: By tensor, what keeps the memory of a gradient that a graph has made ready before its step.
-        self._early: dict[int, object] = {}
-        #: The same of runs of a graph that failed before their step: a posted bucket may still read them.
-        self._stale: list[object] = []
-        self._lr = 0.0
         self._reference = weakref.ref(optimizer)  # the optimizer owns this frontend
         decayed = [optimizer._use_weight_decay(optimizer._trainable_variables[entry.index]) for entry in entries]
         self._decayed = np.flatnonzero(decayed), np.flatnonzero(np.logical_not(decayed))
@@ -71,21 +53,8 @@ class KerasFrontend:
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
 
-    @property
-    def specs(self) -> list[TensorSpec]:
-        """What the ranks must agree on, in registration order."""
-        return [entry.spec for entry in self.entries]
-
-    def implementation(self) -> str:
-        """Returns words that say how dense steps round, which are those of ``dense_step``."""
-        return "ocomm"
-
     def connect(self, session: Session) -> None:
-        """Makes a driver that has taken no step, among the current ranks. Collective."""
-        self._clear()
-        #: The runtime through which the driver exchanges.
-        self.runtime = session.runtime
-        self.driver = self._make(session, self._process_set.number(session), self)
+        super().connect(session)
         self._place_parameters()
 
     def _place_parameters(self) -> None:
@@ -97,10 +66,8 @@ class KerasFrontend:
         self.driver.forget()
 
     def _clear(self) -> None:
+        super()._clear()
         self.adam = [None] * len(self.entries)
-        self._gradients = [None] * len(self.entries)
-        self._early.clear()
-        self._stale.clear()
         for parameter in self.parameters:  # no precision beyond that of the variables
             parameter[:] = 0.0
 
@@ -195,40 +162,6 @@ class KerasFrontend:
         number_of = {entry.index: number for number, entry in enumerate(self.entries)}
         return [self._given(number_of[index]) for index in indices]
 
-    def _discard(self, numbers: Sequence[int]) -> None:
-        """Forgets gradients of a run of a graph that failed before its step. What was posted of them does not count:
-        all ranks exchange again.
-        """
-        for number in numbers:
-            self._stale.append(self._early.pop(number))
-            self._gradients[number] = None
-
-    def _made_ready(
-        self, rate: tf.Tensor, indices: Sequence[int], gradients: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """Returns the gradients. In a graph the exchange of each begins when it is ready, while backward goes on."""
-        if tf.executing_eagerly() or engine.problem():
-            return list(gradients)
-        number_of = {entry.index: number for number, entry in enumerate(self.entries)}
-        reference = weakref.ref(self)  # the graph's calls are kept for ever
-
-        def start(number: int, tensors: Sequence[Any], name: str) -> Operation:
-            engine.passed_on(tensors[0])
-            lr = engine.passed_on(tensors[1]).view(np.float32)
-            alive = reference()
-            if alive is not None:
-                alive.mark_ready(float(lr[0]), number, *engine.kept(tensors[0]))
-            return Operation(None, lambda _: None)
-
-        results = []
-        for index, gradient, value in zip(indices, gradients, values, strict=True):
-            call = engine.Call(functools.partial(start, number_of[index]), None, is_local=True)
-            # In a loop in a graph, a gradient that does not depend on its variable could come before the last step is
-            # over.
-            with tf.control_dependencies([value]):
-                results.append(engine.exchange(call, [gradient, rate], f"ready_{index}")[0])
-        return results
-
     def _refuse_absent(self, absent: Sequence[int]) -> None:
         """Raises MismatchError if other ranks have changed a tensor of ``absent``, which have no gradient here."""
         moved = [number for number in absent if self.driver.stepper.present_anywhere[number]]
@@ -238,24 +171,6 @@ class KerasFrontend:
                 "on this one, which would leave it behind. Compute the same loss on all ranks; a part that some batch "
                 "does not need can be added times 0."
             )
-
-    def mark_ready(self, lr: float, number: int, keeper: object, gradient: Bytes) -> None:
-        """Notes that the gradient of tensor ``number``, in Keras' order, is ready. Its memory stays while ``keeper``
-        lives.
-
-        Its exchange may begin, unless ranks must agree on something before that step. If the graph fails before its
-        step, the gradient is discarded at the next one.
-        """
-        if self.driver.is_at_start or not self.driver.common.overlap:
-            return
-        if number in self._early:
-            self._discard([number])
-        self._lr = shortest(lr)
-        self.driver.begin()
-        entry = self.entries[number]
-        self._gradients[number] = entry.to_wire(gradient.view(np.float32).reshape(entry.shape))
-        self._early[number] = keeper
-        self.driver.stepper.buckets.mark_ready(number)
 
     # For the driver
 
@@ -280,11 +195,6 @@ class KerasFrontend:
     def read_warm_start(self) -> str | None:
         """Returns whether there is a warm start. Its moments come later, with the variables of a saved model."""
         return "of a saved model" if self._owner.ocomm_warm_start else None
-
-    def locate(self, tensors: list[int], final: bool) -> list[int]:
-        """Returns addresses of gradients; 0 for none."""
-        found = [self._gradients[tensor] for tensor in tensors]
-        return [0 if g is None else g.__array_interface__["data"][0] for g in found]
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
         """Makes Adam's step of tensors in warm-up, on averages clipped to ``max_norm``."""
@@ -314,8 +224,3 @@ class KerasFrontend:
     def release(self, tensor: int) -> None:
         """Frees a tensor's m and v."""
         self.adam[tensor] = None
-
-
-def shortest(lr: float) -> float:
-    """Returns the shortest decimal number that rounds to this float32, so that 0.001 is 0.001 on Torch's ranks, too."""
-    return float(str(np.float32(lr)))

@@ -26,8 +26,9 @@ from ocomm.optim.adam import DeviceAdam
 from ocomm.session import Session
 from ocomm_tf import engine
 from ocomm_tf.errors import of_tensorflow
-from ocomm_tf.keras.frontend import KerasFrontend, MakeDriver, shortest
+from ocomm_tf.keras.frontend import KerasFrontend
 from ocomm_tf.order import WireVariable
+from ocomm_tf.ready import MakeDriver, shortest
 
 _log = logging.getLogger("ocomm")
 _FULL = (
