@@ -19,10 +19,11 @@ from ocomm.operations import ProcessSet
 from ocomm.training.notices import DenseNotices, follow_dense
 from ocomm.types import ReduceOp
 from ocomm_tf import engine, mpi_ops
-from ocomm_tf.compression import Compressor
+from ocomm_tf.compression import CodesCompressor, Compressor
 from ocomm_tf.errors import public
 from ocomm_tf.functions import agree_on
-from ocomm_tf.naming import name_of
+from ocomm_tf.low_bit import CodedGradients, coded
+from ocomm_tf.naming import key_of, name_of
 from ocomm_tf.replicas import comparison_of, kind_of, options_of, rate_line
 
 #: By runtime, because the ranks of another runtime must agree again.
@@ -52,6 +53,15 @@ class Averaging:
             raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
         if (isinstance(groups, int) and groups < 0) or not (groups is None or isinstance(groups, (int, list, tuple))):
             raise InvalidRequestError("groups should be a non-negative integer or a list of list of tf.Variable.")
+        #: The compression, if it is one of codes.
+        self.codes = compression if issubclass(compression, CodesCompressor) else None
+        if self.codes is not None:
+            for option, is_given, instead in (
+                ("op", op != Average, "codes are averaged, so leave op= out."),
+                ("groups", bool(groups), "its buckets have a fixed order, so leave groups= out."),
+            ):
+                if is_given:
+                    raise InvalidRequestError(f"{option} does not go with Compression.int{self.codes.bits}: {instead}")
         self.what = what
         self.process_set = process_set
         self._compression = compression
@@ -64,8 +74,8 @@ class Averaging:
 
     @property
     def is_alone(self) -> bool:
-        """True if there is no other rank to average with."""
-        return not self.process_set.included() or self.process_set.size() == 1
+        """True if there is no other rank to average with; one rank sends itself codes, as several do."""
+        return not self.process_set.included() or (self.process_set.size() == 1 and self.codes is None)
 
     @property
     def makes_dense(self) -> bool:
@@ -74,20 +84,23 @@ class Averaging:
 
     def keep_local(self, variable: Any) -> None:
         """Keeps gradients of ``variable`` on this rank, divided by the number of ranks if so configured."""
-        self._local.add(_key(variable))
+        self._local.add(key_of(variable))
 
     def is_local(self, variable: Any) -> bool:
         """Returns True if ``keep_local`` was called for it."""
-        return _key(variable) in self._local
+        return key_of(variable) in self._local
 
     @public
-    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any = None) -> list[Any]:
+    def __call__(
+        self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any = None, raises: bool = False
+    ) -> list[Any]:
         """Returns the averaged gradients; None stays None. Collective; not differentiable.
 
         Args:
             gradients: One for each variable.
             variables: Compared between the ranks if they are variables and not tensors.
             optimizer: The Keras optimizer that will make the step, whose hyperparameters are compared, too.
+            raises: Whether a gradient that is not finite on some rank is an error on all, if gradients travel in codes.
 
         Raises:
             MismatchError: The ranks hold different variables or hyperparameters; in a graph, when it runs.
@@ -111,7 +124,7 @@ class Averaging:
             names, notices = self._names(chosen)
             compared = self._compare(own, chosen, names, notices, optimizer)
             try:
-                averaged = self._average(own, chosen, names)
+                averaged = self._average(own, chosen, names, raises)
             except Exception:
                 with contextlib.suppress(OcommError):  # the first error is raised
                     compared()
@@ -132,7 +145,14 @@ class Averaging:
         )
         known = _known.setdefault(session.runtime, {})
         if key not in known:
+            codes = "none" if self.codes is None else f"int{self.codes.bits}"
+            session.agree(
+                key[0], session.automatic_name(f"{self.what}.compression", key[0]), f"codes of compression={codes}"
+            )
             names = agree_on(self.what, variables, self.process_set)
+            if self.codes is not None:  # a driver says what it sends
+                known[key] = names, None
+                return known[key]
             numel = sum(int(np.prod(v.shape)) for v in variables if None not in tuple(v.shape))
             known[key] = names, follow_dense(session, key[0], self.what, numel, 4 * numel, False)
         return known[key]
@@ -177,9 +197,16 @@ class Averaging:
             lines.append(rate_line(float(rate.numpy() if hasattr(rate, "numpy") else rate)))
         return comparison.begin(lines).wait
 
-    def _average(self, gradients: list[Any], variables: list[Any], names: list[str]) -> list[Any]:
+    def coded(self, variables: Sequence[Any]) -> CodedGradients:
+        """Returns what averages gradients of ``variables`` in codes. Collective the first time."""
+        assert self.codes is not None
+        return coded(self.what, variables, lambda: self._names(variables)[0], self.codes, self.process_set)
+
+    def _average(self, gradients: list[Any], variables: list[Any], names: list[str], raises: bool) -> list[Any]:
         if not isinstance(gradients[0], (tf.Tensor, tf.IndexedSlices)):
-            return self._average_foreign(gradients, variables, names)
+            return self._average_foreign(gradients, variables, names, raises)
+        if self.codes is not None:
+            return list(self.coded(variables).averaged(gradients, variables, raises))
         prefix = mpi_ops.name_in_graph(self.what)
         result: list[Any] = [None] * len(gradients)
         dense: dict[int, tf.Tensor] = {}
@@ -214,16 +241,16 @@ class Averaging:
         if isinstance(groups, int):
             bounds = [len(positions) * k // groups for k in range(groups + 1)]
             return [positions[a:b] for a, b in itertools.pairwise(bounds) if b > a]
-        where = {_key(variables[position]): position for position in positions}
-        chosen = [[where.pop(_key(v)) for v in group if _key(v) in where] for group in groups]
+        where = {key_of(variables[position]): position for position in positions}
+        chosen = [[where.pop(key_of(v)) for v in group if key_of(v) in where] for group in groups]
         return [group for group in chosen if group] + [[position] for position in where.values()]
 
-    def _average_foreign(self, gradients: list[Any], variables: list[Any], names: list[str]) -> list[Any]:
+    def _average_foreign(self, gradients: list[Any], variables: list[Any], names: list[str], raises: bool) -> list[Any]:
         """Averages gradients of Keras' other backends, and returns new tensors."""
         from keras import ops
 
         tensors = [tf.convert_to_tensor(ops.convert_to_numpy(gradient)) for gradient in gradients]
-        averages = self._average(tensors, variables, names)
+        averages = self._average(tensors, variables, names, raises)
         return [
             ops.convert_to_tensor(average.numpy(), dtype=ops.dtype(gradient))
             for average, gradient in zip(averages, gradients, strict=True)
@@ -265,7 +292,3 @@ def scaled(gradient: Any, factor: float) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
     return gradient * factor
-
-
-def _key(variable: Any) -> int:
-    return id(variable.value if hasattr(variable, "path") else variable)

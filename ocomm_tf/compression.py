@@ -11,6 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from ocomm.errors import InvalidRequestError
+
 
 class Compressor:
     """Compresses tensors before a reduction, which sums the results of ``compress``. Subclasses define both methods."""
@@ -80,12 +82,43 @@ class BF16Compressor(_CastCompressor):
     wire = tf.bfloat16
 
 
+class CodesCompressor(Compressor):
+    """Whole numbers of ``bits`` bits with a scale for every 128 elements, for ``DistributedOptimizer`` and
+    ``DistributedGradientTape``.
+
+    What a step loses is kept and added in the next one, at the rank that sends and at the one that averages.
+    """
+
+    bits: int
+
+    @classmethod
+    def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        raise InvalidRequestError(
+            f"Compression.int{cls.bits} is for DistributedOptimizer and DistributedGradientTape. A single tensor can "
+            "be averaged with fp16 and bf16."
+        )
+
+
+class Int8Compressor(CodesCompressor):
+    """8 bits per element: a quarter of the bytes of float32."""
+
+    bits = 8
+
+
+class Int4Compressor(CodesCompressor):
+    """4 bits per element: an eighth of the bytes of float32."""
+
+    bits = 4
+
+
 class Compression:
     """The values of the argument ``compression``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = Int8Compressor
+    int4 = Int4Compressor
 
 
 #: Ends the name of a tensor that is reduced again, uncompressed.

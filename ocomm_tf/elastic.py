@@ -113,9 +113,9 @@ class TensorFlowKerasState(ObjectState):
         self.optimizer = model.optimizer if optimizer is None else optimizer
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        # 1-bit optimizers have it, also inside a LossScaleOptimizer.
-        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        self._onebit = inner if hasattr(inner, "ocomm_state") else None
+        # 1-bit optimizers have it, also inside a LossScaleOptimizer, and optimizers that average in codes.
+        found = [self.optimizer, getattr(self.optimizer, "inner_optimizer", None)]
+        self._onebit = next((each for each in found if hasattr(each, "ocomm_state")), None)
         if process_set is None:
             process_set = getattr(self.optimizer, "ocomm_process_set", global_process_set)
         super().__init__(process_set, **kwargs)

@@ -11,13 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from ocomm import session as sessions
 from ocomm.api import Average
 from ocomm.errors import InvalidRequestError
+from ocomm.kernels.base import Floats
 from ocomm.operations import ProcessSet, global_process_set
+from ocomm.training import report
+from ocomm.training.resume import Source
 from ocomm_tf.averaging import Averaging, groups_of, scaled, variables_of
 from ocomm_tf.compression import Compression, Compressor
+from ocomm_tf.low_bit import CodedGradients
 
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 
@@ -99,7 +104,7 @@ class _Averaged(_AveragesGradients):
 
     def _average(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
         self.ocomm_exchanges += 1
-        return self._averaging(grads, variables, self)
+        return self._averaging(grads, variables, self, raises=True)
 
     def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:
         self.__dict__["_stepped"] = list(trainable_variables)  # set without Keras, which would look for variables in it
@@ -139,6 +144,59 @@ class _AveragedLossScale(_AveragesGradients):
         averages = self._averaging(list(grads), variables, self)
         summed = [None if average is None else scaled(average, self._summed_passes) for average in averages]
         return super().apply(summed, trainable_variables)  # type: ignore[misc]
+
+
+class _KeepsErrors(Distributed):
+    """Mixin placed before ``_Averaged`` or ``_AveragedLossScale`` if gradients travel in codes: the errors are part of
+    what training continues from.
+    """
+
+    _averaging: Averaging
+    _coded: CodedGradients
+
+    def build(self: Any, variables: Any) -> None:
+        """Builds the wrapped optimizer; then the ranks agree on what they average. Collective."""
+        if self.built:
+            return
+        super().build(variables)  # type: ignore[misc]
+        # Set without Keras, which would look for variables in it.
+        self.__dict__["_coded"] = self._averaging.coded(self._trainable_variables)
+
+    @report.documented
+    def compression_report(self: Any) -> dict[str, Any]:
+        """Returns counts of the steps and bytes of this rank, compared with dense averages, and the stage of the run.
+
+        Bytes, and steps by kind, are counted from the start of this process. Not collective after ``build``.
+
+        Returns:
+            {entries}
+        """
+        return self._coded.driver.report()
+
+    def ocomm_state(self: Any) -> tuple[list[np.ndarray], dict[str, Any], dict[int, Floats]]:
+        """Returns the state that is equal on all ranks: the optimizer's variables, and ocomm's own state."""
+        return [v.numpy() for v in self.variables], self._coded.driver.state(), {}
+
+    def ocomm_load_state(self: Any, state: tuple[list[np.ndarray], dict[str, Any], dict[int, Floats]]) -> None:
+        """Loads the result of ``ocomm_state``. Collective after ``init``."""
+        for variable, value in zip(self.variables, state[0], strict=True):
+            variable.assign(value)
+        self.ocomm_reconnect(keep=False)
+        self._coded.driver.load_state(state[1])
+
+    def ocomm_rank_state(self: Any) -> dict[str, Any]:
+        """Returns what only this rank has: the errors."""
+        return self._coded.driver.rank_state()
+
+    def ocomm_load_rank_state(self: Any, source: Source) -> dict[str, Any]:
+        """Loads rank states after ``ocomm_load_state``, as ``ocomm.training.driver.Driver.load_rank_state`` does.
+        Collective.
+        """
+        return self._coded.driver.load_rank_state(source)
+
+    def ocomm_reconnect(self: Any, keep: bool = True) -> None:
+        """Joins the current ranks after ``shutdown`` and ``init``. Collective. ``keep``: errors are kept."""
+        self._coded.reconnect(sessions.current(), keep)
 
 
 def refuse_loss_scaling_outside(agreeing: Any = ()) -> None:
@@ -242,7 +300,10 @@ def DistributedOptimizer(
         process_set,
         scale_local_gradients,
     )
-    wrapped = subclass_of(_AveragedLossScale if isinstance(optimizer, LossScaleOptimizer) else _Averaged, optimizer)
+    mixin: type = _AveragedLossScale if isinstance(optimizer, LossScaleOptimizer) else _Averaged
+    if averaging.codes is not None and process_set.included():
+        mixin = type(mixin.__name__, (_KeepsErrors, mixin), {})
+    wrapped = subclass_of(mixin, optimizer)
     wrapped.__dict__["_averaging"] = averaging
     wrapped.__dict__["_summed_passes"] = 1 if average_aggregated_gradients else backward_passes_per_step
     return wrapped

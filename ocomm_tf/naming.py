@@ -12,3 +12,8 @@ def name_of(variable: Any) -> str:
     if isinstance(variable, tf.__internal__.EagerTensor):
         return "tensor"
     return str(getattr(variable, "path", None) or variable.name)
+
+
+def key_of(variable: Any) -> int:
+    """Returns a number that a variable has alone while it is alive, also where Keras wraps it."""
+    return id(variable.value if hasattr(variable, "path") else variable)

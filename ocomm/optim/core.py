@@ -488,13 +488,17 @@ class Core(abc.ABC):
         """Returns the addresses, one per parameter, of what must be equal on all ranks between steps."""
         return self.tensors["param"]
 
+    def replica_nbytes(self) -> NDArray[np.int64]:
+        """Returns the bytes at each of ``replica_addresses``."""
+        return 4 * self.layout.numels
+
     def replica(self, tensor: int) -> Floats:
         """Returns a copy of what must be equal on all ranks of one parameter: float32, ``numel`` elements."""
         return self._saved(self.param_memory.at(int(self.replica_addresses()[tensor]), int(self.layout.numels[tensor])))
 
     def replica_digest(self) -> list[int]:
         """Returns checksums, one per parameter, of what must be equal on all ranks between steps."""
-        return self.kernels.checksums(self.replica_addresses(), self.layout.numels * 4).tolist()
+        return self.kernels.checksums(self.replica_addresses(), self.replica_nbytes()).tolist()
 
     def _node_gradient_nbytes(self) -> int:
         whole = self.steps_locally or self.param_memory.is_device

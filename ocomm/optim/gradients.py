@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ocomm.collectives.plan import Computation
 from ocomm.compression.layout import Layout
@@ -99,3 +100,16 @@ class Gradients(Core):
 
     def report(self) -> dict[str, Any]:
         return {**super().report(), "dense_bits": self.dense_bits}
+
+
+class ReturnedGradients(Gradients):
+    """``Gradients`` of a frontend that has no parameters here: it returns the averages."""
+
+    def replica_nbytes(self) -> NDArray[np.int64]:
+        return np.zeros(len(self.layout.tensors), np.int64)
+
+
+class TapeGradients(ReturnedGradients):
+    """The gradients of a tape, whose averages are returned."""
+
+    kind = "GradientTape"

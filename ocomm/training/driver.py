@@ -243,7 +243,7 @@ class Driver:
             verify="version" if kernels.memory.is_device else common.verify,
             timeout_s=session.settings.stall_shutdown_s,
             replicas=ReplicaWindows(
-                4 * layout.numels,
+                self.core.replica_nbytes(),
                 -(-session.settings.replica_check_steps // self.core.steps_per_exchange),
                 kernels,
                 on_devices=places != {_ON_HOST},

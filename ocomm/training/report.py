@@ -64,6 +64,7 @@ _SYNCS = {
 #: Further entries, by the optimizer's kind.
 OF_KIND: dict[str, dict[str, str]] = {
     "Optimizer": _BITS,
+    "GradientTape": _BITS,
     "OneBitAdam": {**_MASKED, **_WARM, **_BITS, **_FREEZE},
     "OneBitLamb": {
         **_MASKED,

@@ -45,8 +45,8 @@ def cores(base: type[Core] = Core) -> Iterator[type[Core]]:
         yield from cores(core)
 
 
-#: The options of a ``DistributedOptimizer`` in codes follow from its compression.
-WITHOUT_OPTIONS = {"Optimizer"}
+#: Averages in codes, whose options follow from ``compression``.
+WITHOUT_OPTIONS = {"Optimizer", "GradientTape"}
 CORES = {core.kind: core for core in cores() if core.kind not in WITHOUT_OPTIONS}
 
 
