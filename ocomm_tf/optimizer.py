@@ -274,7 +274,10 @@ def DistributedOptimizer(
     Args:
         optimizer: A Keras optimizer, or one of ``tf.compat.v1.train``.
         name: Accepted as in Horovod, like ``use_locking``, ``device_dense`` and ``device_sparse``.
-        compression: A class of ``Compression``.
+        compression: A class of ``Compression``. ``int8`` and ``int4`` send whole numbers with a scale for every 128
+            elements, and keep what that loses for the next step (docs/algorithms.md): ``op`` is Average, ``groups`` is
+            not given, variables are float32, bfloat16 or float16, ``tf.IndexedSlices`` are made dense, and building a
+            Keras optimizer is collective.
         sparse_as_dense: Makes ``tf.IndexedSlices`` dense instead of gathering them.
         backward_passes_per_step: The number of passes whose gradients are summed before they are exchanged and applied.
             An optimizer of ``tf.compat.v1`` counts the runs of its graph.
