@@ -503,3 +503,9 @@ def test_what_cannot_be_had_with_codes_is_named() -> None:
             hvd.DistributedOptimizer(optimizer)
 
     run_ranks(1, body)
+
+
+def test_ranks_of_a_host_add_up_before_they_send_codes() -> None:
+    results = run_ranks(4, lambda s: job(s, 8), hosts=["a", "a", "b", "b"])
+    assert all(result["digests"] == results[0]["digests"] for result in results)
+    assert results[0]["report"]["form"] == "hierarchical"
