@@ -31,6 +31,7 @@ from ocomm.training.gradients import GradientDriver
 from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import CompressedOptimizer, check_steps_without_closure, settings_of
 from ocomm_torch.ddp import refuse_averaged
+from ocomm_torch.replicas import WAYS, way_of
 from ocomm_torch.watched import watch
 
 #: A remedy that Horovod's message does not name: a generator's loss gives the discriminator gradients, too.
@@ -102,12 +103,17 @@ class Optimizer(CompressedOptimizer):
 
     # For the driver
 
+    def implementation(self) -> str:
+        """Returns how the wrapped optimizer's steps round, in words."""
+        return way_of(self._inner, self.param_groups)
+
     def _group(self, number: int, group: dict[str, Any]) -> Group:
         return Group(self._group_tensors[number], float(group.get("lr", 0.0)))
 
     def hyper(self) -> Hashable:
-        """Returns the numbers in the param groups, as nested tuples."""
-        return settings_of(self.param_groups)
+        """Returns the numbers in the param groups, as nested tuples, without those that only choose a kernel."""
+        groups = self.param_groups
+        return settings_of({key: group[key] for key in group if key not in WAYS} for group in groups)
 
     # Backward
 

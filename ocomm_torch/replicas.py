@@ -18,7 +18,7 @@ from ocomm.training.comparison import spelled
 from ocomm.training.driver import digest
 
 #: Options that choose between kernels, which round differently, not between algorithms.
-_WAYS = ("foreach", "fused", "capturable", "differentiable")
+WAYS = ("foreach", "fused", "capturable", "differentiable")
 
 
 def way_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> str:
@@ -49,7 +49,7 @@ def _instruction_set() -> str:
 
 def options_of(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns a line for each hyperparameter of each group that the optimizer's class knows."""
-    names = [name for name in optimizer.defaults if name not in _WAYS]
+    names = [name for name in optimizer.defaults if name not in WAYS]
     return [
         f"{name}={spelled(group[name], _of_tensor)} in group {number}"
         for number, group in enumerate(groups)

@@ -107,6 +107,8 @@ class Stepper:
         #: True if the vote carries a checksum of each rank's gradients.
         self.looks_at_gradients = False
         self._replicas = replicas
+        #: False if the ranks' parameters may differ in their last digits.
+        self.compares_replicas = replicas is not None
         #: Flags of this rank other than those of its gradients; ``object`` sets them.
         self.objections = 0
         self._hyper = 0
@@ -265,7 +267,7 @@ class Stepper:
         buckets.post(final=True)
         if core.steps_locally:
             self._look_at_local()
-        if self._replicas is not None:
+        if self._replicas is not None and self.compares_replicas:
             number = self.step // core.steps_per_exchange
             replica = self._replicas.checksum(core.replica_addresses().__getitem__, number)
         flags = self.objections | (_UNHANDED if buckets.is_surprised else 0)

@@ -166,6 +166,12 @@ class Driver:
         MismatchError: A tensor or option differs between the ranks; the message names the first one.
     """
 
+    #: What is said where the frontends' own steps would round differently; {} says which rank has what.
+    unlike_text = (
+        "the ranks' own optimizers would round differently ({}), so ocomm's Adam makes the dense steps on all ranks, "
+        "which rounds alike everywhere. Give all ranks the same flags to keep the framework's own."
+    )
+
     def __init__(
         self,
         session: Session,
@@ -195,7 +201,7 @@ class Driver:
         #: True if the frontends' own dense steps would round differently. Then ``ocomm.optim.adam`` makes them.
         self.has_unlike_hosts = self.is_mixed or len(set(columns[3])) > 1
         if self.has_unlike_hosts and not self.is_mixed and topology.rank == ranks[0]:
-            _say_unlike(name, dict(zip(ranks, columns[3], strict=True)))
+            _log.warning("%s: %s", name, self.unlike_text.format(by_rank(_ranks_by(ranks, columns[3]), "have")))
         direct, intra_node = False, None
         if len(forms) == 1:  # else opening the channel fails, with the reason
             nodes, direct, intra_node = _arranged(
@@ -763,16 +769,11 @@ def _as_floats(values: Any) -> Any:
 _ON_HOST, _ON_DEVICE, _REACHED = "0", "1", "2"
 
 
-def _say_unlike(name: str, implementations: Mapping[int, str]) -> None:
-    by_text: dict[str, list[int]] = {}
-    for rank, text in implementations.items():
-        by_text.setdefault(text, []).append(rank)
-    _log.warning(
-        "%s: the ranks' own optimizers would round differently (%s), so ocomm's Adam makes the dense steps on all "
-        "ranks, which rounds alike everywhere. Give all ranks the same flags to keep the framework's own.",
-        name,
-        by_rank(by_text, "have"),
-    )
+def _ranks_by(ranks: Sequence[int], texts: Sequence[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        found.setdefault(text, []).append(rank)
+    return found
 
 
 def _where(memory: Memory) -> str:

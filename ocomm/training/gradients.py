@@ -32,6 +32,11 @@ class GradientDriver(Driver):
         MismatchError: A tensor, the compression or another option differs between the ranks.
     """
 
+    unlike_text = (
+        "the ranks' optimizers round differently ({}), so their parameters will differ in the last digits, and are not "
+        "compared. Broadcast them now and then."
+    )
+
     def __init__(
         self,
         session: Session,
@@ -45,6 +50,7 @@ class GradientDriver(Driver):
         assert isinstance(options, GradientOptions)
         self._format = f"int{options.dense_bits}"
         super().__init__(session, number, specs, frontend, core_class, options, common, {"compression": self._format})
+        self.stepper.compares_replicas &= not self.has_unlike_hosts
 
     def greet(self, session: Session, number: int, name: str) -> None:
         """Raises MismatchError if another rank averages the same gradients without this compression: its first step

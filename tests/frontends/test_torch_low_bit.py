@@ -509,3 +509,46 @@ def test_ranks_of_a_host_add_up_before_they_send_codes() -> None:
     results = run_ranks(4, lambda s: job(s, 8), hosts=["a", "a", "b", "b"])
     assert all(result["digests"] == results[0]["digests"] for result in results)
     assert results[0]["report"]["form"] == "hierarchical"
+
+
+def test_ranks_that_round_differently_are_told_and_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    def body(session: Session) -> None:
+        model, rank = Net(), rank_of(session)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, foreach=bool(rank))
+        optimizer = hvd.DistributedOptimizer(inner, compression=hvd.Compression.int8)
+        for step in range(70):  # parameters are compared within 64
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            if step == 0 and rank:
+                model.first.weight.data[0, 0] += 1e-6
+
+    run_ranks(2, body)
+    assert [r for r in caplog.records if "round differently" in r.message and "not compared" in r.message]
+
+
+def test_an_optimizer_goes_on_in_a_new_job_with_its_errors() -> None:
+    """As after ``shutdown`` and ``init`` of an elastic job."""
+
+    def body(session: Session) -> list[str]:
+        def train(model: Net, optimizer: Any, steps: range) -> list[str]:
+            found = []
+            for step in steps:
+                optimizer.zero_grad()
+                loss_of(model, rank_of(session), step).backward()
+                optimizer.step()
+                found.append(digest([p.detach().numpy() for p in model.parameters()]))
+            return found
+
+        model, other = Net(), Net()
+        straight = hvd.DistributedOptimizer(adam(list(other.parameters())), compression=hvd.Compression.int4)
+        expected = train(other, straight, range(8))
+        optimizer = hvd.DistributedOptimizer(adam(list(model.parameters())), compression=hvd.Compression.int4)
+        found = train(model, optimizer, range(4))
+        optimizer._runtime = None  # another job's
+        optimizer.reconnect()
+        assert found + train(model, optimizer, range(4, 8)) == expected
+        return expected
+
+    first, second = run_ranks(2, body)
+    assert first == second
