@@ -28,13 +28,14 @@ import importlib
 import os
 import sys
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import ocomm_torch as hvd
@@ -98,13 +99,33 @@ def power_sgd() -> Callable[[nn.Module, Loss, float | None], Step]:
     return ddp(powerSGD_hook.powerSGD_hook, state, bucket_mb=1000)
 
 
-def averaged(framework: str) -> Callable[[nn.Module, Loss, float | None], Step]:
+class _LikeNccl:
+    """``torch.distributed`` for torch's quantization hook, which takes apart what NCCL's all_gather returns: on gloo
+    the result has one list less.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
+        future = dist.all_gather(outputs, tensor, group=group, async_op=async_op).get_future()
+        return types.SimpleNamespace(get_future=lambda: future.then(lambda _: [outputs]))
+
+
+def quantized(model: nn.Module, loss: Loss, clip: float | None) -> Step:
+    """torch's hook: each bucket gathers its range and then its codes, so there is one, as of PowerSGD."""
+    quantization_hooks.dist = _LikeNccl()
+    return ddp(quantization_hooks.quantization_pertensor_hook, bucket_mb=1000)(model, loss, clip)
+
+
+def averaged(framework: str, compression: str = "none") -> Callable[[nn.Module, Loss, float | None], Step]:
     """DistributedOptimizer of ocomm or Horovod; it has to wait for all gradients before it can clip them."""
 
     def make(model: nn.Module, loss: Loss, clip: float | None) -> Step:
         peer = importlib.import_module(framework)
         peer.init()
-        optimizer = peer.DistributedOptimizer(adam(model), named_parameters=model.named_parameters())
+        chosen = getattr(peer.Compression, compression)
+        optimizer = peer.DistributedOptimizer(adam(model), model.named_parameters(), chosen)
 
         def step() -> None:
             optimizer.zero_grad()
@@ -161,11 +182,16 @@ METHODS: dict[str, tuple[str, Callable[[nn.Module, Loss, float | None], Step]]] 
     LOCAL: (LOCAL, lambda model, loss, clip: plain(model, loss, model, clip)),
     "ddp": (DDP, ddp()),
     "ddp-fp16": ("DDP fp16", ddp(default_hooks.fp16_compress_hook)),
+    # By its own name DDP refuses this hook without NCCL, though gloo adds bfloat16.
+    "ddp-bf16": ("DDP bf16", ddp(lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))),
+    "ddp-int8": ("DDP quantized to 8 bits", quantized),
     "powersgd": ("DDP PowerSGD rank 1", power_sgd()),
     "horovod": ("Horovod", averaged(HOROVOD)),
     "deepspeed": ("DeepSpeed 1-bit Adam", deepspeed),
     "dense": ("ocomm dense", averaged("ocomm_torch")),
     "dense-flat": ("ocomm dense, flat", averaged("ocomm_torch")),
+    "int8": ("ocomm int8", averaged("ocomm_torch", "int8")),
+    "int4": ("ocomm int4", averaged("ocomm_torch", "int4")),
     "onebit": ("1-bit Adam", compressed(hvd.DistributedOneBitAdam, adam, **FREEZE)),
     "onebit-flat": ("1-bit Adam, flat", compressed(hvd.DistributedOneBitAdam, adam, **FREEZE, hierarchical=False)),
     "onebit-exact": ("1-bit Adam, exact clip", compressed(hvd.DistributedOneBitAdam, adam, "exact", **FREEZE)),
