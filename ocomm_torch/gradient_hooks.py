@@ -1,4 +1,4 @@
-"""The hook that hands a parameter's gradient to an optimizer: each parameter has one, that of the optimizer made last."""
+"""The hook that hands a parameter's gradient over: each parameter has one, that of the optimizer made last."""
 
 from __future__ import annotations
 

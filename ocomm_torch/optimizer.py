@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,11 +29,12 @@ from ocomm import session as sessions
 from ocomm.api import Average, broadcast_object
 from ocomm.errors import InvalidRequestError, MismatchError, OcommError, StallError
 from ocomm.operations import ProcessSet, global_process_set
+from ocomm.optim.grid import Grid
 from ocomm.training.comparison import StepComparison
 from ocomm.training.driver import digest
 from ocomm.training.notices import DenseNotices, follow_dense
 from ocomm.types import ReduceOp
-from ocomm_torch import low_bit
+from ocomm_torch import loss_scaling, low_bit
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.compression import (
@@ -46,13 +47,17 @@ from ocomm_torch.compression import (
 )
 from ocomm_torch.ddp import refuse_averaged
 from ocomm_torch.gradient_hooks import hook_gradient
-from ocomm_torch.loss_scaling import CollectiveStep
+from ocomm_torch.loss_scaling import CollectiveStep, SharesOverflows
 from ocomm_torch.low_bit import CLEARED_EARLY, OF_ANOTHER, TOO_MANY_PASSES
+from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks, inside
 from ocomm_torch.mpi_ops import adapter_of, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters, names_of
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
-from ocomm_torch.tensor_memory import why_untrainable
+from ocomm_torch.tensor_memory import is_dtensor, why_untrainable
 from ocomm_torch.watched import add_watcher, release, watch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: Bytes of gradients that are submitted together, because each submission costs the same; fewer the first time, so that
 #: the network has work early.
@@ -105,6 +110,7 @@ class _DistributedOptimizer(NamesParameters):
         groups: Sequence[tuple[Tensor, ...]],
         sparse_as_dense: bool,
         process_set: ProcessSet,
+        grid: Grid | None,
     ) -> None:
         # Hooks run in autograd's threads, which do not have this thread's session.
         self._session = sessions.current()
@@ -114,9 +120,14 @@ class _DistributedOptimizer(NamesParameters):
         self._prescale, self._postscale = (1.0 / predivide, predivide) if op == Average else (1.0, 1.0)
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
+        #: Where parameters may be DTensors; None without a mesh.
+        self._axis = process_set if isinstance(process_set, DataAxis) else None
+        #: The place in a grid whose data axis is the process set; None without other axes.
+        self._grid = grid
         self.backward_passes_per_step = backward_passes_per_step
         self._group_of = {p: group for group in groups for p in group}
         self._delay = dict.fromkeys(names, backward_passes_per_step)
+        self._partial: set[Tensor] = set()  # DTensors whose gradients are partial sums, which torch adds up
         self._waiting: set[Tensor] = set()  # ready gradients in groups that are not complete
         self._bucket: list[Tensor] = []  # ready gradients that wait for others to be submitted with
         self._bucket_room = FIRST_BUCKET_NBYTES  # bytes until the bucket is full
@@ -180,11 +191,11 @@ class _DistributedOptimizer(NamesParameters):
             return this().__dict__["param_groups"]
 
         def parameters() -> list[Tensor]:
-            return [p for group in groups() for p in group["params"]]
+            return [inside(p) for group in groups() for p in group["params"]]
 
         def names() -> list[str]:
             known = this()._names
-            return [known[p] for p in parameters()]
+            return [known[p] for group in groups() for p in group["params"]]
 
         name = f"DistributedOptimizer{self._ending}"
         return StepComparison(
@@ -237,6 +248,7 @@ class _DistributedOptimizer(NamesParameters):
         self._name_new()
         for p in (p for group in self.__dict__["param_groups"] for p in group["params"]):
             if p.requires_grad and p not in self._hooked:
+                _check_parameter(self._names[p], p, self._axis)
                 self._hooked[p] = None
                 self._delay.setdefault(p, self.backward_passes_per_step)
                 weakref.finalize(self, hook_gradient(p, hook).remove)
@@ -261,6 +273,15 @@ class _DistributedOptimizer(NamesParameters):
         if self._delay[p] > 0:
             return
         self._synchronized = self._averaged = False
+        if self._axis is not None and _is_partial(p):
+            self._partial.add(p)
+        else:
+            self._ready(p)
+        if not self._callback_queued:
+            self._callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+
+    def _ready(self, p: Tensor) -> None:
         group = self._group_of.get(p)
         if group is None:
             self._collect(p)
@@ -268,24 +289,32 @@ class _DistributedOptimizer(NamesParameters):
             self._waiting.add(p)
             if all(member in self._waiting for member in group if member.requires_grad):
                 self._submit(group)
-        if not self._callback_queued:
-            self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+
+    def _add_up(self, parameters: Iterable[Any]) -> None:
+        """Lets torch add up partial sums, in one order on all ranks of the axes that divide the parameters."""
+        for p in [p for p in parameters if _is_partial(p)]:
+            p.grad = p.grad.redistribute(p.device_mesh, p.placements)
 
     def _on_backward_end(self) -> None:
         """Submits what is left before any optimizer waits, because gradients may come in another order on other
         ranks.
         """
+        if self._partial:
+            partial = [p for p in self._hooked if p in self._partial]
+            self._add_up(partial)
+            for p in partial:
+                self._ready(p)
+            self._partial.clear()
         self._submit_bucket()
         self._submit_copied(wait=True)
         torch.autograd.Variable._execution_engine.queue_callback(self._await_averages)
 
     def _await_averages(self) -> None:
         """Waits only if this rank's step is complete, because what is missing on other ranks may need this rank to go
-        on.
+        on. In a grid the next use of a gradient waits: a stage of a pipeline may wait for what this backward returns.
         """
         self._callback_queued = False
-        if all(p in self._exchanges for p in self._hooked if p.requires_grad):
+        if self._grid is None and all(p in self._exchanges for p in self._hooked if p.requires_grad):
             self._settle()
             torch.autograd.Variable._execution_engine.queue_callback(self._deliver_in_backward)
 
@@ -303,7 +332,7 @@ class _DistributedOptimizer(NamesParameters):
             return
         self._bucket.append(p)
         self._exchanges[p] = None
-        self._bucket_room -= p.nbytes
+        self._bucket_room -= p.nbytes if self._axis is None else inside(p).nbytes
         if self._bucket_room <= 0:
             self._submit_bucket()
 
@@ -331,7 +360,8 @@ class _DistributedOptimizer(NamesParameters):
                 p.grad = torch.zeros_like(p)
             elif p.grad.is_sparse and (self._sparse_as_dense or len(parameters) > 1):
                 p.grad = p.grad.to_dense()
-            grads.append(p.grad.detach() if p.grad.requires_grad else p.grad)
+            grad = p.grad.detach() if p.grad.requires_grad else p.grad
+            grads.append(grad if self._axis is None else inside(grad))
         if self._comparison is not None and self._own is not None:
             self._look_at_own(parameters, grads)
         exchange = self._start_sparse(parameters[0]) if grads[0].is_sparse else self._start(parameters, grads)
@@ -344,8 +374,8 @@ class _DistributedOptimizer(NamesParameters):
         tensors = [compressed for compressed, _ in pairs]
         prepared = self._prepare(parameters, tensors, "")
         self._copied.append(prepared)
-        versions = [grad._version for grad in grads]
         watched = [p.grad for p in parameters]
+        versions = [grad._version for grad in watched if grad is not None]
         watch(watched)
         self._submit_copied(wait=False)
         changed: list[Tensor] = []
@@ -354,7 +384,8 @@ class _DistributedOptimizer(NamesParameters):
         def settle() -> None:
             nonlocal again
             release(watched)
-            changed.extend(p for p, g, v in zip(parameters, grads, versions, strict=True) if g._version != v)
+            found = [grad._version for grad in watched if grad is not None]
+            changed.extend(p for p, before, now in zip(parameters, versions, found, strict=True) if before != now)
             prepared.submit().wait()
             if has_overflowed(self._compression, tensors, grads):
                 again = self._prepare(parameters, grads, UNCOMPRESSED).submit()
@@ -495,6 +526,8 @@ class _DistributedOptimizer(NamesParameters):
         self._hook_parameters()
         self._busy = True  # code that reads param_groups meanwhile must not call this again
         try:
+            if self._axis is not None:
+                self._add_up(p for p in self._hooked if p not in self._exchanges)
             for p in self._hooked:
                 if p.requires_grad and p not in self._exchanges:
                     if p in self._group_of:
@@ -514,6 +547,7 @@ class _DistributedOptimizer(NamesParameters):
         self._bucket_room = FIRST_BUCKET_NBYTES
         self._copied.clear()
         self._waiting.clear()
+        self._partial.clear()
         self._callback_queued = False
         self._delay = dict.fromkeys(self._delay, self.backward_passes_per_step)
 
@@ -606,6 +640,23 @@ class _DistributedOptimizer(NamesParameters):
         super().load_state_dict(state_dict)
 
 
+class _GridOptimizer(SharesOverflows, _DistributedOptimizer):
+    """Mixin of ``DistributedOptimizer`` in a grid, whose parts a GradScaler steps together."""
+
+    def overflowed_anywhere(self, here: bool) -> bool:
+        """Returns True if a GradScaler has found averages that are not finite in any part of the grid. Collective over
+        its ranks, which are all of the job.
+        """
+        found = np.array([here])
+        self._session.reduce(0, f"overflow of the grid{self._ending}", found, ReduceOp.MAX)
+        return bool(found[0])
+
+
+def _is_partial(p: Any) -> bool:
+    """Returns True if the gradient of a DTensor is not divided as the parameter is."""
+    return is_dtensor(p) and p.grad is not None and p.grad.placements != p.placements
+
+
 def _in_reentrant_checkpoint() -> bool:
     """Returns True if this is called from a backward pass that torch.utils.checkpoint has begun inside another one."""
     frame = inspect.currentframe()
@@ -630,6 +681,8 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    mesh: DeviceMesh | None = None,
+    data: str | None = None,
 ) -> Any:
     """Makes ``optimizer`` step on gradients that are averaged over the ranks of ``process_set``.
 
@@ -652,6 +705,11 @@ def DistributedOptimizer(
         sparse_as_dense: Makes sparse gradients dense instead of gathering them. SparseAdam, which accepts only sparse
             ones, gets the averages as sparse gradients again.
         process_set: The ranks that train together.
+        mesh: A torch ``DeviceMesh`` of all ranks (``init_device_mesh``), instead of ``process_set``: the ranks along
+            its axis ``data`` train together, and torch divides the model along the other axes. Parameters are plain or
+            DTensors. Averages are complete when a gradient is used, or in ``step()``; a GradScaler skips a step in all
+            parts of the model. Making the optimizer is collective over the mesh.
+        data: The name of the mesh's data axis.
 
     ``Compression.int8`` and ``int4`` send gradients as whole numbers with a scale for every 128 elements, and keep what
     that loses for the next step (docs/algorithms.md). Then parameters are float32, bfloat16 or float16, ``op`` is
@@ -685,9 +743,18 @@ def DistributedOptimizer(
         warnings.warn("Parameter `num_groups` has been replaced by `groups`.", DeprecationWarning, stacklevel=2)
         if groups is None:
             groups = num_groups
+    chosen_set = chosen_ranks(None if process_set is global_process_set else process_set, mesh, data)
+    process_set = global_process_set if chosen_set is None else chosen_set
+    axis = process_set if isinstance(process_set, DataAxis) else None
+    if axis is not None and op == ReduceOp.ADASUM:
+        raise InvalidRequestError(
+            "op=Adasum with mesh=: it combines steps by inner products of whole tensors, of which a rank of a grid may "
+            "have a part. Use Average."
+        )
     if issubclass(compression, CodesCompressor) and process_set.included():
         refused = {
             f"op={_name_of(op)}": (op != Average, "codes are averaged, so leave op= out."),
+            "mesh=": (axis is not None, "codes travel between replicas of plain tensors, so leave mesh= out."),
             "groups": (groups is not None, "its buckets have a fixed order, so leave groups= out."),
         }
         passes = backward_passes_per_step
@@ -697,16 +764,17 @@ def DistributedOptimizer(
     ending = _ending(process_set)
     names = {p: name + ending for p, name in names_of(parameters, named_parameters).items()}
     for p, name in names.items():
-        if reason := why_untrainable(p):
-            raise InvalidRequestError(
-                f"parameter '{name}' {reason}. DistributedOptimizer averages gradients of plain tensors in place. "
-                "Gradients of DTensors are averaged by torch itself (fully_shard on a mesh of two axes), or by a 1-bit "
-                "optimizer with mesh=."
-            )
+        _check_parameter(name, p, axis)
+    grid = None
+    if axis is not None:
+        loss_scaling.install()
+        local = LocalTensors(parameters, is_mesh=True)
+        grid = axis.grid(sessions.current(), "Optimizer", [names[p] for p in parameters], parameters, local)
     chosen = _groups(groups, parameters, names, process_set)
 
     base = type(optimizer)
-    mixin = AdasumOptimizer if op == ReduceOp.ADASUM else _DistributedOptimizer
+    mixin: type = _DistributedOptimizer if grid is None else _GridOptimizer
+    mixin = AdasumOptimizer if op == ReduceOp.ADASUM else mixin
     wrapper = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
     wrapped: Any = object.__new__(wrapper)
     # A scheduler made before has set step() on the object, which would hide ours.
@@ -726,12 +794,24 @@ def DistributedOptimizer(
         chosen,
         sparse_as_dense,
         process_set,
+        grid,
     )
     return wrapped
 
 
 def _name_of(op: int) -> str:
     return ReduceOp(op).label if op in set(ReduceOp) else repr(op)
+
+
+def _check_parameter(name: str, p: Tensor, axis: DataAxis | None) -> None:
+    """Raises InvalidRequestError for a parameter whose gradient cannot be averaged over the ranks of ``axis``."""
+    if axis is not None and is_dtensor(p):
+        axis.check("Optimizer", name, p, needs_whole=False)
+    elif reason := why_untrainable(p):
+        raise InvalidRequestError(
+            f"parameter '{name}' {reason}. DistributedOptimizer averages gradients in place: give it plain tensors, "
+            "or, for DTensors, the mesh whose data axis it is to use (mesh=, data=)."
+        )
 
 
 def _ending(process_set: ProcessSet) -> str:

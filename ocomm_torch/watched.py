@@ -4,7 +4,7 @@ Torch counts a tensor's in-place changes in its version, but not those through `
 ``_foreach_mul_([g.data])``. All of these begin with a use of ``p.grad`` through Torch's Python API. So a gradient that
 is handed over to an exchange gets the class ``WatchedGradient``, whose ``__torch_function__`` Torch calls before any
 such use. It restores the tensor's class, tells the watchers, and continues. That costs two assignments per gradient and
-step.
+step. The elements of a DTensor are in its local tensor, which every use reads: there a subclass of DTensor notices it.
 
 Not detected: code that accesses the tensor in C++ without Torch's argument parser (a pybind11 extension, TorchScript),
 and a write through an address, view or array that was taken before the gradient was handed over. For those a part of
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -64,17 +65,46 @@ def add_watcher(watcher: Watcher) -> None:
 
 
 def watch(gradients: Iterable[Tensor | None]) -> None:
-    """Reports the next use of each gradient that is a plain tensor."""
+    """Reports the next use of each gradient that is a plain tensor or a DTensor."""
     for gradient in gradients:
-        if type(gradient) is Tensor:
+        kind: Any = type(gradient)
+        if kind is Tensor:
             gradient.__class__ = WatchedGradient
+        elif kind.__name__ == "DTensor":
+            gradient.__class__ = _watched(kind)
 
 
 def release(gradients: Iterable[Tensor | None]) -> None:
     """Stops watching gradients, which are plain tensors again."""
     for gradient in gradients:
-        if type(gradient) is WatchedGradient:
+        kind: Any = type(gradient)
+        if kind is WatchedGradient:
             gradient.__class__ = Tensor
+        elif kind.__name__ == "WatchedDTensor":
+            gradient.__class__ = kind.__base__
+
+
+@lru_cache
+def _watched(kind: Any) -> Any:
+    """Returns the class of DTensors that are watched; ``kind`` is DTensor, whose module may never be imported."""
+    slot = kind._local_tensor
+
+    class WatchedDTensor(kind):
+        __slots__ = ()
+
+        @property
+        def _local_tensor(self) -> Any:
+            release([self])
+            _report([self])
+            return slot.__get__(self)
+
+        @_local_tensor.setter
+        def _local_tensor(self, local: Tensor) -> None:
+            release([self])
+            _report([self])
+            slot.__set__(self, local)
+
+    return WatchedDTensor
 
 
 def _find(values: Iterable[Any], found: list[Tensor]) -> None:

@@ -84,6 +84,35 @@ def test_each_part_of_a_grid_has_the_bits_of_its_replicas_alone(kind: Kind) -> N
         assert results[0] == results[1] != results[2] == results[3]
 
 
+def test_dense_averages_of_a_part_of_a_grid_have_the_bits_of_its_replicas_alone() -> None:
+    def body(session: Session) -> list[str]:
+        dense = Kind(hvd.DistributedOptimizer, functools.partial(torch.optim.Adam, lr=0.1))
+        in_grid = Part(session, dense)
+        alone = Part(session, dense, process_set=hvd.ProcessSet([2 * in_grid.stage, 2 * in_grid.stage + 1]))
+        return [in_grid.train(STEPS), alone.train(STEPS)]
+
+    results = run_ranks(4, body)
+    assert all(one == other for one, other in results)
+    assert results[0] == results[1] != results[2] == results[3]
+
+
+def test_dense_averages_of_a_mesh_have_its_data_axis_alone() -> None:
+    def body(session: Session) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        wrap = functools.partial(hvd.DistributedOptimizer, torch.optim.SGD([parameter], lr=0.1))
+        mesh = mesh_of(pp=2, dp=2)
+        for words, options in {
+            "process_set= and mesh= were given": {"mesh": mesh, "data": "dp", "process_set": hvd.ProcessSet([0, 1])},
+            "mesh= was given without data=": {"mesh": mesh},
+            "data='tp' is no axis of the mesh": {"mesh": mesh, "data": "tp"},
+        }.items():
+            with pytest.raises(InvalidRequestError) as caught:
+                wrap(**options)
+            assert words in str(caught.value)
+
+    run_ranks(4, body)
+
+
 def test_the_data_axis_of_several_hosts_sums_inside_hosts_first() -> None:
     def body(session: Session) -> tuple[str, str, str]:
         part = Part(session, ADAM, replicas=4)
@@ -250,13 +279,14 @@ def test_a_mesh_that_cannot_be_used_is_refused(options: dict[str, Any], words: s
     run_ranks(4, body)
 
 
-def test_a_weight_that_two_stages_share_is_refused_by_name() -> None:
+@pytest.mark.parametrize("wrap", [hvd.DistributedLion, hvd.DistributedOptimizer])
+def test_a_weight_that_two_stages_share_is_refused_by_name(wrap: Any) -> None:
     def body(session: Session) -> str:
         tied = torch.nn.Parameter(torch.arange(6.0))
         ones = torch.nn.Parameter(torch.ones(3))  # as many weights are at first
         named = [("norm", ones), ("embedding", tied)]
         with pytest.raises(InvalidRequestError) as caught:
-            hvd.DistributedLion(torch.optim.SGD([ones, tied], lr=0.1), named, mesh=mesh_of(pp=2, dp=2), data="dp")
+            wrap(torch.optim.SGD([ones, tied], lr=0.1), named, mesh=mesh_of(pp=2, dp=2), data="dp")
         return str(caught.value)
 
     first, _, third, _ = run_ranks(4, body)
@@ -298,6 +328,29 @@ def test_shards_whose_replicas_are_averaged_by_a_hook_train_as_one_process() -> 
     assert max(said["gap"] for said in found) < 1e-6
     assert [said["digest"] for said in found[:2]] == [said["digest"] for said in found[2:]]
     assert found[0]["digest"] != found[1]["digest"]
+
+
+@in_a_job
+def test_dense_averages_of_shards_train_as_one_process_and_have_the_bits_of_a_hook() -> None:
+    found = job("dense")
+    assert max(said["gap"] for said in found) < 1e-6
+    assert [said["digest"] for said in found[:2]] == [said["digest"] for said in found[2:]]
+    assert found[0]["digest"] != found[1]["digest"]
+    for rank, said in enumerate(found):
+        assert said["digest"] == said["hooked"]
+        assert said["submitted in backward"] > 0
+        assert said["norms"] < 1e-6
+        assert (said["watched"], said["then"]) == ("WatchedDTensor", "DTensor")
+        assert said["used"] == found[rank ^ 2]["used"], "the averages"
+        assert said["overflow"] == [1.0, True]
+        assert said["partial"]
+
+
+@in_a_job
+@pytest.mark.long
+def test_dense_averages_beside_tensor_parallelism_train_as_one_process() -> None:
+    for said in job("tensors"):
+        assert said["gap"] <= 1e-6 < 0.01 < said["moved"]
 
 
 def test_a_hook_across_all_ranks_is_refused() -> None:
@@ -343,6 +396,9 @@ def test_shards_that_ocomm_cannot_have_are_refused_by_name() -> None:
             "HSDP": "would average again. Give fully_shard the inner axis alone",
             "on data": "are on the data axis 'dp'",
             "LAMB": "divides by the norm of a whole tensor",
+            "dense lone": "parameter '0.weight' is a DTensor",
+            "dense HSDP": "would average again. Give fully_shard the inner axis alone",
+            "adasum": "op=Adasum with mesh=",
         }
         for what, expected in words.items():
             assert said[what].startswith("InvalidRequestError") and expected in said[what]

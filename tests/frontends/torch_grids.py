@@ -225,6 +225,115 @@ def across() -> dict[str, Any]:
     return {"place": mesh.get_local_rank("fsdp"), "gap": max(gaps), "digest": digest(p.to_local() for p in mine)}
 
 
+def sgd(module: nn.Module, **options: Any) -> Any:
+    inner = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    return hvd.DistributedOptimizer(inner, module.named_parameters(), **options) if options else inner
+
+
+def everywhere(step: int, count: int) -> tuple[Tensor, Tensor]:
+    """The batches of ``count`` ranks as one."""
+    parts = [data(step, rank) for rank in range(count)]
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+@program
+def dense() -> dict[str, Any]:
+    """DistributedOptimizer on fully_shard over 2 x DP2, against one process with the batches of all ranks, and against
+    averages by a hook.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+    mesh = hvd.init_device_mesh({"dp": 2, "fsdp": 2})
+    on = {"mesh": mesh, "data": "dp"}
+    module, hooked, plain = fully_sharded(narrow(), mesh["fsdp"]), fully_sharded(narrow(), mesh["fsdp"]), narrow()
+    for part in hooked.modules():
+        if isinstance(part, FSDPModule):
+            part.set_all_reduce_hook(hvd.across_hook(**on))
+    mine: list[Any] = list(module.parameters())
+    optimizers = sgd(module, **on), sgd(hooked), sgd(plain)
+    clip = functools.partial(nn.utils.clip_grad_norm_, max_norm=0.5)
+    submitted, norms = [], []
+    for step in range(STEPS):
+        for each in optimizers:
+            each.zero_grad()
+        x, y = data(step, hvd.rank())
+        F.mse_loss(module(x), y[:, :1]).backward()
+        submitted.append(len(optimizers[0]._exchanges))
+        F.mse_loss(hooked(x), y[:, :1]).backward()
+        x, y = everywhere(step, 4)
+        F.mse_loss(plain(x), y[:, :1]).backward()
+        if step >= STEPS // 2:
+            found = [clip(each.parameters()) for each in (module, hooked, plain)]
+            norms.append([float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm) for norm in found])
+        for each in optimizers:
+            each.step()
+    shards = [shard_of(p, mesh.get_local_rank("fsdp"), 2) for p in plain.parameters()]
+    gaps = [float((p.to_local() - shard).abs().max()) for p, shard in zip(mine, shards, strict=True) if shard.numel()]
+    result = {
+        "gap": max(gaps),
+        "digest": digest(p.to_local() for p in mine),
+        "hooked": digest(p.to_local() for p in hooked.parameters()),
+        "submitted in backward": min(submitted),
+        "norms": max(abs(norm / norms[k][2] - 1) for k in range(len(norms)) for norm in norms[k][:2]),
+    }
+    # Gradients that are used after backward, when averages are not there yet
+    optimizers[0].zero_grad()
+    x, y = data(STEPS, hvd.rank())
+    F.mse_loss(module(x), y[:, :1]).backward()
+    own = [p.grad for p in mine]
+    result["watched"] = type(own[1]).__name__
+    result["used"] = digest([own[1].to_local(), own[2].to_local()])
+    result["then"] = type(own[1]).__name__
+    optimizers[0].step()
+    # An overflow on one shard of one replica
+    before = digest(p.to_local() for p in mine)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizers[0].zero_grad()
+    F.mse_loss(module(x), y[:, :1]).backward()
+    if hvd.rank() == 1:
+        mine[0].grad.to_local()[0, 0] = float("inf")
+    scaler.scale(torch.ones(1))
+    scaler.step(optimizers[0])
+    scaler.update()
+    result["overflow"] = [scaler.get_scale(), digest(p.to_local() for p in mine) == before]
+    # A partial sum
+    whole = [nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh["fsdp"], [Replicate()])) for _ in range(2)]
+    for parameter, kind, share in zip(whole, (Partial(), Replicate()), (1.0, 2.0), strict=True):
+        each = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), **on)
+        local = share * (torch.arange(15.0).view(5, 3) + mesh.get_local_rank("dp"))
+        factor = DTensor.from_local(local, mesh["fsdp"], [kind])
+        parameter.register_hook(lambda grad, factor=factor: factor)
+        (parameter * 1.0).sum().backward()
+        each.step()
+    result["partial"] = torch.equal(*(p.to_local() for p in whole)) and bool((whole[0].to_local()[1:] < 1).all())
+    return result
+
+
+@program
+def tensors() -> dict[str, Any]:
+    """DP2 x TP2, dense SGD, against one process with the batches of both replicas."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = hvd.init_device_mesh({"dp": 2, "tp": 2})
+    module = parallelize_module(stages()[0], mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    plain = stages()[0]
+    optimizers = sgd(module, mesh=mesh, data="dp"), sgd(plain)
+    for step in range(STEPS):
+        for each in optimizers:
+            each.zero_grad()
+        x, y = data(step, mesh.get_local_rank("dp"))
+        F.mse_loss(module(x), y).backward()
+        x, y = everywhere(step, 2)
+        F.mse_loss(plain(x), y).backward()
+        for each in optimizers:
+            each.step()
+    whole = [p.full_tensor() for p in module.parameters()]
+    moved = max(float((p - q).abs().max()) for p, q in zip(whole, stages()[0].parameters(), strict=True))
+    gap = max(float((p - q).abs().max()) for p, q in zip(whole, plain.parameters(), strict=True))
+    return {"gap": gap, "moved": moved}
+
+
 @program
 def shards() -> dict[str, Any]:
     """fully_shard over 2 x 1-bit Adam over 2, against the simulation of 1-bit Adam on each shard."""
@@ -372,7 +481,11 @@ def mistakes() -> dict[str, str]:
     both = list(fully_shard(linear(), mesh=mesh).named_parameters())
     ours = list(fully_shard(linear(), mesh=mesh["dp"]).named_parameters())
     on = {"mesh": mesh, "data": "dp"}
+    dense = torch.optim.SGD([p for _, p in plain])
     return {
+        "dense lone": said(lambda: hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in lone]), lone)),
+        "dense HSDP": said(lambda: hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in both]), both, **on)),
+        "adasum": said(lambda: hvd.DistributedOptimizer(dense, plain, op=hvd.Adasum, **on)),
         "size": said(lambda: hvd.init_device_mesh({"pp": 3, "dp": 2})),
         "part": said(lambda: adam(plain, mesh=mesh["dp"], data="dp")),
         "lone": said(lambda: adam(lone)),
