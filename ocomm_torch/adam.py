@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from ocomm import session as sessions
+from ocomm.agreement import gather
 from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.kernels.base import Floats
 from ocomm.optim.checkpoint import fingerprint
@@ -172,6 +174,103 @@ class AdamWrapper(CompressedOptimizer):
                 if not torch.isfinite(found).all():
                     raise CheckpointError(f"{where}: {key} of tensor '{name}' has NaN or Inf.")
         return states
+
+    def dense_state_dict(self) -> dict[str, Any]:
+        """Returns what a run in another grid can go on from: m, v, step counts and masters, as copies; no errors.
+
+        With parameters that are DTensors m, v and masters are DTensors, divided as the parameters are, so
+        ``torch.distributed.checkpoint`` can save them in one grid and load them in another. Names tell the parameters,
+        so all parts of a model need different ones. Tensors without moments have zeros. Collective over the ranks of a
+        grid that have this rank's data coordinate.
+
+        Returns:
+            ``"state"``: for each parameter, by name, ``exp_avg``, ``exp_avg_sq`` and for low precision ``master``
+            (float32, of the parameter's shape), ``step``, and ``beta2`` (that of v; 0 while its steps are dense).
+            ``"run"``: a text, the same on all ranks.
+        """
+        self._driver.require_idle("dense_state_dict")
+        full = self.state_dict()
+        taken = set(self._driver.taken_over(to_numpy(full["ocomm"])))
+        masters, state = full["ocomm"]["masters"], {}
+        counts = self._counts_in_grid(
+            {
+                name: (float(full["state"].get(index, {}).get("step", 0)), self._driver.beta2(index) * (index in taken))
+                for index, name in enumerate(self._names)
+            }
+        )
+        for index, name in enumerate(self._names):
+            entry = full["state"].get(index) or {}
+            local = {key: entry.get(key, torch.zeros_like(self._masters.stepped[index])) for key in MOMENTS}
+            local |= {"master": masters[name]} if index in self._masters else {}
+            state[name] = {
+                **{key: self._local.placed(index, value) for key, value in local.items()},
+                "step": torch.tensor(counts[name][0], dtype=torch.float64),
+                "beta2": torch.tensor(counts[name][1], dtype=torch.float64),
+            }
+        return {"state": state, "run": json.dumps(self._driver.dense_run())}
+
+    def _counts_in_grid(self, mine: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        """Returns the numbers of tensors by name; a rank with an empty shard has them from others. Collective."""
+        if self.grid is None:
+            return mine
+        session = sessions.current()
+        found = dict(mine)
+        for text in gather(session, self.grid.number, f"{self._driver.name}.dense", json.dumps(mine)):
+            for name, numbers in json.loads(text).items():
+                if name in found:
+                    found[name] = max(found[name][0], numbers[0]), max(found[name][1], numbers[1])
+        return found
+
+    def load_dense_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the result of ``dense_state_dict``, of any grid, in place. All ranks of the mesh load the same state.
+
+        Load the parameters before it. Errors start at zero. Tensors that were compressed are compressed at once: their
+        denominators are made from v again, so steps are not those of the other grid bit for bit.
+
+        Args:
+            state_dict: The state, whose tensors are DTensors divided as the parameters are, or this rank's parts. It
+                is not changed, and may have more names.
+
+        Raises:
+            CheckpointError: The state is of another optimizer or model; nothing was changed.
+            InvalidRequestError: Called between backward and ``step()``.
+        """
+        where = "the dense state"
+        self._driver.require_idle("load_dense_state_dict")
+        self._find_parameters()
+        if not {"state", "run"} <= set(state_dict):
+            raise CheckpointError(
+                f"{where} is no result of dense_state_dict(): it has {sorted(map(str, state_dict))}, expected "
+                "['run', 'state']."
+            )
+        run = json.loads(state_dict["run"])
+        if run["optimizer"] != self._driver.kind:
+            raise CheckpointError(f"{where} is of {run['optimizer']!r}, the optimizer is {self._driver.kind!r}.")
+        entries = {}
+        for index, name in enumerate(self._names):
+            if name not in state_dict["state"]:
+                raise CheckpointError(f"{where} has nothing of '{name}': name parameters alike in all grids.")
+            entries[index] = {key: inside(value) for key, value in state_dict["state"][name].items()}
+        plain = dict(super(CompressedOptimizer, self).state_dict())
+        moments = {index: entry for index, entry in entries.items() if float(entry["step"])}
+        plain["state"] = {
+            index: {"step": entry["step"].float(), **{key: entry[key].detach().clone() for key in MOMENTS}}
+            for index, entry in moments.items()
+        }
+        self._check_adam(plain, where)
+        absent = [self._names[index] for index in self._masters.indices if "master" not in entries[index]]
+        if absent and len(absent) < len(self._masters.indices):
+            raise CheckpointError(f"{where} has no master of '{absent[0]}'.")
+        self._adopt(plain)
+        self._placement.arrive()
+        if absent:
+            self._masters.restart()
+        else:
+            self._masters.load({index: entries[index]["master"] for index in self._masters.indices})
+        betas2 = {index: float(entry["beta2"]) for index, entry in moments.items() if float(entry["beta2"])}
+        self._driver.continue_dense(run, betas2)
+        self._placement.leave()
+        self._masters.write()
 
     def _load_plain(self, plain: dict[str, Any]) -> None:
         """Continues from the state of a plain Adam or AdamW."""

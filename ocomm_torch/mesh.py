@@ -230,6 +230,18 @@ class LocalTensors:
         # The gradient from which that of a local tensor was taken, and its version.
         self._taken: dict[int, tuple[Any, int]] = {}
 
+    def placed(self, index: int, local: Tensor) -> Tensor:
+        """Returns a DTensor whose part here is ``local``, divided as parameter ``index``; ``local`` if it is plain."""
+        parameter = self.inside.get(index)
+        if parameter is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        mesh, shape = parameter.device_mesh, parameter.shape
+        return DTensor.from_local(
+            local, mesh, parameter.placements, run_check=False, shape=shape, stride=parameter.stride()
+        )
+
     def follow(self) -> None:
         """Follows DTensors whose local tensor was replaced."""
         for index, parameter in self.inside.items():

@@ -147,7 +147,7 @@ class AdamDriver(Driver):
                 found.append((f"moments of '{spec.name}'", moments))
         return found
 
-    def _beta2(self, tensor: int) -> float:
+    def beta2(self, tensor: int) -> float:
         """Returns the current beta2 of the tensor's group."""
         return next(group.betas[1] for group in self.groups() if tensor in group.tensors)
 
@@ -164,6 +164,22 @@ class AdamDriver(Driver):
         ``betas2`` are the beta2 with which they were computed, by tensor; tensors without moments have none.
         """
         raise NotImplementedError
+
+    def dense_run(self) -> dict[str, Any]:
+        """Returns what ``continue_dense`` needs besides moments, in plain values, the same in all parts of a grid."""
+        return {"optimizer": self.kind, "steps": self.steps}
+
+    def continue_dense(self, run: Mapping[str, Any], betas2: Mapping[int, float]) -> None:
+        """Continues from moments of a run on another grid, which the wrapped optimizer has loaded; errors are zero.
+
+        ``run`` is the result of ``dense_run``. ``betas2`` are the beta2 of v, by tensor, of those tensors that the run
+        had taken over.
+        """
+        del run
+        if betas2:
+            self.start_warm(betas2)
+        else:
+            self.continue_plain()
 
     def _host_steps(self) -> int:
         """Returns the number of steps that the wrapped optimizer has taken."""

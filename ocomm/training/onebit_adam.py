@@ -168,7 +168,7 @@ class OneBitAdamDriver(AdamDriver):
     def _freeze(self, tensor: int, beta2: float | None = None) -> None:
         """Freezes a tensor. ``beta2`` is the one with which the variance was computed; None for the group's."""
         momentum, variance, step = self.frontend.moments(tensor)
-        beta2 = self._beta2(tensor) if beta2 is None else beta2
+        beta2 = self.beta2(tensor) if beta2 is None else beta2
         if self.core.freeze(tensor, momentum, variance, step=step, beta2=beta2, eps=self._eps(tensor)):
             self.frontend.release(tensor)
 
@@ -222,7 +222,7 @@ class OneBitAdamDriver(AdamDriver):
         return {
             "step": int(self.core.steps[tensor]),
             "exp_avg": self.core.param_memory.host(self.core.momentum(tensor)),
-            "exp_avg_sq": self.core.variance(tensor, beta2=self._beta2(tensor)),
+            "exp_avg_sq": self.core.variance(tensor, beta2=self.beta2(tensor)),
         }
 
     def taken_over(self, saved: Mapping[str, Any]) -> list[int]:
@@ -250,6 +250,25 @@ class OneBitAdamDriver(AdamDriver):
         for tensor, beta2 in betas2.items():
             self._freeze(tensor, beta2)
         self._say_warm(np.flatnonzero(self.core.stage == Stage.WARMUP))
+
+    def dense_run(self) -> dict[str, Any]:
+        schedule = self.schedule.state()
+        return {
+            **super().dense_run(),
+            "schedule": {**schedule, "norms": schedule["norms"].tolist()},
+            "freeze_at": self.freeze_at,
+            "late_warmup": self.late_warmup,
+        }
+
+    def continue_dense(self, run: Mapping[str, Any], betas2: Mapping[int, float]) -> None:
+        self._restart(run["steps"])
+        schedule = {**run["schedule"], "norms": np.array(run["schedule"]["norms"], np.float64)}
+        self._load({**self._fresh, **run, "schedule": schedule})
+        if betas2:  # the warm-up is over, whatever its length would be now
+            self.freeze_at = self.schedule.decided = run["freeze_at"]
+        for tensor, beta2 in betas2.items():
+            self._freeze(tensor, beta2)
+        self.resumed = {"step": self.steps, "ranks": None, "rank_state": "none"}
 
     def _freeze_what_is_over(self) -> None:
         """Freezes the tensors that have taken T_w steps."""

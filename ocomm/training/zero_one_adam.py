@@ -34,7 +34,7 @@ class ZeroOneAdamDriver(AdamDriver):
         return {
             "step": int(core.steps[tensor]),
             "exp_avg": core.average_momentum(tensor),
-            "exp_avg_sq": core.variance(tensor, beta2=self._beta2(tensor)),
+            "exp_avg_sq": core.variance(tensor, beta2=self.beta2(tensor)),
         }
 
     def taken_over(self, saved: Mapping[str, Any]) -> list[int]:
@@ -62,6 +62,6 @@ class ZeroOneAdamDriver(AdamDriver):
             moments = self.frontend.moments(tensor)
             if moments is not None:
                 momentum, variance, step = moments
-                beta2 = betas2.get(tensor, self._beta2(tensor))
+                beta2 = betas2.get(tensor, self.beta2(tensor))
                 self.core.adopt(tensor, momentum, variance, step=step, beta2=beta2, eps=self._eps(tensor))
                 self.frontend.release(tensor)

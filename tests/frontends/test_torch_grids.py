@@ -256,6 +256,32 @@ def test_a_state_loads_at_its_own_place_only() -> None:
         assert f"is of pp={rank // 2} of 2, and this rank is at no place of a grid" in said
 
 
+ADAMS = [KINDS[name] for name in ("1-bit Adam, compressed", "1-bit LAMB, compressed", "0/1 Adam")]
+
+
+@pytest.mark.parametrize("kind", ADAMS, ids=lambda kind: kind.wrapper.__name__)
+def test_a_dense_state_has_the_moments_of_a_run_and_goes_on_with_them(kind: Kind) -> None:
+    def body(session: Session) -> tuple[bool, bool, int, bool]:
+        part, again = Part(session, kind), Part(session, kind)
+        part.train(STEPS)
+        saved = part.optimizer.dense_state_dict()
+        with torch.no_grad():
+            for p, q in zip(part.parameters, again.parameters, strict=True):
+                q.copy_(p)
+        again.optimizer.load_dense_state_dict(saved)
+        loaded = again.optimizer.dense_state_dict()
+        pairs = [(entry, loaded["state"][name]) for name, entry in saved["state"].items()]
+        same = all(torch.equal(a[key], b[key]) for a, b in pairs for key in ("exp_avg", "step", "beta2"))
+        # A floor has raised small roots to a twentieth of their block's mean, which that raised by less than as much.
+        ratios = torch.cat([(b["exp_avg_sq"] / a["exp_avg_sq"]).reshape(-1) for a, b in pairs])
+        near = bool((ratios > 1 - 1e-6).all() and (ratios < 1.05**2).all() and ratios.median() < 1 + 1e-6)
+        before = again.values
+        again.train(1)
+        return same, near, again.optimizer.compression_report()["step"], again.values != before
+
+    assert run_ranks(4, body) == [(True, True, STEPS + 1, True)] * 4
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -371,6 +397,29 @@ def test_shards_have_the_bits_of_the_simulation_and_replicas_are_equal() -> None
         assert f"is of fsdp={1 - rank % 2} of 2, and this rank is at fsdp={rank % 2} of 2" in said["of another part"]
         for what in ("values", "bfloat16", "clipped"):
             assert said[what] == found[rank ^ 2][what]
+
+
+@in_a_job
+def test_a_dense_state_loads_into_another_grid() -> None:
+    words = [
+        "the dense state is of 'OneBitAdam', the optimizer is 'ZeroOneAdam'",
+        "the dense state has nothing of 'stage0.0.weight'",
+        "is of another model: of tensor 'stage0.0.weight' it has exp_avg (3,)",
+        "no result of dense_state_dict(): it has ['ocomm', 'param_groups', 'state']",
+    ]
+    for said in job("regrid"):
+        for found in (*said["warm-up"], *said["compressed"], *said["bfloat16"]):
+            assert found["loaded"] and found["variance"] < 1e-6 and found["freeze"] == 4
+        for found in said["warm-up"]:
+            assert found["gap"] < 1e-7 and (found["step"], found["compressed"]) == (4, 0)
+        # Two roundings of bfloat16: gradients are averaged after it, of other batches.
+        assert max(found["gap"] for found in said["bfloat16"]) < 0.01
+        assert said["warm-up"][2]["gap"] == said["bfloat16"][2]["gap"] == 0.0, "in the same grid"
+        for found in said["compressed"]:
+            assert (found["step"], found["compressed"], found["stage"]) == (8, 1, "compressed")
+        assert said["compressed"][2]["gap"] < 1e-6, "in the same grid"
+        for error, expected in zip(said["wrong"], words, strict=True):
+            assert error.startswith("CheckpointError") and expected in error
 
 
 @in_a_job

@@ -7,12 +7,14 @@ import functools
 import hashlib
 import json
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -180,7 +182,9 @@ class Sharded:
 
     def __init__(self, mesh: Any, kind: torch.dtype = torch.float32, **options: Any) -> None:
         self.kind = kind
-        self.module = fully_sharded(narrow().to(kind), mesh["fsdp"])
+        self.module = narrow().to(kind)
+        if "fsdp" in mesh.mesh_dim_names:
+            fully_sharded(self.module, mesh["fsdp"])
         self.parameters: list[Any] = list(self.module.parameters())
         self.optimizer = adam(named(0, self.module), mesh=mesh, data="dp", **options)
 
@@ -195,7 +199,25 @@ class Sharded:
             if clip is not None:
                 nn.utils.clip_grad_norm_(self.parameters, clip)
             self.optimizer.step()
-        return digest(p.to_local().float() for p in self.parameters)
+        return digest(getattr(p, "to_local", lambda p=p: p)().float() for p in self.parameters)
+
+    def save(self) -> str:
+        """Saves parameters and dense state by torch.distributed.checkpoint. Returns where."""
+        path = hvd.broadcast_object(tempfile.mkdtemp(dir=tempfile.gettempdir()) if hvd.rank() == 0 else None)
+        dcp.save({"model": self.module.state_dict(), "adam": self.optimizer.dense_state_dict()}, checkpoint_id=path)
+        return path
+
+    def load(self, path: str) -> None:
+        state = {"model": self.module.state_dict(), "adam": self.optimizer.dense_state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_dense_state_dict(state["adam"])
+
+    def whole(self, *keys: str) -> list[Tensor]:
+        """All elements of the parameters, or of what their dense state has."""
+        entries = self.optimizer.dense_state_dict()["state"].values()
+        parts = [entry[key] for entry in entries for key in keys] if keys else self.parameters
+        return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in parts]
 
 
 @program
@@ -418,6 +440,65 @@ def shards() -> dict[str, Any]:
         "compressed": report["compressed_steps"],
         "state": sum(report["memory_bytes"].values()) / sum(p.to_local().numel() for p in parameters),
     }
+
+
+@program
+def regrid() -> dict[str, Any]:
+    """Dense states of fully_shard over 2 x DP2 in other grids: in the warm-up, after it, and with masters."""
+    first = hvd.init_device_mesh({"dp": 2, "fsdp": 2})
+    grids = [hvd.init_device_mesh({"dp": 4}), hvd.init_device_mesh({"dp": 1, "fsdp": 4}), first]
+    found: dict[str, Any] = {"warm-up": [], "compressed": [], "bfloat16": []}
+
+    def gap(mine: list[Tensor], others: list[Tensor]) -> float:
+        return max(float(((a - b).abs() / (b.abs() + 1e-12)).max()) for a, b in zip(mine, others, strict=True))
+
+    for what, kind, steps in (
+        ("warm-up", torch.float32, DENSE - 2),
+        ("compressed", torch.float32, DENSE + 3),
+        ("bfloat16", torch.bfloat16, DENSE - 2),
+    ):
+        job = Sharded(first, kind)
+        job.train(range(steps))
+        path = job.save()
+        moments = ("exp_avg", "step", "beta2") + (("master",) if what == "bfloat16" else ())
+        before, variance = [*job.whole(), *job.whole(*moments)], job.whole("exp_avg_sq")
+        others = [Sharded(mesh, kind) for mesh in grids]
+        for other in others:
+            other.load(path)
+        loaded = [list(map(torch.equal, [*o.whole(), *o.whole(*moments)], before)) for o in others]
+        gaps = [gap(o.whole("exp_avg_sq"), variance) for o in others]
+        twin = job
+        if what == "compressed":  # which has lost its errors, as the others have
+            twin = Sharded(first)
+            dcp.load({"model": twin.module.state_dict()}, checkpoint_id=path)
+            twin.optimizer.load_state_dict(job.optimizer.state_dict())
+            twin.optimizer.load_rank_state_dict(None)
+        for each in (twin, *others):
+            each.train(range(steps, max(DENSE, steps + 1)))
+        reports = [o.optimizer.compression_report() for o in others]
+        found[what] = [
+            {
+                "loaded": all(same),
+                "variance": of_variance,
+                "gap": max(float((a - b).abs().max()) for a, b in zip(o.whole(), twin.whole(), strict=True)),
+                "step": report["step"],
+                "freeze": report["freeze_step"],
+                "stage": report["stage"],
+                "compressed": report["compressed_steps"],
+            }
+            for o, same, of_variance, report in zip(others, loaded, gaps, reports, strict=True)
+        ]
+    state = job.optimizer.dense_state_dict()
+    name = next(iter(state["state"]))
+    lion = hvd.DistributedZeroOneAdam(torch.optim.Adam(job.parameters), named(0, job.module), mesh=first, data="dp")
+    narrower = {**state["state"], name: {**state["state"][name], "exp_avg": torch.zeros(3)}}
+    found["wrong"] = [
+        said(lambda: lion.load_dense_state_dict(state)),
+        said(lambda: job.optimizer.load_dense_state_dict({**state, "state": {}})),
+        said(lambda: job.optimizer.load_dense_state_dict({**state, "state": narrower})),
+        said(lambda: job.optimizer.load_dense_state_dict(job.optimizer.state_dict())),
+    ]
+    return found
 
 
 @program
