@@ -400,6 +400,17 @@ def test_shards_have_the_bits_of_the_simulation_and_replicas_are_equal() -> None
 
 
 @in_a_job
+@pytest.mark.long
+def test_offloaded_shards_have_the_bits_of_others_and_half_of_the_state() -> None:
+    found = job("offload")
+    for rank, said in enumerate(found):
+        assert said["offload"] == said["plain"] and len(set(said["plain"])) == 10
+        assert said["plain"][-1] == found[rank ^ 2]["plain"][-1]
+        assert said["compressed"] == 6 and said["redone"] == 0
+        assert said["state"] <= (12.7 + 8 / 2) / 2  # bytes per model parameter
+
+
+@in_a_job
 def test_a_dense_state_loads_into_another_grid() -> None:
     words = [
         "the dense state is of 'OneBitAdam', the optimizer is 'ZeroOneAdam'",

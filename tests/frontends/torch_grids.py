@@ -167,13 +167,13 @@ def narrow() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 1))
 
 
-def fully_sharded(module: nn.Module, mesh: Any) -> nn.Module:
+def fully_sharded(module: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     for layer in module.children():
         if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+            fully_shard(layer, mesh=mesh, **options)
+    fully_shard(module, mesh=mesh, **options)
     return module
 
 
@@ -440,6 +440,34 @@ def shards() -> dict[str, Any]:
         "compressed": report["compressed_steps"],
         "state": sum(report["memory_bytes"].values()) / sum(p.to_local().numel() for p in parameters),
     }
+
+
+@program
+def offload() -> dict[str, Any]:
+    """fully_shard over 2 x 1-bit Adam over 2, with and without parameters that torch keeps in the host's memory."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    mesh = hvd.init_device_mesh({"dp": 2, "fsdp": 2})
+    found: dict[str, Any] = {}
+    for name, options in {"plain": {}, "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}.items():
+        torch.manual_seed(11)
+        module = nn.Sequential(nn.Linear(256, 384), nn.Tanh(), nn.Linear(384, 256))
+        count = sum(p.numel() for p in module.parameters())
+        fully_sharded(module, mesh["fsdp"], **options)
+        optimizer = adam(list(module.named_parameters()), mesh=mesh, data="dp", block_size=4096)
+        digests = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x = torch.randn(BATCH, 256, generator=torch.Generator().manual_seed(1000 * step + hvd.rank()))
+            module(x).square().mean().backward()
+            optimizer.step()
+            local: list[Any] = list(module.parameters())
+            digests.append(digest(p.to_local() for p in local))
+        report = optimizer.compression_report()
+        found[name] = digests
+        found["state"] = sum(report["memory_bytes"].values()) / count
+        found["compressed"], found["redone"] = report["compressed_steps"], report["redone_steps"]
+    return found
 
 
 @program
