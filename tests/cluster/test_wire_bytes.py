@@ -21,10 +21,11 @@ pytestmark = [
 PROGRAM = Path(__file__).with_name("train_counting_bytes.py")
 
 
-def count(result: Path, hosts: int, slots: int) -> dict[str, Any]:
+def count(result: Path, hosts: int, slots: int, *arguments: str) -> dict[str, Any]:
     """What the ranks have counted, ``slots`` of them on each host."""
+    program = [sys.executable, str(PROGRAM), str(result), *arguments]
     with Lab(hosts, "1gbit") as lab:
-        done = lab.run(lab.mpirun(hosts * slots, [sys.executable, str(PROGRAM), str(result)], slots=slots), 100)
+        done = lab.run(lab.mpirun(hosts * slots, program, slots=slots), 100)
     assert result.exists(), done.stdout + done.stderr
     counted = json.loads(result.read_text())
     print(json.dumps(counted, indent=1))
@@ -41,6 +42,15 @@ def test_two_hosts_of_two_ranks_send_at_most_3_percent_more_than_the_formula(tmp
         assert bytes_by_formula <= sum(counted["across"][host]) <= 1.03 * bytes_by_formula
     assert max(counted["interface"]) <= 1.03 * bytes_by_formula
     assert max(counted["frames"]) <= 1.03 * 1514 / 1448 * bytes_by_formula
+
+
+@pytest.mark.long
+def test_two_hosts_of_two_shards_send_a_quarter_of_a_byte_per_parameter_of_the_model(tmp_path: Path) -> None:
+    counted = count(tmp_path / "result.json", 2, 2, "2")
+    bound = 1.04 * 0.25 * counted["parameters"] / 2
+    for host in (slice(0, 2), slice(2, 4)):
+        assert counted["formula"] <= sum(counted["across"][host]) <= bound
+    assert max(counted["interface"]) <= bound
 
 
 @pytest.mark.long  # of the two forms; both are counted by the engine in tests/frontends

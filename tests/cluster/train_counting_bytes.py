@@ -1,16 +1,19 @@
 """A rank that trains a model of more than 10 M parameters with 1-bit Adam and counts what its steps send.
 
-Started by ``test_wire_bytes.py`` on the hosts of a lab: python train_counting_bytes.py FILE. Rank 0 writes to FILE, as
-JSON, lists over ranks of mean bytes per compressed step: of the engine, of what the optimizer says has gone to other
-nodes, of the interface, of frames on the cable.
+Started by ``test_wire_bytes.py`` on the hosts of a lab: python train_counting_bytes.py FILE [SHARDS]. With SHARDS torch
+divides the model among that many ranks, those of a host, by ``fully_shard``. Rank 0 writes to FILE, as JSON, lists over
+ranks of mean bytes per compressed step: of the engine, of what the optimizer says has gone to other nodes, of the
+interface, of frames on the cable.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ from ocomm import bootstrap
 from ocomm import session as sessions
 from ocomm.bench._lab import interface_sent_bytes
 from ocomm.types import ReduceOp
+from ocomm_torch.mesh import init_device_mesh
 from ocomm_torch.onebit import DistributedOneBitAdam
 
 WARMUP, COUNTED = 2, 5
@@ -57,11 +61,20 @@ def main() -> None:
         *(torch.nn.Linear(2048, 2048), torch.nn.ReLU()),
         torch.nn.Linear(2048, 1001),
     )
+    grid: dict[str, Any] = {}
+    if len(sys.argv) > 2:
+        from torch.distributed.fsdp import fully_shard
+
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        shards = int(sys.argv[2])
+        grid = {"mesh": init_device_mesh({"dp": topology.size // shards, "fsdp": shards}), "data": "dp"}
+        fully_shard(model, mesh=grid["mesh"]["fsdp"])
     optimizer = DistributedOneBitAdam(
         torch.optim.Adam(model.parameters(), lr=1e-4),
         named_parameters=model.named_parameters(),
         freeze_step=WARMUP,
         block_size=BLOCK_SIZE,
+        **grid,
     )
     generator = torch.Generator().manual_seed(1 + topology.rank)
 
