@@ -394,6 +394,7 @@ def test_shards_have_the_bits_of_the_simulation_and_replicas_are_equal() -> None
         assert said["posted in backward"] > 0
         assert said["redone"] == said["bfloat16 redone"] == 0 and said["clipped redone"] == 1
         assert said["resumed"] and said["partial"]
+        assert said["overflow"] == ["StepOutcome.OVERFLOW", 1.0, True]
         assert f"is of fsdp={1 - rank % 2} of 2, and this rank is at fsdp={rank % 2} of 2" in said["of another part"]
         for what in ("values", "bfloat16", "clipped"):
             assert said[what] == found[rank ^ 2][what]

@@ -424,7 +424,18 @@ def shards() -> dict[str, Any]:
         parameter.grad = DTensor.from_local(share * (torch.arange(15.0).view(5, 3) - 6.5), mesh["fsdp"], [kind])
         lion.step()
     low, clipped = Sharded(mesh, torch.bfloat16), Sharded(mesh)
+    # An overflow on one shard of one replica
+    scaler, before = torch.amp.GradScaler("cpu", init_scale=2.0), digest(p.to_local() for p in again.parameters)
+    again.optimizer.zero_grad()
+    again.backward(STEPS)
+    if hvd.rank() == 1:
+        again.parameters[0].grad.to_local()[0, 0] = float("inf")
+    scaler.scale(torch.ones(1))
+    scaler.step(again.optimizer)
+    scaler.update()
+    stayed = digest(p.to_local() for p in again.parameters) == before
     return {
+        "overflow": [str(again.optimizer.outcome), scaler.get_scale(), stayed],
         "partial": torch.equal(partial.to_local(), whole.to_local()) and not bool((whole.to_local() == 1).any()),
         "resumed": resumed == gone_on,
         "of another part": said(lambda: again.optimizer.load_state_dict(others[hvd.rank() ^ 1])),
