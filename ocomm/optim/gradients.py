@@ -10,7 +10,7 @@ bits errors are LoCo's (arXiv 2407.04480), moving averages that are zeroed after
     d_i = 0.8 * d_i + (1 - 0.8) * (c - u_i);  D = 0.8 * D + (1 - 0.8) * (a - u)
 
 Memory per parameter, besides the parameter, its gradient and the optimizer's state, for n ranks: the averages 4 B;
-worker errors 2 * 4 B, server errors 2 * 4/n B.
+errors of the worker 2 * 4 B, of the server 2 * 4/n B.
 """
 
 from __future__ import annotations
