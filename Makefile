@@ -9,7 +9,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 MPIRUN := timeout 1800 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo docs test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence clean install wheel test-install
+.PHONY: demo docs test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence time-to-loss clean install wheel test-install
 
 install: $(STAMP)
 
@@ -175,6 +175,17 @@ bench: install
 convergence: install
 	$(PY) -c 'import tokenizers' 2>/dev/null || $(PY) -m pip install -q $(PIP_ARGS) -e '.[convergence]'
 	PIP_ARGS='$(PIP_ARGS)' $(PY) -m ocomm.launch -np 4 $(PY) -m benchmarks.convergence $(TUNE)
+
+# Seconds to a loss at each rate and delay, from the runs and step times that are stored; with FULL=1 what is missing is
+# measured first: the runs take a day on two cores, and go on where they were interrupted.
+TO_LOSS := benchmarks/results/time-to-loss
+time-to-loss: install
+ifdef FULL
+	$(PY) -c 'import tokenizers' 2>/dev/null || $(PY) -m pip install -q $(PIP_ARGS) -e '.[convergence]'
+	PIP_ARGS='$(PIP_ARGS)' $(PY) -m ocomm.launch -np 4 $(PY) -m benchmarks.time_to_loss.losses
+	$(PY) -m benchmarks.time_to_loss.steps
+endif
+	$(PY) -m benchmarks.time_to_loss --into $(TO_LOSS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info ocomm/_native*.so ocomm/launch/_loopback*.so

@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -42,12 +42,12 @@ LOADERS: dict[str, Callable[[], Task]] = {
 }
 
 
-def load(name: str) -> Task:
+def load(name: str, loaders: Mapping[str, Callable[[], Task]] = LOADERS) -> Task:
     """The first rank of each host fills the cache, the others wait for it."""
     if hvd.local_rank() == 0:
-        task = LOADERS[name]()
+        task = loaders[name]()
     hvd.barrier()
-    return task if hvd.local_rank() == 0 else LOADERS[name]()
+    return task if hvd.local_rank() == 0 else loaders[name]()
 
 
 def run_once(task: Task, name: str, wrap: Wrap, settings: Settings, seed: int) -> Run:

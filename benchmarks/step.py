@@ -162,6 +162,22 @@ def compressed(
     return make
 
 
+def synced(bits: int) -> Callable[[nn.Module, Loss, float | None], Step]:
+    """DiLoCo with a sync after every step: a local step, and what the step that syncs adds to it."""
+
+    def make(model: nn.Module, loss: Loss, clip: float | None) -> Step:
+        optimizer = hvd.DistributedDiLoCo(adam(model), model.named_parameters(), sync_every=1, bits=bits)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss(model).backward()
+            optimizer.step()
+
+        return step
+
+    return make
+
+
 def deepspeed(model: nn.Module, loss: Loss, clip: float | None) -> Step:
     """DeepSpeed's own 1-bit Adam, which communicates when backward is over, and does not clip."""
     peer = importlib.import_module(DEEPSPEED)
@@ -176,6 +192,8 @@ def deepspeed(model: nn.Module, loss: Loss, clip: float | None) -> Step:
 
 
 FREEZE = {"freeze_step": FREEZE_STEP}
+#: Never frozen: all steps are those of the warm-up.
+WARM = {"freeze_step": 10**9}
 HOROVOD, DEEPSPEED = "horovod.torch", "benchmarks.deepspeed_onebit"
 #: What they are called, and how a model gets its step.
 METHODS: dict[str, tuple[str, Callable[[nn.Module, Loss, float | None], Step]]] = {
@@ -197,6 +215,8 @@ METHODS: dict[str, tuple[str, Callable[[nn.Module, Loss, float | None], Step]]] 
     "onebit-exact": ("1-bit Adam, exact clip", compressed(hvd.DistributedOneBitAdam, adam, "exact", **FREEZE)),
     "zero-one": ("0/1 Adam", compressed(hvd.DistributedZeroOneAdam, adam, var_freeze_step=FREEZE_STEP)),
     "birder": ("Birder", compressed(hvd.DistributedBirder, sgd)),
+    "onebit-warm-8": ("1-bit Adam, 8-bit warm-up", compressed(hvd.DistributedOneBitAdam, adam, **WARM, dense_bits=8)),
+    **{f"diloco-{bits}": (f"DiLoCo sync, {bits} bit(s)", synced(bits)) for bits in (32, 4, 1)},
 }
 #: Titles of methods: of those which the limit is for, and what the cost model calls some.
 COMPRESSED = tuple(METHODS[name][0] for name in ("onebit", "onebit-flat", "onebit-exact", "zero-one", "birder"))
@@ -204,6 +224,8 @@ MODELLED = {"ocomm dense": "dense", "1-bit Adam": "hierarchical", "1-bit Adam, f
 OVERLAPPED = "limit, overlapped"
 #: In these no host adds up by itself first: where it has several ranks that is another method.
 FLAT = ("dense-flat", "onebit-flat")
+#: Only measured where they are asked for, as ``benchmarks.time_to_loss`` does.
+ON_REQUEST = ("ddp-bf16", "onebit-warm-8", "diloco-32", "diloco-4", "diloco-1")
 #: How all sums of a job are made is the job's choice.
 NO_HIERARCHY = {"OCOMM_HIERARCHICAL_ALLREDUCE": "0"}
 
@@ -273,7 +295,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
         report = getattr(steps[-1], "report", dict)
         methods.append(Method(title, turns.timed(steps[-1]), lambda model=models[-1]: digest(model), report))
     for method in methods:
-        method.run(WARMUP)
+        method.run(args.warmup)
     moments = arrivals(models[0], steps[0])
     # Ranks of one host share its cable.
     hosts = hvd.cross_size()
@@ -343,10 +365,13 @@ def in_lab(args: argparse.Namespace, rate: str) -> list[Result]:
 def main() -> int:
     parser = turns.parser(__doc__, list(METHODS), None, "samples")
     parser.add_argument("--model", choices=list(TASKS), default="bert")
+    parser.add_argument(
+        "--warmup", type=int, default=WARMUP, help="steps before anything is timed (default %(default)s)"
+    )
     parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients at this norm (default: not at all)")
     args = parser.parse_args()
     if args.methods is None:
-        without = [name for name in FLAT if args.slots == 1]
+        without = [*ON_REQUEST, *(name for name in FLAT if args.slots == 1)]
         without += ["onebit-exact"] if args.clip is None else ["deepspeed"]
         without += [name for name, module in (("horovod", HOROVOD), ("deepspeed", DEEPSPEED)) if not can_import(module)]
         args.methods = [name for name in METHODS if name not in without]

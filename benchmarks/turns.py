@@ -138,6 +138,8 @@ def show(
     lines = [row(r["method"], r["step_ms"], f"{r['sent'] / 1e6:.2f}") for r in result["rows"]]
     lines += [row(name, ms, "") for name, ms in (also or {}).items()]
     head = [f"{result['ranks']} ranks at {result['rate']}", f"{result['parameters'] / 1e6:.1f} M parameters", *notes]
+    if result.get("delay_ms"):
+        head.append(f"{result['delay_ms']:g} ms of delay, which took {result['relay_cores']:.2f} processors")
     if (stolen := max(r.get("stolen_ms", 0.0) for r in result["rows"])) >= 1:
         head.append(f"up to {stolen:.0f} ms per step taken by the hypervisor")
     if slow:
@@ -153,6 +155,7 @@ def parser(doc: str | None, methods: Sequence[str], batch: int | None, of_what: 
     add("--hosts", type=int, metavar="N", help="make a lab of N hosts, and measure there")
     add("--slots", type=int, default=1, help="ranks on each host of the lab (default 1)")
     add("--rate", nargs="+", default=["160mbit"], help="nominal rate of a host's network (default 160mbit)")
+    add("--delay", type=float, default=0.0, metavar="MS", help="of a packet between hosts of the lab, one way")
     if methods:
         add("--methods", nargs="+", choices=methods, help="default: all that differ; 'local' is always one of them")
         add("--rounds", type=int, default=3, help="in which every method has its turn (default 3)")
@@ -169,23 +172,28 @@ def in_lab(module: str, args: argparse.Namespace, rate: str, environ: Mapping[st
 
     ``environ`` is for all ranks, beside the address of rank 0 in BENCH_MASTER.
     """
-    own = ("hosts", "slots", "rate", "timeout", "json", "markdown")
+    own = ("hosts", "slots", "rate", "delay", "timeout", "json", "markdown")
     words: list[str] = []
     for name, value in vars(args).items():
         if name not in own and value is not None and value is not False:
             given = [] if value is True else value if isinstance(value, list) else [value]
             words += [f"--{name.replace('_', '-')}", *map(str, given)]
-    with Lab(args.hosts, rate) as lab, tempfile.TemporaryDirectory() as folder:
+    with Lab(args.hosts, rate, args.delay) as lab, tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         program = [sys.executable, "-m", module, "--rate", rate, "--json", str(output), *words]
         variables = {"BENCH_MASTER": lab.address(0), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         variables |= environ or {}
         options = [word for name in variables for word in ("-x", name)]
         command = lab.mpirun(args.hosts * args.slots, program, slots=args.slots, options=options)
+        started = time.perf_counter()
         done = lab.run(command, args.timeout, variables)
         if not output.exists():
             raise LabError(f"the ranks have written no result:\n{done.stdout[-2000:]}{done.stderr[-8000:]}")
-        return json.loads(output.read_text())["results"]
+        results = json.loads(output.read_text())["results"]
+        if args.delay:
+            share = lab.relay_seconds() / (time.perf_counter() - started)
+            results = [{**result, "delay_ms": args.delay, "relay_cores": share} for result in results]
+        return results
 
 
 def command() -> str:

@@ -8,6 +8,7 @@ import zipfile
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 from benchmarks.tasks import Batch, Task
 from benchmarks.tasks.downloads import fetch
@@ -37,7 +38,24 @@ def make_model() -> nn.Module:
     )
 
 
-def load() -> Task:
+#: Pixels by which ``Shifted`` moves an image at most, up or down and left or right.
+SHIFT = 2
+
+
+class Shifted(Task):
+    """Every image that is drawn is moved by up to SHIFT pixels: long runs do not learn the images by heart."""
+
+    def draw(self, seed: int, step: int, rank: int) -> Batch:
+        inputs, targets = super().draw(seed, step, rank)
+        generator = torch.Generator().manual_seed((seed * 100_003 + step) * 1009 + rank + 500)
+        padded = functional.pad(inputs, (SHIFT,) * 4)
+        size = inputs.shape[-1]
+        offsets = torch.randint(2 * SHIFT + 1, (len(inputs), 2), generator=generator).tolist()
+        moved = [image[:, y : y + size, x : x + size] for image, (y, x) in zip(padded, offsets, strict=True)]
+        return torch.stack(moved), targets
+
+
+def load(kind: type[Task] = Task) -> Task:
     """Every fifth image is in the validation split. Downloads if the cache is empty. Raises DownloadError."""
     pictures, labels = (torch.from_numpy(array) for array in images())
     held_out = torch.arange(len(labels)) % 5 == 4
@@ -45,7 +63,7 @@ def load() -> Task:
     def part(chosen: torch.Tensor) -> Batch:
         return pictures[chosen], labels[chosen]
 
-    return Task(
+    return kind(
         name="images",
         source=f"5,000 images of MNIST ({PACKAGE}), every fifth for validation",
         train=part(~held_out),

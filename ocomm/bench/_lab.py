@@ -14,6 +14,7 @@ import functools
 import ipaddress
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ PAYLOAD_FRACTION = 0.95
 #: Large enough that no packet is lost when all hosts send to one; below 16 MB packets are lost.
 _QUEUE_NBYTES = 16_000_000
 _NETWORK = ipaddress.ip_network("10.77.0.0/24")
+_RELAY = str(Path(__file__).with_name("_relay.py"))
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 # Runs as process 1 of the lab, whose end is the end of all others. An ignored SIGCHLD means that the kernel buries
@@ -77,16 +79,18 @@ def why_not() -> str:
 class Lab:
     """``hosts`` hosts named host0, host1, ..., each with interface eth0 at ``rate`` (``"none"``: unshaped).
 
+    ``delay_ms``: how long a packet takes from one host to another, beside its time on the cable. It is made by a
+    process per host, which serves rates up to 200 Mbit/s (``_relay.py``).
     A context manager; the lab exists from ``__enter__`` to ``__exit__``. Raises LabError if it cannot be made.
     """
 
-    def __init__(self, hosts: int, rate: str = "none") -> None:
+    def __init__(self, hosts: int, rate: str = "none", delay_ms: float = 0.0) -> None:
         if not 1 <= hosts <= 100:
             raise ValueError(f"a lab has 1 to 100 hosts, not {hosts}")
         if rate != "none":
             bits_per_second(rate)
         self.names = [f"host{number}" for number in range(hosts)]
-        self.rate = rate
+        self.rate, self.delay_ms = rate, delay_ms
         self._keeper: subprocess.Popen[str] | None = None
         self._enter: list[str] = []
 
@@ -236,7 +240,7 @@ class Lab:
                 f"ip netns add {name}",
                 f"touch /run/uts/{name}",
                 f"unshare --uts=/run/uts/{name} hostname {name}",
-                f"ip link add {_port(number)} type veth peer name eth0 netns {name}",
+                *self._cable(number, name),
                 f"ip link set {_port(number)} master br0 up",
                 f"{inside} link set lo up",
                 f"{inside} addr add {self.address(number)}/{_NETWORK.prefixlen} dev eth0",
@@ -245,6 +249,26 @@ class Lab:
         lines += self._shaping(replace=False)
         lines.append(f"cat > /run/agent <<'END'\n{_AGENT}END\nchmod +x /run/agent")
         return _INIT.format(setup="\n".join(lines))
+
+    def _cable(self, number: int, name: str) -> list[str]:
+        """Returns the commands that make both ends of a host's cable."""
+        if not self.delay_ms:
+            return [f"ip link add {_port(number)} type veth peer name eth0 netns {name}"]
+        relay = shlex.join([sys.executable, _RELAY, f"/run/netns/{name}", _port(number), str(self.delay_ms)])
+        return [
+            f"ip tuntap add dev {_port(number)} mode tap",
+            f"ip -n {name} tuntap add dev eth0 mode tap",
+            # Its output is not that of the lab, whose end of file would wait for it.
+            f"{relay} </dev/null >/run/{name}.relay 2>&1 &",
+            f"echo $! >/run/{name}.pid",
+        ]
+
+    def relay_seconds(self) -> float:
+        """Returns the processor time that the delay has taken so far, on all hosts."""
+        files = "$(cat /run/*.pid 2>/dev/null | sed 's,.*,/proc/&/stat,')"
+        done = self.run(self.on(None, ["sh", "-c", f"cat {files} </dev/null"]), 10)
+        fields = [line.rpartition(")")[2].split() for line in done.stdout.splitlines()]
+        return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
 
     def _hosts_file(self) -> str:
         return "".join(f"{self.address(number)} {name}\n" for number, name in enumerate(self.names))

@@ -20,6 +20,7 @@ from tests.cluster.test_ocommrun import has_mpi
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_lab = pytest.mark.skipif(bool(why_not()), reason=f"no lab: {why_not()}")
+needs_tun = pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="there is no /dev/net/tun")
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="there is no mpirun")
 
 SERVE = """
@@ -106,6 +107,35 @@ def test_a_cable_carries_95_percent_of_its_rate(rate: str, seconds: float):
         if took < most:
             break
     assert took < most
+
+
+CONNECT = """
+import socket, time
+start = time.perf_counter()
+try:
+    socket.create_connection(("host1", 9), timeout=20)
+except ConnectionRefusedError:
+    print(time.perf_counter() - start)
+"""
+
+
+@needs_lab
+@needs_tun
+def test_a_packet_takes_the_delay_one_way_and_the_rate_stays():
+    nbytes = 500_000
+    with Lab(2, "20mbit", delay_ms=40) as lab:
+        # An answer takes the delay twice; the first one waits for addresses to be resolved as well.
+        round_trips = [float(lab.run(lab.on(0, [sys.executable, "-c", CONNECT]), 30).stdout) for _ in range(2)]
+        server = subprocess.Popen(lab.on(0, [sys.executable, "-c", SERVE]), stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        with server:
+            assert server.stdout.readline() == "listening\n"
+            took = float(lab.run(lab.on(1, [sys.executable, "-c", SEND, "host0", str(nbytes)]), 60).stdout)
+        sent, spent = lab.sent_bytes(), lab.relay_seconds()
+    assert min(round_trips) > 0.08
+    assert took > 8 * nbytes / 20e6 + 0.08
+    assert nbytes < sent[1] < 1.06 * nbytes
+    assert spent > 0
 
 
 @needs_lab

@@ -1,0 +1,203 @@
+"""Joins losses by step with step times to seconds and bytes until a loss, for each network; writes table and picture.
+
+    python -m benchmarks.time_to_loss [--into FOLDER]
+
+A target is Adam's loss at the end of the same seed's run, and some percent above it. "never": not within the run, with
+one seed at least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from matplotlib import pyplot
+from tabulate import tabulate
+
+from benchmarks import plots
+from benchmarks.step import METHODS as STEP_METHODS
+from benchmarks.time_to_loss.losses import ADAM, EVERY, RESULTS, stored
+from benchmarks.time_to_loss.methods import METHODS, Method
+from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
+
+STEPS_FILE = RESULTS / "steps.json"
+#: Fractions above Adam's final loss.
+MARGINS = (0.005, 0.01, 0.03)
+LOCAL = STEP_METHODS["local"][0]
+DENSE, WARM_8 = STEP_METHODS["dense"][0], STEP_METHODS["onebit-warm-8"][0]
+#: torch's averages of parameters are not measured: they take as long as their bytes, without anything else.
+AVERAGED = "average"
+#: By a method's ``steps_of`` and the kind of a step: the measured rows whose exposed times add up to those of the step.
+ROWS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("DDP fp32", "32"): ("DDP fp32",),
+    ("DDP fp32", AVERAGED): ("DDP fp32",),
+    ("DDP bf16", "16"): ("DDP bf16",),
+    ("DDP PowerSGD rank 1", "32"): ("DDP fp32",),
+    ("DDP PowerSGD rank 1", "powersgd"): ("DDP PowerSGD rank 1",),
+    ("1-bit Adam", "32"): (DENSE,),
+    ("1-bit Adam", "8"): (WARM_8,),
+    ("1-bit Adam", "1"): ("1-bit Adam",),
+    ("0/1 Adam", "32"): (DENSE, "0/1 Adam"),
+    ("0/1 Adam", "8"): (WARM_8, "0/1 Adam"),
+    ("0/1 Adam", "1"): ("0/1 Adam",),
+    ("Birder", "1"): ("Birder",),
+    **{("DiLoCo", f"sync-{bits}"): (STEP_METHODS[f"diloco-{bits}"][0],) for bits in (32, 4, 1)},
+}
+
+
+@dataclass(frozen=True)
+class Network:
+    """Times of steps at one rate and delay: by row, milliseconds.
+
+    ``sent``: bytes that a host sends in a step of a row, on any network. A row that was not measured takes as long as
+    its bytes beside the local step, without the delay.
+    """
+
+    rate: str
+    delay_ms: float
+    rows: Mapping[str, float]
+    sent: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        return self.rate.replace("mbit", " Mbit/s") + (f", {self.delay_ms:g} ms" if self.delay_ms else "")
+
+    def step(self, method: Method, kind: str) -> tuple[float, float]:
+        """Seconds and bytes of a step."""
+        local = self.rows[LOCAL] / 1e3
+        if kind == "0":
+            return local, 0.0
+        names = ROWS[method.steps_of, kind]
+        exposed = [
+            self.rows[name] / 1e3 - local if name in self.rows and kind != AVERAGED else self._wire_s(name)
+            for name in names
+        ]
+        return local + sum(exposed), sum(self.sent[name] for name in names)
+
+    def _wire_s(self, row: str) -> float:
+        return 8 * self.sent[row] / PAYLOAD_FRACTION / bits_per_second(self.rate)
+
+
+def networks(found: Sequence[Mapping[str, Any]]) -> list[Network]:
+    """From the results of ``benchmarks.step``: those of one network are joined."""
+    joined: dict[tuple[str, float], dict[str, float]] = {}
+    sent: dict[str, float] = {}
+    for result in found:
+        rows = joined.setdefault((result["rate"], result.get("delay_ms", 0.0)), {})
+        rows |= {row["method"]: row["step_ms"] for row in result["rows"]}
+        sent |= {row["method"]: row["sent"] for row in result["rows"]}
+    order = sorted(joined, key=lambda key: (bits_per_second(key[0]), key[1]))
+    return [Network(*key, joined[key], sent) for key in order]
+
+
+def reached(run: Mapping[str, Any], target: float) -> int | None:
+    """The number of steps after which the validation loss was at most ``target``; None if it never was."""
+    return next((EVERY * (number + 1) for number, loss in enumerate(run["losses"]) if loss <= target), None)
+
+
+def kinds(run: Mapping[str, Any], steps: int) -> Iterator[tuple[str, int]]:
+    """How many of the first ``steps`` steps are of a kind, in their order."""
+    for kind, count in run["kinds"]:
+        if steps <= 0:
+            return
+        yield kind, min(count, steps)
+        steps -= count
+
+
+def cost(network: Network, method: Method, run: Mapping[str, Any], steps: int) -> tuple[float, float]:
+    """Seconds and bytes of the first ``steps`` steps."""
+    parts = [(count, network.step(method, kind)) for kind, count in kinds(run, steps)]
+    return sum(count * s for count, (s, _) in parts), sum(count * sent for count, (_, sent) in parts)
+
+
+def to_loss(
+    network: Network, method: Method, runs: Sequence[Mapping[str, Any]], adam: Mapping[int, float], margin: float
+) -> tuple[float, float] | None:
+    """Mean seconds and bytes over the seeds; None if a seed never gets there. ``adam``: its final losses by seed."""
+    found = []
+    for run in runs:
+        steps = reached(run, adam[run["seed"]] * (1 + margin))
+        if steps is None:
+            return None
+        found.append(cost(network, method, run, steps))
+    return mean(s for s, _ in found), mean(sent for _, sent in found)
+
+
+def tables(runs: Mapping[str, Any], measured: Sequence[Network]) -> str:
+    """A section per task: the losses, and for each margin the seconds on each network."""
+    parts = []
+    for task, by_method in runs.items():
+        adam = {run["seed"]: run["losses"][-1] for run in by_method[ADAM]}
+        parts += [f"## {task}", _losses(by_method, adam)]
+        for margin in MARGINS:
+            rows = []
+            for name, method in METHODS.items():
+                if by_method.get(name):
+                    cells = [to_loss(network, method, by_method[name], adam, margin) for network in measured]
+                    steps = [reached(run, adam[run["seed"]] * (1 + margin)) for run in by_method[name]]
+                    when = "never" if None in steps else f"{mean(s for s in steps if s is not None):.0f}"
+                    sent = next((f"{cell[1] / 1e9:.3g}" for cell in cells if cell), "")
+                    rows.append([name, when, sent, *(f"{cell[0]:,.0f}" if cell else "never" for cell in cells)])
+            head = ["", "steps", "GB sent", *(f"s at {network.name}" for network in measured)]
+            parts += [f"Until Adam's final loss + {margin:.1%}:", tabulate(rows, head, "github", disable_numparse=True)]
+    return "\n\n".join(parts)
+
+
+def _losses(by_method: Mapping[str, Any], adam: Mapping[int, float]) -> str:
+    rows = []
+    for name in METHODS:
+        if runs := by_method.get(name):
+            changes = [run["losses"][-1] / adam[run["seed"]] - 1 for run in runs]
+            taken = {kind: 0 for run in runs for kind, _ in run["kinds"]}
+            for kind, count in itertools.chain.from_iterable(run["kinds"] for run in runs):
+                taken[kind] += count
+            words = ", ".join(f"{count / len(runs):.0f} of {kind}" for kind, count in taken.items())
+            row = [name, f"{runs[0]['lr']:g}", " / ".join(f"{run['losses'][-1]:.4f}" for run in runs)]
+            rows.append([*row, f"{100 * mean(changes):+.2f} %", words])
+    return tabulate(
+        rows, ["", "lr", "final loss by seed", "against Adam", "steps by kind"], "github", disable_numparse=True
+    )
+
+
+def draw(runs: Mapping[str, Any], measured: Sequence[Network], margin: float, path: Path) -> None:
+    """Seconds until Adam's final loss + ``margin`` against the rate, a line per method, a panel per task."""
+    straight = [network for network in measured if not network.delay_ms]
+    figure, axes = pyplot.subplots(1, len(runs), figsize=(5.5 * len(runs), 4.2), squeeze=False)
+    for axis, (task, by_method) in zip(axes[0], runs.items(), strict=True):
+        adam = {run["seed"]: run["losses"][-1] for run in by_method[ADAM]}
+        for name, method in METHODS.items():
+            if by_method.get(name):
+                points = [to_loss(network, method, by_method[name], adam, margin) for network in straight]
+                drawn = [(bits_per_second(n.rate) / 1e6, p[0]) for n, p in zip(straight, points, strict=True) if p]
+                if drawn:
+                    style = "--" if name.startswith(("DDP", "PostLocal")) else "-"
+                    axis.plot(*zip(*drawn, strict=True), style, marker="o", markersize=3, label=name)
+        axis.set(xscale="log", yscale="log", xlabel="Mbit/s", ylabel="seconds", title=f"{task}: + {margin:.1%}")
+        axis.legend(fontsize=6)
+    plots.save(figure, path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER")
+    args = parser.parse_args()
+    runs = {task: runs for task, runs in stored()["runs"].items() if runs.get(ADAM)}
+    steps = json.loads(STEPS_FILE.read_text())
+    measured = networks(steps["results"])
+    text = tables(runs, measured)
+    args.into.mkdir(parents=True, exist_ok=True)
+    (args.into / "time-to-loss.md").write_text(f"# Seconds to a loss\n\n{text}\n")
+    draw(runs, measured, 0.01, args.into / "time-to-loss.svg")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

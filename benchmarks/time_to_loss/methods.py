@@ -1,0 +1,189 @@
+"""The methods that are compared: how each trains a model, and which kinds of steps it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+import ocomm_torch as hvd
+from benchmarks.methods import BETAS
+
+#: Bits per element that a step can send to other ranks; 0: it sends nothing.
+BITS = (0, 1, 4, 8, 16, 32)
+
+
+@dataclass
+class Trained:
+    """One method at work: ``module`` computes the loss, whose gradients ``optimizer`` steps by."""
+
+    module: nn.Module
+    optimizer: Any
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Inside, the parameters are those that the method would be judged by."""
+        if hasattr(self.optimizer, "evaluation_parameters"):
+            with self.optimizer.evaluation_parameters():
+                yield
+        else:
+            yield
+
+
+#: Makes a method from the model, the learning rate and the number of steps of the run. Collective.
+Make = Callable[[nn.Module, float, int], Trained]
+
+
+@dataclass(frozen=True)
+class Method:
+    """``kind(step)``: of a step, counted from 0, in a run of ``steps``; None where the optimizer's report says it.
+
+    ``steps_of`` names the row of ``steps`` that has the times of its kinds. ``lr`` is a factor on the tuned rate of
+    Adam, for optimizers that need another one. ``note`` is for the reader of the table.
+    """
+
+    name: str
+    make: Make
+    steps_of: str
+    kind: Callable[[int, int], str] | None = None
+    lr: float = 1.0
+    note: str = ""
+
+
+def adam(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=lr, betas=BETAS)
+
+
+def _ddp(register: Callable[[DistributedDataParallel], None] | None = None) -> Make:
+    def make(model: nn.Module, lr: float, steps: int) -> Trained:
+        # In one bucket: PowerSGD's second allreduce of a bucket would meet the first of the next on gloo.
+        module = DistributedDataParallel(model, bucket_cap_mb=1000)
+        if register is not None:
+            register(module)
+        return Trained(module, adam(model, lr))
+
+    return make
+
+
+def _bf16(module: DistributedDataParallel) -> None:
+    # By its own name DDP refuses this hook without NCCL, though gloo adds bfloat16.
+    module.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
+
+
+def _power_sgd(module: DistributedDataParallel) -> None:
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=POWER_SGD_START)
+    module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+#: Dense steps of PowerSGD, and of PostLocalSGD, before they begin.
+POWER_SGD_START = 10
+POST_LOCAL = 10
+
+
+def _post_local(model: nn.Module, lr: float, steps: int) -> Trained:
+    """torch's: dense for a tenth of the run, then each rank alone, with averages of the parameters."""
+    from torch.distributed.optim import PostLocalSGDOptimizer  # warns of torch.jit where it is imported
+
+    start = steps // 10
+    module = DistributedDataParallel(model)
+    alone, _ = dist.new_subgroups(group_size=1)
+    module.register_comm_hook(
+        post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=start),
+        post_localSGD_hook.post_localSGD_hook,
+    )
+    averager = PeriodicModelAverager(period=POST_LOCAL, warmup_steps=start)
+    return Trained(module, PostLocalSGDOptimizer(adam(model, lr), averager))
+
+
+def _post_local_kind(step: int, steps: int) -> str:
+    start = steps // 10
+    if step < start:
+        return "32"
+    return "average" if (step - start) % POST_LOCAL == 0 else "0"
+
+
+def _ours(wrap: Callable[..., Any], inner: Callable[[nn.Module, float], Any] = adam, **options: Any) -> Make:
+    """``options`` that can be called are given the number of steps of the run."""
+
+    def make(model: nn.Module, lr: float, steps: int) -> Trained:
+        given = {name: value(steps) if callable(value) else value for name, value in options.items()}
+        return Trained(model, wrap(inner(model, lr), model.named_parameters(), **given))
+
+    return make
+
+
+def _diloco(every: int, bits: int, momentum: float, lr: float, inner: Any = adam) -> Make:
+    return _ours(hvd.DistributedDiLoCo, inner, sync_every=every, bits=bits, outer_momentum=momentum, outer_lr=lr)
+
+
+def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def _fifth(steps: int) -> int:
+    return steps // 5
+
+
+def _whole(steps: int) -> int:
+    return steps
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("DDP fp32", _ddp(), "DDP fp32", lambda step, steps: "32", note="Adam, exact"),
+        Method("DDP bf16 hook", _ddp(_bf16), "DDP bf16", lambda step, steps: "16"),
+        Method(
+            "DDP PowerSGD rank 1",
+            _ddp(_power_sgd),
+            "DDP PowerSGD rank 1",
+            lambda step, steps: "32" if step < POWER_SGD_START else "powersgd",
+        ),
+        Method("PostLocalSGD, 10", _post_local, "DDP fp32", _post_local_kind),
+        Method(
+            "1-bit Adam, fp32 warm-up of a fifth", _ours(hvd.DistributedOneBitAdam, freeze_step=_fifth), "1-bit Adam"
+        ),
+        Method(
+            "1-bit Adam, 8-bit warm-up of a fifth",
+            _ours(hvd.DistributedOneBitAdam, freeze_step=_fifth, dense_bits=8),
+            "1-bit Adam",
+        ),
+        Method(
+            "1-bit Adam, total_steps, 8 bits",
+            _ours(hvd.DistributedOneBitAdam, total_steps=_whole, dense_bits=8),
+            "1-bit Adam",
+        ),
+        Method(
+            "0/1 Adam, total_steps, 8 bits",
+            _ours(hvd.DistributedZeroOneAdam, total_steps=_whole, dense_bits=8),
+            "0/1 Adam",
+        ),
+        Method("Birder", _ours(hvd.DistributedBirder, sgd), "Birder"),
+        Method("DiLoCo 10, fp32", _diloco(10, 32, 0.5, 0.7), "DiLoCo", note="torchft's algorithm"),
+        Method("DiLoCo 10, 4 bits", _diloco(10, 4, 0.5, 0.7), "DiLoCo"),
+        Method("DiLoCo 10, 1 bit", _diloco(10, 1, 0.5, 0.7), "DiLoCo"),
+        Method("DiLoCo 30, 4 bits", _diloco(30, 4, 0.5, 0.7), "DiLoCo"),
+        Method("DiLoCo 30, 1 bit", _diloco(30, 1, 0.5, 0.7), "DiLoCo"),
+        Method("DiLoCo 100, 4 bits", _diloco(100, 4, 0.5, 0.7), "DiLoCo"),
+    )
+}
+
+
+def kind_of(sent: int, dense: float, syncs: bool) -> str:
+    """The kind of a step that has sent ``sent`` bytes, where a dense step sends ``dense``.
+
+    ``syncs``: whether the optimizer sends nothing between its syncs, which do not overlap with backward.
+    """
+    if not sent:
+        return "0"
+    bits = min(BITS[1:], key=lambda each: abs(math.log(32 * sent / dense / each)))
+    return f"sync-{bits}" if syncs else str(bits)

@@ -1,0 +1,82 @@
+"""Measures how long each kind of step takes at each rate and delay: ``benchmarks.step``, once per network.
+
+    python -m benchmarks.time_to_loss.steps [--rate 10mbit ...] [--delay 0 50 ...]
+
+Networks that are in ``steps.json`` already are not measured again. What would take longer than LONGEST_S per step is
+not measured: ``__main__`` computes it from the bytes, of which a faster network's row knows the number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.step import METHODS
+from benchmarks.time_to_loss.losses import RESULTS
+from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
+
+STEPS = RESULTS / "steps.json"
+#: Bits per element that a step of a row sends to another host, of 2: for what is not measured.
+ROWS = {
+    "ddp": 32,
+    "ddp-bf16": 16,
+    "powersgd": 1,
+    "dense": 32,
+    "onebit": 1,
+    "zero-one": 1,
+    "birder": 1,
+    "onebit-warm-8": 8,
+    "diloco-32": 32,
+    "diloco-4": 4,
+    "diloco-1": 1,
+}
+NETWORKS = (
+    *(("850mbit", 0.0), ("160mbit", 0.0), ("50mbit", 0.0), ("10mbit", 0.0), ("1mbit", 0.0)),
+    # Delays are made by a process, which does not keep up with 850 Mbit/s.
+    *((rate, delay) for rate in ("160mbit", "50mbit", "10mbit") for delay in (50.0, 100.0)),
+)
+LONGEST_S = 30.0
+PARAMETERS = 13.8e6
+
+
+def rows_at(rate: str) -> list[str]:
+    """The rows whose steps are short enough to be measured."""
+    return [
+        name for name, bits in ROWS.items() if PARAMETERS * bits / PAYLOAD_FRACTION / bits_per_second(rate) <= LONGEST_S
+    ]
+
+
+def measure(rate: str, delay: float) -> list[dict[str, Any]]:
+    """The results of ``benchmarks.step``. CalledProcessError if it fails, as where no lab can be had."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "steps.json"
+        words = ["--rounds", "3", "--steps", "2", "--warmup", "4", "--timeout", "3000", "--json", str(file)]
+        where = ["--hosts", "2", "--rate", rate, "--delay", f"{delay:g}", "--methods", *rows_at(rate)]
+        subprocess.run([sys.executable, "-m", "benchmarks.step", *where, *words], check=True)
+        found = json.loads(file.read_text())
+        return [{**result, "about": found["about"]} for result in found["results"]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", nargs="+", help="default: all")
+    parser.add_argument("--delay", nargs="+", type=float, help="default: all")
+    args = parser.parse_args()
+    results = json.loads(STEPS.read_text())["results"] if STEPS.exists() else []
+    known = {(result["rate"], result.get("delay_ms", 0.0)) for result in results}
+    for rate, delay in NETWORKS:
+        asked = (not args.rate or rate in args.rate) and (args.delay is None or delay in args.delay)
+        if asked and (rate, delay) not in known:
+            results += measure(rate, delay)
+            STEPS.parent.mkdir(parents=True, exist_ok=True)
+            STEPS.write_text(json.dumps({"methods": {n: METHODS[n][0] for n in ROWS}, "results": results}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The arithmetic of ``benchmarks.time_to_loss``: which steps a run needs to a loss, and what they take on a network."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.time_to_loss.__main__ import LOCAL, Network, cost, kinds, networks, reached, to_loss
+from benchmarks.time_to_loss.methods import METHODS, kind_of
+
+ONE_BIT = METHODS["1-bit Adam, 8-bit warm-up of a fifth"]
+RUN = {"seed": 0, "losses": [5.0, 4.0, 3.0], "kinds": [["8", 60], ["1", 90]]}
+ROWS = {LOCAL: 100.0, "1-bit Adam, 8-bit warm-up": 300.0, "1-bit Adam": 150.0}
+SENT = {"1-bit Adam, 8-bit warm-up": 14e6, "1-bit Adam": 1.75e6, "ocomm dense": 55e6}
+
+
+def network(**rows: float) -> Network:
+    return Network("10mbit", 0.0, {**ROWS, **rows}, SENT)
+
+
+def test_the_first_evaluation_at_the_target_counts():
+    assert reached(RUN, 4.0) == 100
+    assert reached(RUN, 3.5) == 150
+    assert reached(RUN, 2.9) is None
+
+
+def test_steps_are_counted_by_kind_up_to_the_last_one():
+    assert list(kinds(RUN, 50)) == [("8", 50)]
+    assert list(kinds(RUN, 100)) == [("8", 60), ("1", 40)]
+    assert list(kinds(RUN, 1000)) == [("8", 60), ("1", 90)]
+
+
+def test_seconds_and_bytes_are_those_of_the_steps():
+    seconds, sent = cost(network(), ONE_BIT, RUN, 100)
+    assert seconds == pytest.approx(60 * 0.3 + 40 * 0.15)
+    assert sent == pytest.approx(60 * 14e6 + 40 * 1.75e6)
+
+
+def test_what_was_not_measured_takes_as_long_as_its_bytes():
+    seconds, sent = network().step(ONE_BIT, "32")
+    assert seconds == pytest.approx(0.1 + 8 * 55e6 / (0.95 * 10e6))
+    assert sent == 55e6
+
+
+def test_a_step_that_does_two_things_takes_both():
+    seconds, sent = network(**{"0/1 Adam": 160.0}).step(METHODS["0/1 Adam, total_steps, 8 bits"], "0")
+    assert (seconds, sent) == (0.1, 0.0)
+    both = Network("10mbit", 0.0, {**ROWS, "0/1 Adam": 160.0}, {**SENT, "0/1 Adam": 2e6})
+    seconds, sent = both.step(METHODS["0/1 Adam, total_steps, 8 bits"], "8")
+    assert seconds == pytest.approx(0.1 + 0.2 + 0.06)
+    assert sent == pytest.approx(16e6)
+
+
+def test_one_seed_that_never_gets_there_is_never():
+    runs = [RUN, {**RUN, "seed": 1}]
+    assert to_loss(network(), ONE_BIT, runs, {0: 4.0, 1: 2.5}, 0.01) is None
+    found = to_loss(network(), ONE_BIT, runs, {0: 4.0, 1: 3.98}, 0.01)
+    assert found is not None and found[0] == pytest.approx(cost(network(), ONE_BIT, RUN, 100)[0])
+
+
+def test_results_of_one_network_are_joined_and_slow_ones_come_first():
+    def result(rate: str, delay: float, row: str, ms: float) -> dict:
+        return {"rate": rate, "delay_ms": delay, "rows": [{"method": row, "step_ms": ms, "sent": 1.0}]}
+
+    found = networks(
+        [result("50mbit", 0.0, "a", 1.0), result("10mbit", 0.0, "a", 2.0), result("50mbit", 0.0, "b", 3.0)]
+    )
+    assert [(each.name, dict(each.rows)) for each in found] == [
+        ("10 Mbit/s", {"a": 2.0}),
+        ("50 Mbit/s", {"a": 1.0, "b": 3.0}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sent", "syncs", "kind"),
+    [(0, False, "0"), (33, False, "1"), (250, False, "8"), (1010, False, "32"), (125, True, "sync-4"), (0, True, "0")],
+)
+def test_the_kind_of_a_step_is_the_nearest_number_of_bits(sent: int, syncs: bool, kind: str):
+    assert kind_of(sent, 1000.0, syncs) == kind
