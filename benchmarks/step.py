@@ -225,7 +225,7 @@ OVERLAPPED = "limit, overlapped"
 #: In these no host adds up by itself first: where it has several ranks that is another method.
 FLAT = ("dense-flat", "onebit-flat")
 #: Only measured where they are asked for, as ``benchmarks.time_to_loss`` does.
-ON_REQUEST = ("ddp-bf16", "onebit-warm-8", "diloco-32", "diloco-4", "diloco-1")
+ON_REQUEST = ("onebit-warm-8", "diloco-32", "diloco-4", "diloco-1")
 #: How all sums of a job are made is the job's choice.
 NO_HIERARCHY = {"OCOMM_HIERARCHICAL_ALLREDUCE": "0"}
 

@@ -41,6 +41,8 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
     ("DDP bf16", "16"): ("DDP bf16",),
     ("DDP PowerSGD rank 1", "32"): ("DDP fp32",),
     ("DDP PowerSGD rank 1", "powersgd"): ("DDP PowerSGD rank 1",),
+    ("ocomm int8", "8"): ("ocomm int8",),
+    ("ocomm int4", "4"): ("ocomm int4",),
     ("1-bit Adam", "32"): (DENSE,),
     ("1-bit Adam", "8"): (WARM_8,),
     ("1-bit Adam", "1"): ("1-bit Adam",),

@@ -111,6 +111,13 @@ def _post_local_kind(step: int, steps: int) -> str:
     return "average" if (step - start) % POST_LOCAL == 0 else "0"
 
 
+def _averaged(compression: Any) -> Make:
+    def make(model: nn.Module, lr: float, steps: int) -> Trained:
+        return Trained(model, hvd.DistributedOptimizer(adam(model, lr), model.named_parameters(), compression))
+
+    return make
+
+
 def _ours(wrap: Callable[..., Any], inner: Callable[[nn.Module, float], Any] = adam, **options: Any) -> Make:
     """``options`` that can be called are given the number of steps of the run."""
 
@@ -149,6 +156,8 @@ METHODS = {
             lambda step, steps: "32" if step < POWER_SGD_START else "powersgd",
         ),
         Method("PostLocalSGD, 10", _post_local, "DDP fp32", _post_local_kind),
+        Method("Adam, Compression.int8", _averaged(hvd.Compression.int8), "ocomm int8"),
+        Method("Adam, Compression.int4", _averaged(hvd.Compression.int4), "ocomm int4"),
         Method(
             "1-bit Adam, fp32 warm-up of a fifth", _ours(hvd.DistributedOneBitAdam, freeze_step=_fifth), "1-bit Adam"
         ),

@@ -27,6 +27,8 @@ ROWS = {
     "ddp-bf16": 16,
     "powersgd": 1,
     "dense": 32,
+    "int8": 8,
+    "int4": 4,
     "onebit": 1,
     "zero-one": 1,
     "birder": 1,
