@@ -122,19 +122,27 @@ def test_an_output_folder_that_cannot_be_made_is_named(digits, tmp_path, capsys)
     assert f"cannot write {tmp_path}/file/x/torch_digits.png: Not a directory" in capsys.readouterr().err
 
 
+def trained_on(ranks: int, grid: str) -> tuple[str, float]:
+    """The hash of the parameters of torch_3d.py on a grid of two replicas, and rank 0's kB per step."""
+    done = run_example("torch_3d.py", "--grid", grid, "--steps", "10", launcher=("-np", str(ranks)))
+    assert done.returncode == 0, done.stderr
+    output = untagged(done.stdout)
+    assert "The parameters of 2 replica(s) are equal bit for bit" in output
+    sent = re.findall(r"^\d  +\S+ .*? \d+\.\d\d +(\d+\.\d) ", output, re.MULTILINE)
+    assert len(sent) == ranks
+    return output.split("sha256 ")[1], float(sent[0])
+
+
 @pytest.mark.long  # jobs of four ranks; frontends/test_torch_grids.py has a short one
 def test_a_grid_has_the_parameters_of_its_data_axis_alone_and_half_of_its_bytes():
-    found = []
-    for ranks, grid in (("4", "pp=2,dp=2"), ("2", "dp=2"), ("4", "dp=2,fsdp=2")):
-        done = run_example("torch_3d.py", "--grid", grid, "--steps", "10", launcher=("-np", ranks))
-        assert done.returncode == 0, done.stderr
-        output = untagged(done.stdout)
-        assert "The parameters of 2 replica(s) are equal bit for bit" in output
-        sent = re.findall(r"^\d  +\S+ .*? \d+\.\d\d +(\d+\.\d) ", output, re.MULTILINE)
-        assert len(sent) == int(ranks)
-        found.append((output.split("sha256 ")[1], float(sent[0])))
+    found = [trained_on(4, "pp=2,dp=2"), trained_on(2, "dp=2"), trained_on(4, "dp=2,fsdp=2")]
     assert found[0][0] == found[1][0] != found[2][0]
     assert found[0][1] <= 0.51 * found[1][1]
+
+
+@pytest.mark.long
+def test_stages_of_tensor_parallel_layers_have_the_parameters_of_one_stage():
+    assert trained_on(8, "pp=2,dp=2,tp=2")[0] == trained_on(4, "dp=2,tp=2")[0]
 
 
 @pytest.mark.long  # frontends/test_torch_diloco.py has it without a launcher
