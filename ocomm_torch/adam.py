@@ -22,7 +22,7 @@ from ocomm.training.adam import AdamDriver, refuse_other
 from ocomm.training.driver import Common
 from ocomm_torch.checkpoint import check_plain, read, to_numpy
 from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
-from ocomm_torch.mesh import inside
+from ocomm_torch.mesh import DataAxis, inside
 
 #: Torch's names of m and v in the state of a parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -187,6 +187,9 @@ class AdamWrapper(CompressedOptimizer):
             ``"state"``: for each parameter, by name, ``exp_avg``, ``exp_avg_sq`` and for low precision ``master``
             (float32, of the parameter's shape), ``step``, and ``beta2`` (that of v; 0 while its steps are dense).
             ``"run"``: a text, the same on all ranks.
+
+        Raises:
+            InvalidRequestError: Two stages have a parameter of the same name; or a step is under way.
         """
         self._driver.require_idle("dense_state_dict")
         full = self.state_dict()
@@ -213,12 +216,21 @@ class AdamWrapper(CompressedOptimizer):
         """Returns the numbers of tensors by name; a rank with an empty shard has them from others. Collective."""
         if self.grid is None:
             return mine
-        session = sessions.current()
+        session, axis = sessions.current(), self.process_set
+        assert isinstance(axis, DataAxis)
+        me = session.require_topology().rank
         found = dict(mine)
-        for text in gather(session, self.grid.number, f"{self._driver.name}.dense", json.dumps(mine)):
-            for name, numbers in json.loads(text).items():
-                if name in found:
-                    found[name] = max(found[name][0], numbers[0]), max(found[name][1], numbers[1])
+        texts = gather(session, self.grid.number, f"{self._driver.name}.dense", json.dumps(mine))
+        for rank, text in zip(axis.replica, texts, strict=True):
+            both = {name: numbers for name, numbers in json.loads(text).items() if name in mine}
+            if both and axis.stages[rank] != axis.stages[me]:
+                raise InvalidRequestError(
+                    f"rank {me} ({axis.place(me)}) and rank {rank} ({axis.place(rank)}) have parameters of the name "
+                    f"'{next(iter(both))}', of which a dense state could have one. Give stages names of their own: "
+                    "[(f'stage{i}.' + name, p) for name, p in stage.named_parameters()]."
+                )
+            for name, (step, beta2) in both.items():
+                found[name] = max(found[name][0], step), max(found[name][1], beta2)
         return found
 
     def load_dense_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -102,6 +102,8 @@ class DataAxis(ProcessSet):
         #: The ranks with this rank's data coordinate, one of each part.
         replicas = [list(replica) for replica in zip(*parts, strict=True)]
         self.replica: list[int] = next(replica for replica in replicas if topology.rank in replica)
+        #: For each of these ranks, its coordinates on axes of stages, as found by ``grid``: equal ones are one stage.
+        self.stages: dict[int, dict[str, int]] = {}
         for members in (*parts, *replicas):
             if tuple(members) not in session.set_ranks.values():
                 session.add_set(members)
@@ -168,7 +170,11 @@ class DataAxis(ProcessSet):
         mine = "\n".join([" ".join(sorted({axis for axes in own for axis in axes})), *tied])
         said = [text.split("\n") for text in gather(session, number, f"grid of {wrapper}", mine)]
         divided = {axis for axes, *_ in said for axis in axes.split()}
-        self._refuse_tied(wrapper, me, divided, dict(zip(self.replica, (lines[1:] for lines in said), strict=True)))
+        self.stages = {
+            rank: {axis: at for axis, at in self.coordinates(rank).items() if axis not in divided}
+            for rank in self.replica
+        }
+        self._refuse_tied(wrapper, me, dict(zip(self.replica, (lines[1:] for lines in said), strict=True)))
         at = self.coordinates(me)
         counted = []
         for parameter, axes in zip(parameters, own, strict=True):
@@ -186,12 +192,11 @@ class DataAxis(ProcessSet):
         places = [self.coordinates(rank) for rank in parameter.device_mesh.mesh.flatten().tolist()]
         return {axis for axis in places[0] if len({place[axis] for place in places}) > 1}
 
-    def _refuse_tied(self, wrapper: str, me: int, divided: set[str], said: Mapping[int, Sequence[str]]) -> None:
+    def _refuse_tied(self, wrapper: str, me: int, said: Mapping[int, Sequence[str]]) -> None:
         """Raises InvalidRequestError if parts that are not replicas of each other share a name and its elements."""
-        at = {rank: {a: c for a, c in self.coordinates(rank).items() if a not in divided} for rank in said}
         for rank, lines in said.items():
             both = sorted(set(lines) & set(said[me]))
-            if at[rank] != at[me] and both:
+            if self.stages[rank] != self.stages[me] and both:
                 name = both[0].rpartition(" ")[0]
                 raise InvalidRequestError(
                     f"parameter '{name}' of rank {me} ({self.place(me)}) has the name and the elements of one of rank "

@@ -111,7 +111,8 @@ def check_place(driver: Resumable, saved: State, where: str) -> None:
     if now != before:
         raise CheckpointError(
             f"{where} is of {before or 'a run without a grid'}, and this rank is at {now or 'no place of a grid'}. "
-            "Each part of a grid loads its own state, with axes of the same sizes; only the data axis may have another."
+            "Each part of a grid loads its own state, with axes of the same sizes; only the data axis may have another "
+            "one. For other grids the 1-bit Adams have dense_state_dict()."
         )
 
 

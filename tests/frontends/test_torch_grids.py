@@ -282,6 +282,20 @@ def test_a_dense_state_has_the_moments_of_a_run_and_goes_on_with_them(kind: Kind
     assert run_ranks(4, body) == [(True, True, STEPS + 1, True)] * 4
 
 
+def test_a_dense_state_of_stages_with_equal_names_is_refused() -> None:
+    def body(session: Session) -> str:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = ADAM.wrap([parameter], named_parameters=[("norm", parameter)], mesh=mesh_of(pp=2, dp=2), data="dp")
+        with pytest.raises(InvalidRequestError) as caught:
+            optimizer.dense_state_dict()
+        return str(caught.value)
+
+    for rank, said in enumerate(run_ranks(4, body)):
+        other = rank ^ 2
+        assert f"rank {rank} (pp={rank // 2} of 2) and rank {other} (pp={other // 2} of 2) have parameters" in said
+        assert "of the name 'norm'" in said
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
