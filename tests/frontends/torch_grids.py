@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import json
+import shutil
 import sys
 import tempfile
 import warnings
@@ -512,6 +513,9 @@ def regrid() -> dict[str, Any]:
             dcp.load({"model": twin.module.state_dict()}, checkpoint_id=path)
             twin.optimizer.load_state_dict(job.optimizer.state_dict())
             twin.optimizer.load_rank_state_dict(None)
+        hvd.barrier()
+        if hvd.rank() == 0:
+            shutil.rmtree(path)
         for each in (twin, *others):
             each.train(range(steps, max(DENSE, steps + 1)))
         reports = [o.optimizer.compression_report() for o in others]
