@@ -17,6 +17,7 @@ import ocomm_tf as hvd  # noqa: E402
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm.training.resume import one_state  # noqa: E402
+from ocomm_tf.elastic import TensorFlowKerasState  # noqa: E402
 from tests.oracle.dense_codes import DenseCodes  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
@@ -185,3 +186,43 @@ def test_what_cannot_be_had_with_codes_is_named() -> None:
             hvd.allreduce(tf.ones(3), compression=int8)
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_passes_of_a_step_are_summed_before_they_are_sent(in_graph: bool) -> None:
+    def body(session: Session) -> list[np.ndarray]:
+        optimizer, own = made(8, backward_passes_per_step=2)
+        apply = tf.function(optimizer.apply) if in_graph else optimizer.apply
+        for step in range(1, 7):
+            apply([tf.constant(g) for g in gradients(step, hvd.rank())])
+        assert optimizer.compression_report()["step"] == 3
+        return [v.numpy() for v in own]
+
+    first, second = run_ranks(2, body)
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_an_elastic_state_has_the_errors() -> None:
+    def body(session: Session) -> list[np.ndarray]:
+        model = keras.Sequential([keras.layers.Dense(3)])
+        model.build((None, 5))
+        for variable in model.variables:
+            variable.assign(np.ones(variable.shape))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=hvd.Compression.int4)
+        state = TensorFlowKerasState(model, optimizer)
+
+        def train(steps: range) -> list[np.ndarray]:
+            for step in steps:
+                rng = np.random.default_rng((step, hvd.rank()))
+                optimizer.apply([tf.constant(rng.normal(size=v.shape), tf.float32) for v in model.trainable_variables])
+            return [v.numpy() for v in model.variables]
+
+        train(range(3))
+        state.commit()
+        expected = train(range(3, 6))
+        state.restore()
+        assert all(np.array_equal(a, b) for a, b in zip(train(range(3, 6)), expected, strict=True))
+        return expected
+
+    first, second = run_ranks(2, body)
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
