@@ -404,6 +404,20 @@ MUTATIONS = [
         "any(",
         "frontends/test_torch_grids.py",
     ),
+    Mutation(
+        "int4: plain errors instead of moving averages",
+        "ocomm/optim/gradients.py",
+        "self._averages_errors = options.dense_bits == 4",
+        "self._averages_errors = False",
+        "frontends/test_torch_low_bit.py",
+    ),
+    Mutation(
+        "codes: a NaN stays with its rank",
+        "ocomm_torch/low_bit.py",
+        "if agreed is StepOutcome.TAKE or self._failure is not None:",
+        "if agreed is StepOutcome.TAKE:",
+        "frontends/test_torch_low_bit.py",
+    ),
 ]
 # fmt: on
 
