@@ -42,7 +42,7 @@ STEPS = 3000
 #: Steps between two evaluations.
 EVERY = 50
 TUNING_SEED = 3
-GRID = (1e-3, 2e-3, 4e-3, 8e-3)
+GRID = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 #: The methods whose rate is tuned, and those that use it.
 ADAM, OWN = "DDP fp32", ("Birder",)
 
