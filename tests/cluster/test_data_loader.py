@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.cluster.jobs import run_job
 
 SCRIPT = """
@@ -27,6 +29,7 @@ print(f"rank {hvd.rank()} took {optimizer.compression_report()['step']} steps")
 """
 
 
+@pytest.mark.long  # two ranks import Torch; test_failures.py has a forked pool beside the background thread
 def test_a_data_loader_with_forked_workers_feeds_every_rank() -> None:
     job = run_job(2, SCRIPT)
     assert job.returncode == 0, job.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import re
 import subprocess
@@ -9,9 +11,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 
+import ocomm
 from tests.cluster.jobs import LIMIT_S, MPIRUN, ROOT, run_job
+from tests.worlds import run_ranks
 
 # Not imported here: TensorFlow takes seconds, and every rank imports its own.
 NEEDED = ("torch", "tensorflow", "sklearn", "tabulate")
@@ -51,28 +56,33 @@ def test_ranks_of_both_frameworks_train_one_model() -> None:
     assert len({row[5] for row in table.values()}) == 1
 
 
-#: Some hundred dense and compressed exchanges, of numbers that depend on the job's seed; prints what comes out.
-EXCHANGES = """
+def exchanges(seed: int) -> str:
+    """Hash of what comes out of some hundred dense and compressed exchanges, of numbers that depend on the seed."""
+    random = np.random.default_rng([seed, ocomm.rank()])
+    digest = hashlib.sha256()
+    for _ in range(150):
+        values = random.normal(size=20_000).astype(np.float32)
+        digest.update(ocomm.allreduce(values, name="dense"))
+        digest.update(ocomm.compressed_allreduce(values, "compressed"))
+    return digest.hexdigest()
+
+
+JOB = f"""
 import hashlib, sys
 import numpy as np
 import ocomm
+
+{inspect.getsource(exchanges)}
+
 ocomm.init()
-random = np.random.default_rng([int(sys.argv[1]), ocomm.rank()])
-digest = hashlib.sha256()
-for step in range(150):
-    values = random.normal(size=20_000).astype(np.float32)
-    digest.update(ocomm.allreduce(values, name="dense"))
-    digest.update(ocomm.compressed_allreduce(values, "compressed"))
-assert len(set(ocomm.allgather_object(digest.hexdigest()))) == 1
-if ocomm.rank() == 0:
-    print("digest", digest.hexdigest())
+print("digest", exchanges(int(sys.argv[1])), flush=True)
 """
 
 
-def ocommrun(seed: int) -> str:
-    """Two ranks."""
+def ocommrun(seed: int) -> list[str]:
+    """What a job of two ranks prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "ocomm.launch", "-np", "2", sys.executable, "-c", EXCHANGES, str(seed)],
+        [sys.executable, "-m", "ocomm.launch", "-np", "2", sys.executable, "-c", JOB, str(seed)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -80,12 +90,11 @@ def ocommrun(seed: int) -> str:
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
-    (digest,) = re.findall(r"digest (\w+)", done.stdout)
-    return digest
+    return re.findall(r"digest (\w+)", done.stdout)
 
 
 def test_two_jobs_on_one_machine_do_not_disturb_each_other() -> None:
-    alone = [ocommrun(seed) for seed in (1, 2)]
+    alone = [run_ranks(2, lambda session, seed=seed: exchanges(seed)) for seed in (1, 2)]
     with ThreadPoolExecutor(2) as pool:
         together = list(pool.map(ocommrun, (1, 2)))
     assert together == alone

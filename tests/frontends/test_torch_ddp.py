@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from tests.worlds import MPI_SIZE
 pytestmark = pytest.mark.skipif(MPI_SIZE > 0, reason="starts jobs of its own")
 
 COMMON = """
-import json, sys
+import json, os, sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -84,23 +86,42 @@ for name, options in {
     said[name] = [same, bare[2], hooked[2]]
 said["noop"] = [True, 0, run(noop_hook)[2]]
 if rank == 0:
-    print("SAID", json.dumps(said))
-dist.destroy_process_group()
+    print("EQUAL", json.dumps(said))
 """
 
+ALIKE = """
+import logging
 
-def test_with_the_hook_losses_are_those_of_the_bare_optimizer_and_steps_overlap() -> None:
-    done = run_job(2, COMMON + EQUAL, PYTHONWARNINGS="ignore")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
-    assert lines, done.stdout + done.stderr
-    said = json.loads(lines[0][4:])
-    print(said)
-    for name, (same, redone_bare, redone) in said.items():
-        assert same, (name, said)
-        if name != "noop":
-            assert redone == redone_bare == 0, (name, said)  # what is sent again in step() has not overlapped
-    assert said["noop"][2] > 0  # DDP writes over the gradients, and the optimizer gives overlap up
+class Heard(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.said = []
+    def emit(self, record):
+        if "the same gradients" in record.getMessage():
+            self.said.append(record.getMessage())
 
+def run(ddp, same_data=False, hook=False, scale=1.0):
+    heard = Heard()
+    logging.getLogger("ocomm").addHandler(heard)
+    network = model()
+    optimizer = hvd.DistributedOneBitAdam(torch.optim.Adam(network.parameters()), freeze_step=10, overlap=False)
+    module = DistributedDataParallel(network) if ddp else network
+    if hook:
+        module.register_comm_hook(optimizer, hvd.optimizer_hook)
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = data(step, 0 if same_data else None)
+        (scale * F.mse_loss(module(x), y)).backward()
+        optimizer.step()
+    logging.getLogger("ocomm").removeHandler(heard)
+    return heard.said
+
+said = [run(False), run(True, hook=True), run(False, scale=0.0), run(True), run(False, same_data=True)]
+if rank == 0:
+    print("ALIKE", json.dumps(said))
+else:
+    assert said == [[]] * 5
+"""
 
 REFUSED = """
 def said(name, call):
@@ -136,11 +157,36 @@ said("views twice", lambda: train_dense(True))
 dist.barrier()
 said("plain", lambda: train(lambda network: torch.optim.SGD(network.parameters(), 0.1)))
 said("part", lambda: train(lambda network: hvd.DistributedOneBitAdam(torch.optim.Adam(network[0].parameters()))))
+sys.stdout.flush()
+dist.barrier()
+os._exit(0)
 """
 
 
-def test_what_nobody_would_average_is_an_error() -> None:
-    done = run_job(2, COMMON + REFUSED + "\nimport os; sys.stdout.flush(); dist.barrier(); os._exit(0)")
+@pytest.fixture(scope="module")
+def done() -> subprocess.CompletedProcess[str]:
+    """A job of all three scripts: to import Torch takes longer than each of them."""
+    return run_job(2, COMMON + EQUAL + ALIKE + REFUSED, PYTHONWARNINGS="ignore")
+
+
+def told(done: subprocess.CompletedProcess[str], title: str) -> Any:
+    lines = [line for line in done.stdout.splitlines() if line.startswith(title)]
+    assert lines, done.stdout + done.stderr
+    return json.loads(lines[0].removeprefix(title))
+
+
+def test_with_the_hook_losses_are_those_of_the_bare_optimizer_and_steps_overlap(
+    done: subprocess.CompletedProcess[str],
+) -> None:
+    said = told(done, "EQUAL")
+    for name, (same, redone_bare, redone) in said.items():
+        assert same, (name, said)
+        if name != "noop":
+            assert redone == redone_bare == 0, (name, said)  # what is sent again in step() has not overlapped
+    assert said["noop"][2] > 0  # DDP writes over the gradients, and the optimizer gives overlap up
+
+
+def test_what_nobody_would_average_is_an_error(done: subprocess.CompletedProcess[str]) -> None:
     for rank in (0, 1):
         assert f"[dense {rank}] " in done.stdout and "averages what DDP averages" in done.stdout, done.stdout
         assert f"[plain {rank}] " in done.stdout and "got SGD" in done.stdout, done.stdout
@@ -150,47 +196,10 @@ def test_what_nobody_would_average_is_an_error() -> None:
         assert f"[part {rank}] " in done.stdout and "nobody would average it" in done.stdout, done.stdout
 
 
-TWICE = """
-import logging
-
-class Heard(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.said = []
-    def emit(self, record):
-        if "the same gradients" in record.getMessage():
-            self.said.append(record.getMessage())
-
-def run(ddp, same_data=False, hook=False, scale=1.0):
-    heard = Heard()
-    logging.getLogger("ocomm").addHandler(heard)
-    network = model()
-    optimizer = hvd.DistributedOneBitAdam(torch.optim.Adam(network.parameters()), freeze_step=10, overlap=False)
-    module = DistributedDataParallel(network) if ddp else network
-    if hook:
-        module.register_comm_hook(optimizer, hvd.optimizer_hook)
-    for step in range(4):
-        optimizer.zero_grad()
-        x, y = data(step, 0 if same_data else None)
-        (scale * F.mse_loss(module(x), y)).backward()
-        optimizer.step()
-    logging.getLogger("ocomm").removeHandler(heard)
-    return heard.said
-
-said = [run(False), run(True, hook=True), run(False, scale=0.0), run(True), run(False, same_data=True)]
-if rank == 0:
-    print("SAID", json.dumps(said))
-else:
-    assert said == [[]] * 5
-dist.destroy_process_group()
-"""
-
-
-def test_equal_gradients_on_all_ranks_are_a_warning_that_says_what_they_mean() -> None:
-    done = run_job(2, COMMON + TWICE)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
-    assert lines and done.returncode == 0, done.stdout + done.stderr
-    bare, hooked, zeros, twice, same_data = json.loads(lines[0][4:])
+def test_equal_gradients_on_all_ranks_are_a_warning_that_says_what_they_mean(
+    done: subprocess.CompletedProcess[str],
+) -> None:
+    bare, hooked, zeros, twice, same_data = told(done, "ALIKE")
     assert bare == hooked == zeros == []
     for said in (twice, same_data):
         assert len(said) == 1 and "averages by itself" in said[0] and "DistributedSampler" in said[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,34 @@ from tests.cluster.jobs import run_job
 from tests.worlds import MPI_SIZE, run_ranks
 
 alone_in_a_job = pytest.mark.skipif(MPI_SIZE > 0, reason="starts jobs of its own")
-FEATURES = "import sys; from tests.frontends import torch_distributed_features as f; f.main(*sys.argv[1:])"
+FEATURES = "import sys; from tests.frontends import torch_distributed_features as f; f.main(*sys.argv[1:])\n"
 
 
-def table(ranks: int, names: str, folder: Path) -> dict[str, dict[str, Any]]:
-    done = run_job(ranks, FEATURES, names, str(folder / "table.json"), PYTHONWARNINGS="ignore")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((folder / "table.json").read_text())
+def table(file: Path, done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    """The rows that a job has written."""
+    assert file.exists(), done.stdout + done.stderr
+    rows = json.loads(file.read_text())
     for row in rows:
         print(f"{row['feature']:45} same bits {row['same_bits']!s:5} gap {row['largest_relative_gap']:.1e}")
     return {row["feature"]: row for row in rows}
 
 
+def features(ranks: int, names: str, file: Path) -> dict[str, dict[str, Any]]:
+    done = run_job(ranks, FEATURES, names, str(file), "1", PYTHONWARNINGS="ignore")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return table(file, done)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A job of two ranks that compares, and then makes mistakes: to import Torch takes longer than either."""
+    file = tmp_path_factory.mktemp("features") / "table.json"
+    return file, run_job(2, FEATURES + ERRORS, "short", str(file), "1", PYTHONWARNINGS="ignore")
+
+
 @alone_in_a_job
-def test_every_feature_has_gloos_bits_on_two_ranks(tmp_path: Path) -> None:
-    rows = table(2, "short", tmp_path)
+def test_every_feature_has_gloos_bits_on_two_ranks(job: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    rows = table(*job)
     assert len(rows) >= 25
     assert [name for name, row in rows.items() if not row["same_bits"]] == []
 
@@ -46,7 +60,7 @@ def test_every_feature_has_gloos_bits_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("names", ["short", "four"])
 def test_every_feature_has_gloos_numbers_on_four_ranks(names: str, tmp_path: Path) -> None:
-    rows = table(4, names, tmp_path)
+    rows = features(4, names, tmp_path / "table.json")
     assert rows
     sixteen_bits = {"allreduce, every reduction and dtype": 2e-3, "DDP: fp16 hook": 2e-3}  # whose order is another
     assert [name for name, row in rows.items() if row["largest_relative_gap"] > sixteen_bits.get(name, 1e-6)] == []
@@ -55,7 +69,7 @@ def test_every_feature_has_gloos_numbers_on_four_ranks(names: str, tmp_path: Pat
 @alone_in_a_job
 @pytest.mark.long
 def test_compiled_programs_have_gloos_bits(tmp_path: Path) -> None:
-    rows = table(2, "long", tmp_path)
+    rows = features(2, "long", tmp_path / "table.json")
     assert [row["same_bits"] for row in rows.values()] == [True, True]
 
 
@@ -125,8 +139,10 @@ os._exit(0)
 
 
 @alone_in_a_job
-def test_what_ranks_do_not_do_alike_is_an_error_that_names_them() -> None:
-    done = run_job(2, ERRORS, timeout_s=120)
+def test_what_ranks_do_not_do_alike_is_an_error_that_names_them(
+    job: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    _, done = job
     said = {}
     for line in done.stdout.splitlines():
         if line.startswith("["):
