@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,12 @@ def on_ranks(size: int, body: Callable[[Transport], Any]) -> list[Any]:
         world = mpi.open_world()
         try:
             return world.communicator.allgather(body(world))
+        except BaseException:
+            # The others wait for this rank: end them now, with this stack as the reason.
+            traceback.print_exc()
+            sys.stderr.flush()
+            world.abort(1)
+            raise
         finally:
             world.close()
     fabric = Fabric(size)
@@ -154,18 +162,20 @@ def test_a_duplicate_is_a_world_of_its_own() -> None:
     assert on_ranks(2, body)[1] == (1, 2)
 
 
-def test_a_subset_counts_its_own_ranks() -> None:
+@pytest.mark.parametrize(("size", "chosen"), [(2, (0, 1)), (2, (1, 0)), (4, (1, 3)), (4, (3, 1))])
+def test_a_subset_counts_its_own_ranks_in_the_order_in_which_they_are_given(size: int, chosen: tuple[int, ...]) -> None:
     def body(t: Transport) -> tuple[int, int] | None:
-        if t.rank not in (1, 3):
+        if t.rank not in chosen:
             return None
-        pair = t.subset([3, 1])
+        pair = t.subset(chosen)
         buffer = bytes_of(0, 1)
         finish(pair, pair.irecv(buffer, 1 - pair.rank, 0), pair.isend(bytes_of(t.rank, 1), 1 - pair.rank, 0))
         place = pair.rank, int(buffer[0])
         pair.close()
         return place
 
-    assert on_ranks(4, body) == [None, (1, 3), None, (0, 1)]
+    places = {rank: (place, chosen[1 - place]) for place, rank in enumerate(chosen)}
+    assert on_ranks(size, body) == [places.get(rank) for rank in range(size)]
 
 
 @pytest.mark.skipif(MPI_SIZE > 0, reason="an MPI abort ends the tests too")
