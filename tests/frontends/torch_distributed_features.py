@@ -1,8 +1,8 @@
 """What torch.distributed offers, as programs of a rank: each returns numbers that another backend must give, too.
 
-Run as a job: ``mpirun -np 2 python -m tests.frontends.torch_distributed_features NAMES FILE`` runs the features (NAMES:
-"short", "long", "four", or names with commas) over gloo and over ocomm in one process group after the other, and rank 0
-writes a table of them to FILE, as JSON.
+Run as a job: ``mpirun -np 2 python -m tests.frontends.torch_distributed_features NAMES FILE [ROUNDS]`` runs the
+features (NAMES: "short", "long", "four", or names with semicolons) over gloo and over ocomm in one process group after
+the other, ROUNDS times (2), and rank 0 writes a table of them to FILE, as JSON.
 """
 
 from __future__ import annotations
