@@ -453,6 +453,8 @@ def failing(tree: Path, tests: str, tier: str) -> str:
     if done.returncode in (0, 5):  # all passed, or there is none in this tier
         return ""
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    # A rank that fails under mpirun ends the job with its stack, before pytest sums up.
+    found = found or re.search(r'File "\S*/(tests/\S+)", line \d+, in body', done.stdout + done.stderr)
     return found[1] if found else f"exit code {done.returncode}"
 
 
