@@ -42,7 +42,7 @@ def enter(namespace: str) -> None:
 
 def frames(device: int) -> list[bytes]:
     """Returns the frames that can be read now."""
-    found = []
+    found: list[bytes] = []
     with contextlib.suppress(BlockingIOError):
         while len(found) < 64:
             found.append(os.read(device, _FRAME_NBYTES))
