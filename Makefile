@@ -46,9 +46,9 @@ $(STAMP)-trainers: $(STAMP)
 
 # Three tiers, which CONTRIBUTING.md describes. Every test is in `test` or in `test-long`.
 #
-# Ranks are threads of one process, and share its one lock: two processes keep two cores busy. Where one of them has
-# nothing left to do, it takes over half of what the other has not begun.
-TOGETHER := -q -n 2 --dist worksteal --durations=20 --durations-min=5
+# Ranks are threads of one process, and share its one lock; a job that a test starts is waited for. Three processes keep two
+# cores busy. Where one of them has nothing left to do, it takes over half of what another has not begun.
+TOGETHER := -q -n 3 --dist worksteal --durations=20 --durations-min=5
 #: Laws and contracts: no framework trains, and no job is started.
 FAST := tests/unit tests/contract tests/architecture --ignore=tests/architecture/test_examples.py \
     --ignore=tests/contract/test_ptx.py
@@ -162,6 +162,8 @@ bench: install
 	$(PY) -m benchmarks.step --hosts 2 --rate 160mbit 850mbit --model resnet --json $(BENCH)/step-2hosts-resnet.json || test $$? = 77
 	$(PY) -m benchmarks.step --hosts 2 --slots 2 --rate 160mbit 850mbit --methods ddp dense dense-flat onebit onebit-flat \
 	    --json $(BENCH)/step-2hosts-slots.json || test $$? = 77
+	$(PY) -m benchmarks.step --hosts 2 --rate 160mbit 850mbit --methods ddp ddp-fp16 ddp-bf16 ddp-int8 dense int8 int4 onebit \
+	    --json $(BENCH)/step-2hosts-codes.json || test $$? = 77
 	$(PY) -m benchmarks.trainers --hosts 2 --rate 160mbit --json $(BENCH)/trainers-2hosts.json || test $$? = 77
 	$(PY) -m benchmarks.launchers --hosts 2 --rate 850mbit --pairs 10 --json $(BENCH)/launchers-2hosts.json || test $$? = 77
 	$(PY) -m benchmarks.keras_step --hosts 2 --rate 160mbit --json $(BENCH)/keras-step-2hosts.json || test $$? = 77
