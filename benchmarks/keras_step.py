@@ -30,14 +30,13 @@ import tensorflow as tf
 
 import ocomm_tf.keras as hvd
 from benchmarks import turns
-from benchmarks.turns import LOCAL, Method, Result
+from benchmarks.turns import DENSE, LOCAL, Method, Result
 
 INPUTS, WIDTH, LAYERS, CLASSES = 1024, 2048, 4, 10
 LR = 1e-4
 #: Steps before a method is timed; enough for 1-bit optimizers to freeze.
 WARMUP = 5
 FREEZE_STEP = 2
-DENSE = "ocomm dense"
 
 
 def adam() -> Any:

@@ -37,7 +37,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.turns import DDP, LOCAL, SKIPPED, command
+from benchmarks.turns import DDP, DENSE, LOCAL, SKIPPED, command
 from ocomm.bench._lab import Lab, LabError, why_not
 from ocomm.bench.kernels import commit, processor
 
@@ -105,7 +105,8 @@ def step_times(launcher: str, lab: Lab | None, args: argparse.Namespace) -> dict
         program += ["--batch", str(args.batch)] if args.batch else []
         variables = {"OMP_NUM_THREADS": "1"}
         if lab is not None:
-            variables |= {"BENCH_MASTER": lab.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+            # Hosts of a lab are one machine, whose memory UCX would use between them.
+            variables |= {"BENCH_MASTER": lab.address(0), "GLOO_SOCKET_IFNAME": "eth0", "UCX_TLS": "tcp,self"}
         if launcher == "torchrun":
             variables |= {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(args.mpich / "lib")}
         line = words(launcher, lab, ranks, program, variables)
@@ -126,6 +127,13 @@ def step_times(launcher: str, lab: Lab | None, args: argparse.Namespace) -> dict
         (result,) = json.loads(output.read_text())["results"]
         if lab is not None and result["hosts"] != args.hosts:
             raise LabError(f"{launcher} has put the ranks on {result['hosts']} of {args.hosts} hosts")
+        for row in result["rows"]:
+            wire = 8 * result["parameters"] * (args.hosts - 1) / args.hosts  # of a ring of float32, out of each host
+            if lab is not None and row["method"] == DENSE and row["sent"] < 0.9 * wire:
+                raise LabError(
+                    f"{launcher}: a step of {DENSE} sent {row['sent']:.3g} bytes over the network instead of "
+                    f"{wire:.3g}; the rest went through the memory that the hosts of a lab share"
+                )
         return {row["method"]: row["step_ms"] for row in result["rows"] if row["method"] != LOCAL}
 
 

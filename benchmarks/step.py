@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ocomm_torch as hvd
 from benchmarks import turns
 from benchmarks.models import TASKS
-from benchmarks.turns import DDP, LOCAL, Method, Result
+from benchmarks.turns import DDP, DENSE, LOCAL, Method, Result
 from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
 from ocomm.predict import model as predict
 
@@ -206,7 +206,7 @@ METHODS: dict[str, tuple[str, Callable[[nn.Module, Loss, float | None], Step]]] 
     "powersgd": ("DDP PowerSGD rank 1", power_sgd()),
     "horovod": ("Horovod", averaged(HOROVOD)),
     "deepspeed": ("DeepSpeed 1-bit Adam", deepspeed),
-    "dense": ("ocomm dense", averaged("ocomm_torch")),
+    "dense": (DENSE, averaged("ocomm_torch")),
     "dense-flat": ("ocomm dense, flat", averaged("ocomm_torch")),
     "int8": ("ocomm int8", averaged("ocomm_torch", "int8")),
     "int4": ("ocomm int4", averaged("ocomm_torch", "int4")),
@@ -220,7 +220,7 @@ METHODS: dict[str, tuple[str, Callable[[nn.Module, Loss, float | None], Step]]] 
 }
 #: Titles of methods: of those which the limit is for, and what the cost model calls some.
 COMPRESSED = tuple(METHODS[name][0] for name in ("onebit", "onebit-flat", "onebit-exact", "zero-one", "birder"))
-MODELLED = {"ocomm dense": "dense", "1-bit Adam": "hierarchical", "1-bit Adam, flat": "flat"}
+MODELLED = {DENSE: "dense", "1-bit Adam": "hierarchical", "1-bit Adam, flat": "flat"}
 OVERLAPPED = "limit, overlapped"
 #: In these no host adds up by itself first: where it has several ranks that is another method.
 FLAT = ("dense-flat", "onebit-flat")

@@ -21,6 +21,7 @@ SECTIONS = {
     "step-2hosts": "Two hosts",
     "step-2hosts-clipped": "Two hosts, gradients clipped",
     "step-2hosts-resnet": "Two hosts, ResNet-18",
+    "step-2hosts-codes": "Two hosts, gradients in 16, 8 and 4 bits",
     "step-2hosts-slots": "Two hosts of two ranks: flat and hierarchical",
     "step-4hosts": "Four hosts",
     "step-1host": "One host, no shaped link",

@@ -33,6 +33,8 @@ SKIPPED = 77
 MARK = "<!-- measured -->"
 #: What tables and pictures compare with: training without communication, and torch's.
 LOCAL, DDP = "local", "DDP fp32"
+#: What dense averages of ocomm's are called.
+DENSE = "ocomm dense"
 
 #: Of one rate: ranks, rate, parameters, rows, and what else the benchmark has to say.
 Result = dict[str, Any]

@@ -25,13 +25,13 @@ from benchmarks import plots
 from benchmarks.step import METHODS as STEP_METHODS
 from benchmarks.time_to_loss.losses import ADAM, EVERY, RESULTS, stored
 from benchmarks.time_to_loss.methods import METHODS, Method
+from benchmarks.turns import DENSE, LOCAL
 from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
 
 STEPS_FILE = RESULTS / "steps.json"
 #: Fractions above Adam's final loss.
 MARGINS = (0.005, 0.01, 0.03)
-LOCAL = STEP_METHODS["local"][0]
-DENSE, WARM_8 = STEP_METHODS["dense"][0], STEP_METHODS["onebit-warm-8"][0]
+WARM_8 = STEP_METHODS["onebit-warm-8"][0]
 #: torch's averages of parameters are not measured: they take as long as their bytes, without anything else.
 AVERAGED = "average"
 #: By a method's ``steps_of`` and the kind of a step: the measured rows whose exposed times add up to those of the step.
