@@ -191,6 +191,9 @@ def main() -> int:
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER")
     args = parser.parse_args()
     runs = {task: runs for task, runs in stored()["runs"].items() if runs.get(ADAM)}
+    if not runs or not STEPS_FILE.exists():
+        print(f"{RESULTS} has no losses or no step times yet: make time-to-loss FULL=1 measures both", file=sys.stderr)
+        return 1
     steps = json.loads(STEPS_FILE.read_text())
     measured = networks(steps["results"])
     text = tables(runs, measured)
