@@ -30,9 +30,9 @@ def test_the_page_has_the_table() -> None:
 def test_each_combination_trains_as_alone_or_says_why_not(row: Row, tmp_path: Path) -> None:
     package = PACKAGES.get(row.trainer)
     if package and find_spec(package) is None:
-        pytest.skip(f"no {package}: pip install 'ocomm[lightning,transformers]'")
+        pytest.skip(reason=f"no {package}: pip install 'ocomm[lightning,transformers]'")
     if row.launcher in OF_MPICH and not (MPICH / "lib").is_dir():
-        pytest.skip("no MPICH: make test-mpich installs one")
+        pytest.skip(reason="no MPICH: make test-mpich installs one")
     own = ([sys.executable], without_launcher())
     launcher = {**launchers(2), "Lightning's own": own}[row.launcher]
     done = run_by(launcher, SCRIPT, str(tmp_path), row.trainer, row.optimizer, row.how)
