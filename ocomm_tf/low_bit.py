@@ -27,7 +27,7 @@ from ocomm.types import Flag
 from ocomm_tf import engine, mpi_ops
 from ocomm_tf.compression import CodesCompressor
 from ocomm_tf.errors import of_tensorflow
-from ocomm_tf.naming import key_of, name_of
+from ocomm_tf.naming import key_of, name_of, unwrapped
 from ocomm_tf.order import wire_variables
 from ocomm_tf.ready import ReadyGradients
 
@@ -40,9 +40,16 @@ _known: weakref.WeakKeyDictionary[Session, dict[Hashable, CodedGradients]] = wea
 class CodedGradients(ReadyGradients):
     """Averages gradients of a list of variables."""
 
-    def implementation(self) -> str:
-        """Returns words that say how dense steps round; ours, because others make the steps."""
-        return "ocomm"
+    #: Those whose gradients it averages. A new variable may have the number of one that is gone, on some ranks only.
+    _variables: Sequence[weakref.ref[Any]] = ()
+
+    def follow(self, variables: Sequence[Any]) -> None:
+        """Notes that it averages gradients of ``variables``, while they live."""
+        self._variables = [weakref.ref(unwrapped(variable)) for variable in variables]
+
+    def is_of(self, variables: Sequence[Any]) -> bool:
+        """Returns True if these are the variables that it follows."""
+        return all(own() is unwrapped(variable) for own, variable in zip(self._variables, variables, strict=True))
 
     def groups(self) -> list[Group]:
         """Returns one group of all tensors: nothing depends on its settings."""
@@ -143,7 +150,7 @@ def coded(
     number = process_set.number(session)
     key = what, number, bits, tuple((key_of(v), tuple(v.shape)) for v in variables)
     found = _known.setdefault(session, {}).get(key)
-    if found is None:
+    if found is None or not found.is_of(variables):
         for variable in variables:
             if tf.as_dtype(variable.dtype).base_dtype not in _DTYPES:
                 raise InvalidRequestError(
@@ -157,6 +164,7 @@ def coded(
             return GradientDriver(session, number, frontend.specs, frontend, core, options, Common())
 
         found = _known[session][key] = CodedGradients(wire_variables(variables, None, names()), process_set, make)
+        found.follow(variables)
         found.connect(session)
     elif found.runtime is not session.runtime:
         found.connect(session)

@@ -14,6 +14,11 @@ def name_of(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name)
 
 
+def unwrapped(variable: Any) -> Any:
+    """Returns TensorFlow's variable, also where Keras wraps it."""
+    return variable.value if hasattr(variable, "path") else variable
+
+
 def key_of(variable: Any) -> int:
     """Returns a number that a variable has alone while it is alive, also where Keras wraps it."""
-    return id(variable.value if hasattr(variable, "path") else variable)
+    return id(unwrapped(variable))

@@ -102,6 +102,24 @@ def test_a_tape_made_anew_in_each_step_keeps_its_errors(in_graph: bool) -> None:
     run_ranks(2, body)
 
 
+def test_new_variables_with_the_numbers_of_old_ones_begin_without_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ocomm_tf.low_bit.key_of", lambda variable: 0)
+
+    def body(session: Session) -> None:
+        for _ in range(2):
+            law = Simulation(2, 8)
+            own = [tf.Variable(np.ones(shape, np.float32), name=f"v{n}") for n, shape in enumerate(SHAPES)]
+            for step in range(1, 4):
+                with tf.GradientTape() as tape:
+                    factors = gradients(step, hvd.rank())
+                    loss = sum(tf.reduce_sum(v * f) for v, f in zip(own, factors, strict=True))
+                found = hvd.DistributedGradientTape(tape, compression=hvd.Compression.int8).gradient(loss, own)
+                for average, wanted in zip(found, law.averages(step), strict=True):
+                    assert np.array_equal(average.numpy(), wanted)
+
+    run_ranks(2, body)
+
+
 def test_a_run_goes_on_in_every_bit() -> None:
     def body(session: Session) -> None:
         optimizer, own = made(4)
