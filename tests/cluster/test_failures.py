@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 PRELUDE = """
-import os, signal, sys, time
+import contextlib, os, signal, sys, time
 import numpy as np
 from ocomm import bootstrap, session
 from ocomm.negotiation.request import Kind, Request
@@ -36,19 +36,25 @@ def say(text):
     with open(os.environ["SAID"], "a") as file:  # a launcher that ends a job may lose what its ranks have printed
         file.write(text + "\\n")
 
+@contextlib.contextmanager
+def saying_errors():
+    try:
+        yield
+    except Exception as error:
+        say(f"rank {session.current().require_topology().rank}: {type(error).__name__}: {error}")
+        raise
+
 def started():
     bootstrap.initialize()
-    for _ in range(5):
-        allreduce()
+    with saying_errors():  # a peer may have its result, and be gone, while this rank still waits for its own
+        for _ in range(5):
+            allreduce()
     return session.current().require_topology().rank
 
 def train():
-    try:
+    with saying_errors():
         while True:
             allreduce()
-    except Exception as error:
-        say(f"rank {rank}: {type(error).__name__}: {error}")
-        raise
 """
 
 
@@ -260,7 +266,9 @@ if __name__ == "__main__":
         " processes that the launcher started are ranks.",
         "spawn: LaunchError: init() was called in process CHILD, which multiprocessing started from process RANK. Only"
         " the processes that the launcher started are ranks: keep init() and the training code under"
-        " `if __name__ == '__main__':`, and out of what worker processes import.",
+        " `if __name__ == '__main__':`, and out of what worker processes import. If this process is a rank that a"
+        " notebook's launcher started, make its process group first, by Accelerator() or"
+        " torch.distributed.init_process_group(), or call init(store=...).",
     ]
 
 
