@@ -302,7 +302,9 @@ class OrderedChannel:
         if ticket.state < State.DONE:
             late = [self.ranks[rank] for rank in self._channel.waiting_for()]
             self._channel.abandon()
-            raise StallError(f"{what} was not over after {seconds:g} s; rank(s) {late} have not sent their part.")
+            raise StallError(
+                f"{what} was not over within the timeout of {seconds:g} s; rank(s) {late} have not sent their part."
+            )
 
     def _differ(self, ticket: Ticket, call: Call) -> OcommError:
         return MismatchError(

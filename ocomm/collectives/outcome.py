@@ -63,7 +63,7 @@ def explain(
                 if late
                 else f"{device} has not finished"
             )
-            return StallError(f"{what} was not over after {timeout_s:.0f} s; {why}.")
+            return StallError(f"{what} was not over within its timeout of {timeout_s:.0f} s; {why}.")
         case State.TASK_ERROR:
             failure = next(iter(ticket.plan.failures()), None)
             error = HorovodInternalError(f"{what}: the device failed: {failure}")
