@@ -81,7 +81,9 @@ def initialize(
         raise LaunchError(
             f"init() was called in process {os.getpid()}, which multiprocessing started from process "
             f"{os.getppid()}. Only the processes that the launcher started are ranks: keep init() and the training "
-            "code under `if __name__ == '__main__':`, and out of what worker processes import."
+            "code under `if __name__ == '__main__':`, and out of what worker processes import. If this process is a "
+            "rank that a notebook's launcher started, make its process group first, by Accelerator() or "
+            "torch.distributed.init_process_group(), or call init(store=...)."
         )
     launch = read_launch(os.environ)
     if launch is None and is_gloo_launch(os.environ):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.jobs import MPICH, launchers, run_by, run_job
+from tests.cluster.jobs import LIMIT_S, MPICH, launchers, run_by, run_job, without_launcher
 
 HAS_PACKAGES = bool(find_spec("transformers") and find_spec("accelerate"))
 pytestmark = [
@@ -229,3 +231,36 @@ def test_the_example_learns(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     losses = [float(line.split("'loss': '")[1].split("'")[0]) for line in done.stdout.splitlines() if "'loss'" in line]
     assert losses[-1] < losses[0] - 0.5, losses
+
+
+LAUNCHED = """
+import accelerate
+
+def train():
+    accelerate.Accelerator(cpu=True)
+    import ocomm_torch as hvd
+    hvd.init()
+    assert hvd.allgather_object(hvd.rank()) == [0, 1]
+    print("RANK", hvd.rank(), flush=True)
+    hvd.shutdown()
+
+if __name__ == "__main__":
+    accelerate.notebook_launcher(train, num_processes=2)
+"""
+
+
+@pytest.mark.skipif(not (MPICH / "lib").is_dir(), reason="no MPICH: make test-mpich installs one")
+def test_accelerates_launcher_for_notebooks_starts_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env=without_launcher(),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("RANK")) == ["RANK 0", "RANK 1"]
