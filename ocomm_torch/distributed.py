@@ -26,7 +26,7 @@ from ocomm import session as sessions
 from ocomm.collectives import dense
 from ocomm.collectives.dense import Context
 from ocomm.collectives.plan import Plan, Stage
-from ocomm.errors import InvalidRequestError, OcommError, StallError, UnsupportedError
+from ocomm.errors import InvalidRequestError, MismatchError, OcommError, StallError, UnsupportedError
 from ocomm.kernels.base import Bytes
 from ocomm.kernels.reference import reject_unsupported
 from ocomm.operations import global_process_set
@@ -284,7 +284,9 @@ class _Messages:
             for handle in self._handles:
                 handle.wait(limit)
         except TimeoutError:
-            self.error = StallError(f"{self._what} was not over after {limit:g} s; the other rank has not come.")
+            self.error = StallError(
+                f"{self._what} was not over within the timeout of {limit:g} s; the other rank has not come."
+            )
             raise self.error from None
         except OcommError as error:
             self.error = error
@@ -534,6 +536,8 @@ class OcommProcessGroup(ProcessGroup):
         op = _op_of(opts)
         if op in _BITWISE:
             return self._bitwise(tensors, _BITWISE[op], operation)
+        if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
+            return self._sparse_sum(tensors[0], op, tensors)
         reduction, dtype = _reduction(op, tensors, operation)
         outs = [_Out(tensor, operation) for tensor in tensors]
         buffers = [out.bytes for out in outs]
@@ -561,6 +565,49 @@ class OcommProcessGroup(ProcessGroup):
         sources = [_bytes(_host(tensor, operation).contiguous()) for tensor in tensors]
         targets = [_bytes(rows) for rows in gathered]
         return self._start(call, sources, targets, _gather_equal, tensors, Combined())  # type: ignore[arg-type]
+
+    def _sparse_sum(self, tensor: Tensor, op: Any, result: list[Tensor]) -> Work:
+        """Starts a sum of sparse COO tensors: every rank gathers the elements of all ranks, and adds them by itself.
+
+        Waits until all ranks have said how many elements they have, because plans are of known sizes.
+        """
+        operation = "allreduce of sparse tensors"
+        if op != _TORCH_OP.SUM or not tensor.is_cpu:
+            raise NotImplementedError(
+                f"{operation}: backend 'ocomm' has sums of tensors of the CPU, not {op} of tensors of {tensor.device}; "
+                "call to_dense()."
+            )
+        mine = tensor.detach().coalesce()
+        form = torch.tensor([mine.sparse_dim(), *mine.shape, mine.values().shape[0]])
+        forms = torch.empty((self._size, len(form)), dtype=form.dtype)
+        self._gather_all(f"form of an {operation}", [form], [forms], []).wait()
+        for rank, other in enumerate(forms[:, :-1].tolist()):
+            if other != form[:-1].tolist():
+                raise MismatchError(
+                    f"{operation}: rank {self._ranks[self._rank]} has shape {tuple(mine.shape)}, of which "
+                    f"{mine.sparse_dim()} sparse dimensions; rank {self._ranks[rank]} {tuple(other[1:])}, of which "
+                    f"{other[0]}. All ranks must have the same."
+                )
+        counts: list[int] = forms[:, -1].tolist()
+        sources = [mine.indices().t().contiguous(), mine.values().contiguous()]
+        gathered = [torch.empty((sum(counts), *source.shape[1:]), dtype=source.dtype) for source in sources]
+        widths = [rows[:1].nbytes for rows in gathered]
+
+        class Summed:
+            def store(self) -> None:
+                indices, values = gathered
+                with torch.no_grad():
+                    tensor.copy_(
+                        torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
+                    )
+
+        def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+            each = zip(sources, targets, widths, strict=True)
+            return dense.allgather(context, [(s, t, [n * width for n in counts]) for s, t, width in each])
+
+        call = Call(operation, _dtype(mine.values()), tuple(counts), ReduceOp.SUM.label)
+        buffers = [_bytes(source) for source in sources], [_bytes(rows) for rows in gathered]
+        return self._start(call, *buffers, build, result, Summed())  # type: ignore[arg-type]
 
     def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = None, *_: Any) -> Work:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)

@@ -110,7 +110,8 @@ if rank == 0:
 dist.barrier()
 said("meta", lambda: dist.all_reduce(torch.ones(4, device="meta")))
 said("any", lambda: dist.recv(ones))
-said("sparse", lambda: dist.all_reduce(torch.eye(3).to_sparse()))
+said("sparse", lambda: dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX))
+said("shapes", lambda: dist.all_reduce(torch.eye(3 + rank).to_sparse()))
 said("bits", lambda: dist.all_reduce(ones, dist.ReduceOp.BAND))
 group = both()
 if rank == 0:
@@ -156,7 +157,8 @@ def test_what_ranks_do_not_do_alike_is_an_error_that_names_them(
             "message": ["MismatchError", "from rank 1 to rank 0", "(16,)", "(20,)"],
             "meta": ["NotImplementedError", "meta", "nccl"],
             "any": ["NotImplementedError", "any source"],
-            "sparse": ["UnsupportedError", "to_dense()"],
+            "sparse": ["NotImplementedError", "MAX", "to_dense()"],
+            "shapes": ["MismatchError", "rank 0", "(3, 3)", "rank 1", "(4, 4)"],
             "bits": ["InvalidRequestError", "integers and bool, not float32"],
             "destroyed": ["InvalidRequestError", "destroyed"],
             "mixed": ["NotImplementedError", "cuda:nccl would not be used"],

@@ -113,6 +113,18 @@ def coalesced() -> list[Tensor]:
     return [*tensors, *later, polled, chained.wait()]
 
 
+@feature("allreduce of sparse tensors")
+def sparse() -> list[Tensor]:
+    rank = dist.get_rank()
+    found = []
+    for rows, dense_shape in ((rank + 1, ()), (2 * rank, (3,)), (0, (2, 2)), (40_000, ())):
+        indices = torch.randint(50, (2, rows), generator=torch.Generator().manual_seed(rank))
+        tensor = torch.sparse_coo_tensor(indices, mine(rows, *dense_shape), (50, 50, *dense_shape))
+        dist.all_reduce(tensor)
+        found.append(tensor.to_dense())
+    return found
+
+
 @feature("broadcast and reduce")
 def broadcasts() -> list[Tensor]:
     found = []
@@ -286,6 +298,19 @@ class Forked(nn.Module):
 def ddp_unused() -> list[Tensor]:
     network = DistributedDataParallel(Forked(), find_unused_parameters=True)
     return [*train(network, torch.optim.SGD(network.parameters(), 0.1), 4), *numbers(network)]
+
+
+@feature("DDP: sparse gradients")
+def ddp_sparse() -> list[Tensor]:
+    torch.manual_seed(9)
+    network = DistributedDataParallel(nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 4)))
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        words = torch.randint(20, (5,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        F.mse_loss(network(words), mine(5, 4, seed=step)).backward()
+        optimizer.step()
+    return numbers(network)
 
 
 @feature("DDP: fp16 hook")
