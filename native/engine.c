@@ -712,6 +712,16 @@ static int retire(ocomm_channel *channel, slot *s) {
     return 1;
 }
 
+/* Returns 1 if a segment that is under way uses the memory of the plan's next one. */
+static int is_lane_taken(const ocomm_channel *channel, const ocomm_plan *plan) {
+    for (int32_t i = 0; i < channel->window && plan->lanes; i++) {
+        const slot *s = &channel->slots[i];
+        if (s->in_use && s->plan == plan && s->segment <= plan->segments_started - plan->lanes)
+            return 1;
+    }
+    return 0;
+}
+
 /* Starts segments while the window has room; returns what moved. */
 static int fill_window(ocomm_channel *channel) {
     int moved = 0;
@@ -725,7 +735,7 @@ static int fill_window(ocomm_channel *channel) {
             plan = plan->next;
         int closed = plan && plan->segments_started >= plan->open_segments; /* later plans wait, too */
         pthread_mutex_unlock(&channel->engine->lock);
-        if (!plan || closed)
+        if (!plan || closed || is_lane_taken(channel, plan))
             break;
         memset(s, 0, sizeof *s);
         s->in_use = 1;

@@ -151,6 +151,7 @@ typedef struct ocomm_plan {
     const ocomm_stage *stages;
     const ocomm_segment *segments;
     int32_t segment_count;
+    int32_t lanes;              /* segment k uses the memory of segment k - lanes, which must be over; 0: its own */
     int32_t notify;             /* ocomm_engine_run returns OCOMM_COMPLETED when it is over */
     int32_t open_segments;               /* number of segments that may start, set by ocomm_open */
     int64_t timeout_ns;         /* from the submission or the last ocomm_open; 0 for none */

@@ -226,6 +226,7 @@ class Flag(enum.IntFlag):
     RAISED = 8  # this rank raised an exception between backward and step()
     UNHANDED = 16  # a gradient came after its bucket had been posted (second backward)
     EDITED = 32  # beside CHANGED: the script has changed a gradient, and no GradScaler
+    AVERAGE = 64  # an average that this rank alone has is NaN or Inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ class AdamWrapper(CompressedOptimizer):
     """
 
     _driver: AdamDriver
+    #: Whether owners make dense steps, as ``training.onebit_adam.AdamFrontend`` says; None: there are no such steps.
+    shard_state: bool | Literal["auto"] | None = None
     refused_options = ("amsgrad", "maximize", "capturable", "differentiable")
 
     def __init__(
@@ -127,9 +129,20 @@ class AdamWrapper(CompressedOptimizer):
         assert moments is not None
         return moments
 
+    def adopt(self, tensor: int, momentum: Floats, variance: Floats, step: int) -> None:
+        """Copies m and v, flat in the order of the wire, as those of a tensor after ``step`` steps."""
+        own = self.started(tensor)
+        own[0][:], own[1][:] = momentum, variance
+        self.state[self._parameters[tensor]]["step"] = torch.tensor(float(step))
+
     def release(self, tensor: int) -> None:
         """Frees a tensor's m and v."""
         del self.state[self._parameters[tensor]]
+
+    def _without_shards(self, state: Any, saved: Mapping[str, Any]) -> Any:
+        shards = saved.get("core", {}).get("sharded", {})
+        numbers = {number for number, name in enumerate(self._names) if name in shards}
+        return {number: entry for number, entry in state.items() if number not in numbers}
 
     def _check_plain(self, plain: Mapping[str, Any]) -> dict[int, Any]:
         return self._check_adam(plain, "the state_dict")
@@ -189,9 +202,16 @@ class AdamWrapper(CompressedOptimizer):
             ``"run"``: a text, the same on all ranks.
 
         Raises:
-            InvalidRequestError: Two stages have a parameter of the same name; or a step is under way.
+            InvalidRequestError: Two stages have a parameter of the same name; or a step is under way; or m and v are
+                sharded.
         """
         self._driver.require_idle("dense_state_dict")
+        sharded = self._driver.core.sharded
+        if sharded is not None and sharded.steps.any():
+            raise InvalidRequestError(
+                f"{self._driver.name}: dense_state_dict() needs whole m and v, and with shard_state each rank has its "
+                "part until the warm-up is over. Save state_dict() and, on every rank, rank_state_dict()."
+            )
         full = self.state_dict()
         taken = set(self._driver.taken_over(to_numpy(full["ocomm"])))
         masters, state = full["ocomm"]["masters"], {}

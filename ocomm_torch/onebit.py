@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ocomm.api import Average
+from ocomm.errors import SettingsError
 from ocomm.kernels.base import Floats
 from ocomm.optim import onebit_adam as optim
 from ocomm.optim.adam import DenseAdam
@@ -25,7 +26,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@documented(OneBitAdamOptions)
+@documented(
+    OneBitAdamOptions,
+    shard_state="True: in the warm-up each of n ranks has m and v of 1/n of all elements, makes their steps, and "
+    "sends the new parameters in the place of averages (docs/parallel.md). Steps are computed in ocomm's arithmetic, "
+    'and m and v saved in ``rank_state_dict()``. ``"auto"``: the same where it is possible and there are several '
+    "ranks. False: all ranks make the wrapped optimizer's own steps of all elements.",
+)
 class OneBitAdam(AdamWrapper):
     """Data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per parameter and direction.
 
@@ -62,6 +69,7 @@ class OneBitAdam(AdamWrapper):
         scale: Literal["l1", "rms"] = "rms",
         variance_floor: float = 0.05,
         dense_bits: Literal[32, 16, 8, 4] = 32,
+        shard_state: bool | Literal["auto"] = False,
         overlap: bool = True,
         mask_refresh: int = 100,
         max_grad_norm: float | None = None,
@@ -77,6 +85,9 @@ class OneBitAdam(AdamWrapper):
         data: str | None = None,
     ) -> None:
         chosen = OneBitAdamOptions.of(locals()), Common.of(locals())
+        if shard_state not in (True, False, "auto"):
+            raise SettingsError(f"shard_state must be True, False or 'auto', got {shard_state!r}")
+        self.shard_state = shard_state
         super().__init__(optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen, warm_start)
 
     # For the driver

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import time
 import warnings
 import weakref
 from collections import deque
@@ -137,6 +138,8 @@ class _DistributedOptimizer(NamesParameters):
             deque()
         )  # started and not submitted: copies of a GPU's gradients
         self._callback_queued = False
+        #: When the last backward pass that exchanged had computed all gradients; None before it.
+        self.backward_ended: float | None = None
         self._busy = False
         self._synchronized = False  # by a call of synchronize()
         self._averaged = False  # every gradient is the average, for whatever reason
@@ -299,6 +302,7 @@ class _DistributedOptimizer(NamesParameters):
         """Submits what is left before any optimizer waits, because gradients may come in another order on other
         ranks.
         """
+        self.backward_ended = time.perf_counter()
         if self._partial:
             partial = [p for p in self._hooked if p in self._partial]
             self._add_up(partial)
@@ -563,6 +567,11 @@ class _DistributedOptimizer(NamesParameters):
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = groups
+
+    @property
+    def has_averaged(self) -> bool:
+        """True if every gradient is the average already."""
+        return self._averaged
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:

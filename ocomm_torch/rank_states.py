@@ -32,6 +32,10 @@ class HasRankState(CollectiveStep):
         """
         raise NotImplementedError
 
+    def disconnect(self) -> None:
+        """Leaves the wrapped optimizer and the parameters to another optimizer: removes all hooks. Not collective."""
+        raise NotImplementedError
+
     def rank_state_dict(self) -> dict[str, Any]:
         """Returns what only this rank has."""
         raise NotImplementedError

@@ -181,6 +181,70 @@ def dense_segment(
     return stages, staging.memory
 
 
+def scatter_segment(
+    staging: Staging, segment_header: SegmentHeader, gradients: Table, averages: Callable[[int, int], Bytes]
+) -> list[Stage]:
+    """Returns the stages in which the owners of a segment's blocks average float32 gradients: the first half of a
+    sharded dense step, in the flat form.
+
+    The layout of ``staging`` has blocks of ``FLOAT32``. Gradients are read from the addresses in ``gradients``.
+    ``averages(owned, numel)`` returns the memory for that many elements of this rank's blocks, from place ``owned`` on,
+    to which their averages go: sums in the order of ranks, times float32(1/n).
+    """
+    layout, route = staging.layout, staging.route
+    assert isinstance(layout, SegmentLayout) and layout.nodes.is_flat
+    scatter = route.scatter()
+    segment_header.received = route.rows
+    check = segment_header.check if layout.nodes.groups == 1 else segment_header.check_and_pass_on
+    pack = loop(Kernels.gather, None, _runs_of(layout.blocks), gradients, staging.send)
+    scatter[0].compute[:0] = [pack, segment_header.write(staging.messages)]
+    sums: list[Computation] = []
+    for first, owned, numel in _adjacent(layout.owned_blocks):
+        start = first - layout.message_start[layout.rank]
+        payload = [row[start : start + 4 * numel] for row in route.rows]
+        out = averages(owned, numel)
+        sums.append(loop(Kernels.reduce, None, DType.FLOAT32, ReduceOp.AVERAGE, payload, 1.0, 1.0 / len(payload), out))
+    return [*scatter, Stage([check(route.rows), *sums])]
+
+
+def gather_segment(staging: Staging, tensors: Table) -> list[Stage]:
+    """Returns the stages in which each rank sends the float32 elements of the blocks that it owns to all others, in the
+    flat form. They have no headers.
+
+    Elements are read from the addresses in the column ``grad`` of ``tensors``, and those of others are written there.
+    """
+    layout, send = staging.layout, staging.send
+    assert isinstance(layout, SegmentLayout) and layout.nodes.is_flat
+    gather = staging.route.gather(send)
+    is_mine = layout.blocks["owned"] >= 0
+    gather[0].compute.insert(0, loop(Kernels.gather, None, _runs_of(layout.blocks[is_mine]), tensors, send))
+    return [*gather, Stage([loop(Kernels.scatter, None, _runs_of(layout.blocks[~is_mine]), tensors, send)])]
+
+
+def _runs_of(blocks: Table) -> Table:
+    """Returns a RUN table of blocks of ``FLOAT32``, with their positions in the packed buffer."""
+    runs = np.zeros(blocks.size, RUN)
+    for field in ("tensor", "start", "length"):
+        runs[field] = blocks[field]
+    runs["position"] = blocks["bits"] // 4
+    return runs
+
+
+def _adjacent(blocks: Table) -> list[tuple[int, int, int]]:
+    """Returns runs of owned blocks that are adjacent both in the message and in the owner's buffers: (position in the
+    packed buffer in bytes, ``owned``, number of elements).
+    """
+    found: list[tuple[int, int, int]] = []
+    for bits, owned, length in zip(*(blocks[name].tolist() for name in ("bits", "owned", "length")), strict=True):
+        if found:
+            first, place, numel = found[-1]
+            if (bits, owned) == (first + 4 * numel, place + numel):
+                found[-1] = first, place, numel + length
+                continue
+        found.append((bits, owned, length))
+    return found
+
+
 def _cut(runs: Table, parts: Sequence[tuple[int, int]]) -> Table:
     """Returns ``runs``, adjacent in the message, cut where a part begins: (its first element, its position in the
     message).

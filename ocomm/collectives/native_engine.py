@@ -167,6 +167,7 @@ class _CompiledPlan:
         row.stages = ffi.cast("ocomm_stage *", _address(self.stages))
         row.segments = ffi.cast("ocomm_segment *", _address(self.segments))
         row.segment_count = len(self.segments) // 2
+        row.lanes = plan.lanes
 
     def row(self, notify: bool, timeout_s: float, segments: int | None) -> Any:
         """Returns the C row of one submission."""

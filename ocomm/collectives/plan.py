@@ -200,11 +200,15 @@ class Stage:
 class Plan:
     """``segments[k]`` is a list of stages. ``name`` is for messages to people; ``keepalive`` keeps borrowed memory
     alive.
+
+    With ``lanes`` segments share memory: segment k uses that of segment k - ``lanes``, and starts when that is over. 0:
+    each has its own.
     """
 
     name: str
     segments: list[list[Stage]]
     keepalive: list[Any] = field(default_factory=list)
+    lanes: int = 0
 
     def __post_init__(self) -> None:
         if not self.segments:  # of empty tensors; a plan without segments would never end

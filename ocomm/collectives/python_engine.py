@@ -222,7 +222,14 @@ class PythonChannel:
         with self.engine.lock:
             ticket = next((t for t in self.queue if t.started_segments < len(t.plan.segments)), None)
         # Later plans wait for one that is not opened yet, because the order is the same on all ranks.
-        return ticket if ticket is not None and ticket.started_segments < ticket.open_segments else None
+        if ticket is None or ticket.started_segments >= ticket.open_segments or self._is_lane_taken(ticket):
+            return None
+        return ticket
+
+    def _is_lane_taken(self, ticket: PythonTicket) -> bool:
+        """Returns True if a segment that is under way uses the memory of the next one."""
+        lanes, following = ticket.plan.lanes, ticket.started_segments
+        return lanes > 0 and any(s.ticket is ticket and _number(s) <= following - lanes for s in self.active)
 
     def _start(self, ticket: PythonTicket) -> None:
         stages = ticket.plan.segments[ticket.started_segments]

@@ -51,5 +51,7 @@ SCALED_SIGNS = Codec("scaled signs", 1, _WHOLE_BLOCK)
 INT8 = Codec("int8", 8, GROUP)
 INT4 = Codec("int4", 4, GROUP)
 BFLOAT16 = Codec("bfloat16", 16, None)
+#: Dense values as they are, in blocks that have an owner.
+FLOAT32 = Codec("float32", 32, None)
 #: The format of dense values in fewer than 32 bits, by the number of bits.
 OF_BITS = {codec.bits: codec for codec in (BFLOAT16, INT8, INT4)}

@@ -10,6 +10,7 @@ import hashlib
 import heapq
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -462,6 +463,12 @@ class Layout:
         the workers: ``Nodes.sum_nbytes`` of the blocks' payload, with 1 bit sum (ceil(length/8) + 4).
         """
         return self.nodes.sum_nbytes(int(codec.payload_nbytes(self.blocks["length"]).sum()), rank)
+
+
+def all_blocks(layout: Layout, rank: int) -> Table:
+    """Returns the BLOCK table of the whole layout, for loops that do not use messages."""
+    segments = layout.segments(list(range(len(layout.tensors))), rank, sys.maxsize)
+    return segments[0].blocks if segments else np.zeros(0, BLOCK)
 
 
 def float_messages(rank: int, nodes: Nodes, header: int, numel: int) -> tuple[MessageLayout, dict[int, range]]:

@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ocomm.compression.layout import Layout
+from ocomm.compression.layout import Layout, all_blocks
 from ocomm.kernels.base import TENSOR, Floats, Kernels, Table, aligned_zeros
-from ocomm.optim.core import all_blocks
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ one-element arrays.
 from __future__ import annotations
 
 import abc
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,11 +29,12 @@ from ocomm.collectives.compressed import NodeSum
 from ocomm.collectives.plan import Computation, loop
 from ocomm.compression.codecs import SCALED_SIGNS
 from ocomm.compression.layout import Layout, SegmentLayout
-from ocomm.kernels.base import BLOCK, PAGE_NUMEL, TENSOR, Bytes, Floats, Kernels, Memory, Table, sparse_zeros
+from ocomm.kernels.base import PAGE_NUMEL, TENSOR, Bytes, Floats, Kernels, Memory, Table, sparse_zeros
 from ocomm.kernels.device import DeviceArray
 from ocomm.optim.dense_codes import DenseCodes, DenseOptions
 from ocomm.optim.feedback import Errors
 from ocomm.optim.options import Options
+from ocomm.optim.sharded import MOMENTS, ShardedAdam
 
 Flags = NDArray[np.uint32]
 Bools = NDArray[np.bool_]
@@ -140,6 +140,8 @@ class Core(abc.ABC):
         self.dense_codes: DenseCodes | None = None
         if isinstance(options, DenseOptions) and options.dense_bits < 32:
             self.dense_codes = DenseCodes(layout, rank, options.dense_bits, self.param_memory)
+        #: m and v of this rank's blocks, if owners make the dense steps; None: all ranks make all of them.
+        self.sharded: ShardedAdam | None = None
         #: Holds the frontend's tensors whose addresses are in ``tensors``. Plans keep it, with all that is in it then,
         #: because a plan may outlive its optimizer.
         self.borrowed: list[Any] = []
@@ -420,10 +422,18 @@ class Core(abc.ABC):
 
     def rank_state(self) -> dict[str, Any]:
         """Returns what the next steps need and only this rank has: copies of ``rank_buffers``."""
-        return {
+        state = {
             kind: {name: self._saved(buffer) for name, buffer in buffers.items()}
             for kind, buffers in self.rank_buffers().items()
         }
+        if self.sharded is not None and self.sharded.steps.any():
+            state["owner"].update({name: buffer.copy() for name, buffer in self.sharded.buffers().items()})
+        return state
+
+    @property
+    def needs_rank_state(self) -> bool:
+        """True if a state was loaded of which rank states have more than errors, so that they cannot begin at zero."""
+        return self.sharded is not None and self.sharded.is_due
 
     def _saved(self, buffer: Floats) -> Floats:
         """Returns a copy in the host's memory."""
@@ -440,10 +450,14 @@ class Core(abc.ABC):
         }
         for kind, own in self.rank_buffers().items():
             saved = state.get(kind, {})
-            if saved.keys() - {DENSE_ERROR} != own.keys() - {DENSE_ERROR}:  # dense_bits may be changed
+            # dense_bits may be changed, and shards are gathered or made where that is
+            others = {DENSE_ERROR, *MOMENTS}
+            if kind == "owner" and self.needs_rank_state and not {*MOMENTS} <= saved.keys():
+                raise ValueError("the run was sharded, and this has no m and v of the blocks that this rank owns")
+            if saved.keys() - others != own.keys() - others:
                 raise ValueError(f"need {kind} buffers {sorted(own)}, got {sorted(saved)}")
             for name, buffer in saved.items():
-                if buffer.size:
+                if buffer.size or name in MOMENTS:
                     flat_floats(buffer, numels[kind], f"{kind} buffer {name!r}")
                 if not np.isfinite(buffer).all():
                     raise ValueError(f"{kind} buffer {name!r} has NaN or Inf")
@@ -459,6 +473,9 @@ class Core(abc.ABC):
         dense = [saved[kind].pop(DENSE_ERROR, none) for kind in ("worker", "owner")]
         if self.dense_codes is not None:
             self.dense_codes.load(*dense)
+        moments = [saved["owner"].pop(name, none) for name in MOMENTS]
+        if self.sharded is not None:
+            self.sharded.load(*moments)
         for kind, own in self.rank_buffers().items():
             if any(buffer.size > own[name].size for name, buffer in saved[kind].items()):
                 self.allocate()
@@ -481,6 +498,8 @@ class Core(abc.ABC):
     def has_rank_state(self) -> bool:
         """True if there is state that only this rank has, or would be after a step."""
         if self.dense_codes is not None and self.dense_codes.codec.keeps_errors and self.exchange().dense.any():
+            return True
+        if self.sharded is not None and self.sharded.steps.any():
             return True
         return any(buffer.size for buffers in self.rank_buffers().values() for buffer in buffers.values())
 
@@ -512,6 +531,8 @@ class Core(abc.ABC):
             "server_error": self.errors.server_nbytes,
             "node_gradient": self._node_gradient_nbytes(),
             "dense_error": 0 if self.dense_codes is None else self.dense_codes.errors.nbytes,
+            "sharded_moments": 0 if self.sharded is None else self.sharded.nbytes,
+            "sharded_average": 0 if self.sharded is None else self.sharded.average.nbytes,
         }
 
 
@@ -530,9 +551,3 @@ def address(array: np.ndarray | None) -> int:
     if array is None:
         return 0
     return array.address if isinstance(array, DeviceArray) else int(array.__array_interface__["data"][0])
-
-
-def all_blocks(layout: Layout, rank: int) -> Table:
-    """Returns the BLOCK table of the whole layout, for loops that do not use messages."""
-    segments = layout.segments(list(range(len(layout.tensors))), rank, sys.maxsize)
-    return segments[0].blocks if segments else np.zeros(0, BLOCK)

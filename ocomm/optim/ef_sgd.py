@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from ocomm.collectives.plan import Loop, loop
-from ocomm.compression.layout import Layout
+from ocomm.compression.layout import Layout, all_blocks
 from ocomm.kernels.base import Bytes, Floats, Kernels, Table
-from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, address, all_blocks
+from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, address
 from ocomm.optim.options import Options
 
 

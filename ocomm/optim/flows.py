@@ -15,16 +15,19 @@ from ocomm.collectives.compressed import (
     compressed_segment,
     compressed_staging,
     dense_segment,
+    gather_segment,
     node_segment,
     node_staging,
+    scatter_segment,
 )
 from ocomm.collectives.engine import Ticket
+from ocomm.collectives.phases import Staging
 from ocomm.collectives.plan import Computation, Plan, Stage
 from ocomm.collectives.segment_header import SegmentHeaders
 from ocomm.collectives.staged import staged
-from ocomm.compression.codecs import SCALED_SIGNS, Codec
+from ocomm.compression.codecs import FLOAT32, SCALED_SIGNS, Codec
 from ocomm.compression.layout import SegmentLayout
-from ocomm.kernels.base import TENSOR, Bytes, Floats, Table
+from ocomm.kernels.base import ALIGNMENT, TENSOR, Bytes, Floats, HostMemory, Table, aligned, sparse_bytes
 from ocomm.kernels.device import DeviceArray
 from ocomm.optim.core import Core, Exchange, address
 from ocomm.optim.step_channel import Sent, StepChannel
@@ -32,6 +35,8 @@ from ocomm.optim.step_channel import Sent, StepChannel
 #: Limit for the number of buckets, and the least number of elements of a bucket. At 1 Gbit/s so many elements take as
 #: long as posting a bucket takes.
 BUCKETS, BUCKET_NUMEL = 8, 1 << 17
+#: Number of segments of a sharded exchange that have memory, which later ones use again: those in flight by default.
+LANES = 4
 #: Number of prepared plans that a flow keeps. Buffers alternate, so two are used in turn.
 _KEPT_PLANS = 4
 
@@ -261,6 +266,93 @@ class LowBitFlow(DenseFlow):
         return {"dense_staging": held + sum(sum(staging.held().values()) for staging in self._staging)}
 
 
+class _Lane(HostMemory):
+    """Memory of ``nbytes`` for the messages of one segment at a time; of 0 bytes, what a segment would need."""
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self.memory = aligned(nbytes)
+        self.used = 0
+
+    def staging(self, nbytes: int, *, headers_only: bool = False) -> Bytes:
+        del headers_only
+        start, self.used = self.used, self.used + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if self.used > self.memory.nbytes:
+            return sparse_bytes(nbytes)  # which is never written
+        return self.memory[start : start + nbytes]
+
+
+class Lanes:
+    """The memory of the messages of ``segments``: segment k has that of segment k - ``LANES`` (``Plan.lanes``)."""
+
+    def __init__(self, segments: Sequence[SegmentLayout]) -> None:
+        needed = [0] * LANES
+        for k, segment in enumerate(segments):
+            room = _Lane()
+            Staging(segment, room)
+            needed[k % LANES] = max(needed[k % LANES], room.used)
+        lanes = [_Lane(nbytes) for nbytes in needed]
+        #: The memory of each segment.
+        self.staging: list[Staging] = []
+        for k, segment in enumerate(segments):
+            lane = lanes[k % LANES]
+            lane.used = 0
+            self.staging.append(Staging(segment, lane))
+        self.memory = [lane.memory for lane in lanes]
+
+
+class Gathering:
+    """Sends what each rank owns of some tensors to all ranks: float32 elements, of the blocks of ``segments``."""
+
+    def __init__(self, core: Core, wire: StepChannel, segments: Sequence[SegmentLayout], lanes: Lanes) -> None:
+        self._wire = wire
+        self._places = np.zeros(len(core.layout.tensors), TENSOR)
+        stages = [gather_segment(staging, self._places) for staging in lanes.staging]
+        keeps = [core.borrowed, *lanes.memory]
+        self._prepared, self.sent = wire.prepare(Plan(f"{wire.name}: shards", stages, keeps, LANES))
+
+    def run(self, addresses: NDArray[np.uint64], what: str) -> None:
+        """Fills in, at the ``addresses`` of all tensors, what other ranks own. Collective; raises the error with which
+        it fails.
+
+        Args:
+            addresses: One address per tensor of the layout, of float32 elements with this rank's part.
+            what: Names it in messages.
+        """
+        self._places["grad"] = addresses
+        self._wire.run(self._prepared, what)
+
+
+class ShardedFlow(DenseFlow):
+    """Averages in float32 for the owners of blocks alone, in ``core.sharded``, and later what they send back."""
+
+    compressor = "sharded"
+
+    def __init__(
+        self, core: Core, wire: StepChannel, groups: Sequence[list[int]], parts: Sequence[Sequence[SegmentLayout]]
+    ) -> None:
+        assert core.sharded is not None
+        super().__init__(core, wire, groups, parts, np.zeros(0, TENSOR))
+        self._sharded = core.sharded
+        self._sharded.begin()
+        self._lanes = Lanes(self.segments)
+        #: What follows the vote: the owners send parameters.
+        self.gathering = Gathering(core, wire, self.segments, self._lanes)
+
+    def _plan(self) -> Plan:
+        gradients, averages = self.core.gradients, self._sharded.averages
+        stages = [
+            scatter_segment(staging, segment_header, gradients, averages)
+            for staging, segment_header in zip(self._lanes.staging, self.segment_headers, strict=True)
+        ]
+        return Plan(f"{self.wire.name}: dense", stages, [*self._lanes.memory, self._sharded.average], LANES)
+
+    def is_finite(self) -> bool:
+        return True  # each rank has said in the vote whether its averages are
+
+    def memory(self) -> dict[str, int]:
+        return {"dense_staging": sum(memory.nbytes for memory in self._lanes.memory)}
+
+
 class NodeFlow(Flow):
     """Sums inside nodes, in steps that the ranks of a node take by themselves."""
 
@@ -305,6 +397,8 @@ class Flows:
         #: nodes.
         self.local: list[int] = []
         self.node: NodeFlow | None = None
+        #: The flow of the step's sharded averages; None without any.
+        self.sharded: ShardedFlow | None = None
         #: The dense averages, flat float32, and the addresses of each tensor's part.
         self.averages: Floats = np.zeros(0, np.float32)
         self._addresses: Table = np.zeros(count, TENSOR)
@@ -356,10 +450,22 @@ class Flows:
             self.node = NodeFlow(self.core, self._wire, groups, self._segments(groups, self.segment_nbytes))
         chosen = (compressed.any(), self.compressed), (dense.any(), self.dense), (True, self.node)
         self.flows = [flow for travels, flow in chosen if travels and flow is not None]
+        self.sharded = next((flow for flow in self.flows if isinstance(flow, ShardedFlow)), None)
         self._exchange, self._wanted = exchange, wanted
         return True
 
     def _arrange_dense(self, dense: NDArray[np.bool_]) -> None:
+        sharded = self.core.sharded
+        if sharded is not None:
+            self.dense = None
+            if dense.any():
+                groups = self._cut(dense)
+                self.dense = ShardedFlow(
+                    self.core, self._wire, groups, self._segments(groups, self.segment_nbytes, FLOAT32)
+                )
+            else:
+                sharded.end()
+            return
         self.averages = self.core.param_memory.zeros(self.layout.flat_numel if dense.any() else 0)
         self._addresses["grad"] = address(self.averages) + 4 * self.layout.offsets.astype(np.uint64)
         self.dense = None
@@ -374,6 +480,11 @@ class Flows:
                 where = self._addresses, self.averages
                 self.dense = LowBitFlow(self.core, self._wire, groups, parts, *where)
             self.dense.keeps.append(self.averages)
+
+    def gathering_of(self, tensor: int) -> Gathering:
+        """Returns what sends a tensor's parts to all ranks, once."""
+        segments = self.layout.segments([tensor], self.core.rank, self.segment_nbytes, FLOAT32)
+        return Gathering(self.core, self._wire, segments, Lanes(segments))
 
     def _cut(self, wanted: NDArray[np.bool_]) -> list[list[int]]:
         """Returns at most ``bucket_count`` runs of the wanted tensors; a small model is one run."""

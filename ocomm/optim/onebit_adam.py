@@ -12,7 +12,7 @@ changed.
 
 Memory per parameter, besides the parameter and its gradient, for n ranks (``memory`` gives the real numbers):
 
-    warm-up      nothing: m and v (8 B) belong to the wrapped optimizer
+    warm-up      nothing: m and v (8 B) belong to the wrapped optimizer; with shards 8/n B of them, and averages 4/n B
     compressed   denominator 4 B, worker's error 2 * 4 B, server's error 2 * 4/n B, packed momentum 2 * 1/8 B;
                  mask 1/8 B if an element is masked. m and v may be freed by the wrapped optimizer.
     in between   m (4 B), borrowed from the frontend until the first committed compressed step
@@ -333,12 +333,15 @@ class OneBitAdam(Core):
 
     def state(self) -> dict[str, Any]:
         """Returns counters, and all but the momentum of each compressed tensor: ``denominator`` (float32, numel),
-        ``mask`` (uint8 bits), ``block_root`` (float32, blocks), ``eps``.
+        ``mask`` (uint8 bits), ``block_root`` (float32, blocks), ``eps``. With shards also the step counts of tensors in
+        warm-up, ``sharded``.
         """
         names = [spec.name for spec in self.layout.tensors]
         compressed = np.flatnonzero(self.stage == Stage.COMPRESSED).tolist()
+        sharded = {} if self.sharded is None else {"sharded": self.sharded.state()}
         return {
             **super().state(),
+            **sharded,
             "compressed_steps": self.compressed_steps,
             "refreshed_at": self._refreshed_at,
             "woken": self.preconditioner.woken,
@@ -369,6 +372,8 @@ class OneBitAdam(Core):
         self._exchange = None
         self.preconditioner.masked[:] = 0
         super().load_state(state)
+        if self.sharded is not None:
+            self.sharded.load_state(state.get("sharded", {}))
         for tensor, tensor_state in tensors.items():
             self.preconditioner.load_tensor_state(tensor, tensor_state)
             self._begin(tensor, int(self.steps[tensor]), borrowed[tensor])

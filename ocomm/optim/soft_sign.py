@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from ocomm.collectives.plan import Computation, loop
-from ocomm.compression.layout import Layout, SegmentLayout
+from ocomm.compression.layout import Layout, SegmentLayout, all_blocks
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import Bytes, Floats, Kernels, Table
-from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, address, all_blocks
+from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, address
 from ocomm.optim.options import Options, option
 
 EPS = 1e-12

@@ -25,7 +25,7 @@ from ocomm.errors import HorovodInternalError, NonFiniteError, OcommError
 from ocomm.kernels.base import Floats
 from ocomm.optim.buckets import Buckets, Locate
 from ocomm.optim.core import Bools, Core, address
-from ocomm.optim.flows import BUCKETS, Flows
+from ocomm.optim.flows import BUCKETS, Flows, ShardedFlow
 from ocomm.optim.grid import EARLY, FINAL, GridVote
 from ocomm.optim.replicas import ReplicaWindows
 from ocomm.optim.step_channel import Sent, StepChannel
@@ -36,7 +36,7 @@ from ocomm.types import Flag
 _log = logging.getLogger("ocomm")
 #: Flags after which a step is exchanged again, and flags after which it is over.
 _AGAIN, _OVER = int(Flag.CHANGED | Flag.UNHANDED), int(Flag.SKIP | Flag.RAISED)
-_NON_FINITE, _UNHANDED = int(Flag.NON_FINITE), int(Flag.UNHANDED)
+_NON_FINITE, _UNHANDED, _AVERAGE = int(Flag.NON_FINITE), int(Flag.UNHANDED), int(Flag.AVERAGE)
 
 
 class StepOutcome(enum.Enum):
@@ -218,7 +218,7 @@ class Stepper:
             announcement: The coordinator's announcement to all ranks.
             again: Called before a second attempt, to set the current hyperparameters.
             with_norm: Whether the vote also sets ``norm``.
-            with_average_norm: Whether the norm of the averages of all parts of a grid is set as ``norm``.
+            with_average_norm: Whether the norm of the averages, of all parts of a grid, is set as ``norm``.
 
         Raises:
             NonFiniteError: A gradient is not finite; on all ranks, nothing was changed.
@@ -234,7 +234,8 @@ class Stepper:
         try:
             had_overlap, first = self.overlap, 0
             for attempt in (0, 1):
-                heard = self._vote.hold(self._finish(attempt, hyper_now, lr, announcement), self.flows.flows, with_norm)
+                said = self._finish(attempt, hyper_now, lr, announcement, with_average_norm)
+                heard = self._vote.hold(said, self.flows.flows, with_norm)
                 if not heard & _AGAIN or heard & _OVER:
                     break
                 assert attempt == 0, "a gradient changed while step() was running"
@@ -244,14 +245,14 @@ class Stepper:
             if first and had_overlap and self.core.rank == 0:
                 self._say_why(first)
             self._hear()
-            if not heard & _OVER and not all(flow.is_finite() for flow in self.flows.flows):
+            if not heard & _OVER and (heard & _AVERAGE or not all(flow.is_finite() for flow in self.flows.flows)):
                 heard |= _NON_FINITE
-            if with_norm:
-                self.norm = math.sqrt(self._vote.mean_square)
+            squares = self._vote.mean_square if with_norm else None
+            if with_average_norm:
+                squares = self._average_squares() if said.squares is None else self._vote.square_of_average
+            if squares is not None:
+                self.norm = math.sqrt(squares)
             if self._grid is not None:
-                squares = self._vote.mean_square if with_norm else None
-                if with_average_norm:
-                    squares = self._average_squares()
                 heard = self._agree_in_grid(self._grid, FINAL, heard, squares)
         except BaseException as error:
             self.give_up(error)
@@ -259,12 +260,21 @@ class Stepper:
         self.begun = False
         exposed_s = time.perf_counter() - started
         sent = [*(flow.sent for flow in self.flows.flows), self._vote.sent, *self._early_sent]
+        if self.flows.sharded is not None and not heard & (_OVER | _NON_FINITE):
+            sent.append(self.flows.sharded.gathering.sent)
         return self._conclude(heard, sent, exposed_s)
 
-    def _finish(self, attempt: int, hyper: int, lr: float, announcement: int) -> Statement:
+    def _finish(
+        self, attempt: int, hyper: int, lr: float, announcement: int, with_average_norm: bool = False
+    ) -> Statement:
         """Posts all buckets that are not posted, and returns what this rank says in the vote."""
         buckets, core, replica = self.buckets, self.core, 0
         buckets.post(final=True)
+        squares = None
+        if self.flows.sharded is not None:
+            squares = self._squares_of(self.flows.sharded)
+            if not math.isfinite(squares):
+                self.objections |= _AVERAGE
         if core.steps_locally:
             self._look_at_local()
         if self._replicas is not None and self.compares_replicas:
@@ -272,7 +282,16 @@ class Stepper:
             replica = self._replicas.checksum(core.replica_addresses().__getitem__, number)
         flags = self.objections | (_UNHANDED if buckets.is_surprised else 0)
         gradients = self._own_gradients() if self.looks_at_gradients else 0
-        return Statement(self.step + 1, attempt, hyper, lr, flags, announcement, replica, gradients)
+        said = Statement(self.step + 1, attempt, hyper, lr, flags, announcement, replica, gradients)
+        return said._replace(squares=squares) if with_average_norm and squares is not None else said
+
+    def _squares_of(self, flow: ShardedFlow) -> float:
+        """Waits for the averages that this rank alone has, and returns the sum of their squares."""
+        sharded, wire = self.core.sharded, self.wire
+        assert sharded is not None and flow.ticket is not None
+        # If it has failed, the vote says how.
+        wait(flow.ticket, wire.channel, wire.ranks, wire.watch, f"{self.name}: step {self.step + 1}")
+        return sum(sharded.squares(np.flatnonzero(self.core.exchange().dense).tolist()))
 
     def _own_gradients(self) -> int:
         """Returns a checksum of this rank's gradients, all of which are located; 0 if all are zero, or on a device."""
@@ -390,6 +409,31 @@ class Stepper:
         if self.core.dense_codes is not None:
             self.core.commit_dense(self.present_anywhere)
         self.core.commit(self.present_anywhere, self.flows.averages)
+
+    def gather_parameters(self) -> None:
+        """Ends a sharded dense step that was taken, once this rank has stepped what it owns: the others get that, and
+        this rank what they own. Collective; raises the error with which it fails, after which parameters may be of two
+        steps.
+        """
+        flow = self.flows.sharded
+        assert flow is not None
+        started = time.perf_counter()
+        try:
+            flow.gathering.run(self.core.tensors["param"], f"{self.name}: parameters of step {self.step}")
+        except OcommError as error:
+            why = "Parameters were being sent, so those of this rank may be of two steps: load a saved state."
+            raise type(error)(f"{error.args[0]} {why}", *error.args[1:]) from error
+        self.traffic.count_wait(time.perf_counter() - started)
+
+    def gather(self, tensor: int, whole: Floats) -> Floats:
+        """Returns ``whole``, of a tensor, of which this rank has what it owns, with what all others own. Collective."""
+        addresses = np.zeros(len(self.core.layout.tensors), np.uint64)
+        addresses[tensor] = address(whole)
+        if self.core.layout.numels[tensor]:
+            gathering = self.flows.gathering_of(tensor)
+            gathering.run(addresses, f"{self.name}: moments of '{self.core.layout.tensors[tensor].name}'")
+            self.traffic.count_moments(gathering.sent.across)
+        return whole
 
     @property
     def averages(self) -> Floats:

@@ -110,6 +110,7 @@ class Traffic:
         """Counts a step without an exchange and without a vote. ``bytes_dense`` is what a dense step sends."""
         self.steps += 1
         self.local_steps += 1
+        self.last_bytes_sent = 0
         self.bytes_dense += bytes_dense
 
     def uncount(self, bytes_dense: float) -> None:
@@ -118,6 +119,17 @@ class Traffic:
         """
         self.steps -= 1
         self.bytes_dense -= bytes_dense
+
+    def count_wait(self, seconds: float) -> None:
+        """Adds time that the last step has waited after its vote."""
+        self.last_exposed_s += seconds
+        self.exposed_s += seconds
+        if self.waited_dense.steps:
+            self.waited_dense.seconds += seconds
+
+    def count_moments(self, nbytes: int) -> None:
+        """Counts ``nbytes`` bytes to other nodes in an exchange of moments after a step."""
+        self.bytes_sent += nbytes
 
     def count_mask(self, nbytes: float) -> None:
         """Counts ``nbytes`` bytes to other nodes in an exchange of masks."""

@@ -38,7 +38,9 @@ class Statement(NamedTuple):
 
     ``step`` counts from 1. ``hyper`` is a hash of everything that must agree, ``lr`` is shown in messages,
     ``announcement`` is the coordinator's to all ranks, ``replica`` is a checksum of parameters. ``gradients`` is a
-    checksum of this rank's own gradients, which need not be the same on all ranks; 0 for none.
+    checksum of this rank's own gradients, which need not be the same on all ranks; 0 for none. ``squares`` is the sum
+    of squares of the averages that this rank alone has, which takes the place of its gradients'; None if all ranks have
+    all averages.
     """
 
     step: int
@@ -49,6 +51,7 @@ class Statement(NamedTuple):
     announcement: int = 0
     replica: int = 0
     gradients: int = 0
+    squares: float | None = None
 
 
 class Round:
@@ -78,6 +81,8 @@ class Vote:
         self._vote = Round(wire, layout.digest, len(layout.tensors) if core.steps_locally else 0)
         #: The mean over ranks of |g|^2, from the last round in which ranks sent norms.
         self.mean_square = 0.0
+        #: The sum over ranks of ``Statement.squares``, from the last round in which ranks sent them.
+        self.square_of_average = 0.0
         #: Each rank's |g|, in rank order, from the last round in which ranks sent norms or began a step again.
         self.norms: list[float] = []
         #: True if all ranks had the same checksum of gradients in the last round, and had one.
@@ -130,8 +135,11 @@ class Vote:
                 for heard in flow.segment_headers:
                     if heard.has_disagreement:
                         header[0] = heard.passed_on[0]
-        sends_norm = with_norm or said.attempt > 0
-        if sends_norm:  # read while what has been posted travels; in float64, tensor by tensor in registration order
+        sends_norm = (with_norm or said.attempt > 0) and said.squares is None
+        if said.squares is not None:
+            assert not with_norm, "a norm of averages and one of gradients in the same vote"
+            header["squares"] = said.squares
+        elif sends_norm:  # read while what has been posted travels; in float64, tensor by tensor in registration order
             header["squares"] = self.squares(core.gradients["grad"].copy())
         else:
             header["squares"] = 0.0
@@ -147,6 +155,8 @@ class Vote:
         self.norms = [math.sqrt(square) for square in squares]
         if with_norm:
             self.mean_square = sum(squares) / len(squares)
+        if said.squares is not None:
+            self.square_of_average = sum(held.segment_header.squares())
         return int(wire.heard_flags[0])
 
     def squares(self, addresses: NDArray[np.uint64]) -> float:

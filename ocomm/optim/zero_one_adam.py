@@ -31,9 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ocomm.collectives.plan import Loop, loop
-from ocomm.compression.layout import Layout, SegmentLayout
+from ocomm.compression.layout import Layout, SegmentLayout, all_blocks
 from ocomm.kernels.base import Bytes, Floats, Kernels, Table
-from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, address, all_blocks, flat_floats
+from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, address, flat_floats
 from ocomm.optim.freeze import require_total_steps
 from ocomm.optim.intervals import RefreshSchedule, SyncSchedule
 from ocomm.optim.options import option

@@ -24,7 +24,7 @@ from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.compression.codecs import Codec
 from ocomm.compression.layout import Layout, TensorSpec
-from ocomm.errors import InvalidRequestError, MismatchError
+from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError
 from ocomm.kernels.base import Kernels, Memory
 from ocomm.kernels.device import DeviceMemory
 from ocomm.nccl_opening import open_bridge
@@ -218,7 +218,11 @@ class Driver:
         self.common = common
         self.core: Core = core_class(layout, ranks.index(topology.rank), kernels, options)
         #: The options that the ranks compare, which are saved; ``fixed_options`` must be equal when a state is loaded.
-        self.options = {**common.agreed(), **options.agreed(), **(told or {})}
+        self.options = {**common.agreed(), **options.agreed(), **(told or {}), **self.arrange_core(frontend)}
+        #: True if averages, when they are clipped, are clipped by a norm of which each rank has a part.
+        self.has_part_of_norm = common.max_grad_norm is not None and (
+            frontend.grid is not None or self.core.sharded is not None
+        )
         self.fixed_options = [*common.fixed(), *options.fixed()]
         self.default_options = {**common.defaults(), **options.defaults()}
         self.grid = grid = frontend.grid
@@ -294,6 +298,11 @@ class Driver:
 
     def greet(self, session: Session, number: int, name: str) -> None:
         """Called before the ranks exchange anything about the optimizer ``name``."""
+
+    def arrange_core(self, frontend: Frontend) -> dict[str, Any]:
+        """Called once the core is made. Returns what the ranks compare besides options: JSON values by name."""
+        del frontend
+        return {}
 
     @property
     def frontend(self) -> Any:
@@ -465,7 +474,7 @@ class Driver:
             self._announcement,
             lambda: self._set_hyper(groups, hyper),
             with_norm=self.clips and self.common.clip == "previous",
-            with_average_norm=self.grid is not None and self.common.max_grad_norm is not None and not self.clips,
+            with_average_norm=self.has_part_of_norm and not self.clips,
         )
         if outcome is StepOutcome.TAKE:
             if self.clips:
@@ -500,6 +509,12 @@ class Driver:
                 if difference
                 else str(error)
             ) from None
+        if self.core.needs_rank_state:
+            raise CheckpointError(
+                f"{self.name}: the loaded state is of a run with shard_state, in which each rank has m and v of the "
+                "blocks that it owns, and load_rank_state_dict was not called after load_state_dict: call it on all "
+                "ranks, with the rank states of the same checkpoint."
+            )
         if self.rank_state_due and self.steps and self.core.has_rank_state and self.core.rank == 0:
             _log.warning(
                 "%s: load_rank_state_dict was not called after load_state_dict: errors start at zero on all ranks.",
@@ -673,7 +688,11 @@ class Driver:
         """
         self.rank_state_due = False
         self.resumed = {"step": self.steps, **(self.resumed or {}), **resume.load_rank_states(self, source)}
+        self.use_rank_state()
         return dict(self.resumed)
+
+    def use_rank_state(self) -> None:
+        """Called on all ranks when they have loaded their rank states."""
 
     def require_idle(self, what: str) -> None:
         """Raises InvalidRequestError between backward and ``step()``."""

@@ -5,24 +5,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from ocomm.compression.layout import TensorSpec
+from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.kernels.base import Floats
 from ocomm.optim.freeze import FreezeSchedule, LateTensors
 from ocomm.optim.onebit_adam import OneBitAdam, OneBitAdamOptions, Stage
+from ocomm.optim.sharded import ShardedAdam
 from ocomm.session import Session
 from ocomm.telemetry.units import amount
 from ocomm.training.adam import AdamDriver, MomentsFrontend
-from ocomm.training.driver import Common
+from ocomm.training.driver import Common, Frontend
+from ocomm.types import ReduceOp
 
 _log = logging.getLogger("ocomm")
 
 
 class AdamFrontend(MomentsFrontend, Protocol):
     """A frontend whose Adam makes the warm-up's steps, or keeps m and v for a core that makes them."""
+
+    #: Whether the owners of blocks make the warm-up's steps; "auto": where they can. None: there are no such steps.
+    shard_state: bool | Literal["auto"] | None
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
         """Makes the wrapped optimizer's own step of ``tensors``, and of no others, on their averaged gradients.
@@ -33,6 +39,12 @@ class AdamFrontend(MomentsFrontend, Protocol):
 
     def advance(self, tensor: int) -> tuple[Floats, Floats, int]:
         """Counts a step of a tensor. Returns its m and v, which begin as zeros, and the number of that step."""
+        ...
+
+    def adopt(self, tensor: int, momentum: Floats, variance: Floats, step: int) -> None:
+        """Copies m and v, flat float32, as the wrapped optimizer's own of a tensor after ``step`` steps. Not called
+        if ``shard_state`` is None.
+        """
         ...
 
 
@@ -53,6 +65,12 @@ class OneBitAdamDriver(AdamDriver):
     """
 
     core: OneBitAdam
+    #: True if the owners of blocks make the warm-up's steps.
+    is_sharded = False
+    #: Why that is impossible here; None if it is possible.
+    why_whole: str | None = None
+    #: True if a loaded warm-up is over, as it is shorter now, but its shards are yet to come.
+    _is_freeze_due = False
 
     def __init__(
         self,
@@ -82,6 +100,41 @@ class OneBitAdamDriver(AdamDriver):
                 decided,
             )
 
+    def arrange_core(self, frontend: Frontend) -> dict[str, Any]:
+        wanted, core = frontend.shard_state, self.core  # type: ignore[attr-defined]
+        self.why_whole = why = self._why_whole(frontend)
+        if wanted == "auto" and (why is not None or core.layout.ranks == 1):
+            if why is not None and core.rank == 0:
+                _log.warning("Distributed%s: shard_state='auto' is off, because %s.", self.kind, why)
+            return {}
+        if not wanted:
+            return {}
+        if why is not None:
+            raise InvalidRequestError(
+                f"Distributed{self.kind}: shard_state=True, but {why}. Leave it out, or pass 'auto', which is off here."
+            )
+        self.is_sharded = True
+        core.sharded = self._new_shards()
+        return {"shard_state": True}
+
+    def _why_whole(self, frontend: Frontend) -> str | None:
+        if frontend.shard_state is None:  # type: ignore[attr-defined]
+            return f"Distributed{self.kind} of {frontend.framework} has no shard_state"
+        if self.core.dense_codes is not None:
+            return f"dense_bits is {self.core.dense_bits}, and parameters need 32 bits"
+        if frontend.grid is not None:
+            return "there is a mesh, on which fully_shard divides m and v, and the parameters, too"
+        if self.core.param_memory.is_device:
+            return "the parameters are on GPUs"
+        if not self.core.layout.nodes.is_flat:
+            return "the form is hierarchical (hierarchical=False turns that off)"
+        if self.is_mixed:
+            return "the job mixes frameworks"
+        return None
+
+    def _new_shards(self) -> ShardedAdam:
+        return ShardedAdam(self.core.layout, self.core.rank, self.core.kernels)
+
     @property
     def why_dense(self) -> Callable[[int], str]:
         return partial(_why_dense, self.schedule)
@@ -107,18 +160,28 @@ class OneBitAdamDriver(AdamDriver):
         dense, present = core.exchange().dense, self.stepper.present_anywhere
         limit = None if self.clips else self.common.max_grad_norm
         factor = core.gradient_scale
-        if limit is not None and self.grid is not None:  # by the norm of all parts' averages
+        if self.has_part_of_norm and limit is not None:
             factor, limit = min(1.0, limit / (self.stepper.norm + 1e-6)), None
         self.stepper.commit()
         if dense.any():
             warming: list[int] = np.flatnonzero(dense).tolist()
             moving = [t for t in warming if present[t]]
-            for tensor in moving if factor != 1.0 else []:
-                average = self.stepper.average(tensor)
-                average[:] = core.param_memory.host(average) * np.float32(factor)
-            self._dense_step(moving, limit)
+            if core.sharded is not None:
+                self._sharded_step(moving, factor)
+            else:
+                for tensor in moving if factor != 1.0 else []:
+                    average = self.stepper.average(tensor)
+                    average[:] = core.param_memory.host(average) * np.float32(factor)
+                self._dense_step(moving, limit)
             self._end_warmup(warming)
         self._wake()
+
+    def _sharded_step(self, tensors: list[int], factor: float) -> None:
+        """Makes the step of what this rank owns of tensors in warm-up, and gets what the others own."""
+        assert self.core.sharded is not None
+        if self.stepper.flows.sharded is not None:  # there are tensors with elements
+            self.core.sharded.update(tensors, self.groups(), self.core.tensors["param"], factor)
+            self.stepper.gather_parameters()
 
     def _dense_step(self, tensors: list[int], max_norm: float | None) -> None:
         """Makes a step of tensors in warm-up, on their averages, as ``AdamFrontend.dense_step`` describes."""
@@ -149,41 +212,77 @@ class OneBitAdamDriver(AdamDriver):
                     self._announcement = decided or 0
         if self.freeze_at is None or self.steps < self.freeze_at:
             return
+        due, warmup = self.steps == self.freeze_at, self.late_warmup or self.freeze_at
+        has_variance = {} if due else self._have_variance(warming)
         for tensor in warming:
-            self._freeze_if_due(tensor)
+            step = self._step_of(tensor)
+            if step is not None and (due or self._late.observe(tensor, step, has_variance[tensor], warmup)):
+                self._freeze(tensor)
 
-    def _freeze_if_due(self, tensor: int) -> None:
-        moments = self.frontend.moments(tensor)
-        if moments is None:
-            return
-        _, variance, step = moments
-        assert self.freeze_at is not None
-        warmup = self.late_warmup or self.freeze_at
-        if self.steps == self.freeze_at or self._late.observe(tensor, step, self._has_any(variance), warmup):
-            self._freeze(tensor)
+    def _step_of(self, tensor: int) -> int | None:
+        """Returns the number of steps of a tensor that has m and v; None if it has none."""
+        moments, sharded = self.frontend.moments(tensor), self.core.sharded
+        if moments is not None or sharded is None:
+            return None if moments is None else moments[2]
+        return int(sharded.steps[tensor]) or None
 
-    def _has_any(self, variance: Floats) -> bool:
-        return bool(self.core.param_memory.host(variance).any())
+    def _moments(self, tensor: int) -> tuple[Floats, Floats, int]:
+        """Returns m, v and step count of a tensor that has them. Collective if it is sharded."""
+        moments, sharded = self.frontend.moments(tensor), self.core.sharded
+        if moments is not None or sharded is None:
+            return moments
+        momentum, variance = (
+            self.stepper.gather(tensor, sharded.spread(tensor, buffer)) for buffer in sharded.buffers().values()
+        )
+        return momentum, variance, int(sharded.steps[tensor])
+
+    def _have_variance(self, tensors: list[int]) -> dict[int, bool]:
+        """Returns for each of ``tensors`` whether an element has a variance. Collective if they are sharded."""
+        sharded, host = self.core.sharded, self.core.param_memory.host
+        found = np.zeros(len(tensors), np.uint8)
+        for place, tensor in enumerate(tensors):
+            moments = self.frontend.moments(tensor)
+            if moments is not None:
+                found[place] = host(moments[1]).any()
+            elif sharded is not None and sharded.steps[tensor]:
+                found[place] = sharded.own(tensor, sharded.variance).any()
+        if sharded is not None:
+            self.session.reduce(self.number, f"{self.name}.have_variance", found, ReduceOp.BITWISE_OR)
+        return dict(zip(tensors, found.astype(bool).tolist(), strict=True))
 
     def _freeze(self, tensor: int, beta2: float | None = None) -> None:
         """Freezes a tensor. ``beta2`` is the one with which the variance was computed; None for the group's."""
-        momentum, variance, step = self.frontend.moments(tensor)
+        momentum, variance, step = self._moments(tensor)
         beta2 = self.beta2(tensor) if beta2 is None else beta2
         if self.core.freeze(tensor, momentum, variance, step=step, beta2=beta2, eps=self._eps(tensor)):
+            self._release(tensor)
+
+    def _release(self, tensor: int) -> None:
+        if self.frontend.moments(tensor) is not None:
             self.frontend.release(tensor)
+        elif self.core.sharded is not None:
+            self.core.sharded.release(tensor)
 
     def variance_norm(self, tensors: Sequence[int]) -> float:
-        """Returns |v_hat|_1 over those of ``tensors`` that count in a grid, in float64."""
+        """Returns |v_hat|_1 over those of ``tensors`` that count in a grid, in float64. Collective with shards."""
         total = 0.0
         if self.grid is not None:
             tensors = [tensor for tensor in tensors if self.grid.counted[tensor]]
         betas2 = {int(t): group.betas[1] for group in self.groups() for t in group.tensors}
         for tensor in tensors:
-            moments = self.frontend.moments(tensor)
+            moments, sharded = self.frontend.moments(tensor), self.core.sharded
             if moments is not None:
                 total += float(self.core.param_memory.host(moments[1]).sum(dtype=np.float64)) / (
                     1 - betas2[tensor] ** moments[2]
                 )
+            elif sharded is not None and (step := int(sharded.steps[tensor])):
+                total += float(sharded.own(tensor, sharded.variance).sum(dtype=np.float64)) / (
+                    1 - betas2[tensor] ** step
+                )
+        if self.core.sharded is not None:
+            sums = np.array([total])
+            self.session.reduce(self.number, f"{self.name}.variance_norm", sums, ReduceOp.SUM)
+            total = float(sums[0])
         return total
 
     # State
@@ -201,7 +300,18 @@ class OneBitAdamDriver(AdamDriver):
             "late": self._late.state(),
         }
 
+    def check_state(self, saved: Mapping[str, Any]) -> None:
+        super().check_state(saved)
+        if saved["core"].get("sharded") and self.why_whole is not None:
+            raise CheckpointError(
+                f"the state_dict is of a warm-up with shard_state, whose m and v cannot be put together here: "
+                f"{self.why_whole}. Load it in a run in which that is not so, and save it again after the warm-up."
+            )
+
     def _load(self, saved: Mapping[str, Any]) -> None:
+        self._is_freeze_due = False
+        if not self.is_sharded:  # shards of the saved run live until they are put together
+            self.core.sharded = self._new_shards() if saved["core"].get("sharded") else None
         super()._load(saved)
         self.schedule.load_state(saved["schedule"])
         self._late.load_state(saved.get("late", {}))
@@ -212,13 +322,42 @@ class OneBitAdamDriver(AdamDriver):
         else:  # the length of the warm-up may be changed until it is over
             self.freeze_at = self.schedule.decided
             if self.freeze_at != saved["freeze_at"]:
-                self._freeze_what_is_over()
+                self._is_freeze_due = self.core.needs_rank_state
+                if not self._is_freeze_due:
+                    self._freeze_what_is_over()
         self._announcement = 0 if self.freeze_at is not None else self.schedule.decided or 0
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        super().load_state(saved)
+        self._shard()
+
+    def _shard(self) -> None:
+        """Takes this rank's part of whole m and v, and releases these, if the run is sharded."""
+        for tensor in range(self.core.steps.size) if self.is_sharded else ():
+            moments = self.frontend.moments(tensor)
+            if moments is not None and self.core.stage[tensor] == Stage.WARMUP:
+                assert self.core.sharded is not None
+                self.core.sharded.adopt(tensor, *moments)
+                self.frontend.release(tensor)
+
+    def use_rank_state(self) -> None:
+        sharded = self.core.sharded
+        if sharded is None:
+            return
+        if not self.is_sharded:
+            for tensor in np.flatnonzero(sharded.steps).tolist():
+                self.frontend.adopt(tensor, *self._moments(tensor))
+            self.core.sharded = None
+        if self._is_freeze_due:
+            self._is_freeze_due = False
+            self._freeze_what_is_over()
 
     def saved_moments(self, tensor: int) -> dict[str, Any] | None:
         """Returns the moments of a compressed tensor as the wrapped Adam would have them."""
         if self.core.stage[tensor] == Stage.WARMUP:
-            return None
+            sharded = self.core.sharded
+            # m and v are in the rank states; a plain Adam that finds none fails.
+            return None if sharded is None or not sharded.steps[tensor] else {"step": int(sharded.steps[tensor])}
         return {
             "step": int(self.core.steps[tensor]),
             "exp_avg": self.core.param_memory.host(self.core.momentum(tensor)),
@@ -234,6 +373,7 @@ class OneBitAdamDriver(AdamDriver):
         self._restart(self._host_steps())
         self._load(self._fresh)
         self._freeze_what_is_over()
+        self._shard()
         self.resumed = {"step": self.steps, "ranks": None, "rank_state": "none"}
 
     def start_warm(self, betas2: Mapping[int, float]) -> None:
@@ -249,6 +389,7 @@ class OneBitAdamDriver(AdamDriver):
         self.freeze_at = self.schedule.decided = self.steps
         for tensor, beta2 in betas2.items():
             self._freeze(tensor, beta2)
+        self._shard()
         self._say_warm(np.flatnonzero(self.core.stage == Stage.WARMUP))
 
     def dense_run(self) -> dict[str, Any]:
@@ -268,11 +409,12 @@ class OneBitAdamDriver(AdamDriver):
             self.freeze_at = self.schedule.decided = run["freeze_at"]
         for tensor, beta2 in betas2.items():
             self._freeze(tensor, beta2)
+        self._shard()
         self.resumed = {"step": self.steps, "ranks": None, "rank_state": "none"}
 
     def _freeze_what_is_over(self) -> None:
         """Freezes the tensors that have taken T_w steps."""
         for tensor in range(self.core.steps.size):
-            moments = self.frontend.moments(tensor)
-            if moments is not None and self.freeze_at is not None and moments[2] >= self.freeze_at:
+            step = self._step_of(tensor)
+            if step is not None and self.freeze_at is not None and step >= self.freeze_at:
                 self._freeze(tensor)

@@ -224,11 +224,16 @@ def load_rank_states(driver: Resumable, source: Source) -> dict[str, Any]:
         )
     missing = {rank: finding.why for rank, finding in zip(ranks, said, strict=True) if finding.how == "reset"}
     if missing:
-        driver.core.reset_rank_state()
         whys: dict[str, list[int]] = {}
         for rank, why in missing.items():
             whys.setdefault(why, []).append(rank)
         detail = by_rank(whys, "say that")
+        if driver.core.needs_rank_state:
+            raise CheckpointError(
+                f"{driver.name}: no rank state was loaded on any rank: {detail}. The state_dict is of a run with "
+                "shard_state, whose m and v are in the rank states of all its ranks and cannot begin at zero."
+            )
+        driver.core.reset_rank_state()
         if driver.core.rank == 0:
             _log.warning("%s: errors start at zero on all ranks: %s", driver.name, detail)
         return {"rank_state": "reset", "why": detail}
@@ -281,6 +286,11 @@ def _examine(driver: Resumable, source: Source) -> _Finding:
         layout = core.layout if is_same else checkpoint.layout_of(state, core.layout, source.name(first))
         owned = [layout.owned_numel(rank) for rank in range(layout.ranks)]
         found.lost_share = sum(owned[rank] for rank in found.lost) / max(sum(owned), 1)
+        if found.lost and core.needs_rank_state:
+            raise CheckpointError(
+                f"the states of rank(s) {list(found.lost)} are lost, and with them the m and v of the blocks that they "
+                "owned (shard_state). Go on from a checkpoint of which all ranks have saved their states."
+            )
     if is_same:
         found.state = _read(driver, source, core.rank)
         if found.state is None and source.partial:

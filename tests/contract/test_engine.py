@@ -694,6 +694,33 @@ def test_more_segments_than_the_window_pass_in_order(kind: str) -> None:
         np.testing.assert_array_equal(target, source)
 
 
+@pytest.mark.parametrize("lanes", [0, 2])
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_segment_waits_for_the_one_whose_memory_it_uses(kind: str, lanes: int) -> None:
+    count = 7
+    with world_of(kind, 2) as world:
+        source, target = np.arange(1, count + 1, dtype=np.uint8), np.zeros(count, np.uint8)
+        marks, one = np.zeros(count, np.uint8), np.ones(1, np.uint8)
+        rows = np.zeros(lanes or count, np.uint8)
+        sends = [[Stage([], [Message(1, source[k : k + 1])])] for k in range(count)]
+        receives = []
+        for k in range(count):
+            row = rows[k % rows.size :][:1]
+            first = Stage([Copy(one, marks[k : k + 1])], [], [Message(0, row)])
+            receives.append([first, Stage([Copy(row, target[k : k + 1])])])
+        channels = world.channels(window=4)
+        plans = Plan("out", sends), Plan("in", receives, lanes=lanes)
+        prepared = [channel.prepare(plan) for channel, plan in zip(channels, plans, strict=True)]
+        tickets = [channels[0].submit(prepared[0], 0.0, False, 0), channels[1].submit(prepared[1], 0.0, False)]
+        while marks[(lanes or 4) - 1] == 0:
+            assert tickets[1].wait(0.001) < State.DONE
+        pause(world, 0.05)
+        assert marks.sum() == (lanes or 4)
+        tickets[0].open(count)
+        assert states(tickets) == [State.DONE] * 2
+        assert target.tolist() == source.tolist()
+
+
 def pairs_of(segments: int) -> tuple[Plan, Plan, np.ndarray]:
     """Plans of ranks 0 and 1, a byte from 0 to 1 in each segment, and what rank 1 has received."""
     source, target = np.arange(1, segments + 1, dtype=np.uint8), np.zeros(segments, np.uint8)
