@@ -36,6 +36,7 @@ from ocomm_torch.compressed import (
     named,
     settings_of,
 )
+from ocomm_torch.gradient_hooks import unhook
 from ocomm_torch.masters import LOW_PRECISION
 from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.tensor_memory import why_untrainable
@@ -114,6 +115,8 @@ class DiLoCo(HasRankState):
         self._tensors = [*self._parameters, *(buffer for _, buffer in buffers)]
         for name, tensor in zip(self._names, self._tensors, strict=True):
             _check_tensor(name, tensor)
+        for parameter in self._parameters:  # an optimizer that this one replaces would go on exchanging gradients
+            unhook(parameter)
         _check_storage(self._names, self._tensors)
         self._wrapping = True
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -127,8 +130,8 @@ class DiLoCo(HasRankState):
         self._first_state = {p: copy.deepcopy(entry) for p, entry in self.state.items() if entry}
         self.process_set = global_process_set if process_set is None else process_set
         self._connect(session)
-        handle = optimizer.register_step_pre_hook(guard_step(self))
-        weakref.finalize(self, handle.remove)
+        self._guard = optimizer.register_step_pre_hook(guard_step(self))
+        weakref.finalize(self, self._guard.remove)
 
     def _connect(self, session: sessions.Session) -> None:
         """Makes a new driver, which has taken no step, in the current job."""
@@ -150,6 +153,9 @@ class DiLoCo(HasRankState):
         if kept is not None:
             self.load_state_dict(kept[0])
             self.load_rank_state_dict(kept[1])
+
+    def disconnect(self) -> None:
+        self._guard.remove()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises InvalidRequestError, because the parameters are fixed."""

@@ -24,8 +24,13 @@ def hook_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
     Returns:
         What removes the hook: it has a method ``remove()``.
     """
+    unhook(parameter)
+    handle = _handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+    return handle
+
+
+def unhook(parameter: Tensor) -> None:
+    """Removes the hook of whatever optimizer had ``parameter`` before, for one that needs none."""
     before = _handles.pop(parameter, None)
     if before is not None:
         before.remove()
-    handle = _handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
-    return handle

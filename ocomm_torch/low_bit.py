@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -89,6 +90,8 @@ class Optimizer(CompressedOptimizer):
         #: Why no rank may step on them.
         self._failure: NonFiniteError | None = None
         self._callback_queued = False
+        #: When the last backward pass had computed all gradients; None before it.
+        self.backward_ended: float | None = None
         #: True once it is known that nothing else averages the same gradients.
         self._is_checked = False
         self._ordinal = next(_ordinals)
@@ -139,6 +142,7 @@ class Optimizer(CompressedOptimizer):
         to go on.
         """
         self._callback_queued = False
+        self.backward_ended = time.perf_counter()
         under_way = self._under_way()
         if any(optimizer._callback_queued for optimizer in under_way):
             return

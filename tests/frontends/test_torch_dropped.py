@@ -54,12 +54,14 @@ def test_posted_gradients_outlive_the_optimizer_and_the_model(dtype: torch.dtype
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("then", ["dense", "compressed"])
+@pytest.mark.parametrize("then", ["dense", "compressed", "local steps"])
 @pytest.mark.parametrize("first", ["dense", "compressed"])
 def test_an_optimizer_that_lives_on_where_another_took_its_place_exchanges_nothing(first: str, then: str) -> None:
     def wrapped(kind: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         if kind == "dense":
             return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1e-2))
+        if kind == "local steps":
+            return hvd.DistributedDiLoCo(torch.optim.SGD(parameters, lr=1e-2), sync_every=1)
         return hvd.DistributedBirder(torch.optim.SGD(parameters, lr=1e-3))
 
     def body(session: Session) -> tuple[int, list[int]]:
@@ -78,4 +80,5 @@ def test_an_optimizer_that_lives_on_where_another_took_its_place_exchanges_nothi
         hvd.check_replicas(parameters)
         return len(kept), [len(p._post_accumulate_grad_hooks or ()) for p in parameters]
 
-    assert run_ranks(2, body) == [(0, [1] * 4), (1, [1] * 4)]
+    hooks = [0 if then == "local steps" else 1] * 4  # local steps take gradients as they are
+    assert run_ranks(2, body) == [(0, hooks), (1, hooks)]

@@ -537,9 +537,10 @@ def test_ranks_that_round_differently_are_told_and_not_compared(caplog: pytest.L
             optimizer.step()
             if step == 0 and rank:
                 model.first.weight.data[0, 0] += 1e-6
+        if rank == 0:  # which says it, under mpirun in a process of its own
+            assert [r for r in caplog.records if "round differently" in r.message and "not compared" in r.message]
 
     run_ranks(2, body)
-    assert [r for r in caplog.records if "round differently" in r.message and "not compared" in r.message]
 
 
 def test_an_optimizer_goes_on_in_a_new_job_with_its_errors() -> None:
