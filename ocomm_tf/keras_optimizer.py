@@ -42,6 +42,8 @@ class Distributed:
     """
 
     ocomm_exchanges = 0
+    #: True if the ranks' variables differ after most steps.
+    steps_alone = False
 
     @property
     def ocomm_process_set(self) -> ProcessSet:

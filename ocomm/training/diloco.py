@@ -137,6 +137,12 @@ class DiLoCoDriver(Driver):
             for tensor in self.core.anchored:
                 self.core.set_anchor(tensor, self.frontend.read(tensor))
 
+    def is_due(self) -> bool:
+        """Returns whether the next step begins or ends a sync, and so reads and writes parameters."""
+        core = self.core
+        step = core.step + 1
+        return core.begins_at(step) is not None or (core.under_way is not None and core.ends_at(step))
+
     def advance(self, moved: bool) -> None:
         """Counts a step of this rank, and begins and ends the syncs that are due after it. Collective if one is due.
 

@@ -4,6 +4,7 @@ from ocomm_tf import *  # noqa: F403
 from ocomm_tf import __all__ as _everything
 from ocomm_tf.keras import callbacks
 from ocomm_tf.keras.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_tf.keras.diloco import DistributedDiLoCo
 from ocomm_tf.keras.ef_sgd import DistributedEFSGD
 from ocomm_tf.keras.lamb import DistributedOneBitLamb
 from ocomm_tf.keras.lion import DistributedLion
@@ -19,6 +20,7 @@ import ocomm_tf.keras.elastic as elastic  # type: ignore[no-redef]  # noqa: F401
 __all__ = [
     *_everything,
     "DistributedBirder",
+    "DistributedDiLoCo",
     "DistributedEFSGD",
     "DistributedLion",
     "DistributedOneBitAdam",

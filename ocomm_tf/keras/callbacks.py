@@ -128,7 +128,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
                 "model's train_step() use its optimizer, or a DistributedGradientTape?"
             )
         self._done = True
-        if self._names is None:
+        if self._names is None and not any(optimizer.steps_alone for optimizer in self.distributed):
             self._broadcast([*self.model.weights, *(v for o in self.optimizers for v in o.variables)])
 
 
@@ -293,6 +293,42 @@ class ReplicaChecksumCallback(_Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compares the variables."""
         check_replicas(self.model.trainable_variables, self.process_set)
+
+
+class DiLoCoCallback(_Callback):
+    """Evaluates and ends a fit with ``DistributedDiLoCo`` on variables that all ranks have.
+
+    Within ``evaluate`` and the validation of ``fit`` the model has the anchors; after it the rank's own variables come
+    back. At the end of ``fit`` all ranks call ``finish()``, which is collective.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._inside: Any = None
+
+    @property
+    def _optimizer(self) -> Any:
+        optimizer = self.model.optimizer
+        if not getattr(optimizer, "steps_alone", False):
+            raise InvalidRequestError(
+                f"DiLoCoCallback is for DistributedDiLoCo, and the model was compiled with {type(optimizer).__name__}."
+            )
+        return optimizer
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Gives the model the anchors."""
+        self._inside = self._optimizer.evaluation_parameters()
+        self._inside.__enter__()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Gives the model this rank's own variables."""
+        if self._inside is not None:
+            inside, self._inside = self._inside, None
+            inside.__exit__(None, None, None)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Syncs what has changed since the last syncs."""
+        self._optimizer.finish()
 
 
 class CompressionReportCallback(keras.callbacks.Callback):

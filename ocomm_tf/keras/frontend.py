@@ -32,6 +32,9 @@ class KerasFrontend(ReadyGradients):
     Traced graphs refer to it, so an optimizer keeps one for good; ``connect`` gives it a driver.
     """
 
+    #: Its optimizers have no sharded steps (``training.onebit_adam.AdamFrontend``).
+    shard_state = None
+
     def __init__(
         self, optimizer: Any, entries: Sequence[WireVariable], process_set: ProcessSet, make: MakeDriver
     ) -> None:

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif("TEST_MPI_SIZE" in os.environ, reason="starts a process of its own; runs once, without mpirun"),
 ]
 
-WAYS = ["dense", "1-bit Adam", "0/1 Adam", "Birder", "SoftSignSGD", "Lion", "1-bit LAMB"]
+WAYS = ["dense", "1-bit Adam", "0/1 Adam", "Birder", "SoftSignSGD", "Lion", "1-bit LAMB", "DiLoCo"]
 #: Trains two ranks in each of the ways that are named; prints a line for each.
 TRAINING = """
 import sys
@@ -37,6 +37,7 @@ ways = {
     "SoftSignSGD": lambda: hvd.DistributedSoftSignSGD(of.SGD(6e-3), beta=0.8),
     "Lion": lambda: hvd.DistributedLion(of.Lion(4e-3)),
     "1-bit LAMB": lambda: hvd.DistributedOneBitLamb(of.Lamb(3e-2), freeze_step=15),
+    "DiLoCo": lambda: hvd.DistributedDiLoCo(of.Adam(6e-3), sync_every=5, bits=8),
 }
 for name in sys.argv[1:]:
     make = ways[name]
