@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.time_to_loss.__main__ import LOCAL, Network, cost, kinds, networks, reached, to_loss
+from benchmarks.time_to_loss.__main__ import LOCAL, Network, cost, gaps, kinds, networks, reached, to_loss
+from benchmarks.time_to_loss.losses import stored
 from benchmarks.time_to_loss.methods import METHODS, kind_of
+from ocomm.predict.methods import GAPS
 
 ONE_BIT = METHODS["1-bit Adam, 8-bit warm-up of a fifth"]
 RUN = {"seed": 0, "losses": [5.0, 4.0, 3.0], "kinds": [["8", 60], ["1", 90]]}
@@ -76,3 +78,8 @@ def test_results_of_one_network_are_joined_and_slow_ones_come_first():
 )
 def test_the_kind_of_a_step_is_the_nearest_number_of_bits(sent: int, syncs: bool, kind: str):
     assert kind_of(sent, 1000.0, syncs) == kind
+
+
+def test_the_losses_that_decide_are_those_that_were_measured():
+    known = {method: by_task for method, by_task in gaps(stored()["runs"]).items() if by_task}
+    assert known == GAPS.get("Adam", {})
