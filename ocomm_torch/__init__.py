@@ -36,6 +36,7 @@ from ocomm.errors import HorovodInternalError, HostsUpdatedInterrupt
 from ocomm.operations import ProcessSet, add_process_set, global_process_set, remove_process_set
 from ocomm.version import __version__
 from ocomm_torch import distributed, elastic
+from ocomm_torch.auto import Auto, DistributedAuto
 from ocomm_torch.birder import Birder, DistributedBirder, DistributedSoftSignSGD, SoftSignSGD
 from ocomm_torch.compressed import report_metrics
 from ocomm_torch.compression import Compression
@@ -88,10 +89,12 @@ from ocomm_torch.zero_one import DistributedZeroOneAdam, ZeroOneAdam
 
 __all__ = [
     "Adasum",
+    "Auto",
     "Average",
     "Birder",
     "Compression",
     "DiLoCo",
+    "DistributedAuto",
     "DistributedBirder",
     "DistributedDiLoCo",
     "DistributedEFSGD",

@@ -12,6 +12,7 @@ import torch
 from ocomm.api import rank
 from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.training.resume import Source
+from ocomm_torch.auto import Auto
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
 from ocomm_torch.checkpoint import read, to_numpy
 from ocomm_torch.compressed import CompressedOptimizer
@@ -97,7 +98,8 @@ def has_clipped(optimizer: Any, max_norm: float, norm_type: float, setting: str)
     Raises InvalidRequestError if the trainer would clip the gradients of a 1-bit optimizer, which are those of this
     rank alone, in another way than the optimizer does. ``setting`` is what asks for it, in messages.
     """
-    if not isinstance(optimizer, CompressedOptimizer) or optimizer.has_averages:
+    clips = isinstance(optimizer, Auto) or (isinstance(optimizer, CompressedOptimizer) and not optimizer.has_averages)
+    if not clips:
         return False  # gradients of a DistributedOptimizer are averages
     limit = optimizer.max_grad_norm
     if limit == max_norm and norm_type == 2.0:

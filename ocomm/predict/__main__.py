@@ -2,6 +2,7 @@
 
 python -m ocomm.predict --nodes 8 --ranks-per-node 8 --rate 10gbit --parameters 110e6 --compute-ms 58
 python -m ocomm.predict --parameters 336e6 --compute-ms 120 --gpu --table
+python -m ocomm.predict --nodes 2 --ranks-per-node 1 --rate 50mbit --parameters 14e6 --compute-ms 150 --total-steps 5000
 ocommrun -np 8 -H a:4,b:4 python -m ocomm.predict --probe --parameters 110e6 --compute-ms 58
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from ocomm import api
 from ocomm.bench._lab import bits_per_second
 from ocomm.errors import OcommError
+from ocomm.predict.methods import Place, candidates, fastest, table
 from ocomm.predict.model import GPU, CodecTimes, Network, Training, advice, calibrated, compare
 from ocomm.predict.probe import Probe, measure
 
@@ -39,11 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--message-us", type=float, default=50.0, help="what one message costs a rank (default 50)")
     add("--node-gbytes", type=float, default=None, help="GB/s of a rank inside its node (default 5; with --gpu 200)")
     add("--dense-step-ms", type=float, help="measured; calibrates the network's efficiency")
+    add("--total-steps", type=int, help="of a run with Adam: also prints how long it takes with each method")
+    add("--max-loss-gap", type=float, default=0.005, help="loss above exact averages that a method may cost (0.005)")
     add("--gpu", action="store_true", help="compress on a GPU of 1.2 TB/s, not on a core")
     add("--table", action="store_true", help="8 to 4,096 ranks on 10 and 100 Gbit/s Ethernet and 200 Gbit/s")
     args = parser.parse_args(argv)
     if min(args.nodes or 1, args.ranks_per_node or 1) < 1 or not (args.dense_step_ms is None or args.dense_step_ms > 0):
         parser.error("nodes, ranks per node and step times are numbers above 0")
+    if (args.total_steps is not None and args.total_steps < 1) or not args.max_loss_gap >= 0:
+        parser.error("--total-steps is at least 1, and --max-loss-gap at least 0")
     try:
         training = Training(int(args.parameters), args.compute_ms / 1e3, args.dense_bytes, args.backward, args.last)
         inside = args.node_gbytes or (200.0 if args.gpu else 5.0)
@@ -80,6 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     head = ["method", "step ms", "wire ms", "messages ms", "codec ms", "hidden ms", "MB per cable", "messages"]
     print(_columns([head, *rows]))
     print(advice(predictions))
+    if args.total_steps is not None:
+        place = Place(nodes, ranks_per_node, network, codec)
+        found = candidates(place, training, args.total_steps, "Adam", args.max_loss_gap, {})
+        print(f"{args.total_steps} steps with each method, and its loss above exact averages:")
+        print(table(found, fastest(found)))
     return 0
 
 
@@ -88,6 +99,7 @@ def _found(probe: Probe) -> str:
     found = [f"{probe.nodes} node(s) of {probe.ranks_per_node} rank(s)"]
     if probe.nodes > 1:
         found += [f"{network.rate / 1e6:.0f} Mbit/s per cable", f"{1e6 * network.message_s:.0f} us per message"]
+        found.append(f"{1e3 * network.round_s:.1f} ms per round of answers")
     if probe.ranks_per_node > 1:
         found.append(f"{network.node_rate / 1e9:.2f} GB/s inside a node")
     elements = f"{1e9 * codec.compress:.2f} ns to compress an element, {1e9 * codec.dense:.2f} ns for a dense one"

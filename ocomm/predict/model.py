@@ -7,7 +7,7 @@ nothing else meanwhile:
 
     communication = bytes on the busiest cable / its payload rate + messages of one rank * time per message
     hidden        = min(what can overlap of communication, the part of backward that is left to hide it behind)
-    step          = compute + codec + communication - hidden
+    step          = compute + codec + communication - hidden + the round of answers that every exchange waits for
 
 Bytes are those of docs/algorithms.md. n ranks = N nodes of M; d parameters; B elements per scale; w bytes per element
 of a dense gradient:
@@ -36,17 +36,19 @@ METHODS = ("dense", "flat", "hierarchical", "two-hop")
 class Network:
     """A network. ``rate``: bits per second of a node's cable. ``message_s``: what one message costs a rank, with
     waiting. ``node_rate``: bytes per second of a rank to the others of its node. ``efficiency``: that of large
-    messages.
+    messages. ``round_s``: what a step waits for answers of other nodes, however little is sent: vote, scatter and
+    gather, one after another.
     """
 
     rate: float
     message_s: float = 50e-6
     node_rate: float = 5e9
     efficiency: float = 1.0
+    round_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.rate <= 0 or self.message_s < 0 or self.node_rate <= 0 or self.efficiency <= 0:
-            raise ValueError("rates must be > 0, and what a message costs not below 0")
+        if self.rate <= 0 or self.message_s < 0 or self.node_rate <= 0 or self.efficiency <= 0 or self.round_s < 0:
+            raise ValueError("rates must be > 0, and what messages and rounds cost not below 0")
 
     @property
     def cable(self) -> float:
@@ -58,18 +60,20 @@ class Network:
 class CodecTimes:
     """Seconds to compress an element, to add up one sign that a server has received, and for a dense element.
 
-    ``socket``: seconds of the training processor per byte that a rank sends to or receives from other nodes. The
-    default is one core of a server processor, as ``python -m ocomm.bench kernels`` measures it, with sockets fitted to
-    steps over TCP. ``GPU`` is a device that moves 1.2 TB/s, and leaves sockets to the host.
+    ``codes``: of an element of a gradient that is averaged in codes of 8 or 4 bits, from end to end. ``socket``:
+    seconds of the training processor per byte that a rank sends to or receives from other nodes. The default is one
+    core of a server processor, as ``python -m ocomm.bench kernels`` measures it, with sockets fitted to steps over TCP.
+    ``GPU`` is a device that moves 1.2 TB/s, and leaves sockets to the host.
     """
 
     compress: float = 0.5e-9
     average: float = 0.065e-9
     dense: float = DENSE_NBYTES / 30e9
     socket: float = 0.21e-9
+    codes: float = 1.5e-9
 
 
-GPU = CodecTimes(12.25 / 1.2e12, 0.25 / 1.2e12, DENSE_NBYTES / 1.2e12, 0.0)
+GPU = CodecTimes(12.25 / 1.2e12, 0.25 / 1.2e12, DENSE_NBYTES / 1.2e12, 0.0, 28.0 / 1.2e12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +117,30 @@ class Prediction:
     messages: float
 
 
-def predict(
-    method: str, nodes: int, ranks_per_node: int, training: Training, network: Network, codec: CodecTimes
-) -> Prediction:
-    """Predicts one of ``METHODS`` on ``nodes`` nodes of ``ranks_per_node`` ranks. Raises ValueError for another
-    method.
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one exchange costs, whenever it takes place. ``nbytes``: on the busiest cable. ``inside``: bytes that a rank
+    moves inside its node. ``messages``: of one rank. ``codec_s``: seconds of the codec and of sockets, beside the
+    optimizer's own step.
     """
+
+    nbytes: float
+    inside: float
+    messages: float
+    codec_s: float
+
+    def seconds(self, network: Network) -> tuple[float, float]:
+        """Returns the seconds of its bytes, and of its messages."""
+        return self.nbytes / network.cable + self.inside / network.node_rate, self.messages * network.message_s
+
+
+def traffic(method: str, nodes: int, ranks_per_node: int, training: Training, codec: CodecTimes) -> Traffic:
+    """Returns the traffic of an exchange by one of ``METHODS``. Raises ValueError for another method."""
     if method not in METHODS:
         raise ValueError(f"{method!r} is none of {', '.join(METHODS)}")
     n, m, d = nodes * ranks_per_node, ranks_per_node, training.parameters
     packed = d / 8 * (1 + 32 / BLOCK)
-    inside = 0.0  # bytes that a rank moves inside its node
-    added = 0.0  # seconds of the codec beside the optimizer that every method has
+    inside = 0.0
     if method == "dense":
         nbytes = 2 * training.dense_nbytes * d * (nodes - 1) / nodes
         inside = 2 * training.dense_nbytes * d * (m - 1) / m
@@ -142,16 +158,30 @@ def predict(
         peers = nodes - 1 if crossings == 2 else 2 * (math.sqrt(nodes) - 1)
         messages = (2 * peers + 2 * (m - 1)) * training.segments
         added = codec.compress * d / m + codec.average * d / m
-    added += codec.socket * 2 * nbytes / m
-    wire = nbytes / network.cable + inside / network.node_rate
-    waiting = messages * network.message_s
-    if n == 1:
+    return Traffic(nbytes, inside, messages, added + codec.socket * 2 * nbytes / m)
+
+
+def predict(
+    method: str, nodes: int, ranks_per_node: int, training: Training, network: Network, codec: CodecTimes
+) -> Prediction:
+    """Predicts one of ``METHODS`` on ``nodes`` nodes of ``ranks_per_node`` ranks. Raises ValueError for another
+    method.
+    """
+    sent = traffic(method, nodes, ranks_per_node, training, codec)
+    wire, waiting = sent.seconds(network)
+    added = sent.codec_s
+    if nodes * ranks_per_node == 1:
         wire = waiting = 0.0
         added = 0.0 if method == "dense" else added
-    can_hide = (wire + waiting) * (1 - training.last)
-    hidden = min(can_hide, training.backward * training.compute_s)
+    hidden = hideable(wire + waiting, training)
+    waiting += network.round_s * (nodes > 1)
     step = training.compute_s + added + wire + waiting - hidden
-    return Prediction(method, step, wire, waiting, added, hidden, nbytes, messages)
+    return Prediction(method, step, wire, waiting, added, hidden, sent.nbytes, sent.messages)
+
+
+def hideable(communication_s: float, training: Training) -> float:
+    """Returns the part of an exchange's seconds that backward hides."""
+    return min(communication_s * (1 - training.last), training.backward * training.compute_s)
 
 
 def compare(

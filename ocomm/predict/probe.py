@@ -1,14 +1,15 @@
 """Measures the cost model's numbers on a cluster: runs as ranks of a job there, on all of them at once.
 
-A dense sum of ``NUMEL`` elements gives the rate of the cables, one over the ranks of a node the rate inside nodes, a
-small compressed exchange the time of a message, and the kernels on all ranks at once the codec's times. Takes about ten
-seconds.
+Dense sums of up to ``NUMEL`` elements give the rate of the cables, one over the ranks of a node the rate inside nodes,
+a small compressed exchange the time of a round and of its messages, and the kernels on all ranks at once the codec's
+times. Takes about ten seconds on any network: sums grow only until one takes ``ENOUGH_S``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -16,13 +17,20 @@ import numpy as np
 from ocomm import api
 from ocomm.bench._lab import PAYLOAD_FRACTION
 from ocomm.bench.kernels import Bench, elapsed
+from ocomm.compression.codecs import OF_BITS
 from ocomm.operations import ProcessSet, add_process_set, global_process_set, remove_process_set
 from ocomm.predict.model import DENSE_NBYTES, CodecTimes, Network
 
 #: Elements of the large sum, 32 MB, and of the kernels' arrays.
 NUMEL = 8_000_000
 _KERNEL_NUMEL = 4 << 20
+#: The first sum, and how much larger the next one is.
+_FIRST_NUMEL, _GROWTH = 4096, 8
+#: Seconds of a sum that tell a rate well enough.
+ENOUGH_S = 0.5
 _ROUNDS = 5
+#: Work that takes longer is measured in fewer rounds.
+_SLOW_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +60,39 @@ def measure(numel: int = NUMEL) -> Probe:
         node_rate = _share(numel, per_node) / max(inside_s - codec.dense * numel, inside_s / 10)
         if nodes > 1:
             remove_process_set(team)
+    round_s = 0.0
     if nodes > 1:
-        total_s = _slowest(lambda: _sum(values, "cables", global_process_set))
-        spent_s = codec.dense * numel + _share(numel, per_node) / node_rate * (per_node > 1)
-        rate = 8 * _share(numel, nodes) / max(total_s - spent_s, total_s / 10) / PAYLOAD_FRACTION
-        small = np.ones(1024, np.float32)
+        rate = _rate(values, nodes, per_node, node_rate, codec)
+        round_s, message_s = _round(ranks)
+    return Probe(nodes, per_node, Network(rate, message_s, node_rate, round_s=round_s), codec)
 
-        def exchange() -> object:
-            return api.compressed_allreduce(small, name="predict.message", hierarchical=False)
 
-        message_s = _slowest(exchange, rounds=50) / (2 * (ranks - 1))
-    return Probe(nodes, per_node, Network(rate, message_s, node_rate), codec)
+def _rate(values: np.ndarray, nodes: int, per_node: int, node_rate: float, codec: CodecTimes) -> float:
+    """Returns the bits per second of a cable: what a larger sum takes longer than a smaller one, without latency."""
+    sums: list[tuple[int, float]] = []
+    numel = min(_FIRST_NUMEL, values.size // 2)
+    while True:
+        seconds = _slowest(partial(_sum, values[:numel], f"cables.{numel}", global_process_set))
+        sums.append((numel, seconds))
+        if len(sums) > 1 and (seconds >= ENOUGH_S or numel == values.size):
+            break
+        numel = min(numel * _GROWTH, values.size)
+    (less, less_s), (more, more_s) = sums[-2:]
+    spent_s = codec.dense * (more - less) + _share(more - less, per_node) / node_rate * (per_node > 1)
+    taken_s = more_s - less_s
+    return 8 * _share(more - less, nodes) / max(taken_s - spent_s, taken_s / 10, more_s / 100) / PAYLOAD_FRACTION
+
+
+def _round(ranks: int) -> tuple[float, float]:
+    """Returns the seconds of a round of answers, and of a message: what a small exchange takes is both."""
+    small = np.ones(1024, np.float32)
+
+    def exchange() -> object:
+        return api.compressed_allreduce(small, name="predict.message", hierarchical=False)
+
+    seconds = _slowest(exchange, rounds=50)
+    message_s = min(seconds / (2 * (ranks - 1)), Network(1.0).message_s)
+    return seconds - 2 * (ranks - 1) * message_s, message_s
 
 
 def _share(numel: int, parts: int) -> float:
@@ -81,13 +111,24 @@ def _codec() -> CodecTimes:
     moved, axpy = bench.yardsticks["axpy"]
     compress = _slowest(works["compress_momentum, from 1 bit"]) / _KERNEL_NUMEL
     average = _slowest(works["average of 2 ranks"]) / _KERNEL_NUMEL / 2
-    return CodecTimes(compress, average, DENSE_NBYTES * _slowest(axpy) / moved)
+    label = OF_BITS[8].label
+    loops = {"compress_codes": 1.0, "average_codes of 2 ranks": 0.5, "unpack_codes": 1.0}
+    codes = sum(part * _slowest(works[f"{loop}, {label}"]) for loop, part in loops.items()) / _KERNEL_NUMEL
+    return CodecTimes(compress, average, DENSE_NBYTES * _slowest(axpy) / moved, codes=codes)
 
 
 def _slowest(work: Callable[[], object], takes_part: bool = True, rounds: int = _ROUNDS) -> float:
-    """Returns the median seconds over ``rounds`` on the slowest rank, without the first round. Collective."""
-    seconds = []
-    for _ in range(rounds + 1):
-        api.barrier()
-        seconds.append(elapsed(work) if takes_part else 0.0)
-    return float(api.allreduce(np.array([median(seconds[1:])]), op=api.Max, name="predict.slowest")[0])
+    """Returns the median seconds over ``rounds`` on the slowest rank, without the first round; over fewer if that was
+    slow. Collective.
+    """
+    first = _once(work, takes_part)
+    if first > _SLOW_S:
+        rounds = 1 if first > ENOUGH_S else min(rounds, 3)
+    return median(_once(work, takes_part) for _ in range(rounds))
+
+
+def _once(work: Callable[[], object], takes_part: bool) -> float:
+    """Returns the seconds of one round on the slowest rank. Collective."""
+    api.barrier()
+    seconds = elapsed(work) if takes_part else 0.0
+    return float(api.allreduce(np.array([seconds]), op=api.Max, name="predict.slowest")[0])

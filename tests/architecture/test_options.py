@@ -23,8 +23,17 @@ from ocomm.training.driver import Common
 
 #: Arguments of a frontend that are no options, and have no twin in the other.
 OWN = {
-    "ocomm_torch": {"optimizer", "named_parameters", "named_buffers", "warm_start", "process_set", "mesh", "data"},
-    "ocomm_tf.keras": {"optimizer", "variables", "warm_start", "names", "process_set"},
+    "ocomm_torch": {
+        "optimizer",
+        "named_parameters",
+        "named_buffers",
+        "warm_start",
+        "process_set",
+        "mesh",
+        "data",
+        "shard_state",
+    },
+    "ocomm_tf.keras": {"optimizer", "variables", "buffers", "warm_start", "names", "process_set"},
 }
 #: Arguments that differ from their definition: Keras has a Lion of its own, whose betas count.
 DIFFERENT = {("ocomm_tf.keras", "Lion", "betas"): ("tuple[float, float] | None", None)}
@@ -33,8 +42,6 @@ WITHOUT = {
     "SoftSignSGD": {"hierarchical"},
     "DiLoCo": {field.name for field in dataclasses.fields(Common)} - {"block_size", "hierarchical"},
 }
-#: Optimizers that one frontend alone has.
-ONLY = {"DiLoCo": "ocomm_torch"}
 
 
 def cores(base: type[Core] = Core) -> Iterator[type[Core]]:
@@ -63,8 +70,6 @@ def options_of(kind: str) -> dict[str, dataclasses.Field[Any]]:
 
 
 def wrapper_of(frontend: str, kind: str) -> Callable[..., Any]:
-    if ONLY.get(kind, frontend) != frontend:
-        pytest.skip(reason=f"{kind} is for {ONLY[kind]} only")
     pytest.importorskip(frontend.partition("_")[2].partition(".")[0].replace("tf", "tensorflow"))
     return getattr(importlib.import_module(frontend), f"Distributed{kind}")
 
