@@ -9,7 +9,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 MPIRUN := timeout 1800 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo docs test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich check bench convergence time-to-loss clean install wheel test-install
+.PHONY: demo docs test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich test-sanitize check bench convergence time-to-loss clean install wheel test-install
 
 install: $(STAMP)
 
@@ -140,6 +140,11 @@ test-mpich: install $(VENV)-mpich/bin/mpiexec
 	    timeout 600 $(VENV)-mpich/bin/mpiexec -n $$n $(PY) -m pytest -q --capture=no --no-header \
 	        tests/world tests/frontends </dev/null || exit 1; \
 	done
+
+# The C code under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: ten minutes on two cores.
+test-sanitize: install
+	bash tools/sanitize.sh address $(PY)
+	bash tools/sanitize.sh thread $(PY)
 
 check: install
 	$(VENV)/bin/ruff check .
