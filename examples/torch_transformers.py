@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--output", default="torch-transformers-output", help="folder of the checkpoints")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--plain", action="store_true", help="Adam on dense averages instead, to compare the losses")
     args = parser.parse_args()
     torch.distributed.init_process_group("ocomm", init_method="ocomm://")
     text = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))).encode("ascii", "replace")
@@ -45,7 +46,8 @@ def main() -> None:
     )
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data)
-    OcommCallback(trainer)
+    if not args.plain:
+        OcommCallback(trainer)
     trainer.train(resume_from_checkpoint=args.resume)
 
 

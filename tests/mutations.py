@@ -418,6 +418,27 @@ MUTATIONS = [
         "if agreed is StepOutcome.TAKE:",
         "frontends/test_torch_low_bit.py",
     ),
+    Mutation(
+        "a sharded step is taken with averages that are not finite",
+        "ocomm/optim/stepper.py",
+        "(heard & _AVERAGE or not all(",
+        "(not all(",
+        "frontends/test_torch_sharded.py",
+    ),
+    Mutation(
+        "owners step with averages that are not clipped",
+        "ocomm/optim/sharded.py",
+        "if factor != 1.0:",
+        "if factor > 1.0:",
+        "frontends/test_torch_sharded.py",
+    ),
+    Mutation(
+        "a segment starts while another uses its memory",
+        "ocomm/collectives/python_engine.py",
+        "_number(s) <= following - lanes",
+        "_number(s) < following - lanes",
+        "contract/test_engine.py",
+    ),
 ]
 # fmt: on
 

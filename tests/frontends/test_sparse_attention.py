@@ -263,6 +263,8 @@ def test_a_block_mask_hides_padding() -> None:
 @pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning")  # torch's own use
 # torch's own use, too: it makes an object of its autograd function
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+# and says once where its graph ends, if masks were made in the process before
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
 @pytest.mark.parametrize("block, tokens", [(32, 416), (128, 512)])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("causal", [False, True])

@@ -684,7 +684,7 @@ def test_a_device_that_never_gets_done_ends_the_step_and_is_named(on_devices: An
                 devices[0].advance = lambda count: None  # type: ignore[method-assign]
                 optimizer._stepper.wire.timeout_s = 0.2  # the steps before have the time that they need
 
-        with pytest.raises(StallError, match="step 6 was not over after 0 s; fake:0 has not finished"):
+        with pytest.raises(StallError, match="step 6 was not over within its timeout of 0 s; fake:0 has not finished"):
             trained("1-bit Adam, compressed", 0, 6, watch=watch)
 
     run_ranks(1, body)
