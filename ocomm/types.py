@@ -240,7 +240,7 @@ class Settings:
     group_fusion: bool = True  # False: the tensors of a group fuse with each other only
     cycle_time_ms: float = 1.0  # how long requests are collected before they are announced, unless someone waits
     cache_capacity: int = 1024  # names; 0: no response cache
-    segment_nbytes: int = 4 * 1024 * 1024  # largest piece of an exchange
+    segment_nbytes: int = 8 * 1024 * 1024  # largest piece of an exchange
     window: int = 4  # segments in flight per channel
     hierarchical_allreduce: bool = True  # dense sums inside hosts first, where several have several ranks each
     direct_peers: int = 63  # a compressed exchange with more peers than this takes two hops

@@ -7,6 +7,8 @@ from __future__ import annotations
 SEGMENTS = 16
 #: Bytes below which a segment costs more time than its overlap saves.
 SMALLEST_NBYTES = 64 * 1024
+#: Bytes of a rank's share of a segment below which headers, of some 100 bytes, cost more than overlap gains.
+SMALLEST_SHARE_NBYTES = 2048
 #: Bytes of the largest message, half of the eager limit with which ocommrun starts Open MPI. From that limit on, MPI
 #: asks the receiver first and sends in pieces: a sum of 25 M floats on 4 hosts at 1 Gbit/s then takes 1.4 times as long
 #: as the wire needs, below the limit 1.03 times.
@@ -19,7 +21,7 @@ def segment_nbytes(total_nbytes: int, ranks: int, limit_nbytes: int) -> int:
 
     ``limit_nbytes`` is the user's limit, and is never exceeded.
     """
-    wanted = max(-(-total_nbytes // SEGMENTS), SMALLEST_NBYTES)
+    wanted = max(-(-total_nbytes // SEGMENTS), SMALLEST_NBYTES, ranks * SMALLEST_SHARE_NBYTES)
     return min(wanted, ranks * LARGEST_MESSAGE_NBYTES, limit_nbytes)
 
 

@@ -11,8 +11,34 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ocomm.negotiation.request import Reader, Request, Writer, read_request, write_request
+
+
+class Announcement(NamedTuple):
+    """What a rank asks for: ids of an epoch, as the bits of a mask, and other requests in full."""
+
+    epoch: int
+    bits: int
+    requests: Sequence[Request]
+
+    @staticmethod
+    def read(message: bytes) -> Announcement:
+        reader = Reader(message)
+        epoch, nbits, nfull = reader.unpack("III")
+        bits = int.from_bytes(message[reader.at : reader.at + nbits], "little")
+        reader.at += nbits
+        return Announcement(epoch, bits, [read_request(reader) for _ in range(nfull)])
+
+    def write(self) -> bytes:
+        nbytes = (self.bits.bit_length() + 7) // 8
+        writer = Writer()
+        writer.pack("III", self.epoch, nbytes, len(self.requests))
+        writer.parts.append(self.bits.to_bytes(nbytes, "little"))
+        for request in self.requests:
+            write_request(writer, request)
+        return writer.bytes()
 
 
 class RankCache:
@@ -46,13 +72,7 @@ class RankCache:
                     continue
                 known[name] = request, bit
             full.append(request)
-        nbytes = (bits.bit_length() + 7) // 8
-        writer = Writer()
-        writer.pack("III", self.epoch, nbytes, len(full))
-        writer.parts.append(bits.to_bytes(nbytes, "little"))
-        for request in full:
-            write_request(writer, request)
-        return writer.bytes()
+        return Announcement(self.epoch, bits, full).write()
 
 
 @dataclass(slots=True)
@@ -82,32 +102,26 @@ class CoordinatorCache:
         self._epochs = {0: _Epoch({}, [{} for _ in range(ranks)])}
         self._seen: OrderedDict[str, None] = OrderedDict()
 
-    def read(self, rank: int, message: bytes) -> tuple[int, list[Request]]:
-        """Reads an announcement. Returns the mask of ids of this epoch that are asked for, and the other requests."""
-        epoch, bits, full = _parse(message)
-        self._heard[rank] = epoch
-        for old in [e for e in self._epochs if e < min(self._heard)]:
-            del self._epochs[old]
-        known = self._epochs[epoch]
-        self.hits += bits.bit_count()
-        for request in full:
+    def hear(self, ranks: Sequence[int], announced: Announcement) -> None:
+        """Takes in an announcement that all these ranks have made."""
+        if any(self._heard[rank] != announced.epoch for rank in ranks):
+            for rank in ranks:
+                self._heard[rank] = announced.epoch
+            for old in [epoch for epoch in self._epochs if epoch < min(self._heard)]:
+                del self._epochs[old]
+        known = self._epochs[announced.epoch]
+        self.hits += announced.bits.bit_count() * len(ranks)
+        for request in announced.requests:
             number = known.ids.get(request.name)
             if number is not None:
-                known.requests[rank][number] = request
-                if epoch == self.epoch:
+                for rank in ranks:
+                    known.requests[rank][number] = request
+                if announced.epoch == self.epoch:
                     self._doubt(number)
-        if epoch == self.epoch:
-            return bits, full
-        return 0, [known.requests[rank][number] for number in numbers_of(bits)] + full
 
     def requests_of(self, rank: int, mask: int, epoch: int) -> list[Request]:
         """Returns the requests of a rank under the ids of a mask."""
         return [self._epochs[epoch].requests[rank][number] for number in numbers_of(mask)]
-
-    def heard(self, rank: int, message: bytes) -> list[Request]:
-        """Returns all requests of an announcement that has not been read yet."""
-        epoch, bits, full = _parse(message)
-        return self.requests_of(rank, bits, epoch) + full
 
     def with_groups(self, mask: int) -> int:
         """Returns a mask of this epoch with all ids that share a group with one of its ids."""
@@ -199,12 +213,3 @@ def numbers_of(mask: int) -> list[int]:
 
 
 _BITS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
-
-
-def _parse(message: bytes) -> tuple[int, int, list[Request]]:
-    """Returns epoch, bits and full requests of an announcement."""
-    reader = Reader(message)
-    epoch, nbits, nfull = reader.unpack("III")
-    bits = int.from_bytes(message[reader.at : reader.at + nbits], "little")
-    reader.at += nbits
-    return epoch, bits, [read_request(reader) for _ in range(nfull)]

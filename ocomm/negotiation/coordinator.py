@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ocomm.negotiation.cache import CoordinatorCache
+from ocomm.negotiation.cache import Announcement, CoordinatorCache
 from ocomm.negotiation.call_order import CallOrder
 from ocomm.negotiation.fusion import fuse
 from ocomm.negotiation.request import REGISTERED, Fault, Kind, Request, Response, TensorMemory
@@ -78,28 +78,35 @@ class Coordinator:
         self._order = CallOrder()
         self._released: dict[int, dict[int, int]] = {}  # channel -> rank -> segments it has run there, -1 if it failed
 
-    def receive(self, rank: int, message: bytes, now_s: float) -> None:
-        """Takes in one rank's announcement."""
-        bits, requests = self.cache.read(rank, message)
+    def receive(self, ranks: Sequence[int], message: bytes, now_s: float) -> None:
+        """Takes in an announcement that all these ranks have made."""
+        announced = Announcement.read(message)
+        self.cache.hear(ranks, announced)
         self._name(self._bits & ~self.cache.agreed)
-        counted = 0 if self._joined or self._absent else bits & self.cache.agreed & ~self._ids_by_name()
+        counted = 0
+        if announced.epoch == self.cache.epoch and not self._joined and not self._absent:
+            counted = announced.bits & self.cache.agreed & ~self._ids_by_name()
         if counted:
-            self._count(rank, counted, now_s)
-        if counted != bits:
-            requests = self.cache.requests_of(rank, bits & ~counted, self.cache.epoch) + requests
-        for request in requests:
-            if request.kind is Kind.JOIN:
-                self._join(rank)
-            else:
-                self._ask(rank, request, now_s)
+            self._count(ranks, counted, now_s)
+        by_name = announced.bits & ~counted
+        if not by_name and not announced.requests:
+            return
+        for rank in ranks:
+            for request in [*self.cache.requests_of(rank, by_name, announced.epoch), *announced.requests]:
+                if request.kind is Kind.JOIN:
+                    self._join(rank)
+                else:
+                    self._ask(rank, request, now_s)
 
     def heard(self, rank: int, message: bytes) -> list[Request]:
-        """Returns the requests of an announcement that has not been received yet."""
-        return self.cache.heard(rank, message)
+        """Returns all requests of an announcement of ``rank`` that has not been received yet."""
+        announced = Announcement.read(message)
+        return [*self.cache.requests_of(rank, announced.bits, announced.epoch), *announced.requests]
 
-    def _count(self, rank: int, bits: int, now_s: float) -> None:
+    def _count(self, ranks: Sequence[int], bits: int, now_s: float) -> None:
         self._epoch = self.cache.epoch
-        self._asked[rank] |= bits
+        for rank in ranks:
+            self._asked[rank] |= bits
         if new := bits & ~self._bits:
             self._bits |= new
             self._since.append((now_s, new))

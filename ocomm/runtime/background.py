@@ -59,6 +59,7 @@ class Runtime:
         self._leaving: tuple[bool, str] | None = None  # (failed, why), set by the user's thread
         self._left = False
         self._gone: dict[int, tuple[bool, str]] = {}
+        self._departures: list[tuple[int, bool, str]] = []  # on rank 0, those that it has not told the others
         self._all_gone_s: float | None = None
         self._failed_s: float | None = None
         self._silent_since: dict[int, float] = {}
@@ -88,8 +89,8 @@ class Runtime:
 
     def start(self) -> None:
         now = self.clock()
-        peers = range(1, self.world.size) if self.world.rank == 0 else [0]
-        self._silent_since = {rank: now for rank in peers if rank != self.world.rank}
+        link = self.world.link
+        self._silent_since = dict.fromkeys([*link.children, *([link.parent] if self.world.rank else [])], now)
         self._thread.start()
 
     @property
@@ -169,15 +170,17 @@ class Runtime:
         for process_set in self._sets:
             while (message := process_set.link.receive()) is not None:
                 source, word, payload = message
-                if process_set is self.world:
+                if process_set is self.world and source in self._silent_since:
                     self._silent_since[source] = self.clock()
                 if word in (MessageType.LEAVE, MessageType.GONE):
-                    self._hear_departure(source, word, payload)
+                    self._hear_departure(word, payload)
                 elif word in (MessageType.BLOCKED, MessageType.CONFIRM, MessageType.STUCK):
                     self._deadlock.hear(source, word, payload)
-                elif word == MessageType.ALIVE:
-                    if payload and self.exporter is not None:
+                elif word == MessageType.COUNTERS:
+                    if self.exporter is not None:
                         self.exporter.hear(payload)
+                elif word == MessageType.ALIVE:
+                    pass
                 else:
                     process_set.handle_message(source, word, payload)
         now = self.clock()
@@ -200,43 +203,49 @@ class Runtime:
         return self._depart()
 
     def _beat(self, now: float) -> None:
-        """Sends and checks signs of life between rank 0 and the others. A rank that is silent longer than the timeout
-        counts as dead.
+        """Sends signs of life to the neighbours in the tree, and checks theirs. A rank that is silent longer than the
+        timeout counts as dead.
         """
         missed = now - self._beat_s - self._heartbeat_s
         if missed > self._heartbeat_s:  # this process itself stood still, so it cannot judge the others' silence
             self._silent_since = {rank: min(now, since + missed) for rank, since in self._silent_since.items()}
         self._beat_s = now
-        # A rank that has left sends nothing more, nor does rank 0 once all have left. MPI would keep a message that
-        # nobody receives, and deliver it in the next job on a communicator of the same number.
-        if len(self._gone) < self.world.size if self.world.rank == 0 else not self._left:
-            self._send_sign_of_life()
+        self._send_signs_of_life()
         limit = self._silence_s
         for rank, since in list(self._silent_since.items()):
-            if rank not in self._gone and 0 < limit < now - since:
+            is_needed = rank not in self._gone or (rank == self.world.link.parent and len(self._gone) < self.world.size)
+            if is_needed and 0 < limit < now - since:
                 self._announce_departure(rank, True, f"{SILENT} for {now - since:.0f} s")
         if self._left and self.settings.stall_check and now - self._waited_s >= self.settings.stall_check_s:
             self._waited_s = now
             missing = [rank for rank in range(self.world.size) if rank not in self._gone]
             _log.warning("rank %d has shut down and waits for ranks %s to do so", self.world.rank, missing)
 
-    def _send_sign_of_life(self) -> None:
-        """Sends one to those who wait for it, and with it this rank's counters if somebody wants them."""
+    def _send_signs_of_life(self) -> None:
+        """Sends them to those who wait for them, and this rank's counters to rank 0 if somebody wants them.
+
+        MPI would keep a message that nobody receives, and deliver it in the next job on a communicator of the same
+        number. So nothing follows this rank's departure to its parent, or the last departure to its children.
+        """
+        link = self.world.link
+        if len(self._gone) < self.world.size:
+            link.send_down(MessageType.ALIVE)
         counters = b"" if self.exporter is None else self.exporter.sample()
-        if self.world.rank == 0:
-            self.world.link.send_all(MessageType.ALIVE)
-        else:
-            self.world.link.send(0, MessageType.ALIVE, counters)
+        if self.world.rank and not self._left:
+            link.send(link.parent, MessageType.ALIVE)
+            if counters:
+                link.send_up(MessageType.COUNTERS, counters)
 
     def _depart(self) -> bool:
         if self._leaving is not None and not self._left:
             if self.exporter is not None:  # the last counters
-                self._send_sign_of_life()
+                self._send_signs_of_life()
             self._left = True
             for process_set in self._sets:
                 process_set.is_leaving = True
             self._waited_s = self.clock()
             self._announce_departure(self.world.rank, *self._leaving)
+        self._tell_departures()
         if not self._left:
             return False
         assert self._leaving is not None
@@ -265,6 +274,7 @@ class Runtime:
         try:
             if why is not None:
                 self._announce_departure(self.world.rank, True, why)
+            self._tell_departures()
             end = self.clock() + _FAREWELL_S
             while not self.world.link.flush() and self.clock() < end:
                 self.engine.run(0.01)
@@ -272,23 +282,32 @@ class Runtime:
             _log.warning("rank %d could not tell the others: %s", self.world.rank, error)
 
     def _announce_departure(self, rank: int, failed: bool, why: str) -> None:
-        payload = json.dumps([rank, failed, why]).encode()
+        """Tells the other ranks that this rank or a neighbour has left."""
+        link, departure = self.world.link, (rank, failed, why)
         if self.world.rank == 0:
-            self.world.link.send_all(MessageType.GONE, payload)
-            self._note_departure(rank, failed, why)
-        elif rank == self.world.rank:
-            self.world.link.send(0, MessageType.LEAVE, payload)
-            if failed:  # rank 0 tells the others; this rank does not wait
-                self._gone[rank] = (failed, why)
-        else:
-            self._note_departure(rank, failed, why)
+            self._departures.append(departure)
+        if self.world.rank and rank != link.parent:
+            link.send_up(MessageType.LEAVE, json.dumps(departure).encode())
+        if self.world.rank and (rank == link.parent or (failed and rank == self.world.rank)):
+            # The failed rank may pass nothing on any more, neither what rank 0 says to those below it.
+            link.send_down(MessageType.GONE, json.dumps([departure]).encode())
+        if self.world.rank == 0 or rank != self.world.rank:
+            self._note_departure(*departure)
+        elif failed:  # rank 0 tells the others; this rank does not wait
+            self._gone[rank] = (failed, why)
 
-    def _hear_departure(self, source: int, word: MessageType, payload: bytes) -> None:
-        rank, failed, why = json.loads(payload)
+    def _tell_departures(self) -> None:
+        """Sends what rank 0 has heard of departures since the last call, in one message, because each goes to all."""
+        departures, self._departures = self._departures, []
+        if departures:
+            self.world.link.send_down(MessageType.GONE, json.dumps(departures).encode())
+
+    def _hear_departure(self, word: MessageType, payload: bytes) -> None:
         if word == MessageType.LEAVE:
-            self._announce_departure(rank, failed, why)
+            self._announce_departure(*json.loads(payload))
         else:
-            self._note_departure(rank, failed, why)
+            for departure in json.loads(payload):
+                self._note_departure(*departure)
 
     def _note_departure(self, rank: int, failed: bool, why: str) -> None:
         self._gone[rank] = (failed, why)

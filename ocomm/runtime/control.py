@@ -9,6 +9,7 @@ import time
 import numpy as np
 
 from ocomm.errors import PeerError
+from ocomm.negotiation.tree import Tree
 from ocomm.transport.base import Request, Transport
 
 TAG = 0
@@ -17,11 +18,11 @@ TAG = 0
 class MessageType(enum.IntEnum):
     """The first byte of a control message."""
 
-    ANNOUNCE = 1  # to the coordinator: what this rank wants
+    ANNOUNCE = 1  # towards the coordinator: what this rank wants
     RESPOND = 2  # from the coordinator: what all do now
-    LEAVE = 3  # to rank 0: this rank shuts down, or has failed
+    LEAVE = 3  # to rank 0: a rank shuts down, or has failed
     GONE = 4  # from rank 0: who left and why
-    ALIVE = 5  # a sign of life, to and from rank 0
+    ALIVE = 5  # a sign of life, to and from the neighbours in the tree
     HELLO = 6  # to rank 0: this rank's host and settings
     WELCOME = 7  # from rank 0: the hosts of all ranks, or why the job cannot start
     WHERE = 8  # from a coordinator: which line of the user's code are you in?
@@ -30,28 +31,51 @@ class MessageType(enum.IntEnum):
     CONFIRM = 11  # from rank 0: is that still so?
     STUCK = 12  # from rank 0: no rank can go on
     RELEASED = 13  # to the coordinator: this rank uses a channel no longer
+    AGGREGATE = 14  # towards the coordinator: what this rank and those below it want
+    COUNTERS = 15  # to rank 0: this rank's counters
+    RELAY = 16  # to rank 0: a message of another rank
+
+
+#: Messages to all ranks, which every rank passes on to its children.
+_FOR_ALL = frozenset({MessageType.RESPOND, MessageType.GONE, MessageType.CONFIRM, MessageType.STUCK})
+_RELAY = struct.Struct("<IB")  # origin, type
+#: Messages that a deadlock cannot have on the way (``deadlock``).
+_COUNTED = frozenset({MessageType.ANNOUNCE, MessageType.RESPOND, MessageType.AGGREGATE})
 
 
 class Link:
-    """Sends and receives control messages on one communicator. Owns the messages that are under way."""
+    """Sends and receives control messages on one communicator. Owns the messages that are under way.
 
-    def __init__(self, transport: Transport) -> None:
+    Messages to rank 0 and to all ranks go along a tree, in which a message never overtakes an earlier one. By default
+    all ranks are children of rank 0.
+    """
+
+    def __init__(self, transport: Transport, tree: Tree | None = None) -> None:
         self.transport = transport
+        tree = tree or Tree.of(transport.rank, transport.size, transport.size)
+        self.parent = tree.parent
+        self.children = [subtree.start for subtree in tree.children]
         self._sending: list[tuple[Request, np.ndarray]] = []
-        self.balance = 0  # number of announcements and responses sent, minus those received
+        self.balance = 0  # number of announcements, aggregates and responses sent, minus those received
 
     def send(self, dest: int, word: MessageType, payload: bytes = b"") -> None:
-        """Queues a message; its memory is kept until it has left."""
-        self.balance += word in (MessageType.ANNOUNCE, MessageType.RESPOND)
+        """Queues a message to one rank; its memory is kept until it has left."""
+        self.balance += word in _COUNTED
         buffer = np.frombuffer(struct.pack("<B", word) + payload, np.uint8)
         request = self.transport.isend(buffer, dest, TAG)
         self._sending.append((request, buffer))
 
-    def send_all(self, word: MessageType, payload: bytes = b"") -> None:
-        """Queues a message to every other rank."""
-        for dest in range(self.transport.size):
-            if dest != self.transport.rank:
-                self.send(dest, word, payload)
+    def send_up(self, word: MessageType, payload: bytes = b"") -> None:
+        """Queues a message to rank 0, which must not be this one."""
+        if self.parent == 0:
+            self.send(0, word, payload)
+        else:
+            self.send(self.parent, MessageType.RELAY, _RELAY.pack(self.transport.rank, word) + payload)
+
+    def send_down(self, word: MessageType, payload: bytes = b"") -> None:
+        """Queues a message to all ranks below this one: from rank 0, to all others."""
+        for child in self.children:
+            self.send(child, word, payload)
 
     def flush(self) -> bool:
         """Forgets messages that have left. Returns True if none is under way."""
@@ -59,7 +83,23 @@ class Link:
         return not self._sending
 
     def receive(self) -> tuple[int, MessageType, bytes] | None:
-        """Returns (source, word, payload) of the next message that has arrived, or None."""
+        """Returns (source, type, payload) of the next message for this rank that has arrived, or None. Passes on what
+        is for others.
+        """
+        while (message := self._take()) is not None:
+            source, word, payload = message
+            if word in _FOR_ALL:
+                self.send_down(word, payload)
+            elif word == MessageType.RELAY and self.transport.rank:
+                self.send(self.parent, word, payload)
+                continue
+            elif word == MessageType.RELAY:
+                source, of_origin = _RELAY.unpack_from(payload)
+                return source, MessageType(of_origin), payload[_RELAY.size :]
+            return source, word, payload
+        return None
+
+    def _take(self) -> tuple[int, MessageType, bytes] | None:
         self.flush()
         found = self.transport.probe(TAG)
         if found is None:
@@ -75,5 +115,5 @@ class Link:
             time.sleep(20e-6)
         data = buffer.tobytes()
         word = MessageType(data[0])
-        self.balance -= word in (MessageType.ANNOUNCE, MessageType.RESPOND)
+        self.balance -= word in _COUNTED
         return source, word, data[1:]

@@ -90,7 +90,7 @@ class Deadlock:
             self._tell(None)
         if self._is_due():
             self._confirmed = {}
-            self._world.link.send_all(MessageType.CONFIRM)
+            self._world.link.send_down(MessageType.CONFIRM)
 
     def _is_due(self) -> bool:
         """Returns True on rank 0 if it is time to ask whether the deadlock still holds, and to give up."""
@@ -153,12 +153,12 @@ class Deadlock:
         if self._world.rank == 0:
             self._note(0, said)
         else:
-            self._world.link.send(0, MessageType.BLOCKED, json.dumps(asdict(said)).encode())
+            self._world.link.send_up(MessageType.BLOCKED, json.dumps(asdict(said)).encode())
 
     def _answer(self) -> None:
         self._told = self._report()
         if self._world.rank != 0:
-            self._world.link.send(0, MessageType.BLOCKED, json.dumps(asdict(self._told)).encode())
+            self._world.link.send_up(MessageType.BLOCKED, json.dumps(asdict(self._told)).encode())
 
     # Rank 0
 
@@ -172,7 +172,7 @@ class Deadlock:
             self._confirmed = self._since = None
             if len(self._reports) == self._world.size and is_certain(self._reports):
                 self._confirmed = {}
-                self._world.link.send_all(MessageType.CONFIRM)
+                self._world.link.send_down(MessageType.CONFIRM)
             return
         self._confirmed[rank] = report
         if len(self._confirmed) == self._world.size - 1:
@@ -192,7 +192,7 @@ class Deadlock:
                 )
             reports = dict(self._reports)
             said = {"reports": {rank: asdict(report) for rank, report in reports.items()}, "why": why}
-            self._world.link.send_all(MessageType.STUCK, json.dumps(said).encode())
+            self._world.link.send_down(MessageType.STUCK, json.dumps(said).encode())
             if why:
                 self._reports.clear()  # a rank reports again when it has moved
                 self._since = None

@@ -42,7 +42,7 @@ def handshake(
             elif time.monotonic() > end:
                 missing = [rank for rank in range(control.size) if rank not in said]
                 why = f"after {settings.start_timeout_s:.0f} s ranks {missing} have not come to init()"
-                link.send_all(MessageType.WELCOME, json.dumps({"launch_error": why}).encode())
+                link.send_down(MessageType.WELCOME, json.dumps({"launch_error": why}).encode())
                 _flush(link)
                 raise LaunchError(why)
             else:
@@ -54,7 +54,7 @@ def handshake(
         difference = _difference(said)
         if difference:
             answer = {"settings_error": difference}
-        link.send_all(MessageType.WELCOME, json.dumps(answer).encode())
+        link.send_down(MessageType.WELCOME, json.dumps(answer).encode())
         _flush(link)
     else:
         link.send(0, MessageType.HELLO, json.dumps(mine).encode())

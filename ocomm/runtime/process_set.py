@@ -49,6 +49,7 @@ from ocomm.negotiation.request import (
     read_responses,
     write_responses,
 )
+from ocomm.negotiation.tree import Aggregator, Ranges, Tree, read_aggregate
 from ocomm.runtime.call_sites import user_line
 from ocomm.runtime.control import Link, MessageType
 from ocomm.runtime.handle import Handle, Listener, Submission
@@ -121,7 +122,6 @@ class ProcessSet:
         self.rank = control.rank
         self.size = control.size
         self.settings = settings
-        self.link = Link(control)
         self.engine = engine
         self.clock = clock
         self._channel = engine.open_channel(data, settings.window)
@@ -130,6 +130,10 @@ class ProcessSet:
         self._context = dense.Context(self.rank, self.size, settings.segment_nbytes, scratch.take, nodes)
         self._scratch = scratch
         self._cache = RankCache()
+        tree = Tree.of(self.rank, self.size, settings.direct_peers)
+        self.link = Link(control, tree)
+        #: Joins the announcements of the ranks below this one, if there are any and this is not the coordinator.
+        self._aggregator = Aggregator(self.rank, tree.children) if self.rank and tree.children else None
         self.coordinator = (
             Coordinator(self.ranks, settings.fusion_threshold, settings.cache_capacity, settings.group_fusion)
             if self.rank == 0
@@ -292,6 +296,11 @@ class ProcessSet:
             self._respond(self.coordinator.decide())
             if self._tuner is not None and (tuned := self._tuner.poll()) is not None:
                 self._respond([Response(Kind.TUNE, (), sizes=(tuned.pack(),))])
+        if self._aggregator is not None:
+            if aggregate := self._aggregator.take(now):
+                self.progress += 1
+                self.link.send(self.link.parent, MessageType.AGGREGATE, aggregate)
+            due = min(due, self._aggregator.due_s(now))
         self._open_channels()
         self._complete()
         return due
@@ -299,15 +308,17 @@ class ProcessSet:
     def handle_message(self, source: int, word: MessageType, payload: bytes) -> None:
         """Takes in a control message of this set."""
         if word == MessageType.ANNOUNCE:
-            assert self.coordinator is not None
-            self._receive(source, payload, self.clock())
+            self._receive((range(source, source + 1),), payload, self.clock())
+        elif word == MessageType.AGGREGATE:
+            for ranges, announcement in read_aggregate(payload):
+                self._receive(ranges, announcement, self.clock())
         elif word == MessageType.RESPOND:
             self._execute_all(payload)
         elif word == MessageType.RELEASED:
             if self.coordinator is not None and not self.is_leaving:
                 self.coordinator.release(source, *_RELEASED.unpack(payload))
         elif word == MessageType.WHERE:
-            self.link.send(source, MessageType.HERE, user_line(list(self.users)).encode())
+            self.link.send_up(MessageType.HERE, user_line(list(self.users)).encode())
         elif word == MessageType.HERE:
             self._where[self.ranks[source]] = payload.decode()
 
@@ -376,7 +387,7 @@ class ProcessSet:
     @property
     def is_blocked(self) -> bool:
         """True if nothing here moves by itself: everything that waits, waits for other ranks."""
-        if self._queue or self._running or self._opening:
+        if self._queue or self._running or self._opening or (self._aggregator and self._aggregator.is_holding):
             return False
         # A thread whose handle is over may not have woken up yet.
         return not any(handle.poll() for handle in list(self.waiting.values()))
@@ -400,28 +411,33 @@ class ProcessSet:
         message = self._cache.announcement(requests)
         if self.timeline is not None and self.timeline.mark_cycles:
             self.timeline.mark("cycles" + self._suffix, "CYCLE_START")
-        if self.coordinator is not None:
-            self._receive(self.rank, message, now)
+        if self.coordinator is not None or self._aggregator is not None:
+            self._receive((range(self.rank, self.rank + 1),), message, now)
         else:
-            self.link.send(0, MessageType.ANNOUNCE, message)
+            self.link.send(self.link.parent, MessageType.ANNOUNCE, message)
         return 1.0
 
-    def _receive(self, rank: int, message: bytes, now: float) -> None:
-        """Takes in an announcement on the coordinator. Marks in the timeline say which rank is ready for which
-        tensor.
+    def _receive(self, ranges: Ranges, message: bytes, now: float) -> None:
+        """Takes in an announcement, on the coordinator or on the way to it. Marks in the coordinator's timeline say
+        which rank is ready for which tensor.
         """
-        assert self.coordinator is not None
+        if self.coordinator is None:
+            assert self._aggregator is not None
+            self._aggregator.add(ranges, message, now)
+            return
+        ranks = ranges[0] if len(ranges) == 1 else [rank for each in ranges for rank in each]
         if self.timeline is not None:
-            for request in self.coordinator.heard(rank, message):
-                self.timeline.mark(request.name + self._suffix, str(self.ranks[rank]))
-        self.coordinator.receive(rank, message, now)
+            for rank in ranks:
+                for request in self.coordinator.heard(rank, message):
+                    self.timeline.mark(request.name + self._suffix, str(self.ranks[rank]))
+        self.coordinator.receive(ranks, message, now)
 
     def _respond(self, responses: Sequence[Response]) -> None:
         if not responses:
             return
         assert self.coordinator is not None
         message = self.coordinator.cache.epoch.to_bytes(4, "little") + write_responses(tuple(responses))
-        self.link.send_all(MessageType.RESPOND, message)
+        self.link.send_down(MessageType.RESPOND, message)
         self._execute_all(message)
 
     def _execute_all(self, message: bytes) -> None:
@@ -431,6 +447,8 @@ class ProcessSet:
 
     def _execute(self, response: Response) -> None:
         self.progress += 1
+        if self._aggregator is not None:
+            self._aggregator.forget(response.names)
         if response.kind == Kind.JOIN:
             self._hear_of_join(response)
             return
@@ -666,7 +684,7 @@ class ProcessSet:
             if self.coordinator is not None:
                 self.coordinator.release(self.rank, number, segments)
             else:
-                self.link.send(0, MessageType.RELEASED, _RELEASED.pack(number, segments))
+                self.link.send_up(MessageType.RELEASED, _RELEASED.pack(number, segments))
 
     def close_transports(self) -> None:
         """Frees all communicators except those on which messages may be under way. Called when the job is over."""

@@ -164,7 +164,7 @@ def test_neither_result_is_mixed_where_the_coordinator_hears_of_both_calls_at_on
             Request(Kind.ALLREDUCE, f"allreduce.noname.{number}", shape=(3,), digest=line, detail=f"train.py:{line}")
             for number, line in enumerate(lines, 1)
         ]
-        coordinator.receive(rank, RankCache().announcement(asked), 0.0)
+        coordinator.receive([rank], RankCache().announcement(asked), 0.0)
     responses = coordinator.decide()
     assert [response.fault for response in responses] == [Fault.MISMATCH] * 2
     assert "rank 0 called from train.py:1, rank 1 from train.py:2, and with 'allreduce.noname.2'" in responses[0].error

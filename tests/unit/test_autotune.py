@@ -78,7 +78,7 @@ def test_a_search_that_fails_ends_with_the_best_so_far(tmp_path: Path, caplog: p
     assert "autotuning ends early: ArithmeticError: not a number" in caplog.text
     header, row = (tmp_path / "log.csv").read_text().splitlines()
     assert header == "cycle_time_ms,tensor_fusion_threshold,segment_bytes,score"
-    assert row == "1.0,134217728,4194304,2.0"
+    assert row == "1.0,134217728,8388608,2.0"
 
 
 def test_what_the_environment_sets_is_not_tuned() -> None:

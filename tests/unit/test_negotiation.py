@@ -24,33 +24,91 @@ from ocomm.negotiation.request import (
     write_request,
     write_responses,
 )
+from ocomm.negotiation.tree import HOLD_S, Aggregator, Ranges, Tree, read_aggregate
 from ocomm.types import DType, ReduceOp
 
 THRESHOLD = 1 << 20
 JOIN = Request(Kind.JOIN, JOIN_NAME)
+#: All ranks but the coordinator are its children, or the tree is binary.
+DIRECT_PEERS = st.sampled_from([1, 63])
 
 
 def allreduce(name: str, numel: int = 4, **changes: object) -> Request:
     return replace(Request(Kind.ALLREDUCE, name, DType.FLOAT32, (numel,)), **changes)  # type: ignore[arg-type]
 
 
-class World:
-    """A coordinator and the caches of all ranks, joined by messages in the real format."""
+class Relays:
+    """What is between ranks and their coordinator. Counts the messages that each rank receives."""
 
-    def __init__(self, size: int, capacity: int = 16, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, coordinator: Coordinator, size: int, direct_peers: int) -> None:
+        self.coordinator = coordinator
+        self.trees = [Tree.of(rank, size, direct_peers) for rank in range(size)]
+        inner = [tree for tree in self.trees if tree.rank and tree.children]
+        self.aggregators = {tree.rank: Aggregator(tree.rank, tree.children) for tree in inner}
+        self.received = [0] * size
+        self.now_s = 0.0
+
+    def announce(self, rank: int, message: bytes, now_s: float) -> None:
+        self.now_s = now_s
+        if rank == 0 or rank in self.aggregators:
+            self._hear(rank, (range(rank, rank + 1),), message)
+            self._pass(rank)
+        else:
+            parent = self.trees[rank].parent
+            self.received[parent] += 1
+            self._hear(parent, (range(rank, rank + 1),), message)
+            self._pass(parent)
+
+    def pass_all(self) -> None:
+        """As after the longest time for which a rank keeps something."""
+        for rank in sorted(self.aggregators, reverse=True):
+            self._pass(rank, wait_s=HOLD_S)
+            assert not self.aggregators[rank].is_holding
+
+    def forget(self, responses: Sequence[Response]) -> None:
+        for aggregator in self.aggregators.values():
+            aggregator.forget(name for response in responses for name in response.names)
+
+    def _hear(self, rank: int, ranges: Ranges, message: bytes) -> None:
+        if rank == 0:
+            self.coordinator.receive([rank for each in ranges for rank in each], message, self.now_s)
+        else:
+            self.aggregators[rank].add(ranges, message, self.now_s)
+
+    def _pass(self, rank: int, wait_s: float = 0.0) -> None:
+        if rank == 0 or not (aggregate := self.aggregators[rank].take(self.now_s + wait_s)):
+            return
+        parent = self.trees[rank].parent
+        self.received[parent] += 1
+        for ranges, message in read_aggregate(aggregate):
+            self._hear(parent, ranges, message)
+        self._pass(parent, wait_s)
+
+
+class World:
+    """A coordinator and the caches of all ranks, joined by messages in the real format, which travel along a tree if
+    there are more ranks than ``direct_peers`` beside the coordinator.
+    """
+
+    def __init__(
+        self, size: int, capacity: int = 16, ranks: Sequence[int] | None = None, direct_peers: int = 63
+    ) -> None:
         self.coordinator = Coordinator(ranks or range(size), THRESHOLD, capacity)
         self.caches = [RankCache() for _ in range(size)]
         self.asked: list[dict[str, Request]] = [{} for _ in range(size)]
         self.sizes: list[int] = []
+        self.tree = Relays(self.coordinator, size, direct_peers)
 
     def ask(self, rank: int, *requests: Request, now_s: float = 0.0) -> None:
         self.asked[rank].update({request.name: request for request in requests})
         message = self.caches[rank].announcement(requests)
         self.sizes.append(len(message))
-        self.coordinator.receive(rank, message, now_s)
+        self.tree.announce(rank, message, now_s)
 
     def decide(self) -> list[Response]:
+        self.tree.pass_all()
         responses = self.coordinator.decide()
+        self.tree.forget(responses)
         assert read_responses(write_responses(tuple(responses))) == tuple(responses)
         for rank, cache in enumerate(self.caches):
             cache.enter(self.coordinator.cache.epoch)
@@ -148,8 +206,8 @@ def test_ids_that_were_given_before_a_new_epoch_began_are_void() -> None:
 def test_any_interleaving_of_announcements_answers_every_name_once_and_equally_on_all_ranks(
     data: st.DataObject,
 ) -> None:
-    size = data.draw(st.integers(1, 4), "ranks")
-    world = World(size, capacity=data.draw(st.integers(0, 4), "capacity"))
+    size = data.draw(st.integers(1, 7), "ranks")
+    world = World(size, capacity=data.draw(st.integers(0, 4), "capacity"), direct_peers=data.draw(DIRECT_PEERS))
     names = "abcdefg"[: data.draw(st.integers(1, 7), "names")]
     for step in range(3):
         left = {rank: data.draw(st.permutations(names), f"order of {rank}") for rank in range(size)}
@@ -172,9 +230,12 @@ GROUPED = {"f": ("g", 2), "g": ("g", 2), "h": ("h", 3), "i": ("h", 3), "j": ("h"
 @settings(max_examples=100)
 @given(st.data())
 def test_ids_change_nothing_but_the_length_of_messages(data: st.DataObject) -> None:
-    """Whatever ranks ask for, and whenever somebody looks: the answers are those of a coordinator without ids."""
-    size = data.draw(st.integers(1, 3), "ranks")
-    with_ids, without = World(size, capacity=data.draw(st.integers(1, 12), "capacity")), World(size, capacity=0)
+    """Whatever ranks ask for, and whenever somebody looks: the answers are those of a coordinator without ids. So they
+    are if announcements travel along a tree.
+    """
+    size = data.draw(st.integers(1, 7), "ranks")
+    with_ids = World(size, capacity=data.draw(st.integers(1, 12), "capacity"), direct_peers=data.draw(DIRECT_PEERS))
+    without = World(size, capacity=0)
     open_names: list[set[str]] = [set() for _ in range(size)]
     joined: set[int] = set()
     now = 0.0
@@ -227,6 +288,7 @@ def _member(name: str, numel: int) -> Request:
 
 
 def _seen(world: World, now: float) -> list[Stall]:
+    world.tree.pass_all()
     return sorted(world.coordinator.stalled(now, 0.0), key=lambda stall: stall.name)
 
 

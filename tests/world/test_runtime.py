@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ from tests.tiers import few
 from tests.worlds import MPI_SIZE, run_ranks
 
 LIMIT_S = 20.0
+#: Rank 0 has the children 1, 2, 4; rank 2 has 3; rank 4 has 5 and 6; rank 6 has 7.
+BINARY_TREE = Settings(direct_peers=1)
 threads_only = pytest.mark.skipif(MPI_SIZE > 0, reason="would end the MPI job that the tests run in")
 alone = pytest.mark.skipif(MPI_SIZE > 0, reason="about one process")
 
@@ -275,17 +278,24 @@ class Mute(LocalTransport):
 
 @threads_only
 @pytest.mark.parametrize(
-    "silent, settings",
-    [(0, Settings(peer_timeout_s=1.5)), (1, Settings(peer_timeout_s=1.5)), (0, Settings(stall_shutdown_s=1.5))],
-    ids=["rank 0", "rank 1", "rank 0, by the deadline of stalls"],
+    "size, silent, settings",
+    [
+        (3, 0, Settings(peer_timeout_s=1.5)),
+        (3, 1, Settings(peer_timeout_s=1.5)),
+        (3, 0, Settings(stall_shutdown_s=1.5)),
+        (5, 0, replace(BINARY_TREE, peer_timeout_s=1.5)),
+        (5, 2, replace(BINARY_TREE, peer_timeout_s=1.5)),
+        (5, 3, replace(BINARY_TREE, peer_timeout_s=1.5)),
+    ],
+    ids=["rank 0", "rank 1", "rank 0, by the deadline of stalls", "root of a tree", "inner rank", "rank below another"],
 )
 def test_a_rank_that_shows_no_sign_of_life_is_named(
-    silent: int, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    size: int, silent: int, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "_HEARTBEAT_S", 0.5)
     monkeypatch.setattr(background, "_FAREWELL_S", 0.3)
-    ranks = Ranks(3, settings, Mute)
-    others = [rank for rank in range(3) if rank != silent]
+    ranks = Ranks(size, settings, Mute)
+    others = [rank for rank in range(size) if rank != silent]
     handles = [start(ranks.sessions[rank], np.ones(4, np.float32), "x") for rank in others]
     try:
         Mute.silent.add(silent)
@@ -296,6 +306,52 @@ def test_a_rank_that_shows_no_sign_of_life_is_named(
         ranks.together(lambda _, session: session.shutdown(failed=True, why="raised PeerError"))
     finally:
         Mute.silent.clear()
+
+
+@threads_only
+@pytest.mark.parametrize("culprit", [0, 2, 3])
+def test_all_ranks_of_a_tree_hear_of_one_that_failed(culprit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_FAREWELL_S", 0.3)
+    ranks = Ranks(8, BINARY_TREE)
+    handles = {rank: start(ranks.sessions[rank], np.ones(4, np.float32), "x") for rank in range(8) if rank != culprit}
+    assert ranks.sessions[culprit].shutdown(failed=True, why="raised ValueError: no data") is False
+    assert {outcome(handle) for handle in handles.values()} == {
+        f"PeerError: rank {culprit} raised ValueError: no data."
+    }
+    ranks.together(lambda rank, session: rank != culprit and session.shutdown(failed=True, why="raised PeerError"))
+
+
+@threads_only
+def test_ranks_below_one_whose_background_thread_failed_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_FAREWELL_S", 0.3)
+    ranks = Ranks(8, BINARY_TREE)
+    handles = [start(ranks.sessions[rank], np.ones(4, np.float32), "x") for rank in range(8) if rank != 4]
+    runtime = ranks.sessions[4].runtime
+    assert runtime is not None
+
+    def broken() -> float:
+        raise RuntimeError("broken")
+
+    runtime.world.cycle = broken  # type: ignore[method-assign]
+    runtime.engine.wake()
+    assert {outcome(handle) for handle in handles} == {"PeerError: rank 4 failed: RuntimeError: broken."}
+    ranks.together(lambda _, session: session.shutdown(failed=True, why="raised PeerError"))
+
+
+@threads_only
+def test_ranks_of_a_tree_leave_in_any_order() -> None:
+    ranks = Ranks(8, BINARY_TREE)
+    leavers = [threading.Thread(target=ranks.sessions[rank].shutdown, daemon=True) for rank in (4, 0, 2)]
+    for leaver in leavers:
+        leaver.start()
+    rest = [rank for rank in range(8) if rank not in (4, 0, 2)]
+    lonely = [start(ranks.sessions[rank], np.ones(4, np.float32), "x") for rank in rest]
+    for handle in lonely:
+        assert re.fullmatch(r"PeerError: tensor 'x': (rank [024] has shut down(; )?){1,3}\.", outcome(handle))
+    assert ranks.together(lambda rank, session: rank in (4, 0, 2) or session.shutdown()) == [True] * 8
+    for leaver in leavers:
+        leaver.join(LIMIT_S)
+        assert not leaver.is_alive()
 
 
 class Suspended(LocalTransport):
@@ -369,15 +425,16 @@ def test_a_rank_that_waits_for_others_to_leave_says_so(caplog: pytest.LogCapture
 
 
 @threads_only
-def test_nobody_sends_a_sign_of_life_after_its_last_word() -> None:
-    fabric = Fabric(3)
-    some = [Session() for _ in range(3)]
+@pytest.mark.parametrize(("size", "settings"), [(3, Settings()), (8, BINARY_TREE)])
+def test_nobody_sends_a_sign_of_life_after_its_last_word(size: int, settings: Settings) -> None:
+    fabric = Fabric(size)
+    some = [Session() for _ in range(size)]
 
     def rank_main(rank: int) -> None:
-        some[rank].start(fabric.endpoint(rank), Settings(peer_timeout_s=0.003, stall_check=False))
+        some[rank].start(fabric.endpoint(rank), replace(settings, peer_timeout_s=0.003 * size, stall_check=False))
         some[rank].shutdown()
 
-    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(3)]
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:

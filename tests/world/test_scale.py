@@ -12,29 +12,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from ocomm.collectives.compressed import vote
+from benchmarks.scale import DIRECT_PEERS, WATCH, Negotiation, exchange, messages_of, nodes_of
 from ocomm.collectives.engine import State
 from ocomm.collectives.error_feedback import OneBitAllreduce
-from ocomm.collectives.plan import Plan
 from ocomm.collectives.python_engine import PythonChannel, PythonEngine
-from ocomm.collectives.routes import arrange, vote_groups
-from ocomm.collectives.segment_header import SegmentHeaders
-from ocomm.collectives.waiting import Watch
 from ocomm.kernels import cpu_kernels
 from ocomm.transport.local import Fabric
-from ocomm.types import Nodes, Settings
+from ocomm.types import Nodes
 from tests.oracle.hierarchical import Simulation
 from tests.worlds import MPI_SIZE
 
 pytestmark = pytest.mark.skipif(bool(MPI_SIZE), reason="about one process")
-
-WATCH = Watch(failure=lambda: None, departed=dict, stall_check_s=60.0)
-DIRECT_PEERS = Settings().direct_peers
-
-
-def nodes_of(ranks: int, per_node: int, direct_peers: int = DIRECT_PEERS) -> Nodes:
-    """As a job on so many hosts arranges itself."""
-    return arrange([f"host {rank // per_node}" for rank in range(ranks)], "auto", direct_peers)
 
 
 class Rank:
@@ -74,22 +62,6 @@ def test_every_rank_has_the_bits_of_the_simulation(count: int, per_node: int) ->
         assert {result.tobytes() for result in drive(ranks, values)} == {expected}, f"call {call}"
 
 
-def messages_of(rank: int, nodes: Nodes) -> tuple[int, int]:
-    """Messages that leave this rank's node in one fused exchange in which every rank owns a part, and in its vote."""
-    numel = 16 * nodes.ranks  # every owner a block
-    engine = PythonEngine(cpu_kernels(), threading.Event())
-    channel = engine.open_channel(Fabric(nodes.ranks).endpoint(rank), 1)
-    exchange = OneBitAllreduce(channel, "x", (numel,), rank, range(nodes.ranks), nodes, 1 << 20, WATCH, block_size=16)
-    (headers,) = SegmentHeaders(rank, [(0, 0)], *(np.zeros(1, kind) for kind in (np.uint32, np.uint32, np.int64)))
-    plans = exchange._prepared[0], vote(rank, vote_groups(nodes), headers)
-    return _leaving(plans[0], nodes.node_of(rank)), _leaving(plans[1], nodes.node_of(rank))
-
-
-def _leaving(plan: Plan, node: Sequence[int]) -> int:
-    (stages,) = plan.segments
-    return sum(message.peer not in node for stage in stages for message in stage.sends)
-
-
 @pytest.mark.parametrize("which", [0, -1])
 def test_messages_per_rank_grow_with_the_root_of_the_number_of_nodes(which: int) -> None:
     """The table of docs/scale.md. Flat is what everybody would send directly, on a host each."""
@@ -103,3 +75,19 @@ def test_messages_per_rank_grow_with_the_root_of_the_number_of_nodes(which: int)
             assert messages_of(rank, nodes_of(ranks, 1, 7)) == (4 * (group - 1), 2 * (group - 1))
     exchange, vote = messages_of(range(1024)[which], nodes_of(1024, 8))
     assert exchange <= 5 * math.sqrt(128) + 1 and vote <= 128
+
+
+def test_no_rank_has_more_messages_of_negotiation_in_a_large_job_than_in_a_small_one() -> None:
+    costs = {}
+    for size in (64, 500):
+        job = Negotiation(size, DIRECT_PEERS)
+        for _ in range(4):
+            job.step()
+        costs[size] = [max(cost.messages for cost in job.costs), max(cost.nbytes for cost in job.costs)]
+    assert all(large <= small for small, large in zip(*costs.values(), strict=True)), costs
+
+
+def test_an_exchange_of_many_ranks_sends_few_messages_and_not_much_more_than_twice_a_bit() -> None:
+    small, large = exchange(64), exchange(4096)
+    assert large["messages"] <= 6 * math.sqrt(4096)
+    assert large["bytes_per_parameter"] <= 1.6 * small["bytes_per_parameter"]
