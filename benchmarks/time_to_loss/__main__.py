@@ -200,21 +200,26 @@ def _losses(by_method: Mapping[str, Any], adam: Mapping[int, float]) -> str:
     )
 
 
-def draw(runs: Mapping[str, Any], measured: Sequence[Network], margin: float, path: Path) -> None:
-    """Seconds until Adam's final loss + ``margin`` against the rate, a line per method, a panel per task."""
-    straight = [network for network in measured if not network.delay_ms]
-    figure, axes = pyplot.subplots(1, len(runs), figsize=(5.5 * len(runs), 4.2), squeeze=False)
-    for axis, (task, by_method) in zip(axes[0], runs.items(), strict=True):
+def draw(runs: Mapping[str, Any], measured: Sequence[Network], margins: Sequence[float], path: Path) -> None:
+    """Seconds until Adam's final loss and a margin on each network, a line per method, a panel per task and margin."""
+    figure, axes = pyplot.subplots(
+        len(runs), len(margins), figsize=(5.2 * len(margins), 4.4 * len(runs)), squeeze=False
+    )
+    networks = sorted(measured, key=lambda network: (-bits_per_second(network.rate), network.delay_ms))
+    for (row, (task, by_method)), (column, margin) in itertools.product(enumerate(runs.items()), enumerate(margins)):
+        axis = axes[row][column]
         adam = {run["seed"]: run["losses"][-1] for run in by_method[ADAM]}
         for name, method in METHODS.items():
             if by_method.get(name):
-                points = [to_loss(network, method, by_method[name], adam, margin) for network in straight]
-                drawn = [(bits_per_second(n.rate) / 1e6, p[0]) for n, p in zip(straight, points, strict=True) if p]
+                points = [to_loss(network, method, by_method[name], adam, margin) for network in networks]
+                drawn = [(place, point[0]) for place, point in enumerate(points) if point]
                 if drawn:
                     style = "--" if name.startswith(("DDP", "PostLocal")) else "-"
                     axis.plot(*zip(*drawn, strict=True), style, marker="o", markersize=3, label=name)
-        axis.set(xscale="log", yscale="log", xlabel="Mbit/s", ylabel="seconds", title=f"{task}: + {margin:.1%}")
+        axis.set(yscale="log", ylabel="seconds", title=f"{task}: until Adam's final loss + {margin:.0%}")
+        axis.set_xticks(range(len(networks)), [network.name.replace(", ", "\n") for network in networks], fontsize=8)
         axis.legend(fontsize=6)
+    figure.tight_layout()
     plots.save(figure, path)
 
 
@@ -233,7 +238,7 @@ def main() -> int:
     text = tables(runs, measured)
     args.into.mkdir(parents=True, exist_ok=True)
     (args.into / "time-to-loss.md").write_text(f"# Seconds to a loss\n\n{text}\n")
-    draw(runs, measured, 0.01, args.into / "time-to-loss.svg")
+    draw(runs, measured, (0.01, 0.03), args.into / "time-to-loss.svg")
     print(text)
     return 0
 

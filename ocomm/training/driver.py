@@ -594,7 +594,9 @@ class Driver:
         if self.core.wake_due:
             touched = self.core.touched()
             self.session.reduce(self.number, f"{self.name}.touched", touched, ReduceOp.BITWISE_OR)
-            self.stepper.traffic.count_mask(self.core.layout.nodes.sum_nbytes(touched.nbytes, self.core.rank))
+            self.stepper.traffic.count_mask(
+                self.session.member_set(self.number).nodes.sum_nbytes(touched.nbytes, self.core.rank)
+            )
             self.core.wake(touched)
 
     def _adopt_order(self, arrivals: list[int]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from benchmarks.scale import DIRECT_PEERS, WATCH, Negotiation, exchange, messages_of, nodes_of
+from benchmarks.scale import DIRECT_PEERS, PARAMETERS, WATCH, Negotiation, exchange, messages_of, nodes_of
 from ocomm.collectives.engine import State
 from ocomm.collectives.error_feedback import OneBitAllreduce
 from ocomm.collectives.python_engine import PythonChannel, PythonEngine
@@ -91,3 +91,11 @@ def test_an_exchange_of_many_ranks_sends_few_messages_and_not_much_more_than_twi
     small, large = exchange(64), exchange(4096)
     assert large["messages"] <= 6 * math.sqrt(4096)
     assert large["bytes_per_parameter"] <= 1.6 * small["bytes_per_parameter"]
+
+
+@pytest.mark.parametrize("size", [64, 100, 1024])
+def test_a_report_knows_the_bytes_of_an_exchange_in_two_hops(size: int) -> None:
+    """Without headers."""
+    payload = PARAMETERS // 8 + 4 * (PARAMETERS // 4096)
+    told = nodes_of(size, 1).sum_nbytes(payload, 0) / PARAMETERS
+    assert told <= exchange(size)["bytes_per_parameter"] <= 1.06 * told
