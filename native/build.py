@@ -91,7 +91,8 @@ ffibuilder = cffi.FFI()
 ffibuilder.cdef(declarations(_declared()))
 # In Python: an OCOMM_OFFLOAD's task (ocomm/collectives/native_engine.py).
 ffibuilder.cdef('extern "Python" int ocomm_run_task(void *task, int begin);')
-_HEADERS = ("ocomm.h", "processor.h", "pool.h", "kernels_body.h", "quantize_body.h", "lamb_body.h", "codes_body.h")
+_BODIES = ("kernels_body.h", "quantize_body.h", "lamb_body.h", "adam_body.h", "codes_body.h")
+_HEADERS = ("ocomm.h", "processor.h", "pool.h", *_BODIES)
 ffibuilder.set_source(
     "ocomm._native",
     '#include "ocomm.h"',

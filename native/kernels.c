@@ -137,6 +137,14 @@ typedef struct {
     float beta1, one_minus_beta1, rebuild, beta2, one_minus_beta2, m_correction, v_correction, eps;
 } lamb_call;
 
+/* The arguments of ocomm_adam_step. */
+typedef struct {
+    const ocomm_tensor *tensors;
+    const float *gradients;
+    float *momentum, *variance;
+    float scale, rest1, beta2, rest2, root, eps;
+} adam_call;
+
 /* The elements that share a scale in dense values of 8 or 4 bits. */
 #define GROUP 128
 
@@ -181,7 +189,7 @@ typedef struct {
     pool_work axpy, triad;
     loop compress_quantized, average_quantized, apply_signs, soft_sign, compress_signs;
     pool_work adam_update;
-    loop lamb_update, compress_codes, average_codes, unpack_codes;
+    loop lamb_update, compress_codes, average_codes, unpack_codes, adam_step;
 } loops;
 
 /* Sums of the first ranks' scales with every combination of signs: bit i of the index is rank i's. A plane holds one
@@ -772,7 +780,7 @@ static const loops loops_avx512 = {
     name_avx512, compress_avx2, compress_momentum_avx2, compress_update_avx2, average_avx512, unpack_avx2,
     apply_avx2, local_step_avx2, apply_update_avx2, finite_avx2, squares_avx2, axpy_avx2, triad_avx2,
     compress_quantized_avx512, average_quantized_avx512, apply_signs_avx2, soft_sign_avx2, compress_signs_avx2,
-    adam_update_avx2, lamb_update_avx512, compress_codes_avx2, average_codes_avx2, unpack_codes_avx2,
+    adam_update_avx2, lamb_update_avx512, compress_codes_avx2, average_codes_avx2, unpack_codes_avx2, adam_step_avx2,
 };
 
 static int has_avx2(void) { return processor_has(HAS_POPCNT, HAS_AVX2, 0, SAVES_YMM); }
@@ -1009,6 +1017,22 @@ void ocomm_adam_update(ocomm_pool *pool, const float *gradient, int64_t numel, f
                             .v_correction = correction(beta2, step),
                             .eps = eps};
     pool_run(pool, active->adam_update, NULL, &args, numel);
+}
+
+void ocomm_adam_step(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
+                     const float *gradients, float *momentum, float *variance, float scale, float rest1, float beta2,
+                     float rest2, float root, float eps) {
+    const adam_call args = {.tensors = tensors,
+                            .gradients = gradients,
+                            .momentum = momentum,
+                            .variance = variance,
+                            .scale = scale,
+                            .rest1 = rest1,
+                            .beta2 = beta2,
+                            .rest2 = rest2,
+                            .root = root,
+                            .eps = eps};
+    on_blocks(pool, active->adam_step, &args, blocks, count);
 }
 
 void ocomm_lamb_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed,

@@ -674,6 +674,8 @@ TARGET static int FN(triad)(const void *of, int64_t first, int64_t count) {
 
 #include "lamb_body.h"
 
+#include "adam_body.h"
+
 #include "codes_body.h"
 
 #ifndef WITHOUT
@@ -681,7 +683,7 @@ static const loops FN(loops) = {
     FN(name),   FN(compress), FN(compress_momentum), FN(compress_update), FN(average), FN(unpack),
     FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(squares), FN(axpy), FN(triad),
     FN(compress_quantized), FN(average_quantized), FN(apply_signs), FN(soft_sign), FN(compress_signs),
-    FN(adam_update), FN(lamb_update), FN(compress_codes), FN(average_codes), FN(unpack_codes),
+    FN(adam_update), FN(lamb_update), FN(compress_codes), FN(average_codes), FN(unpack_codes), FN(adam_step),
 };
 #endif
 

@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,8 +34,6 @@ class AdamWrapper(CompressedOptimizer):
     """
 
     _driver: AdamDriver
-    #: Whether owners make dense steps, as ``training.onebit_adam.AdamFrontend`` says; None: there are no such steps.
-    shard_state: bool | Literal["auto"] | None = None
     refused_options = ("amsgrad", "maximize", "capturable", "differentiable")
 
     def __init__(

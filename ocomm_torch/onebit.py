@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ocomm.api import Average
-from ocomm.errors import SettingsError
 from ocomm.kernels.base import Floats
 from ocomm.optim import onebit_adam as optim
 from ocomm.optim.adam import DenseAdam
@@ -26,13 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@documented(
-    OneBitAdamOptions,
-    shard_state="True: in the warm-up each of n ranks has m and v of 1/n of all elements, makes their steps, and "
-    "sends the new parameters in the place of averages (docs/parallel.md). Steps are computed in ocomm's arithmetic, "
-    'and m and v saved in ``rank_state_dict()``. ``"auto"``: the same where it is possible and there are several '
-    "ranks. False: all ranks make the wrapped optimizer's own steps of all elements.",
-)
+@documented(OneBitAdamOptions)
 class OneBitAdam(AdamWrapper):
     """Data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per parameter and direction.
 
@@ -85,9 +78,6 @@ class OneBitAdam(AdamWrapper):
         data: str | None = None,
     ) -> None:
         chosen = OneBitAdamOptions.of(locals()), Common.of(locals())
-        if shard_state not in (True, False, "auto"):
-            raise SettingsError(f"shard_state must be True, False or 'auto', got {shard_state!r}")
-        self.shard_state = shard_state
         super().__init__(optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen, warm_start)
 
     # For the driver
@@ -133,7 +123,7 @@ class OneBitAdam(AdamWrapper):
         adams = {tensor: DenseAdam(host(m), host(v), step) for tensor, (m, v, step) in began.items()}
         averages = {tensor: host(average(tensor)) for tensor in tensors}
         self._driver.clip_averages(list(averages.values()), max_norm)
-        dense_step(self._driver.groups(), averages, parameters.__getitem__, adams.__getitem__)
+        dense_step(self._driver.kernels, self._driver.groups(), averages, parameters.__getitem__, adams.__getitem__)
         for tensor, adam in adams.items():
             self.state[self._parameters[tensor]]["step"] = torch.tensor(float(adam.step))
             if self._placement.is_device:

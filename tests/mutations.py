@@ -428,8 +428,8 @@ MUTATIONS = [
     Mutation(
         "owners step with averages that are not clipped",
         "ocomm/optim/sharded.py",
-        "if factor != 1.0:",
-        "if factor > 1.0:",
+        "self.average, self.momentum, self.variance, factor)",
+        "self.average, self.momentum, self.variance, 1.0)",
         "frontends/test_torch_sharded.py",
     ),
     Mutation(

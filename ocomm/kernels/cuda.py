@@ -1160,29 +1160,38 @@ def descend(blocks: int, tensors: int, averages: int) -> None:
 
 
 @kernel
-def adam_ratio(
-    blocks: int, gradients: int, momentum: int, variance: int, scale: float, rest1: float, beta2: float, rest2: float,
-    root: float, eps: float,
+def adam_step(
+    blocks: int, tensors: int, gradients: int, momentum: int, variance: int, scale: float, rest1: float, beta2: float,
+    rest2: float, root: float, eps: float,
 ) -> None:  # fmt: skip
     g = cuda.local.array(QUAD, types.float32)
+    p = cuda.local.array(QUAD, types.float32)
     m = cuda.local.array(QUAD, types.float32)
     v = cuda.local.array(QUAD, types.float32)
     block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
+    tensor = tensors + _TENSOR_NBYTES * load_int(block + _ROW_OF_TENSOR)
     length = load_int(block + _LENGTH)
-    offset = 4 * load_long(block + _OFFSET)
+    owned = 4 * load_long(block + _OWNED)
+    param = load_long(tensor + _PARAM) + 4 * load_long(block + _START)
+    weight_decay, decay = load_float(tensor + _WEIGHT_DECAY), load_float(tensor + _DECAY)
+    step = load_float(tensor + _STEP_SIZE)
     for at in range(QUAD * cuda.threadIdx.x, length, ROW):
-        left, flat = length - at, offset + 4 * at
-        _fetch(gradients + flat, left, 1, g)
-        _fetch(momentum + flat, left, 1, m)
-        _fetch(variance + flat, left, 1, v)
+        left, own = length - at, owned + 4 * at
+        _fetch(gradients + own, left, 1, g)
+        _fetch(param + 4 * at, left, 1, p)
+        _fetch(momentum + own, left, 1, m)
+        _fetch(variance + own, left, 1, v)
         for k in range(QUAD):
             x = times(g[k], scale) if scale != _ONE else g[k]
+            if weight_decay != _ZERO:
+                x = x + times(weight_decay, p[k])
             m[k] = m[k] + times(rest1, x - m[k])
             v[k] = times(v[k], beta2) + times(times(rest2, x), x)
-            g[k] = m[k] / (types.float32(math.sqrt(v[k])) / root + eps)
-        _put(gradients + flat, left, 1, g)
-        _put(momentum + flat, left, 1, m)
-        _put(variance + flat, left, 1, v)
+            y = times(p[k], decay) if decay != _ONE else p[k]
+            p[k] = y - times(step, m[k] / (types.float32(math.sqrt(v[k])) / root + eps))
+        _put(param + 4 * at, left, 1, p)
+        _put(momentum + own, left, 1, m)
+        _put(variance + own, left, 1, v)
 
 
 # Dense values in 16, 8 or 4 bits. In each of its quads' rows a warp has one group of elements that share a scale.
@@ -1566,7 +1575,7 @@ def sum_squares(pieces: int, sums: int) -> None:
 KERNELS: tuple[Any, ...] = (
     compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite,
     compress_quantized, average_quantized, compress_signs, apply_signs, soft_sign, compress_codes, average_codes,
-    unpack_codes, descend, adam_ratio, gather, scatter, reduce, reduce_low, reduce_double, reduce_whole, sum_words,
+    unpack_codes, descend, adam_step, gather, scatter, reduce, reduce_low, reduce_double, reduce_whole, sum_words,
     sum_squares,
 )  # fmt: skip
 

@@ -369,10 +369,11 @@ class Loops(Protocol):
         """
         ...
 
-    def adam_ratio(
+    def adam_step(
         self,
         blocks: Blocks,
-        gradients: FloatsOut,
+        tensors: Tensors,
+        gradients: Floats,
         momentum: FloatsOut,
         variance: FloatsOut,
         scale: Float32,
@@ -382,12 +383,12 @@ class Loops(Protocol):
         root: Float32,
         eps: Float32,
     ) -> None:
-        """Makes Adam's step, without the parameter, in the arithmetic of ``torch.optim.Adam``, for g = gradients *
-        scale.
+        """Makes Adam's step in the arithmetic of ``torch.optim.Adam``; parameters, momentum and variance in place.
 
-        m = m + rest1 * (g - m); v = v * beta2 + (rest2 * g) * g; gradients = m / (sqrt(v) / root + eps), with
-        rest = 1 - beta and root = sqrt(1 - beta2^t). All arrays are flat. For dense steps on devices (``optim.adam``):
-        on the host these are NumPy's operations, by tensor. ``adam_update`` rounds differently.
+        g = gradients * scale + weight_decay * param; param = param * decay; m = m + rest1 * (g - m);
+        v = v * beta2 + (rest2 * g) * g; param -= step_size * (m / (sqrt(v) / root + eps)), with rest = 1 - beta and
+        root = sqrt(1 - beta2^t). Gradients, momentum and variance are indexed by ``owned``. For dense steps
+        (``optim.adam``). ``adam_update`` rounds differently.
         """
         ...
 
@@ -436,7 +437,7 @@ class Loops(Protocol):
         """Makes Adam's step ``step``, counted from 1, without the parameter; momentum and variance in place.
 
         m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * (g * g);
-        update = c1 * m / (sqrt(v * c2) + eps). ``adam_ratio`` rounds differently.
+        update = c1 * m / (sqrt(v * c2) + eps). ``adam_step`` rounds differently.
         """
         ...
 
@@ -484,7 +485,6 @@ class Loops(Protocol):
 #: Loops that are not in C, and why. Kernels on the host run the reference's.
 NOT_IN_C = {
     "descend": "NumPy's operations on whole blocks are loops in C already",
-    "adam_ratio": "the host has NumPy's operations, by tensor (optim.adam.DenseAdam)",
     "sum_words": "the host has ocomm_checksums",
     "sum_squares": "the host has ocomm_squares",
 }

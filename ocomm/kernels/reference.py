@@ -392,9 +392,10 @@ class ReferenceKernels:
             update *= tensor["step_size"]
             param -= update
 
-    def adam_ratio(
+    def adam_step(
         self,
         blocks: Table,
+        tensors: Table,
         gradients: Floats,
         momentum: Floats,
         variance: Floats,
@@ -405,20 +406,19 @@ class ReferenceKernels:
         root: float,
         eps: float,
     ) -> None:
-        """Updates ``optim.adam``'s m and v in place, for gradients times ``scale``, and replaces these by m / (sqrt(v)
-        / root + eps).
-
-        ``rest`` is 1 - beta. All arrays are flat. Used for devices; the host has ``DenseAdam``.
-        """
+        """Updates parameters, ``momentum`` and ``variance`` in place."""
         with np.errstate(all="ignore"):
             for block in blocks:
-                flat = _span(block["offset"], block)
-                g, m, v = gradients[flat], momentum[flat], variance[flat]
-                g *= np.float32(scale)
+                tensor, own = tensors[block["tensor"]], _span(block["owned"], block)
+                param, m, v = _tensor_part(tensor["param"], block), momentum[own], variance[own]
+                g = gradients[own] * np.float32(scale)
+                if tensor["weight_decay"]:
+                    g += tensor["weight_decay"] * param
+                param *= tensor["decay"]
                 m += np.float32(rest1) * (g - m)
                 v *= np.float32(beta2)
                 v += np.float32(rest2) * g * g
-                g[:] = m / (np.sqrt(v) / np.float32(root) + np.float32(eps))
+                param -= tensor["step_size"] * (m / (np.sqrt(v) / np.float32(root) + np.float32(eps)))
 
     def soft_sign(
         self,

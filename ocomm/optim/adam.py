@@ -1,7 +1,7 @@
-"""Adam on flat float32 arrays, with the same bits in every framework.
+"""Adam on float32 arrays, with the same bits in every framework, on the host and on devices (``Kernels.adam_step``).
 
-Used for the dense steps of frontends whose own Adam differs from Torch's, and for those of all ranks if the job has
-several frameworks, because Torch's own kernels round differently.
+Used for the dense steps of frontends whose own Adam differs from Torch's, for those of all ranks if the job has several
+frameworks, because Torch's own kernels round differently, and for those of shards.
 
     m = m + (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * g^2
@@ -15,17 +15,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ocomm.compression.layout import Layout, all_blocks
-from ocomm.kernels.base import TENSOR, Floats, Kernels, Table, aligned_zeros
+from ocomm.kernels.base import BLOCK, TENSOR, Floats, Kernels, Table, aligned_zeros
+
+#: Number of sets of tensors whose tables are kept.
+_REMEMBERED = 64
+#: Number of elements of a block of a whole tensor: threads of the kernels take blocks in turn.
+_BLOCK_NUMEL = 1 << 15
 
 
 @dataclass(slots=True)
 class DenseAdam:
-    """The moments m and v of one tensor, which are changed in place, and its step count."""
+    """The moments m and v of one tensor in the host's memory, which are changed in place, and its step count."""
 
     momentum: Floats
     variance: Floats
@@ -36,25 +43,97 @@ class DenseAdam:
         """Returns the state before the first step of a tensor of ``numel`` elements."""
         return cls(aligned_zeros(numel), aligned_zeros(numel))
 
-    def update(
-        self, param: Floats, grad: Floats, *, lr: float, betas: tuple[float, float], eps: float, decay: float
-    ) -> None:
-        """Makes one step of ``param``, in place. ``decay`` is the decoupled weight decay; ``grad`` is not changed."""
+    def update(self, kernels: Kernels, param: Floats, grad: Floats, group: Any) -> None:
+        """Makes one step of ``param``, in place, by the host's ``kernels``. ``grad`` is not changed. All arrays are
+        contiguous.
+
+        ``group`` is the ``core.Group`` of the tensor, whose ``tensors`` are not read.
+        """
         self.step += 1
-        beta1, beta2 = betas
-        if decay:
-            param *= np.float32(1 - lr * decay)
-        self.momentum += np.float32(1 - beta1) * (grad - self.momentum)
-        self.variance *= np.float32(beta2)
-        self.variance += np.float32(1 - beta2) * grad * grad
-        root = np.sqrt(self.variance)
-        root /= np.float32(math.sqrt(1 - beta2**self.step))
-        root += np.float32(eps)
-        param -= np.float32(lr / (1 - beta1**self.step)) * (self.momentum / root)
+        table = np.zeros(1, TENSOR)
+        table["param"] = param.__array_interface__["data"][0]
+        _set(table, 0, group, self.step)
+        moments = self.momentum, self.variance
+        kernels.adam_step(_whole(param.size), table, grad, *moments, *_factors(group, self.step, 1.0))
 
 
-#: Number of sets of tensors whose tables are kept.
-_REMEMBERED = 64
+@lru_cache(maxsize=1024)
+def _whole(numel: int) -> Table:
+    """Returns the BLOCK table of one tensor, whose elements are at their own places."""
+    starts = np.arange(0, numel, _BLOCK_NUMEL)
+    blocks = np.zeros(starts.size, BLOCK)
+    blocks["start"] = blocks["owned"] = starts
+    blocks["length"] = np.minimum(_BLOCK_NUMEL, numel - starts)
+    blocks.flags.writeable = False
+    return blocks
+
+
+def _set(table: Table, rows: Any, group: Any, step: int) -> None:
+    """Sets what ``adam_step`` reads of a tensor."""
+    table["weight_decay"][rows] = group.coupled_decay
+    table["decay"][rows] = 1 - group.lr * group.decoupled_decay
+    table["step_size"][rows] = group.lr / (1 - group.betas[0] ** step)
+
+
+def _factors(group: Any, step: int, scale: float) -> tuple[float, ...]:
+    """Returns the numbers that ``adam_step`` has for all tensors."""
+    beta1, beta2 = group.betas
+    return scale, 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**step), group.eps
+
+
+class BlockAdam:
+    """Adam's step of the tensors of ``blocks``, whose gradients, m and v are indexed by ``owned``."""
+
+    def __init__(self, blocks: Table, count: int, kernels: Kernels) -> None:
+        self._blocks = blocks
+        self._kernels = kernels
+        #: Number of steps of each tensor.
+        self.steps = np.zeros(count, np.int64)
+        self._blocks_of: dict[tuple[int, ...], Table] = {}
+        self._table = np.zeros(count, TENSOR)
+
+    def update(
+        self,
+        chosen: NDArray[np.bool_],
+        groups: Iterable[Any],
+        params: NDArray[np.uint64],
+        gradients: Floats,
+        momentum: Floats,
+        variance: Floats,
+        factor: float,
+    ) -> None:
+        """Makes the next step of the ``chosen`` tensors, one bool each, on ``gradients`` times ``factor``: all tensors
+        at one step of one group at once. On a device the step is queued.
+
+        Args:
+            chosen: Which tensors.
+            groups: The ``core.Group`` of all tensors.
+            params: The addresses of all parameters, which are changed in place.
+            gradients: Averaged gradients, float32.
+            momentum: m, float32, changed in place.
+            variance: v, float32, changed in place.
+            factor: What gradients are multiplied by.
+        """
+        self.steps += chosen
+        self._table["param"] = params
+        for group in groups:
+            mine = group.tensors[chosen[group.tensors]]
+            for step in np.unique(self.steps[mine]).tolist():
+                now = mine[self.steps[mine] == step]
+                _set(self._table, now, group, step)
+                moments = momentum, variance
+                self._kernels.adam_step(
+                    self._rows(now), self._table, gradients, *moments, *_factors(group, step, factor)
+                )
+
+    def _rows(self, tensors: NDArray[np.int64]) -> Table:
+        """Returns the blocks of ``tensors``. Each call returns the same object, since devices have copies of it."""
+        key = tuple(tensors.tolist())
+        if key not in self._blocks_of:
+            if len(self._blocks_of) == _REMEMBERED:
+                self._blocks_of.clear()
+            self._blocks_of[key] = self._blocks[np.isin(self._blocks["tensor"], tensors)]
+        return self._blocks_of[key]
 
 
 class DeviceAdam:
@@ -66,13 +145,11 @@ class DeviceAdam:
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels) -> None:
         self._layout = layout
-        self._kernels = kernels
         self._momentum, self._variance = (kernels.memory.zeros(layout.flat_numel) for _ in range(2))
-        self._steps = np.zeros(len(layout.tensors), np.int64)
         self._has = np.zeros(len(layout.tensors), np.bool_)
-        self._blocks = all_blocks(layout, rank)
-        self._blocks_of: dict[tuple[int, ...], Table] = {}
-        self._table = np.zeros(len(layout.tensors), TENSOR)
+        blocks = all_blocks(layout, rank).copy()
+        blocks["owned"] = blocks["offset"]  # all arrays are flat
+        self._adam = BlockAdam(blocks, self._has.size, kernels)
 
     def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
         """Returns m, v and step count of a tensor; None if it has none."""
@@ -80,7 +157,7 @@ class DeviceAdam:
             return None
         first = int(self._layout.offsets[tensor])
         span = slice(first, first + int(self._layout.numels[tensor]))
-        return self._momentum[span], self._variance[span], int(self._steps[tensor])
+        return self._momentum[span], self._variance[span], int(self._adam.steps[tensor])
 
     def adopt(self, tensor: int, momentum: Floats, variance: Floats, step: int) -> None:
         """Copies m and v, from the host or the device, as those of a tensor after ``step`` steps."""
@@ -88,7 +165,7 @@ class DeviceAdam:
         found = self.moments(tensor)
         assert found is not None
         found[0][:], found[1][:] = momentum, variance
-        self._steps[tensor] = step
+        self._adam.steps[tensor] = step
 
     def release(self, tensor: int) -> bool:
         """Frees m and v of a tensor. Returns True if no other tensor has any."""
@@ -98,33 +175,11 @@ class DeviceAdam:
     def update(
         self, tensors: Sequence[int], averages: Floats, params: Any, groups: Iterable[Any], factor: float
     ) -> None:
-        """Queues one step of ``tensors`` on the flat ``averages`` times ``factor``, and overwrites ``averages``.
+        """Queues one step of ``tensors`` on the flat ``averages`` times ``factor``.
 
         ``params`` are the addresses of the parameters, ``groups`` the ``training.driver.Group`` of all tensors.
         """
         chosen = np.zeros(self._has.size, np.bool_)
         chosen[tensors] = True
         self._has |= chosen
-        self._steps += chosen
-        self._table["param"] = params
-        for group in groups:
-            (beta1, beta2), mine = group.betas, group.tensors[chosen[group.tensors]]
-            for step in np.unique(self._steps[mine]).tolist():
-                now = mine[self._steps[mine] == step]
-                self._table["step_size"][now] = group.lr / (1 - beta1**step)
-                self._table["decay"][now] = 1 - group.lr * group.decoupled_decay
-                moments = averages, self._momentum, self._variance
-                root = math.sqrt(1 - beta2**step)
-                self._kernels.adam_ratio(
-                    self._rows(now), *moments, factor, 1 - beta1, beta2, 1 - beta2, root, group.eps
-                )
-        self._kernels.descend(self._rows(np.flatnonzero(chosen)), self._table, averages)
-
-    def _rows(self, tensors: Any) -> Table:
-        """Returns the blocks of ``tensors``. Each call returns the same object, since devices have copies of it."""
-        key = tuple(tensors.tolist())
-        if key not in self._blocks_of:
-            if len(self._blocks_of) == _REMEMBERED:
-                self._blocks_of.clear()
-            self._blocks_of[key] = self._blocks[np.isin(self._blocks["tensor"], tensors)]
-        return self._blocks_of[key]
+        self._adam.update(chosen, groups, params, averages, self._momentum, self._variance, factor)

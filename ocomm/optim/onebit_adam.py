@@ -29,6 +29,7 @@ import numpy as np
 
 from ocomm.collectives.plan import Loop, loop
 from ocomm.compression.layout import Layout, SegmentLayout
+from ocomm.errors import SettingsError
 from ocomm.kernels.base import Bytes, Floats, Kernels
 from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, Segment, address, flat_floats
 from ocomm.optim.freeze import require_total_steps, whole_freeze_step
@@ -64,8 +65,18 @@ class OneBitAdamOptions(PreconditionerOptions):
     total_steps: int | None = option(
         None, "The number of steps of the whole run, of which the warm-up takes a fifth at most. None: it is not known."
     )
+    shard_state: bool | Literal["auto"] = option(
+        False,
+        """True: in the warm-up each of n ranks has m and v of 1/n of all elements, makes their steps, and sends the new
+        parameters in the place of averages (docs/parallel.md). Steps are computed in ocomm's arithmetic, and until the
+        warm-up is over m and v are in the ranks' own states. ``"auto"``: the same where it is possible and there are
+        several ranks. False: all ranks make the steps of all elements.""",
+        agree=False,  # the ranks compare what comes of it
+    )
 
     def __post_init__(self) -> None:
+        if self.shard_state not in (True, False, "auto"):
+            raise SettingsError(f"shard_state must be True, False or 'auto', got {self.shard_state!r}")
         object.__setattr__(self, "freeze_step", whole_freeze_step(self.freeze_step))
         object.__setattr__(self, "total_steps", require_total_steps(self.total_steps))
         super().__post_init__()
@@ -75,6 +86,7 @@ class OneBitAdam(Core):
     """The compressed stage of 1-bit Adam for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
     kind = "OneBitAdam"
+    options: OneBitAdamOptions
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: OneBitAdamOptions) -> None:
         super().__init__(layout, rank, kernels, options)

@@ -2,7 +2,7 @@
 
 A rank keeps m and v of the blocks that it owns, and gets their averages alone. After the vote it makes the step of
 these blocks, and sends the new parameters to the others (``optim.flows.ShardedFlow``). An element's step depends on
-nothing but the element, so parameters have the bits of the same steps of whole tensors (``optim.adam.DenseAdam``).
+nothing but the element, so parameters have the bits of the same steps of whole tensors (``optim.adam``).
 
 docs/decisions/0017-sharded-dense-steps.md says why, and what becomes of m and v at the freeze.
 """
@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.compression.layout import Layout
+from ocomm.compression.layout import Layout, all_blocks
 from ocomm.kernels.base import Bytes, Floats, Kernels
-from ocomm.optim.adam import DenseAdam
+from ocomm.optim.adam import BlockAdam
 
 #: The names of m and v of the blocks that a rank owns, in a rank state.
 MOMENTS = ("momentum", "variance")
-#: The largest number of elements that are stepped at once: what is computed in between then stays in a cache.
-_PIECE = 1 << 15
 _NONE = np.zeros(0, np.float32)
 
 
@@ -39,8 +37,10 @@ class ShardedAdam:
         self._kernels = kernels
         self._numel = layout.owned_numel(rank)
         self.momentum = self.variance = self.average = _NONE
+        blocks = all_blocks(layout, rank)
+        self._adam = BlockAdam(blocks[blocks["owned"] >= 0], len(layout.tensors), kernels)
         #: Number of steps of each tensor that has m and v; 0 for the others.
-        self.steps = np.zeros(len(layout.tensors), np.int64)
+        self.steps = self._adam.steps
         #: True between ``load_state`` and ``load``: m and v of a saved run are still to come.
         self.is_due = False
 
@@ -72,37 +72,20 @@ class ShardedAdam:
     # Steps
 
     def update(self, tensors: Sequence[int], groups: Iterable[Any], params: NDArray[np.uint64], factor: float) -> None:
-        """Makes Adam's step of this rank's blocks of ``tensors``, in place, on the averages times ``factor``, which are
-        overwritten. ``groups`` are the ``core.Group`` of all tensors, ``params`` the addresses of all parameters.
+        """Makes Adam's step of this rank's blocks of ``tensors``, in place, on the averages times ``factor``.
+
+        ``groups`` are the ``core.Group`` of all tensors, ``params`` the addresses of all parameters.
         """
         self._allocate()
-        wanted = set(tensors)
-        for group in groups:
-            for tensor in group.tensors.tolist():
-                if tensor in wanted:
-                    self._step(tensor, group, int(params[tensor]), factor)
-
-    def _step(self, tensor: int, group: Any, address: int, factor: float) -> None:
-        done = int(self.steps[tensor])
-        self.steps[tensor] += 1
-        whole = self._kernels.memory.at(address, int(self._layout.numels[tensor]))
-        for start, owned, numel in self._pieces(tensor):
-            mine, param = slice(owned, owned + numel), whole[start : start + numel]
-            gradient = self.average[mine]
-            if factor != 1.0:
-                gradient *= np.float32(factor)
-            if group.coupled_decay:
-                gradient += np.float32(group.coupled_decay) * param
-            state = DenseAdam(self.momentum[mine], self.variance[mine], done)
-            state.update(param, gradient, lr=group.lr, betas=group.betas, eps=group.eps, decay=group.decoupled_decay)
+        chosen = np.zeros(self.steps.size, np.bool_)
+        chosen[tensors] = True
+        self._adam.update(chosen, groups, params, self.average, self.momentum, self.variance, factor)
 
     def _pieces(self, tensor: int) -> Iterable[tuple[int, int, int]]:
         """Yields (first element in the tensor, place in the buffers, number of elements) of what this rank owns."""
         blocks = self._layout.tensor_blocks(tensor)
         mine = blocks[blocks["owner"] == self._rank]
-        for start, owned, length in zip(*(mine[name].tolist() for name in ("start", "owned", "length")), strict=True):
-            for first in range(0, length, _PIECE):
-                yield start + first, owned + first, min(_PIECE, length - first)
+        yield from zip(*(mine[name].tolist() for name in ("start", "owned", "length")), strict=True)
 
     # m and v
 

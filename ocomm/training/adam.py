@@ -10,7 +10,7 @@ import numpy as np
 
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import InvalidRequestError
-from ocomm.kernels.base import Floats
+from ocomm.kernels.base import Floats, Kernels
 from ocomm.optim.adam import DenseAdam
 from ocomm.optim.core import Group, address
 from ocomm.optim.onebit_adam import OneBitAdam
@@ -60,6 +60,7 @@ def refuse_other(kind: str, is_sgd: bool, wrapper: str, module: str) -> NoReturn
 
 
 def dense_step(
+    kernels: Kernels,
     groups: Sequence[Group],
     averages: Mapping[int, Floats],
     parameter: Callable[[int], Floats],
@@ -67,22 +68,13 @@ def dense_step(
 ) -> None:
     """Makes Adam's step of the tensors in ``averages``, in place, with the same bits in every framework.
 
-    ``parameter`` and ``state`` return a tensor's elements, flat, and its moments.
+    ``parameter`` and ``state`` return a tensor's elements, flat, and its moments, in the host's memory, which
+    ``kernels`` are for.
     """
     for group in groups:
         for tensor in group.tensors.tolist():
             if tensor in averages:
-                gradient = averages[tensor]
-                if group.coupled_decay:
-                    gradient = gradient + np.float32(group.coupled_decay) * parameter(tensor)
-                state(tensor).update(
-                    parameter(tensor),
-                    gradient,
-                    lr=group.lr,
-                    betas=group.betas,
-                    eps=group.eps,
-                    decay=group.decoupled_decay,
-                )
+                state(tensor).update(kernels, parameter(tensor), averages[tensor], group)
 
 
 class AdamDriver(Driver):

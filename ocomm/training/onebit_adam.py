@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,9 +27,6 @@ _log = logging.getLogger("ocomm")
 class AdamFrontend(MomentsFrontend, Protocol):
     """A frontend whose Adam makes the warm-up's steps, or keeps m and v for a core that makes them."""
 
-    #: Whether the owners of blocks make the warm-up's steps; "auto": where they can. None: there are no such steps.
-    shard_state: bool | Literal["auto"] | None
-
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
         """Makes the wrapped optimizer's own step of ``tensors``, and of no others, on their averaged gradients.
 
@@ -42,9 +39,7 @@ class AdamFrontend(MomentsFrontend, Protocol):
         ...
 
     def adopt(self, tensor: int, momentum: Floats, variance: Floats, step: int) -> None:
-        """Copies m and v, flat float32, as the wrapped optimizer's own of a tensor after ``step`` steps. Not called
-        if ``shard_state`` is None.
-        """
+        """Copies m and v, flat float32, as the wrapped optimizer's own of a tensor after ``step`` steps."""
         ...
 
 
@@ -101,7 +96,8 @@ class OneBitAdamDriver(AdamDriver):
             )
 
     def arrange_core(self, frontend: Frontend) -> dict[str, Any]:
-        wanted, core = frontend.shard_state, self.core  # type: ignore[attr-defined]
+        core = self.core
+        wanted = core.options.shard_state
         self.why_whole = why = self._why_whole(frontend)
         if wanted == "auto" and (why is not None or core.layout.ranks == 1):
             if why is not None and core.rank == 0:
@@ -118,8 +114,8 @@ class OneBitAdamDriver(AdamDriver):
         return {"shard_state": True}
 
     def _why_whole(self, frontend: Frontend) -> str | None:
-        if frontend.shard_state is None:  # type: ignore[attr-defined]
-            return f"Distributed{self.kind} of {frontend.framework} has no shard_state"
+        if self.core.dense_steps_of is not None:
+            return f"the steps of {self.core.dense_steps_of} need norms of whole tensors"
         if self.core.dense_codes is not None:
             return f"dense_bits is {self.core.dense_bits}, and parameters need 32 bits"
         if frontend.grid is not None:
@@ -327,12 +323,9 @@ class OneBitAdamDriver(AdamDriver):
                     self._freeze_what_is_over()
         self._announcement = 0 if self.freeze_at is not None else self.schedule.decided or 0
 
-    def load_state(self, saved: Mapping[str, Any]) -> None:
-        super().load_state(saved)
-        self._shard()
-
-    def _shard(self) -> None:
-        """Takes this rank's part of whole m and v, and releases these, if the run is sharded."""
+    def _agree_on_start(self) -> None:
+        """Also shards whole m and v, which until then can be saved and sent by one rank alone."""
+        super()._agree_on_start()
         for tensor in range(self.core.steps.size) if self.is_sharded else ():
             moments = self.frontend.moments(tensor)
             if moments is not None and self.core.stage[tensor] == Stage.WARMUP:
@@ -351,6 +344,21 @@ class OneBitAdamDriver(AdamDriver):
         if self._is_freeze_due:
             self._is_freeze_due = False
             self._freeze_what_is_over()
+
+    @property
+    def has_shards(self) -> bool:
+        """True if m and v of a tensor are divided among the ranks now."""
+        return self.core.sharded is not None and bool(self.core.sharded.steps.any())
+
+    def gathered_moments(self) -> Iterator[tuple[int, Floats, Floats]]:
+        """Yields each tensor whose m and v are divided among the ranks, with whole m and v, one tensor at a time.
+
+        Collective; does nothing between backward and ``step()`` but raise InvalidRequestError.
+        """
+        self.require_idle("gather_moments")
+        sharded = self.core.sharded
+        for tensor in np.flatnonzero(sharded.steps).tolist() if sharded is not None else ():
+            yield tensor, *self._moments(tensor)[:2]
 
     def saved_moments(self, tensor: int) -> dict[str, Any] | None:
         """Returns the moments of a compressed tensor as the wrapped Adam would have them."""
@@ -373,7 +381,6 @@ class OneBitAdamDriver(AdamDriver):
         self._restart(self._host_steps())
         self._load(self._fresh)
         self._freeze_what_is_over()
-        self._shard()
         self.resumed = {"step": self.steps, "ranks": None, "rank_state": "none"}
 
     def start_warm(self, betas2: Mapping[int, float]) -> None:
@@ -389,7 +396,6 @@ class OneBitAdamDriver(AdamDriver):
         self.freeze_at = self.schedule.decided = self.steps
         for tensor, beta2 in betas2.items():
             self._freeze(tensor, beta2)
-        self._shard()
         self._say_warm(np.flatnonzero(self.core.stage == Stage.WARMUP))
 
     def dense_run(self) -> dict[str, Any]:
@@ -409,7 +415,6 @@ class OneBitAdamDriver(AdamDriver):
             self.freeze_at = self.schedule.decided = run["freeze_at"]
         for tensor, beta2 in betas2.items():
             self._freeze(tensor, beta2)
-        self._shard()
         self.resumed = {"step": self.steps, "ranks": None, "rank_state": "none"}
 
     def _freeze_what_is_over(self) -> None:

@@ -223,7 +223,7 @@ class Compressed(Distributed):
         frontend: KerasFrontend = self._frontend
         self.ocomm_reconnect(keep=False)
         frontend.read(self._trainable_variables, state[2])
-        self._restore_moments()
+        self._restore_moments(state[1])
         frontend.driver.load_state(state[1])
         frontend.write(self._trainable_variables)  # between syncs they are set to those of the last sync
 
@@ -269,8 +269,8 @@ class Compressed(Distributed):
             self.ocomm_load_state(state)
             self.ocomm_load_rank_state(NO_STATE)
 
-    def _restore_moments(self: Any) -> None:
-        """Takes Adam's m and v from the optimizer's variables, before a state without any is loaded."""
+    def _restore_moments(self: Any, saved: Mapping[str, Any]) -> None:
+        """Takes Adam's m and v from the optimizer's variables, before a ``saved`` state without any is loaded."""
 
     # The state as variables of plain Keras, so that a saved model loads without ocomm
 
@@ -312,7 +312,7 @@ class CompressedAdam(Compressed):
         to_host = frontend.driver.core.param_memory.host
         for number, entry in enumerate(frontend.entries):
             saved, warming = frontend.driver.saved_moments(number), frontend.moments(number)
-            if saved is not None:
+            if saved is not None and "exp_avg" in saved:  # not where ranks have parts
                 momentum, variance = saved["exp_avg"], saved["exp_avg_sq"]
             elif warming is not None:
                 momentum, variance = warming[:2]
@@ -321,16 +321,20 @@ class CompressedAdam(Compressed):
             self._momentums[entry.index].assign(entry.from_wire(to_host(momentum)))
             self._velocities[entry.index].assign(entry.from_wire(to_host(variance)))
 
-    def _restore_moments(self: Any) -> None:
+    def _restore_moments(self: Any, saved: Mapping[str, Any]) -> None:
         frontend: KerasFrontend = self._frontend
+        in_parts = saved.get("core", {}).get("sharded", {})
         if int(self.iterations.numpy()):
             for number, entry in enumerate(frontend.entries):
-                frontend.adopt(number, *self._saved(entry))
+                if entry.spec.name in in_parts:
+                    frontend.release(number)
+                else:
+                    frontend.adopt(number, *self._saved(entry))
 
     def _adopt_moments(self: Any) -> None:
         if not int(self.iterations.numpy()):
             return
-        self._restore_moments()
+        self._restore_moments({})
         frontend: KerasFrontend = self._frontend
         driver: Any = frontend.driver
         if not self.ocomm_warm_start:
@@ -387,6 +391,10 @@ class _AgreedLossScale(Distributed):
     def ocomm_begin_alike(self: Any, root_rank: int) -> None:
         """Makes the ranks' states equal, as the inner optimizer does."""
         self.inner_optimizer.ocomm_begin_alike(root_rank)
+
+    def gather_moments(self: Any) -> None:
+        """Does what the inner optimizer's ``gather_moments`` does."""
+        self.inner_optimizer.gather_moments()
 
     def compression_report(self: Any) -> dict[str, Any]:
         """Returns the report of the inner optimizer."""

@@ -32,9 +32,6 @@ class KerasFrontend(ReadyGradients):
     Traced graphs refer to it, so an optimizer keeps one for good; ``connect`` gives it a driver.
     """
 
-    #: Its optimizers have no sharded steps (``training.onebit_adam.AdamFrontend``).
-    shard_state = None
-
     def __init__(
         self, optimizer: Any, entries: Sequence[WireVariable], process_set: ProcessSet, make: MakeDriver
     ) -> None:
@@ -203,7 +200,7 @@ class KerasFrontend(ReadyGradients):
         """Makes Adam's step of tensors in warm-up, on averages clipped to ``max_norm``."""
         averages = {tensor: average(tensor) for tensor in tensors}
         self.driver.clip_averages(list(averages.values()), max_norm)  # type: ignore[attr-defined]
-        dense_step(self.groups(), averages, self.parameters.__getitem__, self._adam)
+        dense_step(self.driver.kernels, self.groups(), averages, self.parameters.__getitem__, self._adam)
 
     def _adam(self, tensor: int) -> DenseAdam:
         state = self.adam[tensor] = self.adam[tensor] or DenseAdam.fresh(self.parameters[tensor].size)

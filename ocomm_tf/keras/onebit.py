@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ocomm.api import Average
+from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.onebit_adam import OneBitAdam, OneBitAdamOptions
 from ocomm.training.driver import Common
@@ -16,6 +17,38 @@ from ocomm_tf.keras.compressed import ADAM, CompressedAdam, documented, require_
 class _OneBitAdam(CompressedAdam):
     ocomm_core = OneBitAdam
     ocomm_driver = OneBitAdamDriver
+
+    #: The step after which ``gather_moments`` was called last.
+    _gathered_at: int | None = None
+
+    def gather_moments(self: Any) -> None:
+        """Puts m and v of a warm-up with ``shard_state`` together in the optimizer's variables, on every rank, so that
+        one rank can save the model before the next step. Collective; does nothing if there are no shards.
+        """
+        frontend, driver = self._frontend, self._driver()
+        for number, momentum, variance in driver.gathered_moments() if driver is not None else ():
+            entry = frontend.entries[number]
+            self._momentums[entry.index].assign(entry.from_wire(momentum))
+            self._velocities[entry.index].assign(entry.from_wire(variance))
+        self.__dict__["_gathered_at"] = None if driver is None else driver.steps
+
+    def _driver(self: Any) -> OneBitAdamDriver | None:
+        return None if self._frontend is None else self._frontend.driver
+
+    def _restore_moments(self: Any, saved: Mapping[str, Any]) -> None:
+        self.__dict__["_gathered_at"] = None
+        super()._restore_moments(saved)
+
+    def save_own_variables(self: Any, store: Any) -> None:
+        """Saves the variables like plain Keras. Raises InvalidRequestError if m and v are on other ranks."""
+        driver = self._driver()
+        if driver is not None and driver.has_shards and self._gathered_at != driver.steps:
+            raise InvalidRequestError(
+                f"{driver.name}: with shard_state each rank has its part of m and v until the warm-up is over, so this "
+                "one cannot save the optimizer alone. Call optimizer.gather_moments() on all ranks after the last step "
+                "and before the save, or save the model without its optimizer (include_optimizer=False)."
+            )
+        super().save_own_variables(store)
 
 
 @documented(OneBitAdamOptions, optimizer=ADAM)
@@ -30,6 +63,7 @@ def DistributedOneBitAdam(
     scale: Literal["l1", "rms"] = "rms",
     variance_floor: float = 0.05,
     dense_bits: Literal[32, 16, 8, 4] = 32,
+    shard_state: bool | Literal["auto"] = False,
     overlap: bool = True,
     mask_refresh: int = 100,
     max_grad_norm: float | None = None,

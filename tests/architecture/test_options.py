@@ -31,7 +31,6 @@ OWN = {
         "process_set",
         "mesh",
         "data",
-        "shard_state",
     },
     "ocomm_tf.keras": {"optimizer", "variables", "buffers", "warm_start", "names", "process_set"},
 }
@@ -40,6 +39,7 @@ DIFFERENT = {("ocomm_tf.keras", "Lion", "betas"): ("tuple[float, float] | None",
 #: Options that an optimizer has no use for.
 WITHOUT = {
     "SoftSignSGD": {"hierarchical"},
+    "OneBitLamb": {"shard_state"},
     "DiLoCo": {field.name for field in dataclasses.fields(Common)} - {"block_size", "hierarchical"},
 }
 

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from ocomm.kernels import NOISE, TENSOR, Kernels, reference
 from ocomm.kernels.base import RUN
 from ocomm.kernels.device import REDUCTIONS, DeviceArray, DeviceKernels
-from ocomm.optim.adam import DenseAdam
 from ocomm.types import DType, ReduceOp
 from tests.contract import test_kernels as adam
 from tests.contract import test_quantizer as birder
@@ -559,33 +558,27 @@ class TestDenseValues:
             run.descend(model.blocks, tensors, average)
         assert all(same_bits(kernels.memory.host(a), b) for a, b in zip(on_device, params, strict=True))
 
-    def test_with_the_ratio_parameters_take_adams_steps_of_the_host(self, kernels: Any) -> None:
+    @pytest.mark.parametrize("weight_decay", [0, 0.03])
+    def test_parameters_take_adams_steps_of_the_host(self, kernels: Any, weight_decay: float) -> None:
         model, home = Model((100, 4097, 31), first=1), kernels.memory
-        size = model.numel + 16
+        size = int((model.blocks["owned"] + model.blocks["length"]).max())
         averages = np.random.default_rng(3).standard_normal(size, np.float32)
         params = [p.copy() for p in model.params]
-        adams = [DenseAdam.fresh(p.size) for p in params]
-        on_device = [loaned(kernels, p) for p in params]
-        momentum, variance = (home.zeros(size) for _ in range(2))
-        places = [np.zeros(p.size, np.int64) for p in params]
-        for block in model.blocks:
-            numbers = np.arange(block["length"])
-            places[block["tensor"]][block["start"] + numbers] = block["offset"] + numbers
+        of_host = [np.zeros(size, np.float32) for _ in range(2)]
+        on_device, of_device = [loaned(kernels, p) for p in params], [home.zeros(size) for _ in range(2)]
+        flat = home.zeros(size)
+        flat[:] = averages
         for step, scale in ((1, 1.0), (2, 0.3)):
-            for state, param, place in zip(adams, params, places, strict=True):
-                given = averages[place] * np.float32(scale)
-                state.update(param, given, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, decay=0.01)
-            flat = home.zeros(size)
-            flat[:] = averages
-            root = math.sqrt(1 - 0.999**step)
-            kernels.adam_ratio(model.blocks, flat, momentum, variance, scale, 1 - 0.9, 0.999, 1 - 0.999, root, 1e-8)
-            table = table_of("param", on_device)
-            table["step_size"], table["decay"] = 1e-2 / (1 - 0.9**step), 1 - 1e-2 * 0.01
-            kernels.descend(model.blocks, table, flat)
-        for state, param, place, own in zip(adams, params, places, on_device, strict=True):
-            assert same_bits(home.host(momentum)[place], state.momentum)
-            assert same_bits(home.host(variance)[place], state.variance)
-            assert same_bits(home.host(own), param)
+            for table, run, gradients, moments in (
+                (table_of("param", params), reference, averages, of_host),
+                (table_of("param", on_device), kernels, flat, of_device),
+            ):
+                table["step_size"], table["decay"] = 1e-2 / (1 - 0.9**step), 1 - 1e-2 * 0.01
+                table["weight_decay"] = weight_decay
+                root = math.sqrt(1 - 0.999**step)
+                run.adam_step(model.blocks, table, gradients, *moments, scale, 1 - 0.9, 0.999, 1 - 0.999, root, 1e-8)
+        for own, host in zip([*on_device, *of_device], [*params, *of_host], strict=True):
+            assert same_bits(home.host(own), host)
 
     def test_checksums_are_those_of_the_host(self, kernels: Any) -> None:
         home, data = kernels.memory, np.random.default_rng(4).integers(0, 256, 800_100, np.uint8)
@@ -645,7 +638,7 @@ WITHOUT_TIMES = {
     "unpack_codes",
     "finite",
     "descend",
-    "adam_ratio",
+    "adam_step",
     "gather",
     "scatter",
     "reduce",

@@ -283,6 +283,24 @@ def unpack_results(world: World, kernels: Kernels) -> tuple:
     return (out,)
 
 
+def adam_results(world: World, kernels: Kernels) -> tuple:
+    """Adam's dense steps, with a coupled weight decay and without, clipped and not."""
+    results: list[object] = []
+    for weight_decay, scale in ((0, 1.0), (0.03, 0.3)):
+        # One element off, as parameters are.
+        params = [np.concatenate([[np.float32(7)], p]).astype(np.float32)[1:] for p in world.params]
+        table = world.tensors(param=params, weight_decay=weight_decay, decay=0.99, step_size=1e-2)
+        momentum, variance = world.server_error.copy(), np.abs(world.server_error)
+        given = world.server_error[::-1].copy()
+        for step in (1, 2):
+            root = float(np.sqrt(1 - 0.999**step))
+            kernels.adam_step(
+                world.blocks, table, given, momentum, variance, scale, 1 - 0.9, 0.999, 1 - 0.999, root, 1e-8
+            )
+        results += [*params, momentum, variance]
+    return tuple(results)
+
+
 def lamb_results(world: World, kernels: Kernels) -> tuple:
     """The steps of 1-bit LAMB, tensor by tensor: in the warm-up, after it, and where the momentum was dense before."""
     results: list[object] = []
@@ -322,6 +340,7 @@ class TestEqualsTheReference:
             assert all_same(local_step_results(world, cpu), local_step_results(world, reference))
             assert all_same(apply_update_results(world, cpu), apply_update_results(world, reference))
             assert all_same(lamb_results(world, cpu), lamb_results(world, reference))
+            assert all_same(adam_results(world, cpu), adam_results(world, reference))
 
     @few
     @given(world=worlds, scale=st.sampled_from(SCALES))
@@ -366,6 +385,12 @@ class TestEqualsTheReference:
     def test_lamb(self, world: World) -> None:
         for cpu in cpu_paths():
             assert all_same(lamb_results(world, cpu), lamb_results(world, reference))
+
+    @few
+    @given(world=worlds)
+    def test_adam_step(self, world: World) -> None:
+        for cpu in cpu_paths():
+            assert all_same(adam_results(world, cpu), adam_results(world, reference))
 
     @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 17, 70])
     def test_average_of_any_number_of_ranks(self, cpu: Kernels, ranks: int) -> None:

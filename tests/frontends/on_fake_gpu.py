@@ -187,7 +187,7 @@ def test_the_warm_up_is_made_on_the_gpu_too(devices: Devices) -> None:
     def body(session: Session) -> None:
         def watch(optimizer: Any, step: int) -> None:
             loops = [what for verb, what, _ in devices.made[0].log if verb == "launch"]
-            assert loops.count("adam_ratio") == step + 1  # all tensors at once
+            assert loops.count("adam_step") == step + 1  # all tensors at once
 
         mine, optimizer = variables("GPU:0"), KINDS["1-bit Adam"](freeze_step=100)
         for step in range(3):

@@ -20,7 +20,9 @@ from sklearn.datasets import load_digits  # noqa: E402
 import ocomm_tf.keras as hvd  # noqa: E402
 import ocomm_torch  # noqa: E402
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError  # noqa: E402
+from ocomm.kernels import reference  # noqa: E402
 from ocomm.optim.adam import DenseAdam  # noqa: E402
+from ocomm.optim.core import Group  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from tests.tiers import few  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
@@ -352,11 +354,12 @@ def test_the_adam_of_mixed_jobs_is_that_of_torch_but_for_rounding() -> None:
     options = {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6}
     theirs = torch.optim.AdamW([parameter], weight_decay=0.1, foreach=False, **options)
     ours = DenseAdam.fresh(500)
+    group = Group(np.zeros(1, np.int64), decoupled_decay=0.1, **options)
     for _ in range(50):
         gradient = random.normal(size=500).astype(np.float32)
         parameter.grad = torch.tensor(gradient)
         theirs.step()
-        ours.update(values, gradient, decay=0.1, **options)
+        ours.update(reference, values, gradient, group)
     np.testing.assert_allclose(values, parameter.numpy(), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(ours.variance, theirs.state[parameter]["exp_avg_sq"].numpy(), rtol=1e-5)
 
