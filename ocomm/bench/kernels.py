@@ -389,7 +389,7 @@ class Bench:
                 self._check_apply,
             )
         )
-        cases += self._zero_one_cases()
+        cases += [self._adam_case(), *self._zero_one_cases()]
         cases += self._birder_cases(ranks)
         cases += self._code_cases(ranks)
         sources = [a.view(np.uint8) for a in (self.x, self.y, self.param, self.denominator)]
@@ -466,6 +466,33 @@ class Bench:
                 lambda: self._numpy_apply_update(message, momentum, self.param, update, synced),
             ),
         ]
+
+    def _adam_case(self) -> Case:
+        """Returns Adam's dense step, beside ``torch.optim.Adam(fused=True)``."""
+        table = self.tensors(dense=False)
+        arrays = self.param, aligned_copy(self.y), aligned_copy(self.denominator)
+        numbers = 1.0, 0.1, 0.999, 0.001, 0.5, 1e-8
+
+        def step(k: Kernels, b: np.ndarray, p: np.ndarray, m: np.ndarray, v: np.ndarray) -> None:
+            k.adam_step(b, self._with_param(table, p), self.x, m, v, *numbers)
+
+        return self._changing_case(
+            "adam_step", 28, arrays, step, lambda: step(reference, self.blocks, *arrays), torch=self._torch_adam()
+        )
+
+    def _torch_adam(self) -> Callable[[], object]:
+        """Returns Torch's fused step, on memory like ours."""
+        if self.torch is None:
+            return lambda: None
+        parameter = self.torch.from_numpy(aligned_copy(self.param)).requires_grad_()
+        parameter.grad = self.torch.from_numpy(self.x)
+        optimizer = self.torch.optim.Adam([parameter], lr=1e-6, fused=True)
+        optimizer.state[parameter] = {
+            "step": self.torch.tensor(0.0),
+            "exp_avg": self.torch.from_numpy(aligned_copy(self.y)),
+            "exp_avg_sq": self.torch.from_numpy(aligned_copy(self.denominator)),
+        }
+        return optimizer.step
 
     def _birder_cases(self, ranks: list[int]) -> list[Case]:
         """Returns the loops of Birder, SoftSignSGD and Lion. The NumPy forms work in place, and use NumPy's
@@ -647,6 +674,7 @@ class Bench:
         arrays: tuple[np.ndarray, ...],
         call: Callable[..., object],
         numpy_form: Callable[[], object],
+        **others: Callable[[], object],
     ) -> Case:
         """Returns the case of a kernel that changes ``arrays``; ``call`` takes kernels, blocks and the arrays."""
 
@@ -660,7 +688,7 @@ class Bench:
                 demand_equal(kernel, got, expected)
 
         own = {self.c_form: lambda: call(self.c, self.blocks, *arrays)}
-        return Case(kernel, bytes_per_element, "axpy", own | self._chosen({"numpy": numpy_form}), check)
+        return Case(kernel, bytes_per_element, "axpy", own | self._chosen({"numpy": numpy_form, **others}), check)
 
     def _average_case(self, ranks: int) -> Case:
         received = [self.messages[i % len(self.messages)].copy() for i in range(ranks)]
