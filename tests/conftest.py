@@ -18,6 +18,8 @@ from tests.worlds import MPI_SIZE
 
 # The same examples in every run, and a busy machine is no reason to fail. HYPOTHESIS_PROFILE=default takes new ones.
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Those of `make fuzz`, by the seed that it prints.
+settings.register_profile("fuzz", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 if MPI_SIZE:

@@ -13,6 +13,7 @@ A value that is in the tree twice is written once, and is one object again when 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 from collections import Counter, OrderedDict
@@ -21,6 +22,8 @@ from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ocomm import json_values
 
 _LENGTH = struct.Struct("<Q")
 _INT64 = range(-(2**63), 2**63)
@@ -66,10 +69,21 @@ def dump(value: Any, file: IO[bytes], codec: Codec) -> None:
 
 
 def load(file: IO[bytes], codec: Codec) -> Any:
-    """Returns what ``dump`` has written. Raises ValueError, or what the codec raises, for anything else."""
+    """Returns what ``dump`` has written, from the position of ``file`` to its end.
+
+    Raises ValueError, or what the codec raises, for anything else. Memory is allocated only for bytes that the file
+    has.
+    """
     reader = _Reader(file, codec)
     (length,) = _LENGTH.unpack(reader.read(_LENGTH.size).tobytes())
-    return reader.value(json.loads(reader.read(length).tobytes()))
+    tree = json_values.parse(reader.read(length).tobytes())
+    try:
+        value = reader.value(tree)
+    except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError) as error:
+        raise ValueError(f"its tree cannot be read: {type(error).__name__}: {error}") from error
+    if reader.left:
+        raise ValueError(f"{reader.left} bytes follow its end")
+    return value
 
 
 class _Writer:
@@ -127,9 +141,16 @@ class _Reader:
         self._file = file
         self._codec = codec
         self._made: list[Any] = []
+        start = file.tell()
+        #: Number of bytes that have not been read.
+        self.left = file.seek(0, os.SEEK_END) - start
+        file.seek(start)
 
     def read(self, nbytes: int) -> NDArray[np.uint8]:
         """Reads ``nbytes`` bytes."""
+        if not 0 <= nbytes <= self.left:
+            raise ValueError(f"it ends {nbytes - self.left} bytes too early")
+        self.left -= nbytes
         data = np.empty(nbytes, np.uint8)
         view, got = data.data, 0
         while got < nbytes:
@@ -151,6 +172,8 @@ class _Reader:
         if kind == "complex":
             return complex(*rest)
         if kind == "same":
+            if not 0 <= rest[0] < len(self._made):  # a negative one would be counted from the end
+                raise ValueError(f"the tree refers to value {rest[0]} of {len(self._made)}")
             return self._made[rest[0]]
         if kind in _SEQUENCES:
             return _SEQUENCES[kind](self.value(item) for item in rest[0])
@@ -187,8 +210,8 @@ class _Reader:
         if kind in ("array", "scalar"):
             name, shape = description
             dtype = np.dtype(name)
-            if _dtype_name(dtype) != name:
-                raise ValueError(f"an array has dtype {name!r}, which is never written")
+            if _dtype_name(dtype) != name or min(shape, default=0) < 0:
+                raise ValueError(f"an array has dtype {name!r} and shape {shape}, which are never written")
             made = data.view(dtype).reshape(shape)
             return made if kind == "array" else made[()]
         if kind == "tensor":

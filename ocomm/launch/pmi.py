@@ -24,7 +24,8 @@ import socket
 import sys
 import time
 
-from ocomm.launch.pmi_job import Limits, PmiJob
+from ocomm import json_values
+from ocomm.launch.pmi_job import LONGEST_LINE, Limits, PmiJob
 from ocomm.launch.server import Server
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 
@@ -78,12 +79,12 @@ class Service:
     def _greet(self, connection: AuthenticatedSocket) -> None:
         """Receives the first message of a connection, which says which rank has opened it, and what for."""
         try:
-            said = json.loads(connection.receive(_SEND_S))
-            rank, is_pmi = int(said["rank"]), said["word"] == "pmi"
-        except (OSError, EOFError, ValueError, KeyError):
+            said, word = json_values.fields(json_values.parse(connection.receive(_SEND_S)), "rank", "word")
+            rank, is_pmi = json_values.rank(said, self._job.size), word == "pmi"
+        except (OSError, EOFError, ValueError):
             connection.close()
             return
-        if not 0 <= rank < self._job.size or rank in (self._pmi if is_pmi else self._watchers):
+        if rank in (self._pmi if is_pmi else self._watchers):
             connection.close()
         elif is_pmi:
             raw = connection.detach()
@@ -103,6 +104,9 @@ class Service:
             self._close(rank)
             return
         *lines, self._halves[rank] = (self._halves[rank] + data).split(b"\n")
+        if len(self._halves[rank]) > LONGEST_LINE:
+            self._halves[rank] = b""
+            self._job.endless(rank, time.monotonic())
         for line in lines:
             for to, answer in self._job.heard(rank, line.decode(errors="replace"), time.monotonic()):
                 with contextlib.suppress(OSError, KeyError):  # the next read sees that the connection has ended
@@ -114,9 +118,9 @@ class Service:
 
     def _hear_watcher(self, rank: int) -> None:
         try:
-            if json.loads(self._watchers[rank].receive(_SEND_S))["word"] == "up":
+            if json_values.fields(json_values.parse(self._watchers[rank].receive(_SEND_S)), "word") == ["up"]:
                 self._job.up(rank)
-        except (OSError, EOFError, ValueError, KeyError):
+        except (OSError, EOFError, ValueError):
             self._watchers.pop(rank).close()
 
     def _end(self, why: str) -> None:

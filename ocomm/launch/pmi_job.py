@@ -24,6 +24,8 @@ from dataclasses import dataclass
 
 #: Hydra's limits, in characters: for the name of a key space, for a key, and for a value.
 _MAXES = {"kvsname_max": "256", "keylen_max": "64", "vallen_max": "1024"}
+#: Limit for the bytes of a line, which has a key, a value and the name of the key space.
+LONGEST_LINE = 1 << 16
 _MAPPING = "PMI_process_mapping"
 #: Requests that MPICH may make and that no job of ocomm needs. The answer to them is "not supported".
 _REFUSED = {
@@ -140,6 +142,10 @@ class PmiJob:
         if rank not in self._left:
             where = "" if rank in self._up else ", in MPI_Init"
             self._fail(f"rank {rank} has ended without MPI_Finalize{where}", now_s)
+
+    def endless(self, rank: int, now_s: float) -> None:
+        """Notes that a rank has sent more than ``LONGEST_LINE`` bytes without the end of a line. The job fails."""
+        self._fail(f"rank {rank} has sent a line of PMI of more than {LONGEST_LINE} bytes", now_s, at_once=True)
 
     def heard(self, rank: int, line: str, now_s: float) -> list[tuple[int, str]]:
         """Takes in a line from a rank, and returns the lines to send, each with the rank that it is for.

@@ -162,7 +162,10 @@ def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: i
                 served.remove(ready)
                 gone.add(id(ready))
                 continue
-            kind, rank, content = pickle.loads(message)
+            try:
+                kind, rank, content = pickle.loads(message)
+            except Exception as error:  # whatever the unpickled classes raise
+                raise LaunchError(f"a rank's result cannot be read here: {type(error).__name__}: {error}") from error
             if kind == "failed":
                 failures[rank] = content
             if kind == "result":

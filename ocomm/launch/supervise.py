@@ -7,7 +7,6 @@ that is lost. So are jobs that somebody watches.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -22,7 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ocomm import json_values
 from ocomm.errors import LaunchError
+from ocomm.json_values import expect
 from ocomm.launch import reach
 from ocomm.launch.command import LaunchRequest, build
 from ocomm.launch.flavour import Launcher
@@ -386,33 +387,36 @@ class _Job:
             time.sleep(_POLL_S)
         for line in wait(list(self._lines), _POLL_S):
             try:
-                self._hear(line, json.loads(line.receive()))
+                self._hear(line, json_values.parse(line.receive()))
             except (EOFError, OSError, ValueError) as error:
                 rank = self._lines.pop(line)
                 line.close()
-                if rank >= 0 and isinstance(error, (TamperedError, TimeoutError)):
+                if rank >= 0 and isinstance(error, (TamperedError, TimeoutError, ValueError)):
                     self._reported.setdefault(rank, f"cannot be heard any more: {error}")
                 elif rank >= 0:
                     self._vanished.append(rank)
 
-    def _hear(self, line: AuthenticatedSocket, message: dict[str, Any]) -> None:
-        word = message["word"]
+    def _hear(self, line: AuthenticatedSocket, message: Any) -> None:
+        """Takes in a message. Raises ValueError if it is none that a rank sends."""
+        (word,) = json_values.fields(message, "word")
         if word == "here":
-            if message["generation"] != self.step.number:
+            rank, host, generation = json_values.fields(message, "rank", "host", "generation")
+            if generation != self.step.number:
                 raise EOFError  # the connection is of a generation that is over
-            self._lines[line] = message["rank"]
-            self._hosts[message["rank"]] = message["host"]
+            self._lines[line] = json_values.rank(rank, self.ranks)
+            self._hosts[rank] = expect(host, str)
             if self._told:
                 self._tell([line])
         elif word == "commit":
-            self.commit = max(self.commit, message["number"])
+            self.commit = max(self.commit, expect(message.get("number"), int))
         elif word == "counters":
             if self._view is not None:
+                job = read_job(message.get("job"))
                 with contextlib.suppress(OSError, ValueError):  # whoever has watched is gone
-                    self._view.show(read_job(message["job"]))
+                    self._view.show(job)
         elif word == "lost":
-            for rank, why in message["ranks"].items():
-                self._reported.setdefault(int(rank), why)
+            for rank, why in expect(message.get("ranks"), dict).items():
+                self._reported.setdefault(json_values.rank(int(rank), self.ranks), expect(why, str))
         elif word in ("leave", "bye"):
             self.has_left = self.has_left or word == "leave"
             self._lines[line] = -1  # its connection may end now

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ocomm.negotiation.request import Reader, Request, Writer, read_request, write_request
+from ocomm.negotiation.request import Kind, Reader, Request, Writer, read_request, write_request
 
 
 class Announcement(NamedTuple):
@@ -25,11 +25,15 @@ class Announcement(NamedTuple):
 
     @staticmethod
     def read(message: bytes) -> Announcement:
+        """Raises ValueError for anything else."""
         reader = Reader(message)
         epoch, nbits, nfull = reader.unpack("III")
-        bits = int.from_bytes(message[reader.at : reader.at + nbits], "little")
-        reader.at += nbits
-        return Announcement(epoch, bits, [read_request(reader) for _ in range(nfull)])
+        bits = int.from_bytes(reader.take(nbits), "little")
+        if nbits != (bits.bit_length() + 7) // 8:
+            raise ValueError(f"{nbits} bytes of ids where {bits.bit_length()} bits are enough")
+        requests = [read_request(reader) for _ in range(nfull)]
+        reader.end()
+        return Announcement(epoch, bits, requests)
 
     def write(self) -> bytes:
         nbytes = (self.bits.bit_length() + 7) // 8
@@ -102,8 +106,23 @@ class CoordinatorCache:
         self._epochs = {0: _Epoch({}, [{} for _ in range(ranks)])}
         self._seen: OrderedDict[str, None] = OrderedDict()
 
+    def check(self, ranks: Sequence[int], announced: Announcement) -> None:
+        """Raises ValueError if this is no announcement that all these ranks can have made."""
+        epoch, bits, requests = announced
+        if not all(0 <= rank < self._ranks for rank in ranks):
+            raise ValueError(f"an announcement of ranks {list(ranks)} of {self._ranks}")
+        newest = max(self._heard[rank] for rank in ranks)
+        if epoch not in self._epochs or epoch < newest:
+            raise ValueError(f"epoch {epoch} after {newest}, and the newest is {self.epoch}")
+        if bits >> len(self._epochs[epoch].ids):
+            raise ValueError(f"id {bits.bit_length() - 1} in epoch {epoch}, which has {len(self._epochs[epoch].ids)}")
+        for request in requests:
+            ends = (request.root, *request.splits) if request.kind is Kind.MESSAGE else (0, 0)
+            if len(ends) != 2 or not all(0 <= end < self._ranks for end in ends):
+                raise ValueError(f"message {request.name!r} from rank {request.root} to {request.splits}")
+
     def hear(self, ranks: Sequence[int], announced: Announcement) -> None:
-        """Takes in an announcement that all these ranks have made."""
+        """Takes in an announcement that all these ranks have made, and that was checked."""
         if any(self._heard[rank] != announced.epoch for rank in ranks):
             for rank in ranks:
                 self._heard[rank] = announced.epoch

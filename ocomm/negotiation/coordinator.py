@@ -79,8 +79,12 @@ class Coordinator:
         self._released: dict[int, dict[int, int]] = {}  # channel -> rank -> segments it has run there, -1 if it failed
 
     def receive(self, ranks: Sequence[int], message: bytes, now_s: float) -> None:
-        """Takes in an announcement that all these ranks have made."""
+        """Takes in an announcement that all these ranks have made.
+
+        Raises ValueError, and changes nothing, if it cannot be read.
+        """
         announced = Announcement.read(message)
+        self.cache.check(ranks, announced)
         self.cache.hear(ranks, announced)
         self._name(self._bits & ~self.cache.agreed)
         counted = 0
@@ -99,8 +103,11 @@ class Coordinator:
                     self._ask(rank, request, now_s)
 
     def heard(self, rank: int, message: bytes) -> list[Request]:
-        """Returns all requests of an announcement of ``rank`` that has not been received yet."""
+        """Returns all requests of an announcement of ``rank`` that has not been received yet. Raises ValueError if it
+        cannot be read.
+        """
         announced = Announcement.read(message)
+        self.cache.check([rank], announced)
         return [*self.cache.requests_of(rank, announced.bits, announced.epoch), *announced.requests]
 
     def _count(self, ranks: Sequence[int], bits: int, now_s: float) -> None:

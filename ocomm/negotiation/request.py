@@ -1,7 +1,8 @@
 """Requests and responses, and their wire format.
 
 The format is fixed and little-endian: no pickle crosses the network. A request that a rank has made before, word for
-word, travels as one bit (``cache``).
+word, travels as one bit (``cache``). A value has one spelling, and readers take no other: whatever they accept would be
+written with the same bytes.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ class Request:
         return self.digest != 0 and self.kind not in REGISTERED
 
 
+#: Kinds that no rank requests.
+RESPONSES_ONLY = frozenset({Kind.TUNE, Kind.BRIDGE, Kind.CLOSE})
 #: Operations whose ``detail`` and ``digest`` must be equal on all ranks.
 REGISTERED = frozenset({Kind.CHANNEL, Kind.DUPLICATE, Kind.BARRIER})
 
@@ -153,25 +156,37 @@ class Writer:
 
 
 class Reader:
-    """Reads the fields of a message in the order in which they were written."""
+    """Reads the fields of a message in the order in which they were written.
+
+    All methods raise ValueError if the message ends too early, or has what is never written. Nothing is allocated for
+    what the message only announces.
+    """
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.at = 0
 
+    def take(self, nbytes: int) -> bytes:
+        left = len(self.data) - self.at
+        if nbytes > left:
+            raise ValueError(f"{left} bytes are left at byte {self.at}, where {nbytes} are expected")
+        self.at += nbytes
+        return self.data[self.at - nbytes : self.at]
+
     def unpack(self, format_: str) -> tuple[Any, ...]:
-        values = struct.unpack_from("<" + format_, self.data, self.at)
-        self.at += struct.calcsize("<" + format_)
-        return values
+        return struct.unpack("<" + format_, self.take(struct.calcsize("<" + format_)))
 
     def text(self) -> str:
         (count,) = self.unpack("I")
-        self.at += count
-        return self.data[self.at - count : self.at].decode("utf-8", "surrogatepass")
+        return self.take(count).decode("utf-8", "surrogatepass")
 
     def numbers(self) -> tuple[int, ...]:
         (count,) = self.unpack("I")
-        return self.unpack(f"{count}q")
+        return struct.unpack(f"<{count}q", self.take(8 * count))
+
+    def end(self) -> None:
+        if self.at != len(self.data):
+            raise ValueError(f"{len(self.data) - self.at} bytes follow its end")
 
 
 def write_request(writer: Writer, request: Request) -> None:
@@ -184,9 +199,12 @@ def write_request(writer: Writer, request: Request) -> None:
 
 
 def read_request(reader: Reader) -> Request:
+    """Reads what ``write_request`` has written. Raises ValueError for anything else."""
     kind, dtype, op, memory = reader.unpack("BBBB")
     root, prescale, postscale, group_size, digest = reader.unpack("iddIQ")
     shape, splits = reader.numbers(), reader.numbers()
+    if kind in RESPONSES_ONLY or min(shape, default=0) < 0:
+        raise ValueError(f"a request of kind {kind} and shape {shape}")
     name, order, group, detail = (reader.text() for _ in range(4))
     return Request(
         Kind(kind),
@@ -219,14 +237,18 @@ def write_responses(responses: tuple[Response, ...]) -> bytes:
 
 @functools.lru_cache(maxsize=128)
 def read_responses(data: bytes) -> tuple[Response, ...]:
+    """Returns what ``write_responses`` has written. Raises ValueError for anything else."""
     reader = Reader(data)
     (count,) = reader.unpack("I")
     responses = []
     for _ in range(count):
         kind, fault, bridged = reader.unpack("BBB")
         error = reader.text()
-        ends = list(itertools.accumulate(reader.numbers()))
+        lengths = reader.numbers()
+        ends = list(itertools.accumulate(lengths))
         joined = reader.text()
+        if min(lengths, default=0) < 0 or sum(lengths) != len(joined) or bridged > 1:
+            raise ValueError(f"names of {sum(lengths)} characters in {len(joined)}, bridged {bridged}")
         texts = tuple([joined[start:end] for start, end in zip([0, *ends], ends, strict=False)])
         cache_ids = reader.numbers()
         (tables,) = reader.unpack("I")
@@ -234,4 +256,26 @@ def read_responses(data: bytes) -> tuple[Response, ...]:
         (count_of_templates,) = reader.unpack("I")
         templates = tuple(read_request(reader) for _ in range(count_of_templates))
         responses.append(Response(Kind(kind), texts, error, Fault(fault), sizes, cache_ids, templates, bool(bridged)))
+        _require_sizes(responses[-1])
+    reader.end()
     return tuple(responses)
+
+
+def _require_sizes(response: Response) -> None:
+    """Raises ValueError unless ``sizes``, ``cache_ids`` and ``templates`` are as many as the kind of response has."""
+    names, sizes = len(response.names), response.sizes
+    expected = {Kind.TUNE: [3], Kind.CLOSE: [2], Kind.JOIN: [1]}.get(response.kind)
+    if response.fault:
+        is_right = not sizes
+    elif expected is not None:
+        is_right = [len(table) for table in sizes] == expected and names <= (response.kind is Kind.JOIN)
+    elif response.kind in (Kind.ALLGATHER, Kind.ALLTOALL):
+        is_right = len(sizes) == names > 0
+    else:
+        is_right = not sizes and (names > 0) == (response.kind is not Kind.BRIDGE)
+    is_right = is_right and len(response.cache_ids) in (0, names) and len(response.templates) in (0, names)
+    if not is_right or any(number < 0 for table in sizes for number in table):
+        raise ValueError(
+            f"a response {response.kind.name} of {names} names, {len(response.cache_ids)} ids, "
+            f"{len(response.templates)} templates and sizes {sizes}"
+        )

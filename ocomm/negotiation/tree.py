@@ -232,10 +232,11 @@ def write_aggregate(sections: Iterable[tuple[Ranges, Announcement]]) -> bytes:
 
 
 def read_aggregate(message: bytes) -> Iterator[tuple[Ranges, bytes]]:
-    """Yields the sections: ranks and their announcement."""
+    """Yields the sections: ranks and their announcement. Raises ValueError if it cannot be read."""
     reader = Reader(message)
     while reader.at < len(message):
         ends = reader.numbers()
         (nbytes,) = reader.unpack("I")
-        yield tuple(map(range, ends[::2], ends[1::2])), message[reader.at : reader.at + nbytes]
-        reader.at += nbytes
+        if len(ends) % 2 or not ends:
+            raise ValueError(f"{len(ends)} ends of ranges")
+        yield tuple(map(range, ends[::2], ends[1::2])), reader.take(nbytes)

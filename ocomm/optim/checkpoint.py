@@ -64,7 +64,10 @@ def require_checksum(state: State, kernels: Kernels, where: str) -> None:
     """Raises CheckpointError, whose message begins with ``where``, if the state does not have the checksum it names."""
     if "checksum" not in state:
         raise CheckpointError(f"{where} has no checksum, so it is not what rank_state_dict() returned, or not all.")
-    found = fingerprint({key: value for key, value in state.items() if key != "checksum"}, kernels)
+    try:
+        found = fingerprint({key: value for key, value in state.items() if key != "checksum"}, kernels)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} is damaged: it has {error}, which is never saved.") from error
     if found != state["checksum"]:
         raise CheckpointError(f"{where} is damaged: its checksum is {state['checksum']}, its contents have {found}.")
 

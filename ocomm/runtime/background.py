@@ -11,10 +11,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
+from ocomm import json_values
 from ocomm.collectives.engine import Engine, Reason
 from ocomm.collectives.waiting import Waits
 from ocomm.errors import HorovodInternalError, OcommError, PeerError
+from ocomm.json_values import expect
+from ocomm.negotiation.tree import Tree
 from ocomm.runtime.control import MessageType
 from ocomm.runtime.deadlock import Deadlock
 from ocomm.runtime.exporter import Exporter
@@ -169,20 +173,7 @@ class Runtime:
             raise HorovodInternalError(f"rank {self.world.rank}: the network failed; see the errors of the operations")
         for process_set in self._sets:
             while (message := process_set.link.receive()) is not None:
-                source, word, payload = message
-                if process_set is self.world and source in self._silent_since:
-                    self._silent_since[source] = self.clock()
-                if word in (MessageType.LEAVE, MessageType.GONE):
-                    self._hear_departure(word, payload)
-                elif word in (MessageType.BLOCKED, MessageType.CONFIRM, MessageType.STUCK):
-                    self._deadlock.hear(source, word, payload)
-                elif word == MessageType.COUNTERS:
-                    if self.exporter is not None:
-                        self.exporter.hear(payload)
-                elif word == MessageType.ALIVE:
-                    pass
-                else:
-                    process_set.handle_message(source, word, payload)
+                self._hear(process_set, *message)
         now = self.clock()
         if now - self._beat_s >= self._heartbeat_s:
             self._beat(now)
@@ -201,6 +192,28 @@ class Runtime:
                 process_set.link.transport.close()  # the ranks have closed its channels together
                 process_set.retired.set()
         return self._depart()
+
+    def _hear(self, process_set: ProcessSet, source: int, word: MessageType, payload: bytes) -> None:
+        """Takes in a message. An error that is not ocomm's own becomes one that names message and sender."""
+        try:
+            if process_set is self.world and source in self._silent_since:
+                self._silent_since[source] = self.clock()
+            if word in (MessageType.LEAVE, MessageType.GONE):
+                self._hear_departure(source, word, payload)
+            elif word in (MessageType.BLOCKED, MessageType.CONFIRM, MessageType.STUCK):
+                self._deadlock.hear(source, word, payload)
+            elif word == MessageType.COUNTERS:
+                if self.exporter is not None:
+                    self.exporter.hear(source, payload)
+            elif word != MessageType.ALIVE:
+                process_set.handle_message(source, word, payload)
+        except OcommError:
+            raise
+        except Exception as error:
+            raise HorovodInternalError(
+                f"rank {self.world.rank}: the background thread failed at the message {word.name} of {len(payload)} "
+                f"bytes from rank {process_set.ranks[source]}: {type(error).__name__}: {error}"
+            ) from error
 
     def _beat(self, now: float) -> None:
         """Sends signs of life to the neighbours in the tree, and checks theirs. A rank that is silent longer than the
@@ -302,12 +315,24 @@ class Runtime:
         if departures:
             self.world.link.send_down(MessageType.GONE, json.dumps(departures).encode())
 
-    def _hear_departure(self, word: MessageType, payload: bytes) -> None:
-        if word == MessageType.LEAVE:
-            self._announce_departure(*json.loads(payload))
-        else:
-            for departure in json.loads(payload):
+    def _hear_departure(self, source: int, word: MessageType, payload: bytes) -> None:
+        said = expect(json_values.parse(payload), list)
+        if word == MessageType.GONE:
+            if source != self.world.link.parent:
+                raise ValueError("no news of ranks that leave, which the parent passes on")
+            for departure in [self._read_departure(each) for each in said]:
                 self._note_departure(*departure)
+            return
+        rank, failed, why = self._read_departure(said)
+        below = Tree.of(source, self.world.size, self.settings.direct_peers).children
+        if rank != source and rank not in [subtree.start for subtree in below]:
+            raise ValueError(f"rank {rank} leaves")
+        self._announce_departure(rank, failed, why)
+
+    def _read_departure(self, said: Any) -> tuple[int, bool, str]:
+        if len(expect(said, list)) != 3:
+            raise ValueError("no news of a rank that leaves")
+        return json_values.rank(said[0], self.world.size), expect(said[1], bool), expect(said[2], str)
 
     def _note_departure(self, rank: int, failed: bool, why: str) -> None:
         self._gone[rank] = (failed, why)

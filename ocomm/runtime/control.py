@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 import struct
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
-from ocomm.errors import PeerError
+from ocomm.errors import HorovodInternalError, PeerError
 from ocomm.negotiation.tree import Tree
 from ocomm.transport.base import Request, Transport
 
@@ -43,15 +44,19 @@ _RELAY = struct.Struct("<IB")  # origin, type
 _COUNTED = frozenset({MessageType.ANNOUNCE, MessageType.RESPOND, MessageType.AGGREGATE})
 
 
+_TYPES = frozenset(MessageType)
+
+
 class Link:
     """Sends and receives control messages on one communicator. Owns the messages that are under way.
 
     Messages to rank 0 and to all ranks go along a tree, in which a message never overtakes an earlier one. By default
-    all ranks are children of rank 0.
+    all ranks are children of rank 0. ``ranks`` are the communicator's ranks as world ranks, for messages to people.
     """
 
-    def __init__(self, transport: Transport, tree: Tree | None = None) -> None:
+    def __init__(self, transport: Transport, ranks: Sequence[int], tree: Tree | None = None) -> None:
         self.transport = transport
+        self.ranks = ranks
         tree = tree or Tree.of(transport.rank, transport.size, transport.size)
         self.parent = tree.parent
         self.children = [subtree.start for subtree in tree.children]
@@ -85,6 +90,8 @@ class Link:
     def receive(self) -> tuple[int, MessageType, bytes] | None:
         """Returns (source, type, payload) of the next message for this rank that has arrived, or None. Passes on what
         is for others.
+
+        Raises PeerError if it began and does not end, HorovodInternalError if it is none.
         """
         while (message := self._take()) is not None:
             source, word, payload = message
@@ -94,10 +101,19 @@ class Link:
                 self.send(self.parent, word, payload)
                 continue
             elif word == MessageType.RELAY:
-                source, of_origin = _RELAY.unpack_from(payload)
-                return source, MessageType(of_origin), payload[_RELAY.size :]
+                return self._relayed(source, payload)
             return source, word, payload
         return None
+
+    def _relayed(self, relay: int, payload: bytes) -> tuple[int, MessageType, bytes]:
+        if len(payload) >= _RELAY.size:
+            source, word = _RELAY.unpack_from(payload)
+            if source < self.transport.size and word in _TYPES:
+                return source, MessageType(word), payload[_RELAY.size :]
+        raise HorovodInternalError(
+            f"rank {self.ranks[relay]} passed on a control message of {len(payload)} bytes, which no rank of this "
+            "version of ocomm sends."
+        )
 
     def _take(self) -> tuple[int, MessageType, bytes] | None:
         self.flush()
@@ -111,9 +127,16 @@ class Link:
         end = time.monotonic() + 30.0
         while not self.transport.test(request):
             if time.monotonic() > end:
-                raise PeerError(f"rank {source} began a control message of {nbytes} bytes and did not end it in 30 s")
+                raise PeerError(
+                    f"rank {self.ranks[source]} began a control message of {nbytes} bytes and did not end it in 30 s"
+                )
             time.sleep(20e-6)
         data = buffer.tobytes()
+        if not data or data[0] not in _TYPES:
+            raise HorovodInternalError(
+                f"rank {self.ranks[source]} sent a control message of {nbytes} bytes and type "
+                f"{data[0] if data else 'none'}, which no rank of this version of ocomm sends."
+            )
         word = MessageType(data[0])
         self.balance -= word in _COUNTED
         return source, word, data[1:]

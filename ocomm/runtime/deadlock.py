@@ -16,6 +16,7 @@ provided that no rank has another live thread that could submit for the first ti
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import threading
@@ -24,7 +25,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ocomm import json_values
 from ocomm.collectives.waiting import Wait, Waits
+from ocomm.json_values import expect
 from ocomm.negotiation.coordinator import LOADED_ALONE
 from ocomm.runtime import bystanders
 from ocomm.runtime.call_sites import user_line
@@ -100,15 +103,16 @@ class Deadlock:
         return not could_submit and self._clock() - self._since >= self._deadlock_s
 
     def hear(self, source: int, word: MessageType, payload: bytes) -> None:
-        """Takes in a message about deadlocks."""
+        """Takes in a message about deadlocks. Raises ValueError if it cannot be read."""
+        size = self._world.size
         if word == MessageType.CONFIRM:
             self._answer()
         elif word == MessageType.STUCK:
-            said = json.loads(payload)
-            reports = {int(rank): _read(report) for rank, report in said["reports"].items()}
-            self._report_stuck(reports, said["why"])
+            said, why = json_values.fields(json_values.parse(payload), "reports", "why")
+            each = json_values.fields(said, *map(str, range(size)))
+            self._report_stuck({rank: _read(report, size) for rank, report in enumerate(each)}, expect(why, str))
         else:
-            self._note(source, _read(json.loads(payload)))
+            self._note(source, _read(json_values.parse(payload), size))
 
     def _report(self) -> Report:
         sets = self._sets()
@@ -225,9 +229,26 @@ def is_absent(report: Report, step: Wait) -> bool:
     return not is_in_it and report.ended.get(step.name, 0) <= step.number
 
 
-def _read(said: Mapping[str, Any]) -> Report:
-    steps = tuple(Wait(what, name, number, tuple(late)) for what, name, number, late in said["steps"])
-    return Report(**{**said, "steps": steps, "others": tuple(said["others"])})
+def _read(said: Any, size: int) -> Report:
+    """Returns the report of one of ``size`` ranks. Raises ValueError for anything else."""
+    names = [each.name for each in dataclasses.fields(Report)]
+    is_blocked, progress, balance, where, steps, ended, others = json_values.fields(said, *names)
+    return Report(
+        expect(is_blocked, bool),
+        expect(progress, int),
+        expect(balance, int),
+        expect(where, str),
+        tuple(_read_step(step, size) for step in expect(steps, list)),
+        {name: expect(number, int) for name, number in expect(ended, dict).items()},
+        tuple(expect(other, str) for other in expect(others, list)),
+    )
+
+
+def _read_step(said: Any, size: int) -> Wait:
+    if len(expect(said, list)) != len(Wait._fields):
+        raise ValueError(f"a step of {len(said)} fields")
+    what, name, number, late = said
+    return Wait(expect(what, str), expect(name, str), expect(number, int), json_values.ranks(late, size))
 
 
 def is_certain(reports: Mapping[int, Report]) -> bool:

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
+from ocomm import json_values
 from ocomm.collectives.waiting import Wait
 from ocomm.negotiation.coordinator import Stall
 from ocomm.runtime.supervisor_client import SupervisorClient
@@ -89,10 +90,12 @@ class Exporter:
         self._news.set()
         return b""
 
-    def hear(self, payload: bytes) -> None:
-        """Takes in what another rank's ``sample`` has returned; on rank 0."""
-        counters = read_rank(json.loads(payload))
-        self._heard[counters.rank] = self._clock(), counters
+    def hear(self, source: int, payload: bytes) -> None:
+        """Takes in what ``sample`` has returned on rank ``source``; on rank 0. Raises ValueError for anything else."""
+        counters = read_rank(json_values.parse(payload), self._size)
+        if counters.rank != source:
+            raise ValueError(f"counters of rank {counters.rank}")
+        self._heard[source] = self._clock(), counters
 
     def job(self) -> JobCounters:
         """Returns the latest counters of all ranks that rank 0 has heard of."""

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ocomm.errors import InvalidRequestError, LaunchError, SettingsError
+from ocomm import json_values
+from ocomm.errors import HorovodInternalError, InvalidRequestError, LaunchError, SettingsError
+from ocomm.json_values import expect
 from ocomm.runtime.control import Link, MessageType
 from ocomm.transport.base import Transport
 from ocomm.types import Settings, Topology
@@ -25,7 +27,7 @@ def handshake(
     Returns the hosts of all ranks, and ``counts`` as they are from now on: for each name the highest count of any rank.
     Raises SettingsError if settings differ, LaunchError if some ranks do not come within ``start_timeout_s``.
     """
-    link = Link(control)
+    link = Link(control, range(control.size))
     agreed = {name: getattr(settings, name) for name in Settings.AGREED}
     process_sets = [list(s) for s in sets]
     mine = {"host": host, "version": __version__, "process_sets": process_sets, "counts": counts, **agreed}
@@ -35,18 +37,20 @@ def handshake(
     end = time.monotonic() + settings.start_timeout_s
     if control.rank == 0:
         said: dict[int, dict[str, Any]] = {0: mine}
-        while len(said) < control.size:
-            message = link.receive()
-            if message is not None:
-                said[message[0]] = json.loads(message[2])
-            elif time.monotonic() > end:
-                missing = [rank for rank in range(control.size) if rank not in said]
-                why = f"after {settings.start_timeout_s:.0f} s ranks {missing} have not come to init()"
-                link.send_down(MessageType.WELCOME, json.dumps({"launch_error": why}).encode())
-                _flush(link)
-                raise LaunchError(why)
-            else:
-                time.sleep(2e-4)
+        try:
+            while len(said) < control.size:
+                message = link.receive()
+                if message is not None:
+                    said[message[0]] = _heard(message, MessageType.HELLO)
+                elif time.monotonic() > end:
+                    missing = [rank for rank in range(control.size) if rank not in said]
+                    raise LaunchError(f"after {settings.start_timeout_s:.0f} s ranks {missing} have not come to init()")
+                else:
+                    time.sleep(2e-4)
+        except (LaunchError, HorovodInternalError) as error:
+            link.send_down(MessageType.WELCOME, json.dumps({"launch_error": str(error)}).encode())
+            _flush(link)
+            raise LaunchError(str(error)) from error
         highest: dict[str, int] = {}
         for each in said.values():
             highest |= {what: max(count, highest.get(what, 0)) for what, count in each["counts"].items()}
@@ -62,14 +66,41 @@ def handshake(
             if time.monotonic() > end + 5.0:
                 raise LaunchError(f"rank {control.rank}: no answer from rank 0 after {settings.start_timeout_s:.0f} s")
             time.sleep(2e-4)
-        answer = json.loads(message[2])
+        answer = _heard(message, MessageType.WELCOME)
         _flush(link)
     if "settings_error" in answer:
         raise SettingsError(answer["settings_error"])
     if "launch_error" in answer:
         raise LaunchError(answer["launch_error"])
     check_sets(sets, control.size)
+    if len(answer["hosts"]) != control.size:
+        raise LaunchError(f"rank 0 has answered with {len(answer['hosts'])} hosts of {control.size} ranks.")
     return answer["hosts"], answer["counts"]
+
+
+def _heard(message: tuple[int, MessageType, bytes], expected: MessageType) -> dict[str, Any]:
+    """Returns what another rank says in init(). Raises LaunchError if that is no message of type ``expected``."""
+    source, word, payload = message
+    try:
+        if word != expected:
+            raise ValueError(f"its type is {word.name}")
+        said: dict[str, Any] = expect(json_values.parse(payload), dict)
+        if expected == MessageType.HELLO:
+            expect(json_values.fields(said, "host", "version", "process_sets", "counts")[0], str)
+        elif {"settings_error", "launch_error"} & said.keys():
+            expect(next(iter(said.values())), str)
+            return said
+        else:
+            for host in expect(json_values.fields(said, "hosts", "counts")[0], list):
+                expect(host, str)
+        for count in expect(said["counts"], dict).values():
+            expect(count, int)
+        return said
+    except ValueError as error:
+        raise LaunchError(
+            f"rank {source} sent a message of {len(payload)} bytes in init() that is no {expected.name} of this "
+            f"version of ocomm: {error}. Install the same version on all hosts."
+        ) from None
 
 
 def _flush(link: Link) -> None:
@@ -83,7 +114,7 @@ def _difference(said: dict[int, dict[str, Any]]) -> str:
     for name in ("version", *Settings.AGREED, "process_sets"):
         values: dict[str, list[int]] = {}
         for rank in sorted(said):
-            values.setdefault(json.dumps(said[rank][name]), []).append(rank)
+            values.setdefault(json.dumps(said[rank].get(name)), []).append(rank)
         if len(values) > 1:
             each = ", ".join(f"{value} on ranks {ranks}" for value, ranks in values.items())
             return f"setting '{name}' differs between ranks: {each}. Set it to the same value everywhere."

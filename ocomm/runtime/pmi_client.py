@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ocomm import json_values
 from ocomm.errors import LaunchError
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 from ocomm.runtime.supervisor_client import connect_to_any
@@ -152,11 +153,13 @@ class PmiClient:
 
     def _listen(self) -> None:
         try:
-            why = json.loads(self._watch.receive())["why"]
+            (why,) = json_values.fields(json_values.parse(self._watch.receive()), "why")
         except (OSError, EOFError) as error:
             if self._is_leaving and not isinstance(error, TimeoutError):
                 return
             why = f"the PMI service of the job, which rank 0 has started, has gone: {error}"
+        except ValueError as error:
+            why = f"the PMI service of the job, which rank 0 has started, has sent {error}"
         sys.stderr.write(f"ocomm: rank {self.rank} ends: {why}.\n")
         sys.stderr.flush()
         for path in shared_memory():

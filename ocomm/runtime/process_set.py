@@ -131,7 +131,8 @@ class ProcessSet:
         self._scratch = scratch
         self._cache = RankCache()
         tree = Tree.of(self.rank, self.size, settings.direct_peers)
-        self.link = Link(control, tree)
+        self.link = Link(control, self.ranks, tree)
+        self._below = {subtree.start: subtree for subtree in tree.children}
         #: Joins the announcements of the ranks below this one, if there are any and this is not the coordinator.
         self._aggregator = Aggregator(self.rank, tree.children) if self.rank and tree.children else None
         self.coordinator = (
@@ -306,11 +307,17 @@ class ProcessSet:
         return due
 
     def handle_message(self, source: int, word: MessageType, payload: bytes) -> None:
-        """Takes in a control message of this set."""
+        """Takes in a control message of this set. Raises ValueError if it cannot be read."""
+        asks = word in (MessageType.ANNOUNCE, MessageType.AGGREGATE)
+        if (asks and source not in self._below) or (word == MessageType.RESPOND and source != self.link.parent):
+            raise ValueError("responses come from the parent, and what ranks ask for from children")
         if word == MessageType.ANNOUNCE:
             self._receive((range(source, source + 1),), payload, self.clock())
         elif word == MessageType.AGGREGATE:
-            for ranges, announcement in read_aggregate(payload):
+            sections = list(read_aggregate(payload))
+            if not all(_within(each, self._below[source]) for ranges, _ in sections for each in ranges):
+                raise ValueError("an aggregate of ranks that are not below its sender")
+            for ranges, announcement in sections:
                 self._receive(ranges, announcement, self.clock())
         elif word == MessageType.RESPOND:
             self._execute_all(payload)
@@ -318,9 +325,9 @@ class ProcessSet:
             if self.coordinator is not None and not self.is_leaving:
                 self.coordinator.release(source, *_RELEASED.unpack(payload))
         elif word == MessageType.WHERE:
-            self.link.send_up(MessageType.HERE, user_line(list(self.users)).encode())
+            self.link.send_up(MessageType.HERE, user_line(list(self.users)).encode("utf-8", "surrogatepass"))
         elif word == MessageType.HERE:
-            self._where[self.ranks[source]] = payload.decode()
+            self._where[self.ranks[source]] = payload.decode("utf-8", "surrogatepass")
 
     def rank_left(self, world_rank: int, why: str) -> None:
         """Takes in that a rank has left; if it is a member, whatever needs it fails on all other members."""
@@ -485,9 +492,16 @@ class ProcessSet:
             for handle, positions in parts.items():
                 handle.complete(positions, error=_FAULTS[response.fault](response.error))
             return
-        if len(found) != len(response.names):
-            return  # closed meanwhile, all of them
+        if self._closed is not None:
+            return
         tensors = [(handle.submission, handle.positions[name]) for name, handle in found]
+        with self._failing_together(found):
+            asked = [submission.requests[position].kind.name for submission, position in tensors[:1]]
+            if len(found) != len(response.names) or asked != [response.kind.name]:
+                raise ValueError(
+                    f"{response.kind.name} of {len(response.names)} tensors, {response.names[0]!r} first; this rank "
+                    f"has asked for {asked} of {len(found)} of them"
+                )
         if response.cache_ids:
             for name, (submission, position), number in zip(response.names, tensors, response.cache_ids, strict=True):
                 if number >= 0:
@@ -580,7 +594,7 @@ class ProcessSet:
             case Kind.ALLREDUCE:
                 plan, scratch = self._allreduce_plan(response, tensors, request)
             case Kind.ALLGATHER:
-                lengths = response.sizes[0]
+                lengths = self._counts(response, self.size)
                 row_nbytes = _row_nbytes(request)
                 target = _allocate(submission, position, (sum(lengths), *request.shape[1:]))
                 plan = dense.allgather(self._context, [(source, target, [n * row_nbytes for n in lengths])])
@@ -589,7 +603,7 @@ class ProcessSet:
                 target = view(_target(submission, position), request.nbytes)
                 plan = dense.broadcast(self._context, source, target, request.root)
             case Kind.ALLTOALL:
-                table = response.sizes[0]
+                table = self._counts(response, self.size**2)
                 row_nbytes = _row_nbytes(request)
                 splits = [table[r * self.size : (r + 1) * self.size] for r in range(self.size)]
                 received = tuple(row[self.rank] for row in splits)
@@ -615,6 +629,12 @@ class ProcessSet:
                 plan = Plan("barrier", [[Stage()]])
         plan.name = response.names[0] if len(response.names) == 1 else f"{len(response.names)} fused tensors"
         return plan, result, scratch
+
+    def _counts(self, response: Response, expected: int) -> tuple[int, ...]:
+        """Returns the numbers of rows that all ranks must know. Raises ValueError if they are not so many."""
+        if len(response.names) != 1 or len(response.sizes[0]) != expected:
+            raise ValueError(f"{response.sizes} for {response.names}, where {expected} numbers of rows are expected")
+        return response.sizes[0]
 
     def _message_plan(self, response: Response, memory: Location, request: Request) -> Plan:
         """Returns this rank's plan for a message between two ranks of the set.
@@ -742,6 +762,10 @@ class ProcessSet:
                 handle.timeline.span(track, "QUEUE", running.submitted_ns, start)
                 for name, since, until in spent:
                     handle.timeline.span(track, name or f"MPI_{kind}", since, until)
+
+
+def _within(part: range, whole: range) -> bool:
+    return whole.start <= part.start < part.stop <= whole.stop
 
 
 def no_thread(rank: int) -> HorovodInternalError:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
+from ocomm import json_values
 from ocomm.errors import LaunchError
 
 _POLL_S = 0.01
@@ -49,6 +50,9 @@ class Member:
     library: str
     problem: str = ""
     address: str = ""
+
+
+_TEXTS = [field.name for field in fields(Member) if field.name != "rank"]
 
 
 def node_of_this_process() -> str:
@@ -156,7 +160,7 @@ def _lead(
         missing = _wait(store, [f"{prefix}/member/{rank}" for rank in range(size)], end_s)
         if missing:
             raise LaunchError(_absent(mine, size, timeout_s, missing))
-        members = [_member(store.get(f"{prefix}/member/{rank}")) for rank in range(size)]
+        members = [_member(store.get(f"{prefix}/member/{rank}"), rank) for rank in range(size)]
         if why := disagreement(members):
             raise LaunchError(why)
         answer = _begun(begin, members)
@@ -180,11 +184,22 @@ def _begun(begin: Callable[[Sequence[Member]], Mapping[str, Any]], members: Sequ
         raise LaunchError(f"rank 0 cannot start the job: {type(error).__name__}: {error}") from error
 
 
-def _member(text: bytes | str) -> Member:
+def _member(text: bytes | str, rank: int) -> Member:
     """Returns what a rank says of itself. Another version of ocomm may say more, or less."""
-    said = json.loads(text)
-    known = {field.name: said.get(field.name, "") for field in fields(Member)}
-    return Member(**known)
+    said = _read(text, rank)
+    return Member(rank, **{name: str(said.get(name, "")) for name in _TEXTS})
+
+
+def _read(text: bytes | str, rank: int) -> dict[str, Any]:
+    """Returns what a rank has written into the store. Raises LaunchError if it is no object of JSON."""
+    try:
+        found: dict[str, Any] = json_values.expect(json_values.parse(text), dict)
+        return found
+    except ValueError as error:
+        raise LaunchError(
+            f"rank {rank} has written into the store in which the ranks meet what cannot be read: {error}. Give the "
+            "job a store, or a PrefixStore, of its own, and all hosts the same version of ocomm."
+        ) from None
 
 
 def _follow(store: Store, prefix: str, mine: Member, size: int, timeout_s: float, end_s: float) -> dict[str, Any]:
@@ -193,10 +208,10 @@ def _follow(store: Store, prefix: str, mine: Member, size: int, timeout_s: float
         if missing:
             raise LaunchError(_absent(mine, size, timeout_s, missing))
         raise LaunchError(f"rank {mine.rank} of {size}: all ranks have come, but rank 0 has not started the job.")
-    answer = json.loads(store.get(f"{prefix}/job"))
+    answer = _read(store.get(f"{prefix}/job"), 0)
     if "error" in answer:
         store.set(f"{prefix}/heard/{mine.rank}", "")
-        raise LaunchError(answer["error"])
+        raise LaunchError(str(answer["error"]))
     return answer
 
 

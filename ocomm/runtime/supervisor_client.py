@@ -23,6 +23,7 @@ import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
+from ocomm import json_values
 from ocomm.errors import LaunchError
 from ocomm.runtime import authenticated_socket
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket
@@ -73,13 +74,14 @@ class SupervisorClient:
     def _listen(self) -> None:
         while True:
             try:
-                heard = json.loads(self._connection.receive())
-            except (EOFError, OSError) as error:
+                (word,) = json_values.fields(json_values.parse(self._connection.receive()), "word")
+            except (EOFError, OSError, ValueError) as error:
                 # Without its supervisor nobody starts a lost rank again or ends this one, so this rank ends itself.
-                sys.stderr.write(f"ocomm: rank {self._rank}: ocommrun, which supervises this job, has gone: {error}.\n")
+                how = "has sent" if isinstance(error, ValueError) else "has gone:"
+                sys.stderr.write(f"ocomm: rank {self._rank}: ocommrun, which supervises this job, {how} {error}.\n")
                 sys.stderr.flush()
                 os._exit(1)
-            if heard["word"] == "hosts":
+            if word == "hosts":
                 self.hosts_changed = True
 
 

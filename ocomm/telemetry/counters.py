@@ -6,9 +6,13 @@ each once: its name here, its name for Prometheus, and what it means. All of thi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
+
+from ocomm import json_values
+from ocomm.json_values import expect
 
 #: Limits for what a rank sends of its waits and stalls: their number, and the characters of a name.
 MOST_WAITS, MOST_CHARACTERS = 8, 200
@@ -146,21 +150,47 @@ def spelled(counters: RankCounters | JobCounters) -> dict[str, Any]:
     return asdict(counters)
 
 
-def read_rank(said: Mapping[str, Any]) -> RankCounters:
-    """Returns the counters of a rank that ``spelled`` has written. Raises KeyError or TypeError for anything else."""
+def read_rank(said: Any, size: int) -> RankCounters:
+    """Returns the counters of one of ``size`` ranks as ``spelled`` has written them. Raises ValueError for anything
+    else.
+    """
+    rank, host, optimizers, waits, stalls, silent_s = json_values.fields(said, *_names(RankCounters))
     return RankCounters(
-        said["rank"],
-        said["host"],
-        tuple(OptimizerCounters(**optimizer) for optimizer in said["optimizers"]),
-        tuple(Waiting(wait["what"], tuple(wait["ranks"])) for wait in said["waits"]),
-        tuple(Stalled(stall["name"], stall["waited_s"], tuple(stall["missing"])) for stall in said["stalls"]),
-        said["silent_s"],
+        json_values.rank(rank, size),
+        expect(host, str),
+        tuple(map(_read_optimizer, expect(optimizers, list))),
+        tuple(_read_waiting(wait, size) for wait in expect(waits, list)),
+        tuple(_read_stalled(stall, size) for stall in expect(stalls, list)),
+        expect(silent_s, float, int),
     )
 
 
-def read_job(said: Mapping[str, Any]) -> JobCounters:
-    """Returns the counters of a job that ``spelled`` has written. Raises KeyError or TypeError for anything else."""
-    return JobCounters(said["at_s"], said["size"], tuple(map(read_rank, said["ranks"])))
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _read_optimizer(said: Any) -> OptimizerCounters:
+    name, *numbers, waited_s = json_values.fields(said, *_names(OptimizerCounters))
+    counted = [expect(number, int, float) for number in numbers]
+    counted.append(expect(waited_s, float, int, type(None)))
+    return OptimizerCounters(expect(name, str), *counted)
+
+
+def _read_waiting(said: Any, size: int) -> Waiting:
+    what, ranks = json_values.fields(said, *_names(Waiting))
+    return Waiting(expect(what, str), json_values.ranks(ranks, size))
+
+
+def _read_stalled(said: Any, size: int) -> Stalled:
+    name, waited_s, missing = json_values.fields(said, *_names(Stalled))
+    return Stalled(expect(name, str), expect(waited_s, float, int), json_values.ranks(missing, size))
+
+
+def read_job(said: Any) -> JobCounters:
+    """Returns the counters of a job that ``spelled`` has written. Raises ValueError for anything else."""
+    at_s, size, ranks = json_values.fields(said, *_names(JobCounters))
+    each = tuple(read_rank(rank, expect(size, int)) for rank in expect(ranks, list))
+    return JobCounters(expect(at_s, float, int), expect(size, int), each)
 
 
 def missed_by(job: JobCounters) -> dict[int, set[int]]:

@@ -91,7 +91,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.path.partition("?")[0] != _PATH:
             self.send_error(404, f"only {_PATH} is here")
             return
-        body = type(self).page().encode()
+        body = type(self).page().encode(errors="replace")
         self.send_response(200)
         self.send_header("Content-Type", _TYPE)
         self.send_header("Content-Length", str(len(body)))

@@ -119,6 +119,7 @@ def test_counters_travel_as_json() -> None:
         1.5,
         RankCounters(0, "a", (optimizer(7), OptimizerCounters("other", waited_s=None)), (Waiting("step", (1, 2)),)),
         RankCounters(1, "b", stalls=(Stalled("x", 3.0, (0,)),), silent_s=0.25),
+        size=3,
     )
     assert read_job(json.loads(json.dumps(spelled(told)))) == told
 
@@ -245,7 +246,7 @@ def test_rank_0_hands_on_what_it_has_heard_and_how_long_ago() -> None:
     first = Exporter(0, 3, lambda: RankCounters(0, "a"), lambda: clock[0])
     told: list[JobCounters] = []
     first.open(None, told.append)
-    first.hear(others.sample())
+    first.hear(1, others.sample())
     clock[0] = 7.5
     assert first.sample() == b""
     first.close()
