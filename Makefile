@@ -9,7 +9,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 MPIRUN := timeout 1800 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo docs test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich test-sanitize check bench convergence time-to-loss clean install wheel test-install
+.PHONY: demo docs test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich test-sanitize fuzz check bench convergence time-to-loss clean install wheel test-install
 
 install: $(STAMP)
 
@@ -145,6 +145,11 @@ test-mpich: install $(VENV)-mpich/bin/mpiexec
 test-sanitize: install
 	bash tools/sanitize.sh address $(PY)
 	bash tools/sanitize.sh thread $(PY)
+
+# What is read from other ranks, connections and files, damaged in new ways each time; seconds for each of three targets.
+FUZZ_SECONDS := 120
+fuzz: install
+	bash tools/fuzz.sh $(FUZZ_SECONDS) $(PY)
 
 check: install
 	$(VENV)/bin/ruff check .

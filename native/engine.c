@@ -382,8 +382,8 @@ static int differing(const ocomm_header *a, const ocomm_header *b, uint64_t valu
     return -1;
 }
 
-/* Returns a rank whose header differs from ours, or -1. */
-static int check(const ocomm_op *op) {
+/* Returns one of `ranks` whose header differs from ours, or -1. */
+static int check(const ocomm_op *op, int32_t ranks) {
     const ocomm_header *mine = op->a[0].p;
     const uint8_t *const *messages = op->a[1].p;
     uint32_t *flags = op->a[3].p;
@@ -407,7 +407,9 @@ static int check(const ocomm_op *op) {
                 passed_on->signature = values[0];
                 passed_on->hyper = values[1];
             }
-            culprit = (int)(passed_on->gradients == mine->rank ? passed_on->rank : passed_on->gradients);
+            /* A header that no rank has written may name any number; then it is this rank, which has seen it. */
+            const uint32_t other = passed_on->gradients == mine->rank ? passed_on->rank : passed_on->gradients;
+            culprit = (int)(other < (uint32_t)ranks ? other : mine->rank);
             continue;
         }
         *flags |= header.flags;
@@ -430,8 +432,8 @@ static void copy_parts(const ocomm_op *op, int into) {
 
 #include "run_loop.h"
 
-/* Runs a computation. Returns the rank at fault when a check fails, else -1. */
-static int run_op(ocomm_pool *pool, const ocomm_op *op) {
+/* Runs a computation. Returns which of `ranks` is at fault when a check fails, else -1. */
+static int run_op(ocomm_pool *pool, const ocomm_op *op, int32_t ranks) {
     uint32_t *flags = NULL;
     switch (op->code) {
     case OCOMM_COPY:
@@ -445,7 +447,7 @@ static int run_op(ocomm_pool *pool, const ocomm_op *op) {
         write_headers(op);
         break;
     case OCOMM_CHECK_HEADERS:
-        return check(op);
+        return check(op, ranks);
     default:
         if (!run_loop(pool, op, &flags) && flags)
             *flags |= NON_FINITE;
@@ -626,7 +628,7 @@ static int advance(ocomm_channel *channel, slot *s) {
                         return 0;
                     continue;
                 }
-                int culprit = run_op(engine->pool, op);
+                int culprit = run_op(engine->pool, op, channel->ranks);
                 if (culprit < 0)
                     continue;
                 if (!op->a[7].p) { /* all ranks see it themselves */

@@ -76,6 +76,20 @@ MUTATIONS = [
         "contract/test_engine.py frontends/test_torch_onebit.py",
     ),
     Mutation(
+        "C engine: a header may blame a rank that is none",
+        "native/engine.c",
+        "culprit = (int)(other < (uint32_t)ranks ? other : mine->rank);",
+        "culprit = (int)other;",
+        "fuzz/test_native.py",
+    ),
+    Mutation(
+        "a text that is cut off is a shorter text",
+        "ocomm/negotiation/request.py",
+        "if nbytes > left:",
+        "if nbytes > left + 1:",
+        "fuzz/test_messages.py",
+    ),
+    Mutation(
         "C engine: replicas not compared",
         "native/engine.c",
         "for (int field = 0; field < 7; field++)",

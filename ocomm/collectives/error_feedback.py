@@ -156,7 +156,8 @@ class OneBitAllreduce:
         who = f"rank {self.ranks[ticket.error]}"
         if not segment_header.received:
             found = {rank for _, values in segment_header.differences() for rank in values}
-            who = f"one of ranks {sorted(self.ranks[rank] for rank in found)}"
+            named = sorted(self.ranks[rank] for rank in found if rank < len(self.ranks))
+            who = f"one of ranks {named or list(self.ranks)}"
         return MismatchError(
             f"'{self.name}': the ranks do not make the same compressed_allreduce calls in the same order; {who} sent "
             "another name, shape or call number."

@@ -119,6 +119,7 @@ class _Segment:
     ticket: PythonTicket
     stages: Sequence[plans.Stage]
     sequence: int
+    ranks: int
     stage: int = 0
     begun: bool = False
     next: int = 0  # index of the stage's next computation
@@ -236,7 +237,7 @@ class PythonChannel:
         if ticket.started_segments == 0:
             ticket.state = State.ACTIVE
         ticket.started_segments += 1
-        segment = _Segment(ticket, stages, self.sequence)
+        segment = _Segment(ticket, stages, self.sequence, self.transport.size)
         self.sequence += 1
         self.active.append(segment)
         for number, stage in enumerate(stages):
@@ -494,7 +495,9 @@ class PythonEngine:
                 said["signature"], said["hyper"] = mine[COMPARED[field]], theirs[COMPARED[field]]
             if not c.ends:
                 continue
-            segment.culprit = int(said["rank"] if said["gradients"] == mine["rank"] else said["gradients"])
+            other = int(said["rank"] if said["gradients"] == mine["rank"] else said["gradients"])
+            # A header that no rank has written may name any number; then it is this rank, which has seen it.
+            segment.culprit = other if other < segment.ranks else int(mine["rank"])
             if ticket.culprit is None:
                 ticket.culprit, ticket.disagreed = segment.culprit, time.monotonic()
                 ticket.error_segment = _number(segment)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ocomm.collectives.plan import HEADER, MAGIC, CheckHeaders, WriteHeaders, header_nbytes, read_header
 from ocomm.compression.wire import COMPARED, DISAGREEMENT
+from ocomm.errors import MismatchError
 from ocomm.kernels.base import Bytes
 from ocomm.types import Flag
 
@@ -80,8 +81,14 @@ class SegmentHeader:
         return {rank: float(read_header(message)["lr"]) for rank, message in enumerate(self.received)}
 
     def squares(self) -> list[float]:
-        """Returns the sum of squares that each rank wrote into its vote, in rank order."""
-        return [float(read_header(message)["squares"]) for message in self.received]
+        """Returns the sum of squares that each rank wrote into its vote, in rank order. Raises MismatchError if one is
+        negative.
+        """
+        found = [float(read_header(message)["squares"]) for message in self.received]
+        for rank, squares in enumerate(found):
+            if squares < 0:
+                raise MismatchError(f"rank {rank} of this exchange sent {squares} as its sum of squares.")
+        return found
 
     def gradients(self) -> list[int]:
         """The checksums of gradients that the ranks wrote into their headers of the vote, in rank order."""
@@ -90,11 +97,14 @@ class SegmentHeader:
     def differences(self) -> list[tuple[str, dict[int, int]]]:
         """Returns, after a mismatch, (field, value by rank) for every field that is not equal on all ranks.
 
-        If this rank does not have the headers of all ranks, that is one field and two ranks.
+        If this rank does not have the headers of all ranks, that is one field and two ranks. Empty if a header is none
+        that a rank writes.
         """
         rows = [read_header(message) for message in self.received]
         for said in rows or [self.passed_on[0]]:
             if said["magic"] == DISAGREEMENT:
+                if said["tensors"] >= len(COMPARED):
+                    return []
                 values = {int(said["rank"]): int(said["signature"]), int(said["gradients"]): int(said["hyper"])}
                 return [(COMPARED[int(said["tensors"])], values)]
         found = []

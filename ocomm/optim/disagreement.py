@@ -17,8 +17,11 @@ def disagreement(
     ``ranks`` are the channel's ranks as world ranks, ``tensors`` the names of the segment's tensors.
     """
     differences = segment_header.differences()
-    if not differences:
-        return MismatchError(f"{name}: a message with a wrong header arrived in step {step}.")
+    if not differences or max(differences[0][1]) >= len(ranks):
+        return MismatchError(
+            f"{name}: a message arrived in step {step} whose header no rank writes. All ranks must run the same "
+            "version of ocomm, over a network that does not change what it carries."
+        )
     what, values = differences[0]
     if what == "replica":
         return ReplicasDifferError(f"{name}: the ranks' parameters differ in step {step}.")

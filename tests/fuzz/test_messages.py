@@ -142,14 +142,14 @@ def test_every_truncated_message_is_a_value_error() -> None:
     message = RankCache().announcement([request])
     for length in range(len(message)):
         with pytest.raises(ValueError, match="bytes are left at byte"):
-            Coordinator(range(2), 0, 4).receive(1, message[:length], 0.0)
+            Coordinator(range(2), 0, 4).receive([1], message[:length], 0.0)
 
 
 def asked(coordinator: Coordinator, caches: Sequence[RankCache], names: str, shape: tuple[int, ...] = (4,)) -> None:
     """All ranks ask for these names, and hear the answers."""
     said = [Request(Kind.ALLREDUCE, name, DType.FLOAT32, shape) for name in names]
     for rank, cache in enumerate(caches):
-        coordinator.receive(rank, cache.announcement(said), 0.0)
+        coordinator.receive([rank], cache.announcement(said), 0.0)
     for answer in coordinator.decide():
         for cache in caches:
             cache.enter(coordinator.cache.epoch)
@@ -163,7 +163,7 @@ def busy_coordinator() -> tuple[Coordinator, list[RankCache]]:
     coordinator, caches = Coordinator(range(10, 10 + SIZE), 1 << 20, 3), [RankCache() for _ in range(SIZE)]
     for _ in range(3):
         asked(coordinator, caches, "abcd")
-    coordinator.receive(0, caches[0].announcement([Request(Kind.BROADCAST, "alone", DType.INT8, (2,))]), 0.0)
+    coordinator.receive([0], caches[0].announcement([Request(Kind.BROADCAST, "alone", DType.INT8, (2,))]), 0.0)
     return coordinator, caches
 
 
@@ -176,7 +176,7 @@ def test_a_damaged_announcement_changes_nothing_or_is_one_that_a_rank_could_send
     said += [Request(Kind.ALLREDUCE, name, DType.FLOAT32, (4,)) for name in data.draw(st.sets(st.sampled_from("abcd")))]
     damaged = data.draw(harmed(caches[1].announcement(said)))
     try:
-        coordinator.receive(1, damaged, 1.0)
+        coordinator.receive([1], damaged, 1.0)
     except ValueError:
         asked(coordinator, caches, "abcd")  # goes on as if there had been no message
         return
@@ -248,7 +248,7 @@ HEARD: dict[int, list[tuple[int, bytes]]] = {
     1: [
         (0, message(MessageType.RESPOND, bytes(4) + write_responses(ANSWERS))),
         (0, message(MessageType.RESPOND, bytes(4) + write_responses(ANSWERS[:1]))),
-        (0, message(MessageType.GONE, b'[2, false, "shut down"]')),
+        (0, message(MessageType.GONE, b'[[2, false, "shut down"]]')),
         (
             0,
             message(
@@ -268,7 +268,8 @@ HEARD: dict[int, list[tuple[int, bytes]]] = {
         ),
         (1, message(MessageType.LEAVE, b'[1, false, "shut down"]')),
         (1, message(MessageType.BLOCKED, json.dumps(asdict(REPORT)).encode())),
-        (1, message(MessageType.ALIVE, json.dumps(spelled(COUNTERS)).encode())),
+        (1, message(MessageType.ALIVE, b"")),
+        (1, message(MessageType.COUNTERS, json.dumps(spelled(COUNTERS)).encode())),
         (1, message(MessageType.RELEASED, struct.pack("<qq", 3, 5))),
         (1, message(MessageType.HERE, "dir/ä.py:7".encode())),
     ],
@@ -331,7 +332,7 @@ def test_an_empty_message_and_one_of_no_type_name_their_sender() -> None:
          "BROADCAST of 1 tensors, 'a' first; this rank has asked for ['ALLREDUCE'] of 1 of them"),
         (1, 0, MessageType.RESPOND, bytes(4) + write_responses((Response(Kind.ALLGATHER, ("g",), sizes=((4, 1),)),)),
          "((4, 1),) for ('g',), where 3 numbers of rows are expected"),
-        (0, 2, MessageType.ALIVE, json.dumps(spelled(COUNTERS)).encode(), "counters of rank 1"),
+        (0, 2, MessageType.COUNTERS, json.dumps(spelled(COUNTERS)).encode(), "counters of rank 1"),
         (0, 2, MessageType.LEAVE, b'[1, true, "x"]', "rank 1 leaves"),
         (0, 2, MessageType.LEAVE, b'[3, true, "x"]', "rank 3 of 3"),
         (0, 2, MessageType.ANNOUNCE, struct.pack("<III", 1, 0, 0), "epoch 1 after 0, and the newest is 0"),
