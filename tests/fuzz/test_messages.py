@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import struct
 import threading
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from ocomm.collectives.scratch import Scratch
 from ocomm.collectives.waiting import Wait
 from ocomm.errors import HorovodInternalError, LaunchError, OcommError, SettingsError
 from ocomm.kernels.reference import ReferenceKernels
-from ocomm.negotiation.cache import RankCache
+from ocomm.negotiation.cache import Announcement, RankCache
 from ocomm.negotiation.coordinator import Coordinator, describe_stall
 from ocomm.negotiation.request import (
     RESPONSES_ONLY,
@@ -40,6 +41,7 @@ from ocomm.negotiation.request import (
     write_request,
     write_responses,
 )
+from ocomm.negotiation.tree import write_aggregate
 from ocomm.runtime.background import Runtime
 from ocomm.runtime.control import TAG, MessageType
 from ocomm.runtime.deadlock import Report
@@ -243,6 +245,7 @@ ANSWERS = (
     Response(Kind.JOIN, (), sizes=((2,),)),
     Response(Kind.ALLREDUCE, ("c",), "it cannot be", Fault.MISMATCH),
 )
+AGGREGATE = write_aggregate([((range(1, 2),), Announcement(0, 0, [Request(Kind.ALLREDUCE, "a", DType.FLOAT32, (4,))]))])
 #: What a rank hears that is not rank 0, and what rank 0 hears: (sender, message).
 HEARD: dict[int, list[tuple[int, bytes]]] = {
     1: [
@@ -266,6 +269,8 @@ HEARD: dict[int, list[tuple[int, bytes]]] = {
                 MessageType.ANNOUNCE, RankCache().announcement([Request(Kind.ALLREDUCE, "a", DType.FLOAT32, (4,))])
             ),
         ),
+        (1, message(MessageType.AGGREGATE, AGGREGATE)),
+        (1, message(MessageType.RELAY, struct.pack("<IB", 1, MessageType.RELEASED) + struct.pack("<qq", 3, 5))),
         (1, message(MessageType.LEAVE, b'[1, false, "shut down"]')),
         (1, message(MessageType.BLOCKED, json.dumps(asdict(REPORT)).encode())),
         (1, message(MessageType.ALIVE, b"")),
@@ -305,7 +310,8 @@ def test_a_damaged_message_ends_the_thread_by_an_error_that_names_it_or_not_at_a
         made.hear(source, message(word, payload))
     except OcommError as error:
         assert isinstance(error, HorovodInternalError)
-        assert f"rank {source} sent" in str(error) or f"bytes from rank {source}: " in str(error)
+        by = r"\d" if word == MessageType.RELAY else source  # a damaged origin is another rank
+        assert re.search(f"rank {by} sent|bytes from rank {by}: ", str(error))
     assert made.runtime.exporter is not None
     prometheus(made.runtime.exporter.job()).encode(errors="replace")
 
@@ -325,7 +331,7 @@ def test_an_empty_message_and_one_of_no_type_name_their_sender() -> None:
     ("rank", "source", "word", "payload", "why"),
     [
         (1, 0, MessageType.RESPOND, bytes(6), "2 bytes are left at byte 0, where 4 are expected"),
-        (1, 2, MessageType.RESPOND, bytes(8), "rank 0 of the set answers, and the others ask"),
+        (1, 2, MessageType.RESPOND, bytes(8), "responses come from the parent, and what ranks ask for from children"),
         (1, 0, MessageType.RESPOND, bytes(4) + write_responses((Response(Kind.ALLREDUCE, ("other",)),)),
          "ALLREDUCE of 1 tensors, 'other' first; this rank has asked for [] of 0 of them"),
         (1, 0, MessageType.RESPOND, bytes(4) + write_responses((Response(Kind.BROADCAST, ("a",)),)),
@@ -339,6 +345,8 @@ def test_an_empty_message_and_one_of_no_type_name_their_sender() -> None:
         (0, 2, MessageType.ANNOUNCE, struct.pack("<IIIB", 0, 1, 0, 4), "id 2 in epoch 0, which has 0"),
         (0, 2, MessageType.ANNOUNCE, RankCache().announcement([Request(Kind.MESSAGE, "m", root=0, splits=(3,))]),
          "message 'm' from rank 0 to (3,)"),
+        (0, 2, MessageType.AGGREGATE, AGGREGATE, "an aggregate of ranks that are not below its sender"),
+        (0, 1, MessageType.AGGREGATE, AGGREGATE[:-1], "85 bytes are left at byte 24, where 86 are expected"),
         (0, 2, MessageType.BLOCKED, b"[" * 100_000, "JSON that is nested too deeply"),
     ],
 )  # fmt: skip
