@@ -5,6 +5,7 @@ An uncaught error in it fails every handle here and frees the other ranks: a cra
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -30,6 +31,7 @@ _log = logging.getLogger("ocomm")
 _HEARTBEAT_S = 2.0  # longest time between signs of life; a third of the timeout if that is less
 _FAREWELL_S = 3.0  # how long a failing rank waits until its last messages have been delivered
 _LAST_PLANS_S = 10.0  # how long plans may still run after every rank has left
+_LAST_PASSES = 100  # of the engine before plans are ended; one takes every segment on as far as messages have arrived
 
 
 class Runtime:
@@ -342,7 +344,22 @@ class Runtime:
             fails_itself = self._leaving is not None and self._leaving[0]
             if self.failure is None and not fails_itself:  # a later failure may be a consequence of the first
                 self._on_loss({rank: why})
+            self._finish_what_has_arrived()
             self._fail(PeerError(f"rank {rank} {why}."))
+
+    def _finish_what_has_arrived(self) -> None:
+        """Completes the collectives of which this rank has all messages.
+
+        A rank that fails right after a collective must not take its result from the others. The news of its failure is
+        another message, which this rank may hear before it has looked at those of the collective.
+        """
+        for _ in range(_LAST_PASSES):
+            if not self.engine.is_busy:
+                break
+            self.engine.run(0.0)
+        for process_set in self._sets:
+            with contextlib.suppress(OcommError):  # of a plan that failed by itself: its handles have the error
+                process_set.complete()
 
     def _fail(self, error: OcommError) -> None:
         """Fails everything that is under way, and everything that is submitted from now on, with ``error``."""

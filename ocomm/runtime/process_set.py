@@ -303,7 +303,7 @@ class ProcessSet:
                 self.link.send(self.link.parent, MessageType.AGGREGATE, aggregate)
             due = min(due, self._aggregator.due_s(now))
         self._open_channels()
-        self._complete()
+        self.complete()
         return due
 
     def handle_message(self, source: int, word: MessageType, payload: bytes) -> None:
@@ -718,9 +718,9 @@ class ProcessSet:
         """
         return bool(self._opening) or (self._retiring and bool(self._released))
 
-    def _complete(self) -> None:
-        """Completes the handles of plans that are over. Raises if a plan failed by itself, because other ranks wait for
-        it.
+    def complete(self) -> None:
+        """Completes the handles of plans that are over. Called on the background thread. Raises if a plan failed by
+        itself, because other ranks wait for it.
         """
         still = []
         failure: OcommError | None = None

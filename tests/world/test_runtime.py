@@ -209,6 +209,51 @@ class Torn(LocalTransport):
 
 
 @threads_only
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_rank_that_fails_after_a_collective_leaves_the_others_its_result(
+    is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background.Runtime, "start", lambda runtime: None)  # rounds of the loop are made by hand
+    ranks = Ranks(2, Settings(engine="python"), Torn)
+    runtimes = [session.runtime for session in ranks.sessions]
+    assert all(runtimes)
+
+    def cycle(rank: int) -> None:
+        runtimes[rank].engine.wake()  # a round that waits for nothing
+        runtimes[rank].cycle()
+
+    arrays = [np.full(1024, rank, np.float32) for rank in (0, 1)]
+    request = Request(Kind.BROADCAST, "x", DType.FLOAT32, arrays[0].shape, root=1)
+    handles = [
+        session.submit(0, Submission.of(request, array.view(np.uint8), array.view(np.uint8)))
+        for session, array in zip(ranks.sessions, arrays, strict=True)
+    ]
+    for rank in (1, 0, 0):  # rank 0 hears of both requests, and begins
+        cycle(rank)
+    for _ in range(50):
+        if not handles[1].poll():
+            cycle(1)
+    assert handles[1].poll() and not handles[0].poll()
+    runtimes[1]._leaving = (True, "raised ValueError: no data")
+    cycle(1)
+    if is_late:  # the messages arrive after the engine has looked for them, and with them the news of the failure
+        look = runtimes[0].engine.run
+
+        def look_too_early(seconds: float) -> Any:
+            monkeypatch.setattr(runtimes[0].engine, "run", look)
+            with monkeypatch.context() as meanwhile:
+                meanwhile.setattr(Torn, "cut", True)
+                return look(seconds)
+
+        monkeypatch.setattr(runtimes[0].engine, "run", look_too_early)
+    cycle(0)
+    assert outcome(handles[0]) == "done"
+    assert (arrays[0] == 1).all()
+    with pytest.raises(PeerError, match=re.escape("rank 1 raised ValueError: no data.")):
+        start(ranks.sessions[0], np.ones(4, np.float32), "y")
+
+
+@threads_only
 def test_handles_of_plans_under_way_end_when_the_job_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Torn, "cut", True)
     monkeypatch.setattr(background, "_FAREWELL_S", 0.3)
