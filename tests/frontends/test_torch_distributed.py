@@ -12,6 +12,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
+from benchmarks.torch_features.__main__ import PAGE, REPORT, RESULTS, page, report, rows_of, table
+from benchmarks.torch_features.features import FEATURES
+from benchmarks.torch_features.job import have_same_bits, relative_gap, wrong
 from ocomm.collectives import dense
 from ocomm.collectives.dense import Context
 from ocomm.collectives.plan import Plan
@@ -24,53 +29,76 @@ from tests.cluster.jobs import run_job
 from tests.worlds import MPI_SIZE, run_ranks
 
 alone_in_a_job = pytest.mark.skipif(MPI_SIZE > 0, reason="starts jobs of its own")
-FEATURES = "import sys; from tests.frontends import torch_distributed_features as f; f.main(*sys.argv[1:])\n"
+COMPARE = "import sys; from benchmarks.torch_features import job; job.main(*sys.argv[1:])\n"
 
 
-def table(file: Path, done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
-    """The rows that a job has written."""
+def rows(file: Path, done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    """The rows that a job has written, by feature."""
     assert file.exists(), done.stdout + done.stderr
-    rows = json.loads(file.read_text())
-    for row in rows:
-        print(f"{row['feature']:45} same bits {row['same_bits']!s:5} gap {row['largest_relative_gap']:.1e}")
-    return {row["feature"]: row for row in rows}
-
-
-def features(ranks: int, names: str, file: Path) -> dict[str, dict[str, Any]]:
-    done = run_job(ranks, FEATURES, names, str(file), "1", PYTHONWARNINGS="ignore")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return table(file, done)
+    found: dict[str, dict[str, Any]] = json.loads(file.read_text())
+    for name, row in found.items():
+        print(f"{name:50} same bits {row['same_bits']!s:5} gap {row['gap']:.1e}")
+    return found
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A job of two ranks that compares, and then makes mistakes: to import Torch takes longer than either."""
-    file = tmp_path_factory.mktemp("features") / "table.json"
-    return file, run_job(2, FEATURES + ERRORS, "short", str(file), "1", PYTHONWARNINGS="ignore")
+    file = tmp_path_factory.mktemp("features") / "rows.json"
+    return file, run_job(2, COMPARE + ERRORS, "quick", str(file), PYTHONWARNINGS="ignore")
+
+
+def on_both(size: int, is_long: bool) -> list[str]:
+    """The features of the list that both backends have."""
+    return [f.name for f in FEATURES if size in f.sizes and f.is_long == is_long and not f.lacking]
 
 
 @alone_in_a_job
 def test_every_feature_has_gloos_bits_on_two_ranks(job: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    rows = table(*job)
-    assert len(rows) >= 25
-    assert [name for name, row in rows.items() if not row["same_bits"]] == []
+    found = rows(*job)
+    assert list(found) == on_both(2, is_long=False)
+    assert wrong(found, 2) == []
 
 
 @alone_in_a_job
 @pytest.mark.long
-@pytest.mark.parametrize("names", ["short", "four"])
-def test_every_feature_has_gloos_numbers_on_four_ranks(names: str, tmp_path: Path) -> None:
-    rows = features(4, names, tmp_path / "table.json")
-    assert rows
-    sixteen_bits = {"allreduce, every reduction and dtype": 2e-3, "DDP: fp16 hook": 2e-3}  # whose order is another
-    assert [name for name, row in rows.items() if row["largest_relative_gap"] > sixteen_bits.get(name, 1e-6)] == []
+@pytest.mark.parametrize(("ranks", "tier"), [(2, "long"), (4, "quick"), (4, "long")])
+def test_every_feature_has_gloos_numbers(ranks: int, tier: str, tmp_path: Path) -> None:
+    done = run_job(ranks, COMPARE, tier, str(tmp_path / "rows.json"), PYTHONWARNINGS="ignore")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(tmp_path / "rows.json", done)
+    assert list(found) == on_both(ranks, is_long=tier == "long")
+    assert wrong(found, ranks) == []
 
 
-@alone_in_a_job
-@pytest.mark.long
-def test_compiled_programs_have_gloos_bits(tmp_path: Path) -> None:
-    rows = features(2, "long", tmp_path / "table.json")
-    assert [row["same_bits"] for row in rows.values()] == [True, True]
+def test_the_tables_have_every_feature_of_the_list() -> None:
+    found = json.loads(RESULTS.read_text())
+    assert page(PAGE.read_text(), found) == PAGE.read_text(), "python -m benchmarks.torch_features --tables"
+    assert report(found) == REPORT.read_text(), "python -m benchmarks.torch_features --tables"
+    names = [feature.name for feature in FEATURES]
+    assert len(names) == len({*names}) >= 18
+    for size in (2, 4):  # what was measured is still in the list
+        assert {*rows_of(found, size)} <= {f.name for f in FEATURES if size in f.sizes and not f.lacking}
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table(found).splitlines()[2:]] == names
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "same_bits", "gap"),
+    [
+        ([1.0, -4.0], [1.0, -4.0], True, 0.0),
+        ([1.0, -4.0], [1.0, -5.0], False, 0.2),
+        ([0.0], [-0.0], False, 0.0),
+        ([float("nan")], [float("nan")], True, 0.0),
+        ([float("nan")], [1.0], False, float("inf")),
+        ([1, 2], [1, 3], False, float("inf")),
+        ([1.0, 2.0], [1.0], False, float("inf")),
+    ],
+)
+def test_numbers_are_compared_by_their_bits(ours: Any, theirs: Any, same_bits: bool, gap: float) -> None:
+    one, other = [torch.tensor(ours)], [torch.tensor(theirs)]
+    assert have_same_bits(one, other) == same_bits
+    assert relative_gap(one, other) == gap
+    assert relative_gap(one, []) == float("inf") and not have_same_bits(one, [])
 
 
 ERRORS = """
@@ -175,12 +203,14 @@ def test_what_ranks_do_not_do_alike_is_an_error_that_names_them(
 POWER_SGD = """
 import torch
 import torch.distributed as dist
-from tests.frontends import torch_distributed_features as features
+from benchmarks.torch_features import features, job
 
-with features.world("ocomm"):
+job.start()
+with job.world("ocomm"):
     for round in range(12):
         torch.manual_seed(0)
-        *_, last = features.powersgd(0.002 if round % 2 else 25.0)
+        step = features.powersgd(0.002 if round % 2 else 25.0)
+        *_, last = [step(number)[-1] for number in range(4)]
         every = [torch.zeros_like(last) for _ in range(2)]
         dist.all_gather(every, last)
         assert last.isfinite().all() and torch.equal(*every)
