@@ -769,10 +769,14 @@ static int fill_window(ocomm_channel *channel) {
 /* Returns 1 if the i-th message that MPI has reported has the expected length. MPI reports a longer one as an error,
  * but not a shorter one. */
 static int is_whole(ocomm_engine *engine, const flight *f, int i) {
-    int count = -1;
+    if (!f->receive)
+        return 1;
+    int count = f->nbytes;
     const void *status = engine->statuses + (size_t)i * (size_t)engine->mpi.status_nbytes;
-    return !f->receive ||
-           (!((get_count_fn)engine->mpi.get_count)(status, engine->mpi.byte_type, &count) && count == f->nbytes);
+    int error = ((get_count_fn)engine->mpi.get_count)(status, engine->mpi.byte_type, &count);
+    if (error)
+        engine->error = error; /* not the sender's fault */
+    return error || count == f->nbytes;
 }
 
 static int poll_requests(ocomm_engine *engine) {
@@ -813,7 +817,7 @@ static int poll_requests(ocomm_engine *engine) {
             kept++;
         }
     engine->request_count = kept;
-    return 1;
+    return engine->error ? -1 : 1;
 }
 
 static int step_channel(ocomm_channel *channel) {

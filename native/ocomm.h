@@ -158,7 +158,7 @@ typedef struct ocomm_plan {
     int64_t *trace;             /* NULL, or three times per stage: it begins, messages are posted, they are over */
     /* written by the engine, read once state is OCOMM_DONE or later */
     int32_t state;
-    int32_t error;              /* MPI error code, or the rank whose header or message differs */
+    int32_t error;              /* MPI error code (-1: no memory), or the rank whose header or message differs */
     int32_t error_segment;      /* the segment in which that differs */
     int32_t culprit;            /* 1 + that rank while this rank still tells others about it; 0: none */
     int64_t disagreed_ns;

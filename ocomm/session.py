@@ -23,7 +23,15 @@ from ocomm.collectives.python_engine import PythonEngine
 from ocomm.collectives.routes import arrange
 from ocomm.collectives.scratch import Scratch
 from ocomm.collectives.waiting import Watch
-from ocomm.errors import InvalidRequestError, NotInitializedError, OcommError, SettingsError, StallError
+from ocomm.errors import (
+    HorovodInternalError,
+    InvalidRequestError,
+    LaunchError,
+    NotInitializedError,
+    OcommError,
+    SettingsError,
+    StallError,
+)
 from ocomm.kernels.base import Kernels
 from ocomm.kernels.device import device_kernels
 from ocomm.negotiation.autotune import Autotune, BayesianSearch, Tuned
@@ -32,7 +40,7 @@ from ocomm.runtime.background import Runtime
 from ocomm.runtime.exporter import open_exporter
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.runtime.handshake import background_core, bounded, check_sets, duplicate, handshake, topology_of
-from ocomm.runtime.process_set import ProcessSet, no_thread
+from ocomm.runtime.process_set import ProcessSet, free, no_thread
 from ocomm.runtime.supervisor_client import SupervisorClient
 from ocomm.runtime.tuner import Tuner
 from ocomm.telemetry.counters import OptimizerCounters
@@ -151,7 +159,8 @@ class Session:
 
         Raises:
             SettingsError: A setting differs between ranks, or cannot be used.
-            LaunchError: Some ranks do not come within ``start_timeout_s``.
+            LaunchError: Some ranks do not come within ``start_timeout_s``, or this rank has no memory for the job or
+                no working network.
         """
         tuner = _tuner(settings) if settings.autotune and control.rank == 0 else None
         sets = [tuple(ranks) for ranks in process_sets]
@@ -159,11 +168,13 @@ class Session:
         pool = _kernel_threads(settings)
         try:
             self._join(control, settings, sets, abi, host or socket.gethostname(), pool, tuner)
-        except BaseException:
+        except BaseException as error:
             self._end_timeline()
             if pool is not None:
                 pool.close()
-            raise
+            if isinstance(error, OcommError) or not isinstance(error, Exception):
+                raise
+            raise LaunchError(f"rank {control.rank} cannot join the job: {_words(error)}") from error
 
     def _join(
         self,
@@ -260,7 +271,7 @@ class Session:
                 if member is not None and not member.retired.is_set():
                     member.close_transports()
             if parent is not None:
-                parent.close()
+                free(parent)
             self.engine.close()
         else:
             # The network may still use buffers of what was under way, so engine and communicators are kept as they are.
@@ -312,15 +323,22 @@ class Session:
         member = None
         if topology.rank in added:
             seconds = self.settings.start_timeout_s
-            transport = bounded(lambda: world.subset(added), seconds, f"a communicator for ranks {list(added)}")
-            member = self._open_set(number, added, transport)
+            try:
+                transport = bounded(lambda: world.subset(added), seconds, f"a communicator for ranks {list(added)}")
+                member = self._open_set(number, added, transport)
+            except OcommError:
+                raise
+            except Exception as error:
+                raise HorovodInternalError(
+                    f"rank {topology.rank} cannot make process set {number}, ranks {list(added)}: {_words(error)}"
+                ) from error
             member.timeline = self.timeline
             runtime.add(member)
         self._next_set += 1
         self.set_ranks[number] = added
         self.sets[number] = member
         self.agree(0, f"add_process_set.{number}", "done")
-        world.close()
+        free(world)
         return number
 
     def remove_set(self, number: int) -> None:
@@ -612,6 +630,10 @@ class Session:
         flat = array.reshape(-1).view(np.uint8)
         request = Request(Kind.BROADCAST, name, DType.from_numpy(array.dtype), array.shape, root=0)
         self.submit(number, Submission.of(request, flat, flat)).wait()
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _tuner(settings: Settings) -> Tuner:

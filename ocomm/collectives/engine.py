@@ -52,7 +52,9 @@ class Ticket(Protocol):
 
     @property
     def error(self) -> int:
-        """The rank whose header (MISMATCH) or message (WRONG_SIZE) differs, or MPI's error code (MPI_ERROR)."""
+        """The rank whose header (MISMATCH) or message (WRONG_SIZE) differs, or MPI's error code (MPI_ERROR), which is
+        -1 if there is no memory for more messages.
+        """
         ...
 
     @property

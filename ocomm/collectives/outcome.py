@@ -71,6 +71,8 @@ def explain(
             return error
         case State.ABORTED:
             return PeerError(f"{what} was aborted; see the first error of this rank.")
+        case State.MPI_ERROR if ticket.error < 0:
+            return HorovodInternalError(f"{what}: this rank has no memory left for more messages under way.")
     return HorovodInternalError(
         f"{what}: the network failed (MPI error {ticket.error}). The job cannot go on with these communicators."
     )

@@ -135,8 +135,17 @@ class Keeper:
 
         Raises:
             CheckpointError: On all ranks, if a rank's folder is not its user's alone or no commit in it is intact; on
-                some ranks, if a commit whose checksum is right cannot be loaded.
+                some ranks, if a commit whose checksum is right cannot be loaded, or its files cannot be handled.
         """
+        try:
+            return self._resume()
+        except OSError as error:
+            rank = sessions.current().require_topology().rank
+            raise CheckpointError(
+                f"rank {rank} cannot go back to a commit in {self.folder.path}: {error.strerror or error}"
+            ) from error
+
+    def _resume(self) -> bool:
         state = self.state
         listings = self._listings()
         generation = max([self.label.generation, *(label.generation + 1 for each in listings for label in each)])

@@ -67,7 +67,7 @@ class Service:
                 waiting[each.fileno()] = kind, number
         ready = [waiting[descriptor] for descriptor, _ in poll.poll(1000 * _POLL_S)]
         for kind, number in ready:
-            if kind == "pmi":
+            if kind == "pmi" and number in self._pmi:
                 self._hear(number)
             elif kind == "watch":
                 self._hear_watcher(number)
@@ -109,8 +109,14 @@ class Service:
             self._job.endless(rank, time.monotonic())
         for line in lines:
             for to, answer in self._job.heard(rank, line.decode(errors="replace"), time.monotonic()):
-                with contextlib.suppress(OSError, KeyError):  # the next read sees that the connection has ended
-                    self._pmi[to].sendall(answer.encode())
+                self._say(to, answer)
+
+    def _say(self, rank: int, answer: str) -> None:
+        if rank in self._pmi:
+            try:
+                self._pmi[rank].sendall(answer.encode())
+            except OSError:  # the rank would wait for the rest for ever
+                self._close(rank)
 
     def _close(self, rank: int) -> None:
         self._pmi.pop(rank).close()

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 
+from ocomm.errors import LaunchError
 from ocomm.runtime import authenticated_socket
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 
@@ -24,6 +25,9 @@ class Server:
         backlog: The number of connections that the system holds until they are accepted.
         patience_s: Seconds after which a client is disconnected that has not proved that it knows the key.
         most_bytes: Limit for the length of a message, in bytes.
+
+    Raises:
+        LaunchError: Nobody can listen there.
     """
 
     def __init__(
@@ -38,7 +42,10 @@ class Server:
         self._patience_s = patience_s
         self._most_bytes = most_bytes
         self._closed = False
-        self._socket = socket.create_server((host, 0), backlog=backlog)
+        try:
+            self._socket = socket.create_server((host, 0), backlog=backlog)
+        except OSError as error:
+            raise LaunchError(f"nobody can listen on {host}: {error.strerror or error}") from error
         self.port: int = self._socket.getsockname()[1]
         #: Connections to clients that know the key.
         self.lines: list[AuthenticatedSocket] = []

@@ -23,7 +23,7 @@ from ocomm.negotiation.tree import Tree
 from ocomm.runtime.control import MessageType
 from ocomm.runtime.deadlock import Deadlock
 from ocomm.runtime.exporter import Exporter
-from ocomm.runtime.process_set import ProcessSet
+from ocomm.runtime.process_set import ProcessSet, free
 from ocomm.runtime.supervisor_client import SILENT
 from ocomm.types import Settings
 
@@ -191,7 +191,7 @@ class Runtime:
                     self._retiring = [other for other in self._retiring if other is not process_set]
                     self._sets = [other for other in self._sets if other is not process_set]
                 self.engine.unwatch(process_set.link.transport)
-                process_set.link.transport.close()  # the ranks have closed its channels together
+                free(process_set.link.transport)  # the ranks have closed its channels together
                 process_set.retired.set()
         return self._depart()
 

@@ -466,7 +466,7 @@ class ProcessSet:
             number, is_empty = response.sizes[0]
             transport = self._channels.pop(number).transport
             if is_empty:
-                transport.close()
+                free(transport)
             else:
                 self._kept.append(transport)
             return
@@ -709,7 +709,7 @@ class ProcessSet:
     def close_transports(self) -> None:
         """Frees all communicators except those on which messages may be under way. Called when the job is over."""
         for transport in [*(opened.transport for opened in self._channels.values()), self.link.transport]:
-            transport.close()
+            free(transport)
 
     @property
     def wants_polling(self) -> bool:
@@ -766,6 +766,14 @@ class ProcessSet:
 
 def _within(part: range, whole: range) -> bool:
     return whole.start <= part.start < part.stop <= whole.stop
+
+
+def free(transport: Transport) -> None:
+    """Frees a communicator that is no longer used. If that fails there is a warning, because nothing depends on it."""
+    try:
+        transport.close()
+    except Exception as error:
+        _log.warning("rank %d of a communicator cannot free it: %s: %s", transport.rank, type(error).__name__, error)
 
 
 def no_thread(rank: int) -> HorovodInternalError:

@@ -60,6 +60,11 @@ def explained(ended: Ended, **options: Any) -> OcommError:
             HorovodInternalError,
             "Lion.1: step 3: the network failed (MPI error 15). The job cannot go on with these communicators.",
         ),
+        (
+            Ended(State.MPI_ERROR, -1),
+            HorovodInternalError,
+            "Lion.1: step 3: this rank has no memory left for more messages under way.",
+        ),
         (Ended(State.MISMATCH), MismatchError, "Lion.1: step 3: the headers of the ranks differ."),
         (Ended(State.ABORTED), PeerError, "Lion.1: step 3 was aborted; see the first error of this rank."),
     ],
