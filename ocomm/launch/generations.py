@@ -12,11 +12,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ocomm.errors import PeerError
 from ocomm.launch.hosts import Host, place, total_slots
 
 #: Number of generations in a row that fail without a commit, after which the job ends, because the next would fail,
 #: too.
 LIMIT = 3
+#: The beginning of the reason for a rank that failed because another had.
+_CONSEQUENCE = f"raised {PeerError.__name__}: "
 
 
 @dataclass(frozen=True)
@@ -213,8 +216,12 @@ def blame(
     The launcher knows best which rank was ended by a signal. Next come ranks that others have missed, because those
     others may be the first to exit. Of broken connections the first counts, as others break when the launcher ends
     their ranks. ``lost`` are hosts that cannot be reached.
+
+    A rank that raised because another had failed is no cause where that other is known: a rank that was stopped, and
+    runs again while the launcher ends it, reports it.
     """
-    known = signalled or reported or exited or dict.fromkeys(vanished[:1], "died")
+    causes = {rank: why for rank, why in reported.items() if not why.startswith(_CONSEQUENCE)}
+    known = signalled or causes or reported or exited or dict.fromkeys(vanished[:1], "died")
     return [
         Failure(hosts[rank], rank, why, lost.get(hosts[rank], False))
         for rank, why in sorted(known.items())

@@ -137,6 +137,10 @@ def test_the_cause_is_whom_the_launcher_or_others_name_before_who_fell_with_it()
     assert blame({}, silent, {0: "ended with status 1"}, [0], hosts, {"a": True}) == [
         Failure("a", 1, "has not answered for 7 s", True)
     ]
+    # A rank that had been stopped is woken when the launcher ends it, and hears only then why another has ended.
+    told = {**silent, 2: "raised PeerError: rank 1 has not answered for 7 s."}
+    assert blame({}, told, {}, [], hosts, {}) == [Failure("a", 1, "has not answered for 7 s")]
+    assert [failure.rank for failure in blame({}, {2: told[2]}, {0: "ended with status 1"}, [0], hosts, {})] == [2]
     assert blame({}, {}, {}, [2, 0, 1], hosts, {}) == [Failure("b", 2, "died")]
     assert blame({}, {}, {}, [], hosts, {}) == []
 
