@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from ocomm.tuning import OPEN_MPI
 
@@ -30,6 +31,8 @@ PAYLOAD_FRACTION = 0.95
 _QUEUE_NBYTES = 16_000_000
 _NETWORK = ipaddress.ip_network("10.77.0.0/24")
 _RELAY = str(Path(__file__).with_name("_relay.py"))
+#: A shape through which no packet fits.
+_NOTHING = "rate 8bit burst 10 limit 10"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 # Runs as process 1 of the lab, whose end is the end of all others. An ignored SIGCHLD means that the kernel buries
@@ -80,17 +83,20 @@ class Lab:
     """``hosts`` hosts named host0, host1, ..., each with interface eth0 at ``rate`` (``"none"``: unshaped).
 
     ``delay_ms``: how long a packet takes from one host to another, beside its time on the cable. It is made by a
-    process per host, which serves rates up to 200 Mbit/s (``_relay.py``).
+    process per host, which serves rates up to 200 Mbit/s (``_relay.py``). ``loss``: the fraction of the packets of both
+    directions that this process drops at random.
     A context manager; the lab exists from ``__enter__`` to ``__exit__``. Raises LabError if it cannot be made.
     """
 
-    def __init__(self, hosts: int, rate: str = "none", delay_ms: float = 0.0) -> None:
+    def __init__(self, hosts: int, rate: str = "none", delay_ms: float = 0.0, loss: float = 0.0) -> None:
         if not 1 <= hosts <= 100:
             raise ValueError(f"a lab has 1 to 100 hosts, not {hosts}")
+        if not 0.0 <= loss < 1.0:
+            raise ValueError(f"a cable loses a fraction of its packets from 0 to below 1, not {loss}")
         if rate != "none":
             bits_per_second(rate)
         self.names = [f"host{number}" for number in range(hosts)]
-        self.rate, self.delay_ms = rate, delay_ms
+        self.rate, self.delay_ms, self.loss = rate, delay_ms, loss
         self._keeper: subprocess.Popen[str] | None = None
         self._enter: list[str] = []
 
@@ -209,9 +215,19 @@ class Lab:
         self.rate = rate
         self._switch("\n".join(self._shaping(replace=True)))
 
-    def set_cable(self, host: int, connected: bool) -> None:
-        """Disconnects the cable of a host from the switch, or connects it again."""
-        self._switch(f"ip link set {_port(host)} {'up' if connected else 'down'}")
+    def set_cable(self, host: int, connected: bool, direction: Literal["both", "out", "in"] = "both") -> None:
+        """Disconnects the cable of a host from the switch, or connects it again.
+
+        ``direction``: "out" disconnects only what leaves the host, "in" only what comes to it. A cable is connected
+        again in both directions.
+        """
+        if connected:
+            self._switch("\n".join([f"ip link set {_port(host)} up", *self._shaping(replace=True)]))
+        elif direction == "both":
+            self._switch(f"ip link set {_port(host)} down")
+        else:
+            tc, device = self._ends(host)[direction == "in"]
+            self._switch(f"{tc} qdisc replace dev {device} root tbf {_NOTHING}")
 
     def sent_bytes(self) -> list[int]:
         """Returns the bytes that have left each host's interface, with headers of all layers and retransmissions."""
@@ -252,9 +268,10 @@ class Lab:
 
     def _cable(self, number: int, name: str) -> list[str]:
         """Returns the commands that make both ends of a host's cable."""
-        if not self.delay_ms:
+        if not self.delay_ms and not self.loss:
             return [f"ip link add {_port(number)} type veth peer name eth0 netns {name}"]
-        relay = shlex.join([sys.executable, _RELAY, f"/run/netns/{name}", _port(number), str(self.delay_ms)])
+        how = [str(self.delay_ms), str(self.loss)]
+        relay = shlex.join([sys.executable, _RELAY, f"/run/netns/{name}", _port(number), *how])
         return [
             f"ip tuntap add dev {_port(number)} mode tap",
             f"ip -n {name} tuntap add dev eth0 mode tap",
@@ -264,19 +281,23 @@ class Lab:
         ]
 
     def relay_seconds(self) -> float:
-        """Returns the processor time that the delay has taken so far, on all hosts."""
+        """Returns the processor time that delay and loss have taken so far, on all hosts."""
         files = "$(cat /run/*.pid 2>/dev/null | sed 's,.*,/proc/&/stat,')"
         done = self.run(self.on(None, ["sh", "-c", f"cat {files} </dev/null"]), 10)
         fields = [line.rpartition(")")[2].split() for line in done.stdout.splitlines()]
         return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
+
+    def _ends(self, host: int) -> tuple[tuple[str, str], tuple[str, str]]:
+        """Returns the command that shapes, and the device, of either end of a cable: at the host, and at the switch."""
+        return (f"tc -n {self.names[host]}", "eth0"), ("tc", _port(host))
 
     def _hosts_file(self) -> str:
         return "".join(f"{self.address(number)} {name}\n" for number, name in enumerate(self.names))
 
     def _shaping(self, replace: bool) -> list[str]:
         lines = []
-        for number, name in enumerate(self.names):
-            for tc, device in ((f"tc -n {name}", "eth0"), ("tc", _port(number))):
+        for number in self._numbers:
+            for tc, device in self._ends(number):
                 if self.rate == "none":
                     lines += [f"{tc} qdisc del dev {device} root 2>/dev/null || true"] if replace else []
                     continue

@@ -1,6 +1,7 @@
-"""A long cable: carries the Ethernet frames of a lab's host to the switch, each after a delay, and back without one.
+"""A long or bad cable: carries the Ethernet frames of a lab's host to the switch, each after a delay, and back without
+one. Of both directions a fraction of the frames is lost, drawn at random.
 
-    python _relay.py NAMESPACE PORT MILLISECONDS
+    python _relay.py NAMESPACE PORT MILLISECONDS LOSS
 
 ``eth0`` of the host, in the network namespace of that file, and the port of the switch are tap devices that exist. For
 kernels without netem. A frame costs some ten microseconds of processor time, so this serves rates up to 200 Mbit/s.
@@ -12,6 +13,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import random
 import select
 import struct
 import sys
@@ -49,7 +51,7 @@ def frames(device: int) -> list[bytes]:
     return found
 
 
-def relay(host: int, switch: int, delay_s: float) -> None:
+def relay(host: int, switch: int, delay_s: float, loss: float) -> None:
     """Never returns: the lab's end is its end."""
     waiting: deque[tuple[float, bytes]] = deque()
     while True:
@@ -59,10 +61,11 @@ def relay(host: int, switch: int, delay_s: float) -> None:
         ready, _, _ = select.select([host, switch], [], [], waiting[0][0] - now if waiting else None)
         if host in ready:
             due = time.monotonic() + delay_s
-            waiting.extend((due, frame) for frame in frames(host))
+            waiting.extend((due, frame) for frame in frames(host) if random.random() >= loss)
         if switch in ready:
             for frame in frames(switch):
-                _send(host, frame)
+                if random.random() >= loss:
+                    _send(host, frame)
 
 
 def _send(device: int, frame: bytes) -> None:
@@ -74,4 +77,4 @@ def _send(device: int, frame: bytes) -> None:
 if __name__ == "__main__":
     to_switch = open_tap(sys.argv[2])
     enter(sys.argv[1])
-    relay(open_tap("eth0"), to_switch, float(sys.argv[3]) / 1e3)
+    relay(open_tap("eth0"), to_switch, float(sys.argv[3]) / 1e3, float(sys.argv[4]))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,85 @@ def test_a_pulled_cable_carries_nothing_until_it_is_back():
         while "refused" not in (said := lab.run(lab.on(0, reach), 10).stderr) and time.monotonic() < deadline:
             pass
     assert "refused" in said
+
+
+# Counts what arrives until nothing has come for some seconds, and sends each time that it is told how much to whom.
+DATAGRAMS = """
+import socket, sys
+own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+own.bind(("", 9000))
+own.settimeout(float(sys.argv[1]))
+for line in sys.stdin:
+    count, host = line.split()
+    if host == "none":
+        arrived = 0
+        try:
+            while own.recv(99):
+                arrived += 1
+        except TimeoutError:
+            print(arrived, flush=True)
+    for _ in range(int(count)):
+        own.sendto(b"a datagram", (host, 9000))
+    print("done", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def exchange(lab: Lab, counts: tuple[int, int], quiet_s: float) -> Iterator[Callable[[], list[int]]]:
+    """A function by which both hosts send each other so many datagrams; it returns how many have come to each."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", DATAGRAMS, str(quiet_s)]
+    hosts = [subprocess.Popen(lab.on(host, command), **pipes) for host in range(2)]
+
+    def tell(host: int, line: str) -> list[str]:
+        process, found = hosts[host], []
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        while (said := process.stdout.readline().strip()) not in ("", "done"):
+            found.append(said)
+        return found
+
+    def go() -> list[int]:
+        for host in range(2):
+            tell(host, f"{counts[host]} host{1 - host}")
+        return [int(tell(host, "0 none")[0]) for host in range(2)]
+
+    with hosts[0], hosts[1]:  # the end of their input is their end
+        yield go
+
+
+@needs_lab
+def test_a_cable_can_be_cut_in_one_direction_and_is_whole_again_afterwards():
+    def comes_to_be(wanted: list[int]) -> bool:
+        # The first datagrams wait for addresses to be resolved, and may come too late.
+        deadline = time.monotonic() + 10
+        while (arrived := go()) != wanted and time.monotonic() < deadline:
+            pass
+        return arrived == wanted
+
+    with Lab(2, "100mbit") as lab, exchange(lab, (5, 7), 0.1) as go:
+        assert comes_to_be([7, 5])
+        lab.set_cable(1, False, "out")
+        assert comes_to_be([0, 5])
+        lab.set_cable(1, True)
+        assert comes_to_be([7, 5])
+        lab.set_cable(1, False, "in")
+        assert comes_to_be([7, 0])
+        lab.set_cable(1, True)
+        assert comes_to_be([7, 5])
+
+
+@pytest.mark.long
+@needs_lab
+@needs_tun
+def test_a_bad_cable_loses_some_packets_of_both_directions():
+    with Lab(2, loss=0.1) as lab, exchange(lab, (20, 20), 0.5) as go:
+        sent, arrived, deadline = 0, [0, 0], time.monotonic() + 20
+        while not all(0 < each < sent for each in arrived) and time.monotonic() < deadline:
+            arrived = [before + now for before, now in zip(arrived, go(), strict=True)]
+            sent += 20
+    assert all(0 < each < sent for each in arrived)
 
 
 @needs_lab
