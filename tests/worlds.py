@@ -21,6 +21,7 @@ import pytest
 
 from ocomm import session as sessions
 from ocomm.session import Session
+from ocomm.transport.base import Transport
 from ocomm.transport.local import Fabric
 from ocomm.types import Settings
 
@@ -45,18 +46,20 @@ def run_ranks(
     process_sets: Sequence[Sequence[int]] = (),
     timeout_s: float = 2 * PATIENCE_S,
     hosts: Sequence[str] = (),
+    network: Callable[[Transport], Transport] = lambda endpoint: endpoint,
 ) -> list[Any]:
     """``body(session)`` on ``size`` ranks, with that session current; returns what each rank returned.
 
     The first exception of any rank ends all of them and is raised here. A rank that hangs ends the run after
     ``PATIENCE_S`` seconds of the others' waiting, with its stack. ``hosts`` are the host names that the ranks give.
+    ``network`` takes the place of the network between threads, which it is given; not under mpirun.
     """
     settings = settings or PATIENT
     if MPI_SIZE:
         if size != MPI_SIZE:
             pytest.skip(reason=f"needs {size} ranks, this run has {MPI_SIZE}")
         return _run_as_mpi_rank(body, settings, process_sets, hosts)
-    return _run_as_threads(size, body, settings, process_sets, timeout_s, hosts)
+    return _run_as_threads(size, body, settings, process_sets, timeout_s, hosts, network)
 
 
 def _run_as_threads(
@@ -66,6 +69,7 @@ def _run_as_threads(
     process_sets: Sequence[Sequence[int]],
     timeout_s: float,
     hosts: Sequence[str],
+    network: Callable[[Transport], Transport],
 ) -> list[Any]:
     fabric = Fabric(size)
     results: list[Any] = [None] * size
@@ -75,7 +79,8 @@ def _run_as_threads(
         session = Session()
         sessions.use(session)
         try:
-            session.start(fabric.endpoint(rank), settings, process_sets, host=hosts[rank] if hosts else None)
+            endpoint = network(fabric.endpoint(rank))
+            session.start(endpoint, settings, process_sets, host=hosts[rank] if hosts else None)
             results[rank] = body(session)
             session.shutdown()
         except BaseException as error:
