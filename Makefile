@@ -9,7 +9,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 MPIRUN := timeout 1800 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo docs test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich test-sanitize fuzz check bench convergence time-to-loss clean install wheel test-install
+.PHONY: demo docs test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich test-sanitize fuzz check bench convergence time-to-loss soak clean install wheel test-install
 
 install: $(STAMP)
 
@@ -150,6 +150,13 @@ test-sanitize: install
 FUZZ_SECONDS := 120
 fuzz: install
 	bash tools/fuzz.sh $(FUZZ_SECONDS) $(PY)
+
+# Whether memory, descriptors, threads or files grow in 10^5 steps of each optimizer, and in an hour of an elastic job one
+# of whose ranks is killed every minute: an hour and a half. SOAK='--steps 10000 --minutes 10' is shorter.
+SOAK := --steps 100000 --minutes 60
+soak: install
+	mkdir -p $(BENCH)
+	$(PY) -m tests.cluster.soak $(SOAK) --output $(BENCH)/soak.md
 
 check: install
 	$(VENV)/bin/ruff check .

@@ -5,6 +5,10 @@
 Four hosts of a lab with one rank each train under ``ocommrun --min-np`` (``train_elastic.py``). A rank is killed or
 stopped, or its host's cable is cut for good. The job must go on from the last commit: where all four hosts are needed
 and there, to the very parameters of a job that nothing happened to; where three are enough, with the three others.
+Every generation must begin, on all ranks, with what they had at the commit (``tests/invariants.py``).
+
+``many`` and ``endure_many`` are the cheap form, for chaos.py: two ranks of NumPy on one host, with several harms to a
+job, also while it recovers from the last one.
 """
 
 from __future__ import annotations
@@ -13,23 +17,26 @@ import argparse
 import functools
 import random
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ocomm.bench._lab import Lab, LabError, why_not
-from tests.cluster.chaos import Harm, do
+from tests.cluster.harms import DEADLINE_S, TO_TESTS, Harm, Outcome, do, line_counts, summary
+from tests.invariants import Expected, Line, Records, differences, lags, read, restores
 
 PROGRAM = Path(__file__).with_name("train_elastic.py")
 RANKS = 4
 RATE = "200mbit"
 STEPS = 250
+COMMIT_EVERY = 5  # train_elastic.py
+_OCOMMRUN = [sys.executable, "-m", "ocomm.launch"]
 #: From the start to the first step, and from the harm to the end of the job.
 START_S = 90.0
 LIMIT_S = 150.0
@@ -46,6 +53,7 @@ class Ended:
     code: int
     seconds: float
     ends: list[str]
+    generations: list[Records]
     output: str
 
     @property
@@ -60,7 +68,7 @@ class Ended:
         assert self.harm is not None
         if self.code != 0:
             return [f"the job ended with status {self.code}"]
-        faults = []
+        faults = recorded(self.generations)
         if not self.named.startswith(f"rank {self.harm.victim} on host{self.harm.victim} "):
             faults.append(f"ocommrun blames {self.named!r}")
         ranks = self.before if self.least == self.before else self.before - 1
@@ -85,13 +93,29 @@ def undisturbed() -> str:
     return ended.ends[0].split()[3]
 
 
+def recorded(generations: Sequence[Records], expected: Expected | None = None, size: int = 0) -> list[str]:
+    """What does not hold of the records of all generations; those of ``size`` ranks are compared with ``expected``."""
+    faults = restores(generations)
+    for number, records in enumerate(generations, 1):
+        found = [*differences(records), *lags(records), *(expected.departures(records, size) if expected else ())]
+        faults += [f"generation {number}: {words}" for words in found]
+    return faults
+
+
+def read_records(folder: Path) -> list[Records]:
+    """Returns what the ranks of each generation have recorded, in order; one that came to no step has nothing."""
+    found: dict[int, dict[int, list[Line]]] = {}
+    for path in folder.glob("record-*-*"):
+        generation, rank = map(int, path.name.split("-")[1:])
+        found.setdefault(generation, {})[rank] = read(path)
+    return [found.get(number, {}) for number in range(1, max(found, default=0) + 1)]
+
+
 def command(lab: Lab, least: int, folder: str, steps: int) -> list[str]:
     """ocommrun on the lab's switch, which reaches all hosts."""
     hosts = ",".join(f"{name}:1" for name in lab.names)
     flags = ["-np", str(len(lab.names)), "--min-np", str(least), "-H", hosts, "--mpi-args", " ".join(lab.mpi_options())]
-    return lab.on(
-        None, [sys.executable, "-m", "ocomm.launch", *flags, sys.executable, str(PROGRAM), folder, str(steps)]
-    )
+    return lab.on(None, [*_OCOMMRUN, *flags, sys.executable, str(PROGRAM), folder, str(steps), "torch"])
 
 
 def endure(harm: Harm | None, least: int, ranks: int = RANKS, steps: int = STEPS) -> Ended:
@@ -101,7 +125,7 @@ def endure(harm: Harm | None, least: int, ranks: int = RANKS, steps: int = STEPS
     """
     with tempfile.TemporaryDirectory() as name, Lab(ranks, RATE) as lab, ThreadPoolExecutor(1) as pool:
         folder = Path(name)
-        environment = {"OCOMM_ELASTIC_FOLDER": f"{name}/commits", **(harm.environment if harm else {})}
+        environment = {"OCOMM_ELASTIC_FOLDER": f"{name}/commits", **(harm.environment if harm else TO_TESTS)}
         job = pool.submit(lab.run, command(lab, least, name, steps), START_S + LIMIT_S, environment)
         try:
             return _endure(harm, least, lab, folder, job)
@@ -129,7 +153,8 @@ def _endure(
     done = job.result()
     ends = [path.read_text() for path in sorted(folder.glob("end-?"))]
     output = done.stdout + done.stderr
-    return Ended(harm, len(lab.names), least, doing, done.returncode, time.monotonic() - begin, ends, output)
+    seconds = time.monotonic() - begin
+    return Ended(harm, len(lab.names), least, doing, done.returncode, seconds, ends, read_records(folder), output)
 
 
 def plan(kills: int, seed: int) -> list[tuple[Harm, int]]:
@@ -160,15 +185,140 @@ def table(all_ended: Sequence[Ended]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(all_ended: Sequence[Ended]) -> str:
-    """A row for each kind of harm."""
-    lines = ["| harm | goes on as it should | ended after s: median | most |", "|---|---|---|---|"]
-    for kind in dict.fromkeys(ended.harm.kind for ended in all_ended if ended.harm):
-        some = [ended for ended in all_ended if ended.harm and ended.harm.kind == kind]
-        took = [ended.seconds for ended in some]
-        good = sum(not ended.faults for ended in some)
-        lines.append(f"| {kind} | {good} of {len(some)} | {statistics.median(took):.1f} | {max(took):.1f} |")
-    return "\n".join(lines) + "\n"
+# Many harms to a job on one host
+
+
+def _are_new(pids: Sequence[Path], before: Sequence[str]) -> bool:
+    return all(text and text not in before for text in (path.read_text() for path in pids))
+
+
+@dataclass(frozen=True)
+class Job:
+    """Harms that are done to one job, one after the other."""
+
+    harms: tuple[Harm, ...]
+    ranks: int = 2
+
+
+@dataclass
+class EndedMany:
+    """What became of the harms, and how many lines the ranks have recorded."""
+
+    outcomes: list[Outcome]
+    lines: int
+    output: str
+
+
+def many(draw: random.Random, ranks: int = 2) -> Job:
+    """Returns a job with one harm of each kind in a random order, after one of which it is harmed in its recovery."""
+
+    def harm(kind: str, **more: Any) -> Harm:
+        return Harm(kind, draw.randrange(ranks), draw.uniform(0.0, 0.3), pause_s=draw.uniform(0.1, 0.6), **more)
+
+    both = [Harm("kill", rank, 0.0) for rank in range(2)]
+    harms = [harm("kill"), replace(both[0], second=both[1]), harm("pause"), harm("delay"), harm("stop")]
+    draw.shuffle(harms)
+    after = draw.choice([place for place, each in enumerate(harms, 1) if each.is_deadly])
+    harms.insert(after, harm("kill", in_recovery=True))
+    return Job(tuple(harms), ranks)
+
+
+def endure_many(job: Job, expected: Expected) -> EndedMany:
+    """Starts a job without end, does the harms in turn, each when the job has gone on after the last, and ends it."""
+    with tempfile.TemporaryDirectory() as name, Lab(1) as lab, ThreadPoolExecutor(1) as pool:
+        folder = Path(name)
+        flags = ["-np", str(job.ranks), "--min-np", str(job.ranks), "--mpi-args", " ".join(lab.mpi_options())]
+        program = [sys.executable, str(PROGRAM), name, str(1 << 40), "numpy"]
+        environment = {
+            "OCOMM_ELASTIC_FOLDER": f"{name}/commits",
+            "OCOMM_PEER_TIMEOUT_SECONDS": str(DEADLINE_S),
+            **TO_TESTS,
+        }
+        patience_s = START_S + LIMIT_S * (len(job.harms) + 1)
+        line = lab.on(None, [*_OCOMMRUN, *flags, *program])
+        running = pool.submit(lab.run, line, patience_s, environment)
+        try:
+            return _endure_many(job, expected, lab, folder, running)
+        finally:
+            lab.close()
+
+
+def _endure_many(
+    job: Job, expected: Expected, lab: Lab, folder: Path, running: Future[subprocess.CompletedProcess[str]]
+) -> EndedMany:
+    pids = [folder / f"pid-{rank}" for rank in range(job.ranks)]
+
+    def records_of(generation: int) -> list[Path]:
+        return [folder / f"record-{generation}-{rank}" for rank in range(job.ranks)]
+
+    def until(is_so: Callable[[], bool], what: str) -> list[str]:
+        begin = time.monotonic()
+        while not is_so():
+            if running.done() or time.monotonic() - begin > LIMIT_S:
+                return [f"{what} did not come within {time.monotonic() - begin:.0f} s"]
+            time.sleep(0.02)
+        return []
+
+    outcomes: list[Outcome] = []
+    failed: list[int] = []  # for each generation that has ended, the place of its harm
+
+    def goes_on() -> bool:
+        """Whether all ranks of the generation that is due have made steps and a commit."""
+        return min(line_counts(records_of(len(failed) + 1))) > 2 * COMMIT_EVERY
+
+    begin = time.monotonic()
+    while not goes_on():
+        if running.done() or time.monotonic() - begin > START_S:
+            lab.close()
+            raise LabError(f"the job did not start: {running.result()}")
+        time.sleep(0.05)
+    found: list[str] = []
+    for place, harm in enumerate(job.harms):
+        if found:
+            break
+        if not harm.in_recovery:
+            time.sleep(harm.after_s)
+        begin, before = time.monotonic(), [path.read_text() for path in pids]
+        paths = records_of(len(failed) + 1)
+        counts = line_counts(paths)
+        do(harm, lab, folder)
+        if harm.is_deadly:
+            failed.append(place)
+        following = job.harms[place + 1] if place + 1 < len(job.harms) else None
+        if following is not None and following.in_recovery:
+            found = until(lambda before=before: _are_new(pids, before), "the next generation")
+        elif harm.is_deadly:
+            found = until(goes_on, "a commit of the next generation")
+        else:
+            found = until(
+                lambda paths=paths, counts=counts: all(
+                    now > old + COMMIT_EVERY for old, now in zip(counts, line_counts(paths), strict=True)
+                ),
+                "a step after the harm",
+            )
+        outcomes.append(Outcome(f"elastic: {harm.name}", time.monotonic() - begin, found))
+    (folder / "enough").touch()
+    try:
+        done = running.result(LIMIT_S)
+        code, output = done.returncode, done.stdout + done.stderr
+    except TimeoutError:
+        code, output = None, ""
+    generations = read_records(folder)
+    blamed = re.findall(r"generation \d+ failed: (.*?); its last commit", output)
+    for place, words in zip(failed, blamed, strict=False):
+        ranks, harm = set(map(int, re.findall(r"rank (\d+) on", words))), job.harms[place]
+        # Of a rank that dies in MPI_Init nobody knows but the launcher, which may die of it without a name.
+        is_unknown = harm.in_recovery and words == "the launcher ended with status 137"
+        if not is_unknown and not (ranks and ranks <= set(harm.deadly)):
+            outcomes[place].faults.append(f"ocommrun blames {words!r} for {harm}")
+    at_end = recorded(generations, expected, job.ranks)
+    if code != 0 or len(list(folder.glob("end-?"))) != job.ranks:
+        at_end.append(f"the job ended with status {code}")
+    if len(blamed) != len(failed):
+        at_end.append(f"{len(blamed)} generations failed, {len(failed)} were harmed")
+    outcomes[-1].faults.extend(at_end)
+    lines = sum(len(lines) for records in generations for lines in records.values())
+    return EndedMany(outcomes, lines, output)
 
 
 def main() -> int:
@@ -191,7 +341,8 @@ def main() -> int:
         if ended.faults:
             print(ended.output, flush=True)
     if args.output is not None:
-        args.output.write_text(summary(all_ended) + "\n" + table(all_ended))
+        outcomes = [Outcome(ended.harm.name, ended.seconds, ended.faults) for ended in all_ended if ended.harm]
+        args.output.write_text(summary(outcomes) + "\n" + table(all_ended))
     return any(ended.faults for ended in all_ended)
 
 

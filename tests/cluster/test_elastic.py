@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ocomm.bench._lab import why_not
-from tests.cluster.chaos import Harm
+from tests.cluster.harms import Harm
 from tests.cluster.jobs import LIMIT_S, ROOT
 from tests.cluster.test_ocommrun import has_mpi
 
