@@ -111,8 +111,8 @@ class Link:
             if source < self.transport.size and word in _TYPES:
                 return source, MessageType(word), payload[_RELAY.size :]
         raise HorovodInternalError(
-            f"rank {self.ranks[relay]} sent a control message of another rank in {len(payload)} bytes, which no rank of "
-            "this version of ocomm sends."
+            f"rank {self.ranks[relay]} sent a control message of another rank in {len(payload)} bytes, which no rank "
+            "of this version of ocomm sends."
         )
 
     def _take(self) -> tuple[int, MessageType, bytes] | None:
