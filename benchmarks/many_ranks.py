@@ -1,6 +1,6 @@
 """One rank of a job of many: starts, takes steps of 1-bit Adam without a framework, and says how long each took.
 
-    ocommrun -np 256 python -m benchmarks.many_ranks FILE [--steps 50] [--numel 20000]
+    ocommrun -np 256 python -m benchmarks.many_ranks FILE [--steps 50] [--numel 40000]
 
 Rank 0 writes JSON to FILE: the number of ranks, seconds until ``init()`` had returned everywhere and for the steps, the
 most memory of all ranks together (their own, without what they share), and whether all ranks have the same parameters.
@@ -14,10 +14,8 @@ import os
 import time
 from pathlib import Path
 
-import numpy as np
-
 import ocomm
-from benchmarks.numpy_host import NumpyOneBitAdam
+from benchmarks.numpy_training import Training
 from ocomm import session
 from ocomm.agreement import gather
 
@@ -33,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--numel", type=int, default=20_000)
+    parser.add_argument("--numel", type=int, default=40_000)
     args = parser.parse_args()
     began = float(os.environ.get("BEGAN", time.time()))
     ocomm.init()
@@ -41,14 +39,13 @@ def main() -> None:
     here = current.require_topology()
     ocomm.barrier()
     started = time.time()
-    optimizer = NumpyOneBitAdam(current, [args.numel // 2, args.numel - args.numel // 2], freeze_step=args.steps // 5)
+    training = Training(current, "1-bit Adam", [(args.numel,)])
     made = time.time()
-    random = np.random.default_rng(here.rank)
-    for _ in range(args.steps):
-        optimizer.step([random.normal(size=parameter.size) for parameter in optimizer.parameters])
+    for step in range(args.steps):
+        training.step(step)
     ended = time.time()
     own = gather(current, 0, "memory", str(own_mib()))
-    checksums = gather(current, 0, "checksum", optimizer.checksum())
+    checksums = gather(current, 0, "checksum", training.hashes()[0])
     if here.rank == 0:
         found = {
             "ranks": here.size,

@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.numpy_training import KINDS as OPTIMIZERS
 from ocomm.bench._lab import Lab, LabError, why_not
 from tests.cluster import chaos_elastic
 from tests.cluster.harms import DEADLINE_S, KINDS, Harm, Outcome, any_alive, do, line_counts, send_signal, summary
 from tests.invariants import Expected, Records, differences, lags, read
-from tests.numpy_training import KINDS as OPTIMIZERS
 
 PROGRAM = Path(__file__).with_name("train_until_harmed.py")
 RANKS = 4

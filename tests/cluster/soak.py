@@ -19,10 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.numpy_training import KINDS
 from tests.cluster.harms import TO_TESTS
 from tests.cluster.jobs import ROOT, run_job
 from tests.cluster.usage import LIMITS, PER, Growth, Usage, growth
-from tests.numpy_training import KINDS
 
 PROGRAM = Path(__file__).with_name("train_soak.py")
 ELASTIC = Path(__file__).with_name("train_elastic.py")

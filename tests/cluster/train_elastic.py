@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 import ocomm
+from benchmarks.numpy_training import Training, TrainingState, hash_of
 from ocomm import elastic
 from ocomm import session as sessions
 from tests.invariants import COMMITTING, RESTORED, Line, Record
-from tests.numpy_training import Training, TrainingState, hash_of
 
 WIDTH, BATCH, COMMIT_EVERY = 192, 48, 5
 #: Without local steps, after which a commit of all ranks' parameters would be several files.

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import ocomm
+from benchmarks.numpy_training import Training
 from ocomm import session as sessions
 from tests.cluster.train_until_harmed import burst
 from tests.cluster.usage import Usage
-from tests.numpy_training import Training
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 import ocomm
+from benchmarks.numpy_training import KINDS, Training, hash_of
 from ocomm import session as sessions
 from tests.invariants import Line, Record
-from tests.numpy_training import KINDS, Training, hash_of
 
 WIDTH = 256
 #: Steps of the dense optimizer and of 1-bit Adam's stages in a round of Torch's.

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import ocomm
+from benchmarks.numpy_training import KINDS, Training, hash_of
 from ocomm.session import Session
 from ocomm.transport.base import Request, Transport
 from ocomm.types import Bytes
-from tests.numpy_training import KINDS, Training, hash_of
 from tests.tiers import few
 from tests.worlds import MPI_SIZE, run_ranks
 

@@ -53,12 +53,11 @@ class Kind:
     options: Options
     driver: type[Driver] = Driver
     betas: tuple[float, float] = (0.9, 0.99)
-    shard_state: bool = False
 
 
 KINDS = {
     "1-bit Adam": Kind(OneBitAdam, OneBitAdamOptions(freeze_step=5), OneBitAdamDriver),
-    "1-bit Adam, sharded": Kind(OneBitAdam, OneBitAdamOptions(freeze_step=9), OneBitAdamDriver, shard_state=True),
+    "1-bit Adam, sharded": Kind(OneBitAdam, OneBitAdamOptions(freeze_step=9, shard_state=True), OneBitAdamDriver),
     "1-bit Adam, 8-bit dense": Kind(OneBitAdam, OneBitAdamOptions(freeze_step=9, dense_bits=8), OneBitAdamDriver),
     "1-bit LAMB": Kind(Lamb, LambOptions(freeze_step=5), OneBitAdamDriver),
     "0/1 Adam": Kind(
@@ -85,17 +84,16 @@ class Training:
     kernels = None
     grid = None
 
-    def __init__(self, session: Session, name: str) -> None:
+    def __init__(self, session: Session, name: str, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
         self.kind = kind = KINDS[name]
-        self.shard_state = kind.shard_state
         generator = np.random.default_rng([5, list(KINDS).index(name)])
         self.parameters: list[Floats] = []
-        for shape in SHAPES:
+        for shape in shapes:
             self.parameters.append(aligned_zeros(math.prod(shape)))
             self.parameters[-1][:] = generator.standard_normal(math.prod(shape), np.float32)
-        self._gradients: list[Floats | None] = [None] * len(SHAPES)
-        self._adam: list[DenseAdam | None] = [None] * len(SHAPES)
-        specs = [TensorSpec(f"{name}.{number}", shape) for number, shape in enumerate(SHAPES)]
+        self._gradients: list[Floats | None] = [None] * len(shapes)
+        self._adam: list[DenseAdam | None] = [None] * len(shapes)
+        specs = [TensorSpec(f"{name}.{number}", shape) for number, shape in enumerate(shapes)]
         self.driver: Any
         if kind.driver is DiLoCoDriver:
             assert isinstance(kind.options, DiLoCoOptions)
@@ -126,7 +124,7 @@ class Training:
                 driver.begin()
                 driver.stepper.buckets.mark_ready(tensor)
         driver.step(lambda: False)
-        self._gradients = [None] * len(SHAPES)
+        self._gradients = [None] * len(self.parameters)
 
     @property
     def is_synced(self) -> bool:
@@ -150,7 +148,7 @@ class Training:
         return [address(self._gradients[tensor]) for tensor in tensors]
 
     def groups(self) -> list[Group]:
-        return [Group(np.arange(len(SHAPES)), LR, self.kind.betas, 1e-8)]
+        return [Group(np.arange(len(self.parameters)), LR, self.kind.betas, 1e-8)]
 
     def hyper(self) -> Hashable:
         return ((LR,),)
@@ -170,7 +168,7 @@ class Training:
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
         averages = {tensor: average(tensor) for tensor in tensors}
-        dense_step(self.groups(), averages, self.parameters.__getitem__, self._started)
+        dense_step(self.driver.kernels, self.groups(), averages, self.parameters.__getitem__, self._started)
 
     def advance(self, tensor: int) -> tuple[Floats, Floats, int]:
         own = self._started(tensor)
@@ -204,7 +202,7 @@ class Training:
     def state(self) -> dict[str, Any]:
         """Returns what is equal on all ranks."""
         moments: list[Any] = []
-        for tensor in range(len(SHAPES)):
+        for tensor in range(len(self.parameters)):
             saved, own = self.driver.saved_moments(tensor), self.moments(tensor)
             if saved is None and own is not None:
                 saved = {"exp_avg": own[0].copy(), "exp_avg_sq": own[1].copy(), "step": own[2]}
@@ -216,7 +214,7 @@ class Training:
         """Loads the result of ``state``."""
         for parameter, value in zip(self.parameters, saved["parameters"], strict=True):
             parameter[:] = value
-        self._adam = [None] * len(SHAPES)
+        self._adam = [None] * len(self.parameters)
         for tensor, own in enumerate(saved["moments"]):
             if own is not None and "exp_avg" in own:
                 self.adopt(tensor, own["exp_avg"], own["exp_avg_sq"], own["step"])
