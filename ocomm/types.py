@@ -191,15 +191,10 @@ class Nodes:
         """Returns the bytes that ``rank`` sends to other nodes when all ranks add up arrays of ``nbytes`` bytes.
 
         2 (N-1)/N * nbytes leave each of N nodes, from its workers; no other rank sends any. In the flat form, where
-        every rank counts as a node, a ring sends as many. In two hops each part comes to its owner by a relay, to
-        which it is sent first: for G groups (1 - 1/G) + (1 - G/N) + (N-1)/N instead of the factor.
+        every rank counts as a node, a ring sends as many. Relays of an exchange in two hops are not counted.
         """
-        if not self.workers(rank):
-            return 0.0
         count = len(self.members)
-        gathered = (count - 1) / count
-        scattered = gathered if self.groups == 1 else (1 - 1 / self.groups) + (1 - self.groups / count)
-        return (scattered + gathered) * nbytes / self.slices
+        return 2 * (count - 1) / count * nbytes / self.slices if self.workers(rank) else 0.0
 
     @cached_property
     def node_groups(self) -> tuple[tuple[int, ...], ...]:

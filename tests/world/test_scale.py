@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from benchmarks.scale import DIRECT_PEERS, PARAMETERS, WATCH, Negotiation, exchange, messages_of, nodes_of
+from benchmarks.scale import DIRECT_PEERS, WATCH, Negotiation, exchange, messages_of, nodes_of
 from ocomm.collectives.engine import State
 from ocomm.collectives.error_feedback import OneBitAllreduce
 from ocomm.collectives.python_engine import PythonChannel, PythonEngine
@@ -79,9 +79,9 @@ def test_messages_per_rank_grow_with_the_root_of_the_number_of_nodes(which: int)
 
 def test_no_rank_has_more_messages_of_negotiation_in_a_large_job_than_in_a_small_one() -> None:
     costs = {}
-    for size in (64, 500):
+    for size in (64, 300):
         job = Negotiation(size, DIRECT_PEERS)
-        for _ in range(4):
+        for _ in range(3):
             job.step()
         costs[size] = [max(cost.messages for cost in job.costs), max(cost.nbytes for cost in job.costs)]
     assert all(large <= small for small, large in zip(*costs.values(), strict=True)), costs
@@ -91,11 +91,3 @@ def test_an_exchange_of_many_ranks_sends_few_messages_and_not_much_more_than_twi
     small, large = exchange(64), exchange(4096)
     assert large["messages"] <= 6 * math.sqrt(4096)
     assert large["bytes_per_parameter"] <= 1.6 * small["bytes_per_parameter"]
-
-
-@pytest.mark.parametrize("size", [64, 100, 1024])
-def test_a_report_knows_the_bytes_of_an_exchange_in_two_hops(size: int) -> None:
-    """Without headers."""
-    payload = PARAMETERS // 8 + 4 * (PARAMETERS // 4096)
-    told = nodes_of(size, 1).sum_nbytes(payload, 0) / PARAMETERS
-    assert told <= exchange(size)["bytes_per_parameter"] <= 1.06 * told
