@@ -211,7 +211,7 @@ def job(ranks: int) -> dict[str, float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
-        words = [sys.executable, "-m", "ocomm.launch", "-np", str(ranks), "--oversubscribe"]
+        words = [sys.executable, "-m", "ocomm.launch", "-np", str(ranks)]
         command = [*words, sys.executable, "-m", "benchmarks.many_ranks", str(file)]
         began = time.time()
         environ = {**os.environ, "BEGAN": repr(began), "OCOMM_START_TIMEOUT": "300"}
@@ -261,7 +261,7 @@ def main() -> int:
         sizes = [size for size, _ in large]
         growth = ", ".join(f"{name} {slope(sizes, [cost[name] for _, cost in large]):.2f}" for name in columns)
         text.append(f"Growth with the tree from 64 ranks on, as a power of the number of ranks: {growth}.")
-    jobs = [[f"{value:.1f}" for value in job(ranks).values()] for ranks in args.processes]
+    jobs = [[f"{value:.1f}".removesuffix(".0") for value in job(ranks).values()] for ranks in args.processes]
     if jobs:
         text.append(tabulate(jobs, JOB_HEAD, tablefmt="github", disable_numparse=True))
     page = args.into / "scale.md"
