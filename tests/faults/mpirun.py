@@ -128,7 +128,10 @@ def _rank_main() -> None:
             tables.append(FaultyMpi(table_of(), calls))
             return tables[-1]
 
-        mpi.open_world = lambda *given, **named: FaultyTransport(world_of(*given, **named), calls)  # type: ignore
+        def faulty_world(*given: Any, **named: Any) -> Any:
+            return FaultyTransport(world_of(*given, **named), calls)
+
+        mpi.open_world = faulty_world
         mpi.abi = table
         trail = Trail(write)
         try:
