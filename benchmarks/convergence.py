@@ -24,7 +24,7 @@ import torch
 import ocomm_torch as hvd
 from benchmarks import convergence_tables as tables
 from benchmarks.methods import ADAM, METHODS, Method, Settings, Wrap, one_bit_adam
-from benchmarks.tasks import Task, mnist, shakespeare
+from benchmarks.tasks import Task, language, mnist, shakespeare
 from benchmarks.training import Run, train
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -38,7 +38,7 @@ SCALES, BLOCKS, FLOORS = ("l1", "rms"), (1024, 4096, "tensor"), (0.05, 0.0)
 LOADERS: dict[str, Callable[[], Task]] = {
     "text": shakespeare.load,
     "images": mnist.load,
-    "small": lambda: shakespeare.load(shakespeare.SMALL),
+    "small": lambda: shakespeare.load(language.SMALL),
 }
 
 

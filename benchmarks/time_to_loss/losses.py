@@ -1,6 +1,6 @@
 """The validation loss of each method over the steps of a run, and the kind of each step.
 
-    ocommrun -np 4 python -m benchmarks.time_to_loss.losses [--tasks text images] [--seeds 0 1 2] [--tune]
+    ocommrun -np 4 python -m benchmarks.time_to_loss.losses [--tasks text code images] [--seeds 0 1 2] [--tune]
 
 Runs that are in ``losses.json`` already are not repeated. Each is written when it is over, so that what was interrupted
 goes on with the next. Models, batches and the schedule of the lr are those of ``benchmarks.convergence``, but images
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import ocomm_torch as hvd
 from benchmarks.convergence import load
-from benchmarks.tasks import Task, mnist, shakespeare
+from benchmarks.tasks import Task, language, mnist, shakespeare, source_code
 from benchmarks.time_to_loss.methods import METHODS, Method, kind_of
 from benchmarks.training import schedule, validate
 
@@ -35,8 +35,9 @@ LOSSES = RESULTS / "losses.json"
 #: "large text": a transformer of 1.2 M parameters.
 LOADERS: dict[str, Callable[[], Task]] = {
     "text": shakespeare.load,
+    "code": source_code.load,
     "images": mnist.load_distorted,
-    "large text": lambda: shakespeare.load(shakespeare.LARGE),
+    "large text": lambda: shakespeare.load(language.LARGE),
 }
 STEPS = 3000
 #: Steps between two evaluations.
@@ -49,14 +50,19 @@ NOISE = 1.02
 ADAM, OWN = "DDP fp32", ("Birder",)
 
 
-def learn(task: Task, method: Method, lr: float, seed: int, steps: int) -> dict[str, Any]:
-    """Trains from scratch. Returns validation losses, one per EVERY steps, and (kind, steps) in their order."""
+def learn(
+    task: Task, method: Method, lr: float, seed: int, steps: int, clock: list[float] | None = None
+) -> dict[str, Any]:
+    """Trains from scratch. Returns validation losses, one per EVERY steps, and (kind, steps) in their order.
+
+    To ``clock`` the seconds of training so far are added at each of these losses; evaluations take none of them.
+    """
     model = task.model_of(seed)
     trained = method.make(model, lr, steps)
     optimizer = trained.optimizer
     scheduler = torch.optim.lr_scheduler.LambdaLR(_scheduled(optimizer), schedule(steps))
     losses, kinds = [], []
-    started = time.perf_counter()
+    trained_s, started = 0.0, time.perf_counter()
     for step in range(steps):
         optimizer.zero_grad()
         task.loss(trained.module, task.draw(seed, step, hvd.rank())).backward()
@@ -64,17 +70,21 @@ def learn(task: Task, method: Method, lr: float, seed: int, steps: int) -> dict[
         scheduler.step()
         kinds.append(_kind(method, optimizer, step, steps))
         if (step + 1) % EVERY == 0:
+            trained_s += time.perf_counter() - started
+            if clock is not None:
+                clock.append(trained_s)
             with trained.evaluated():
                 losses.append(round(validate(task, model)[0], 5))
             if not math.isfinite(losses[-1]):
                 break
+            started = time.perf_counter()
     return {
         "seed": seed,
         "lr": lr,
         "steps": steps,
         "losses": losses,
         "kinds": [(kind, len(list(each))) for kind, each in itertools.groupby(kinds)],
-        "seconds": round(time.perf_counter() - started, 1),
+        "seconds": round(trained_s, 1),
     }
 
 
@@ -134,7 +144,7 @@ def _say(task: str, name: str, run: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=list(LOADERS), default=["text", "images"])
+    parser.add_argument("--tasks", nargs="+", choices=list(LOADERS), default=["text", "code", "images"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD")
     parser.add_argument("--tune", action="store_true", help="only choose the rates")
