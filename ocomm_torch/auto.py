@@ -88,6 +88,8 @@ class Auto(HasRankState):
     method: Method
     #: The lines that rank 0 has said; "" before the decision.
     decision: str
+    #: What the decision was made from: every method with its seconds, the fastest first; empty before the decision.
+    candidates: list[Candidate]
 
     def __init__(
         self,
@@ -121,6 +123,7 @@ class Auto(HasRankState):
         #: Steps taken, and of these the steps before the current method.
         self.steps = self._begun_at = 0
         self.decision = ""
+        self.candidates = []
         self._computed: list[float] = []
         self._step_ended: float | None = None
         self._is_decided = api.size() == 1
@@ -276,6 +279,7 @@ class Auto(HasRankState):
         training = self._training(max(slowest, 1e-6))
         found = candidates(self._place, training, left, _kind(self._inner), self._max_loss_gap, self._unfit)
         chosen = fastest(found)
+        self.candidates = found
         said = _said(self._place, training, left, found, chosen)
         # Numbers are equal on all ranks; a choice that was not would be a job that hangs.
         name, self.decision = api.broadcast_object((chosen.method.name, said), 0, name="auto.decision")

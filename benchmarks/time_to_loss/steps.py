@@ -3,7 +3,8 @@
     python -m benchmarks.time_to_loss.steps [--rate 10mbit ...] [--delay 0 50 ...]
 
 Networks that are in ``steps.json`` already are not measured again. What would take longer than LONGEST_S per step is
-not measured: ``__main__`` computes it from the bytes, of which a faster network's row knows the number.
+not measured, and neither is what begins with dense steps of more than LONGEST_DENSE_S: ``__main__`` computes it from
+the bytes, of which a faster network's row knows the number.
 """
 
 from __future__ import annotations
@@ -42,14 +43,18 @@ NETWORKS = (
     # Delays are made by a process, which does not keep up with 850 Mbit/s.
     *((rate, delay) for rate in ("160mbit", "50mbit", "10mbit") for delay in (50.0, 100.0)),
 )
-LONGEST_S = 30.0
+LONGEST_S, LONGEST_DENSE_S = 30.0, 100.0
+#: Rows whose first steps are dense.
+BEGIN_DENSE = ("powersgd", "onebit", "zero-one")
 PARAMETERS = 13.8e6
 
 
 def rows_at(rate: str) -> list[str]:
     """The rows whose steps are short enough to be measured."""
+    bit_s = PARAMETERS / PAYLOAD_FRACTION / bits_per_second(rate)
+    is_dense_short = 32 * bit_s <= LONGEST_DENSE_S
     return [
-        name for name, bits in ROWS.items() if PARAMETERS * bits / PAYLOAD_FRACTION / bits_per_second(rate) <= LONGEST_S
+        name for name, bits in ROWS.items() if bits * bit_s <= LONGEST_S and (is_dense_short or name not in BEGIN_DENSE)
     ]
 
 

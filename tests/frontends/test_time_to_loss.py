@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.time_to_loss.__main__ import LOCAL, Network, cost, gaps, kinds, networks, reached, to_loss
+from benchmarks.time_to_loss.choices import LIMITS, Cell, cells, judged
 from benchmarks.time_to_loss.losses import stored
 from benchmarks.time_to_loss.methods import METHODS, kind_of
+from benchmarks.time_to_loss.steps import rows_at
+from ocomm.predict import methods
 from ocomm.predict.methods import GAPS
 
 ONE_BIT = METHODS["1-bit Adam, 8-bit warm-up of a fifth"]
@@ -83,3 +86,59 @@ def test_the_kind_of_a_step_is_the_nearest_number_of_bits(sent: int, syncs: bool
 def test_the_losses_that_decide_are_those_that_were_measured():
     known = {method: by_task for method, by_task in gaps(stored()["runs"]).items() if by_task}
     assert known == GAPS.get("Adam", {})
+
+
+def test_what_would_begin_with_minutes_of_dense_steps_is_not_measured():
+    assert rows_at("1mbit") == ["birder", "diloco-1"]
+    assert {"powersgd", "onebit", "diloco-4"} <= set(rows_at("10mbit"))
+
+
+#: One step of each method's: seconds of 100 steps are a tenth of milliseconds per step.
+JUDGED_STEPS = {LOCAL: 100.0, "DDP fp32": 1000.0, "ocomm int8": 400.0, "DiLoCo sync, 4 bit(s)": 600.0}
+
+
+def runs_of(loss: float, diloco: float, int8: float = 1.0) -> dict[str, list[dict]]:
+    """One seed's, by method: the final loss is ``loss`` times what is given."""
+    ends = {"DDP fp32": ("32", 1.0), "Adam, Compression.int8": ("8", int8)}
+    found = {
+        name: [{"seed": 0, "steps": 100, "losses": [loss * times], "kinds": [[kind, 100]]}]
+        for name, (kind, times) in ends.items()
+    }
+    kinds = [["0", 90], ["sync-4", 10]]
+    return found | {"DiLoCo 10, 4 bits": [{"seed": 0, "steps": 100, "losses": [loss * diloco], "kinds": kinds}]}
+
+
+def judge(runs: dict, seconds: dict[str, float]) -> dict[tuple[str, float], Cell]:
+    measured = [Network("10mbit", 0.0, JUDGED_STEPS, dict.fromkeys(JUDGED_STEPS, 1.0))]
+    return {(cell.task, cell.limit): cell for cell in cells(runs, measured, {"10 Mbit/s": seconds})}
+
+
+#: What is expected of the three methods above, in their true order.
+SECONDS = {method.name: 1000.0 for method in methods.METHODS} | {
+    "averages in 8 bits": 40.0,
+    "DiLoCo, a sync in 10 steps, 4 bits": 15.0,
+}
+
+
+def test_a_choice_is_right_if_it_is_the_fastest_that_keeps_the_loss():
+    found = judge({"text": runs_of(3.0, 1.009), "large text": runs_of(2.0, 1.008)}, SECONDS)
+    assert len(found) == 2 * len(LIMITS)
+    assert all(cell.is_right for cell in found.values())
+    assert found["text", 0.005].chosen == "averages in 8 bits"
+    assert (found["text", 0.01].chosen_s, found["text", 0.01].best_s) == pytest.approx((15.0, 15.0))
+
+
+def test_a_choice_that_loses_more_than_was_asked_is_wrong():
+    found = judge({"text": runs_of(3.0, 1.02), "large text": runs_of(2.0, 1.008)}, SECONDS)
+    missed = found["text", 0.01]
+    assert (missed.chosen, missed.best) == ("DiLoCo, a sync in 10 steps, 4 bits", "averages in 8 bits")
+    assert not missed.is_close and not missed.is_right and missed.gap == pytest.approx(0.02)
+    slow = found["large text", 0.01]
+    assert slow.is_close and not slow.is_right and slow.chosen_s / slow.best_s == pytest.approx(40 / 15)
+    said = judged(list(found.values()))
+    assert "4 of 6" in said and "1 miss that loss" in said and "2.67 times" in said
+
+
+def test_a_wrong_prediction_makes_a_wrong_choice():
+    found = judge({"text": runs_of(3.0, 1.0), "large text": runs_of(2.0, 1.0)}, {**SECONDS, "averages in 8 bits": 5.0})
+    assert not any(cell.is_right for cell in found.values())
