@@ -23,17 +23,28 @@ from tabulate import tabulate
 
 from benchmarks import plots
 from benchmarks.step import METHODS as STEP_METHODS
+from benchmarks.time_to_loss import whole
 from benchmarks.time_to_loss.losses import ADAM, EVERY, RESULTS, stored
 from benchmarks.time_to_loss.methods import METHODS, Method
 from benchmarks.turns import DENSE, LOCAL
 from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
+from ocomm.predict.methods import VOTE
 
-STEPS_FILE = RESULTS / "steps.json"
+STEPS_FILE, WHOLE_FILE = RESULTS / "steps.json", RESULTS / "whole.json"
 #: Fractions above Adam's final loss.
 MARGINS = (0.005, 0.01, 0.03)
 WARM_8 = STEP_METHODS["onebit-warm-8"][0]
 #: torch's averages of parameters are not measured: they take as long as their bytes, without anything else.
 AVERAGED = "average"
+#: What a reader has to know of the tables.
+ABOUT = """Losses are those of a transformer of 116,256 parameters on four ranks, one of each method and seed over 3,000
+steps ([tasks](../../tasks), `benchmarks.time_to_loss.losses`). Seconds are those of a BERT-like model of 13.8 million
+parameters on two hosts of one core with shaped links: each kind of step that the run took, as long as
+`benchmarks.time_to_loss.steps` measured it on that network, or as its bytes take where it would be too long to measure.
+All methods around Adam have the lr that was tuned for DDP. Networks with a delay have it one way."""
+WHOLE_ABOUT = """The same runs, not joined but measured from their first step to their last
+(`benchmarks.time_to_loss.whole`): every rank is a host, on a network that is as slow for the small model as 160 Mbit/s
+are for the large one."""
 #: By a method's ``steps_of`` and the kind of a step: the measured rows whose exposed times add up to those of the step.
 ROWS: dict[tuple[str, str], tuple[str, ...]] = {
     ("DDP fp32", "32"): ("DDP fp32",),
@@ -76,6 +87,8 @@ class Network:
         local = self.rows[LOCAL] / 1e3
         if kind == "0":
             return local, 0.0
+        if kind == VOTE:  # not measured: at most as long as a message's way there and back
+            return local + 2 * self.delay_ms / 1e3, 0.0
         names = ROWS[method.steps_of, kind]
         exposed = [
             self.rows[name] / 1e3 - local if name in self.rows and kind != AVERAGED else self._wire_s(name)
@@ -235,9 +248,12 @@ def main() -> int:
         return 1
     steps = json.loads(STEPS_FILE.read_text())
     measured = networks(steps["results"])
-    text = tables(runs, measured)
+    text = f"# Seconds to a loss\n\n{ABOUT}\n\n![Seconds by network](time-to-loss.svg)\n\n{tables(runs, measured)}"
+    if WHOLE_FILE.exists():
+        shown = "\n\n".join(whole.show(result) for result in json.loads(WHOLE_FILE.read_text())["results"])
+        text += f"\n\n## Whole runs\n\n{WHOLE_ABOUT}\n\n{shown}"
     args.into.mkdir(parents=True, exist_ok=True)
-    (args.into / "time-to-loss.md").write_text(f"# Seconds to a loss\n\n{text}\n")
+    (args.into / "time-to-loss.md").write_text(f"{text}\n")
     draw(runs, measured, (0.01, 0.03), args.into / "time-to-loss.svg")
     print(text)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ocomm_torch as hvd
 from benchmarks.methods import BETAS
+from ocomm.predict.methods import zero_one_kinds
 
 #: Bits per element that a step can send to other ranks; 0: it sends nothing.
 BITS = (0, 1, 4, 8, 16, 32)
@@ -46,6 +48,9 @@ Make = Callable[[nn.Module, float, int], Trained]
 @dataclass(frozen=True)
 class Method:
     """``kind(step)``: of a step, counted from 0, in a run of ``steps``; None where the optimizer's report says it.
+
+    A kind is the number of bits of an element that is sent, after "sync-" where that cannot overlap with backward; "0"
+    is a step without any message, and VOTE one with a header.
 
     ``steps_of`` names the row of ``steps`` that has the times of its kinds. ``lr`` is a factor on the tuned rate of
     Adam, for optimizers that need another one. ``note`` is for the reader of the table.
@@ -109,6 +114,12 @@ def _post_local_kind(step: int, steps: int) -> str:
     if step < start:
         return "32"
     return "average" if (step - start) % POST_LOCAL == 0 else "0"
+
+
+@functools.cache
+def _zero_one_kinds(steps: int) -> list[str]:
+    # A refresh sends signs as well.
+    return ["8" if "8" in kind else kind[0] for kind in zero_one_kinds(steps)]
 
 
 def _averaged(compression: Any) -> Make:
@@ -175,6 +186,7 @@ METHODS = {
             "0/1 Adam, total_steps, 8 bits",
             _ours(hvd.DistributedZeroOneAdam, total_steps=_whole, dense_bits=8),
             "0/1 Adam",
+            lambda step, steps: _zero_one_kinds(steps)[step],
         ),
         Method("Birder", _ours(hvd.DistributedBirder, sgd), "Birder"),
         Method("DiLoCo 10, fp32", _diloco(10, 32, 0.5, 0.7), "DiLoCo", note="torchft's algorithm"),

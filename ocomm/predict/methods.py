@@ -13,7 +13,7 @@ measured with, and no other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,8 +21,10 @@ from ocomm.kernels.base import GROUP
 from ocomm.optim.zero_one_adam import ZeroOneAdamOptions
 from ocomm.predict.model import CodecTimes, Network, Traffic, Training, hideable, traffic
 
-#: What a step can exchange: averages in float32 or in codes; signs; and, without overlap, the same of DiLoCo's syncs.
-PARTS = ("32", "8", "4", "1", "sync-32", "sync-8", "sync-4", "sync-1")
+#: What a step can exchange: averages in float32 or in codes; signs; without overlap, the same of DiLoCo's syncs; and
+#: nothing but the vote on the step.
+VOTE = "vote"
+PARTS = ("32", "8", "4", "1", "sync-32", "sync-8", "sync-4", "sync-1", VOTE)
 
 Kind = tuple[str, ...]
 #: What a method must gain to be worth a larger gap.
@@ -85,9 +87,9 @@ def _onebit_adam(total: int) -> Counter[Kind]:
     return Counter({("8",): warm, ("1",): total - warm})
 
 
-def _zero_one_adam(total: int) -> Counter[Kind]:
+def zero_one_kinds(total: int) -> Iterator[Kind]:
+    """Yields the kind of each step of a run of 0/1 Adam with ``total_steps``."""
     syncs, refreshes = ZeroOneAdamOptions(total_steps=total).schedules()
-    found: Counter[Kind] = Counter()
     for step in range(1, total + 1):
         kind: Kind = ()
         if refreshes.is_due(step):
@@ -96,8 +98,11 @@ def _zero_one_adam(total: int) -> Counter[Kind]:
         if syncs.is_due(step):
             syncs.synced(step)
             kind += ("1",)
-        found[kind] += 1
-    return found
+        yield kind or (VOTE,)
+
+
+def _zero_one_adam(total: int) -> Counter[Kind]:
+    return Counter(zero_one_kinds(total))
 
 
 def _diloco(every: int, bits: int) -> Method:
@@ -137,6 +142,8 @@ class Place:
         for part in kind:
             if part not in PARTS:
                 raise ValueError(f"{part!r} is none of {', '.join(PARTS)}")
+            if part == VOTE:
+                continue
             sent = self._traffic(part.removeprefix("sync-"), training)
             if self.nodes * self.ranks_per_node > 1:
                 communication = sum(sent.seconds(self.network))

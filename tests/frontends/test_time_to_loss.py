@@ -10,7 +10,7 @@ from benchmarks.time_to_loss.losses import stored
 from benchmarks.time_to_loss.methods import METHODS, kind_of
 from benchmarks.time_to_loss.steps import rows_at
 from ocomm.predict import methods
-from ocomm.predict.methods import GAPS
+from ocomm.predict.methods import GAPS, VOTE
 
 ONE_BIT = METHODS["1-bit Adam, 8-bit warm-up of a fifth"]
 RUN = {"seed": 0, "losses": [5.0, 4.0, 3.0], "kinds": [["8", 60], ["1", 90]]}
@@ -53,6 +53,12 @@ def test_a_step_that_does_two_things_takes_both():
     seconds, sent = both.step(METHODS["0/1 Adam, total_steps, 8 bits"], "8")
     assert seconds == pytest.approx(0.1 + 0.2 + 0.06)
     assert sent == pytest.approx(16e6)
+
+
+def test_a_step_of_a_vote_waits_for_an_answer_and_no_more():
+    method = METHODS["0/1 Adam, total_steps, 8 bits"]
+    assert [method.kind(step, 3000) for step in (0, 20, 2998)] == ["8", "8", VOTE]
+    assert Network("10mbit", 50.0, ROWS, SENT).step(method, VOTE) == (0.1 + 0.1, 0.0)
 
 
 def test_one_seed_that_never_gets_there_is_never():

@@ -11,6 +11,7 @@ import torch
 
 from ocomm.api import rank
 from ocomm.errors import SettingsError
+from ocomm.predict.methods import zero_one_kinds
 from ocomm.session import Session
 from ocomm.telemetry.log import NOTICE
 from ocomm_torch.compression import Compression
@@ -127,20 +128,29 @@ def test_a_freeze_after_the_end_is_told_at_the_start(caplog: pytest.LogCaptureFi
 
 
 def test_syncs_of_zero_one_adam_become_rarer_after_half_of_the_run() -> None:
-    def body(session: Session) -> list[int]:
+    def body(session: Session) -> tuple[list[int], list[int]]:
         parameters = [torch.nn.Parameter(torch.ones(40))]
         optimizer = DistributedZeroOneAdam(torch.optim.Adam(parameters), total_steps=40)
-        synced = []
+        synced, refreshed, refreshes = [], [], 0
         for step in range(1, 41):
             optimizer.zero_grad()
             (parameters[0] * torch.arange(40.0)).sum().backward()
             optimizer.step()
-            if optimizer.compression_report()["synced"]:
+            report = optimizer.compression_report()
+            if report["synced"]:
                 synced.append(step)
-        return synced
+            if report["refreshes"] > refreshes:
+                refreshed.append(step)
+                refreshes = report["refreshes"]
+        return synced, refreshed
 
+    found = run_ranks(2, body)
+    assert found[0] == found[1]
     # Every step up to half of the run, then every second one for a quarter, then every fourth.
-    assert run_ranks(2, body) == [[*range(1, 20), 21, 23, 25, 27, 29, 33, 37]] * 2
+    assert found[0][0] == [*range(1, 20), 21, 23, 25, 27, 29, 33, 37]
+    expected = list(enumerate(zero_one_kinds(40), 1))
+    assert found[0][0] == [step for step, kind in expected if "1" in kind]
+    assert found[0][1] == [step for step, kind in expected if "8" in kind]
 
 
 @pytest.mark.parametrize("wrap", [DistributedOneBitAdam, DistributedOneBitLamb, DistributedZeroOneAdam])

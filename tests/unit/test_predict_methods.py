@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ocomm.predict.__main__ import main
-from ocomm.predict.methods import EXACT, METHODS, Method, Place, candidates, fastest, table
+from ocomm.predict.methods import EXACT, METHODS, VOTE, Method, Place, candidates, fastest, table
 from ocomm.predict.model import CodecTimes, Network, Training, predict
 
 MODEL = Training(13_817_088, 0.15)
@@ -38,6 +38,7 @@ def test_a_step_of_exact_averages_is_the_dense_step_of_the_model(ranks_per_node:
 def test_a_step_alone_waits_for_nobody_and_a_sync_hides_nothing() -> None:
     here = place(1e7, 0.05)
     assert here.seconds((), MODEL) == MODEL.compute_s
+    assert here.seconds((VOTE,), MODEL) == MODEL.compute_s + 0.05
     assert here.seconds(("sync-4",), MODEL) > here.seconds(("4",), MODEL)
     assert here.seconds(("8", "1"), MODEL) > here.seconds(("8",), MODEL)
     with pytest.raises(ValueError, match="'2' is none of 32, 8, 4, 1, sync-32"):
