@@ -207,10 +207,9 @@ def _losses(by_method: Mapping[str, Any], adam: Mapping[int, float]) -> str:
                 taken[kind] += count
             words = ", ".join(f"{count / len(runs):.0f} of {kind}" for kind, count in taken.items())
             row = [name, f"{runs[0]['lr']:g}", " / ".join(f"{run['losses'][-1]:.4f}" for run in runs)]
-            rows.append([*row, f"{100 * mean(changes):+.2f} %", words])
-    return tabulate(
-        rows, ["", "lr", "final loss by seed", "against Adam", "steps by kind"], "github", disable_numparse=True
-    )
+            rows.append([*row, f"{100 * mean(changes):+.2f} %", words, METHODS[name].note])
+    head = ["", "lr", "final loss by seed", "against Adam", "steps by kind", ""]
+    return tabulate(rows, head, "github", disable_numparse=True)
 
 
 def draw(runs: Mapping[str, Any], measured: Sequence[Network], margins: Sequence[float], path: Path) -> None:

@@ -173,14 +173,10 @@ METHODS = {
             "1-bit Adam, fp32 warm-up of a fifth", _ours(hvd.DistributedOneBitAdam, freeze_step=_fifth), "1-bit Adam"
         ),
         Method(
-            "1-bit Adam, 8-bit warm-up of a fifth",
-            _ours(hvd.DistributedOneBitAdam, freeze_step=_fifth, dense_bits=8),
-            "1-bit Adam",
-        ),
-        Method(
             "1-bit Adam, total_steps, 8 bits",
             _ours(hvd.DistributedOneBitAdam, total_steps=_whole, dense_bits=8),
             "1-bit Adam",
+            note="a warm-up of a fifth",
         ),
         Method(
             "0/1 Adam, total_steps, 8 bits",

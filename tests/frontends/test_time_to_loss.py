@@ -12,7 +12,7 @@ from benchmarks.time_to_loss.steps import rows_at
 from ocomm.predict import methods
 from ocomm.predict.methods import GAPS, VOTE
 
-ONE_BIT = METHODS["1-bit Adam, 8-bit warm-up of a fifth"]
+ONE_BIT = METHODS["1-bit Adam, total_steps, 8 bits"]
 RUN = {"seed": 0, "losses": [5.0, 4.0, 3.0], "kinds": [["8", 60], ["1", 90]]}
 ROWS = {LOCAL: 100.0, "1-bit Adam, 8-bit warm-up": 300.0, "1-bit Adam": 150.0}
 SENT = {"1-bit Adam, 8-bit warm-up": 14e6, "1-bit Adam": 1.75e6, "ocomm dense": 55e6}
