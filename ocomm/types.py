@@ -191,10 +191,23 @@ class Nodes:
         """Returns the bytes that ``rank`` sends to other nodes when all ranks add up arrays of ``nbytes`` bytes.
 
         2 (N-1)/N * nbytes leave each of N nodes, from its workers; no other rank sends any. In the flat form, where
-        every rank counts as a node, a ring sends as many. Relays of an exchange in two hops are not counted.
+        every rank counts as a node, a ring sends as many. Such a sum goes directly; ``groups`` do not change it.
         """
         count = len(self.members)
         return 2 * (count - 1) / count * nbytes / self.slices if self.workers(rank) else 0.0
+
+    def exchange_nbytes(self, nbytes: float, rank: int) -> float:
+        """Returns the bytes, without headers, that ``rank`` sends to other nodes when arrays of ``nbytes`` bytes are
+        exchanged as ``collectives.routes`` has it, on average over the workers.
+
+        For N nodes in G groups, of c nodes each, 3 - 1/G - G/N - 1/N times ``nbytes`` leave a node, from its workers:
+        (1 - 1/c) + (1 - 1/G) + (N-1)/N. The first two are scattered, inside groups and then across. With one group it
+        is what ``sum_nbytes`` returns.
+        """
+        count = len(self.members)
+        inside = 2 * (count - self.groups)
+        bundled = count - sum(len(group) ** 2 for group in self.node_groups) / count
+        return (inside + bundled + self.groups - 1) / count * nbytes / self.slices if self.workers(rank) else 0.0
 
     @cached_property
     def node_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -210,11 +223,34 @@ class Nodes:
 
     @cached_property
     def wire_order(self) -> tuple[int, ...]:
-        """Returns node numbers in the order of their messages in a packed buffer, where messages through one relay are
-        adjacent.
+        """Returns node numbers in the order of their messages in a packed buffer: by the place in the group, and larger
+        groups first, so that ``relayed`` is what it is.
         """
-        places = sorted((position, node) for group in self.node_groups for position, node in enumerate(group))
-        return tuple(node for _, node in places)
+        places = sorted(
+            (position, -len(group), node) for group in self.node_groups for position, node in enumerate(group)
+        )
+        return tuple(node for _, _, node in places)
+
+    def relayed(self, group: int, position: int) -> tuple[int, ...]:
+        """Returns the nodes to which the node at ``position`` in a group passes on the messages of its whole group.
+
+        They are a run of ``wire_order``, so that messages through one relay are adjacent. The runs of a group have
+        equal lengths, within one. Each has one node of the group, its relay, because groups have equal sizes, within
+        one, and the nodes at one place of groups of one size are adjacent.
+        """
+        count, size = len(self.members), len(self.node_groups[group])
+        return self.wire_order[count * position // size : count * (position + 1) // size]
+
+    def relay(self, group: int, node: int) -> int:
+        """Returns the node of a group that passes on the messages of the group to ``node``: the one in whose
+        ``relayed`` it is.
+        """
+        size = len(self.node_groups[group])
+        return self.node_groups[group][((self._wire_places[node] + 1) * size - 1) // len(self.members)]
+
+    @cached_property
+    def _wire_places(self) -> dict[int, int]:
+        return {node: place for place, node in enumerate(self.wire_order)}
 
 
 class Flag(enum.IntFlag):

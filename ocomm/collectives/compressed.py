@@ -14,7 +14,7 @@ import numpy as np
 
 from ocomm.collectives.phases import NodeStaging, Staging, collect, flat_stages, node_stages, share
 from ocomm.collectives.plan import Computation, Message, Plan, Stage, header_nbytes, loop
-from ocomm.collectives.routes import after, relay
+from ocomm.collectives.routes import after
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.segment_header import SegmentHeader
 from ocomm.compression.layout import SegmentLayout, float_messages
@@ -269,13 +269,18 @@ def vote(rank: int, groups: Sequence[Sequence[int]], segment_header: SegmentHead
     """Returns the plan of a vote: every rank learns the flags and presence of all ranks before any of them commits.
 
     Messages are headers only. ``groups`` share out the ranks. With one group every rank sends to every rank. With more,
-    ranks tell their group, and then each passes its group's headers on to some ranks of the other groups.
+    ranks tell their group, and then each passes its group's headers on to some ranks of the other groups: the k-th of
+    them hears it from member k modulo the number of members.
     """
     nbytes = segment_header.nbytes
     order = [member for group in groups for member in group]
     table = aligned(nbytes * len(order))
     at = {member: nbytes * k for k, member in enumerate(order)}
     rows = [table[at[member] : at[member] + nbytes] for member in range(len(order))]
+
+    def rows_of(group: Sequence[int]) -> Bytes:
+        return table[at[group[0]] : at[group[0]] + nbytes * len(group)]
+
     segment_header.received = rows
     mine = next(group for group in groups if rank in group)
     position = mine.index(rank)
@@ -288,11 +293,12 @@ def vote(rank: int, groups: Sequence[Sequence[int]], segment_header: SegmentHead
         )
     ]
     across = Stage()
+    before = order.index(mine[0])
+    others = order[:before] + order[before + len(mine) :]
+    across.sends = [Message(peer, rows_of(mine)) for peer in others[position :: len(mine)]]
     for group in [group for group in groups if group is not mine]:
-        bundles = [table[at[g[0]] : at[g[0]] + nbytes * len(g)] for g in (mine, group)]
-        behind = [peer for k, peer in enumerate(group) if relay(mine, k) == rank]
-        across.sends += [Message(peer, bundles[0]) for peer in behind]
-        across.receives.append(Message(relay(group, position), bundles[1]))
+        place = before + position - (len(group) if at[group[0]] < at[rank] else 0)
+        across.receives.append(Message(group[place % len(group)], rows_of(group)))
     if across.receives:
         stages.append(across)
     stages.append(Stage([segment_header.check(rows)]))

@@ -1,17 +1,17 @@
 """How the workers of a slice reach each other: directly, or in two hops across groups of nodes.
 
 Directly, each of N workers has N - 1 messages per phase; with two hops it has about 2 sqrt(N). A message goes to the
-relay: the member of the sender's own group that has the receiver's position. The relay sends on what its whole group
-has for that receiver. Relays do not change messages, so servers average the same bits in the same order either way. The
-price is that half of the exchange, the alltoall, crosses the network twice
+relay: a member of the sender's own group, each of which relays to equally many receivers (``Nodes.relayed``). The relay
+sends on what its whole group has for that receiver. Relays do not change messages, so servers average the same bits in
+the same order either way. The price is that half of the exchange, the alltoall, crosses the network twice
 (docs/decisions/0006-hierarchical-exchange.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal
 
 from ocomm.collectives.plan import Copy, Message, Stage
@@ -24,13 +24,6 @@ from ocomm.types import Nodes
 def after(members: Sequence[int], position: int) -> list[int]:
     """Returns the other members, starting after this one, so that not all members send to the first one first."""
     return [*members[position + 1 :], *members[:position]]
-
-
-def relay(group: Sequence[int], position: int) -> int:
-    """Returns the member of a group that passes messages between it and the members of other groups with this
-    position.
-    """
-    return group[position % len(group)]
 
 
 def arrange(hosts: Sequence[str], hierarchical: bool | Literal["auto"], direct_peers: int) -> Nodes:
@@ -83,9 +76,9 @@ class Route:
             self.rows = self._new_rows(own, len(layout.workers))
             self.rows[self.me] = self.message(self.me)
             return
-        self.group = next(group for group in self.nodes.node_groups if self.me in group)
+        self.number = next(k for k, group in enumerate(self.nodes.node_groups) if self.me in group)
+        self.group = self.nodes.node_groups[self.number]
         self.position = self.group.index(self.me)
-        self.others = [group for group in self.nodes.node_groups if group is not self.group]
         self._arrange_two_hops(own)
 
     def _new_rows(self, nbytes: int, count: int) -> list[Bytes]:
@@ -101,34 +94,18 @@ class Route:
         start = layout.message_start[rank]
         return (self.send if packed is None else packed)[start : start + layout.message_nbytes[rank]]
 
-    # Two hops. Nodes are numbered; `group` and `position` are this rank's.
+    # Two hops. Nodes and groups are numbered; `group` and `position` are this rank's.
 
-    @cached_property
-    def _relayed(self) -> list[list[int]]:
-        """For each position in this group: the nodes that its member is the relay for, with its own, in wire order."""
-        size = len(self.group)
-        position = {node: p for group in self.nodes.node_groups for p, node in enumerate(group)}
-        behind: list[list[int]] = [[] for _ in self.group]
-        for node in self.nodes.wire_order:
-            behind[position[node] % size].append(node)
-        return behind
-
-    def _ranges(self, position: int, packed: Bytes) -> list[Bytes]:
-        """Returns the messages of these nodes in a packed buffer, adjacent ones as one."""
-        bounds: list[list[int]] = []
-        for node in self._relayed[position]:
-            rank = self.layout.workers[node]
-            start = self.layout.message_start[rank]
-            end = start + self.layout.message_nbytes[rank]
-            if bounds and bounds[-1][1] == start:
-                bounds[-1][1] = end
-            else:
-                bounds.append([start, end])
-        return [packed[start:end] for start, end in bounds]
+    def _through(self, node: int, packed: Bytes) -> Bytes:
+        """Returns the messages in a packed buffer for which this node of the group is the relay: they are adjacent."""
+        layout = self.layout
+        behind = self.nodes.relayed(self.number, self.group.index(node))
+        first, last = layout.workers[behind[0]], layout.workers[behind[-1]]
+        return packed[layout.message_start[first] : layout.message_start[last] + layout.message_nbytes[last]]
 
     def _arrange_two_hops(self, own: int) -> None:
-        layout = self.layout
-        behind = self._relayed[self.position]
+        layout, nodes = self.layout, self.nodes
+        behind = nodes.relayed(self.number, self.position)
         sizes = [layout.message_nbytes[layout.workers[node]] for node in behind]
         # From each member of the group: its messages for the nodes behind this rank, in that order.
         self.gathered = {node: self._new_rows(sum(sizes), 1)[0] for node in self.group if node != self.me}
@@ -138,9 +115,13 @@ class Route:
             for node, size in zip(behind, sizes, strict=True)
             if node != self.me
         }
-        # From each other group: its members' messages for this rank.
-        incoming = {group: self._new_rows(own * len(group), 1)[0] for group in self.others}
-        starts = {node: sum(sizes[:k]) for k, node in enumerate(behind)}
+        # From the relay for this rank in each other group: its members' messages.
+        self.incoming = {
+            nodes.relay(number, self.me): self._new_rows(own * len(group), 1)[0]
+            for number, group in enumerate(nodes.node_groups)
+            if number != self.number
+        }
+        starts = dict(zip(behind, accumulate(sizes, initial=0), strict=False))
         self.parts = {
             (node, to): memory[starts[to] : starts[to] + size]
             for node, memory in self.gathered.items()
@@ -149,10 +130,10 @@ class Route:
         rows: dict[int, Bytes] = {self.me: self.message(self.me)}
         for node in self.gathered:
             rows[node] = self.parts[node, self.me]
-        for group, memory in incoming.items():
+        others = [group for group in nodes.node_groups if group is not self.group]
+        for group, memory in zip(others, self.incoming.values(), strict=True):
             for k, node in enumerate(group):
                 rows[node] = memory[k * own : (k + 1) * own]
-        self.incoming = incoming
         self.rows = [rows[node] for node in range(len(layout.workers))]
 
     def _to(self, node: int, buffer: Bytes) -> Message:
@@ -174,31 +155,16 @@ class Route:
             sends = [self._to(node, self.message(node)) for node in others]
             return [Stage([], sends, [self._to(node, self.rows[node]) for node in others])]
         mates = after(self.group, self.position)
-        inside = Stage()
-        for node in mates:
-            inside.sends += [self._to(node, part) for part in self._ranges(self.group.index(node), self.send)]
-            inside.receives += [self._to(node, part) for part in self._split(self.gathered[node])]
+        sends = [self._to(node, self._through(node, self.send)) for node in mates]
+        inside = Stage([], sends, [self._to(node, self.gathered[node]) for node in mates])
         across = Stage()
         for to, bundle in self.bundles.items():
-            for k, (node, part) in enumerate(self._parts_for(to)):
+            for k, node in enumerate(self.group):
+                part = self.message(to) if node == self.me else self.parts[node, to]
                 across.compute.append(Copy(part, bundle[k * part.nbytes : (k + 1) * part.nbytes]))
-                assert node == self.group[k]
             across.sends.append(self._to(to, bundle))
-        for group, memory in self.incoming.items():
-            across.receives.append(self._to(relay(group, self.position), memory))
+        across.receives = [self._to(node, memory) for node, memory in self.incoming.items()]
         return [inside, across]
-
-    def _parts_for(self, to: int) -> Iterator[tuple[int, Bytes]]:
-        for node in self.group:
-            yield node, self.message(to) if node == self.me else self.parts[node, to]
-
-    def _split(self, memory: Bytes) -> list[Bytes]:
-        """Cuts ``memory`` as the sender's messages are cut: into the ranges of the nodes behind this relay."""
-        parts, at = [], 0
-        for piece in self._ranges(self.position, self.send):
-            parts.append(memory[at : at + piece.nbytes])
-            at += piece.nbytes
-        return parts
 
     def gather(self, result: Bytes) -> list[Stage]:
         """Returns the stages that send every owner's averages, in their places in ``result``, to all workers of the
@@ -212,12 +178,9 @@ class Route:
             others = after(range(len(layout.workers)), self.me)
             sends = [self._to(node, payload[self.me]) for node in others] if payload[self.me].nbytes else []
             return [Stage([], sends, [self._to(node, payload[node]) for node in others if payload[node].nbytes])]
-        across = Stage()
+        across = Stage([], [], [self._to(node, payload[node]) for node in self.bundles if payload[node].nbytes])
         if payload[self.me].nbytes:
-            across.sends = [self._to(relay(group, self.position), payload[self.me]) for group in self.others]
-        across.receives = [self._to(node, payload[node]) for node in self.bundles if payload[node].nbytes]
-        inside = Stage()
-        for node in after(self.group, self.position):
-            inside.sends += [self._to(node, part) for part in self._ranges(self.position, result)]
-            inside.receives += [self._to(node, part) for part in self._ranges(self.group.index(node), result)]
-        return [across, inside]
+            across.sends = [self._to(node, payload[self.me]) for node in self.incoming]
+        mates = after(self.group, self.position)
+        sends = [self._to(node, self._through(self.me, result)) for node in mates]
+        return [across, Stage([], sends, [self._to(node, self._through(node, result)) for node in mates])]

@@ -146,12 +146,6 @@ class SegmentLayout(MessageLayout):
     def ranks(self) -> int:
         return len(self.message_start)
 
-    @property
-    def bytes_sent(self) -> int:
-        """Packed bytes that this rank sends to other nodes: its alltoall messages, and then its own averages."""
-        own = self.message_nbytes[self.rank]
-        return sum(self.message_nbytes[r] for r in self.workers) - own + max(len(self.workers) - 1, 0) * own
-
     def runs(self) -> Table:
         """Returns the blocks as runs of adjacent elements: a RUN table, without positions."""
         blocks = self.blocks
@@ -455,14 +449,16 @@ class Layout:
         )
 
     def dense_bytes(self, rank: int) -> float:
-        """Returns the bytes that ``rank`` sends to other nodes in a dense float32 average of all tensors."""
+        """Returns the bytes that ``rank`` sends to other nodes in a float32 sum of all tensors, as an allreduce sends
+        them: directly, whatever exchanges do.
+        """
         return self.nodes.sum_nbytes(4 * self.numel, rank)
 
     def compressed_bytes(self, rank: int, codec: Codec = SCALED_SIGNS) -> float:
-        """Returns the bytes that ``rank`` sends to other nodes in a compressed step, without headers, on average over
-        the workers: ``Nodes.sum_nbytes`` of the blocks' payload, with 1 bit sum (ceil(length/8) + 4).
+        """Returns the bytes that ``rank`` sends to other nodes in an exchange of all tensors, without headers, on
+        average over the workers: ``Nodes.exchange_nbytes`` of the blocks' payload, with 1 bit sum (ceil(length/8) + 4).
         """
-        return self.nodes.sum_nbytes(int(codec.payload_nbytes(self.blocks["length"]).sum()), rank)
+        return self.nodes.exchange_nbytes(int(codec.payload_nbytes(self.blocks["length"]).sum()), rank)
 
 
 def all_blocks(layout: Layout, rank: int) -> Table:

@@ -104,7 +104,7 @@ class DiLoCoDriver(Driver):
         dense = 1.0  # the share of what is sent that is sent in float32: all, or the buffers
         if bits < 32:
             dense = int(layout.numels[len(layout.tensors) - self._buffers :].sum()) / max(layout.numel, 1)
-        nbytes = dense * self.dense_nbytes + (1.0 - dense) * self.compressed_nbytes
+        nbytes = dense * self.uncompressed_nbytes + (1.0 - dense) * self.compressed_nbytes
         return (
             f"{every} steps send {amount(nbytes)} per rank, in {bits} bits per element, instead of "
             f"{amount(self.dense_nbytes)} in each step."

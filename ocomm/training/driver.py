@@ -22,7 +22,7 @@ from ocomm.agreement import LOOKED_AT, MADE_ALIKE, by_rank, first_difference, ga
 from ocomm.collectives.bridge import IntraNode
 from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
-from ocomm.compression.codecs import Codec
+from ocomm.compression.codecs import FLOAT32, Codec
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError
 from ocomm.kernels.base import Kernels, Memory
@@ -335,14 +335,14 @@ class Driver:
 
     @property
     def dense_nbytes(self) -> float:
-        """What this rank would send to other nodes in a dense step of float32."""
+        """What this rank would send to other nodes in an allreduce of all gradients in float32."""
         return self.core.layout.dense_bytes(self.core.rank)
 
     @property
     def uncompressed_nbytes(self) -> float:
         """What this rank sends to other nodes in a dense step, in ``dense_bits`` per element, without headers."""
         codes = self.core.dense_codes
-        return self.dense_nbytes if codes is None else self._nbytes_in(codes.codec)
+        return self._nbytes_in(FLOAT32 if codes is None else codes.codec)
 
     @property
     def compressed_nbytes(self) -> float:
