@@ -19,6 +19,11 @@ HostsUpdatedInterrupt tells a script of an elastic job that the hosts have chang
 from __future__ import annotations
 
 
+def clause(said: object) -> str:
+    """Returns what an error says, without a full stop at its end, for a sentence that goes on or ends after it."""
+    return str(said).rstrip(". \n")
+
+
 class OcommError(Exception):
     """Base class of all errors of ocomm."""
 

@@ -31,6 +31,7 @@ from ocomm.errors import (
     OcommError,
     SettingsError,
     StallError,
+    clause,
 )
 from ocomm.kernels.base import Kernels
 from ocomm.kernels.device import device_kernels
@@ -39,7 +40,7 @@ from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.background import Runtime
 from ocomm.runtime.exporter import open_exporter
 from ocomm.runtime.handle import Handle, Submission
-from ocomm.runtime.handshake import background_core, bounded, check_sets, duplicate, handshake, topology_of
+from ocomm.runtime.handshake import background_core, bounded, check_sets, confirmed, duplicate, handshake, topology_of
 from ocomm.runtime.process_set import ProcessSet, free, no_thread
 from ocomm.runtime.supervisor_client import SupervisorClient
 from ocomm.runtime.tuner import Tuner
@@ -162,46 +163,40 @@ class Session:
             LaunchError: Some ranks do not come within ``start_timeout_s``, or this rank has no memory for the job or
                 no working network.
         """
-        tuner = _tuner(settings) if settings.autotune and control.rank == 0 else None
         sets = [tuple(ranks) for ranks in process_sets]
-        # Threads are started before this rank tells the others that it is there, because starting them may fail.
-        pool = _kernel_threads(settings)
+        self._pool = None
         try:
-            self._join(control, settings, sets, abi, host or socket.gethostname(), pool, tuner)
+            self._join(control, settings, sets, abi, host or socket.gethostname())
         except BaseException as error:
             self._end_timeline()
-            if pool is not None:
-                pool.close()
+            if self._pool is not None:
+                self._pool.close()
             if isinstance(error, OcommError) or not isinstance(error, Exception):
                 raise
             raise LaunchError(f"rank {control.rank} cannot join the job: {_words(error)}") from error
 
     def _join(
-        self,
-        control: Transport,
-        settings: Settings,
-        sets: Sequence[tuple[int, ...]],
-        abi: Any,
-        host: str,
-        pool: Pool | None,
-        tuner: Tuner | None,
+        self, control: Transport, settings: Settings, sets: Sequence[tuple[int, ...]], abi: Any, host: str
     ) -> None:
         hosts, self._counts = handshake(control, settings, sets, host, self._counts)
+        topology = topology_of(control.rank, hosts)
         native = settings.engine == "native" and (abi is not None or control.size == 1)
-        self.kernels = _kernels(settings, pool)
-        if native:
-            from ocomm.collectives.native_engine import NativeEngine
+        with confirmed(control, settings.start_timeout_s):
+            tuner = _tuner(settings) if settings.autotune and control.rank == 0 else None
+            self._pool = _kernel_threads(settings)
+            self.kernels = _kernels(settings, self._pool)
+            if native:
+                from ocomm.collectives.native_engine import NativeEngine
 
-            engine: Engine = NativeEngine(abi, settings.spin_us, settings.idle_ms, pool)
-        else:
-            engine = PythonEngine(self.kernels, control.arrival, settings.idle_ms)
+                engine: Engine = NativeEngine(abi, settings.spin_us, settings.idle_ms, self._pool)
+            else:
+                engine = PythonEngine(self.kernels, control.arrival, settings.idle_ms)
+            core = background_core(settings.thread_affinity, topology)
         self.engine = engine
-        self._pool = pool
         self.settings = settings
         self.scratch = Scratch(settings.scratch_nbytes)
-        self.topology = topology_of(control.rank, hosts)
+        self.topology = topology
         world = self._open_set(0, range(control.size), control, tuner)
-        core = background_core(settings.thread_affinity, self.topology)
         runtime = Runtime(
             world,
             engine,
@@ -633,7 +628,7 @@ class Session:
 
 
 def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {clause(error)}"
 
 
 def _tuner(settings: Settings) -> Tuner:
@@ -651,7 +646,9 @@ def _tuner(settings: Settings) -> Tuner:
     try:
         return Tuner(autotune, BayesianSearch(names, settings.autotune_noise), names, settings.autotune_log)
     except OSError as error:
-        raise SettingsError(f"OCOMM_AUTOTUNE_LOG={settings.autotune_log!r} cannot be written: {error}.") from None
+        raise SettingsError(
+            f"OCOMM_AUTOTUNE_LOG={settings.autotune_log!r} cannot be written: {clause(error)}."
+        ) from None
 
 
 def _kernel_threads(settings: Settings) -> Pool | None:

@@ -19,6 +19,7 @@ from ocomm.errors import (
     LaunchError,
     MismatchError,
     NotInitializedError,
+    OcommError,
     PeerError,
     SettingsError,
     StallError,
@@ -48,6 +49,25 @@ def disagree(size: int, call: Callable[[int], Any], message: str) -> None:
         the_job_goes_on()
 
     run_ranks(size, body)
+
+
+def refused(settings: list[Settings]) -> dict[int, str]:
+    """What the ranks of these settings say that cannot start, soon; none is left waiting."""
+    fabric = Fabric(len(settings))
+    said: dict[int, str] = {}
+
+    def rank_main(rank: int) -> None:
+        try:
+            Session().start(fabric.endpoint(rank), settings[rank])
+        except OcommError as error:
+            said[rank] = f"{type(error).__name__}: {error}"
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(len(settings))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    return said
 
 
 def without_places(text: str) -> str:
@@ -409,23 +429,19 @@ class TestTheJob:
 
     @threads_only
     def test_settings_that_differ_are_an_error_on_every_rank(self) -> None:
-        fabric = Fabric(3)
-        said: dict[int, str] = {}
-
-        def rank_main(rank: int) -> None:
-            session = Session()
-            try:
-                session.start(fabric.endpoint(rank), Settings(fusion_threshold=64 if rank == 1 else 128))
-            except SettingsError as error:
-                said[rank] = str(error)
-
-        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert said == dict.fromkeys(
+        assert refused([Settings(fusion_threshold=threshold) for threshold in (128, 64, 128)]) == dict.fromkeys(
             range(3),
-            "setting 'fusion_threshold' differs between ranks: 128 on ranks [0, 2], 64 on ranks [1]. Set it to the "
-            "same value everywhere.",
+            "SettingsError: setting 'fusion_threshold' differs between ranks: 128 on ranks [0, 2], 64 on ranks [1]. "
+            "Set it to the same value everywhere.",
         )
+
+    @threads_only
+    @pytest.mark.parametrize("culprit", [0, 2])
+    def test_a_rank_that_cannot_join_is_an_error_on_every_rank_at_once(self, culprit: int) -> None:
+        """Before any of them waits for it in MPI."""
+        cores = [(9999,) * 3 if rank == culprit else () for rank in range(3)]
+        said = refused([Settings(thread_affinity=core, start_timeout_s=600.0) for core in cores])
+        why = said.pop(culprit).removesuffix(".")
+        assert why.startswith(f"SettingsError: OCOMM_THREAD_AFFINITY: rank {culprit} may not use core 9999, only ")
+        others = dict.fromkeys({0, 1, 2} - {culprit}, f"LaunchError: rank {culprit} cannot join the job: {why}.")
+        assert said == others
