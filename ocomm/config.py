@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ocomm.errors import SettingsError
+from ocomm.errors import SettingsError, clause
 from ocomm.negotiation.autotune import SPACE
+from ocomm.telemetry.counters import parse_address
 from ocomm.telemetry.log import LEVELS
-from ocomm.telemetry.metrics_port import parse_address
 from ocomm.torch_variables import OF_LAUNCHERS
 from ocomm.types import Settings
 
@@ -166,7 +166,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         try:
             values[field] = parse(text)
         except ValueError as error:
-            raise SettingsError(f"{variable}={text!r} cannot be used: {error}.") from None
+            raise SettingsError(f"{variable}={text!r} cannot be used: {clause(error)}.") from None
     if "autotune" in values:
         values["autotune"] = tuple(field for field in values["autotune"] if field not in values)
     if values.get("stall_check_s") == 0:

@@ -27,8 +27,8 @@ from ocomm.launch.generations import Limits
 from ocomm.launch.hosts import Host, is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.supervise import Supervisor
 from ocomm.launch.watch import open_view
+from ocomm.telemetry.counters import parse_address
 from ocomm.telemetry.log import LEVELS
-from ocomm.telemetry.metrics_port import parse_address
 from ocomm.torch_variables import inherited
 from ocomm.version import __version__
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from statistics import median
 from typing import Protocol
 
 from ocomm.errors import SettingsError
@@ -155,7 +154,7 @@ class Autotune:
         self._scores.append(rate)
         if len(self._scores) < SAMPLES:
             return None
-        score = median(self._scores)
+        score = sorted(self._scores)[SAMPLES // 2]  # the median
         self.results.append((self.current, score))
         self._is_waiting = True
         return score

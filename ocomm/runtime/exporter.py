@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from ocomm import json_values
 from ocomm.collectives.waiting import Wait
@@ -23,12 +24,12 @@ from ocomm.telemetry.counters import (
     Stalled,
     Waiting,
     limited,
+    parse_address,
     prometheus,
     read_rank,
     spelled,
 )
 from ocomm.telemetry.log import NOTICE
-from ocomm.telemetry.metrics_port import MetricsPort, parse_address
 from ocomm.types import Settings, Topology
 
 _log = logging.getLogger("ocomm")
@@ -52,7 +53,7 @@ class Exporter:
         self._counters = counters
         self._clock = clock
         self._heard: dict[int, tuple[float, RankCounters]] = {}  # by rank, on rank 0; single dict operations only
-        self._port: MetricsPort | None = None
+        self._port: Any = None  # a MetricsPort
         self._news = threading.Event()
         self._closing = False
         self._teller: threading.Thread | None = None
@@ -70,6 +71,9 @@ class Exporter:
             self._teller.start()
         if address is None:
             return
+        # Few jobs need http.server, and its import is a tenth of what a rank without a framework imports.
+        from ocomm.telemetry.metrics_port import MetricsPort
+
         try:
             self._port = MetricsPort(*address, lambda: prometheus(self.job()))
         except OSError as error:

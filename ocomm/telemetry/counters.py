@@ -250,3 +250,14 @@ def _labels(**labels: str) -> str:
 
 def _number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() else f"{value:.6f}"
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Returns the address and port that ``OCOMM_METRICS_PORT`` has: "9100", on loopback, or "10.0.0.5:9100".
+
+    Raises ValueError for anything else.
+    """
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError("expected a port, 0 for any free one, or ADDRESS:PORT")
+    return host.strip("[]") or "127.0.0.1", int(port)

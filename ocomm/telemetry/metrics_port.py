@@ -23,14 +23,6 @@ _PATH = "/metrics"
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Returns where to listen for "9100", on loopback, or for "10.0.0.5:9100". Raises ValueError for anything else."""
-    host, _, port = text.rpartition(":")
-    if not port.isdecimal() or int(port) > 65535:
-        raise ValueError("expected a port, 0 for any free one, or ADDRESS:PORT")
-    return host.strip("[]") or "127.0.0.1", int(port)
-
-
 class MetricsPort:
     """Serves the text that ``text()`` returns, which is called on the thread of this object, until ``close``.
 

@@ -25,11 +25,12 @@ from ocomm.telemetry.counters import (
     RankCounters,
     Stalled,
     Waiting,
+    parse_address,
     prometheus,
     read_job,
     spelled,
 )
-from ocomm.telemetry.metrics_port import MetricsPort, parse_address
+from ocomm.telemetry.metrics_port import MetricsPort
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "watching.md"
 ADAM = "DistributedOneBitAdam"
