@@ -18,7 +18,7 @@ import numpy as np
 from ocomm import session as sessions
 from ocomm import torch_store, tuning
 from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings, without_meaning
-from ocomm.errors import LaunchError, PeerError
+from ocomm.errors import LaunchError, PeerError, clause
 from ocomm.pmi_start import PmiStart
 from ocomm.runtime.arrival import Arrival
 from ocomm.runtime.own_address import free_port, own_address
@@ -252,7 +252,7 @@ def _hook() -> None:
 
     def remember(kind: type[BaseException], value: BaseException, trace: Any) -> None:
         global _follows
-        _raised.append(f"raised {kind.__name__}: {value}")
+        _raised.append(f"raised {kind.__name__}: {clause(value)}")
         _follows = issubclass(kind, PeerError) and sessions.of_process().supervisor is None
         previous(kind, value, trace)
 

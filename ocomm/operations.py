@@ -18,7 +18,7 @@ import numpy as np
 from ocomm import session as sessions
 from ocomm.collectives.adasum import adasum
 from ocomm.collectives.error_feedback import OneBitAllreduce
-from ocomm.errors import InvalidRequestError, OcommError, UnsupportedError
+from ocomm.errors import InvalidRequestError, OcommError, UnsupportedError, clause
 from ocomm.kernels.base import Bytes
 from ocomm.negotiation.coordinator import JOIN_NAME
 from ocomm.negotiation.request import Kind, Request, TensorMemory
@@ -367,7 +367,7 @@ def _describe(adapter: Adapter, tensor: Any, name: str) -> tuple[DType, tuple[in
     try:
         return adapter.describe(tensor)
     except TypeError as error:
-        raise UnsupportedError(f"tensor '{name}': {error}.") from None
+        raise UnsupportedError(f"tensor '{name}': {clause(error)}.") from None
 
 
 def _need_dimension(kind: str, name: str, shape: tuple[int, ...]) -> None:
@@ -455,7 +455,7 @@ def prepare_allreduce(
         try:
             dtype, shape = adapter.describe(tensor)
         except TypeError as error:
-            raise UnsupportedError(f"tensor '{full_name}': {error}.") from None
+            raise UnsupportedError(f"tensor '{full_name}': {clause(error)}.") from None
         if dtype is _BOOL:
             is_usual = False
         checked = cast(ReduceOp, op) if is_usual else _check_reduction(full_name, dtype, op, prescale, postscale)

@@ -26,7 +26,7 @@ from ocomm import session as sessions
 from ocomm.collectives import dense
 from ocomm.collectives.dense import Context
 from ocomm.collectives.plan import Plan, Stage
-from ocomm.errors import InvalidRequestError, MismatchError, OcommError, StallError, UnsupportedError
+from ocomm.errors import InvalidRequestError, MismatchError, OcommError, StallError, UnsupportedError, clause
 from ocomm.kernels.base import Bytes
 from ocomm.kernels.reference import reject_unsupported
 from ocomm.operations import global_process_set
@@ -147,7 +147,7 @@ def _reduction(op: Any, tensors: Sequence[Tensor], operation: str) -> tuple[Redu
         dtype, _ = TORCH.describe(tensors[0])
         reject_unsupported(dtype, _OPS[kind], 1.0, 1.0)
     except TypeError as error:
-        raise UnsupportedError(f"{operation} with backend 'ocomm': {error}.") from None
+        raise UnsupportedError(f"{operation} with backend 'ocomm': {clause(error)}.") from None
     if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
         raise InvalidRequestError(f"{operation}: the tensors of one call must have one dtype.")
     return _OPS[kind], dtype

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ocomm.errors import LaunchError
+from ocomm.errors import LaunchError, clause
 from ocomm.runtime.own_address import free_port, own_address
 from ocomm.torch_variables import MASTER, missing
 
@@ -137,7 +137,7 @@ def _network(text: str) -> ipaddress.IPv4Network:
     try:
         return ipaddress.IPv4Network(text, strict=False)
     except ValueError as error:
-        raise LaunchError(f"--network-interfaces {text}: {error}.") from None
+        raise LaunchError(f"--network-interfaces {text}: {clause(error)}.") from None
 
 
 def _addresses() -> list[tuple[str, ipaddress.IPv4Address]]:

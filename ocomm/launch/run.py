@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ocomm.errors import LaunchError, PeerError
+from ocomm.errors import LaunchError, PeerError, clause
 from ocomm.launch import as_horovod, reach
 from ocomm.launch.hosts import is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.server import Server
@@ -137,8 +137,8 @@ def _pickle(task: object) -> bytes:
         return pickle.dumps(task)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise LaunchError(
-            f"the function or its arguments cannot be sent to the ranks: {error}. pip install cloudpickle, or put the "
-            "function into a module."
+            f"the function or its arguments cannot be sent to the ranks: {clause(error)}. pip install cloudpickle, or "
+            "put the function into a module."
         ) from None
 
 
@@ -157,7 +157,7 @@ def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: i
             try:
                 message = ready.receive()
             except (TamperedError, TimeoutError) as error:
-                raise LaunchError(f"the connection to a rank cannot be used any more: {error}.") from None
+                raise LaunchError(f"the connection to a rank cannot be used any more: {clause(error)}.") from None
             except (EOFError, OSError):
                 served.remove(ready)
                 gone.add(id(ready))

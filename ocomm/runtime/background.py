@@ -17,7 +17,7 @@ from typing import Any
 from ocomm import json_values
 from ocomm.collectives.engine import Engine, Reason
 from ocomm.collectives.waiting import Waits
-from ocomm.errors import HorovodInternalError, OcommError, PeerError
+from ocomm.errors import HorovodInternalError, OcommError, PeerError, clause
 from ocomm.json_values import expect
 from ocomm.negotiation.tree import Tree
 from ocomm.runtime.control import MessageType
@@ -144,7 +144,7 @@ class Runtime:
                 f"rank {self.world.rank}: the background thread failed: {type(error).__name__}: {error}"
             )  # fmt: skip
             self._fail(failure)
-            self._farewell(f"failed: {type(error).__name__}: {error}")
+            self._farewell(f"failed: {type(error).__name__}: {clause(error)}")
         finally:
             self._end_plans()
             closed = HorovodInternalError("ocomm has been shut down; call init() before the next collective.")

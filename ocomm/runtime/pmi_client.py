@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ocomm import json_values
-from ocomm.errors import LaunchError
+from ocomm.errors import LaunchError, clause
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 from ocomm.runtime.supervisor_client import connect_to_any
 
@@ -118,8 +118,8 @@ class PmiClient:
             return line
         except (OSError, EOFError, LaunchError) as error:
             raise LaunchError(
-                f"rank {self.rank} cannot reach the PMI service of the job, which rank 0 has started: {error}. Ranks "
-                "connect to a port of rank 0's host; is there a firewall?"
+                f"rank {self.rank} cannot reach the PMI service of the job, which rank 0 has started: {clause(error)}. "
+                "Ranks connect to a port of rank 0's host; is there a firewall?"
             ) from None
 
     def enter(self) -> None:

@@ -34,6 +34,7 @@ from ocomm.errors import (
     PeerError,
     StallError,
     UnsupportedError,
+    clause,
 )
 from ocomm.kernels.base import view
 from ocomm.kernels.device import DeviceArray
@@ -822,7 +823,7 @@ def check_reduction(request: Request) -> None:
         try:
             reject_unsupported(request.dtype, request.op, request.prescale, request.postscale)
         except TypeError as error:
-            raise UnsupportedError(f"tensor '{request.name}': {error}.") from None
+            raise UnsupportedError(f"tensor '{request.name}': {clause(error)}.") from None
 
 
 def split_rows(rows: int, size: int) -> list[int]:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 from ocomm import json_values
-from ocomm.errors import LaunchError
+from ocomm.errors import LaunchError, clause
 
 _POLL_S = 0.01
 _SLOWEST_POLL_S = 0.1
@@ -197,8 +197,8 @@ def _read(text: bytes | str, rank: int) -> dict[str, Any]:
         return found
     except ValueError as error:
         raise LaunchError(
-            f"rank {rank} has written into the store in which the ranks meet what cannot be read: {error}. Give the "
-            "job a store, or a PrefixStore, of its own, and all hosts the same version of ocomm."
+            f"rank {rank} has written into the store in which the ranks meet what cannot be read: {clause(error)}. "
+            "Give the job a store, or a PrefixStore, of its own, and all hosts the same version of ocomm."
         ) from None
 
 

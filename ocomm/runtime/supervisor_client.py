@@ -24,7 +24,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from ocomm import json_values
-from ocomm.errors import LaunchError
+from ocomm.errors import LaunchError, clause
 from ocomm.runtime import authenticated_socket
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 
@@ -78,7 +78,9 @@ class SupervisorClient:
             except (EOFError, OSError, ValueError) as error:
                 # Without its supervisor nobody starts a lost rank again or ends this one, so this rank ends itself.
                 how = "has sent" if isinstance(error, ValueError) else "has gone:"
-                sys.stderr.write(f"ocomm: rank {self._rank}: ocommrun, which supervises this job, {how} {error}.\n")
+                sys.stderr.write(
+                    f"ocomm: rank {self._rank}: ocommrun, which supervises this job, {how} {clause(error)}.\n"
+                )
                 sys.stderr.flush()
                 os._exit(1)
             if word == "hosts":
@@ -126,6 +128,6 @@ def _connect(addresses: Sequence[str], key: bytes) -> AuthenticatedSocket:
         return connect_to_any(addresses, key)
     except LaunchError as error:
         raise LaunchError(
-            f"this rank cannot reach the ocommrun that supervises it: {error}. Ranks connect to a port of the machine "
-            "where ocommrun runs; is there a firewall?"
+            f"this rank cannot reach the ocommrun that supervises it: {clause(error)}. Ranks connect to a port of the "
+            "machine where ocommrun runs; is there a firewall?"
         ) from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ocomm.agreement import by_rank, gather
-from ocomm.errors import CheckpointError, MismatchError, OcommError
+from ocomm.errors import CheckpointError, MismatchError, OcommError, clause
 from ocomm.kernels.base import Kernels
 from ocomm.optim import checkpoint
 from ocomm.optim.checkpoint import Resharding, State
@@ -362,4 +362,4 @@ def _check_buffers(driver: Resumable, state: State, where: str) -> None:
     try:
         driver.core.check_rank_state(state)
     except ValueError as error:
-        raise CheckpointError(f"{where} does not fit: {error}.") from None
+        raise CheckpointError(f"{where} does not fit: {clause(error)}.") from None

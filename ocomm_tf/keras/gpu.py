@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ocomm.errors import OcommError
+from ocomm.errors import OcommError, clause
 from ocomm.kernels.base import Floats
 from ocomm.kernels.device import DeviceMemory
 from ocomm.operations import ProcessSet
@@ -63,7 +63,7 @@ class GpuFrontend(KerasFrontend):
             self.kernels = session.device_kernels(cuda_number(self._device))
             super().connect(session)
         except MemoryError as error:
-            raise MemoryError(f"{error}. {_FULL}.") from error
+            raise MemoryError(f"{clause(error)}. {_FULL}.") from error
 
     def _place_parameters(self) -> None:
         self.driver.core.tensors["param"] = 0
@@ -261,7 +261,7 @@ def device_of(kind: str, variables: Sequence[Any], session: Session, trains_on_d
         except (OcommError, RuntimeError) as error:
             why = str(error)
         except MemoryError as error:
-            why = f"{error}. {_FULL}"
+            why = f"{clause(error)}. {_FULL}"
     if not why:
         return gpus[0]
     _log.warning(

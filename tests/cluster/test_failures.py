@@ -116,7 +116,7 @@ def test_an_exception_on_one_rank_ends_the_others_with_its_words(culprit: int) -
     script = f"""
 rank = started()
 if rank == {culprit}:
-    raise ValueError("no data")
+    raise ValueError("no data.")
 train()
 """
     ended = mpirun(2, script)
@@ -183,6 +183,35 @@ except ValueError as error:
         "SettingsError: setting 'fusion_threshold' differs between ranks: 0 on ranks [0], 1 on ranks [1]."
         " Set it to the same value everywhere."
     }
+
+
+def test_a_version_that_differs_is_named_on_all_ranks() -> None:
+    script = """
+from ocomm.runtime import handshake
+handshake.__version__ = "0.1." + os.environ["OMPI_COMM_WORLD_RANK"]
+try:
+    bootstrap.initialize()
+except ValueError as error:
+    say(f"{type(error).__name__}: {error}")
+    raise
+"""
+    ended = mpirun(2, script, OCOMM_START_TIMEOUT="600")
+    assert ended.code != 0
+    assert set(ended.said) == {
+        'SettingsError: the version of ocomm differs between ranks: "0.1.0" on ranks [0], "0.1.1" on ranks [1].'
+        " Install the same one on all hosts."
+    }
+
+
+def test_a_setting_that_one_rank_cannot_read_ends_the_job_at_once() -> None:
+    script = """
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    os.environ["OCOMM_CYCLE_TIME"] = "fast"
+bootstrap.initialize()
+"""
+    ended = mpirun(2, script, OCOMM_START_TIMEOUT="600")
+    assert ended.code != 0
+    assert "ocomm.errors.SettingsError: OCOMM_CYCLE_TIME='fast' cannot be used: " in ended.stderr
 
 
 def test_an_mpi_that_only_its_own_launcher_can_start_is_named_under_torchrun() -> None:
