@@ -19,15 +19,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 from tabulate import tabulate
 
 from benchmarks import plots
+from benchmarks.relays import Cost, Relays
 from benchmarks.turns import MARK
 from ocomm.collectives.compressed import vote
 from ocomm.collectives.error_feedback import OneBitAllreduce
@@ -40,7 +39,6 @@ from ocomm.kernels import cpu_kernels
 from ocomm.negotiation.cache import RankCache
 from ocomm.negotiation.coordinator import Coordinator
 from ocomm.negotiation.request import Kind, Request, read_responses, write_responses
-from ocomm.negotiation.tree import Aggregator, Ranges, Tree, read_aggregate
 from ocomm.transport.local import Fabric
 from ocomm.types import DType, Nodes, Settings
 
@@ -58,105 +56,53 @@ RANKS = (2, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROCESSES = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
-@dataclass
-class Cost:
-    """What one rank does for negotiation in one step."""
-
-    messages: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-
-    def count(self, message: bytes) -> None:
-        """Notes a message that this rank sends or receives."""
-        self.messages += 1
-        self.nbytes += len(message)
-
-
-@dataclass
 class Negotiation:
     """The negotiation of a process set of ``size`` ranks, whose messages are handed over at once."""
 
-    size: int
-    direct_peers: int
-    costs: list[Cost] = field(init=False)
+    def __init__(self, size: int, direct_peers: int) -> None:
+        self.coordinator = Coordinator(range(size), 1 << 26, 1024)
+        self.caches = [RankCache() for _ in range(size)]
+        self.tree = Relays(self.coordinator, size, direct_peers)
+        self.requests = {
+            name: Request(Kind.ALLREDUCE, name, DType.FLOAT32, (1000,))
+            for name in [f"layer {number}.weight" for number in range(TENSORS)]
+        }
 
-    def __post_init__(self) -> None:
-        self.coordinator = Coordinator(range(self.size), 1 << 26, 1024)
-        self.caches = [RankCache() for _ in range(self.size)]
-        self.trees = [Tree.of(rank, self.size, self.direct_peers) for rank in range(self.size)]
-        self.parents = [tree.parent for tree in self.trees]
-        self.children = [[child.start for child in tree.children] for tree in self.trees]
-        inner = [tree for tree in self.trees if tree.rank and tree.children]
-        self.nodes = {tree.rank: Aggregator(tree.rank, tree.children) for tree in inner}
-        self.requests = [Request(Kind.ALLREDUCE, f"layer {n}.weight", DType.FLOAT32, (1000,)) for n in range(TENSORS)]
-
-    def step(self) -> None:
-        """Every rank asks for all tensors, and hears the answer."""
-        self.costs = [Cost() for _ in range(self.size)]
-        for rank in reversed(range(self.size)):  # children before parents
-            message = self._timed(rank, lambda rank=rank: self.caches[rank].announcement(self.requests))
-            if self._is_leaf(rank):
-                self._send(rank, message)
-            else:
-                self._hear(rank, (range(rank, rank + 1),), message)
-            if rank in self.nodes:
-                aggregate = self._timed(rank, lambda rank=rank: self.nodes[rank].take(0.0))
-                assert aggregate and not self.nodes[rank].is_holding
-                self._send(rank, aggregate)
-        responses = self._timed(0, self.coordinator.decide)
-        answer = self._timed(0, lambda: write_responses(tuple(responses)))
+    def step(self) -> list[Cost]:
+        """Every rank asks for all tensors, and hears the answer. Returns what each rank has done."""
+        tree = self.tree
+        costs = tree.costs = tree.fresh_costs()
+        asked = list(self.requests.values())
+        for rank in reversed(range(len(self.caches))):  # children before parents
+            cache = self.caches[rank]
+            message = tree.timed(rank, lambda cache=cache: cache.announcement(asked))
+            tree.announce(rank, message)
+        responses = tree.timed(0, self.coordinator.decide)
         assert sum(len(response.names) for response in responses) == TENSORS
-        for rank in range(self.size):
-            self._timed(rank, lambda rank=rank: self._execute(rank, answer))
-            for child in self.children[rank]:
-                self.costs[rank].count(answer)
-                self.costs[child].count(answer)
+        answer = tree.timed(0, lambda: write_responses(tuple(responses)))
+        tree.answer(responses, answer)
+        for rank, cache in enumerate(self.caches):
+            tree.timed(rank, lambda cache=cache: self._learn(cache, answer))
+        return costs
 
-    def _is_leaf(self, rank: int) -> bool:
-        return rank != 0 and rank not in self.nodes
-
-    def _send(self, rank: int, message: bytes) -> None:
-        parent = self.parents[rank]
-        self.costs[rank].count(message)
-        self.costs[parent].count(message)
-        if self._is_leaf(rank):
-            self._hear(parent, (range(rank, rank + 1),), message)
-        else:
-            for ranges, announcement in read_aggregate(message):
-                self._hear(parent, ranges, announcement)
-
-    def _hear(self, rank: int, ranges: Ranges, message: bytes) -> None:
-        if rank == 0:
-            ranks = ranges[0] if len(ranges) == 1 else [rank for each in ranges for rank in each]
-            self._timed(0, lambda: self.coordinator.receive(ranks, message, 0.0))
-        else:
-            self._timed(rank, lambda: self.nodes[rank].add(ranges, message, 0.0))
-
-    def _execute(self, rank: int, answer: bytes) -> None:
-        cache = self.caches[rank]
+    def _learn(self, cache: RankCache, answer: bytes) -> None:
         for response in read_responses(answer):
             for position, number in enumerate(response.cache_ids):
                 if number >= 0:
                     name = response.names[position]
-                    cache.learn(name, number, next(r for r in self.requests if r.name == name))
-
-    def _timed(self, rank: int, call: Any) -> Any:
-        begin = time.perf_counter()
-        result = call()
-        self.costs[rank].seconds += time.perf_counter() - begin
-        return result
+                    cache.learn(name, number, self.requests[name])
 
 
 def negotiation(size: int, direct_peers: int) -> dict[str, float]:
     """Returns, for a step whose requests are known, the most that any rank has of each cost, and the coordinator's."""
     job = Negotiation(size, direct_peers)
     for _ in range(STEPS):
-        job.step()
+        costs = job.step()
     return {
-        "messages": max(cost.messages for cost in job.costs),
-        "bytes": max(cost.nbytes for cost in job.costs),
-        "coordinator_ms": job.costs[0].seconds * 1e3,
-        "others_ms": max(cost.seconds for cost in job.costs[1:]) * 1e3,
+        "messages": max(cost.messages for cost in costs),
+        "bytes": max(cost.nbytes for cost in costs),
+        "coordinator_ms": costs[0].seconds * 1e3,
+        "others_ms": max(cost.seconds for cost in costs[1:]) * 1e3,
     }
 
 
@@ -211,10 +157,13 @@ def job(ranks: int) -> dict[str, float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
+        # Modules are compiled before, as pip leaves them, also where PYTHONDONTWRITEBYTECODE is set.
+        compiled = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(Path(folder) / "compiled")}
+        subprocess.run([sys.executable, "-c", "import benchmarks.many_ranks"], check=True, env=compiled, timeout=100)
         words = [sys.executable, "-m", "ocomm.launch", "-np", str(ranks)]
         command = [*words, sys.executable, "-m", "benchmarks.many_ranks", str(file)]
         began = time.time()
-        environ = {**os.environ, "BEGAN": repr(began), "OCOMM_START_TIMEOUT": "300"}
+        environ = {**compiled, "BEGAN": repr(began), "OCOMM_START_TIMEOUT": "300"}
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env=environ, timeout=900, stderr=subprocess.PIPE)
         found: dict[str, float] = json.loads(file.read_text())
         return {**found, "whole_s": time.time() - began}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.relays import Relays
 from ocomm.negotiation.cache import RankCache
 from ocomm.negotiation.coordinator import JOIN_NAME, Coordinator, Stall, describe_stall, find_mismatch
 from ocomm.negotiation.request import (
@@ -24,7 +25,6 @@ from ocomm.negotiation.request import (
     write_request,
     write_responses,
 )
-from ocomm.negotiation.tree import HOLD_S, Aggregator, Ranges, Tree, read_aggregate
 from ocomm.types import DType, ReduceOp
 
 THRESHOLD = 1 << 20
@@ -35,54 +35,6 @@ DIRECT_PEERS = st.sampled_from([1, 63])
 
 def allreduce(name: str, numel: int = 4, **changes: object) -> Request:
     return replace(Request(Kind.ALLREDUCE, name, DType.FLOAT32, (numel,)), **changes)  # type: ignore[arg-type]
-
-
-class Relays:
-    """What is between ranks and their coordinator. Counts the messages that each rank receives."""
-
-    def __init__(self, coordinator: Coordinator, size: int, direct_peers: int) -> None:
-        self.coordinator = coordinator
-        self.trees = [Tree.of(rank, size, direct_peers) for rank in range(size)]
-        inner = [tree for tree in self.trees if tree.rank and tree.children]
-        self.aggregators = {tree.rank: Aggregator(tree.rank, tree.children) for tree in inner}
-        self.received = [0] * size
-        self.now_s = 0.0
-
-    def announce(self, rank: int, message: bytes, now_s: float) -> None:
-        self.now_s = now_s
-        if rank == 0 or rank in self.aggregators:
-            self._hear(rank, (range(rank, rank + 1),), message)
-            self._pass(rank)
-        else:
-            parent = self.trees[rank].parent
-            self.received[parent] += 1
-            self._hear(parent, (range(rank, rank + 1),), message)
-            self._pass(parent)
-
-    def pass_all(self) -> None:
-        """As after the longest time for which a rank keeps something."""
-        for rank in sorted(self.aggregators, reverse=True):
-            self._pass(rank, wait_s=HOLD_S)
-            assert not self.aggregators[rank].is_holding
-
-    def forget(self, responses: Sequence[Response]) -> None:
-        for aggregator in self.aggregators.values():
-            aggregator.forget(name for response in responses for name in response.names)
-
-    def _hear(self, rank: int, ranges: Ranges, message: bytes) -> None:
-        if rank == 0:
-            self.coordinator.receive([rank for each in ranges for rank in each], message, self.now_s)
-        else:
-            self.aggregators[rank].add(ranges, message, self.now_s)
-
-    def _pass(self, rank: int, wait_s: float = 0.0) -> None:
-        if rank == 0 or not (aggregate := self.aggregators[rank].take(self.now_s + wait_s)):
-            return
-        parent = self.trees[rank].parent
-        self.received[parent] += 1
-        for ranges, message in read_aggregate(aggregate):
-            self._hear(parent, ranges, message)
-        self._pass(parent, wait_s)
 
 
 class World:
@@ -108,8 +60,9 @@ class World:
     def decide(self) -> list[Response]:
         self.tree.pass_all()
         responses = self.coordinator.decide()
-        self.tree.forget(responses)
-        assert read_responses(write_responses(tuple(responses))) == tuple(responses)
+        message = write_responses(tuple(responses))
+        assert read_responses(message) == tuple(responses)
+        self.tree.answer(responses, message)
         for rank, cache in enumerate(self.caches):
             cache.enter(self.coordinator.cache.epoch)
             for response in responses:

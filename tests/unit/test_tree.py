@@ -39,16 +39,17 @@ def test_by_default_large_trees_have_few_children_and_levels(size: int, children
 
 
 @pytest.mark.parametrize("size", [100, 300])
-def test_in_a_step_a_rank_hears_once_from_each_child(size: int) -> None:
+def test_in_a_step_a_rank_hears_once_from_each_child_and_answers_once(size: int) -> None:
     """With ids, and in full; and all that comes to the coordinator are as many bytes as one rank's announcement, and
     ranges, from each child.
     """
     world = World(size)
     for _ in range(4):
-        world.tree.received = [0] * size
+        world.tree.costs = world.tree.fresh_costs()
         (response,) = world.ask_all(*NAMES)
         assert response.names == ("a", "b", "c")
-        assert world.tree.received == [len(tree.children) for tree in world.tree.trees]
+        neighbours = [len(tree.children) + (tree.rank > 0) for tree in world.tree.trees]
+        assert [cost.messages for cost in world.tree.costs] == [2 * count for count in neighbours]
 
 
 def told(aggregator: Aggregator, now_s: float) -> list[tuple[list[int], Announcement]]:
