@@ -337,11 +337,21 @@ def test_a_weight_that_two_stages_share_is_refused_by_name(wrap: Any) -> None:
 # Torch's own axes, in jobs
 
 
+#: Programs that `make test` runs, in one job: to import Torch on four ranks takes longer than each of them.
+TOGETHER = ("pipeline", "dense", "regrid")
+
+
 def job(name: str) -> list[dict[str, Any]]:
-    done = run_job(4, "from tests.frontends.torch_grids import main; main('" + name + "')", PYTHONWARNINGS="ignore")
+    """What each rank says in a program of ``torch_grids``."""
+    return said_in(TOGETHER if name in TOGETHER else (name,))[name]
+
+
+@functools.cache
+def said_in(names: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
+    done = run_job(4, f"from tests.frontends.torch_grids import main; main(*{names})", PYTHONWARNINGS="ignore")
     assert done.returncode == 0, done.stdout + done.stderr
-    said = sorted(line for line in done.stdout.splitlines() if line.startswith("["))
-    return [json.loads(line.partition("] ")[2]) for line in said]
+    lines = sorted(line.partition("] ") for line in done.stdout.splitlines() if line.startswith("["))
+    return {name: [json.loads(said) for key, _, said in lines if key.startswith(f"[{name} ")] for name in names}
 
 
 in_a_job = pytest.mark.skipif(MPI_SIZE > 0, reason="starts jobs of its own")

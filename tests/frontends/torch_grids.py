@@ -619,13 +619,14 @@ def mistakes() -> dict[str, str]:
     }
 
 
-def main(name: str) -> None:
+def main(*names: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    said = PROGRAMS[name]()
-    print(f"[{hvd.rank()}] {json.dumps(said)}", flush=True)
+    for name in names:
+        said = json.dumps(PROGRAMS[name]())
+        print(f"[{name} {hvd.rank()}] {said}", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
