@@ -59,7 +59,8 @@ class CallbackMpi:
 
     def _isend(self, address: int, count: int, _type: int, dest: int, tag: int, comm: int, out: int) -> int:
         transport = self.transports[comm]
-        return self._new(transport, transport.isend(self._buffer(address, count), dest, tag), out)
+        transport.isend(self._buffer(address, count), dest, tag)
+        return self._new(transport, None, out)
 
     def _irecv(self, address: int, count: int, _type: int, source: int, tag: int, comm: int, out: int) -> int:
         transport = self.transports[comm]

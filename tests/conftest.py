@@ -40,7 +40,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Under mpirun a test for another number of ranks is skipped by ``run_ranks``, and here before it works out what to
     expect."""
     parameters = getattr(item, "callspec", None)
-    for name in ("ranks", "size", "hosts") if MPI_SIZE and parameters is not None else ():
+    if not MPI_SIZE or parameters is None:
+        return
+    for name in ("ranks", "size", "hosts"):
         value = parameters.params.get(name, MPI_SIZE)
         wanted = len(value) if isinstance(value, str) else value
         if wanted != MPI_SIZE and isinstance(wanted, int):

@@ -137,7 +137,7 @@ def mpi_world_copy() -> Any:
 
 def _run_as_mpi_rank(
     body: Callable[[Session], Any], settings: Settings, process_sets: Sequence[Sequence[int]], hosts: Sequence[str]
-) -> list:
+) -> list[Any]:
     from ocomm.transport import mpi
 
     session = Session()

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.faults import scenarios, workloads, world
 from tests.faults.allocations import Allocations, library
@@ -85,7 +86,7 @@ def _allocation_cases() -> Iterator[Case]:
     for allocation, count in allocations.counts().items():
         for fault in faults({allocation.name: count}, lasting=True):
 
-            def run(chosen: tuple = (allocation, fault.number, fault.lasting)) -> tuple[bool, list[str]]:
+            def run(chosen: tuple[Any, ...] = (allocation, fault.number, fault.lasting)) -> tuple[bool, list[str]]:
                 allocations.begin(chosen)
                 done = _run(native=True)
                 has_failed = allocations.has_failed

@@ -50,6 +50,7 @@ _KEY = secrets.token_bytes(32)
 class _Ranked(elastic.ObjectState):
     """Has a part of each rank: ``mine``."""
 
+    step: int
     mine: Any = None
 
     def own(self) -> Any:
@@ -96,9 +97,9 @@ class _Commits:
         with mock.patch("ocomm.elastic.loop._rejoin", return_value=False):
             done = world.run(body, 2, workloads.patient(PATIENCE_S), hosts=hosts, deadline_s=DEADLINE_S)
         self.found += [f"{name} hangs" for name in done.stuck]
-        for rank in done.ranks:
-            if rank.error is not None:
-                self.found += world.unnamed(rank.error, None)
+        for one in done.ranks:
+            if one.error is not None:
+                self.found += world.unnamed(one.error, None)
         if len({(commits, step) for commits, step, _ in began.values()}) > 1:
             self.found.append(f"ranks began with different states: {began}")
         for rank, (commits, step, mine) in began.items():
@@ -301,8 +302,10 @@ def pmi(calls: Calls) -> list[str]:
                 if thread.is_alive():
                     found.append(f"{thread.name} hangs")
             # In a job their processes end.
-            for end in [*server.lines, *service._unknown, *service._pmi.values(), *service._watchers.values()]:
-                end.close()
+            for line in [*server.lines, *service._unknown, *service._watchers.values()]:
+                line.close()
+            for peer in service._pmi.values():
+                peer.close()
             for client in clients:
                 client._watch.close()
     found += [f"rank {rank} does not know why: {why}" for rank, why in problems.items() if not why]

@@ -100,7 +100,7 @@ def run(
                 result.stuck.append(thread.name)
     result.seconds = time.monotonic() - began
     if result.stuck:
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
         fabric.endpoint(0).abort(1)
     sessions._abandoned.clear()  # nothing but threads of this process has used their buffers
     return result
