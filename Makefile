@@ -7,6 +7,8 @@ PIP_ARGS ?=
 # As root on one small machine; harmless elsewhere.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+# Where it is set each of some hundred processes compiles what it imports, and each worker of pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
 MPIRUN := timeout 1800 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
 .PHONY: demo docs test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich test-sanitize fuzz check bench convergence time-to-loss soak clean install wheel test-install
