@@ -42,7 +42,7 @@ _log = logging.getLogger("ocomm")
 
 _BY_NAME = {method.name: method for method in METHODS}
 _AVERAGES = {EXACT: Compression.none, "Compression.int8": Compression.int8, "Compression.int4": Compression.int4}
-_WRAPPERS: Mapping[str, type[HasRankState]] = {
+_WRAPPERS: Mapping[str, Callable[..., HasRankState]] = {
     "DistributedOneBitAdam": OneBitAdam,
     "DistributedZeroOneAdam": ZeroOneAdam,
     "DistributedDiLoCo": DiLoCo,
@@ -108,16 +108,13 @@ class Auto(HasRankState):
         check_plain_optimizer(optimizer, "DistributedAuto")
         check_steps_without_closure(optimizer, "DistributedAuto")
         loss_scaling.install()
-        self._inner = optimizer
         self._named = list(named_parameters) if named_parameters is not None else None
         self._max_loss_gap = max_loss_gap
         #: The norm to which gradients are clipped; None if they are not.
         self.max_grad_norm = max_grad_norm
         self._passes = backward_passes_per_step
         self._unfit = _unfit(optimizer, backward_passes_per_step)
-        self._wrapping = True
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._wrapping = False
+        super().__init__(optimizer)
         self.process_set: ProcessSet = global_process_set
         self.total_steps = _whole_run(total_steps)
         #: Steps taken, and of these the steps before the current method.
@@ -162,7 +159,7 @@ class Auto(HasRankState):
         """The optimizer of the current method, such as a ``DistributedOneBitAdam``."""
         return self._optimizer
 
-    # Optimizer.__init__ makes groups and a state of its own, which nobody sees once a method has wrapped the optimizer.
+    # Torch sets groups and a state, which nobody sees once a method has wrapped the optimizer.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -184,21 +181,6 @@ class Auto(HasRankState):
     @state.setter
     def state(self, state: Any) -> None:
         self.__dict__["_own_state"] = state
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises InvalidRequestError, because the parameters are fixed."""
-        if not self._wrapping:
-            raise InvalidRequestError(
-                "a parameter group cannot be added: DistributedAuto may train with a method whose tensors are fixed. "
-                "Wrap a new optimizer over all parameters."
-            )
-        super().add_param_group(param_group)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InvalidRequestError(
-            "DistributedAuto cannot be copied or pickled: it holds connections to the other ranks. Save its "
-            "state_dict(), and load it into a new one."
-        )
 
     def reconnect(self, keep: bool = True) -> None:
         if isinstance(self._optimizer, HasRankState):

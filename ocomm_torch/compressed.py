@@ -105,15 +105,9 @@ class CompressedOptimizer(HasRankState):
         session.require_topology()
         loss_scaling.install()
         leave_hooks_alone()
-        self._inner = optimizer
         self._options, self._common = options, common
         self._parameters, self._names = named(optimizer, named_parameters)
-        self._wrapping = True
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._wrapping = False
-        # The same objects, so that changes by a scheduler or user of one optimizer change both.
-        self.param_groups = optimizer.param_groups
-        self.state = optimizer.state
+        super().__init__(optimizer)
         axis = process_set if isinstance(process_set, DataAxis) else None
         self._local = LocalTensors(self._parameters, axis is not None)
         for index, parameter in self._local.inside.items():
@@ -279,28 +273,8 @@ class CompressedOptimizer(HasRankState):
                     f"parameter '{name}' has another place in its param group than when it was wrapped. Put it back."
                 )
 
-    @property
-    def _fixed(self) -> str:
-        kind = type(self).__name__
-        return (
-            f"Distributed{kind} exchanges the tensors that it was made with: to change them, take state_dict(), wrap a "
-            f"new {type(self._inner).__name__} over all parameters, and load it there."
-        )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises InvalidRequestError, because the parameters are fixed."""
-        if not self._wrapping:
-            raise InvalidRequestError("a parameter group cannot be added. " + self._fixed)
-        super().add_param_group(param_group)
-
     def _check_parameter(self, name: str, parameter: torch.Tensor) -> None:
         _check_parameter(type(self).__name__, name, parameter)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InvalidRequestError(
-            f"Distributed{type(self).__name__} cannot be copied or pickled: it holds connections to the other ranks. "
-            "Save its state_dict(), and load it into a new one."
-        )
 
     # For the driver
 

@@ -19,7 +19,7 @@ from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.kernels.base import Bytes, Floats
 from ocomm.operations import global_process_set
 from ocomm.optim.core import Group
-from ocomm.optim.diloco import DiLoCoOptions
+from ocomm.optim.diloco import BUFFERS, DiLoCoOptions
 from ocomm.optim.stepper import StepOutcome
 from ocomm.training import report
 from ocomm.training.diloco import DiLoCoDriver
@@ -46,9 +46,8 @@ _FLOATS = (torch.float32, *LOW_PRECISION)
 
 @documented(
     DiLoCoOptions,
-    named_buffers="An iterable of (name, buffer), such as ``model.named_buffers()``: those of float32, bfloat16 and "
-    "float16, such as a BatchNorm's running means, are averaged at the syncs of the first fragment, in float32. Others "
-    "stay this rank's own. None: no buffer is averaged.",
+    named_buffers="An iterable of (name, buffer), such as ``model.named_buffers()``: "
+    + BUFFERS.format(example="a BatchNorm's running means"),
 )
 class DiLoCo(HasRankState):
     """Local steps that send nothing, and a sync of the ranks once in ``sync_every`` steps (DiLoCo, arXiv 2311.08105).
@@ -106,7 +105,6 @@ class DiLoCo(HasRankState):
         check_plain_optimizer(optimizer, "DistributedDiLoCo")
         check_steps_without_closure(optimizer, "DistributedDiLoCo")
         loss_scaling.install()
-        self._inner = optimizer
         self._chosen, self._common = chosen, common
         self._parameters, names = named(optimizer, named_parameters)
         buffers = [(name, buffer) for name, buffer in named_buffers or () if buffer.dtype in _FLOATS]
@@ -118,12 +116,7 @@ class DiLoCo(HasRankState):
         for parameter in self._parameters:  # an optimizer that this one replaces would go on exchanging gradients
             unhook(parameter)
         _check_storage(self._names, self._tensors)
-        self._wrapping = True
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._wrapping = False
-        # The same objects, so that changes by a scheduler or user of one optimizer change both.
-        self.param_groups = optimizer.param_groups
-        self.state = optimizer.state
+        super().__init__(optimizer)
         self._group_counts = [len(group["params"]) for group in self.param_groups]
         self._evaluates = False
         #: What ``reset_inner_state`` returns to: most optimizers have no state before their first step.
@@ -156,21 +149,6 @@ class DiLoCo(HasRankState):
 
     def disconnect(self) -> None:
         self._guard.remove()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises InvalidRequestError, because the parameters are fixed."""
-        if not self._wrapping:
-            raise InvalidRequestError(
-                "a parameter group cannot be added: DistributedDiLoCo syncs the tensors that it was made with. Wrap a "
-                "new optimizer over all parameters."
-            )
-        super().add_param_group(param_group)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InvalidRequestError(
-            "DistributedDiLoCo cannot be copied or pickled: it holds connections to the other ranks. Save its "
-            "state_dict(), and load it into a new one."
-        )
 
     # For the driver
 

@@ -1,5 +1,5 @@
-"""What optimizers have in common of which each rank has a state of its own, for all that saves, restores and broadcasts
-optimizers.
+"""What optimizers have in common of which each rank has a state of its own: they wrap one of Torch's, and what saves,
+restores and broadcasts optimizers knows them by this class.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet
 from ocomm.training.driver import Driver
 from ocomm_torch.checkpoint import rank_source
@@ -17,6 +20,8 @@ from ocomm_torch.loss_scaling import CollectiveStep
 class HasRankState(CollectiveStep):
     """An optimizer that saves ``state_dict()``, the same on all ranks, and ``rank_state_dict()``, what only this rank
     has. ``state_dict()["ocomm"]`` is a saved state of ``ocomm.training.resume``.
+
+    It wraps ``optimizer``, whose param groups and state are its own, and whose set of parameters is fixed.
     """
 
     #: The ranks that train together.
@@ -24,6 +29,37 @@ class HasRankState(CollectiveStep):
     _driver: Driver
     #: True while this optimizer calls the ``step`` of the one that it wraps; others may not.
     _inner_steps = False
+    #: True while Torch adds the groups of the wrapped optimizer; no others may be added.
+    _wrapping = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._inner = optimizer
+        self._wrapping = True
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._wrapping = False
+        # The same objects, so that changes by a scheduler or user of one optimizer change both.
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+
+    @property
+    def _fixed(self) -> str:
+        kind = type(self).__name__
+        return (
+            f"Distributed{kind} exchanges the tensors that it was made with: to change them, take state_dict(), wrap a "
+            f"new {type(self._inner).__name__} over all parameters, and load it there."
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises InvalidRequestError, because the parameters are fixed."""
+        if not self._wrapping:
+            raise InvalidRequestError("a parameter group cannot be added. " + self._fixed)
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidRequestError(
+            f"Distributed{type(self).__name__} cannot be copied or pickled: it holds connections to the other ranks. "
+            "Save its state_dict(), and load it into a new one."
+        )
 
     def reconnect(self, keep: bool = True) -> None:
         """Joins the current ranks after ``shutdown`` and ``init``. Collective; does nothing if it is connected.

@@ -34,6 +34,11 @@ from ocomm.optim.options import Options, option
 
 #: Number of elements that the outer step works on at once, so that what it needs stays in the cache.
 _CHUNK = 1 << 15
+#: What happens to a model's buffers, for the frontends, which have the argument; {example} is one of their own.
+BUFFERS = (
+    "those of float32, bfloat16 and float16, such as {example}, are averaged at the syncs of the first fragment, in "
+    "float32. Others stay this rank's own. None: no buffer is averaged."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from ocomm import api
 from ocomm import session as sessions
 from ocomm.api import Min
 from ocomm.errors import InvalidRequestError
@@ -24,13 +22,13 @@ from ocomm.optim import options
 from ocomm.optim.core import Core
 from ocomm.optim.options import Options
 from ocomm.session import Session
-from ocomm.training import report
 from ocomm.training.adam import refuse_other
 from ocomm.training.driver import Common, Driver
-from ocomm.training.resume import NO_STATE, Source, one_state
+from ocomm.training.resume import Source
 from ocomm_tf import mpi_ops
 from ocomm_tf.averaging import scaled
 from ocomm_tf.functions import agree_on
+from ocomm_tf.keras.driven import Driven, State, check_unused
 from ocomm_tf.keras.frontend import KerasFrontend
 from ocomm_tf.keras.gpu import GpuFrontend, device_of
 from ocomm_tf.keras.masters import LOW_PRECISION
@@ -92,7 +90,7 @@ def _widened(gradients: Sequence[Any]) -> list[Any]:
     return [wide(gradient) for gradient in gradients]
 
 
-class Compressed(Distributed):
+class Compressed(Driven):
     """Mixin placed before the class of the user's optimizer."""
 
     _frontend: KerasFrontend | None = None
@@ -107,10 +105,6 @@ class Compressed(Distributed):
     ocomm_moments: tuple[tuple[float, float], float] = (0.0, 0.0), 0.0
 
     @property
-    def ocomm_process_set(self) -> ProcessSet:
-        return self._setup[0]
-
-    @property
     def ocomm_names(self) -> Mapping[str, Any] | None:
         return self._setup[1]
 
@@ -120,11 +114,7 @@ class Compressed(Distributed):
             return
         super().build(variables)  # type: ignore[misc]
         wrapper = f"Distributed{self.ocomm_core.kind}"
-        for variable in self._trainable_variables:
-            if keras.backend.standardize_dtype(variable.dtype) not in ("float32", *LOW_PRECISION):
-                raise InvalidRequestError(
-                    f"variable '{name_of(variable)}' is {variable.dtype}; {wrapper} needs float32, bfloat16 or float16."
-                )
+        self._check_dtypes(wrapper)
         process_set, names, *chosen = self._setup
         variables = self._trainable_variables
         agreed = agree_on(wrapper, variables, process_set) if names is None else []
@@ -187,25 +177,9 @@ class Compressed(Distributed):
         for variable, result in zip(trainable_variables, results, strict=True):
             variable.assign(result)  # a value that a low-precision variable can hold
 
-    @report.documented
-    def compression_report(self: Any) -> dict[str, Any]:
-        """Returns counts of the steps and bytes of this rank, compared with dense averages, and the stage of the run.
-
-        Bytes, and steps by kind, are counted from the start of this process. Not collective.
-
-        Returns:
-            {entries}
-
-        Raises:
-            InvalidRequestError: No step has been taken yet.
-        """
-        if self._frontend is None:
-            raise InvalidRequestError("there is nothing to report before the optimizer is built.")
-        return self._frontend.driver.report()
-
     # The complete state, for elastic jobs
 
-    def ocomm_state(self: Any) -> tuple[list[np.ndarray], dict[str, Any], dict[int, Floats]]:
+    def ocomm_state(self: Any) -> State:
         """Returns the state that is equal on all ranks: the optimizer's variables, ocomm's own state, and masters by
         tensor.
         """
@@ -214,7 +188,7 @@ class Compressed(Distributed):
         frontend.read(self._trainable_variables)
         return [v.numpy() for v in self.variables], frontend.driver.state(), frontend.masters()
 
-    def ocomm_load_state(self: Any, state: tuple[list[np.ndarray], dict[str, Any], dict[int, Floats]]) -> None:
+    def ocomm_load_state(self: Any, state: State) -> None:
         """Loads the result of ``ocomm_state``, after the model's variables have been loaded. Collective after
         ``init``.
         """
@@ -241,33 +215,6 @@ class Compressed(Distributed):
         done = frontend.driver.load_rank_state(source)
         frontend.write(self._trainable_variables)
         return done
-
-    def ocomm_reconnect(self: Any, keep: bool = True) -> None:
-        """Joins the current ranks after ``shutdown`` and ``init``. Collective; does nothing if the driver is connected.
-
-        ``keep``: the optimizer keeps its state. If not, a state must be loaded.
-        """
-        frontend: KerasFrontend = self._frontend
-        session = sessions.current()
-        if frontend.runtime is session.runtime:
-            return
-        kept = (self.ocomm_state(), self.ocomm_rank_state()) if keep else None
-        frontend.connect(session)
-        if kept is not None:
-            self.ocomm_load_state(kept[0])
-            self.ocomm_load_rank_state(one_state(kept[1]))
-
-    def ocomm_begin_alike(self: Any, root_rank: int) -> None:
-        """Makes the ranks' states equal, as ``Distributed`` describes; errors start at zero."""
-        if self._frontend is None:
-            return
-        mine = int(self.iterations.numpy()), self._frontend.driver.steps
-        process_set = self.ocomm_process_set
-        if len(set(api.allgather_object(mine, process_set=process_set))) > 1:
-            is_root = sessions.current().require_topology().rank == root_rank
-            state = api.broadcast_object(self.ocomm_state() if is_root else None, root_rank, process_set=process_set)
-            self.ocomm_load_state(state)
-            self.ocomm_load_rank_state(NO_STATE)
 
     def _restore_moments(self: Any, saved: Mapping[str, Any]) -> None:
         """Takes Adam's m and v from the optimizer's variables, before a ``saved`` state without any is loaded."""
@@ -418,11 +365,7 @@ def wrap(
     scaled = optimizer if isinstance(optimizer, LossScaleOptimizer) else None
     inner = scaled.inner_optimizer if scaled is not None else optimizer
     check_wrappable(inner)
-    if inner.built or (scaled is not None and scaled.built):
-        raise InvalidRequestError(
-            f"this {type(inner).__name__} has been used already; wrap it before its first step. To go on from a saved "
-            "model, compile with a new one, build it, and load_weights(file)."
-        )
+    check_unused(inner, inner.built or (scaled is not None and scaled.built))
     if getattr(inner, "amsgrad", False):
         raise InvalidRequestError("amsgrad=True is not supported; leave it out.")
     if common.backward_passes_per_step > 1:

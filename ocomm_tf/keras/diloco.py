@@ -16,30 +16,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ocomm import api
 from ocomm import session as sessions
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import Bytes, Floats, Kernels
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.core import Group
-from ocomm.optim.diloco import DiLoCoOptions
+from ocomm.optim.diloco import BUFFERS, DiLoCoOptions
 from ocomm.optim.grid import Grid
 from ocomm.session import Session
-from ocomm.training import report
 from ocomm.training.diloco import DiLoCoDriver
 from ocomm.training.driver import Common
-from ocomm.training.resume import NO_STATE, Source, one_state
+from ocomm.training.resume import Source
 from ocomm_tf import engine, mpi_ops
 from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.functions import agree_on
 from ocomm_tf.keras.compressed import documented
-from ocomm_tf.keras.masters import LOW_PRECISION
-from ocomm_tf.keras_optimizer import Distributed, LossScaleOptimizer, check_wrappable, not_compiled, subclass_of
-from ocomm_tf.naming import name_of
+from ocomm_tf.keras.driven import FLOATS, Driven, State, check_unused
+from ocomm_tf.keras_optimizer import LossScaleOptimizer, check_wrappable, not_compiled, subclass_of
 from ocomm_tf.order import wire_variables
-
-_FLOATS = ("float32", *LOW_PRECISION)
 
 
 class LocalVariables:
@@ -163,17 +158,13 @@ def _numbers(config: Any) -> tuple[float, ...]:
     return tuple(float(v) for _, v in sorted(found.items()) if isinstance(v, (bool, int, float)))
 
 
-class _DiLoCo(Distributed):
+class _DiLoCo(Driven):
     """Mixin placed before the class of the user's optimizer."""
 
     steps_alone = True
-    _local: LocalVariables | None = None
+    _frontend: LocalVariables | None = None
     _setup: tuple[ProcessSet, list[Any], DiLoCoOptions, Common]
     _evaluates = False
-
-    @property
-    def ocomm_process_set(self) -> ProcessSet:
-        return self._setup[0]
 
     def build(self: Any, variables: Any) -> None:
         """Builds the wrapped optimizer; then the ranks agree on what they sync. Collective."""
@@ -181,15 +172,10 @@ class _DiLoCo(Distributed):
             return
         super().build(variables)  # type: ignore[misc]
         process_set, buffers, options, common = self._setup
-        for variable in self._trainable_variables:
-            if keras.backend.standardize_dtype(variable.dtype) not in _FLOATS:
-                raise InvalidRequestError(
-                    f"variable '{name_of(variable)}' is {variable.dtype}; DistributedDiLoCo needs float32, bfloat16 or "
-                    "float16."
-                )
+        self._check_dtypes("DistributedDiLoCo")
         with tf.init_scope():  # a graph may be under construction, in which variables have no values
             local = LocalVariables(self, buffers, process_set, options, common)
-        self.__dict__["_local"] = local  # set without Keras, which would look for variables in it
+        self.__dict__["_frontend"] = local  # set without Keras, which would look for variables in it
         local.connect(sessions.current())
 
     # The step
@@ -216,7 +202,7 @@ class _DiLoCo(Distributed):
                 self._apply_in_graph(plain, grads, variables)
 
     def _apply_now(self: Any, plain: Any, grads: list[Any], variables: list[Any]) -> None:
-        local: LocalVariables = self._local
+        local: LocalVariables = self._frontend
         local.driver.start()
         local.rate = float(keras.ops.convert_to_numpy(self.learning_rate))
         is_finite = all(bool(keras.ops.all(keras.ops.isfinite(_values(g)))) for g in grads if g is not None)
@@ -233,7 +219,7 @@ class _DiLoCo(Distributed):
                 "DistributedDiLoCo steps in tf.function or eagerly, not in a graph of tf.compat.v1, which does not say "
                 "when a variable is read."
             )
-        local: LocalVariables = self._local
+        local: LocalVariables = self._frontend
         engine.steppers.add(local)
         every = local.variables
 
@@ -301,9 +287,9 @@ class _DiLoCo(Distributed):
             HorovodInternalError: The sync failed: MismatchError, StallError or PeerError.
         """
         self._require_own("finish()")
-        if self._local is None:
+        if self._frontend is None:
             raise InvalidRequestError("finish() was called before the first step: there is nothing to sync.")
-        self._local.driver.finish()
+        self._frontend.driver.finish()
 
     @contextlib.contextmanager
     def evaluation_parameters(self: Any) -> Iterator[None]:
@@ -311,7 +297,7 @@ class _DiLoCo(Distributed):
         all ranks; after it they are this rank's own again. Not collective, not in a graph.
         """
         self._require_own("evaluation_parameters()")
-        local: LocalVariables | None = self._local
+        local: LocalVariables | None = self._frontend
         core = None if local is None else local.driver.core
         if local is None or core is None or not core.step:
             yield
@@ -334,76 +320,34 @@ class _DiLoCo(Distributed):
                 "it outside."
             )
 
-    @report.documented
-    def compression_report(self: Any) -> dict[str, Any]:
-        """Returns counts of the steps and bytes of this rank, compared with dense averages in each step.
-
-        Bytes, and steps by kind, are counted from the start of this process. Not collective.
-
-        Returns:
-            {entries}
-
-        Raises:
-            InvalidRequestError: No step has been taken yet.
-        """
-        if self._local is None:
-            raise InvalidRequestError("there is nothing to report before the optimizer is built.")
-        return self._local.driver.report()
-
     # The complete state, for elastic jobs
 
-    def ocomm_state(self: Any) -> tuple[list[np.ndarray], dict[str, Any], dict[int, Floats]]:
+    def ocomm_state(self: Any) -> State:
         """Returns the wrapped optimizer's variables on this rank, and anchors and outer momentum, those of all
         ranks.
         """
-        return [v.numpy() for v in self.variables], self._local.driver.state(), {}
+        return [v.numpy() for v in self.variables], self._frontend.driver.state(), {}
 
-    def ocomm_load_state(self: Any, state: tuple[list[np.ndarray], dict[str, Any], dict[int, Floats]]) -> None:
+    def ocomm_load_state(self: Any, state: State) -> None:
         """Loads the result of ``ocomm_state``; the variables become the anchors. Collective after ``init``."""
         for variable, value in zip(self.variables, state[0], strict=True):
             variable.assign(value)
         self.ocomm_reconnect(keep=False)
-        self._local.driver.load_state(state[1])
+        self._frontend.driver.load_state(state[1])
 
     def ocomm_rank_state(self: Any) -> dict[str, Any]:
         """Returns what only this rank has: its variables, the wrapped optimizer's, and errors."""
-        return self._local.driver.rank_state()
+        return self._frontend.driver.rank_state()
 
     def ocomm_load_rank_state(self: Any, source: Source) -> dict[str, Any]:
         """Loads rank states after ``ocomm_load_state``, as ``DiLoCoDriver.load_rank_state`` does. Collective."""
-        return self._local.driver.load_rank_state(source)
-
-    def ocomm_reconnect(self: Any, keep: bool = True) -> None:
-        """Joins the current ranks after ``shutdown`` and ``init``. Collective; does nothing if the driver is connected.
-
-        ``keep``: the optimizer keeps its state. If not, a state must be loaded.
-        """
-        session = sessions.current()
-        if self._local.runtime is session.runtime:
-            return
-        kept = (self.ocomm_state(), self.ocomm_rank_state()) if keep else None
-        self._local.connect(session)
-        if kept is not None:
-            self.ocomm_load_state(kept[0])
-            self.ocomm_load_rank_state(one_state(kept[1]))
-
-    def ocomm_begin_alike(self: Any, root_rank: int) -> None:
-        """Makes the ranks' states equal, as ``Distributed`` describes; all go on from the anchors."""
-        if self._local is None:
-            return
-        mine = int(self.iterations.numpy()), self._local.driver.steps
-        process_set = self.ocomm_process_set
-        if len(set(api.allgather_object(mine, process_set=process_set))) > 1:
-            is_root = sessions.current().require_topology().rank == root_rank
-            state = api.broadcast_object(self.ocomm_state() if is_root else None, root_rank, process_set=process_set)
-            self.ocomm_load_state(state)
-            self.ocomm_load_rank_state(NO_STATE)
+        return self._frontend.driver.load_rank_state(source)
 
     def load_own_variables(self: Any, store: Any) -> None:
         """Loads the variables of a saved optimizer; the run begins anew, with the model's variables as anchors."""
         super().load_own_variables(store)  # type: ignore[misc]
-        if self._local is not None:
-            self._local.driver.forget()
+        if self._frontend is not None:
+            self._frontend.driver.forget()
 
 
 def _values(gradient: Any) -> Any:
@@ -413,9 +357,8 @@ def _values(gradient: Any) -> Any:
 @documented(
     DiLoCoOptions,
     optimizer="Any optimizer of Keras that was not used yet; its own step is made, on this rank's gradients.",
-    buffers="Variables that are not trained, such as ``model.non_trainable_variables``: those of float32, bfloat16 and "
-    "float16, such as a BatchNormalization's moving means, are averaged at the syncs of the first fragment, in "
-    "float32. Others stay this rank's own. None: no buffer is averaged.",
+    buffers="Variables that are not trained, such as ``model.non_trainable_variables``: "
+    + BUFFERS.format(example="a BatchNormalization's moving means"),
 )
 def DistributedDiLoCo(
     optimizer: Any,
@@ -461,18 +404,14 @@ def DistributedDiLoCo(
             "DistributedDiLoCo does not count the steps that a LossScaleOptimizer skips, so ranks would sync at "
             "different steps. Train with the dtype policy mixed_bfloat16, which needs no loss scale."
         )
-    if optimizer.built:
-        raise InvalidRequestError(
-            f"this {type(optimizer).__name__} has been used already; wrap it before its first step. To go on from a "
-            "saved model, compile with a new one, build it, and load_weights(file)."
-        )
+    check_unused(optimizer, optimizer.built)
     if optimizer.gradient_accumulation_steps:
         raise InvalidRequestError(
             f"the {type(optimizer).__name__} has gradient_accumulation_steps="
             f"{optimizer.gradient_accumulation_steps}: with DistributedDiLoCo every batch is a step. Leave it out, and "
             "multiply sync_every by it, or take larger batches."
         )
-    floats = [v for v in buffers or () if keras.backend.standardize_dtype(v.dtype) in _FLOATS]
+    floats = [v for v in buffers or () if keras.backend.standardize_dtype(v.dtype) in FLOATS]
     wrapped = subclass_of(_DiLoCo, optimizer)
     wrapped.__dict__["_setup"] = (process_set, floats, *chosen)
     if variables is not None:

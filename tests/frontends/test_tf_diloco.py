@@ -74,7 +74,7 @@ class Run:
         found = []
         for step in range(first, last + 1):
             self._apply(tensors(step, self.rank))
-            core = self.optimizer._local.driver.core
+            core = self.optimizer._frontend.driver.core
             anchors = [core.anchor[core.flat_span(t)] for t in range(len(self.variables))]
             found.append(digest([*self.values, *anchors]))
         return found
