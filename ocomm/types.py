@@ -263,6 +263,7 @@ class Flag(enum.IntFlag):
     UNHANDED = 16  # a gradient came after its bucket had been posted (second backward)
     EDITED = 32  # beside CHANGED: the script has changed a gradient, and no GradScaler
     AVERAGE = 64  # an average that this rank alone has is NaN or Inf
+    IDLE = 128  # gradients in a step without a vote, since the last one, were not finite: it changed nothing here
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,7 +229,7 @@ class Comparison:
             kept[:] = [_in_memory(variables[row]) for row in rows]
             return np.array([address for address, _ in kept], np.uint64)
 
-        return self._windows.checksum(addresses, count) if count else self._windows.whole(addresses)
+        return self._windows.checksum(addresses, range(count, count + 1)) if count else self._windows.whole(addresses)
 
     def _describe(self) -> list[str]:
         if self._is_on_device:

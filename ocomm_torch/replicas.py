@@ -92,7 +92,7 @@ class ParameterChecksums:
             kept[:] = [parameters[row].detach().contiguous() for row in rows]
             return np.array([tensor.data_ptr() for tensor in kept], np.uint64)
 
-        return self._windows.checksum(addresses, count) if count else self._windows.whole(addresses)
+        return self._windows.checksum(addresses, range(count, count + 1)) if count else self._windows.whole(addresses)
 
     def each(self, parameters: Sequence[Tensor], names: Sequence[str]) -> list[str]:
         """Returns a line for each parameter."""

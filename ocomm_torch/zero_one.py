@@ -62,6 +62,7 @@ class ZeroOneAdam(AdamWrapper):
         local_step_doubling: int | None = None,
         local_step_clip: int | None = None,
         total_steps: int | None = None,
+        vote: Literal["step", "sync"] = "step",
         warm_start: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         block_size: int | Literal["tensor"] = 4096,
         scale: Literal["l1", "rms"] = "rms",

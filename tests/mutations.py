@@ -412,6 +412,27 @@ MUTATIONS = [
         "frontends/test_torch_grids.py",
     ),
     Mutation(
+        "0/1 Adam: a step without a vote moves a rank whose gradients are not finite",
+        "ocomm/optim/zero_one_adam.py",
+        "self._take_local_steps(local, moves)",
+        "self._take_local_steps(local)",
+        "frontends/test_torch_silent_steps.py",
+    ),
+    Mutation(
+        "0/1 Adam: ranks do not compare what they have counted without a vote",
+        "ocomm/training/zero_one_adam.py",
+        "return (found, *counted) if counted else found",
+        "return found",
+        "frontends/test_torch_silent_steps.py",
+    ),
+    Mutation(
+        "0/1 Adam: votes compare one part of the replicas, however rare they are",
+        "ocomm/optim/stepper.py",
+        "range(self._compared + 1, number + 1)",
+        "range(number, number + 1)",
+        "frontends/test_torch_silent_steps.py",
+    ),
+    Mutation(
         "replicas on other axes count twice in norms",
         "ocomm_torch/mesh.py",
         "counts &= not any(",

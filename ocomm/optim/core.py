@@ -102,6 +102,8 @@ class Core(abc.ABC):
         "a gradient is NaN or Inf in step {step}, on rank(s) {ranks}; the step was discarded on all ranks. Use a "
         "GradScaler, clip, or lower the learning rate."
     )
+    #: What is said if the ranks' settings differ.
+    hyper_text = "lr, betas, eps or weight decay differ between ranks"
     #: Number of the frontend's steps from one exchange to the next.
     steps_per_exchange = 1
     #: Whether steps with dense tensors may follow one without. If not, the buffers for them are freed then.
@@ -243,6 +245,12 @@ class Core(abc.ABC):
     def is_local_finite(self, tensors: Sequence[int]) -> bool:
         """Returns True if this rank's gradients of tensors that do not travel in this step are finite."""
         raise NotImplementedError("a core that steps locally looks at its gradients")
+
+    def waiting(self) -> Bools:
+        """Returns the tensors of which this rank has had a gradient in a step without a vote, and other ranks do not
+        know.
+        """
+        raise NotImplementedError("a core that steps locally knows which gradients wait")
 
     def dense_source(self, segment: SegmentLayout, flags: Flags) -> tuple[list[Computation], Table]:
         """Returns what must be computed before a dense segment is copied into messages, and the table whose ``grad`` is

@@ -10,11 +10,17 @@ from ocomm.optim.replicas import ReplicasDifferError
 
 
 def disagreement(
-    name: str, step: int, segment_header: SegmentHeader, ranks: Sequence[int], tensors: Sequence[str]
+    name: str,
+    step: int,
+    segment_header: SegmentHeader,
+    ranks: Sequence[int],
+    tensors: Sequence[str],
+    settings: str,
 ) -> MismatchError:
     """Returns the error for headers of a segment that differ in step ``step`` of the optimizer ``name``.
 
-    ``ranks`` are the channel's ranks as world ranks, ``tensors`` the names of the segment's tensors.
+    ``ranks`` are the channel's ranks as world ranks, ``tensors`` the names of the segment's tensors. ``settings``
+    says that what the hash of settings is of differs.
     """
     differences = segment_header.differences()
     if not differences or max(differences[0][1]) >= len(ranks):
@@ -37,7 +43,7 @@ def disagreement(
         rates = {ranks[rank]: f" (lr {lr:g})" for rank, lr in segment_header.learning_rates().items()}
         said = "; ".join(f"rank(s) {who}{rates.get(who[0], '')}" for who in by_value.values())
         return MismatchError(
-            f"{name}: lr, betas, eps or weight decay differ between ranks in step {step}: {said}. "
+            f"{name}: {settings} in step {step}: {said}. "
             "Give all ranks the same optimizer settings and the same schedule."
         )
     said = "; ".join(f"rank(s) {who}: {value:#x}" for value, who in by_value.items())

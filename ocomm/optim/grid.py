@@ -3,7 +3,8 @@
 In a grid a model is divided among the ranks of some axes (pipeline stages, shards), and the ranks of one axis, the data
 axis, hold replicas of the same part. The replicas of a part exchange their gradients and vote by themselves. Then the
 ranks of one data coordinate, which hold all parts of one replica of the model, hold a round of headers. Every one of
-them has heard the vote of its own part, so all ranks of the grid hear the same.
+them has heard the vote of its own part, so all ranks of the grid hear the same. In a step in which replicas send each
+other nothing they hold that round alone, and what they hear is about their replica.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class GridVote:
         header["flags"], header["squares"], header["gradients"] = flags, total, 0
 
     def _mismatch(self, step: int) -> MismatchError:
-        return disagreement(self._wire.name, step, self._round.segment_header, self._wire.ranks, [])
+        return disagreement(self._wire.name, step, self._round.segment_header, self._wire.ranks, [], "settings differ")
 
     def places_with(self, flag: Flag) -> list[str]:
         """Returns the places of the parts that set ``flag`` in the last round."""

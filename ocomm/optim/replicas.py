@@ -41,14 +41,18 @@ class ReplicaWindows:
         self._count = -(-steps // self._stride) if self._stride and self._ends.size and self._ends[-1] else 0
         self._cut: dict[int, tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.int64]]] = {}
 
-    def checksum(self, addresses: Addresses, step: int) -> int:
-        """Returns the checksum of the window of ``step``, 0 if the step compares nothing. ``addresses(rows)`` returns
-        those of parameters.
+    def checksum(self, addresses: Addresses, steps: range) -> int:
+        """Returns the checksum of the windows of ``steps``, those since the last comparison; 0 if they compare nothing.
+        ``addresses(rows)`` returns those of parameters.
         """
-        if not self._count or (step + 1) % self._stride:
+        if not self._count:
             return 0
-        rows, starts, nbytes = self._window(step // self._stride % self._count)
-        return self._sum(addresses(rows) + starts, nbytes)
+        found = 0
+        for step in steps[-self._count * self._stride :]:
+            if (step + 1) % self._stride == 0:
+                rows, starts, nbytes = self._window(step // self._stride % self._count)
+                found += self._sum(addresses(rows) + starts, nbytes)
+        return found % (1 << 64)
 
     def whole(self, addresses: Addresses) -> int:
         """Returns the checksum of all parameters."""

@@ -111,6 +111,10 @@ class Stepper:
         self.compares_replicas = replicas is not None
         #: Flags of this rank other than those of its gradients; ``object`` sets them.
         self.objections = 0
+        #: The world ranks that said in the last vote that a step of theirs without one has changed nothing.
+        self.idle_ranks: list[int] = []
+        #: The last step, in exchanges, of which replicas were compared.
+        self._compared = -1
         self._hyper = 0
         self._early_sent: list[Sent] = []  # what the current step has sent before its exchange
         self._dead: OcommError | None = None
@@ -242,6 +246,7 @@ class Stepper:
                 first = heard
                 again()
                 self._start_again(hyper)
+            self.idle_ranks = self._vote.ranks_with(Flag.IDLE) if heard & Flag.IDLE else []
             if first and had_overlap and self.core.rank == 0:
                 self._say_why(first)
             self._hear()
@@ -264,6 +269,45 @@ class Stepper:
             sent.append(self.flows.sharded.gathering.sent)
         return self._conclude(heard, sent, exposed_s)
 
+    def end_silent(self) -> int:
+        """Ends a step in which nothing travels, without a vote; commits nothing. Collective in a grid over the parts of
+        this replica, which agree on the step.
+
+        Sets ``present_anywhere`` to the tensors that have a gradient on this rank.
+
+        Returns:
+            The flags of all parts of this replica.
+
+        Raises:
+            HorovodInternalError: In a grid another part has failed: PeerError, MismatchError or StallError.
+        """
+        assert self.begun and not self.flows.flows
+        try:
+            self.buckets.locate_all()
+            self.present_anywhere[:] = self.buckets.addresses != 0
+            if not self.core.is_local_finite(range(self.present_anywhere.size)):
+                self.object(Flag.NON_FINITE)
+            heard = self.agree_with_parts(self.step + 1, FINAL, self.objections & (_OVER | _NON_FINITE))
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        self.begun = False
+        self.step += 1
+        self.traffic.count_local(self._dense_bytes)
+        self.count_parts()
+        return heard
+
+    def agree_with_parts(self, step: int, attempt: int, flags: int) -> int:
+        """Returns ``flags`` with those of the other parts of this replica in ``step``, counted from 1. Collective in a
+        grid over these parts, where it raises what ``GridVote.hold`` raises; else it sends nothing.
+        """
+        return flags if self._grid is None else flags | self._grid.hold(step, attempt, flags)
+
+    def count_parts(self) -> None:
+        """Counts what ``agree_with_parts`` has sent, as of the last step that was counted."""
+        if self._grid is not None:
+            self.traffic.add(self._grid.sent)
+
     def _finish(
         self, attempt: int, hyper: int, lr: float, announcement: int, with_average_norm: bool = False
     ) -> Statement:
@@ -279,7 +323,10 @@ class Stepper:
             self._look_at_local()
         if self._replicas is not None and self.compares_replicas:
             number = self.step // core.steps_per_exchange
-            replica = self._replicas.checksum(core.replica_addresses().__getitem__, number)
+            replica = self._replicas.checksum(
+                core.replica_addresses().__getitem__, range(self._compared + 1, number + 1)
+            )
+            self._compared = number
         flags = self.objections | (_UNHANDED if buckets.is_surprised else 0)
         gradients = self._own_gradients() if self.looks_at_gradients else 0
         said = Statement(self.step + 1, attempt, hyper, lr, flags, announcement, replica, gradients)
@@ -319,14 +366,14 @@ class Stepper:
         self.buckets.locate_unposted(local)
         if local and not self.core.is_local_finite(local):
             self.object(Flag.NON_FINITE)
-        bits = np.packbits(self.buckets.addresses != 0, bitorder="little")
+        bits = np.packbits((self.buckets.addresses != 0) | self.core.waiting(), bitorder="little")
         self._vote.presence[: bits.size] = bits
 
     def _start_again(self, hyper: int) -> None:
         """Begins the step again after a gradient has changed; from now on all ranks exchange without overlap."""
         self.overlap = self.overlapping = False
         self.traffic.redone_steps += 1
-        self.objections = 0
+        self.objections &= int(Flag.IDLE)
         self._hyper = hyper
         self.wire.flags[0] = self.wire.heard_flags[0] = 0
         self.buckets.begin(self.step, 1, hyper, False)
@@ -459,6 +506,7 @@ class Stepper:
         if self.begun:
             raise ValueError("a step is under way")
         self.step = step
+        self._compared = step // self.core.steps_per_exchange - 1
         self.overlapping = False
         if order is not None:
             self.adopt_order(order)

@@ -113,6 +113,12 @@ class Traffic:
         self.last_bytes_sent = 0
         self.bytes_dense += bytes_dense
 
+    def add(self, sent: Sent) -> None:
+        """Adds to the last step what was sent in it beside an exchange."""
+        self.last_bytes_sent += sent.across
+        self.bytes_sent += sent.across
+        self.bytes_sent_inside += sent.intra_node
+
     def uncount(self, bytes_dense: float) -> None:
         """Takes back that the last exchange was a step, because it belongs to one that was counted already.
         ``bytes_dense`` is what a dense step sends.

@@ -110,6 +110,10 @@ class Vote:
         """The presence bits of all ranks, OR-ed, as heard."""
         return self._vote.segment_header.heard
 
+    def ranks_with(self, flag: Flag) -> list[int]:
+        """Returns the world ranks that set ``flag`` in the last vote of a step."""
+        return [self._wire.ranks[rank] for rank in self._vote.segment_header.ranks_with(flag)]
+
     def hold(self, said: Statement, flows: Sequence[Flow] | None, with_norm: bool) -> int:
         """Sends ``said`` to all ranks, and waits for their statements and for ``flows``. Collective.
 
@@ -174,7 +178,9 @@ class Vote:
         def mismatch() -> MismatchError:
             tensors, segment = self._core.layout.tensors, failed.error_segment
             names = [tensors[tensor].name for tensor in part.tensors_of(segment)]
-            return disagreement(self._wire.name, step, part.segment_headers[segment], self._wire.ranks, names)
+            # Headers of a flow are about this step alone.
+            settings = self._core.hyper_text if isinstance(part, Round) else Core.hyper_text
+            return disagreement(self._wire.name, step, part.segment_headers[segment], self._wire.ranks, names, settings)
 
         return self._wire.explain(failed, what, mismatch, self._core.kernels.name)
 

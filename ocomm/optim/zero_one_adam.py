@@ -23,15 +23,17 @@ Memory per parameter, besides the parameter and its gradient, for n ranks (``mem
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ocomm.collectives.plan import Loop, loop
 from ocomm.compression.layout import Layout, SegmentLayout, all_blocks
+from ocomm.errors import SettingsError
 from ocomm.kernels.base import Bytes, Floats, Kernels, Table
 from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, address, flat_floats
 from ocomm.optim.freeze import require_total_steps
@@ -79,16 +81,27 @@ class ZeroOneAdamOptions(PreconditionerOptions):
         ``local_step_doubling``)) steps apart. None: 32768, or a quarter of ``total_steps``.""",
     )
     local_step_clip: int | None = option(
-        None, "The largest number of steps between two syncs. None: 16, or 4 with ``total_steps``."
+        None,
+        """The largest number of steps between two syncs, which may be any number from 1 on. None: 16, or 4 with
+        ``total_steps``.""",
     )
     total_steps: int | None = option(
         None,
         """The number of steps of the whole run, which sets those ``local_step`` options that are None. None: it is not
         known.""",
     )
+    vote: Literal["step", "sync"] = option(
+        "step",
+        """When the ranks hear of each other. ``"step"``: also a step between syncs ends with a vote, and all ranks take
+        it or none does. ``"sync"``: such a step sends nothing, and counts on each rank whatever happens in it; one
+        whose gradients are not finite changes nothing on its rank. Between syncs all ranks need gradients of the same
+        tensors. Every rank compresses by itself (``hierarchical=False``), and ``max_grad_norm`` is refused.""",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.vote not in ("step", "sync"):
+            raise SettingsError(f"vote must be 'step' or 'sync', got {self.vote!r}")
         total = require_total_steps(self.total_steps)
         quarter = None if total is None else max(total // 4, 1)
         object.__setattr__(self, "total_steps", total)
@@ -122,6 +135,13 @@ class ZeroOneAdam(Core):
         super().__init__(layout, rank, kernels, options)
         self.scale = options.scale
         self.syncs, self.refreshes = options.schedules()
+        #: Whether steps between syncs send nothing.
+        self.votes_at_syncs = options.vote == "sync"
+        if self.votes_at_syncs:
+            self.hyper_text = (
+                "lr, betas, eps, weight decay, or in a step since the last sync lr, weight decay or the tensors with "
+                "gradients differ between ranks"
+            )
         self.mask_refresh = options.mask_refresh
         self.preconditioner = Preconditioner(layout, options.variance_floor, self.param_memory)
         #: Numbers of steps taken, of syncs among them, and of steps that averaged nothing but the gradients of late
@@ -187,6 +207,27 @@ class ZeroOneAdam(Core):
         a sync.
         """
         return self.syncs.is_due(self.step + 1)
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the next step sends nothing, not even a vote. The same on all ranks."""
+        if not self.votes_at_syncs or self.is_sync or self.is_refresh:
+            return False
+        return not (self.stage == Stage.DENSE).any()
+
+    @property
+    def interval_hyper(self) -> tuple[int, ...]:
+        """A checksum of what steps without a vote have counted, which must be equal on all ranks at a vote; () if there
+        are none.
+        """
+        if not self.votes_at_syncs:
+            return ()
+        counted = (part.tobytes() for part in (self._interval_lr, self._interval_decay, self.steps))
+        found = hashlib.blake2b(b"".join(counted), digest_size=6)
+        return (int.from_bytes(found.digest(), "little"),)
+
+    def waiting(self) -> Bools:
+        return self._waits & (self.stage == Stage.UNSEEN)
 
     @property
     def is_synced(self) -> bool:
@@ -285,6 +326,32 @@ class ZeroOneAdam(Core):
             self.local_steps += 1
         self._free_variance()
 
+    def commit_silent(self, present: Bools, moves: bool) -> None:
+        """Takes a step in which nothing was sent.
+
+        What all ranks must have in common changes in the same way if ``moves`` is False: then the gradients are not
+        finite, and the parameters and the momentum stay.
+
+        Args:
+            present: The tensors that have a gradient on this rank. Those that have taken steps before need one on all
+                ranks or on none: the next vote compares that.
+            moves: Whether this rank's gradients are used.
+        """
+        self.allocate()
+        local = present & (self.stage == Stage.COMPRESSED)
+        self._start_intervals(local)
+        if moves:
+            unseen = present & (self.stage == Stage.UNSEEN)
+            self.tensors["decay"][unseen] = 1.0  # other ranks do not know of this gradient
+            self._keep_waiting(unseen)
+            self.tensors["decay"][unseen] = self._decay[unseen]
+        self._take_local_steps(local, moves)
+        self.tensors["skip"] = 1
+        self.steps += local
+        self.step += 1
+        self.local_steps += 1
+        self._free_variance()
+
     def _take_dense_steps(self, present: Bools, averages: Floats, refreshes: int) -> None:
         """Takes a step of the tensors that are not compressed yet. ``refreshes`` is the number that the others had
         before this step.
@@ -304,8 +371,20 @@ class ZeroOneAdam(Core):
             rows["grad"][tensor], rows["grad_dtype"][tensor] = address(average), 0
         with_variance = dense & present & (self.refreshed > 0)
         self._step_locally(with_variance, None, self.preconditioner.denominator, self.preconditioner.mask)
-        # Without a variance all elements are masked: parameters only decay, and gradients wait in the errors.
-        without = (dense | unseen) & present & ~with_variance
+        self._keep_waiting((dense | unseen) & present & ~with_variance)
+        self.stage[unseen & present] = Stage.DENSE
+        ready = with_variance & (self.refreshed >= self._dense_refreshes)
+        self.stage[ready] = Stage.COMPRESSED
+        self._waits[ready] = False
+        if self._synced is not None:
+            for tensor in np.flatnonzero(ready).tolist():
+                self._synced[self.flat_span(tensor)] = self._param(tensor)
+
+    def _keep_waiting(self, without: Bools) -> None:
+        """Takes a step of tensors without a variance, all of whose elements are masked: parameters only decay, and
+        gradients wait in the worker errors.
+        """
+        rows = self.tensors
         if without.any():
             everything = self.param_memory.staging(self.layout.flat_numel // 8)
             everything[:] = 255
@@ -320,13 +399,6 @@ class ZeroOneAdam(Core):
                 span = self.local_span(tensor)
                 self.error[span] = self.param_memory.host(self.error[span]) + part
         self._waits |= without
-        self.stage[unseen & present] = Stage.DENSE
-        ready = with_variance & (self.refreshed >= self._dense_refreshes)
-        self.stage[ready] = Stage.COMPRESSED
-        self._waits[ready] = False
-        if self._synced is not None:
-            for tensor in np.flatnonzero(ready).tolist():
-                self._synced[self.flat_span(tensor)] = self._param(tensor)
 
     def _end_sync(self, met: Bools) -> None:
         """Ends a sync: the tensors ``met`` continue from the same parameters on all ranks, the others as if nothing had
@@ -350,11 +422,13 @@ class ZeroOneAdam(Core):
         self._interval_lr[met], self._interval_decay[met] = 0.0, 1.0
         self._is_average |= met
 
-    def _take_local_steps(self, local: Bools) -> None:
+    def _take_local_steps(self, local: Bools, moves: bool = True) -> None:
+        """Counts a step of the tensors ``local``, and takes it if it ``moves`` them."""
         if not local.any():
             return
         self._leave_sync(local, bool((self.tensors["step_size"][local] > 0).any()))
-        self._step_locally(local, self._update, self.preconditioner.denominator, self.preconditioner.mask)
+        if moves:
+            self._step_locally(local, self._update, self.preconditioner.denominator, self.preconditioner.mask)
         self._interval_lr[local] += self._lr[local]
         self._interval_decay[local] *= self._decay[local]
 

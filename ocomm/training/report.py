@@ -55,6 +55,10 @@ _WARM = {"warm_start": "None, or what was loaded of an Adam's checkpoint"}
 _BITS = {"dense_bits": "bits per element of what travels dense"}
 _FREEZE = {"freeze_step": "the last dense step; None until it is known"}
 
+_NON_FINITE = {
+    "non_finite_steps": "number of steps without a vote that changed nothing on this rank, because a gradient was not "
+    "finite or its loss scale overflowed",
+}
 _SYNCS = {
     "synced": "True if all ranks have the same parameters now",
     "syncs": "number of steps that were syncs",
@@ -81,11 +85,11 @@ OF_KIND: dict[str, dict[str, str]] = {
         "interval": "number of steps from one sync to the next, at this moment",
         **_SYNCS,
         "refreshes": "number of refreshes of the variance",
+        **_NON_FINITE,
     },
     "DiLoCo": {
         **_SYNCS,
-        "non_finite_steps": "number of steps that changed nothing on this rank, because a gradient was not finite or "
-        "its loss scale overflowed",
+        **_NON_FINITE,
         "inner_resets": "number of times that this rank has reset the wrapped optimizer's state, because it was not "
         "finite after a sync that failed",
     },

@@ -1,21 +1,54 @@
-"""Drives 0/1 Adam on one rank: what it takes over of Adam's moments, and gives back."""
+"""Drives 0/1 Adam on one rank: steps that send nothing, and what it takes over of Adam's moments, and gives back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ocomm.optim.zero_one_adam import ZeroOneAdam
+from ocomm.compression.layout import TensorSpec
+from ocomm.errors import InvalidRequestError
+from ocomm.optim.core import Group
+from ocomm.optim.stepper import StepOutcome
+from ocomm.optim.zero_one_adam import ZeroOneAdam, ZeroOneAdamOptions
+from ocomm.session import Session
 from ocomm.telemetry.units import amount
-from ocomm.training.adam import AdamDriver
+from ocomm.training.adam import AdamDriver, MomentsFrontend
+from ocomm.training.driver import Common
+from ocomm.types import Flag
+
+_log = logging.getLogger("ocomm")
 
 
 class ZeroOneAdamDriver(AdamDriver):
-    """The ``AdamDriver`` of 0/1 Adam."""
+    """The ``AdamDriver`` of 0/1 Adam.
+
+    With ``vote="sync"`` the steps between syncs are this rank's own: they are counted alike on all ranks, and what the
+    ranks would say in a vote they say in that of the next sync (docs/decisions/0004-steps-between-syncs.md).
+    """
 
     core: ZeroOneAdam
+
+    def __init__(
+        self,
+        session: Session,
+        number: int,
+        specs: Sequence[TensorSpec],
+        frontend: MomentsFrontend,
+        core_class: type[ZeroOneAdam],
+        options: ZeroOneAdamOptions,
+        common: Common,
+    ) -> None:
+        if options.vote == "sync":
+            common = _alone(common)
+        super().__init__(session, number, specs, frontend, core_class, options, common)
+        #: Number of steps without a vote since the start of this process in which gradients were not finite here.
+        self.non_finite_steps = 0
+        #: True if there was one since the last vote.
+        self._was_idle = False
 
     def plan(self) -> str:
         """Returns what this rank will send per step, in words."""
@@ -24,7 +57,56 @@ class ZeroOneAdamDriver(AdamDriver):
             f"{amount(self.uncompressed_nbytes)} besides where it refreshes the variance."
         )
 
+    # Steps
+
+    def full_hyper(self, groups: Sequence[Group]) -> Hashable:
+        found, counted = super().full_hyper(groups), self.core.interval_hyper
+        return (found, *counted) if counted else found
+
+    def _exchange(self) -> StepOutcome:
+        if self.core.is_silent:
+            return self._step_silently()
+        if self._was_idle:
+            self.stepper.object(Flag.IDLE)
+        try:
+            return super()._exchange()
+        finally:
+            self._was_idle = False
+            if self.stepper.idle_ranks and self.core.rank == 0:
+                _log.warning(
+                    "%s: on rank(s) %s gradients were NaN or Inf in a step since the last vote; it changed nothing "
+                    "there. Use a GradScaler, clip, or lower the learning rate.",
+                    self.name,
+                    self.stepper.idle_ranks,
+                )
+
+    def _step_silently(self) -> StepOutcome:
+        """Takes a step of this rank, or counts it if a gradient is not finite or the script has skipped it."""
+        groups = self.groups()
+        self._set_hyper(groups, self.compress_hyper(groups))
+        heard = self.stepper.end_silent()
+        is_skipped, is_finite = heard & Flag.SKIP, not heard & Flag.NON_FINITE
+        moves = is_finite and not is_skipped
+        try:
+            self.core.commit_silent(self.stepper.present_anywhere, moves)
+        except BaseException as error:  # some parameters may have changed already
+            self.stepper.give_up(error)
+            raise
+        self.steps += 1
+        self._loaded_replica = None
+        self.non_finite_steps += not is_finite
+        self._was_idle |= not is_finite and not is_skipped
+        if self._notices is not None:
+            self._notices.steps = self.steps
+        if moves:
+            return StepOutcome.TAKE
+        return StepOutcome.SKIP if is_finite else StepOutcome.OVERFLOW
+
     # State
+
+    def report(self) -> dict[str, Any]:
+        """Also returns ``non_finite_steps``."""
+        return {**super().report(), "non_finite_steps": self.non_finite_steps}
 
     def saved_moments(self, tensor: int) -> dict[str, Any] | None:
         """Returns the moments as the wrapped Adam would have them: m of the last sync, and v."""
@@ -65,3 +147,20 @@ class ZeroOneAdamDriver(AdamDriver):
                 beta2 = betas2.get(tensor, self.beta2(tensor))
                 self.core.adopt(tensor, momentum, variance, step=step, beta2=beta2, eps=self._eps(tensor))
                 self.frontend.release(tensor)
+
+
+def _alone(common: Common) -> Common:
+    """Returns the options of a run in which steps between syncs send nothing. Raises InvalidRequestError if one needs
+    an exchange in each step.
+    """
+    if common.max_grad_norm is not None:
+        raise InvalidRequestError(
+            f"max_grad_norm={common.max_grad_norm!r} with vote='sync': a step between syncs sends nothing, so the "
+            "ranks have no common norm. Take vote='step'."
+        )
+    if common.hierarchical is True:
+        raise InvalidRequestError(
+            "hierarchical=True with vote='sync': the ranks of a host add up their gradients in each step, and a step "
+            "between syncs sends nothing. Leave one of them out."
+        )
+    return replace(common, hierarchical=False)

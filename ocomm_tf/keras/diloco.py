@@ -32,8 +32,8 @@ from ocomm_tf import engine, mpi_ops
 from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.functions import agree_on
 from ocomm_tf.keras.compressed import documented
-from ocomm_tf.keras.driven import FLOATS, Driven, State, check_unused
-from ocomm_tf.keras_optimizer import LossScaleOptimizer, check_wrappable, not_compiled, subclass_of
+from ocomm_tf.keras.driven import FLOATS, Driven, State, check_unused, refuse_loss_scaling
+from ocomm_tf.keras_optimizer import check_wrappable, not_compiled, subclass_of
 from ocomm_tf.order import wire_variables
 
 
@@ -399,11 +399,11 @@ def DistributedDiLoCo(
     """
     chosen = DiLoCoOptions.of(locals()), Common.of(locals())
     check_wrappable(optimizer)
-    if isinstance(optimizer, LossScaleOptimizer) or keras.config.dtype_policy().name == "mixed_float16":
-        raise InvalidRequestError(
-            "DistributedDiLoCo does not count the steps that a LossScaleOptimizer skips, so ranks would sync at "
-            "different steps. Train with the dtype policy mixed_bfloat16, which needs no loss scale."
-        )
+    refuse_loss_scaling(
+        optimizer,
+        "DistributedDiLoCo does not count the steps that a LossScaleOptimizer skips, so ranks would sync at different "
+        "steps.",
+    )
     check_unused(optimizer, optimizer.built)
     if optimizer.gradient_accumulation_steps:
         raise InvalidRequestError(

@@ -16,7 +16,7 @@ from ocomm.session import Session
 from ocomm.training import report
 from ocomm.training.resume import NO_STATE, Source, one_state
 from ocomm_tf.keras.masters import LOW_PRECISION
-from ocomm_tf.keras_optimizer import Distributed
+from ocomm_tf.keras_optimizer import Distributed, LossScaleOptimizer
 from ocomm_tf.naming import name_of
 
 #: The dtypes of variables that are trained.
@@ -120,6 +120,12 @@ class Driven(Distributed):
             state = api.broadcast_object(self.ocomm_state() if is_root else None, root_rank, process_set=process_set)
             self.ocomm_load_state(state)
             self.ocomm_load_rank_state(NO_STATE)
+
+
+def refuse_loss_scaling(optimizer: Any, why: str) -> None:
+    """Raises InvalidRequestError for a LossScaleOptimizer, or where Keras would need one. ``why`` is a sentence."""
+    if isinstance(optimizer, LossScaleOptimizer) or keras.config.dtype_policy().name == "mixed_float16":
+        raise InvalidRequestError(f"{why} Train with the dtype policy mixed_bfloat16, which needs no loss scale.")
 
 
 def check_unused(optimizer: Any, is_used: bool) -> None:

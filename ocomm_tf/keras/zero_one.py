@@ -11,6 +11,7 @@ from ocomm.optim.zero_one_adam import ZeroOneAdam, ZeroOneAdamOptions
 from ocomm.training.driver import Common
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
 from ocomm_tf.keras.compressed import ADAM, CompressedAdam, documented, require_adam, wrap
+from ocomm_tf.keras.driven import refuse_loss_scaling
 
 
 class _ZeroOneAdam(CompressedAdam):
@@ -29,6 +30,7 @@ def DistributedZeroOneAdam(
     local_step_doubling: int | None = None,
     local_step_clip: int | None = None,
     total_steps: int | None = None,
+    vote: Literal["step", "sync"] = "step",
     warm_start: bool = False,
     block_size: int | Literal["tensor"] = 4096,
     scale: Literal["l1", "rms"] = "rms",
@@ -69,4 +71,10 @@ def DistributedZeroOneAdam(
     """
     require_adam(optimizer, "DistributedZeroOneAdam")
     chosen = ZeroOneAdamOptions.of(locals()), Common.of(locals())
+    if vote == "sync":
+        refuse_loss_scaling(
+            optimizer,
+            "With vote='sync' a step between syncs sends nothing, and a LossScaleOptimizer asks all ranks in each step "
+            "whether their gradients are finite.",
+        )
     return wrap(_ZeroOneAdam, optimizer, variables, names, process_set, *chosen, warm_start)

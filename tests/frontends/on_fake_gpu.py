@@ -42,6 +42,9 @@ KINDS: dict[str, Callable[..., Any]] = {
     "0/1 Adam, local steps": lambda: hvd.DistributedZeroOneAdam(
         keras.optimizers.AdamW(1e-2, weight_decay=0.1), local_step_start=2, local_step_doubling=2, local_step_clip=2
     ),
+    "0/1 Adam, votes at syncs": lambda: hvd.DistributedZeroOneAdam(
+        ADAM(1e-2), vote="sync", local_step_start=2, local_step_doubling=2, local_step_clip=4
+    ),
     "Birder": lambda **o: hvd.DistributedBirder(SGD(1e-3, weight_decay=0.1), **o),
     "SoftSignSGD": lambda **o: hvd.DistributedSoftSignSGD(SGD(1e-3), **o),
     "Lion": lambda **o: hvd.DistributedLion(keras.optimizers.Lion(1e-3), **o),
@@ -121,7 +124,11 @@ long = pytest.mark.long
 LOCAL = "0/1 Adam, local steps"
 #: (kind, in a graph?)
 SHORT = [(LOCAL, False), ("1-bit Adam", True)]
-LONG = [*((kind, False) for kind in ("1-bit Adam", "Lion", "0/1 Adam", "Birder", "SoftSignSGD")), (LOCAL, True)]
+LONG = [
+    *((kind, False) for kind in ("1-bit Adam", "Lion", "0/1 Adam", "Birder", "SoftSignSGD")),
+    (LOCAL, True),
+    ("0/1 Adam, votes at syncs", False),
+]
 
 
 @pytest.mark.parametrize(("kind", "in_graph"), [*SHORT, *(pytest.param(*way, marks=long) for way in LONG)])

@@ -152,6 +152,8 @@ def sgd(model: Any) -> Any:
     return torch.optim.SGD(model.parameters(), 4e-3)
 
 
+#: Most of the last steps send nothing; the last one, number 33, is a sync.
+SILENT: Any = {"vote": "sync", "local_step_start": 2, "local_step_doubling": 8, "local_step_clip": 4}
 WAYS = {
     "dense": (
         lambda m: ocomm_torch.DistributedOneBitAdam(torch_adam(m), m.named_parameters(), freeze_step=1000),
@@ -179,6 +181,10 @@ WAYS = {
     "0/1 Adam": (
         lambda m: ocomm_torch.DistributedZeroOneAdam(torch_adam(m), m.named_parameters()),
         lambda: hvd.DistributedZeroOneAdam(adam(), names=NAMES),
+    ),
+    "0/1 Adam, votes at syncs": (
+        lambda m: ocomm_torch.DistributedZeroOneAdam(torch_adam(m), m.named_parameters(), **SILENT),
+        lambda: hvd.DistributedZeroOneAdam(adam(), names=NAMES, **SILENT),
     ),
     "Birder": (
         lambda m: ocomm_torch.DistributedBirder(sgd(m), m.named_parameters()),
@@ -210,7 +216,10 @@ WAYS = {
 
 
 # Of dense jobs: the next test.
-@pytest.mark.parametrize("way", few([way for way in WAYS if way != "dense"], ["clipped 1-bit LAMB", "1-bit Adam"]))
+@pytest.mark.parametrize(
+    "way",
+    few([way for way in WAYS if way != "dense"], ["clipped 1-bit LAMB", "1-bit Adam", "0/1 Adam, votes at syncs"]),
+)
 def test_two_ranks_of_each_framework_are_equal_and_learn_what_four_of_torch_learn(way: str) -> None:
     for_torch, for_keras = WAYS[way]
     start()  # before there are threads: Torch has one random generator

@@ -178,6 +178,26 @@ def test_masked_elements_wake_on_devices_too(kind: str, on_devices: Any) -> None
     assert run_ranks(2, body) == expected
 
 
+def test_steps_without_a_vote_are_made_on_devices_too(on_devices: Any) -> None:
+    """Steps 5, 9, 13 and 17 are syncs. One tensor has its first gradient between two of them, on one rank."""
+    options = {"vote": "sync", "local_step_start": 2, "local_step_doubling": 2, "local_step_clip": 4}
+
+    def late(step: int, rank: int) -> list[np.ndarray | None]:
+        found = gradients(step, rank)
+        if step < 10 and (step, rank) != (7, 1):
+            found[2] = None
+        return found
+
+    def body(session: Session) -> Any:
+        return trained("0/1 Adam", rank_of(session), 17, grads=late, **options)
+
+    expected = run_ranks(2, body)
+    assert expected[0][0][-1] == expected[1][0][-1] and expected[0][0][-2] != expected[1][0][-2]
+    for places in ([1], [0, 1]):
+        on_devices(places)
+        assert run_ranks(2, body) == expected
+
+
 @pytest.mark.parametrize("engine", ["python", "native"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_all_ranks_on_devices(ranks: int, engine: str, on_devices: Any) -> None:

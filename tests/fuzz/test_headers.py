@@ -70,7 +70,7 @@ def test_a_header_that_differs_is_an_error_that_blames_a_rank_of_the_exchange(da
         # A rank that has the headers of all, and one that was told.
         for received in (rows, []):
             mine.received = received
-            assert isinstance(disagreement("Adam.1", 3, mine, RANKS, ["w"]), MismatchError)
+            assert isinstance(disagreement("Adam.1", 3, mine, RANKS, ["w"], "lr"), MismatchError)
     mine.received = rows
     try:
         assert not any(square < 0 for square in mine.squares())
@@ -85,6 +85,6 @@ def test_a_difference_is_not_missed_where_the_header_names_a_rank_that_is_none(r
     said["rank"], said["step"] = rank, 3
     assert compared(mine, rows, passes_on=True) == 0
     mine.received = []
-    assert str(disagreement("Adam.1", 3, mine, RANKS, ["w"])).startswith(
+    assert str(disagreement("Adam.1", 3, mine, RANKS, ["w"], "lr")).startswith(
         "Adam.1: a message arrived in step 3 whose header no rank writes."
     )
