@@ -34,7 +34,7 @@ from ocomm_torch.ddp_modules import ddp_modules
 from ocomm_torch.gradient_hooks import hook_gradient
 from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.memory_order import MemoryOrder, is_dense
-from ocomm_torch.mesh import DataAxis, LocalTensors, inside
+from ocomm_torch.mesh import DataAxis, LocalTensors, inside, refuse_mesh
 from ocomm_torch.naming import NamesParameters
 from ocomm_torch.placement import placement
 from ocomm_torch.rank_states import HasRankState
@@ -52,7 +52,8 @@ ARGUMENTS = {
     "process_set": "The ranks that train together; None for all ranks of the job.",
     "mesh": "A torch ``DeviceMesh`` of all ranks (``init_device_mesh``), instead of ``process_set``: the ranks along "
     "its axis ``data`` train together, and torch divides the model along the other axes. Parameters are plain or "
-    "DTensors; all ranks of the mesh take a step, or none does. Making the optimizer is collective over the mesh.",
+    "DTensors; all ranks of the mesh take a step, or none does; a step in which replicas send each other nothing is "
+    "taken by all ranks of one replica, or by none. Making the optimizer is collective over the mesh.",
     "data": "The name of the mesh's data axis.",
     "warm_start": (
         "The ``state_dict`` of an Adam or AdamW over the same parameters, or a path to one that ``torch.save`` wrote. "
@@ -197,11 +198,7 @@ class CompressedOptimizer(HasRankState):
         session = sessions.current()
         if session.runtime is self._runtime:
             return
-        if isinstance(self.process_set, DataAxis):
-            raise InvalidRequestError(
-                f"Distributed{type(self).__name__} was made with the mesh of a job that is over: an elastic job cannot "
-                "keep a mesh. Make a new mesh, model and optimizer, and load a state."
-            )
+        refuse_mesh(self.process_set, type(self).__name__)
         kept = (self.state_dict(), self.rank_state_dict()) if keep else None
         self._forget()
         self._connect(session)

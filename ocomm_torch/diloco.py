@@ -8,7 +8,7 @@ import io
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from ocomm.kernels.base import Bytes, Floats
 from ocomm.operations import global_process_set
 from ocomm.optim.core import Group
 from ocomm.optim.diloco import BUFFERS, DiLoCoOptions
+from ocomm.optim.grid import Grid
 from ocomm.optim.stepper import StepOutcome
 from ocomm.training import report
 from ocomm.training.diloco import DiLoCoDriver
@@ -38,8 +39,12 @@ from ocomm_torch.compressed import (
 )
 from ocomm_torch.gradient_hooks import unhook
 from ocomm_torch.masters import LOW_PRECISION
+from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks, inside, refuse_mesh
 from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.tensor_memory import why_untrainable
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _FLOATS = (torch.float32, *LOW_PRECISION)
 
@@ -78,7 +83,6 @@ class DiLoCo(HasRankState):
 
     framework = "torch"
     kernels = None
-    grid = None
     _driver: DiLoCoDriver
 
     def __init__(
@@ -97,6 +101,8 @@ class DiLoCo(HasRankState):
         hierarchical: bool | Literal["auto"] = "auto",
         named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
         process_set: Any = None,
+        mesh: DeviceMesh | None = None,
+        data: str | None = None,
     ) -> None:
         # What a sync sends cannot change under way: nothing has to be read again.
         chosen, common = DiLoCoOptions.of(locals()), replace(Common.of(locals()), verify="version")
@@ -107,10 +113,17 @@ class DiLoCo(HasRankState):
         loss_scaling.install()
         self._chosen, self._common = chosen, common
         self._parameters, names = named(optimizer, named_parameters)
+        chosen_set = chosen_ranks(process_set, mesh, data)
+        self.process_set = global_process_set if chosen_set is None else chosen_set
+        axis = chosen_set if isinstance(chosen_set, DataAxis) else None
+        self._local = LocalTensors(self._parameters, axis is not None)
+        for index, parameter in self._local.inside.items():
+            assert axis is not None
+            axis.check("DiLoCo", names[index], parameter, needs_whole=False)
         buffers = [(name, buffer) for name, buffer in named_buffers or () if buffer.dtype in _FLOATS]
         self._names = [*names, *(name for name, _ in buffers)]
-        #: What is synced: parameters, and after them buffers.
-        self._tensors = [*self._parameters, *(buffer for _, buffer in buffers)]
+        #: What is synced: parameters, or the tensors inside those that are DTensors, and after them buffers.
+        self._tensors = [*self._local.tensors, *(buffer for _, buffer in buffers)]
         for name, tensor in zip(self._names, self._tensors, strict=True):
             _check_tensor(name, tensor)
         for parameter in self._parameters:  # an optimizer that this one replaces would go on exchanging gradients
@@ -121,7 +134,11 @@ class DiLoCo(HasRankState):
         self._evaluates = False
         #: What ``reset_inner_state`` returns to: most optimizers have no state before their first step.
         self._first_state = {p: copy.deepcopy(entry) for p, entry in self.state.items() if entry}
-        self.process_set = global_process_set if process_set is None else process_set
+        self.grid: Grid | None = None
+        if axis is not None:
+            grid = axis.grid(session, "DiLoCo", names, self._parameters, self._local)
+            # Buffers count in no norm.
+            self.grid = grid and replace(grid, counted=(*grid.counted, *[False] * len(buffers)))
         self._connect(session)
         self._guard = optimizer.register_step_pre_hook(guard_step(self))
         weakref.finalize(self, self._guard.remove)
@@ -141,6 +158,7 @@ class DiLoCo(HasRankState):
         session = sessions.current()
         if session.runtime is self._runtime:
             return
+        refuse_mesh(self.process_set, "DiLoCo")
         kept = (self.state_dict(), self.rank_state_dict()) if keep else None
         self._connect(session)
         if kept is not None:
@@ -188,10 +206,11 @@ class DiLoCo(HasRankState):
     def inner_state(self) -> Bytes:
         """Returns the wrapped optimizer's state on this rank, as ``torch.save`` writes it.
 
-        A tensor is a pair with whether it is on its parameter's device.
+        A tensor is a pair with whether it is on its parameter's device, and with a third element if it is inside a
+        DTensor.
         """
         entries = [
-            {key: _saved(value, parameter) for key, value in self.state.get(parameter, {}).items()}
+            {key: _saved(value, parameter.device) for key, value in self.state.get(parameter, {}).items()}
             for parameter in self._parameters
         ]
         file = io.BytesIO()
@@ -208,14 +227,21 @@ class DiLoCo(HasRankState):
                 f"the state of the wrapped {type(self._inner).__name__} in the rank state cannot be read: {reason}"
             ) from error
         self.state.clear()
-        for parameter, entry in zip(self._parameters, entries, strict=True):
+        for index, (parameter, entry) in enumerate(zip(self._parameters, entries, strict=True)):
             if entry:
-                self.state[parameter] = {key: _loaded(value, parameter) for key, value in entry.items()}
+                self.state[parameter] = {key: self._loaded(value, index) for key, value in entry.items()}
+
+    def _loaded(self, value: Any, index: int) -> Any:
+        if not (isinstance(value, tuple) and len(value) in (2, 3) and isinstance(value[0], torch.Tensor)):
+            return value
+        tensor, is_beside, *is_part = value
+        tensor = tensor.to(self._parameters[index].device) if is_beside else tensor
+        return self._local.placed(index, tensor) if is_part else tensor
 
     def reset_inner_state(self) -> bool:
         """Sets the wrapped optimizer's state back to what it was when it was wrapped, if it is not finite."""
         values = [value for entry in self.state.values() for value in entry.values()]
-        if all_finite(value for value in values if isinstance(value, torch.Tensor)):
+        if all_finite(inside(value) for value in values if isinstance(value, torch.Tensor)):
             return False
         self.state.clear()
         for parameter, entry in self._first_state.items():
@@ -246,18 +272,20 @@ class DiLoCo(HasRankState):
             with torch.enable_grad():
                 loss = closure()
         self._begin("step()")
-        is_finite = all_finite(p.grad for p in self._parameters if p.grad is not None)
-        if is_finite:
+        is_finite = all_finite(inside(p.grad) for p in self._parameters if p.grad is not None)
+        moves = self._driver.may_move(is_finite)
+        if moves:
             self._inner_steps = True
             try:
                 self._inner.step()
             finally:
                 self._inner_steps = False
-        self._end(is_finite)
+        self._end(moves)
         return loss
 
     def _begin(self, call: str) -> None:
         self._require_own_parameters(call)
+        self._local.follow()
         counts = [len(group["params"]) for group in self.param_groups]
         if counts != self._group_counts:
             raise InvalidRequestError(
@@ -267,15 +295,18 @@ class DiLoCo(HasRankState):
         self._driver.start()
 
     def _end(self, moved: bool) -> None:
-        self.outcome = StepOutcome.TAKE if moved else StepOutcome.SKIP
+        # The parts of a replica divide their loss scales together: what one passes on has the scale of another.
+        skipped = StepOutcome.SKIP if self.grid is None else StepOutcome.OVERFLOW
+        self.outcome = StepOutcome.TAKE if moved else skipped
         self._driver.advance(moved)
 
     def skip(self, *, overflow: bool = False) -> None:
         """Counts a step that changes nothing on this rank, as after an overflow of its loss scale. Collective where
         ``step`` is.
         """
-        del overflow  # each rank has a loss scale of its own
+        del overflow  # each replica has a loss scale of its own
         self._begin("skip()")
+        self._driver.may_move(False)
         self._end(False)
 
     def widen_gradients(self) -> None:
@@ -407,24 +438,19 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return all(bool(torch.isfinite(torch.stack(found)).all()) for found in extremes.values())
 
 
-def _saved(value: Any, parameter: torch.Tensor) -> Any:
+def _saved(value: Any, device: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return (value.detach().cpu(), value.device == parameter.device)
-
-
-def _loaded(value: Any, parameter: torch.Tensor) -> Any:
-    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor)):
-        return value
-    tensor, is_beside = value
-    return tensor.to(parameter.device) if is_beside else tensor
+    local = inside(value)
+    found = local.detach().cpu(), value.device == device
+    return found if local is value else (*found, True)
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
     if reason := why_untrainable(tensor):
         raise InvalidRequestError(
-            f"'{name}' {reason}. DistributedDiLoCo syncs plain tensors; it has no mesh=, so a model that is divided "
-            "among ranks cannot be trained with it."
+            f"'{name}' {reason}. DistributedDiLoCo syncs plain tensors: give it those, or, for DTensors, the mesh "
+            "whose data axis it is to use (mesh=, data=)."
         )
     if tensor.dtype not in _FLOATS:
         raise InvalidRequestError(

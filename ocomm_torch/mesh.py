@@ -221,6 +221,15 @@ def chosen_ranks(process_set: Any, mesh: DeviceMesh | None, data: str | None) ->
     return DataAxis(mesh, data)
 
 
+def refuse_mesh(process_set: Any, wrapper: str) -> None:
+    """Raises InvalidRequestError if an optimizer of a job that is over, which is to join another, has a mesh."""
+    if isinstance(process_set, DataAxis):
+        raise InvalidRequestError(
+            f"Distributed{wrapper} was made with the mesh of a job that is over: an elastic job cannot keep a mesh. "
+            "Make a new mesh, model and optimizer, and load a state."
+        )
+
+
 class LocalTensors:
     """The tensors of this rank: each parameter itself, or the tensor inside a DTensor, with its gradient in a step.
 

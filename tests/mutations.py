@@ -433,6 +433,13 @@ MUTATIONS = [
         "frontends/test_torch_silent_steps.py",
     ),
     Mutation(
+        "DiLoCo: a stage steps while another one of its replica does not",
+        "ocomm/training/diloco.py",
+        "return not flags & Flag.NON_FINITE",
+        "return is_finite",
+        "frontends/test_torch_grids.py",
+    ),
+    Mutation(
         "replicas on other axes count twice in norms",
         "ocomm_torch/mesh.py",
         "counts &= not any(",

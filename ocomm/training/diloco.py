@@ -18,10 +18,12 @@ from ocomm.kernels.base import Bytes, Floats
 from ocomm.optim import checkpoint
 from ocomm.optim.core import Group
 from ocomm.optim.diloco import DiLoCo, DiLoCoOptions
+from ocomm.optim.grid import EARLY
 from ocomm.session import Session
 from ocomm.telemetry.units import amount
 from ocomm.training import resume
 from ocomm.training.driver import Common, Driver, Frontend
+from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
 
@@ -131,6 +133,26 @@ class DiLoCoDriver(Driver):
         if self.core.under_way is not None:
             self._post(self._next_sync())
 
+    def _first_round(self) -> int:
+        return EARLY
+
+    def may_move(self, is_finite: bool) -> bool:
+        """Returns whether this rank takes the step that has begun. Collective in a grid, over the parts of this replica
+        of the model, which all take it or none does; else nothing is sent.
+
+        Args:
+            is_finite: Whether this rank's gradients are.
+
+        Raises:
+            HorovodInternalError: In a grid another part has failed: PeerError, MismatchError or StallError.
+        """
+        try:
+            flags = self.stepper.agree_with_parts(self.core.step + 1, EARLY, 0 if is_finite else int(Flag.NON_FINITE))
+        except BaseException as error:
+            self.stepper.give_up(error, EARLY)
+            raise
+        return not flags & Flag.NON_FINITE
+
     def _take_first_anchors(self) -> None:
         """Makes the parameters the anchors, if no step has been taken."""
         if self._at_start and self.core.step == 0:
@@ -165,6 +187,7 @@ class DiLoCoDriver(Driver):
             self._end_sync()
         else:
             self.stepper.traffic.count_local(self.dense_nbytes)
+        self.stepper.count_parts()
 
     def finish(self) -> None:
         """Ends the sync that is under way, syncs every fragment that has taken steps since its last one, and makes the

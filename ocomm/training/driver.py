@@ -491,10 +491,14 @@ class Driver:
             self._agree_on_start()
         except MismatchError as error:
             if self.grid is not None:
-                if self.common.max_grad_norm is not None:
-                    self._begin_clipping()
-                self.stepper.give_up(error, EARLY if self._needs_norm_round else FINAL)
+                self.stepper.give_up(error, self._first_round())
             raise
+
+    def _first_round(self) -> int:
+        """Returns which round of a step is the first one that the parts of a grid hold."""
+        if self.common.max_grad_norm is not None:
+            self._begin_clipping()
+        return EARLY if self._needs_norm_round else FINAL
 
     def _agree_on_start(self) -> None:
         """Compares the ranks' states before the first step. Raises MismatchError that names what differs."""

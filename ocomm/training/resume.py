@@ -95,8 +95,8 @@ def check(driver: Resumable, saved: State, where: str) -> None:
             "to start from Adam's moments alone, pass them as warm_start."
         )
     checkpoint.require_checksum(saved, driver.kernels, where)
+    check_place(driver, saved, where)  # first, because the tensors of another place are others
     checkpoint.require_tensors(saved["tensors"], driver.core.layout, where)
-    check_place(driver, saved, where)
     for name in driver.fixed_options:
         now, before = driver.options.get(name), saved["options"].get(name)
         if now != before:

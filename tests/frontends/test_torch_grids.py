@@ -67,6 +67,18 @@ class Part:
 
 
 ADAM = KINDS["1-bit Adam, compressed"]
+#: Optimizers with steps in which replicas send each other nothing. Step 8 is one, step 9 is a sync.
+LOCAL = {
+    "DiLoCo": Kind(hvd.DistributedDiLoCo, torch.optim.AdamW, {"sync_every": 3}),
+    "DiLoCo, all of it": Kind(
+        hvd.DistributedDiLoCo, torch.optim.SGD, {"sync_every": 6, "fragments": 2, "delay": 1, "mix": 0.5, "bits": 1}
+    ),
+    "0/1 Adam": Kind(
+        hvd.DistributedZeroOneAdam,
+        options={"vote": "sync", "local_step_start": 2, "local_step_doubling": 2, "local_step_clip": 4},
+    ),
+}
+local_kinds = pytest.mark.parametrize("kind", LOCAL.values(), ids=LOCAL.keys())
 SHORT = ("1-bit Adam, compressed", "0/1 Adam, local steps", "Lion")
 every_kind = pytest.mark.parametrize("kind", few(KINDS.values(), [KINDS[name] for name in SHORT]), ids=KINDS.keys())
 
@@ -82,6 +94,116 @@ def test_each_part_of_a_grid_has_the_bits_of_its_replicas_alone(kind: Kind) -> N
     assert all(one == other for one, other in results)
     if "local" not in str(kind.options):
         assert results[0] == results[1] != results[2] == results[3]
+
+
+@local_kinds
+def test_a_part_that_steps_alone_between_syncs_has_the_bits_of_its_replicas_alone(kind: Kind) -> None:
+    def body(session: Session) -> list[str]:
+        in_grid = Part(session, kind)
+        alone = Part(session, kind, process_set=hvd.ProcessSet([2 * in_grid.stage, 2 * in_grid.stage + 1]))
+        return [each.train(1) for _ in range(20) for each in (in_grid, alone)]
+
+    for digests in run_ranks(4, body):
+        assert digests[::2] == digests[1::2] and len(set(digests)) == 20
+
+
+@local_kinds
+def test_a_nan_on_one_stage_in_a_local_step_keeps_all_stages_of_its_replica_back(kind: Kind) -> None:
+    def body(session: Session) -> tuple[bool, int, str, str, int]:
+        part = Part(session, kind)
+        before = part.train(STEPS)
+        part.backward(STEPS)
+        if session.require_topology().rank == 3:
+            gradient = part.parameters[0].grad
+            assert gradient is not None
+            gradient.view(-1)[0] = math.nan
+        part.optimizer.step()
+        stayed = part.values == before
+        counted = part.optimizer.compression_report()["non_finite_steps"]
+        part.train(7)
+        if hasattr(part.optimizer, "finish"):
+            part.optimizer.finish()
+        else:
+            part.train(2)  # step 17 is a sync
+        report = part.optimizer.compression_report()
+        assert report["synced"]
+        return stayed, counted, part.values, str(part.optimizer.outcome), report["bytes_sent"]
+
+    found = run_ranks(4, body)
+    assert [each[:2] for each in found] == [(False, 0), (True, 1)] * 2
+    assert found[0][2] == found[1][2] != found[2][2] == found[3][2]
+
+
+@local_kinds
+def test_an_overflow_of_one_stage_divides_the_loss_scale_of_its_replica(kind: Kind) -> None:
+    def body(session: Session) -> float:
+        part = Part(session, kind)
+        part.train(STEPS)
+        part.backward(STEPS)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        if session.require_topology().rank == 0:
+            gradient = part.parameters[0].grad
+            assert gradient is not None
+            gradient.view(-1)[0] = math.inf
+        scaler.scale(torch.ones(1))
+        scaler.step(part.optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    assert run_ranks(4, body) == [1.0, 2.0, 1.0, 2.0]
+
+
+def test_a_stage_of_diloco_that_fails_at_a_sync_fails_the_others_by_its_place() -> None:
+    kind = LOCAL["DiLoCo"]
+
+    def body(session: Session) -> str:
+        part = Part(session, kind)
+        part.train(STEPS)
+        if session.require_topology().rank == 3:
+            part.optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(HorovodInternalError) as caught:
+            part.train(2)
+        return f"{type(caught.value).__name__} {caught.value}"
+
+    first, second, third, fourth = run_ranks(4, body)
+    assert first == second and "PeerError" in first and "has failed at pp=1 of 2 of the grid" in first
+    assert third == fourth and "MismatchError" in third and "differ between ranks" in third
+
+
+def test_stages_of_diloco_whose_replicas_are_not_alike_say_so_before_the_first_step() -> None:
+    def body(session: Session) -> str:
+        part = Part(session, LOCAL["DiLoCo"])
+        if session.require_topology().rank == 3:
+            with torch.no_grad():
+                part.parameters[0][0] += 1
+        with pytest.raises(HorovodInternalError) as caught:
+            part.train(1)
+        return f"{type(caught.value).__name__} {caught.value}"
+
+    first, second, third, fourth = run_ranks(4, body)
+    assert first == second and "PeerError" in first and "has failed at pp=1 of 2 of the grid" in first
+    assert third == fourth and "MismatchError" in third and "not alike before their first step" in third
+
+
+@local_kinds
+def test_a_state_of_a_stage_that_was_saved_between_syncs_goes_on_in_every_bit(kind: Kind) -> None:
+    def body(session: Session) -> tuple[bool, str]:
+        part, again = Part(session, kind), Part(session, kind)
+        part.train(STEPS)
+        saved = part.optimizer.state_dict(), part.optimizer.rank_state_dict()
+        with torch.no_grad():
+            for p, q in zip(part.parameters, again.parameters, strict=True):
+                q.copy_(p)
+        again.optimizer.load_state_dict(saved[0])
+        again.optimizer.load_rank_state_dict(saved[1])
+        alone = Part(session, kind, process_set=hvd.ProcessSet([2 * part.stage, 2 * part.stage + 1]))
+        with pytest.raises(CheckpointError) as caught:
+            alone.optimizer.load_state_dict(saved[0])
+        return part.train(STEPS) == again.train(STEPS), str(caught.value)
+
+    for rank, (same, said) in enumerate(run_ranks(4, body)):
+        assert same
+        assert f"is of pp={rank // 2} of 2, and this rank is at no place of a grid" in said
 
 
 def test_dense_averages_of_a_part_of_a_grid_have_the_bits_of_its_replicas_alone() -> None:
@@ -422,6 +544,19 @@ def test_shards_have_the_bits_of_the_simulation_and_replicas_are_equal() -> None
         assert f"is of fsdp={1 - rank % 2} of 2, and this rank is at fsdp={rank % 2} of 2" in said["of another part"]
         for what in ("values", "bfloat16", "clipped"):
             assert said[what] == found[rank ^ 2][what]
+
+
+@in_a_job
+def test_diloco_of_shards_has_the_bits_of_plain_tensors_and_a_replica_steps_as_one() -> None:
+    found = job("local")
+    for rank, said in enumerate(found):
+        assert all(said["same"]) and len(said["same"]) == 10
+        assert said["resumed"]
+        assert said["stayed"] == ([True, 1] if rank < 2 else [False, 0])
+        assert f"is of fsdp={1 - rank % 2} of 2, and this rank is at fsdp={rank % 2} of 2" in said["of another part"]
+        for what in ("anchors", "finished"):
+            assert said[what] == found[rank ^ 2][what] != found[rank ^ 1][what]
+        assert said["lone"].startswith("InvalidRequestError") and "(mesh=, data=)" in said["lone"]
 
 
 @in_a_job

@@ -181,13 +181,13 @@ def fully_sharded(module: nn.Module, mesh: Any, **options: Any) -> nn.Module:
 class Sharded:
     """One rank of fully_shard over 2 x DP2."""
 
-    def __init__(self, mesh: Any, kind: torch.dtype = torch.float32, **options: Any) -> None:
+    def __init__(self, mesh: Any, kind: torch.dtype = torch.float32, wrap: Any = adam, **options: Any) -> None:
         self.kind = kind
         self.module = narrow().to(kind)
         if "fsdp" in mesh.mesh_dim_names:
             fully_sharded(self.module, mesh["fsdp"])
         self.parameters: list[Any] = list(self.module.parameters())
-        self.optimizer = adam(named(0, self.module), mesh=mesh, data="dp", **options)
+        self.optimizer = wrap(named(0, self.module), mesh=mesh, data="dp", **options)
 
     def backward(self, step: int) -> None:
         x, y = data(step, hvd.rank())
@@ -451,6 +451,64 @@ def shards() -> dict[str, Any]:
         "posted in backward": posted[-1],
         "compressed": report["compressed_steps"],
         "state": sum(report["memory_bytes"].values()) / sum(p.to_local().numel() for p in parameters),
+    }
+
+
+def diloco(named: list[tuple[str, Any]], **options: Any) -> Any:
+    inner = torch.optim.AdamW([p for _, p in named], lr=1e-2)
+    return hvd.DistributedDiLoCo(inner, named, sync_every=4, fragments=2, delay=1, mix=0.25, block_size=64, **options)
+
+
+@program
+def local() -> dict[str, Any]:
+    """fully_shard over 2 x DiLoCo over 2, against DiLoCo of plain tensors with the gradients of each shard."""
+    mesh = hvd.init_device_mesh({"dp": 2, "fsdp": 2})
+    fsdp = mesh.get_local_rank("fsdp")
+    job = Sharded(mesh, wrap=diloco)
+    twins = [nn.Parameter(shard_of(p, fsdp, 2)) for p in narrow().parameters()]
+    plain = diloco([(f"stage0.{k}", p) for k, p in enumerate(twins)], process_set=hvd.ProcessSet([fsdp, 2 + fsdp]))
+    same = []
+    for step in range(STEPS):
+        job.optimizer.zero_grad()
+        job.backward(step)
+        for twin, p in zip(twins, job.parameters, strict=True):
+            twin.grad = p.grad.to_local().clone()
+        job.optimizer.step()
+        plain.step()
+        same.append(all(torch.equal(p.to_local(), twin) for p, twin in zip(job.parameters, twins, strict=True)))
+    # Saved between two syncs, loaded, and trained on.
+    job.train([STEPS])
+    saved = copy.deepcopy([job.module.state_dict(), job.optimizer.state_dict(), job.optimizer.rank_state_dict()])
+    others = [None] * 4
+    dist.all_gather_object(others, saved[1]["ocomm"])
+    gone_on = job.train(range(STEPS + 1, STEPS + 8))
+    again = Sharded(mesh, wrap=diloco)
+    again.module.load_state_dict(saved[0])
+    again.optimizer.load_state_dict(saved[1])
+    again.optimizer.load_rank_state_dict(saved[2])
+    resumed = again.train(range(STEPS + 1, STEPS + 8))
+    # A NaN on one shard of one replica
+    before = digest(p.to_local() for p in job.parameters)
+    job.optimizer.zero_grad()
+    job.backward(STEPS + 8)
+    if hvd.rank() == 1:
+        job.parameters[0].grad.to_local()[0, 0] = float("nan")
+    job.optimizer.step()
+    stayed = digest(p.to_local() for p in job.parameters) == before
+    counted = job.optimizer.compression_report()["non_finite_steps"]
+    job.train(range(STEPS + 9, STEPS + 12))
+    other = {**saved[1], "ocomm": others[hvd.rank() ^ 1]}
+    with job.optimizer.evaluation_parameters():
+        anchors = digest(p.to_local() for p in job.parameters)
+    job.optimizer.finish()
+    return {
+        "same": same,
+        "resumed": resumed == gone_on,
+        "stayed": [stayed, counted],
+        "of another part": said(lambda: again.optimizer.load_state_dict(other)),
+        "anchors": anchors,
+        "finished": digest(p.to_local() for p in job.parameters),
+        "lone": said(lambda: diloco(named(0, job.module))),
     }
 
 
