@@ -695,6 +695,12 @@ static int retire(ocomm_channel *channel, slot *s) {
         return 0; /* conclude() ends it */
     ocomm_plan *plan = s->plan;
     s->in_use = 0;
+    int32_t past = plan->segments_started;
+    for (int32_t i = 0; i < channel->window; i++)
+        if (channel->slots[i].in_use && channel->slots[i].plan == plan && channel->slots[i].segment < past)
+            past = channel->slots[i].segment;
+    /* from here on the memory that these segments have read may be used for other things */
+    __atomic_store_n(&plan->segments_past, past, __ATOMIC_RELEASE);
     if (__atomic_add_fetch(&plan->segments_done, 1, __ATOMIC_RELAXED) < plan->segment_count)
         return 0;
     pthread_mutex_lock(&channel->engine->lock);

@@ -164,6 +164,7 @@ typedef struct ocomm_plan {
     int64_t disagreed_ns;
     int64_t opened_ns;
     int32_t segments_started, segments_done;
+    int32_t segments_past;      /* all segments before this one are over; read at any time */
     struct ocomm_plan *next;
 } ocomm_plan;
 

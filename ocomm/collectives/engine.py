@@ -63,6 +63,11 @@ class Ticket(Protocol):
         ...
 
     @property
+    def past_segments(self) -> int:
+        """A number of first segments of the plan that are over: they will read no memory again."""
+        ...
+
+    @property
     def trace(self) -> Trace | None:
         """The times of the plan's stages once it is over; None if the engine had no timeline when it was submitted."""
         ...

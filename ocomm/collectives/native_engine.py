@@ -233,6 +233,10 @@ class NativeTicket:
     def error_segment(self) -> int:
         return self._row.error_segment
 
+    @property
+    def past_segments(self) -> int:
+        return self._row.segments_past
+
     def open(self, segments: int, inputs: Any = None, addresses: Sequence[int] = (), part: int = NOTHING) -> None:
         lib.ocomm_open(self.channel, self._row, segments, inputs.row if inputs else _NULL, addresses, part)
 

@@ -59,6 +59,7 @@ class PythonTicket:
         self.disagreed = 0.0
         self.started_segments = 0
         self.done_segments = 0
+        self.past_segments = 0
         self.timeout_s = timeout_s
         self.opened = time.monotonic()
         self._over = threading.Event()
@@ -287,6 +288,8 @@ class PythonChannel:
         self.active.remove(segment)
         ticket = segment.ticket
         ticket.done_segments += 1
+        left = [_number(other) for other in self.active if other.ticket is ticket]
+        ticket.past_segments = min(left, default=ticket.started_segments)
         if ticket.done_segments == len(ticket.plan.segments):
             with self.engine.lock:
                 self.queue.remove(ticket)

@@ -21,7 +21,7 @@ from ocomm.collectives import dense
 from ocomm.collectives.compressed import compressed_segment, compressed_staging, vote
 from ocomm.collectives.engine import Channel, Engine, Reason, State, Ticket, require_open
 from ocomm.collectives.native_engine import _STAGES_PER_SEGMENT, NativeEngine
-from ocomm.collectives.plan import Copy, Loop, Message, Plan, Stage, loop
+from ocomm.collectives.plan import Copy, Loop, Message, Offload, Plan, Stage, loop
 from ocomm.collectives.python_engine import PythonEngine, PythonTicket
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.segment_header import SegmentHeaders
@@ -686,6 +686,41 @@ def test_segments_start_when_they_are_let_and_later_plans_after_them(kind: str, 
             tickets[closed].open(opened + 1)
         assert states([*tickets, *behind]) == [State.DONE] * 4
         assert target.tolist() == [1, 2, 3] and last[0] == 1
+
+
+class Gate:
+    """A task that is over when somebody says so."""
+
+    failure: BaseException | None = None
+
+    def __init__(self) -> None:
+        self.opened = False
+
+    def start(self) -> None: ...
+
+    def is_over(self) -> bool:
+        return self.opened
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_memory_that_segments_have_read_is_free_when_all_before_them_are_over(kind: str) -> None:
+    one, marks, gate = np.ones(1, np.uint8), np.zeros(4, np.uint8), Gate()
+    segments = [[Stage([Copy(one, marks[k : k + 1])])] for k in range(4)]
+    segments[1][0].compute.append(Offload("wait", gate))
+    with world_of(kind, 1) as world:
+        (channel,) = world.channels()
+        ticket = channel.submit(channel.prepare(Plan("read", segments)), 0.0, False, 1)
+        assert ticket.past_segments <= 1
+        end = time.monotonic() + LIMIT_S
+        while ticket.past_segments < 1:
+            assert time.monotonic() < end
+        ticket.open(4)
+        while marks.sum() < 4:
+            assert time.monotonic() < end
+        assert ticket.wait(0.05) == State.ACTIVE and ticket.past_segments == 1, "segments 2 and 3 are over, too"
+        gate.opened = True
+        assert states([ticket]) == [State.DONE]
+        assert ticket.past_segments == 4
 
 
 @pytest.mark.parametrize("kind", ENGINES)
