@@ -264,6 +264,7 @@ class Flag(enum.IntFlag):
     EDITED = 32  # beside CHANGED: the script has changed a gradient, and no GradScaler
     AVERAGE = 64  # an average that this rank alone has is NaN or Inf
     IDLE = 128  # gradients in a step without a vote, since the last one, were not finite: it changed nothing here
+    RELEASED = 256  # this rank has no gradients any more, so it cannot do the step again
 
 
 @dataclass(frozen=True, slots=True)

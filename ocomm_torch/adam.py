@@ -22,6 +22,7 @@ from ocomm.training.adam import AdamDriver, refuse_other
 from ocomm.training.driver import Common
 from ocomm_torch.checkpoint import check_plain, read, to_numpy
 from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
+from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.mesh import DataAxis, inside
 
 #: Torch's names of m and v in the state of a parameter.
@@ -44,11 +45,12 @@ class AdamWrapper(CompressedOptimizer):
         options: Options,
         common: Common,
         warm_start: Any,
+        memory: MemoryOptions | None = None,
     ) -> None:
         self._warm_start = warm_start
         self._warm: dict[int, dict[str, Any]] = {}
         inner = wrappable(optimizer, f"Distributed{type(self).__name__}")
-        super().__init__(inner, named_parameters, process_set, options, common)
+        super().__init__(inner, named_parameters, process_set, options, common, memory)
         if self._warm:
             self._start_warm()
         elif self.state:
@@ -98,8 +100,8 @@ class AdamWrapper(CompressedOptimizer):
             variance = entry["exp_avg_sq"]
             self.state[self._parameters[number]] = {
                 "step": torch.tensor(float(entry["step"])),
-                "exp_avg": _moment(entry.get("exp_avg", torch.zeros_like(variance)), self._tensors[number]),
-                "exp_avg_sq": _moment(variance, self._tensors[number]),
+                "exp_avg": _moment(entry.get("exp_avg", torch.zeros_like(variance)), self._masters.stepped[number]),
+                "exp_avg_sq": _moment(variance, self._masters.stepped[number]),
             }
         self._arrange_state()
         self._driver.start_warm({number: entry["beta2"] for number, entry in self._warm.items()})
@@ -121,7 +123,7 @@ class AdamWrapper(CompressedOptimizer):
         """Returns m, v and step count of a tensor, which begin as zeros if there are none."""
         parameter = self._parameters[tensor]
         if not self.state[parameter]:
-            zeros = {name: torch.zeros_like(self._masters.stepped[tensor]) for name in MOMENTS}
+            zeros = {name: self._placement.zeros_like(self._masters.stepped[tensor]) for name in MOMENTS}
             self.state[parameter] = {"step": torch.tensor(0.0), **zeros}
         moments = self.moments(tensor)
         assert moments is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from ocomm import session as sessions
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.kernels.base import NOTHING, Floats
+from ocomm.kernels.device import Event
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim import options
 from ocomm.optim.core import Core, Group
@@ -33,10 +35,11 @@ from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.ddp_modules import ddp_modules
 from ocomm_torch.gradient_hooks import hook_gradient
 from ocomm_torch.masters import LOW_PRECISION, Masters
+from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.memory_order import MemoryOrder, is_dense
 from ocomm_torch.mesh import DataAxis, LocalTensors, inside, refuse_mesh
 from ocomm_torch.naming import NamesParameters
-from ocomm_torch.placement import placement
+from ocomm_torch.placement import OffloadedPlacement, offloaded, placement
 from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.tensor_memory import why_unreadable, why_untrainable
 from ocomm_torch.watched import WatchedGradient, add_watcher, release
@@ -67,7 +70,7 @@ def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
     """Returns a decorator that inserts the documentation of options, and ``texts`` by argument, into a class's
     docstring.
     """
-    return options.documented({**ARGUMENTS, **texts}, definition, Common)
+    return options.documented({**ARGUMENTS, **texts}, definition, Common, MemoryOptions)
 
 
 class CompressedOptimizer(HasRankState):
@@ -93,6 +96,8 @@ class CompressedOptimizer(HasRankState):
     has_averages = False
     #: Does a step use the norms of whole tensors, so that a rank cannot have a part of one?
     needs_whole_tensors = False
+    #: Number of bytes per parameter that the state takes on one rank at most, with masters, at the end of the warm-up.
+    most_state_nbytes = 36
 
     def __init__(
         self,
@@ -101,7 +106,9 @@ class CompressedOptimizer(HasRankState):
         process_set: Any,
         options: Options,
         common: Common,
+        memory: MemoryOptions | None = None,
     ) -> None:
+        memory = memory or MemoryOptions()
         session = sessions.current()
         session.require_topology()
         loss_scaling.install()
@@ -122,11 +129,21 @@ class CompressedOptimizer(HasRankState):
         #: Parameters that are dense, but not contiguous.
         self._reordered = {index for index, order in enumerate(self._orders) if order.axes is not None}
         _check_storage(self._names, self._tensors)
-        self._placement = placement(self._names, self._tensors, session)
+        place = placement(self._names, self._tensors, session)
+        memory.check(f"Distributed{type(self).__name__}", common, place.is_device, bool(self._local.inside))
+        assert session.kernels is not None
+        numel = sum(tensor.numel() for tensor in self._tensors)
+        self._placement = offloaded(
+            place, memory.offload, session.kernels, self._tensors, self.most_state_nbytes * numel
+        )
+        if self._placement.offloads:  # as on a device: the host would have to wait to read a gradient again
+            self._common = replace(common, verify="version")
+        #: Whether gradients are released once they have been read.
+        self._frees = memory.free_gradients
         if self._placement.is_device and not self.trains_on_devices:
             raise InvalidRequestError(
-                f"Distributed{type(self).__name__} trains parameters in the host's memory only, and "
-                f"'{self._names[0]}' is on {self._tensors[0].device}."
+                f"Distributed{type(self).__name__} makes its steps in the host's memory only, and "
+                f"'{self._names[0]}' is on {self._tensors[0].device}: pass offload=True."
             )
         #: The kernels of the driver's core.
         self.kernels = self._placement.kernels
@@ -152,6 +169,12 @@ class CompressedOptimizer(HasRankState):
         self._checksums = np.zeros(len(self._parameters), np.uint64)
         #: Checksums of posted gradients that have been used since, from before that use.
         self._used: dict[int, int] = {}
+        #: Copies of gradients in the host's memory, and what is over when they are there, if the state is offloaded.
+        self._fetched: dict[int, tuple[Event, torch.Tensor]] = {}
+        #: Whether ``locate`` waits for such copies before ``step()``.
+        self._awaits_copies = False
+        #: The parameters whose gradients of this step are released.
+        self._freed: set[int] = set()
         #: Index of a parameter by its id; empty until DDP asks.
         self._numbers: dict[int, int] = {}
         #: True if there is a callback for the end of the backward pass that DDP is in.
@@ -185,7 +208,9 @@ class CompressedOptimizer(HasRankState):
         number = self.process_set.number(session)
         self._driver = self._driver_class(session, number, specs, self, self._core_class, self._options, self._common)
         self._stepper = self._driver.stepper
-        self._driver.core.borrowed += [self._recorded, self._copies, self._held, self._masters]
+        if self._frees and not self._placement.offloads:
+            self._stepper.keeps_gradients = self._stepper.looks_at_gradients = False
+        self._driver.core.borrowed += [self._placement, self._recorded, self._copies, self._held, self._masters]
         self._runtime = session.runtime
         self._addresses = []
         self._find_parameters()
@@ -300,6 +325,8 @@ class CompressedOptimizer(HasRankState):
         not ready, because a copy would not show a later change. One that has to be widened is ready, because its
         checksum is kept. Kernels on a device read 16 bits directly.
         """
+        if self._placement.offloads:
+            return self._locate_fetched(tensors, final)
         parameters, recorded, versions, pointers = self._tensors, self._recorded, self._versions, self._pointers
         float32, reordered = torch.float32, self._reordered
         if final:
@@ -333,12 +360,112 @@ class CompressedOptimizer(HasRankState):
             old += [tensors[place] for place in others if versions[tensors[place]] and not final]
         if old:
             self._keep_checksums(old)
-        if not final:
+        if self._frees:
+            self._free(tensors)
+        elif not final:
             for index in tensors:
                 grad = recorded[index]
                 if type(grad) is torch.Tensor:
                     grad.__class__ = WatchedGradient
         return addresses
+
+    def _locate_fetched(self, tensors: list[int], final: bool) -> list[int] | None:
+        """Does what ``locate`` does where gradients are copied to the host's memory: a gradient is ready once its copy
+        is there.
+        """
+        place, recorded = self._placement, self._recorded
+        assert isinstance(place, OffloadedPlacement)
+        is_posted = self._stepper.buckets.is_posted
+        if final:
+            release(recorded)
+        found: dict[int, torch.Tensor] = {}
+        for index in tensors:
+            # What another bucket has handed over may be read at this moment.
+            if index in self._freed or (index in self._fetched and (not final or is_posted(index))):
+                continue
+            self._fetched.pop(index, None)
+            if final:
+                recorded[index] = self._tensors[index].grad
+            if (grad := recorded[index]) is None:
+                continue
+            self._check_gradient(index, grad)
+            self._check_dtype(index, grad)
+            if not self._orders[index].has(grad) and not final:
+                return None
+            found[index] = self._orders[index].arranged(grad)
+        for index, copied_from in found.items():
+            grad = recorded[index]
+            assert grad is not None
+            self._versions[index], self._pointers[index] = grad._version, _pointer(grad)
+            if copied_from is not grad:
+                self._copies.append(copied_from)
+            elif not final and not self._frees and type(grad) is torch.Tensor:
+                grad.__class__ = WatchedGradient
+        if found:
+            event = place.fetch(found)
+            self._fetched.update({index: (event, place.fetched(index, grad)) for index, grad in found.items()})
+            if self._frees:
+                self._free(found)
+        for event in {id(event): event for event, _ in self._copies_of(tensors)}.values():
+            if final or self._awaits_copies:
+                place.wait(event)
+            elif not event.is_over():
+                return None
+        addresses = []
+        for index in tensors:
+            address = 0
+            if index in self._fetched:
+                _, copy = self._fetched[index]
+                address = (copy if copy.dtype is torch.float32 else self._masters.widened(index, copy)).data_ptr()
+            addresses.append(address)
+        if self._frees:
+            for index in tensors:
+                recorded[index] = None
+        return addresses
+
+    def _post_copies(self) -> None:
+        """Hands over what is on its way to the host, bucket by bucket, while the device computes the rest."""
+        self._awaits_copies = True
+        try:
+            self._stepper.buckets.post_early()
+        finally:
+            self._awaits_copies = False
+
+    def _copies_of(self, tensors: list[int]) -> list[tuple[Event, torch.Tensor]]:
+        return [self._fetched[index] for index in tensors if index in self._fetched]
+
+    def _free(self, tensors: Iterable[int]) -> None:
+        """Takes gradients from their parameters. They live in ``_recorded`` until they have been read."""
+        for index in tensors:
+            if self._recorded[index] is not None:
+                self._freed.add(index)
+                self._tensors[index].grad = None
+
+    def _drop_read(self) -> None:
+        """Drops the gradients that the exchange has read for the last time."""
+        for index in self._stepper.buckets.take_read():
+            self._recorded[index] = None
+
+    def _require_freed(self) -> None:
+        """Raises InvalidRequestError, and ends the optimizer, if a parameter whose gradient is released has another."""
+        for index in self._freed:
+            if self._tensors[index].grad is not None:
+                error = InvalidRequestError(
+                    f"'{self._names[index]}' has another gradient before step(), and that which free_gradients=True "
+                    "has released is on its way: the sum of both is lost. For several backward passes in a step pass "
+                    "backward_passes_per_step=N, or use no_sync() in all but the last; to give up a step call "
+                    "zero_grad() of the optimizer."
+                )
+                self._stepper.give_up(error)
+                raise error
+
+    def _check_dtype(self, index: int, grad: torch.Tensor) -> None:
+        """Raises InvalidRequestError for a gradient of another type than its parameter's and float32."""
+        if grad.dtype is not torch.float32 and grad.dtype is not self._tensors[index].dtype:
+            raise InvalidRequestError(
+                f"gradient of '{self._names[index]}' is {grad.dtype}, expected {self._tensors[index].dtype} or "
+                "torch.float32."
+            )
 
     def _check_gradient(self, index: int, grad: torch.Tensor) -> None:
         """Raises InvalidRequestError for a gradient whose memory is not its own: its address, 0, would mean that there
@@ -372,11 +499,7 @@ class CompressedOptimizer(HasRankState):
             self._check_gradient(index, grad)
             self._pointers[index] = _pointer(grad)
             is_wide = grad.dtype is torch.float32
-            if not is_wide and grad.dtype is not self._tensors[index].dtype:
-                raise InvalidRequestError(
-                    f"gradient of '{self._names[index]}' is {grad.dtype}, expected {self._tensors[index].dtype} or "
-                    "torch.float32."
-                )
+            self._check_dtype(index, grad)
             if not self._orders[index].has(grad):
                 if not final:
                     return False
@@ -432,7 +555,7 @@ class CompressedOptimizer(HasRankState):
             place.note()  # autograd may have summed each gradient on another stream
             hook(parameter)
 
-        return hook_on_device if place.is_device else hook
+        return hook_on_device if place.is_device or place.offloads else hook
 
     def _begin(self, early: bool = False) -> None:
         """Begins a step. ``early``: before ``step()``, which finds the parameters; until then only a coupled decay
@@ -465,6 +588,7 @@ class CompressedOptimizer(HasRankState):
         """Handles more backward passes than expected: of the same step, or of the next one after a step that never
         came.
         """
+        self._require_freed()
         if self._recorded[index] is not parameter.grad:
             self.skip()
             _on_gradient(weakref.ref(self), index, parameter)
@@ -490,7 +614,7 @@ class CompressedOptimizer(HasRankState):
         """
         release(self._recorded)
         parameters, recorded, versions, pointers = self._tensors, self._recorded, self._versions, self._pointers
-        posted = self._stepper.buckets.posted_tensors
+        posted = [index for index in self._stepper.buckets.posted_tensors if index not in self._freed]
         for index in posted:
             grad = parameters[index].grad
             if grad is not recorded[index]:
@@ -499,7 +623,7 @@ class CompressedOptimizer(HasRankState):
                 return True
         if self._stepper.objections & Flag.CHANGED:
             return False  # bytes, by a GradScaler, which leaves versions alone
-        used = {index: recorded[index] for index in self._used if self._stepper.buckets.is_posted(index)}
+        used = {index: recorded[index] for index in self._used.keys() & set(posted)} if self._used else {}
         if used and self._masters.checksums(used).tolist() != [self._used[index] for index in used]:
             return True
         if not self._masters.indices or self._stepper.buckets.verified_part == NOTHING:
@@ -524,6 +648,11 @@ class CompressedOptimizer(HasRankState):
 
         Raises InvalidRequestError if this optimizer does not have one of the parameters.
         """
+        if self._frees:
+            raise InvalidRequestError(
+                f"{self._driver.name}: free_gradients=True cannot release what DDP keeps in buckets of its own. Leave "
+                "free_gradients out, or DDP: the optimizer averages without it."
+            )
         if not self._numbers:
             self._numbers = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         for parameter in parameters:
@@ -585,7 +714,11 @@ class CompressedOptimizer(HasRankState):
                 loss = closure()
         if self._local.inside and self._local.take_gradients():
             self.gradients_changed()
+        if self._freed:
+            self._require_freed()
         if self._stepper.begun:
+            if self._placement.offloads:
+                self._post_copies()
             self._find_parameters()
             self._placement.arrive()  # work that Torch has queued since the last hook may read what will be written
             self._follow()
@@ -639,6 +772,11 @@ class CompressedOptimizer(HasRankState):
             self._local.forget()
         self._used.clear()
         self._copies.clear()
+        self._fetched.clear()
+        self._freed.clear()
+        if self._frees:
+            for tensor in self._tensors:
+                tensor.grad = None
         self._recorded[:] = [None] * len(self._recorded)
         self._passes_left[:] = [self.backward_passes_per_step] * len(self._passes_left)
 
@@ -664,7 +802,14 @@ class CompressedOptimizer(HasRankState):
         return self._driver.norm
 
     def widen_gradients(self) -> None:
-        """Makes float16 gradients float32, now and in all later steps."""
+        """Makes float16 gradients float32, now and in all later steps. Called by a GradScaler, which will divide its
+        scale out of them.
+        """
+        if self._frees:
+            raise InvalidRequestError(
+                f"{self._driver.name}: free_gradients=True releases gradients during backward, and a GradScaler would "
+                "divide its scale out of them after it. Use bfloat16 without a GradScaler, or leave free_gradients out."
+            )
         for index in self._local.inside:
             if self._tensors[index].dtype is torch.float16:
                 raise InvalidRequestError(
@@ -676,10 +821,15 @@ class CompressedOptimizer(HasRankState):
 
     def gradients_changed(self) -> None:
         """Says that posted gradients have changed, so that ``step()`` exchanges them again."""
-        if not self._stepper.begun or not (posted := self._stepper.buckets.posted_tensors):
+        if not self._stepper.begun:
+            return
+        posted = self._stepper.buckets.posted_tensors
+        if not posted:
+            self._fetched.clear()  # copies of what they were
             return
         self._stepper.object(Flag.CHANGED)
         release(self._recorded)
+        self._fetched.clear()
         for index in posted:  # what the script changes after this is seen
             recorded, grad = self._recorded[index], self._parameters[index].grad
             if recorded is not None and grad is not None:
@@ -790,7 +940,9 @@ class CompressedOptimizer(HasRankState):
         for parameter, tensor, order in zip(self._parameters, self._tensors, self._orders, strict=True):
             for name, value in self.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
-                    self.state[parameter][name] = order.arranged(value)
+                    self.state[parameter][name] = self._placement.kept(order.arranged(value))
+                elif isinstance(value, torch.Tensor) and self._placement.offloads:  # a step count of a fused Adam
+                    self.state[parameter][name] = value.cpu()
 
     def rank_state_dict(self) -> dict[str, Any]:
         """Returns what only this rank has, errors and local moments: tensors and plain values, with a checksum.
@@ -821,7 +973,8 @@ class CompressedOptimizer(HasRankState):
             {entries}
         """
         found = self._driver.report()
-        return {**found, "memory_bytes": {**found["memory_bytes"], **self._masters.memory()}}
+        own = {**self._masters.memory(), **self._placement.memory()}
+        return {**found, "memory_bytes": {**found["memory_bytes"], **own}}
 
 
 def report_metrics(optimizer: CompressedOptimizer, prefix: str = "ocomm/") -> dict[str, float]:
@@ -871,6 +1024,8 @@ def _on_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parame
         optimizer._begin(early=True)
     optimizer._recorded[index] = parameter.grad
     stepper.buckets.mark_ready(index)
+    if not stepper.keeps_gradients:
+        optimizer._drop_read()
 
 
 def _on_local_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parameter: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from ocomm.training.driver import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm_torch.adam import AdamWrapper
 from ocomm_torch.compressed import documented
+from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.mesh import chosen_ranks
 
 if TYPE_CHECKING:
@@ -36,10 +37,10 @@ class OneBitLamb(AdamWrapper):
     collective.
 
     Args:
-        optimizer: A ``torch.optim.Adam`` or ``AdamW`` over CPU parameters: float32, or bfloat16 or float16 with float32
-            masters. lr, betas, eps (up to the freeze) and weight_decay, which is part of the update for both classes,
-            are read from its groups at every step, so LR schedulers on either object work. Its own step is never
-            called. If it has a state, the warm-up continues from that.
+        optimizer: A ``torch.optim.Adam`` or ``AdamW`` over CPU parameters, or with ``offload`` on one GPU: float32, or
+            bfloat16 or float16 with float32 masters. lr, betas, eps (up to the freeze) and weight_decay, which is part
+            of the update for both classes, are read from its groups at every step, so LR schedulers on either object
+            work. Its own step is never called. If it has a state, the warm-up continues from that.
         {arguments}
 
     Raises:
@@ -53,6 +54,7 @@ class OneBitLamb(AdamWrapper):
     _driver_class = OneBitAdamDriver
     trains_on_devices = False
     needs_whole_tensors = True
+    most_state_nbytes = 44
 
     def __init__(
         self,
@@ -82,12 +84,16 @@ class OneBitLamb(AdamWrapper):
         op: int = Average,
         compression: type[Any] | None = None,
         gradient_predivide_factor: float = 1.0,
+        offload: bool | str | os.PathLike[str] = False,
         process_set: Any = None,
         mesh: DeviceMesh | None = None,
         data: str | None = None,
     ) -> None:
         chosen = LambOptions.of(locals()), Common.of(locals())
-        super().__init__(optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen, warm_start)
+        memory = MemoryOptions.of(locals())
+        super().__init__(
+            optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen, warm_start, memory
+        )
 
     # For the driver
 

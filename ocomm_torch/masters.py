@@ -1,4 +1,6 @@
-"""float32 masters of bfloat16 and float16 parameters, which steps change in the parameters' place."""
+"""float32 masters, which steps change in the place of parameters that are in 16 bits, or in another memory than the
+optimizer's state.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ import torch
 from numpy.typing import NDArray
 
 from ocomm.errors import InvalidRequestError
-from ocomm.kernels.base import WHOLE
+from ocomm.kernels.base import WHOLE, Kernels
 from ocomm_torch.placement import Placement
 
-#: Parameters of these types have a master; float32 parameters are changed directly.
+#: Parameters of these types have a master; float32 parameters are changed directly, unless they are elsewhere.
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Masters:
-    """Owns a float32 master of each parameter in ``LOW_PRECISION``, and float32 memory for its gradient.
+    """Owns a float32 master of each parameter in ``LOW_PRECISION``, and float32 memory for its gradient; with a
+    placement that offloads, a master of every parameter, where the state is.
 
     After a step ``write`` rounds the masters to their parameters, to nearest even. Otherwise users may write
     parameters: ``follow`` finds the elements that are not their rounded master, however they were written, and copies
@@ -29,9 +32,10 @@ class Masters:
     def __init__(
         self, parameters: Sequence[torch.Tensor], placement: Placement, grouped: Sequence[torch.Tensor]
     ) -> None:
-        low = [index for index, parameter in enumerate(parameters) if parameter.dtype in LOW_PRECISION]
-        self._parameters = {index: parameters[index] for index in low}
-        self._masters = {index: parameters[index].detach().float() for index in low}
+        self._low = {index: None for index, parameter in enumerate(parameters) if parameter.dtype in LOW_PRECISION}
+        mastered = range(len(parameters)) if placement.offloads else self._low
+        self._parameters = {index: parameters[index] for index in mastered}
+        self._masters = {index: placement.kept(parameters[index]) for index in mastered}
         #: The tensor that steps change for each parameter: its master, or itself.
         self.stepped = [self._masters.get(index, parameter) for index, parameter in enumerate(parameters)]
         #: The parameters as param groups have them: DTensors, where ``parameters`` are the tensors inside.
@@ -44,12 +48,12 @@ class Masters:
         self._saved: dict[int, torch.Tensor] = {}
 
     def __contains__(self, index: int) -> bool:
-        return index in self._masters
+        return index in self._low
 
     @property
     def indices(self) -> list[int]:
-        """The parameters that have a master."""
-        return list(self._masters)
+        """The parameters in ``LOW_PRECISION``, whose masters are part of a saved state."""
+        return list(self._low)
 
     # Parameters
 
@@ -67,6 +71,7 @@ class Masters:
 
     def _take_written(self, index: int, parameter: torch.Tensor) -> bool:
         master = self._masters[index]
+        parameter = parameter.to(master.device)
         written = ~_rounds_to(master, parameter)
         if not written.any():
             return False
@@ -86,9 +91,8 @@ class Masters:
         """Sets every parameter to its rounded master."""
         if not self._parameters:
             return
-        for index, parameter in self._parameters.items():
-            parameter.detach().copy_(self._masters[index])
-        self._known = self.checksums(self._parameters)
+        written = self._placement.write(self._parameters, self._masters)
+        self._known = self._sums(self._placement.kernels, written)
 
     def restart(self) -> None:
         """Sets every master to its parameter."""
@@ -134,13 +138,16 @@ class Masters:
             parameter.grad = gradient.float()
 
     def checksums(self, tensors: Mapping[int, torch.Tensor], part: int = WHOLE) -> NDArray[np.uint64]:
-        """Returns checksums of the bytes of contiguous tensors, in their order; ``part`` is that of
+        """Returns checksums of the bytes of parameters or gradients without gaps, in their order; ``part`` is that of
         ``Kernels.checksum``.
         """
+        return self._sums(self._placement.tensor_kernels, tensors, part)
+
+    def _sums(self, kernels: Kernels, tensors: Mapping[int, torch.Tensor], part: int = WHOLE) -> NDArray[np.uint64]:
         addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64)
         nbytes = np.array([tensor.nbytes for tensor in tensors.values()], np.int64)
         self._placement.arrive()
-        return self._placement.kernels.checksums(addresses, nbytes, part)
+        return kernels.checksums(addresses, nbytes, part)
 
     # The wrapped optimizer
 
@@ -164,7 +171,8 @@ class Masters:
 
 def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Returns for each element whether it is, bit for bit, the rounded master."""
-    return master.to(parameter.dtype).view(torch.int16) == parameter.view(torch.int16)
+    bits = torch.int32 if parameter.dtype is torch.float32 else torch.int16
+    return master.to(parameter.dtype).view(bits) == parameter.view(bits)
 
 
 def _replace(optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -18,7 +18,9 @@ from ocomm.training.driver import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm_torch.adam import AdamWrapper
 from ocomm_torch.compressed import documented
+from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.mesh import chosen_ranks
+from ocomm_torch.placement import FilePlacement
 from ocomm_torch.replicas import way_of
 
 if TYPE_CHECKING:
@@ -73,18 +75,24 @@ class OneBitAdam(AdamWrapper):
         op: int = Average,
         compression: type[Any] | None = None,
         gradient_predivide_factor: float = 1.0,
+        offload: bool | str | os.PathLike[str] = False,
+        free_gradients: bool = False,
         process_set: Any = None,
         mesh: DeviceMesh | None = None,
         data: str | None = None,
     ) -> None:
         chosen = OneBitAdamOptions.of(locals()), Common.of(locals())
-        super().__init__(optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen, warm_start)
+        memory = MemoryOptions.of(locals())
+        super().__init__(
+            optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen, warm_start, memory
+        )
 
     # For the driver
 
     def implementation(self) -> str:
         """Returns the wrapped class, how it computes, and with which instructions."""
-        return way_of(self._inner, self.param_groups)
+        with self._masters.standing_in(self._inner):
+            return way_of(self._inner, self.param_groups)
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
         """Makes the wrapped optimizer's own step on the averaged gradients of tensors in warm-up, clipped to
@@ -97,6 +105,9 @@ class OneBitAdam(AdamWrapper):
             self._uniform_dense_step(tensors, average, max_norm)
             return
         chosen = set(tensors)
+        if isinstance(self._placement, FilePlacement):
+            for index in tensors:
+                self.started(index)  # else Torch makes m and v in the host's memory
         self._placement.leave()
         stepped = self._masters.stepped
         local = [tensor.grad for tensor in stepped]

@@ -15,6 +15,7 @@ from ocomm.training.driver import Common
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
 from ocomm_torch.adam import AdamWrapper
 from ocomm_torch.compressed import documented
+from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.mesh import chosen_ranks
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class ZeroOneAdam(AdamWrapper):
     _core_class = optim.ZeroOneAdam
     _driver_class = ZeroOneAdamDriver
     _driver: ZeroOneAdamDriver
+    most_state_nbytes = 48
 
     def __init__(
         self,
@@ -78,12 +80,16 @@ class ZeroOneAdam(AdamWrapper):
         op: int = Average,
         compression: type[Any] | None = None,
         gradient_predivide_factor: float = 1.0,
+        offload: bool | str | os.PathLike[str] = False,
         process_set: Any = None,
         mesh: DeviceMesh | None = None,
         data: str | None = None,
     ) -> None:
         chosen = ZeroOneAdamOptions.of(locals()), Common.of(locals())
-        super().__init__(optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen, warm_start)
+        memory = MemoryOptions.of(locals())
+        super().__init__(
+            optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen, warm_start, memory
+        )
 
 
 DistributedZeroOneAdam = ZeroOneAdam

@@ -62,8 +62,11 @@ class Buckets:
         self.arrivals: list[int] = []
         #: True if a gradient came that was not expected and whose bucket had been posted.
         self.is_surprised = False
+        #: True if a gradient of this step that ``take_read`` has given up was not finite.
+        self.had_non_finite = False
         #: How many buckets of the current step have been posted, and how many tensors are in them.
         self.posted = self._posted_count = 0
+        self._read = 0
         #: The part of a gradient posted before ``step()`` that is read again (``Kernels.checksum``).
         self.verified_part = NOTHING
         #: Addresses of this rank's gradients, 0 for none; those of all tensors if all were located at once.
@@ -87,8 +90,8 @@ class Buckets:
         """
         flows = self._flows
         self._early = early
-        self._are_located = self.is_surprised = False
-        self.posted = self._posted_count = 0
+        self._are_located = self.is_surprised = self.had_non_finite = False
+        self.posted = self._posted_count = self._read = 0
         if attempt == 0:
             self.verified_part = {"sampled": step % PARTS, "full": WHOLE, "version": NOTHING}[self._verify]
             flows.core.clear_gradients()
@@ -139,6 +142,11 @@ class Buckets:
             if bucket.left == 0 and self._early:
                 self.post(final=False)
 
+    def post_early(self) -> None:
+        """Posts buckets that are complete, if any may be posted before ``step()``."""
+        if self._early:
+            self.post(final=False)
+
     def post(self, final: bool) -> None:
         """Posts buckets as long as the next one is complete and its gradients can be read; in ``step()`` (``final``)
         all of them.
@@ -164,6 +172,28 @@ class Buckets:
                 flow.ticket = wire.channel.submit(prepared, wire.timeout_s, False, 0)
             part = NOTHING if final else self.verified_part
             flow.ticket.open(bucket.segments.stop, bucket.inputs, addresses, part)
+
+    def take_read(self) -> list[int]:
+        """Returns tensors whose gradients nobody will read again in this step, each once, and gives these up.
+
+        Buckets are read in the order of posting; a tensor must be in one of them only. Where nothing that travels says
+        whose gradient was not finite, as in dense steps and sums of nodes, gradients are looked at here.
+        """
+        found: list[int] = []
+        while self._read < self.posted:
+            bucket = self._buckets[self._read]
+            ticket = bucket.flow.ticket
+            if ticket is None or ticket.past_segments < bucket.segments.stop:
+                break
+            self._read += 1
+            core, rows = self._flows.core, np.array(bucket.tensors)
+            if bucket.flow is self._flows.dense or not core.layout.nodes.is_flat:
+                squares = core.kernels.squares(self.addresses[rows], core.layout.numels[rows])
+                self.had_non_finite |= not np.isfinite(squares).all()
+            self.addresses[rows] = 0
+            self._sums[bucket.end - rows.size : bucket.end] = 0
+            found += bucket.tensors
+        return found
 
     def locate_all(self) -> None:
         """Finds the gradients of all tensors at once, before the first is posted."""

@@ -21,7 +21,7 @@ import numpy as np
 from ocomm.collectives.bridge import IntraNode
 from ocomm.collectives.engine import Channel
 from ocomm.collectives.waiting import Watch, wait
-from ocomm.errors import HorovodInternalError, NonFiniteError, OcommError
+from ocomm.errors import HorovodInternalError, InvalidRequestError, NonFiniteError, OcommError
 from ocomm.kernels.base import Floats
 from ocomm.optim.buckets import Buckets, Locate
 from ocomm.optim.core import Bools, Core, address
@@ -37,6 +37,7 @@ _log = logging.getLogger("ocomm")
 #: Flags after which a step is exchanged again, and flags after which it is over.
 _AGAIN, _OVER = int(Flag.CHANGED | Flag.UNHANDED), int(Flag.SKIP | Flag.RAISED)
 _NON_FINITE, _UNHANDED, _AVERAGE = int(Flag.NON_FINITE), int(Flag.UNHANDED), int(Flag.AVERAGE)
+_SKIP, _RELEASED = int(Flag.SKIP), int(Flag.RELEASED)
 
 
 class StepOutcome(enum.Enum):
@@ -106,6 +107,8 @@ class Stepper:
         self.present_anywhere: Bools = np.zeros(len(core.layout.tensors), np.bool_)
         #: True if the vote carries a checksum of each rank's gradients.
         self.looks_at_gradients = False
+        #: False if the frontend releases gradients that were read, so that this rank cannot exchange a step again.
+        self.keeps_gradients = True
         self._replicas = replicas
         #: False if the ranks' parameters may differ in their last digits.
         self.compares_replicas = replicas is not None
@@ -226,6 +229,8 @@ class Stepper:
 
         Raises:
             NonFiniteError: A gradient is not finite; on all ranks, nothing was changed.
+            InvalidRequestError: The step would have to be exchanged again, and a rank has released its gradients; on
+                all ranks, nothing was changed.
             MismatchError: The ranks disagree.
             StallError: A rank did not come in time.
             PeerError: A rank raised, left or died.
@@ -237,10 +242,15 @@ class Stepper:
             self.object(Flag.CHANGED)
         try:
             had_overlap, first = self.overlap, 0
+            lost: list[int] = []
             for attempt in (0, 1):
                 said = self._finish(attempt, hyper_now, lr, announcement, with_average_norm)
                 heard = self._vote.hold(said, self.flows.flows, with_norm)
                 if not heard & _AGAIN or heard & _OVER:
+                    break
+                if heard & _RELEASED:
+                    lost = self._vote.ranks_with(Flag.CHANGED | Flag.UNHANDED)
+                    heard |= _SKIP
                     break
                 assert attempt == 0, "a gradient changed while step() was running"
                 first = heard
@@ -267,7 +277,15 @@ class Stepper:
         sent = [*(flow.sent for flow in self.flows.flows), self._vote.sent, *self._early_sent]
         if self.flows.sharded is not None and not heard & (_OVER | _NON_FINITE):
             sent.append(self.flows.sharded.gathering.sent)
-        return self._conclude(heard, sent, exposed_s)
+        outcome = self._conclude(heard, sent, exposed_s)
+        if lost:
+            raise InvalidRequestError(
+                f"{self.name}: in step {self.step} gradients, or what they are compressed with, changed on rank(s) "
+                f"{lost} after they were exchanged, and free_gradients=True has released those that would be exchanged "
+                "again; the step was discarded on all ranks. Change nothing between backward and step(), or leave "
+                "free_gradients out."
+            )
+        return outcome
 
     def end_silent(self) -> int:
         """Ends a step in which nothing travels, without a vote; commits nothing. Collective in a grid over the parts of
@@ -328,6 +346,8 @@ class Stepper:
             )
             self._compared = number
         flags = self.objections | (_UNHANDED if buckets.is_surprised else 0)
+        if not self.keeps_gradients:
+            flags |= _RELEASED
         gradients = self._own_gradients() if self.looks_at_gradients else 0
         said = Statement(self.step + 1, attempt, hyper, lr, flags, announcement, replica, gradients)
         return said._replace(squares=squares) if with_average_norm and squares is not None else said
@@ -423,7 +443,7 @@ class Stepper:
         if is_over:
             return StepOutcome.OVERFLOW if heard & _NON_FINITE else StepOutcome.SKIP
         if not is_finite:
-            ranks = self._vote.non_finite_ranks(flows, self.step)
+            ranks = self._vote.non_finite_ranks(flows, self.step, self.buckets.had_non_finite)
             found = ranks if self._grid is None else self._grid.non_finite_ranks(self.step, ranks)
             raise NonFiniteError(f"{self.name}: {self.core.non_finite_text.format(step=self.step, ranks=found)}")
         return StepOutcome.TAKE

@@ -110,9 +110,9 @@ class Vote:
         """The presence bits of all ranks, OR-ed, as heard."""
         return self._vote.segment_header.heard
 
-    def ranks_with(self, flag: Flag) -> list[int]:
-        """Returns the world ranks that set ``flag`` in the last vote of a step."""
-        return [self._wire.ranks[rank] for rank in self._vote.segment_header.ranks_with(flag)]
+    def ranks_with(self, flags: Flag) -> list[int]:
+        """Returns the world ranks that set one of ``flags`` in the last vote of a step."""
+        return [self._wire.ranks[rank] for rank in self._vote.segment_header.ranks_with(flags)]
 
     def hold(self, said: Statement, flows: Sequence[Flow] | None, with_norm: bool) -> int:
         """Sends ``said`` to all ranks, and waits for their statements and for ``flows``. Collective.
@@ -184,8 +184,9 @@ class Vote:
 
         return self._wire.explain(failed, what, mismatch, self._core.kernels.name)
 
-    def non_finite_ranks(self, flows: Sequence[Flow], step: int) -> list[int]:
+    def non_finite_ranks(self, flows: Sequence[Flow], step: int, is_known: bool = False) -> list[int]:
         """Returns the world ranks whose gradients have NaN or Inf; none if only the average overflowed. Collective.
+        ``is_known``: this rank has seen one of its own, which may be released.
 
         A rank that compressed has said so in a header, unless the header spoke for a node. For other ranks, which only
         add to a sum, all ranks look at their gradients and tell each other in one more round. All ranks do so or none,
@@ -200,7 +201,7 @@ class Vote:
             found = {rank for segment_header in segment_headers for rank in segment_header.ranks_with(Flag.NON_FINITE)}
             if found:
                 return [wire.ranks[rank] for rank in sorted(found)]
-        if not all(core.kernels.finite(s.blocks, core.gradients) for flow in flows for s in flow.segments):
+        if is_known or not all(core.kernels.finite(s.blocks, core.gradients) for flow in flows for s in flow.segments):
             segment_header.header["flags"] = Flag.NON_FINITE
         segment_header.header["attempt"] = _NON_FINITE_ROUND
         wire.run(self._vote.prepared, f"{wire.name}: step {step}")

@@ -6,10 +6,12 @@ their last bits, and Torch's own Adam rounds differently on a GPU, so that now a
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from ocomm.session import Session
 from ocomm.transport import nccl
 from ocomm.types import ReduceOp, Settings
 from ocomm_torch import compressed, mpi_ops
+from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.placement import placement
 from tests.fake_device import FakeDevice
 from tests.frontends.every_kind import KINDS
@@ -86,6 +89,33 @@ def test_what_has_scales_is_near(kind: str, on_host_and_gpu: Any) -> None:
     apart = np.concatenate([(g - e).ravel() for g, e in zip(got, expected, strict=True)])
     assert np.isfinite(apart).all()
     assert np.linalg.norm(apart) < 0.05 * np.linalg.norm(moved)
+
+
+@pytest.mark.parametrize("place", ["host", "files"])
+def test_offloaded_steps_have_every_bit_of_the_hosts(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten steps, four of them in the warm-up: the GPU computes checksums alone."""
+
+    def body(session: Session, device: str, **options: Any) -> str:
+        assert session.topology is not None
+        parameters = [torch.nn.Parameter(torch.from_numpy(a).to(device)) for a in initial(SHAPES)]
+        optimizer = DistributedOneBitAdam(torch.optim.Adam(parameters, lr=1e-2), freeze_step=4, **options)
+        for step in range(1, 11):
+            optimizer.zero_grad()
+            for parameter, grad in zip(parameters, gradients(step, session.topology.rank, SHAPES), strict=True):
+                (parameter * torch.from_numpy(grad).to(device)).sum().backward()
+            optimizer.step()
+        assert optimizer.compression_report()["stage"] == "compressed"
+        assert {p.device.type for p in parameters} == {device}
+        return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in parameters)).hexdigest()
+
+    expected = run_ranks(RANKS, lambda s: body(s, "cpu"))
+    if not GPU:
+        loops = importlib.import_module("ocomm.kernels.cuda")
+        monkeypatch.setattr(compressed, "placement", lambda *_: FakePlacement(FakeDevice(inner=loops.CudaKernels())))
+    offload = True if place == "host" else str(tmp_path)
+    assert run_ranks(RANKS, lambda s: body(s, "cuda" if GPU else "cpu", offload=offload)) == expected
 
 
 @pytest.mark.skipif(not GPU, reason="the fake device has Torch's tensors of the host")

@@ -714,7 +714,7 @@ def test_lamb_and_a_forced_hierarchy_are_refused_on_devices(on_devices: Any) -> 
     on_devices([0, 1, 2, 3])
 
     def lamb(session: Session) -> None:
-        with pytest.raises(InvalidRequestError, match="DistributedOneBitLamb trains parameters in the host's memory"):
+        with pytest.raises(InvalidRequestError, match="DistributedOneBitLamb makes its steps in the host's memory"):
             KINDS["1-bit LAMB, dense"].wrap(parameters_of(torch.float32))
 
     def hierarchy(session: Session) -> str:
