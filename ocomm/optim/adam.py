@@ -136,9 +136,9 @@ class BlockAdam:
         return self._blocks_of[key]
 
 
-class DeviceAdam:
-    """``DenseAdam`` for the tensors of ``layout`` on a device: all tensors at one step of one group are updated at
-    once.
+class FlatAdam:
+    """``DenseAdam`` for the tensors of ``layout`` in the memory of ``kernels``: one call updates all tensors of a group
+    that are at the same step.
 
     A tensor has m and v from its first step, or ``adopt``, until ``release``.
     """
@@ -160,12 +160,29 @@ class DeviceAdam:
         return self._momentum[span], self._variance[span], int(self._adam.steps[tensor])
 
     def adopt(self, tensor: int, momentum: Floats, variance: Floats, step: int) -> None:
-        """Copies m and v, from the host or the device, as those of a tensor after ``step`` steps."""
-        self._has[tensor] = True
-        found = self.moments(tensor)
-        assert found is not None
+        """Copies m and v, from the host or a device, as those of a tensor after ``step`` steps."""
+        found = self.advance(tensor)
         found[0][:], found[1][:] = momentum, variance
         self._adam.steps[tensor] = step
+
+    def advance(self, tensor: int) -> tuple[Floats, Floats, int]:
+        """Counts a step of a tensor. Returns its m and v, which begin as zeros, and the number of that step."""
+        self._start([tensor])
+        self._adam.steps[tensor] += 1
+        found = self.moments(tensor)
+        assert found is not None
+        return found
+
+    def _start(self, tensors: Iterable[int]) -> None:
+        """Gives m and v of zeros to those of ``tensors`` that have none."""
+        for tensor in tensors:
+            if self._has[tensor]:
+                continue
+            self._has[tensor] = True
+            if self._adam.steps[tensor]:  # of a state that was released, whose m may have been in use until now
+                self._adam.steps[tensor] = 0
+                for buffer in (self._momentum, self._variance):
+                    buffer[self._layout.flat_span(tensor)] = 0
 
     def release(self, tensor: int) -> bool:
         """Frees m and v of a tensor. Returns True if no other tensor has any."""
@@ -175,11 +192,11 @@ class DeviceAdam:
     def update(
         self, tensors: Sequence[int], averages: Floats, params: Any, groups: Iterable[Any], factor: float
     ) -> None:
-        """Queues one step of ``tensors`` on the flat ``averages`` times ``factor``.
+        """Makes one step of ``tensors`` on the flat ``averages`` times ``factor``; on a device it is queued.
 
         ``params`` are the addresses of the parameters, ``groups`` the ``training.driver.Group`` of all tensors.
         """
+        self._start(tensors)
         chosen = np.zeros(self._has.size, np.bool_)
         chosen[tensors] = True
-        self._has |= chosen
         self._adam.update(chosen, groups, params, averages, self._momentum, self._variance, factor)

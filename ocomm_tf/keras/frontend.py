@@ -14,10 +14,9 @@ from ocomm.collectives.scratch import aligned
 from ocomm.errors import MismatchError
 from ocomm.kernels.base import Floats
 from ocomm.operations import ProcessSet
-from ocomm.optim.adam import DenseAdam
+from ocomm.optim.adam import FlatAdam
 from ocomm.optim.core import Group
 from ocomm.session import Session
-from ocomm.training.adam import dense_step
 from ocomm.types import Flag
 from ocomm_tf import engine
 from ocomm_tf.errors import of_tensorflow
@@ -37,8 +36,8 @@ class KerasFrontend(ReadyGradients):
     ) -> None:
         super().__init__(entries, process_set, make)
         self.parameters: list[Floats] = []
-        #: The moments of Adam's warm-up; None once a tensor is compressed.
-        self.adam: list[DenseAdam | None] = [None] * len(entries)
+        #: m and v of Adam's warm-up; None while no tensor has any.
+        self._warming: FlatAdam | None = None
         self._reference = weakref.ref(optimizer)  # the optimizer owns this frontend
         decayed = [optimizer._use_weight_decay(optimizer._trainable_variables[entry.index]) for entry in entries]
         self._decayed = np.flatnonzero(decayed), np.flatnonzero(np.logical_not(decayed))
@@ -67,7 +66,10 @@ class KerasFrontend(ReadyGradients):
 
     def _clear(self) -> None:
         super()._clear()
-        self.adam = [None] * len(self.entries)
+        self._warming = None
+        self._zero_parameters()
+
+    def _zero_parameters(self) -> None:
         for parameter in self.parameters:  # no precision beyond that of the variables
             parameter[:] = 0.0
 
@@ -197,30 +199,34 @@ class KerasFrontend(ReadyGradients):
         return "of a saved model" if self._owner.ocomm_warm_start else None
 
     def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
-        """Makes Adam's step of tensors in warm-up, on averages clipped to ``max_norm``."""
-        averages = {tensor: average(tensor) for tensor in tensors}
-        self.driver.clip_averages(list(averages.values()), max_norm)  # type: ignore[attr-defined]
-        dense_step(self.driver.kernels, self.groups(), averages, self.parameters.__getitem__, self._adam)
+        """Makes Adam's step of tensors in warm-up, on averages clipped to ``max_norm``. The host adds up the norm, so
+        that it is the same on ranks with and without a GPU.
+        """
+        core, factor = self.driver.core, 1.0
+        if max_norm is not None:
+            averages = [core.param_memory.host(average(tensor)) for tensor in tensors]
+            factor = self.driver.clip_factor(averages, max_norm)  # type: ignore[attr-defined]
+        self._moments.update(tensors, self.driver.stepper.averages, core.tensors["param"], self.groups(), factor)
 
-    def _adam(self, tensor: int) -> DenseAdam:
-        state = self.adam[tensor] = self.adam[tensor] or DenseAdam.fresh(self.parameters[tensor].size)
-        return state
+    @property
+    def _moments(self) -> FlatAdam:
+        core = self.driver.core
+        self._warming = self._warming or FlatAdam(core.layout, core.rank, core.kernels)
+        return self._warming
 
     def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
         """Returns m, v and step count of a tensor in warm-up."""
-        state = self.adam[tensor]
-        return None if state is None else (state.momentum, state.variance, state.step)
+        return None if self._warming is None else self._warming.moments(tensor)
 
     def adopt(self, tensor: int, momentum: Floats, variance: Floats, step: int) -> None:
         """Sets the moments of a tensor."""
-        self.adam[tensor] = DenseAdam(momentum, variance, step)
+        self._moments.adopt(tensor, momentum, variance, step)
 
     def advance(self, tensor: int) -> tuple[Floats, Floats, int]:
         """Counts a step of a tensor. Returns its m and v, which begin as zeros, and the number of that step."""
-        state = self._adam(tensor)
-        state.step += 1
-        return state.momentum, state.variance, state.step
+        return self._moments.advance(tensor)
 
     def release(self, tensor: int) -> None:
         """Frees a tensor's m and v."""
-        self.adam[tensor] = None
+        if self._warming is not None and self._warming.release(tensor):
+            self._warming = None

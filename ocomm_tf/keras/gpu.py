@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import keras
@@ -22,7 +22,6 @@ from ocomm.errors import OcommError, clause
 from ocomm.kernels.base import Floats
 from ocomm.kernels.device import DeviceMemory
 from ocomm.operations import ProcessSet
-from ocomm.optim.adam import DeviceAdam
 from ocomm.session import Session
 from ocomm_tf import engine
 from ocomm_tf.errors import of_tensorflow
@@ -48,7 +47,6 @@ class GpuFrontend(KerasFrontend):
         #: The parameters during a step, or while a state is saved or loaded: TensorFlow's memory.
         self._tensors: list[tf.Tensor | None] = [None] * len(entries)
         self._addresses = [0] * len(entries)
-        self._warming: DeviceAdam | None = None
 
     def _make_parameters(self) -> None:
         """Does nothing: between steps only variables have the values."""
@@ -68,8 +66,8 @@ class GpuFrontend(KerasFrontend):
     def _place_parameters(self) -> None:
         self.driver.core.tensors["param"] = 0
 
-    def _clear(self) -> None:
-        self._warming = None
+    def _zero_parameters(self) -> None:
+        """Does nothing: there are none between steps."""
 
     def _let_go(self) -> None:
         """Returns memory to TensorFlow, which may reuse it at once, after all queued work is done."""
@@ -156,34 +154,6 @@ class GpuFrontend(KerasFrontend):
 
     def locate(self, tensors: list[int], final: bool) -> list[int]:
         return [self._addresses[tensor] for tensor in tensors]
-
-    def dense_step(self, tensors: list[int], average: Callable[[int], Floats], max_norm: float | None) -> None:
-        """Makes Adam's step of tensors in warm-up. The host adds up the norm, so that it is the same on ranks without a
-        GPU.
-        """
-        factor, home = 1.0, self._memory
-        if max_norm is not None:
-            averages = [home.host(average(tensor)) for tensor in tensors]
-            factor = self.driver.clip_factor(averages, max_norm)  # type: ignore[attr-defined]
-        core = self.driver.core
-        addresses = core.tensors["param"]
-        self._moments.update(tensors, self.driver.stepper.averages, addresses, self.groups(), factor)
-
-    @property
-    def _moments(self) -> DeviceAdam:
-        core = self.driver.core
-        self._warming = self._warming or DeviceAdam(core.layout, core.rank, core.kernels)
-        return self._warming
-
-    def moments(self, tensor: int) -> tuple[Floats, Floats, int] | None:
-        return None if self._warming is None else self._warming.moments(tensor)
-
-    def adopt(self, tensor: int, momentum: Floats, variance: Floats, step: int) -> None:
-        self._moments.adopt(tensor, momentum, variance, step)
-
-    def release(self, tensor: int) -> None:
-        if self._warming is not None and self._warming.release(tensor):
-            self._warming = None
 
 
 def _to_wire(tensor: tf.Tensor, entry: WireVariable) -> tf.Tensor:
