@@ -481,6 +481,55 @@ MUTATIONS = [
         "_number(s) < following - lanes",
         "contract/test_engine.py",
     ),
+    Mutation(
+        "C: segments count as past when they have started",
+        "native/engine.c",
+        "            past = channel->slots[i].segment;",
+        "            past = plan->segments_started;",
+        "contract/test_engine.py",
+    ),
+    Mutation(
+        "segments that ended out of order count as past",
+        "ocomm/collectives/python_engine.py",
+        "min(left, default=ticket.started_segments)",
+        "ticket.done_segments",
+        "contract/test_engine.py",
+    ),
+    Mutation(
+        "a step is exchanged again without its gradients",
+        "ocomm/optim/stepper.py",
+        "                if heard & _RELEASED:",
+        "                if heard & _RELEASED & _SKIP:",
+        "frontends/test_torch_free_gradients.py",
+    ),
+    Mutation(
+        "a released gradient that was not finite has no rank",
+        "ocomm/optim/buckets.py",
+        "self.had_non_finite |= not np.isfinite(squares).all()",
+        "self.had_non_finite |= False",
+        "frontends/test_torch_free_gradients.py",
+    ),
+    Mutation(
+        "a copy of a gradient is read before it is there",
+        "ocomm_torch/compressed.py",
+        "            elif not event.is_over():",
+        "            elif event is None:",
+        "frontends/test_torch_offload.py",
+    ),
+    Mutation(
+        "a copy is overwritten while another bucket reads it",
+        "ocomm_torch/compressed.py",
+        "(index in self._fetched and (not final or is_posted(index)))",
+        "(index in self._fetched and not final)",
+        "frontends/test_torch_offload.py",
+    ),
+    Mutation(
+        "what is written to a parameter that is elsewhere is lost",
+        "ocomm_torch/masters.py",
+        "        written = ~_rounds_to(master, parameter)\n        if not written.any():",
+        "        written = ~_rounds_to(master, parameter)\n        if self._placement.offloads or not written.any():",
+        "frontends/test_torch_offload.py",
+    ),
 ]
 # fmt: on
 
