@@ -23,7 +23,9 @@ from ocomm.errors import InvalidRequestError, NonFiniteError
 from ocomm.kernels import cpu_kernels, files
 from ocomm.kernels.files import FileMemory, in_memory
 from ocomm.session import Session
+from ocomm.training.driver import Common
 from ocomm_torch import compressed
+from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.placement import placement
 from tests.fake_device import FakeDevice
@@ -401,6 +403,24 @@ def test_a_wrapped_adam_that_has_a_state_gives_it_away(on_devices: Any, tmp_path
         assert run_ranks(2, lambda s, offload=offload: body(s, offload=offload)) == expected
 
 
+@pytest.mark.parametrize("at", [2, 7], ids=["warm-up", "compressed"])
+def test_an_offloaded_run_goes_on_in_a_new_job(at: int, on_devices: Any, tmp_path: Path) -> None:
+    """As after ``shutdown`` and ``init`` of an elastic job."""
+
+    def new_job(step: int, rank: int, parameters: list[torch.nn.Parameter], optimizer: Any) -> None:
+        if step == at:
+            optimizer.zero_grad()
+            optimizer._runtime = None  # another job's
+            optimizer.reconnect()
+            backward(parameters, some_gradients(step, rank), range(len(parameters) - 1, -1, -1))
+
+    expected = run_ranks(2, lambda s: trained(rank_of(s), between=new_job))
+    on_devices([0, 1])
+    for offload in (True, str(tmp_path)):
+        got = run_ranks(2, lambda s, offload=offload: trained(rank_of(s), between=new_job, offload=offload))
+        assert got == expected
+
+
 # Folders
 
 
@@ -448,3 +468,10 @@ def test_kernels_keep_their_memory_apart(tmp_path: Path) -> None:
 def test_what_is_no_place_is_refused(offload: Any) -> None:
     with pytest.raises(InvalidRequestError, match="offload must be True, False or a folder"):
         run_ranks(1, lambda s: wrapped([torch.nn.Parameter(torch.from_numpy(initial()[0]))], offload=offload))
+
+
+@pytest.mark.parametrize("options", [{"offload": True}, {"offload": "/tmp"}, {"free_gradients": True}], ids=str)
+def test_the_memory_of_dtensors_is_left_to_fully_shard(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"Adam: {next(iter(options))} is for plain parameters"):
+        MemoryOptions(**options).check("Adam", Common(), is_on_device=True, has_dtensors=True)
+    MemoryOptions(offload=True).check("Adam", Common(), is_on_device=False, has_dtensors=True)
