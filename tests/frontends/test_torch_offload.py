@@ -116,6 +116,18 @@ def test_the_other_adams_offload_too(
     assert run_ranks(2, lambda s: trained_kind(kind, rank_of(s), 8, dtype, offload=offload)) == expected
 
 
+@pytest.mark.parametrize("place", ["host", "files"])
+def test_steps_that_send_nothing_offload_too(place: str, on_devices: Any, tmp_path: Path) -> None:
+    def body(session: Session, **options: Any) -> Any:
+        kind = "0/1 Adam, local steps"
+        return trained_kind(kind, rank_of(session), 12, grads=gradients, vote="sync", **options)
+
+    expected = run_ranks(2, body)
+    on_devices([0, 1])
+    offload = True if place == "host" else str(tmp_path)
+    assert run_ranks(2, lambda session: body(session, offload=offload)) == expected
+
+
 def test_ranks_that_offload_train_with_others(on_devices: Any) -> None:
     expected = run_ranks(3, lambda s: trained(rank_of(s)))
     on_devices([0, 1])
