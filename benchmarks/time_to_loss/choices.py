@@ -1,7 +1,7 @@
 """What ``DistributedAuto`` expects of each method on each network of ``steps.json``, and how often its choice is right.
 
-    python -m benchmarks.time_to_loss.choices [--rate 10mbit ...] [--delay 0 50 ...]    # asks it, on a lab of two hosts
-    python -m benchmarks.time_to_loss.choices --judge
+    python -m benchmarks.time_to_loss.choices            # asks it, on a lab of two hosts
+    python -m benchmarks.time_to_loss.choices --judge    # compares what it said with measured steps
 
 The model is that of ``steps``, 13.8 M parameters. To judge, the loss costs of one task decide, and those of another are
 the truth: the right choice is the method whose whole run takes the least time, by the measured steps, of those whose
@@ -32,7 +32,6 @@ from benchmarks.step import adam
 from benchmarks.time_to_loss.__main__ import PREDICTED, STEPS_FILE, Network, cost, gaps, networks
 from benchmarks.time_to_loss.losses import ADAM, RESULTS, STEPS, stored
 from benchmarks.time_to_loss.methods import METHODS
-from benchmarks.time_to_loss.steps import NETWORKS
 from benchmarks.turns import Result
 from ocomm.predict.methods import METHODS as KNOWN
 from ocomm.predict.methods import Candidate, fastest
@@ -166,10 +165,10 @@ def main() -> int:
         )
     results = json.loads(CHOICES.read_text()) if CHOICES.exists() else []
     known = {(each["rate"], each["delay_ms"]) for each in results}
-    for rate, delay in NETWORKS:
-        if (rate, delay) not in known and (not args.rate or rate in args.rate):
-            results.append(ask(rate, delay))
-            CHOICES.write_text(json.dumps(results, indent=1) + "\n")
+    measured = {(each["rate"], each.get("delay_ms", 0.0)) for each in json.loads(STEPS_FILE.read_text())["results"]}
+    for rate, delay in sorted(measured - known):
+        results.append(ask(rate, delay))
+        CHOICES.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 
