@@ -192,6 +192,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, nargs="*", default=PROCESSES)
     parser.add_argument("--into", type=Path, default=plots.RESULTS, metavar="FOLDER")
     args = parser.parse_args()
+    args.into.mkdir(parents=True, exist_ok=True)
     found = [
         {"direct": negotiation(size, size), "tree": negotiation(size, DIRECT_PEERS), "exchange": exchange(size)}
         for size in args.ranks
