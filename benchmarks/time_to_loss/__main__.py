@@ -163,8 +163,11 @@ PREDICTED = {
 DECIDING = ("text", "code", "large text")
 
 
-def gaps(runs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """By method and task, how far its final loss is above Adam's, as a part of it: ``ocomm.predict.methods.GAPS``."""
+def gaps(runs: Mapping[str, Any], seeds: int = 2) -> dict[str, dict[str, float]]:
+    """By method and task, how far its final loss is above Adam's, as a part of it: ``ocomm.predict.methods.GAPS``.
+
+    Of fewer than ``seeds`` runs nothing follows: one seed's loss is up to half a percent from the next one's.
+    """
     found: dict[str, dict[str, float]] = {name: {} for name in PREDICTED.values()}
     for task, by_method in runs.items():
         if task not in DECIDING or ADAM not in by_method:
@@ -172,7 +175,7 @@ def gaps(runs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         adam = {run["seed"]: run["losses"][-1] for run in by_method[ADAM]}
         for name, predicted in PREDICTED.items():
             changes = [run["losses"][-1] / adam[run["seed"]] - 1 for run in by_method.get(name, ())]
-            if changes:
+            if len(changes) >= seeds:
                 found[predicted][task] = round(mean(changes), 4)
     return found
 
@@ -221,13 +224,14 @@ def draw(runs: Mapping[str, Any], measured: Sequence[Network], margins: Sequence
     for (row, (task, by_method)), (column, margin) in itertools.product(enumerate(runs.items()), enumerate(margins)):
         axis = axes[row][column]
         adam = {run["seed"]: run["losses"][-1] for run in by_method[ADAM]}
-        for name, method in METHODS.items():
+        for color, (name, method) in enumerate(METHODS.items()):
             if by_method.get(name):
                 points = [to_loss(network, method, by_method[name], adam, margin) for network in networks]
                 drawn = [(place, point[0]) for place, point in enumerate(points) if point]
                 if drawn:
                     style = "--" if name.startswith(("DDP", "PostLocal")) else "-"
-                    axis.plot(*zip(*drawn, strict=True), style, marker="o", markersize=3, label=name)
+                    look = {"color": pyplot.get_cmap("tab20")(color), "marker": "o", "markersize": 3}
+                    axis.plot(*zip(*drawn, strict=True), style, **look, label=name)
         axis.set(yscale="log", ylabel="seconds", title=f"{task}: until Adam's final loss + {margin:.0%}")
         axis.set_xticks(range(len(networks)), [network.name.replace(", ", "\n") for network in networks], fontsize=8)
         axis.legend(fontsize=6)
