@@ -38,7 +38,7 @@ WARM_8 = STEP_METHODS["onebit-warm-8"][0]
 AVERAGED = "average"
 #: What a reader has to know of the tables.
 ABOUT = """Losses are those of a transformer of 116,256 parameters on four ranks, one of each method and seed over 3,000
-steps ([tasks](../../tasks), `benchmarks.time_to_loss.losses`). Seconds are those of a BERT-like model of 13.8 million
+steps (`benchmarks/tasks`, `benchmarks.time_to_loss.losses`). Seconds are those of a BERT-like model of 13.8 million
 parameters on two hosts of one core with shaped links: each kind of step that the run took, as long as
 `benchmarks.time_to_loss.steps` measured it on that network, or as its bytes take where it would be too long to measure.
 All methods around Adam have the lr that was tuned for DDP. Networks with a delay have it one way."""
