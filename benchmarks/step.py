@@ -41,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ocomm_torch as hvd
 from benchmarks import turns
 from benchmarks.models import TASKS
+from benchmarks.ranks import start
 from benchmarks.turns import DDP, DENSE, LOCAL, Method, Result
 from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
 from ocomm.predict import model as predict
@@ -278,12 +279,7 @@ def digest(model: nn.Module) -> str:
 
 def measure(args: argparse.Namespace) -> list[Result]:
     """Runs as every rank of a job; the result is the same on all of them."""
-    torch.set_num_threads(args.threads)
-    hvd.init()
-    rank, ranks = hvd.rank(), hvd.size()
-    address = hvd.broadcast_object(os.environ.get("BENCH_MASTER", "127.0.0.1"), 0)
-    store = dist.TCPStore(address, 29511, ranks, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    rank, ranks = start(args.threads)
     task = TASKS[args.model]
     batch = task.batch(args.batch or task.samples, torch.Generator().manual_seed(rank))
     methods, steps, models = [], [], []

@@ -18,7 +18,6 @@ x own DDP  speed over the same package's DDP
 from __future__ import annotations
 
 import argparse
-import os
 import queue
 import sys
 import threading
@@ -37,6 +36,7 @@ from torch import Tensor, nn
 import ocomm_torch as hvd
 from benchmarks import turns
 from benchmarks.models import TASKS
+from benchmarks.ranks import start
 from benchmarks.step import FREEZE_STEP, WARMUP, adam, digest, plain
 from benchmarks.turns import LOCAL, Method, Result
 
@@ -187,12 +187,7 @@ METHODS: dict[str, tuple[str, str, Callable[..., None], bool]] = {
 def measure(args: argparse.Namespace) -> list[Result]:
     """Runs as every rank of a job; the result is the same on all of them."""
     warnings.filterwarnings("ignore", module="lightning|transformers|accelerate")
-    torch.set_num_threads(args.threads)
-    hvd.init()
-    rank, ranks = hvd.rank(), hvd.size()
-    address = hvd.broadcast_object(os.environ.get("BENCH_MASTER", "127.0.0.1"), 0)
-    store = dist.TCPStore(address, 29511, ranks, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    rank, ranks = start(args.threads)
     task = TASKS["bert"]
     batch = task.batch(args.batch or task.samples, torch.Generator().manual_seed(rank))
     steps = WARMUP + args.rounds * args.steps

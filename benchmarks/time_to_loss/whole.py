@@ -15,7 +15,6 @@ loss       at the end, on texts that were not trained on
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
@@ -26,6 +25,7 @@ from tabulate import tabulate
 import ocomm_torch as hvd
 from benchmarks import turns
 from benchmarks.convergence import load
+from benchmarks.ranks import start
 from benchmarks.time_to_loss.losses import ADAM, LOADERS, STEPS, learn, rate_of, stored
 from benchmarks.time_to_loss.methods import METHODS, Method, Trained, adam
 from benchmarks.turns import LOCAL, Result
@@ -37,12 +37,7 @@ TRAINED_ALONE = Method(LOCAL, lambda model, lr, steps: Trained(model, adam(model
 
 def measure(args: argparse.Namespace) -> list[Result]:
     """Runs as every rank of a job; the result is that of rank 0."""
-    torch.set_num_threads(args.threads)
-    hvd.init()
-    rank, ranks = hvd.rank(), hvd.size()
-    address = hvd.broadcast_object(os.environ.get("BENCH_MASTER", "127.0.0.1"), 0)
-    store = dist.TCPStore(address, 29511, ranks, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    _, ranks = start(args.threads)
     task = load(args.task, LOADERS)
     found = hvd.broadcast_object(stored(), 0)
 
