@@ -97,7 +97,7 @@ test-long: install $(STAMP)-ptx $(STAMP)-trainers $(VENV)-mpich/bin/mpiexec
 # all kernels; training equals that in the host's memory, on one rank and on several that share the GPU; nothing outside
 # a buffer is touched and no threads race; then speed. Without a GPU all is skipped, with the reason. In an environment
 # that has a CUDA Torch and ocomm already: make -k -o install test-gpu PY=python3 MPIRUN='mpirun --oversubscribe'
-# (docs/gpu.md has the packages). pytest-timeout may be missing there.
+# (docs/gpu.md has the packages). pytest-timeout may be missing there. tools/gpu_day.sh runs all of it, and measures.
 GPU_TESTS = $(PY) -m pytest -q --no-header -W ignore::pytest.PytestConfigWarning
 test-gpu: test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed
 
@@ -122,10 +122,11 @@ test-gpu-tensorflow: install
 
 test-gpu-sanitizer: install
 	command -v compute-sanitizer >/dev/null || { echo 'compute-sanitizer is not on the PATH'; exit 0; }; \
-	for tool in memcheck racecheck; do \
+	failed=0; \
+	for tool in memcheck racecheck initcheck; do \
 	    PYTEST_TIMEOUT=1800 compute-sanitizer --tool $$tool --error-exitcode 9 $(GPU_TESTS) tests/contract/test_cuda.py \
-	        -k 'every_length or DenseValues' || test $$? = 5 || exit 1; \
-	done
+	        -k 'every_length or DenseValues' || test $$? = 5 || failed=1; \
+	done; exit $$failed
 
 test-gpu-speed: install
 	$(PY) -m ocomm.bench kernels --device cuda --nbytes 268435456 || test $$? = 77

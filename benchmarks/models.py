@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from benchmarks.tasks.language import Block
+
 VOCABULARY, WIDTH, LAYERS, HEADS, LENGTH = 8192, 384, 6, 6, 64
 #: Channels of the four groups of residual blocks, two blocks each; the edge of an image; classes.
 CHANNELS, EDGE, CLASSES = (64, 128, 256, 512), 32, 10
@@ -27,6 +29,34 @@ class Bert(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.encoder(self.tokens(tokens) + self.positions)
         return hidden @ self.tokens.weight.T
+
+
+@dataclass(frozen=True, slots=True)
+class GptSize:
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    context: int
+
+
+GPT2 = GptSize(vocabulary=50257, width=768, layers=12, heads=12, context=1024)
+
+
+class Gpt(nn.Module):
+    """A decoder with a tied output layer; at ``GPT2`` 124 M parameters, as GPT-2's smallest has."""
+
+    def __init__(self, size: GptSize) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.context, size.width)
+        self.blocks = nn.Sequential(*(Block(size.width, size.heads) for _ in range(size.layers)))
+        self.norm = nn.LayerNorm(size.width)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.blocks(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])
+        return self.norm(hidden) @ self.tokens.weight.T
 
 
 class _Block(nn.Module):

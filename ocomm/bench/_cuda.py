@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from ocomm.compression.codecs import OF_BITS, Codec
 from ocomm.kernels import BLOCK, NOISE, TENSOR, reference
 from ocomm.kernels.cuda import SIMULATED, CudaKernels, address_of
 
@@ -22,6 +23,8 @@ BLOCK_SIZE = 4096
 CHECKED_BLOCKS = 64
 STRIDE = 4 + BLOCK_SIZE // 8  # scale and signs of a block are adjacent, as in a message
 EPS = 1e-12
+#: Messages of codes that are averaged, at most: those of 64 ranks at 16 bits are 32 times as large as all else.
+MOST_CODED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,30 @@ class WithoutAnswers(CudaKernels):
         return True
 
 
+def nbytes_of(codec: Codec) -> int:
+    """Bytes of a whole block's message."""
+    return int(codec.payload_nbytes(np.array([BLOCK_SIZE], np.int32))[0])
+
+
+class Coded:
+    """Dense values in few bits: where each block's are in a message, what was received, and what is sent."""
+
+    def __init__(self, arrays: Arrays, codec: Codec, blocks: np.ndarray, rng: np.random.Generator, ranks: int) -> None:
+        nbytes, scales = nbytes_of(codec), 4 * int(codec.scales(blocks["length"][:1])[0])
+        table = blocks.copy()
+        table["scale"] = np.arange(len(blocks)) * nbytes
+        table["bits"] = table["scale"] + scales
+        self.blocks = arrays.table(table)
+        self.messages = []
+        for _ in range(ranks):
+            message = rng.integers(0, 256, (len(blocks), nbytes), np.uint8)
+            if codec.bits == 16:
+                message[:, 1::2] &= 0xBF  # bfloat16 below 2: all are finite
+            message[:, :scales] = rng.random((len(blocks), scales // 4), np.float32).view(np.uint8)
+            self.messages.append(arrays.place(message.reshape(-1)))
+        self.packed = arrays.place(np.zeros(len(blocks) * nbytes, np.uint8))
+
+
 class Arrays:
     """The inputs of all loops, on the host or on the device: one tensor, whole blocks, nothing masked."""
 
@@ -67,28 +94,29 @@ class Arrays:
         blocks["bits"] = blocks["scale"] + 4
         blocks["length"] = BLOCK_SIZE
         self._to_device = to_device
-        self.blocks = self._table(blocks)
+        self.blocks = self.table(blocks)
         self.grad, self.param, self.error, self.momentum, self.update, self.synced = (
-            self._place(rng.standard_normal(numel, np.float32)) for _ in range(6)
+            self.place(rng.standard_normal(numel, np.float32)) for _ in range(6)
         )
         self.magnitude, self.denominator = (
-            self._place(rng.random(numel, np.float32) + np.float32(0.1)) for _ in range(2)
+            self.place(rng.random(numel, np.float32) + np.float32(0.1)) for _ in range(2)
         )
-        self.out, self.out2, self.out3 = (self._place(np.zeros(numel, np.float32)) for _ in range(3))
-        self.packed = self._place(np.zeros(count * STRIDE, np.uint8))
+        self.out, self.out2, self.out3 = (self.place(np.zeros(numel, np.float32)) for _ in range(3))
+        self.packed = self.place(np.zeros(count * STRIDE, np.uint8))
         self.messages = []
         for _ in range(ranks):
             message = rng.integers(0, 256, (count, STRIDE), np.uint8)
             message[:, :4] = rng.random((count, 1), np.float32).view(np.uint8)
-            self.messages.append(self._place(message.reshape(-1)))
-        self.weights = self._place(np.full(ranks, 1 / ranks, np.float32))
+            self.messages.append(self.place(message.reshape(-1)))
+        self.weights = self.place(np.full(ranks, 1 / ranks, np.float32))
         self.noise = np.array([(1, 2, 3, 0)], NOISE)
         self.dense, self.bare = (self._tensors(momentum) for momentum in (self.momentum, None))
+        self.coded = {bits: Coded(self, codec, blocks, rng, min(ranks, MOST_CODED)) for bits, codec in OF_BITS.items()}
 
-    def _place(self, array: np.ndarray) -> Any:
+    def place(self, array: np.ndarray) -> Any:
         return cuda.to_device(array) if self._to_device else array
 
-    def _table(self, rows: np.ndarray) -> Any:
+    def table(self, rows: np.ndarray) -> Any:
         return cuda.to_device(rows.view(np.uint8).reshape(len(rows), -1)) if self._to_device else rows
 
     def _address(self, array: Any) -> int:
@@ -100,11 +128,12 @@ class Arrays:
         table["momentum"] = 0 if momentum is None else self._address(momentum)
         table["beta1"], table["one_minus_beta1"], table["step_size"], table["decay"] = 0.9, 0.1, 1e-6, 1
         table["interval_root"], table["interval_decay"] = 1, 1
-        return self._table(table)
+        return self.table(table)
 
     def written(self) -> list[np.ndarray]:
         """Returns what any loop may write, on the host."""
         arrays = (self.packed, self.out, self.out2, self.out3, self.param, self.momentum, self.update, self.synced)
+        arrays += (self.magnitude, *(coded.packed for coded in self.coded.values()))
         return [array.copy_to_host() if self._to_device else array for array in arrays]
 
 
@@ -162,6 +191,38 @@ def cases(ranks: list[int]) -> Iterator[tuple[str, float, Loop]]:
         24,
         lambda k, a: k.soft_sign(a.blocks, a.bare, a.momentum, a.out, a.magnitude, a.out2, EPS, False, a.out3),
     )
+    yield (
+        "adam_step",
+        28,
+        lambda k, a: k.adam_step(a.blocks, a.bare, a.error, a.momentum, a.magnitude, 1.0, 0.1, 0.999, 0.001, 0.5, EPS),
+    )
+    for bits, codec in OF_BITS.items():
+        yield from cases_of_codes(bits, codec, [n for n in ranks if n <= MOST_CODED])
+
+
+def cases_of_codes(bits: int, codec: Codec, ranks: list[int]) -> Iterator[tuple[str, float, Loop]]:
+    sent, errors = nbytes_of(codec) / BLOCK_SIZE, 8 if codec.keeps_errors else 0
+
+    def own(a: Arrays) -> tuple[Any, Any]:
+        return (a.error, a.out) if codec.keeps_errors else (None, None)
+
+    def averaged_codes(n: int) -> Loop:
+        return lambda k, a: k.average_codes(
+            a.coded[bits].blocks, a.coded[bits].messages[:n], 0, *own(a), bits, a.coded[bits].packed
+        )
+
+    yield (
+        f"compress_codes, {codec.label}",
+        4 + errors + sent,
+        lambda k, a: k.compress_codes(a.coded[bits].blocks, a.bare, *own(a), bits, a.coded[bits].packed),
+    )
+    for n in ranks:
+        yield f"average_codes of {n}, {codec.label}", errors + (n + 1) * sent, averaged_codes(n)
+    yield (
+        f"unpack_codes, {codec.label}",
+        4 + sent,
+        lambda k, a: k.unpack_codes(a.coded[bits].blocks, a.coded[bits].messages[0], bits, a.out),
+    )
 
 
 def averaged(ranks: int) -> Loop:
@@ -183,6 +244,7 @@ def check(kernel: str, loop: Loop, checked: int, ranks: int) -> None:
         for kernels, to_device in ((WithoutAnswers(), True), (reference, False))
     )
     rounded = [np.ascontiguousarray(side[0].reshape(-1, STRIDE)[:, :4]).view(np.float32) for side in (got, expected)]
+    # Codes have the bits of the reference's, their scales too: a maximum does not depend on the order.
     pairs = [(rounded[0], rounded[1]), *zip(got[1:], expected[1:], strict=True)]
     signs_differ = (got[0] != expected[0]).reshape(-1, STRIDE)[:, 4:].any()
     if signs_differ or not all(np.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in pairs):

@@ -633,12 +633,8 @@ def test_seeds_travel_in_halves() -> None:
 
 #: Of dense exchanges and of rare sums, and what looks at gradients only.
 WITHOUT_TIMES = {
-    "compress_codes",
-    "average_codes",
-    "unpack_codes",
     "finite",
     "descend",
-    "adam_step",
     "gather",
     "scatter",
     "reduce",
