@@ -784,6 +784,8 @@ class CompressedOptimizer(HasRankState):
         """Skips the current step on this rank, so that no rank takes it. ``overflow``: this rank's gradients are not
         finite.
         """
+        if self._local.inside:
+            self._local.take_gradients()  # others wait for this rank in step(), where torch adds up partial sums
         if not self._stepper.begun:
             self._begin()
         try:
@@ -831,7 +833,7 @@ class CompressedOptimizer(HasRankState):
         release(self._recorded)
         self._fetched.clear()
         for index in posted:  # what the script changes after this is seen
-            recorded, grad = self._recorded[index], self._parameters[index].grad
+            recorded, grad = self._recorded[index], self._tensors[index].grad
             if recorded is not None and grad is not None:
                 self._copies.append(recorded)  # which the exchange reads
                 self._recorded[index] = grad

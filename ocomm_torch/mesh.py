@@ -9,6 +9,8 @@ coordinate, which have all parts of one replica, then agree on the step (``ocomm
 from __future__ import annotations
 
 import hashlib
+import itertools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,8 @@ from ocomm_torch.tensor_memory import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_log = logging.getLogger("ocomm")
 
 
 def init_device_mesh(
@@ -166,7 +170,7 @@ class DataAxis(ProcessSet):
         own = [sorted(self._inside(p)) if is_dtensor(p) else [] for p in parameters]
         number = ProcessSet(self.replica).number(session)
         found = zip(names, map(_fingerprint, local.tensors), strict=True)
-        tied = [f"{name} {fingerprint}" for name, fingerprint in found if fingerprint]
+        tied = [f"{name} {fingerprint}" for name, fingerprint in found if fingerprint]  # names may have blanks
         mine = "\n".join([" ".join(sorted({axis for axes in own for axis in axes})), *tied])
         said = [text.split("\n") for text in gather(session, number, f"grid of {wrapper}", mine)]
         divided = {axis for axes, *_ in said for axis in axes.split()}
@@ -174,7 +178,8 @@ class DataAxis(ProcessSet):
             rank: {axis: at for axis, at in self.coordinates(rank).items() if axis not in divided}
             for rank in self.replica
         }
-        self._refuse_tied(wrapper, me, dict(zip(self.replica, (lines[1:] for lines in said), strict=True)))
+        parameters_of = [[(name, of) for name, _, of in (line.rpartition(" ") for line in lines[1:])] for lines in said]
+        self._look_for_tied(wrapper, me, dict(zip(self.replica, parameters_of, strict=True)))
         at = self.coordinates(me)
         counted = []
         for parameter, axes in zip(parameters, own, strict=True):
@@ -192,18 +197,48 @@ class DataAxis(ProcessSet):
         places = [self.coordinates(rank) for rank in parameter.device_mesh.mesh.flatten().tolist()]
         return {axis for axis in places[0] if len({place[axis] for place in places}) > 1}
 
-    def _refuse_tied(self, wrapper: str, me: int, said: Mapping[int, Sequence[str]]) -> None:
-        """Raises InvalidRequestError if parts that are not replicas of each other share a name and its elements."""
-        for rank, lines in said.items():
-            both = sorted(set(lines) & set(said[me]))
-            if self.stages[rank] != self.stages[me] and both:
-                name = both[0].rpartition(" ")[0]
+    def _look_for_tied(self, wrapper: str, me: int, said: Mapping[int, Sequence[tuple[str, str]]]) -> None:
+        """Looks for parameters of two stages that have the same elements; all ranks of a replica find the same.
+
+        Args:
+            wrapper: The optimizer's class, for messages.
+            me: This rank; rank 0 logs.
+            said: Names and fingerprints of parameters, by rank.
+
+        Raises:
+            InvalidRequestError: They have the same name, too. If names differ, a warning is logged: stages that were
+                made with the same seed begin so.
+        """
+        pairs = [
+            (rank, other, name, beside)
+            for rank, other in itertools.combinations(said, 2)
+            if self.stages[rank] != self.stages[other]
+            for name, fingerprint in said[rank]
+            for beside, same in said[other]
+            if fingerprint == same
+        ]
+        for rank, other, name, beside in pairs:
+            if name == beside:
                 raise InvalidRequestError(
-                    f"parameter '{name}' of rank {me} ({self.place(me)}) has the name and the elements of one of rank "
-                    f"{rank} ({self.place(rank)}). Distributed{wrapper} does not sum the gradients of weights that "
+                    f"parameter '{name}' of rank {rank} ({self.place(rank)}) has the name and the elements of one of "
+                    f"rank {other} ({self.place(other)}). Distributed{wrapper} does not sum gradients of weights that "
                     "stages share: put them into one stage. If they only began equal, give stages names of their own: "
                     "[(f'stage{i}.' + name, p) for name, p in stage.named_parameters()]."
                 )
+        if pairs and me == 0:
+            rank, other, name, beside = pairs[0]
+            _log.warning(
+                "Distributed%s: parameter '%s' of rank %d (%s) and '%s' of rank %d (%s) begin with the same elements. "
+                "If they are meant to be one weight that stages share, put it into one stage: their gradients are not "
+                "summed, and they will part. If only their seeds were equal, all is well.",
+                wrapper,
+                name,
+                rank,
+                self.place(rank),
+                beside,
+                other,
+                self.place(other),
+            )
 
 
 def chosen_ranks(process_set: Any, mesh: DeviceMesh | None, data: str | None) -> Any:
@@ -241,7 +276,7 @@ class LocalTensors:
         #: The DTensors, by index; none without a mesh, where they are refused.
         self.inside: dict[int, Any] = {i: p for i, p in enumerate(parameters) if is_mesh and is_dtensor(p)}
         self.tensors = [_local(p).detach() if i in self.inside else p for i, p in enumerate(parameters)]
-        # The gradient from which that of a local tensor was taken, and its version.
+        # The gradient from which that of a local tensor was taken, and its version then.
         self._taken: dict[int, tuple[Any, int]] = {}
 
     def placed(self, index: int, local: Tensor) -> Tensor:
@@ -264,8 +299,10 @@ class LocalTensors:
                 tensor.data = local.detach()
 
     def take_gradient(self, index: int, final: bool) -> bool:
-        """Takes the gradient of a DTensor for its local tensor. Returns False if it is a partial sum, which is not
-        ``final``: torch adds it up in ``step()``, in one order on all ranks.
+        """Takes the gradient of a DTensor for its local tensor.
+
+        Returns False, and takes nothing, if that has to wait for ``step()``, where it is ``final``: a partial sum,
+        which torch adds up in one order on all ranks; or one that torch may still be copying to the host.
         """
         parameter = self.inside[index]
         grad = parameter.grad
@@ -277,8 +314,13 @@ class LocalTensors:
             if not final:
                 return False
             grad = grad.redistribute(parameter.device_mesh, parameter.placements)
-        # Shares memory and version; a view, so that what ``watched`` does to its class does not reach the DTensor's.
-        self.tensors[index].grad = _local(grad).detach()
+        elif not final and _COPIES_LATE and self.tensors[index].is_pinned():
+            return False
+        taken = self._taken.get(index)
+        if final or taken is None or taken[0] is not grad:
+            # Shares memory and version; a view, so that what ``watched`` does to its class does not reach that of the
+            # DTensor. A later pass that adds to the same gradient finds the same view.
+            self.tensors[index].grad = _local(grad).detach()
         self._taken[index] = parameter.grad, parameter.grad._version
         return True
 
@@ -298,6 +340,10 @@ class LocalTensors:
         for index in self.inside:
             self.tensors[index].grad = None
         self._taken.clear()
+
+
+#: Before 2.13 fully_shard with CPUOffloadPolicy called hooks while gradients were on their way to pinned memory.
+_COPIES_LATE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 def _fingerprint(tensor: Tensor) -> str:

@@ -179,11 +179,11 @@ class Stepper:
         self.begun = False
         return self._conclude(heard, self._early_sent, 0.0)
 
-    def _agree_in_grid(self, grid: GridVote, attempt: int, heard: int, squares: float | None) -> int:
-        """Returns the flags that end the step on any rank of the grid; ``heard`` are those of this data axis. Sets
-        ``norm`` to the root of ``squares``, summed over the grid, unless that is None.
+    def _agree_in_grid(self, grid: GridVote, attempt: int, heard: int, squares: float | None, also: int = 0) -> int:
+        """Returns the flags that end the step on any rank of the grid; ``heard`` are those of this data axis, ``also``
+        says why it ends here. Sets ``norm`` to the root of ``squares``, summed over the grid, unless that is None.
         """
-        flags = heard & (_OVER | _NON_FINITE)
+        flags = heard & (_OVER | _NON_FINITE) | also
         heard |= grid.hold(self.step + 1, attempt, flags, squares or 0.0, self.heard_announcement)
         self._early_sent.append(grid.sent)
         self.wire.announcement[0] = grid.announcement
@@ -267,8 +267,10 @@ class Stepper:
                 squares = self._average_squares() if said.squares is None else self._vote.square_of_average
             if squares is not None:
                 self.norm = math.sqrt(squares)
+            places: list[str] = []
             if self._grid is not None:
-                heard = self._agree_in_grid(self._grid, FINAL, heard, squares)
+                heard = self._agree_in_grid(self._grid, FINAL, heard, squares, _RELEASED if lost else 0)
+                places = self._grid.places_with(Flag.RELEASED)
         except BaseException as error:
             self.give_up(error)
             raise
@@ -278,12 +280,13 @@ class Stepper:
         if self.flows.sharded is not None and not heard & (_OVER | _NON_FINITE):
             sent.append(self.flows.sharded.gathering.sent)
         outcome = self._conclude(heard, sent, exposed_s)
-        if lost:
+        if lost or places:
+            who = f"on rank(s) {lost}" if lost else f"at {', '.join(places)} of the grid"
             raise InvalidRequestError(
-                f"{self.name}: in step {self.step} gradients, or what they are compressed with, changed on rank(s) "
-                f"{lost} after they were exchanged, and free_gradients=True has released those that would be exchanged "
-                "again; the step was discarded on all ranks. Change nothing between backward and step(), or leave "
-                "free_gradients out."
+                f"{self.name}: in step {self.step} gradients, or what they are compressed with, changed {who} after "
+                "they were exchanged, and free_gradients=True has released those that would be exchanged again; the "
+                "step was discarded on all ranks. Change nothing between backward and step(), or leave free_gradients "
+                "out."
             )
         return outcome
 

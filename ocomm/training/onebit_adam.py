@@ -200,9 +200,11 @@ class OneBitAdamDriver(AdamDriver):
                 self._announcement = 0
             else:
                 # All ranks observe, so that a checkpoint of any rank has the window. Rank 0's result is announced.
-                norm = self.variance_norm(warming) if self.schedule.needs_norm(self.steps) else None
-                if self.grid is not None and self.schedule.is_norm_step(self.steps):
-                    norm = self.stepper.sum_over_grid(norm or 0.0)
+                # A part of a grid whose own schedule has decided still counts for that of the first part.
+                is_due = self.schedule.needs_norm if self.grid is None else self.schedule.is_norm_step
+                norm = self.variance_norm(warming) if is_due(self.steps) else None
+                if self.grid is not None and norm is not None:
+                    norm = self.stepper.sum_over_grid(norm)
                 decided = self.schedule.observe(self.steps, norm, [group.lr for group in self.groups()])
                 if self.core.rank == 0:
                     self._announcement = decided or 0

@@ -318,6 +318,48 @@ def test_all_parts_freeze_in_the_same_step_by_the_variance_of_the_whole_model() 
     assert found[0][0] is not None and found == [found[0]] * 4
 
 
+def test_the_variance_of_all_parts_counts_whatever_a_part_has_decided_by_its_learning_rate() -> None:
+    def body(session: Session, rises: bool) -> list[float | None]:
+        part = Part(session, Kind(hvd.DistributedOneBitAdam, functools.partial(torch.optim.Adam, betas=(0.9, 0.8))))
+        norms: list[float | None] = []
+        schedule = part.optimizer._driver.schedule
+        observe = schedule.observe
+
+        def observed(step: int, norm: float | None, lrs: Any) -> int | None:
+            norms.append(norm)
+            return observe(step, norm, lrs)
+
+        schedule.observe = observed
+        for step in range(30):
+            if rises and part.stage == 0:
+                part.optimizer.param_groups[0]["lr"] = 1e-3 * min(step + 1, 16)
+            part.backward(step)
+            part.optimizer.step()
+        assert part.optimizer.compression_report()["freeze_step"] == len(norms) + 1
+        return norms
+
+    still, rising = (run_ranks(4, functools.partial(body, rises=rises)) for rises in (False, True))
+    assert still == [still[0]] * 4 and rising == [rising[0]] * 4
+    assert len(rising[0]) > len(still[0]) and rising[0][: len(still[0])] == still[0]
+    assert min(norm for norm in rising[0] if norm) > 0.9 * max(norm for norm in still[0] if norm)
+
+
+def test_a_step_whose_gradients_are_released_and_have_changed_is_an_error_on_all_parts() -> None:
+    def body(session: Session) -> str:
+        part = Part(session, ADAM, free_gradients=True)
+        before = part.train(7)
+        part.backward(7)
+        if part.stage == 1:
+            part.optimizer.param_groups[0]["betas"] = (0.8, 0.999)
+        with pytest.raises(InvalidRequestError) as caught:
+            part.optimizer.step()
+        assert part.values == before
+        return str(caught.value)
+
+    for rank, said in enumerate(run_ranks(4, body)):
+        assert ("changed at pp=1 of 2 of the grid" if rank < 2 else "changed on rank(s) [2, 3]") in said
+
+
 def test_what_the_parts_do_not_have_in_common_is_named() -> None:
     def body(session: Session) -> str:
         with pytest.raises(MismatchError) as caught:
@@ -451,16 +493,43 @@ def test_a_weight_that_two_stages_share_is_refused_by_name(wrap: Any) -> None:
             wrap(torch.optim.SGD([ones, tied], lr=0.1), named, mesh=mesh_of(pp=2, dp=2), data="dp")
         return str(caught.value)
 
-    first, _, third, _ = run_ranks(4, body)
-    assert "parameter 'embedding' of rank 0 (pp=0 of 2) has the name and the elements of one of rank 2" in first
-    assert "parameter 'embedding' of rank 2 (pp=1 of 2)" in third
+    for rank, said in enumerate(run_ranks(4, body)):
+        first, second = rank % 2, rank % 2 + 2
+        assert f"parameter 'embedding' of rank {first} (pp=0 of 2) has the name and the elements of one of" in said
+        assert f"of rank {second} (pp=1 of 2)" in said
+
+
+def test_stages_that_share_nothing_hear_of_two_others_that_do() -> None:
+    def body(session: Session) -> str:
+        stage = session.require_topology().rank
+        tied = torch.nn.Parameter(torch.arange(6.0) + (stage == 1))
+        with pytest.raises(InvalidRequestError) as caught:
+            hvd.DistributedLion(
+                torch.optim.SGD([tied], lr=0.1), [("embedding", tied)], mesh=mesh_of(pp=3, dp=1), data="dp"
+            )
+        return str(caught.value)
+
+    for said in run_ranks(3, body):
+        assert "'embedding' of rank 0 (pp=0 of 3) has the name and the elements of one of rank 2 (pp=2 of 3)" in said
+
+
+def test_weights_of_two_names_that_begin_equal_on_two_stages_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def body(session: Session) -> None:
+        stage = session.require_topology().rank // 2
+        tied, own = torch.nn.Parameter(torch.arange(6.0)), torch.nn.Parameter(torch.arange(4.0) + stage)
+        named = [(f"stage{stage}.own", own), (("embed", "head")[stage], tied)]
+        hvd.DistributedLion(torch.optim.SGD([own, tied], lr=0.1), named, mesh=mesh_of(pp=2, dp=2), data="dp")
+
+    run_ranks(4, body)
+    (said,) = [record.getMessage() for record in caplog.records if "begin with the same elements" in record.message]
+    assert "'embed' of rank 0 (pp=0 of 2) and 'head' of rank 2 (pp=1 of 2)" in said
 
 
 # Torch's own axes, in jobs
 
 
 #: Programs that `make test` runs, in one job: to import Torch on four ranks takes longer than each of them.
-TOGETHER = ("pipeline", "dense", "regrid")
+TOGETHER = ("pipeline", "dense", "placed", "regrid")
 
 
 def job(name: str) -> list[dict[str, Any]]:
@@ -516,6 +585,19 @@ def test_dense_averages_of_shards_train_as_one_process_and_have_the_bits_of_a_ho
         assert said["used"] == found[rank ^ 2]["used"], "the averages"
         assert said["overflow"] == [1.0, True]
         assert said["partial"]
+
+
+@in_a_job
+def test_a_second_pass_of_a_step_is_for_dtensors_what_it_is_for_plain_tensors() -> None:
+    for said in job("placed"):
+        assert said["same"]
+        assert said["again"] == [[5, 0, said["again"][1][2]]] * 2
+
+
+@in_a_job
+def test_a_rank_skips_a_step_whose_gradients_are_partial_sums() -> None:
+    for said in job("placed"):
+        assert said["outcomes"] == [["StepOutcome.SKIP", True], ["StepOutcome.TAKE", False]]
 
 
 @in_a_job

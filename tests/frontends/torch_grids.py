@@ -358,6 +358,51 @@ def tensors() -> dict[str, Any]:
 
 
 @program
+def placed() -> dict[str, Any]:
+    """DTensors that all ranks of TP2 have whole: two passes in a step, as for plain tensors; and a rank that skips a
+    step whose gradients torch has yet to add up.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+    mesh = hvd.init_device_mesh({"dp": 2, "tp": 2})
+    tp, pair = mesh["tp"], hvd.ProcessSet([hvd.rank() % 2, 2 + hvd.rank() % 2])
+    rng = torch.Generator().manual_seed(1)
+    began = [torch.randn(8, 4, generator=rng) for _ in range(2)]
+    whole = [nn.Parameter(distribute_tensor(w, tp, [Replicate()])) for w in began]
+    plain = [nn.Parameter(w.clone()) for w in began]
+    optimizers = [
+        adam([(str(k), p) for k, p in enumerate(each)], **on)
+        for each, on in ((whole, {"mesh": mesh, "data": "dp"}), (plain, {"process_set": pair}))
+    ]
+    for step in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for number in range(2):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(4 * step + 2 * number + hvd.rank() // 2))
+            spread = distribute_tensor(x, tp, [Replicate()])
+            sum((p * spread).sum() for p in whole).full_tensor().backward()
+            sum((p * x).sum() for p in plain).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    reports = [optimizer.compression_report() for optimizer in optimizers]
+    result: dict[str, Any] = {
+        "same": all(torch.equal(p.to_local(), q) for p, q in zip(whole, plain, strict=True)),
+        "again": [[report[key] for key in ("step", "skipped_steps", "redone_steps")] for report in reports],
+    }
+    before, outcomes = digest(p.to_local() for p in whole), []
+    for step in range(2):
+        for p in whole:
+            p.grad = DTensor.from_local(torch.full((8, 4), 1.0 + hvd.rank()), tp, [Partial()])
+        if step == 0 and hvd.rank() == 1:
+            optimizers[0].skip()
+        else:
+            optimizers[0].step()
+        outcomes.append([str(optimizers[0].outcome), digest(p.to_local() for p in whole) == before])
+    result["outcomes"] = outcomes
+    return result
+
+
+@program
 def shards() -> dict[str, Any]:
     """fully_shard over 2 x 1-bit Adam over 2, against the simulation of 1-bit Adam on each shard."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
