@@ -21,7 +21,7 @@ from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings, wit
 from ocomm.errors import LaunchError, PeerError, clause
 from ocomm.pmi_start import PmiStart
 from ocomm.runtime.arrival import Arrival
-from ocomm.runtime.own_address import free_port, own_address
+from ocomm.runtime.own_address import free_port, ways_to_this_host
 from ocomm.runtime.rendezvous import Store
 from ocomm.runtime.supervisor_client import SupervisorClient, take_key
 from ocomm.session import Session
@@ -193,7 +193,7 @@ def _set_torch_variables(session: Session) -> None:
     address = np.zeros(_ADDRESS_NBYTES, np.uint8)
     if topology.rank == 0:
         others = [host for host in topology.hosts if host != topology.hosts[0]]
-        own = (own_address(others[0]) or topology.hosts[0]) if others else "127.0.0.1"
+        own = ways_to_this_host(others)[0] if others else "127.0.0.1"
         chosen = missing(os.environ, dict(zip(MASTER, (own, str(free_port())), strict=True)))
         os.environ.update(chosen)
         said = " ".join(os.environ[name] for name in MASTER).encode()

@@ -12,7 +12,7 @@ from typing import Any
 from ocomm import torch_store
 from ocomm.config import Launch
 from ocomm.errors import LaunchError
-from ocomm.runtime.own_address import own_address
+from ocomm.runtime.own_address import own_address, ways_to_this_host
 from ocomm.runtime.pmi_client import PmiClient, PmiService
 from ocomm.runtime.rendezvous import Member, Store, meet, node_of_this_process
 from ocomm.transport import mpi
@@ -55,10 +55,14 @@ class PmiStart:
             own_address(os.environ.get("MASTER_ADDR") or socket.gethostname()),
         )
         try:
-            # torchrun starts the ranks again after failures, and its agent's store keeps the keys of earlier runs.
-            prefix = f"ocomm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
             job = meet(
-                store, prefix, mine, launch.size, settings.start_timeout_s, lambda them: self._begin(them, settings)
+                store,
+                mine,
+                launch.size,
+                settings.start_timeout_s,
+                lambda them: self._begin(them, settings),
+                # torchrun starts the ranks again after failures, and its agent's store keeps the keys of earlier runs.
+                outlives_jobs="TORCHELASTIC_RUN_ID" in os.environ,
             )
         except BaseException:
             if self._service is not None:
@@ -85,8 +89,8 @@ class PmiStart:
         )
         addresses = ["127.0.0.1"]
         if not is_on_one_host:
-            ways = [own_address(member.address) for member in members if member.node != members[0].node]
-            addresses = [*dict.fromkeys([*filter(None, ways), members[0].address or members[0].host]), *addresses]
+            others = [member.address for member in members if member.node != members[0].node]
+            addresses = [*ways_to_this_host([*others, members[0].address]), *addresses]
         return {**job, "addresses": [f"{each}:{port}" for each in addresses], "is_on_one_host": is_on_one_host}
 
     def entered(self) -> None:

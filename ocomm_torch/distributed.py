@@ -9,9 +9,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import os
 import queue
+import secrets
+import socket
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,12 +30,21 @@ from ocomm import session as sessions
 from ocomm.collectives import dense
 from ocomm.collectives.dense import Context
 from ocomm.collectives.plan import Plan, Stage
-from ocomm.errors import InvalidRequestError, MismatchError, OcommError, StallError, UnsupportedError, clause
+from ocomm.errors import (
+    InvalidRequestError,
+    LaunchError,
+    MismatchError,
+    OcommError,
+    StallError,
+    UnsupportedError,
+    clause,
+)
 from ocomm.kernels.base import Bytes
 from ocomm.kernels.reference import reject_unsupported
 from ocomm.operations import global_process_set
 from ocomm.ordered import Build, Call, Exchange, OrderedChannel
 from ocomm.runtime.handle import Handle
+from ocomm.runtime.own_address import ways_to_this_host
 from ocomm.session import Session
 from ocomm.torch_backend import NAME, register
 from ocomm.types import DType, ReduceOp
@@ -54,9 +67,13 @@ _BITWISE: dict[Any, Callable[..., Tensor]] = {
 }
 #: Seconds for which a rank that has failed waits until the other ranks say what they have called.
 _WORDS_S = 1.0
+#: Seconds for an answer of one of the addresses of rank 0's host; and between two rounds over them.
+_WAY_S, _POLL_S = 2.0, 0.1
 #: In a thread that completes futures, ``group`` is the process group of the futures. Collectives that callbacks start
 #: there are on a channel of their own.
 _completing = threading.local()
+#: A word that no other job has, by the session of this one.
+_tokens: weakref.WeakKeyDictionary[Session, str] = weakref.WeakKeyDictionary()
 
 
 # Tensors
@@ -168,24 +185,42 @@ class _Future(torch.futures.Future):
     A future of Torch's runs a callback in the thread that adds it if the future is complete by then, else in the thread
     that completes the future. Which of the two it is differs between ranks, and so does the order of the collectives
     that callbacks start.
+
+    Args:
+        group: The group whose thread completes it.
+        result: Waits for what the future is of, and returns its result, or raises its error.
     """
 
-    def __init__(self, group: OcommProcessGroup) -> None:
+    def __init__(self, group: OcommProcessGroup, result: Callable[[], Any]) -> None:
         super().__init__()
         self._group = group
+        self._result: Callable[[], Any] | None = result
+
+    def complete(self) -> None:
+        """Gives the future its result or error. A second call does nothing."""
+        result, self._result = self._result, None
+        if result is None:
+            return
+        try:
+            found = result()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(found)
+
+    def wait(self) -> Any:
+        # A callback that waits for a future whose turn comes after its own would wait for itself.
+        if self._group.is_completing():
+            self.complete()
+        return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> _Future:
-        following = _Future(self._group)
+        def result() -> Any:
+            self.complete()
+            return callback(self)
 
-        def run() -> None:
-            try:
-                result = callback(self)
-            except BaseException as error:
-                following.set_exception(error)
-            else:
-                following.set_result(result)
-
-        self._group.complete_later(run)
+        following = _Future(self._group, result)
+        self._group.complete_later(following.complete)
         return following
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -196,7 +231,11 @@ class _Work(Work):
     """A collective under way. ``finish`` copies its results to the caller's tensors. A future is made on request."""
 
     def __init__(
-        self, group: OcommProcessGroup, exchange: Exchange | _Messages, result: list[Any], finish: Callable[[], None]
+        self,
+        group: OcommProcessGroup,
+        exchange: Exchange | _Messages | _Together,
+        result: list[Any],
+        finish: Callable[[], None],
     ) -> None:
         super().__init__()
         self._group = group
@@ -204,7 +243,8 @@ class _Work(Work):
         self._result = result
         self._finish: Callable[[], None] | None = finish
         self._lock = threading.Lock()
-        self._future: torch.futures.Future[Any] | None = None
+        self._future: _Future | None = None
+        group.collect(self)
 
     def wait(self, timeout: Any = None) -> bool:
         self._exchange.wait(_seconds(timeout))
@@ -244,18 +284,9 @@ class _Work(Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            future = self._future = _Future(self._group)
-        self._group.complete_later(lambda: self.complete(future))
+            future = self._future = _Future(self._group, self.result)
+        self._group.complete_later(future.complete)
         return future
-
-    def complete(self, future: torch.futures.Future[Any]) -> None:
-        """Waits for the collective, and gives the future its result or error."""
-        try:
-            self.wait()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(self._result)
 
     getFuture = get_future
 
@@ -291,6 +322,24 @@ class _Messages:
         except OcommError as error:
             self.error = error
             raise
+
+
+class _Together:
+    """Several calls under way, with the interface of ``Exchange``."""
+
+    def __init__(self, works: Sequence[_Work]) -> None:
+        self._works = works
+
+    @property
+    def error(self) -> BaseException | None:
+        return next(filter(None, (work.exception() for work in self._works)), None)
+
+    def poll(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, seconds: float | None = None) -> None:
+        for work in self._works:
+            work.wait(None if seconds is None else datetime.timedelta(seconds=seconds))
 
 
 class _Mailbox:
@@ -340,6 +389,8 @@ class OcommProcessGroup(ProcessGroup):
         self._mailbox = _Mailbox()
         self._futures: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._futures_lock = threading.Lock()
+        #: What was started since torch has begun to coalesce calls; None if it does not.
+        self._coalesced: list[_Work] | None = None
         self._is_closed = False
         self._is_checked = False
 
@@ -439,10 +490,19 @@ class OcommProcessGroup(ProcessGroup):
         The calls of callbacks have the same order on all ranks, and so have the calls of other threads. Between the two
         there is no order that is the same on all ranks.
         """
-        if getattr(_completing, "group", None) is not self:
+        if not self.is_completing():
             return self._channels[""]
         kind = ", callbacks"
         return self._channels.get(kind) or self._open_channel(kind)
+
+    def is_completing(self) -> bool:
+        """True in the thread that completes the group's futures."""
+        return getattr(_completing, "group", None) is self
+
+    def collect(self, work: _Work) -> None:
+        """Remembers a call that torch coalesces with others, for which one ``wait`` is enough."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
 
     def complete_later(self, complete: Callable[[], None]) -> None:
         """Makes the group's completing thread call ``complete``, after everything that it was asked to call before.
@@ -451,7 +511,7 @@ class OcommProcessGroup(ProcessGroup):
         once, because the caller may wait for its result.
         """
         with self._futures_lock:
-            is_now = self._is_closed or getattr(_completing, "group", None) is self
+            is_now = self._is_closed or self.is_completing()
             if not is_now:
                 if self._futures is None:
                     self._futures = queue.SimpleQueue()
@@ -474,7 +534,8 @@ class OcommProcessGroup(ProcessGroup):
         """Tells the other ranks through the store what this rank has called. Returns what they say within a second."""
         heard: dict[int, str] = {}
         try:
-            keys = {rank: f"ocomm/failed{kind}/{rank}" for rank in range(self._size)}
+            # torchrun starts jobs again, and keeps the store with what an earlier job has said.
+            keys = {rank: f"ocomm/{_tokens[self._session]}/failed{kind}/{rank}" for rank in range(self._size)}
             self._store.set(keys[self._rank], said)
             end = time.monotonic() + _WORDS_S
             missing = set(keys) - {self._rank}
@@ -663,7 +724,7 @@ class OcommProcessGroup(ProcessGroup):
 
     def _all_gather_singles(self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         for output, source in zip(outputs, inputs, strict=True):
-            if output.nbytes != self._size * source.nbytes:
+            if output.dtype != source.dtype or output.numel() != self._size * source.numel():
                 raise InvalidRequestError(
                     f"{operation}: the output has {output.numel()} elements of {_dtype(output)}, and needs "
                     f"{self._size} times the {source.numel()} of {_dtype(source)} of the input."
@@ -869,10 +930,13 @@ class OcommProcessGroup(ProcessGroup):
         return _Work(self, _Messages(self, [], "a message"), result, lambda: None)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Does nothing: every call starts at once, whether torch coalesces calls or not."""
+        """From now on calls start at once, as always, and are remembered for ``_end_coalescing``."""
+        self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        return self._done([])
+        """Returns what waits for all calls since ``_start_coalescing``."""
+        works, self._coalesced = self._coalesced or [], None
+        return _Work(self, _Together(works), [], lambda: None)
 
 
 def _op_of(opts: Any) -> Any:
@@ -964,6 +1028,8 @@ def create(options: Any, backend_options: Any = None) -> OcommProcessGroup:
         )
     if len(ranks) == world:
         session.prepare_members()
+        if session not in _tokens:
+            _tokens[session] = operations.broadcast_object(session, secrets.token_hex(4), 0, None, global_process_set)
     elif not session.has_members:
         raise InvalidRequestError(
             f"a group of ranks {ranks} with backend 'ocomm' needs one of all {world} ranks before it: call "
@@ -989,16 +1055,39 @@ def rendezvous(url: str, timeout: datetime.timedelta = dist.default_pg_timeout, 
     session = sessions.current()
     topology = session.require_topology()
     rank, size = topology.rank, topology.size
-    host = "127.0.0.1" if topology.local_size == size else topology.hosts[0]
     store: Any = None
-    port = 0
+    ways, port = ["127.0.0.1"], 0
     if rank == 0:
-        store = dist.TCPStore(host, 0, size, True, timeout, wait_for_workers=False)
+        others = [host for host in topology.hosts if host != topology.hosts[0]]
+        if others:
+            ways = [*filter(None, [os.environ.get("MASTER_ADDR")]), *ways_to_this_host(others)]
+        store = dist.TCPStore("127.0.0.1", 0, size, True, timeout, wait_for_workers=False)
         port = store.port
-    port = operations.broadcast_object(session, port, 0, None, global_process_set)
+    ways, port = operations.broadcast_object(session, (ways, port), 0, None, global_process_set)
     if rank != 0:
-        store = dist.TCPStore(host, port, size, False, timeout)
+        store = dist.TCPStore(_first_that_answers(ways, port, timeout.total_seconds()), port, size, False, timeout)
     yield store, rank, size
+
+
+def _first_that_answers(ways: Sequence[str], port: int, timeout_s: float) -> str:
+    """Returns the first of ``ways`` to rank 0's host at which its store can be reached. Raises LaunchError if none can
+    be within ``timeout_s``.
+    """
+    end_s, reasons = time.monotonic() + timeout_s, dict.fromkeys(ways, "not tried")
+    while True:
+        for way in ways:
+            try:
+                with socket.create_connection((way, port), timeout=min(_WAY_S, timeout_s)):
+                    return way
+            except OSError as error:
+                reasons[way] = str(error)
+        if time.monotonic() > end_s:
+            said = "; ".join(f"{way}: {reason}" for way, reason in reasons.items())
+            raise LaunchError(
+                f"the store of torch.distributed, which rank 0 has opened on port {port} of its host, cannot be "
+                f"reached: {said}. Is there a firewall? MASTER_ADDR on rank 0 may name an address that others reach."
+            )
+        time.sleep(_POLL_S)
 
 
 register()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import ipaddress
 import queue
 import socket
-import struct
 import subprocess
 import threading
 import time
@@ -15,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ocomm.errors import LaunchError, clause
-from ocomm.runtime.own_address import free_port, own_address
+from ocomm.runtime.own_address import free_port, interface_addresses, own_address
 from ocomm.torch_variables import MASTER, missing
 
 # The limit of ssh, as a part of the deadline. It is below 1, so that ssh says its reason before the deadline.
 _CONNECT_SHARE = 0.7
-_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +72,7 @@ def address_of(interfaces: Sequence[str]) -> str:
     Raises:
         LaunchError: There is no such address.
     """
-    found = _addresses()
+    found = interface_addresses()
     for interface in interfaces:
         for name, address in found:
             if name == interface or ("/" in interface and address in _network(interface)):
@@ -138,17 +134,6 @@ def _network(text: str) -> ipaddress.IPv4Network:
         return ipaddress.IPv4Network(text, strict=False)
     except ValueError as error:
         raise LaunchError(f"--network-interfaces {text}: {clause(error)}.") from None
-
-
-def _addresses() -> list[tuple[str, ipaddress.IPv4Address]]:
-    """Returns the interfaces of this machine that have an IPv4 address."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
-                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found.append((name, ipaddress.IPv4Address(answer[20:24])))
-    return found
 
 
 def ask(

@@ -10,11 +10,14 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 _log = logging.getLogger("ocomm")
 #: How often a folder is made again if another rank removes it meanwhile because it is empty.
 _ATTEMPTS = 100
+#: Seconds after which no rank waits any more in the folder of another job.
+_OLD_S = 24 * 3600.0
 
 
 class Arrival:
@@ -31,13 +34,15 @@ class Arrival:
         self.size = size
         self.timeout_s = timeout_s
         name = "".join(c for c in job if c.isalnum()) or str(os.getppid())
-        self.folder = Path(tempfile.gettempdir()) / f"ocomm-{os.getuid()}-{name}"
+        self._of_this_user = f"ocomm-{os.getuid()}-"
+        self.folder = Path(tempfile.gettempdir()) / f"{self._of_this_user}{name}"
         self._descriptor = -1
         self._here = threading.Event()
 
     def __enter__(self) -> None:
         if self.timeout_s <= 0:
             return
+        self._sweep()
         try:
             self._descriptor = self._sign_in()
         except OSError as error:  # the list of ranks is not worth the end of the training
@@ -56,6 +61,21 @@ class Arrival:
         finally:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    def _sweep(self) -> None:
+        """Removes the folders of jobs that ended in MPI_Init long ago; their names are not used again."""
+        limit = time.time() - max(_OLD_S, self.timeout_s)
+        for folder in self.folder.parent.glob(f"{self._of_this_user}*"):
+            with contextlib.suppress(OSError):  # a link, another user's, or another rank is at it
+                if folder.lstat().st_mtime > limit:
+                    continue
+                descriptor = open_private(folder)
+                try:
+                    for name in filter(str.isdigit, os.listdir(descriptor)):
+                        os.unlink(name, dir_fd=descriptor)
+                    folder.rmdir()
+                finally:
+                    os.close(descriptor)
 
     def _sign_in(self) -> int:
         """Creates this rank's file and returns a descriptor of the folder."""

@@ -133,6 +133,33 @@ def test_torchrun_starts_a_job_again_in_which_a_rank_was_killed(tmp_path: Path) 
     assert digest(tmp_path / "again") == digest(tmp_path / "at once")
 
 
+@pytest.mark.parametrize("killed", ["0", "1"])
+def test_agents_of_two_nodes_start_a_job_again_though_each_counts_its_own_restarts(killed: str, tmp_path: Path) -> None:
+    """Only the agent whose rank has failed counts a restart; the other starts its ranks again as for a new member."""
+    options = f"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id job"
+    job = [*options.split(), "--max-restarts", "2", TRAIN, str(tmp_path / "sha"), "kill", killed, "10"]
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *job],
+            env=without_launcher(OCOMM_START_TIMEOUT="30"),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        said = [agent.communicate(timeout=LIMIT_S)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert (tmp_path / "sha.killed").exists()
+    digest(tmp_path / "sha")
+
+
 def test_a_process_group_of_torchs_works_before_and_after_init() -> None:
     script = """
 import sys, torch, torch.distributed as dist
@@ -192,6 +219,33 @@ assert MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).size == len(mine), "MPICH
             on=lambda rank, command: lab.on("ab".index(hosts[rank]), command),
             MASTER_ADDR=lab.address(0),
             PATH=f"{os.environ['PATH']}:/usr/sbin:/sbin",
+        )
+        for code, said in job.ended().values():
+            assert code == 0, said
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"no lab: {why_not()}")
+@pytest.mark.parametrize("names_rank_0", [True, False])
+def test_hosts_whose_names_nobody_knows_find_each_other(names_rank_0: bool, tmp_path: Path) -> None:
+    """By the address that MASTER_ADDR says, or by those of rank 0's interfaces if only a store is given."""
+    script = """
+import sys, torch, torch.distributed as dist
+import ocomm_torch as hvd
+hvd.init(store=None if sys.argv[2] == "True" else dist.FileStore(sys.argv[1], 2))
+dist.init_process_group("ocomm", init_method="ocomm://")
+ones = torch.ones(3)
+dist.all_reduce(ones)
+assert ones.tolist() == [2, 2, 2]
+dist.destroy_process_group()
+"""
+    with Lab(2) as lab:
+        more = {"MASTER_ADDR": lab.address(0)} if names_rank_0 else {"MASTER_ADDR": ""}
+        job = Ranks(
+            ["-c", script, str(tmp_path / "store"), str(names_rank_0)],
+            2,
+            on=lambda rank, command: lab.on(rank, ["sh", "-c", f'hostname unknown-{rank}; exec "$@"', "sh", *command]),
+            PATH=f"{os.environ['PATH']}:/usr/sbin:/sbin",
+            **more,
         )
         for code, said in job.ended().values():
             assert code == 0, said

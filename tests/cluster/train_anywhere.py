@@ -2,7 +2,7 @@
 
     train_anywhere.py FILE [kill RANK STEP]
 
-With ``kill`` that rank is killed in that step, in the first attempt of a job that is started again.
+With ``kill`` that rank is killed in that step, once, however often the job is started again.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ def main() -> None:
         torch.optim.Adam(model.parameters(), lr=1e-2), named_parameters=model.named_parameters(), freeze_step=5
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    killed = f"{sys.argv[1]}.killed"
     kill = [int(word) for word in sys.argv[3:]] if sys.argv[2:3] == ["kill"] else [-1, -1]
     for step, (x, y) in enumerate(batches(hvd.rank())):
-        if [hvd.rank(), step] == kill and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        if [hvd.rank(), step] == kill and not os.path.exists(killed):
+            open(killed, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from benchmarks.torch_features.__main__ import PAGE, REPORT, RESULTS, page, report, rows_of, table
 from benchmarks.torch_features.features import FEATURES
 from benchmarks.torch_features.job import have_same_bits, relative_gap, wrong
+from ocomm import torch_backend
 from ocomm.collectives import dense
 from ocomm.collectives.dense import Context
 from ocomm.collectives.plan import Plan
@@ -25,6 +27,7 @@ from ocomm.operations import start_message
 from ocomm.ordered import Call, OrderedChannel
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
+from ocomm_torch.distributed import OcommProcessGroup
 from tests.cluster.jobs import run_job
 from tests.worlds import MPI_SIZE, run_ranks
 
@@ -102,7 +105,7 @@ def test_numbers_are_compared_by_their_bits(ours: Any, theirs: Any, same_bits: b
 
 
 ERRORS = """
-import datetime, os, sys, time
+import datetime, os, sys, threading, time
 import torch
 import torch.distributed as dist
 import ocomm_torch as hvd
@@ -151,6 +154,42 @@ mine = torch.zeros(4)
 group.recv([mine], rank, 7)
 assert mine[0] == 3
 group.allreduce([ones.clone()]).get_future().wait()
+from torch.distributed.distributed_c10d import _coalescing_manager
+cpu = torch.device("cpu")
+for asynchronous in (True, False):
+    for device in (None, cpu):
+        sums = [ones.clone(), ones[:2] * 3]
+        wholes, parts = [torch.zeros(8), torch.zeros(4)], [torch.zeros(2), torch.zeros(1)]
+        for each in (
+            lambda: [dist.all_reduce(t, group=group) for t in sums],
+            lambda: [dist.all_gather_into_tensor(w, t, group=group) for w, t in zip(wholes, sums)],
+            lambda: [dist.reduce_scatter_tensor(p, t, group=group) for p, t in zip(parts, sums)],
+        ):
+            with _coalescing_manager(group, device, async_ops=asynchronous) as together:
+                each()
+            if asynchronous:
+                together.wait()
+        values = [t.tolist() for t in sums + wholes + parts]
+        assert values == [[2.0] * 4, [6.0] * 2, [2.0] * 8, [6.0] * 4, [4.0] * 2, [12.0]]
+number = torch.zeros(100_000)
+with _coalescing_manager(group, cpu, async_ops=True) as together:
+    (dist.isend(torch.full([100_000], 7.0), 0, group=group) if rank else dist.irecv(number, 1, group=group))
+    gathered = [torch.zeros(2), torch.zeros(2)]
+    dist.all_gather(gathered, torch.full([2], float(rank)), group=group, async_op=True)
+together.wait()
+assert number.eq(0.0 if rank else 7.0).all() and [t[0] for t in gathered] == [0.0, 1.0]
+begun, asked = threading.Event(), threading.Event()
+def waits_for_what_was_asked_later(future):
+    begun.set()
+    asked.wait()
+    return later.wait()[0] + following.wait()
+first = group.allreduce([ones.clone()]).get_future().then(waits_for_what_was_asked_later)
+begun.wait()
+later = group.allreduce([ones.clone()]).get_future()
+following = later.then(lambda future: future.value()[0] * 2)
+asked.set()
+assert first.wait()[0] == 6.0
+said("single", lambda: dist.all_gather_into_tensor(torch.zeros(8, dtype=torch.int32), ones, group=group))
 last = group.allreduce([ones.clone()])
 last.wait()
 dist.destroy_process_group(group)
@@ -188,6 +227,7 @@ def test_what_ranks_do_not_do_alike_is_an_error_that_names_them(
             "sparse": ["NotImplementedError", "MAX", "to_dense()"],
             "shapes": ["MismatchError", "rank 0", "(3, 3)", "rank 1", "(4, 4)"],
             "bits": ["InvalidRequestError", "integers and bool, not float32"],
+            "single": ["InvalidRequestError", "8 elements of int32", "2 times the 4 of float32"],
             "destroyed": ["InvalidRequestError", "destroyed"],
             "mixed": ["NotImplementedError", "cuda:nccl would not be used"],
             "shape": ["MismatchError", "rank 0", "4 elements", "rank 1", "5 elements"],
@@ -198,6 +238,36 @@ def test_what_ranks_do_not_do_alike_is_an_error_that_names_them(
         assert "InvalidRequestError" in said[f"{name} 0"] and words in said[f"{name} 0"]
     assert "StallError" in said["late 0"] and "rank(s) [1]" in said["late 0"]
     assert "StallError" in said["unsent 0"] and "from rank 1 to rank 0" in said["unsent 0"]
+
+
+def test_what_torch_calls_has_the_names_of_2_13_and_of_later_releases() -> None:
+    for old, new in {
+        "_allgather_base": "all_gather_single",
+        "_reduce_scatter_base": "reduce_scatter_single",
+        "alltoall_base": "all_to_all_single",
+        "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+        "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    }.items():
+        assert getattr(OcommProcessGroup, old) is getattr(OcommProcessGroup, new)
+    for group in ("torch.backends", "torch.distributed.backends"):
+        (found,) = metadata.entry_points(group=group, name="ocomm")
+        assert found.load() is torch_backend.register
+
+
+@alone_in_a_job
+@pytest.mark.long
+def test_a_script_needs_no_import_of_ocomm() -> None:
+    script = """
+import torch, torch.distributed as dist
+dist.init_process_group("ocomm", init_method="ocomm://")
+ones = torch.ones(3)
+dist.all_reduce(ones)
+print("sum", ones.tolist())
+dist.destroy_process_group()
+"""
+    done = run_job(2, script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum [2.0, 2.0, 2.0]") == 2
 
 
 POWER_SGD = """

@@ -30,6 +30,23 @@ def test_who_has_left_a_file_has_arrived_and_the_last_removes_the_folder() -> No
     assert not folder.exists()
 
 
+def test_what_a_job_that_was_killed_has_left_is_removed_after_a_day(temporary: Path) -> None:
+    left, new, other = (
+        temporary / f"ocomm-{user}-{job}" for user, job in ((os.getuid(), "a"), (os.getuid(), "b"), (7, "c"))
+    )
+    link = temporary / f"ocomm-{os.getuid()}-link"
+    for folder in (left, new, other):
+        folder.mkdir(mode=0o700)
+        (folder / "0").touch()
+    link.symlink_to(other)
+    for folder in (left, other):
+        os.utime(folder, (0, 0))
+    os.utime(link, (0, 0), follow_symlinks=False)
+    with Arrival("job", 0, 2, 600.0):
+        assert not left.exists()
+        assert (new / "0").exists() and (other / "0").exists() and link.is_symlink()
+
+
 def test_a_link_in_its_place_is_not_followed(temporary: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = temporary / "elsewhere"
     target.mkdir(mode=0o700)

@@ -45,14 +45,19 @@ def member(rank: int, **changes: str) -> Member:
 
 
 def met(
-    members: list[Member], size: int, timeout_s: float, begin: Callable[..., Any] = lambda them: {"ranks": len(them)}
+    members: list[Member],
+    size: int,
+    timeout_s: float,
+    begin: Callable[..., Any] = lambda them: {"ranks": len(them)},
+    store: DictStore | None = None,
+    outlives_jobs: bool = False,
 ) -> list[Any]:
     """What each of these ranks gets, an answer or an error."""
-    store = DictStore()
+    shared = store or DictStore()
 
     def one(mine: Member) -> Any:
         try:
-            return meet(store, "ocomm/0", mine, size, timeout_s, begin)
+            return meet(shared, mine, size, timeout_s, begin, outlives_jobs=outlives_jobs)
         except LaunchError as error:
             return str(error)
 
@@ -95,24 +100,70 @@ def test_what_rank_0_cannot_begin_is_raised_everywhere() -> None:
 def test_any_error_of_rank_0_is_heard_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_HEAR_S", 0.0)  # nobody listens
     store = DictStore()
-    store.set("ocomm/0/member/1", json.dumps({"rank": 1, "host": "h", "version": "2", "unheard_of": 1}))
+    store.set("ocomm/1/member/1", json.dumps({"rank": 1, "host": "h", "version": "2", "unheard_of": 1}))
     with pytest.raises(LaunchError, match="version"):
-        meet(store, "ocomm/0", member(0), 2, 60.0, lambda them: {})
-    assert "version" in json.loads(store.get("ocomm/0/job"))["error"]
+        meet(store, member(0), 2, 60.0, lambda them: {})
+    assert "version" in json.loads(store.get("ocomm/1/said"))["error"]
     store = DictStore()
-    store.set("ocomm/0/member/1", json.dumps(asdict(member(1))))
+    store.set("ocomm/1/member/1", json.dumps(asdict(member(1))))
 
     def begin(them: list[Member]) -> dict[str, str]:
         raise OSError("no port")
 
     with pytest.raises(LaunchError, match="no port"):
-        meet(store, "ocomm/0", member(0), 2, 60.0, begin)
-    assert json.loads(store.get("ocomm/0/job"))["error"] == "rank 0 cannot start the job: OSError: no port"
+        meet(store, member(0), 2, 60.0, begin)
+    assert json.loads(store.get("ocomm/1/said"))["error"] == "rank 0 cannot start the job: OSError: no port"
 
 
 def test_two_processes_with_one_number_are_told() -> None:
     said = met([member(0), member(1), member(1)], 2, 60.0)
     assert sum("two processes have RANK=1" in str(each) for each in said) == 1
+
+
+class TestInAStoreThatOutlivesJobs:
+    """torchrun's agents keep their store when they start the ranks again."""
+
+    def test_ranks_meet_again_whatever_each_of_them_did_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Runs in which all have met, rank 0 has not come, or another rank has not."""
+        monkeypatch.setattr(rendezvous, "_HEAR_S", 0.1)
+        store = DictStore()
+        runs: list[tuple[list[int], bool]] = [([0, 1, 2], True), ([1, 2], False), ([0, 1, 2], True), ([0, 2], False)]
+        for number, (ranks, all_come) in enumerate([*runs, ([0, 1, 2], True)]):
+            begin = lambda them, number=number: {"run": number}  # noqa: E731
+            got = met([member(rank) for rank in ranks], 3, 60.0 if all_come else 0.2, begin, store, outlives_jobs=True)
+            assert got == [{"run": number}] * 3 if all_come else all("have not come" in each for each in got)
+
+    def test_ranks_that_come_before_rank_0_wait_for_its_meeting(self) -> None:
+        store = DictStore()
+        assert met([member(rank) for rank in range(3)], 3, 60.0, store=store, outlives_jobs=True) == [{"ranks": 3}] * 3
+        late = threading.Event()
+
+        class Slow(DictStore):
+            def add(self, key: str, amount: int) -> int:
+                if key == "ocomm/led" and amount == 1:
+                    late.wait(60.0)  # until the others stand in the old meeting
+                return store.add(key, amount)
+
+            def check(self, keys: list[str]) -> bool:
+                if store.add("ocomm/1/count/1", 0) == store.add("ocomm/1/count/2", 0) == 2:
+                    late.set()
+                return store.check(keys)
+
+            set, get = staticmethod(store.set), staticmethod(store.get)  # type: ignore[assignment]
+
+        got = met([member(rank) for rank in range(3)], 3, 60.0, lambda them: {"run": 2}, Slow(), outlives_jobs=True)
+        assert late.is_set() and got == [{"run": 2}] * 3
+
+    def test_a_smaller_world_meets_there_too(self) -> None:
+        store = DictStore()
+        for size in (3, 2, 3):
+            got = met([member(rank) for rank in range(size)], size, 60.0, store=store, outlives_jobs=True)
+            assert got == [{"ranks": size}] * size
+
+    def test_two_processes_with_one_number_are_told_in_the_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rendezvous, "_HEAR_S", 0.1)
+        said = met([member(0), member(1), member(1)], 2, 0.5, outlives_jobs=True)
+        assert sum("two processes have RANK=1" in str(each) for each in said) == 1
 
 
 @pytest.mark.parametrize(
@@ -142,4 +193,4 @@ def test_a_store_that_breaks_is_an_error_that_says_so() -> None:
             raise RuntimeError("Connection reset by peer\nframes ...")
 
     with pytest.raises(LaunchError, match=r"rank 1: the store .* cannot be used any more: Connection reset by peer"):
-        meet(Broken(), "ocomm/0", member(1), 2, 60.0, lambda them: {})
+        meet(Broken(), member(1), 2, 60.0, lambda them: {})
