@@ -23,7 +23,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
@@ -40,8 +41,22 @@ from benchmarks.ranks import start
 from benchmarks.step import FREEZE_STEP, WARMUP, adam, digest, plain
 from benchmarks.turns import LOCAL, Method, Result
 
-#: Computes a batch's loss.
-Loss = Callable[[nn.Module], Tensor]
+
+@dataclass(frozen=True)
+class Training:
+    """What a trainer is given.
+
+    ``loss(model, number)`` is that of a batch, by its number; each rank has ``steps`` numbers of its own. ``onebit``
+    has the options of 1-bit Adam; None for the DistributedDataParallel that the package makes. ``pause`` is called
+    before the first step and after each.
+    """
+
+    model: nn.Module
+    loss: Callable[[nn.Module, int], Tensor]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    steps: int
+    onebit: Mapping[str, Any] | None
+    pause: Callable[[], None] = lambda: None
 
 
 class Loop:
@@ -89,7 +104,7 @@ class Loop:
         self._thread.join(self._patience_s)
 
 
-def lightning(model: nn.Module, loss: Loss, steps: int, is_compressed: bool, pause: Callable[[], None]) -> None:
+def lightning(training: Training) -> None:
     """Trains in Lightning."""
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy
@@ -99,39 +114,40 @@ def lightning(model: nn.Module, loss: Loss, steps: int, is_compressed: bool, pau
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = model
+            self.model = training.model
 
-        def training_step(self, batch: Any, number: int) -> Tensor:
-            return loss(self.model)
+        def training_step(self, batch: Tensor, number: int) -> Tensor:
+            return training.loss(self.model, int(batch))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return adam(self.model)
+            return training.optimizer(self.model)
 
     class Pauses(pl.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
             if number == 0:
-                pause()
+                training.pause()
 
         def on_train_batch_end(self, *_: Any) -> None:
-            pause()
+            training.pause()
 
     strategy: Any = DDPStrategy(cluster_environment=OcommEnvironment(), process_group_backend="gloo")
-    if is_compressed:
-        strategy = OcommStrategy("onebit_adam", freeze_step=FREEZE_STEP)
+    if training.onebit is not None:
+        strategy = OcommStrategy("onebit_adam", **training.onebit)
+    first = hvd.rank() * training.steps
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     pl.Trainer(
         accelerator="cpu",
         devices=hvd.local_size(),
         num_nodes=hvd.cross_size(),
         strategy=strategy,
-        max_steps=steps,
+        max_steps=training.steps,
         use_distributed_sampler=False,
         callbacks=[Pauses()],
         **quiet,
-    ).fit(Module(), torch.utils.data.DataLoader(range(steps), batch_size=1))
+    ).fit(Module(), torch.utils.data.DataLoader(range(first, first + training.steps), batch_size=1))
 
 
-def transformers(model: nn.Module, loss: Loss, steps: int, is_compressed: bool, pause: Callable[[], None]) -> None:
+def transformers(training: Training) -> None:
     """Trains in Hugging Face's Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -140,24 +156,24 @@ def transformers(model: nn.Module, loss: Loss, steps: int, is_compressed: bool, 
     class Module(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = model
+            self.model = training.model
 
         def forward(self, number: Tensor) -> dict[str, Tensor]:
-            return {"loss": loss(self.model)}
+            return {"loss": training.loss(self.model, int(number))}
 
     class Pauses(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 0:
-                pause()
+                training.pause()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            pause()
+            training.pause()
 
     arguments = TrainingArguments(
         "unused",
         use_cpu=True,
         per_device_train_batch_size=1,
-        max_steps=steps,
+        max_steps=training.steps,
         max_grad_norm=0,
         lr_scheduler_type="constant",
         save_strategy="no",
@@ -167,16 +183,16 @@ def transformers(model: nn.Module, loss: Loss, steps: int, is_compressed: bool, 
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=False,
     )
-    data: Any = [{"number": number} for number in range(steps * hvd.size())]
-    whole = Module()
-    trainer = Trainer(whole, arguments, train_dataset=data, optimizers=(adam(model), None), callbacks=[Pauses()])
-    if is_compressed:
-        OcommCallback(trainer, "onebit_adam", freeze_step=FREEZE_STEP)
+    data: Any = [{"number": number} for number in range(training.steps * hvd.size())]
+    whole, optimizer = Module(), training.optimizer(training.model)
+    trainer = Trainer(whole, arguments, train_dataset=data, optimizers=(optimizer, None), callbacks=[Pauses()])
+    if training.onebit is not None:
+        OcommCallback(trainer, "onebit_adam", **training.onebit)
     trainer.train()
 
 
 #: By name: how it is called, the package that it needs, its trainer, and whether it compresses.
-METHODS: dict[str, tuple[str, str, Callable[..., None], bool]] = {
+METHODS: dict[str, tuple[str, str, Callable[[Training], None], bool]] = {
     "lightning-ddp": ("Lightning, DDP", "lightning", lightning, False),
     "lightning-onebit": ("Lightning, 1-bit Adam", "lightning", lightning, True),
     "trainer-ddp": ("Trainer, DDP", "transformers", transformers, False),
@@ -192,7 +208,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
     batch = task.batch(args.batch or task.samples, torch.Generator().manual_seed(rank))
     steps = WARMUP + args.rounds * args.steps
 
-    def loss(model: nn.Module) -> Tensor:
+    def loss(model: nn.Module, number: int = 0) -> Tensor:
         return task.loss(model, batch)
 
     def model() -> nn.Module:
@@ -206,8 +222,10 @@ def measure(args: argparse.Namespace) -> list[Result]:
         title, _, train, compresses = METHODS[name]
         trained = model()
 
-        def run(loop: Loop, train: Any = train, trained: Any = trained, compresses: bool = compresses) -> None:
-            train(trained, loss, steps, compresses, loop.pause)
+        options = {"freeze_step": FREEZE_STEP} if compresses else None
+
+        def run(loop: Loop, train: Any = train, trained: Any = trained, options: Any = options) -> None:
+            train(Training(trained, loss, adam, steps, options, loop.pause))
 
         loops.append(Loop(run, args.timeout))
         methods.append(Method(title, loops[-1].run, lambda trained=trained: digest(trained)))

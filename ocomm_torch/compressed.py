@@ -32,7 +32,7 @@ from ocomm.types import DType, Flag
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
-from ocomm_torch.ddp_modules import ddp_modules
+from ocomm_torch.ddp_modules import averages, ddp_modules
 from ocomm_torch.gradient_hooks import hook_gradient
 from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.memory_options import MemoryOptions
@@ -637,11 +637,24 @@ class CompressedOptimizer(HasRankState):
     # DDP
 
     def _find_ddp(self) -> None:
-        """Looks for a DDP module with a hook for this optimizer."""
+        """Looks for a DDP module with a hook for this optimizer.
+
+        Raises InvalidRequestError for one that averages gradients of this optimizer's parameters among several ranks.
+        """
         self._has_looked_for_ddp = True
         for module in ddp_modules():
             if any(_is_state(state, self) for _, state in getattr(module, "_comm_hooks", ())):
                 self._ddp = weakref.ref(module)
+            elif (
+                module.require_backward_grad_sync
+                and module.process_group.size() > 1
+                and averages(module, self._parameters)
+            ):
+                raise InvalidRequestError(
+                    f"DistributedDataParallel averages the gradients that Distributed{type(self).__name__} averages. "
+                    "Add ddp.register_comm_hook(optimizer, ocomm_torch.optimizer_hook), or leave "
+                    "DistributedDataParallel out."
+                )
 
     def left_by_ddp(self, parameters: Sequence[torch.Tensor]) -> None:
         """Takes over the gradients of a bucket from DDP. Called in backward, once for each bucket.

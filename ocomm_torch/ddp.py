@@ -2,7 +2,6 @@
 
 # No "from __future__ import annotations" here: DDP compares the annotations of a hook with types, not with strings.
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from ocomm.errors import InvalidRequestError
 from ocomm_torch.compressed import CompressedOptimizer
-from ocomm_torch.ddp_modules import ddp_modules
 
 
 def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -45,31 +43,3 @@ def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Fut
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-def refuse_averaged(parameters: Iterable[Tensor], optimizer: str) -> None:
-    """Raises InvalidRequestError if DDP averages gradients of ``parameters``, which an optimizer averages, too.
-
-    Both would write to the gradients at the same time.
-
-    Args:
-        parameters: The parameters whose gradients the optimizer averages.
-        optimizer: The name of the optimizer, for the message.
-    """
-    ids = set(map(id, parameters))
-    for found in ddp_modules():
-        if any(_leaves_gradients(hook) for hook, _ in getattr(found, "_comm_hooks", ())):
-            continue
-        if not ids.isdisjoint(map(id, found.parameters())):
-            raise InvalidRequestError(
-                f"{optimizer} averages gradients of a module in DistributedDataParallel, which averages them by "
-                "itself. Give DistributedDataParallel a plain optimizer, or leave it out; a 1-bit optimizer goes with "
-                "it: ddp.register_comm_hook(optimizer, ocomm_torch.optimizer_hook)."
-            )
-
-
-def _leaves_gradients(hook: Any) -> bool:
-    """Returns True for a hook that may leave the gradients as they are: all but those of Torch that average."""
-    if hook is optimizer_hook or getattr(hook, "__name__", "") == "noop_hook":
-        return True
-    return not str(getattr(hook, "__module__", "")).startswith("torch.")

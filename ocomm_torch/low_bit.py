@@ -31,7 +31,7 @@ from ocomm.training.driver import Common
 from ocomm.training.gradients import GradientDriver
 from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import CompressedOptimizer, check_steps_without_closure, settings_of
-from ocomm_torch.ddp import refuse_averaged
+from ocomm_torch.ddp_modules import refuse_averaged
 from ocomm_torch.replicas import WAYS, way_of
 from ocomm_torch.watched import watch
 

@@ -46,7 +46,7 @@ from ocomm_torch.compression import (
     OneBitCompressor,
     has_overflowed,
 )
-from ocomm_torch.ddp import refuse_averaged
+from ocomm_torch.ddp_modules import refuse_averaged
 from ocomm_torch.gradient_hooks import hook_gradient
 from ocomm_torch.loss_scaling import CollectiveStep, SharesOverflows
 from ocomm_torch.low_bit import CLEARED_EARLY, OF_ANOTHER, TOO_MANY_PASSES

@@ -34,6 +34,7 @@ _PLAIN = "wrap the plain optimizer, not a DistributedOneBitAdam"
 _ADAM = "wraps torch.optim.Adam or AdamW, not ZeroRedundancyOptimizer"
 _CLIPPED = "gradients were changed between backward and step(), before they were averaged"
 _DDP = "averages gradients of a module in DistributedDataParallel, which averages them by itself"
+_ONE_BIT_IN_DDP = "DistributedDataParallel averages the gradients that Distributed"
 _DTENSOR = "is a DTensor, whose elements are in a local tensor of each rank"
 _FLAT = "is a flat parameter of FullyShardedDataParallel, of which each rank has another part"
 
@@ -42,18 +43,18 @@ ROWS = (
     Row("Lightning", "Lightning's own", "zero_one_adam", "", TRAINED),
     Row("Lightning", "ocommrun", "diloco", "", TRAINED),
     Row("Lightning", "torchrun", "dense", "", TRAINED),
-    Row("Lightning", "torchrun", "onebit_adam", 'strategy="ddp"', WARNED, _TWICE),
+    Row("Lightning", "torchrun", "onebit_adam", 'strategy="ddp"', REFUSED, _ONE_BIT_IN_DDP),
     Row("Lightning", "mpirun", "onebit_adam", "devices=1", WARNED, _TWICE),
     Row("Lightning", "ocommrun", "onebit_adam", "wrapped already", REFUSED, _PLAIN),
     Row("Trainer", "ocommrun", "birder", "", TRAINED),
     Row("Trainer", "ocommrun", "diloco", "", REFUSED, "OcommCallback needs a 1-bit optimizer"),
-    Row("Trainer", "ocommrun", "onebit_adam", "no OcommCallback", WARNED, _TWICE),
+    Row("Trainer", "ocommrun", "onebit_adam", "no OcommCallback", REFUSED, _ONE_BIT_IN_DDP),
     Row("Accelerate", "torchrun", "birder", "", TRAINED),
-    Row("Accelerate", "mpirun", "onebit_adam", "no hook", WARNED, _TWICE),
+    Row("Accelerate", "mpirun", "onebit_adam", "no hook", REFUSED, _ONE_BIT_IN_DDP),
     Row("Accelerate", "ocommrun", "dense", "no hook", REFUSED, _DDP),
     Row("DDP", "ocommrun", "onebit_lamb", "", TRAINED),
     Row("DDP", "ocommrun", "lion", "gloo", TRAINED),
-    Row("DDP", "ocommrun", "birder", "no hook", WARNED, _TWICE),
+    Row("DDP", "ocommrun", "birder", "no hook", REFUSED, _ONE_BIT_IN_DDP),
     Row("DDP", "torchrun", "dense", "no hook", REFUSED, _DDP),
     Row("DDP", "mpirun", "onebit_adam", "clip_grad_norm_", WARNED, _CLIPPED),
     Row("DDP", "mpirun", "diloco", "", REFUSED, "optimizer_hook needs the 1-bit optimizer that trains the module"),
