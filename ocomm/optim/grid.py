@@ -21,9 +21,9 @@ from ocomm.optim.step_channel import Sent, StepChannel
 from ocomm.optim.vote import Round
 from ocomm.types import Flag
 
-#: The ``attempt`` of a grid's rounds in a step: before anything is posted, the vote, whose gradients were not finite, a
+#: The ``attempt`` of a grid's rounds in a step: before anything is posted, the vote, on whose account it has ended, a
 #: sum after it.
-EARLY, FINAL, _NON_FINITE_ROUND, _SUM = range(4)
+EARLY, FINAL, _WHO, _SUM = range(4)
 _SIGNATURE = 0x67726964
 
 
@@ -120,12 +120,12 @@ class GridVote:
         self.hold(step, _SUM, 0, value)
         return self.total
 
-    def non_finite_ranks(self, step: int, ranks: Sequence[int]) -> str:
-        """Exchanges which ranks have gradients that are not finite. Collective, after a vote that heard of some.
+    def ranks_of_parts(self, step: int, ranks: Sequence[int]) -> str:
+        """Exchanges on which ranks a step has ended. Collective, after a vote that heard of some.
 
-        ``ranks`` are the world ranks of this part that have. Returns one rank of each part, with its place.
+        ``ranks`` are the world ranks of this part. Returns one rank of each part, with its place.
         """
-        self._write(step, _NON_FINITE_ROUND, 0, 0.0, 0)
+        self._write(step, _WHO, 0, 0.0, 0)
         self._round.segment_header.header["gradients"] = ranks[0] + 1 if ranks else 0
         self._wire.run(self._round.prepared, f"{self._wire.name}: step {step}")
         said = zip(self._round.segment_header.gradients(), self._grid.places, strict=True)

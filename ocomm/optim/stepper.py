@@ -116,6 +116,8 @@ class Stepper:
         self.objections = 0
         #: The world ranks that said in the last vote that a step of theirs without one has changed nothing.
         self.idle_ranks: list[int] = []
+        #: The ranks that skipped the last step that was skipped, with places in a grid; "" if none was.
+        self.skipped_by = ""
         #: The last step, in exchanges, of which replicas were compared.
         self._compared = -1
         self._hyper = 0
@@ -444,12 +446,19 @@ class Stepper:
         skipped, overlaps = is_over or not is_finite, self.overlap == self.overlapping
         self.traffic.count(sent, flows, self._dense_bytes, skipped, exposed_s, overlaps)
         if is_over:
+            if heard & _SKIP:
+                self.skipped_by = self._with_places(self._vote.ranks_with(Flag.SKIP))
             return StepOutcome.OVERFLOW if heard & _NON_FINITE else StepOutcome.SKIP
         if not is_finite:
-            ranks = self._vote.non_finite_ranks(flows, self.step, self.buckets.had_non_finite)
-            found = ranks if self._grid is None else self._grid.non_finite_ranks(self.step, ranks)
+            found = self._with_places(self._vote.non_finite_ranks(flows, self.step, self.buckets.had_non_finite))
             raise NonFiniteError(f"{self.name}: {self.core.non_finite_text.format(step=self.step, ranks=found)}")
         return StepOutcome.TAKE
+
+    def _with_places(self, ranks: Sequence[int]) -> str:
+        """Returns these ranks of this data axis; in a grid one of each part that has any, with its place. Collective in
+        a grid.
+        """
+        return str(list(ranks)) if self._grid is None else self._grid.ranks_of_parts(self.step, ranks)
 
     def give_up(self, error: BaseException, attempt: int = FINAL) -> None:
         """Ends the stepper because a step was interrupted: every later step raises. ``attempt`` is the grid's next

@@ -79,6 +79,7 @@ class Vote:
         self._wire = wire
         layout = core.layout
         self._vote = Round(wire, layout.digest, len(layout.tensors) if core.steps_locally else 0)
+        self._held = self._vote
         #: The mean over ranks of |g|^2, from the last round in which ranks sent norms.
         self.mean_square = 0.0
         #: The sum over ranks of ``Statement.squares``, from the last round in which ranks sent them.
@@ -111,8 +112,8 @@ class Vote:
         return self._vote.segment_header.heard
 
     def ranks_with(self, flags: Flag) -> list[int]:
-        """Returns the world ranks that set one of ``flags`` in the last vote of a step."""
-        return [self._wire.ranks[rank] for rank in self._vote.segment_header.ranks_with(flags)]
+        """Returns the world ranks that set one of ``flags`` in the last round that was held."""
+        return [self._wire.ranks[rank] for rank in self._held.segment_header.ranks_with(flags)]
 
     def hold(self, said: Statement, flows: Sequence[Flow] | None, with_norm: bool) -> int:
         """Sends ``said`` to all ranks, and waits for their statements and for ``flows``. Collective.
@@ -129,7 +130,7 @@ class Vote:
             HorovodInternalError: The exchange failed: MismatchError, StallError or PeerError.
         """
         wire, core = self._wire, self._core
-        held = self._vote if flows is not None else self._early_round
+        held = self._held = self._vote if flows is not None else self._early_round
         header = held.segment_header.header
         held.segment_headers.begin(said.step, said.attempt, said.hyper, said.announcement)
         header["lr"], header["flags"], header["replica"] = said.lr, said.flags, said.replica

@@ -732,6 +732,7 @@ class Driver:
             "dense_steps": traffic.dense_steps,
             "compressed_steps": traffic.compressed_steps,
             "skipped_steps": traffic.skipped_steps,
+            "skipped_by": self.stepper.skipped_by or None,
             "redone_steps": traffic.redone_steps,
             "overlap": self.stepper.overlap,
             "grad_norm": self.norm,

@@ -25,6 +25,8 @@ COMMON: dict[str, str] = {
     "dense_steps": OPTIMIZER["dense_steps"].meaning,
     "compressed_steps": OPTIMIZER["compressed_steps"].meaning,
     "skipped_steps": OPTIMIZER["skipped_steps"].meaning,
+    "skipped_by": "the ranks that skipped the last skipped step, by skip(), zero_grad() or an overflow; in a grid one "
+    "of each part, with its place; None if no step was skipped so",
     "redone_steps": OPTIMIZER["redone_steps"].meaning,
     "overlap": "True while exchanges may begin during backward; False after a gradient has changed after backward",
     "bytes_sent": OPTIMIZER["bytes_sent"].meaning,

@@ -268,17 +268,21 @@ def test_a_nan_on_one_rank_moves_no_rank_and_is_named_with_its_place(kind: Kind)
 
 
 def test_a_rank_that_skips_a_step_skips_it_for_the_whole_grid() -> None:
-    def body(session: Session) -> tuple[str, bool]:
-        part = Part(session, ADAM)
+    def body(session: Session, **options: Any) -> tuple[str, bool, str | None]:
+        part = Part(session, ADAM, **options)
         before = part.train(STEPS)
+        assert part.optimizer.compression_report()["skipped_by"] is None
         part.backward(STEPS)
         if session.require_topology().rank == 2:
             part.optimizer.skip(overflow=True)
         else:
             part.optimizer.step()
-        return str(part.optimizer.outcome), part.values == before
+        who = part.optimizer.compression_report()["skipped_by"]
+        return str(part.optimizer.outcome), part.values == before, who
 
-    assert run_ranks(4, body) == [("StepOutcome.OVERFLOW", True)] * 4
+    for options in ({}, {"max_grad_norm": 1.0}):  # with the second ranks hear of it before anything is posted
+        found = run_ranks(4, functools.partial(body, **options))
+        assert found == [("StepOutcome.OVERFLOW", True, "[2 (pp=1 of 2)]")] * 4
 
 
 @pytest.mark.parametrize("clip", ["exact", "previous"])
@@ -555,8 +559,8 @@ def test_a_pipeline_has_the_bits_of_data_parallel_steps_and_steps_as_one() -> No
         assert said["mine"] == said["expected"] != said["began"]
         assert said["redone"] == 0, "overlap"
         assert "on rank(s) [3 (pp=1 of 2)]" in said["nan"]
-        assert said["skipped"] == ["StepOutcome.SKIP", True]
-        assert said["overflow"] == ["StepOutcome.OVERFLOW", 1.0, True]
+        assert said["skipped"] == ["StepOutcome.SKIP", True, "[2 (pp=1 of 2)]"]
+        assert said["overflow"] == ["StepOutcome.OVERFLOW", 1.0, True, "[1 (pp=0 of 2)]"]
         assert said["goes on"]
         assert said["mine"] == found[rank ^ 1]["mine"]
         assert said["share"] < 0.6  # a half, and votes

@@ -138,7 +138,11 @@ def pipeline() -> dict[str, Any]:
         job.optimizer.skip()
     else:
         job.optimizer.step()
-    found["skipped"] = [str(job.optimizer.outcome), digest(job.parameters) == found["mine"]]
+
+    def skipped_by() -> str | None:
+        return job.optimizer.compression_report()["skipped_by"]
+
+    found["skipped"] = [str(job.optimizer.outcome), digest(job.parameters) == found["mine"], skipped_by()]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     job.optimizer.zero_grad()
     job.backward(STEPS)
@@ -147,7 +151,8 @@ def pipeline() -> dict[str, Any]:
     scaler.scale(torch.ones(1))
     scaler.step(job.optimizer)
     scaler.update()
-    found["overflow"] = [str(job.optimizer.outcome), scaler.get_scale(), digest(job.parameters) == found["mine"]]
+    stayed = digest(job.parameters) == found["mine"]
+    found["overflow"] = [str(job.optimizer.outcome), scaler.get_scale(), stayed, skipped_by()]
     job.train([STEPS])
     found["goes on"] = digest(job.parameters) != found["mine"]
     return found
