@@ -47,10 +47,11 @@ def test_two_hosts_of_two_ranks_send_at_most_3_percent_more_than_the_formula(tmp
 
 
 @pytest.mark.long
-def test_two_hosts_of_two_shards_send_a_quarter_of_a_byte_per_parameter_of_the_model(tmp_path: Path) -> None:
-    counted = count(tmp_path / "result.json", 2, 2, "2")
-    bound = 1.04 * 0.25 * counted["parameters"] / 2
-    for host in (slice(0, 2), slice(2, 4)):
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_hosts_of_two_shards_send_a_quarter_of_a_byte_per_parameter_of_the_model(hosts: int, tmp_path: Path) -> None:
+    counted = count(tmp_path / "result.json", hosts, 2, "2")
+    bound = 1.04 * 0.25 * counted["parameters"] * (hosts - 1) / hosts
+    for host in (slice(first, first + 2) for first in range(0, 2 * hosts, 2)):
         assert counted["formula"] <= sum(counted["across"][host]) <= bound
     assert max(counted["interface"]) <= bound
 
