@@ -195,18 +195,17 @@ class _Meeting:
                 self._come()
             if not said and self._number and self._store.check([self._key("said")]):
                 said = _read(self._store.get(self._key("said")), 0)
-                if not self._outlives_jobs or said["tokens"].get(str(self._mine.rank)) == self._mine.token:
+                if not self._outlives_jobs or self._is_meant(said):
                     break
             time.sleep(pause_s)
             pause_s = min(1.2 * pause_s, _SLOWEST_POLL_S)
-        if "job" in said and said["tokens"].get(str(self._mine.rank)) == self._mine.token:
+        if isinstance(said.get("job"), dict) and self._is_meant(said):
             return dict(said["job"])
         if "error" in said:
             self._store.set(self._key(f"heard/{self._mine.rank}"), "")
             raise LaunchError(str(said["error"]))
-        if (
-            said
-        ):  # a job, but of other processes: an earlier one, or one that another process with this number has joined
+        if said:
+            # A job, but of other processes: an earlier one, or one that another process with this number has joined.
             raise LaunchError(f"{self._absent([0])} If rank 0 runs, two processes have RANK={self._mine.rank}.")
         missing = [rank for rank in range(self._size) if not self._has_come(rank)] if self._number else [0]
         if missing:
@@ -230,6 +229,11 @@ class _Meeting:
                 if self._has_come(rank):
                     tokens[rank] = _member(self._store.get(self._member_key(rank)), rank).token
         self._store.set(self._key("said"), json.dumps({**what, "tokens": tokens}))
+
+    def _is_meant(self, said: Mapping[str, Any]) -> bool:
+        """Returns True if what rank 0 has said is for this process."""
+        tokens = said.get("tokens")
+        return isinstance(tokens, dict) and tokens.get(str(self._mine.rank)) == self._mine.token
 
     def _key(self, name: str) -> str:
         return f"{_PREFIX}/{self._number}/{name}"
