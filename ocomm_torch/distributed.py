@@ -535,7 +535,8 @@ class OcommProcessGroup(ProcessGroup):
         heard: dict[int, str] = {}
         try:
             # torchrun starts jobs again, and keeps the store with what an earlier job has said.
-            keys = {rank: f"ocomm/{_tokens[self._session]}/failed{kind}/{rank}" for rank in range(self._size)}
+            prefix = f"ocomm/{_tokens.get(self._session, '')}/failed{kind}"
+            keys = {rank: f"{prefix}/{rank}" for rank in range(self._size)}
             self._store.set(keys[self._rank], said)
             end = time.monotonic() + _WORDS_S
             missing = set(keys) - {self._rank}
@@ -1027,8 +1028,9 @@ def create(options: Any, backend_options: Any = None) -> OcommProcessGroup:
             "ocomm's job. Leave RANK and WORLD_SIZE to the launcher, or set them as it numbers the ranks."
         )
     if len(ranks) == world:
+        is_first = not session.has_members
         session.prepare_members()
-        if session not in _tokens:
+        if is_first:
             _tokens[session] = operations.broadcast_object(session, secrets.token_hex(4), 0, None, global_process_set)
     elif not session.has_members:
         raise InvalidRequestError(

@@ -170,7 +170,7 @@ class DataAxis(ProcessSet):
         own = [sorted(self._inside(p)) if is_dtensor(p) else [] for p in parameters]
         number = ProcessSet(self.replica).number(session)
         found = zip(names, map(_fingerprint, local.tensors), strict=True)
-        tied = [f"{name} {fingerprint}" for name, fingerprint in found if fingerprint]  # names may have blanks
+        tied = [f"{name} {fingerprint}" for name, fingerprint in found if fingerprint]
         mine = "\n".join([" ".join(sorted({axis for axes in own for axis in axes})), *tied])
         said = [text.split("\n") for text in gather(session, number, f"grid of {wrapper}", mine)]
         divided = {axis for axes, *_ in said for axis in axes.split()}
@@ -209,13 +209,15 @@ class DataAxis(ProcessSet):
             InvalidRequestError: They have the same name, too. If names differ, a warning is logged: stages that were
                 made with the same seed begin so.
         """
+        alike: dict[str, list[tuple[int, str]]] = {}
+        for rank, parameters in said.items():
+            for name, fingerprint in parameters:
+                alike.setdefault(fingerprint, []).append((rank, name))
         pairs = [
             (rank, other, name, beside)
-            for rank, other in itertools.combinations(said, 2)
+            for owners in alike.values()
+            for (rank, name), (other, beside) in itertools.combinations(owners, 2)
             if self.stages[rank] != self.stages[other]
-            for name, fingerprint in said[rank]
-            for beside, same in said[other]
-            if fingerprint == same
         ]
         for rank, other, name, beside in pairs:
             if name == beside:

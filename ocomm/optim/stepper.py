@@ -272,7 +272,7 @@ class Stepper:
             places: list[str] = []
             if self._grid is not None:
                 heard = self._agree_in_grid(self._grid, FINAL, heard, squares, _RELEASED if lost else 0)
-                places = self._grid.places_with(Flag.RELEASED)
+                places = self._grid.places_with(Flag.RELEASED) if heard & _RELEASED else []
         except BaseException as error:
             self.give_up(error)
             raise
