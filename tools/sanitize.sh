@@ -33,11 +33,12 @@ mkdir -p "$folder"
 git ls-files | tar cf - -T - | tar xf - -C "$folder"
 cd "$folder"
 CFLAGS="$flags -fno-omit-frame-pointer -g -O1" LDFLAGS="$flags" "$python" setup.py -q build_ext --inplace
-# Python itself is not built with them, so their library must be there first. Python frees no memory at its end.
+# Python itself is not built with them, so their library must be there first; and C++'s beside it, because Python does not
+# need that, and matplotlib, which a test imports, throws. Python frees no memory at its end.
 export ASAN_OPTIONS=detect_leaks=0:exitcode=99 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 export TSAN_OPTIONS=halt_on_error=1:exitcode=66:report_signal_unsafe=0
 export PYTHONPATH=$folder LD_PRELOAD
-LD_PRELOAD=$(gcc -print-file-name=$library)
+LD_PRELOAD="$(gcc -print-file-name=$library) $(gcc -print-file-name=libstdc++.so.6)"
 "$python" -c 'import ocomm._native as native; print("sanitized:", native.__file__)'
 "$python" -m pytest -q -p no:cacheprovider -n 2 --dist worksteal -m 'not long and not alone' \
     --ignore=tests/contract/test_ptx.py --ignore=tests/contract/test_engine_race.py --ignore=tests/world/test_memory.py \
