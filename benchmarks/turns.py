@@ -204,7 +204,8 @@ def command() -> str:
     if "--json" in words:
         at = words.index("--json")
         del words[at : at + 2]
-    return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *words])
+    program = Path(sys.argv[0]).resolve().with_suffix("").relative_to(Path(__file__).resolve().parents[1])
+    return shlex.join(["python", "-m", ".".join(program.parts), *words])
 
 
 def main(

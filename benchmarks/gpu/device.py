@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.turns import SKIPPED
+from benchmarks.turns import SKIPPED, command
 from ocomm.bench.kernels import commit, processor
 from ocomm_torch import compressed
 
@@ -135,12 +135,3 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def command() -> str:
-    """What was typed, but for where its results go."""
-    words = sys.argv[1:]
-    if "--json" in words:
-        at = words.index("--json")
-        del words[at : at + 2]
-    return " ".join(["python", "-m", f"benchmarks.gpu.{Path(sys.argv[0]).stem}", *words])
