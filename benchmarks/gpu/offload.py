@@ -58,10 +58,9 @@ class Peak(threading.Thread):
         while not self._ended.wait(1e-3):
             self.nbytes = max(self.nbytes, self._device.used())
 
-    def end(self) -> int:
+    def end(self) -> None:
         self._ended.set()
         self.join()
-        return self.nbytes
 
 
 def train(device: Gpu, method: str, layers: int, width: int) -> tuple[float, int]:
@@ -71,22 +70,25 @@ def train(device: Gpu, method: str, layers: int, width: int) -> tuple[float, int
     device.empty_cache()
     before, peak = device.used(), Peak(device)
     peak.start()
-    model = nn.Sequential(
-        *(nn.Linear(width, width, bias=False, device=device.torch, dtype=dtype) for _ in range(layers))
-    )
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    if options is not None:
-        optimizer = hvd.DistributedOneBitAdam(optimizer, model.named_parameters(), freeze_step=1, **options)
-    data, times = torch.randn(4, width, device=device.torch, dtype=dtype), []
-    for _ in range(1 + STEPS):
-        device.synchronize()
-        started = time.perf_counter()
-        optimizer.zero_grad()
-        model(data).float().square().mean().backward()
-        optimizer.step()
-        device.synchronize()
-        times.append(time.perf_counter() - started)
-    return median(times[1:]), peak.end() - before
+    try:
+        model = nn.Sequential(
+            *(nn.Linear(width, width, bias=False, device=device.torch, dtype=dtype) for _ in range(layers))
+        )
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+        if options is not None:
+            optimizer = hvd.DistributedOneBitAdam(optimizer, model.named_parameters(), freeze_step=1, **options)
+        data, times = torch.randn(4, width, device=device.torch, dtype=dtype), []
+        for _ in range(1 + STEPS):
+            device.synchronize()
+            started = time.perf_counter()
+            optimizer.zero_grad()
+            model(data).float().square().mean().backward()
+            optimizer.step()
+            device.synchronize()
+            times.append(time.perf_counter() - started)
+    finally:
+        peak.end()
+    return median(times[1:]), peak.nbytes - before
 
 
 def measure(device: Gpu, layers: int, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -97,17 +99,18 @@ def measure(device: Gpu, layers: int, names: Sequence[str]) -> list[dict[str, An
     for name in names:
         seconds, nbytes = train(device, name, layers, width)
         limit = rows[0]["nbytes"] if rows else nbytes
-        fits, number = layers, layers
+        fits = tried = layers
         for _ in range(TRIALS if name != BASE and nbytes else 0):
-            number = int(number * limit / nbytes)
+            number = int(tried * limit / nbytes)
             if number <= fits:
                 break
             later_s, nbytes = train(device, name, number, width)
+            tried = number
             if nbytes <= limit:
                 fits, seconds = number, later_s
         rows.append(
             {"method": name, "parameters": fits * width * width, "nbytes": nbytes, "step_ms": 1e3 * seconds,
-             "bytes_per_parameter": nbytes / (number * width * width)}
+             "bytes_per_parameter": nbytes / (tried * width * width)}
         )  # fmt: skip
     return rows
 

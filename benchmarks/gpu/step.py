@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from torch import nn
 import ocomm_torch as hvd
 from benchmarks.gpu.calls import Driver, count
 from benchmarks.gpu.device import Gpu, opened, parser, write
+from benchmarks.launchers import interval_of_median
 from benchmarks.models import GPT2, Gpt, GptSize
 
 LR = 1e-4
@@ -114,22 +114,14 @@ def make(name: str, device: Gpu, size: GptSize, batch: int) -> Timed:
     return Timed(name, step, optimizer, device.allocated() - before)
 
 
-def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Median of paired ratios and the order statistics that hold it with at least 95 % (sign test)."""
-    ordered, n = sorted(ratios), len(ratios)
-    below = 0
-    while below + 1 < n / 2 and 2 * sum(math.comb(n, k) for k in range(below + 2)) / 2**n <= 0.05:
-        below += 1
-    return median(ordered), ordered[below], ordered[n - 1 - below]
-
-
 def row(method: Timed, base: Timed, driver: Driver, numel: int) -> dict[str, Any]:
-    ratio, low, high = interval([mine / theirs for mine, theirs in zip(method.times, base.times, strict=True)])
+    ratios = [mine / theirs for mine, theirs in zip(method.times, base.times, strict=True)]
+    low, high = interval_of_median(ratios)
     report = getattr(method.optimizer, "compression_report", dict)()
     return {
         "method": method.name,
         "step_ms": 1e3 * median(method.times),
-        "ratio": ratio,
+        "ratio": median(ratios),
         "low": low,
         "high": high,
         "training_ms": 1e3 * median(method.training),

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.gpu.calls import Driver, calls_in, count, kind_of
-from benchmarks.gpu.step import interval
 
 MAIN, ENGINE, BACKWARD = 100, 101, 102
 THREADS = {MAIN: "MainThread", ENGINE: "ocomm"}
@@ -97,8 +96,3 @@ def test_counting_gives_calls_per_step(driver: Any) -> None:
         for thread in ("training", "engine", "others")
         for kind in ("waits", "asks", "launches", "copies")
     }
-
-
-def test_an_interval_of_paired_ratios_leaves_out_what_is_rare() -> None:
-    assert interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]) == (5.0, 2.0, 8.0)
-    assert interval([1.0, 3.0]) == (2.0, 1.0, 3.0)
