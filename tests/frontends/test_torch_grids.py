@@ -15,6 +15,7 @@ import torch
 import ocomm_torch as hvd
 from ocomm.errors import CheckpointError, HorovodInternalError, InvalidRequestError, MismatchError
 from ocomm.session import Session
+from ocomm_torch import mesh as meshes
 from tests.cluster.jobs import run_job
 from tests.frontends.every_kind import KINDS, Kind
 from tests.frontends.onebit_jobs import backward, digest
@@ -597,6 +598,28 @@ def test_a_second_pass_of_a_step_is_for_dtensors_what_it_is_for_plain_tensors() 
     for said in job("placed"):
         assert said["same"]
         assert said["again"] == [[5, 0, said["again"][1][2]]] * 2
+
+
+@in_a_job
+def test_a_loss_scale_that_is_divided_out_of_dtensors_is_named_as_such() -> None:
+    (said,) = job("placed")[0]["scaled"]
+    assert "loss scaling" in said and "max_grad_norm" not in said
+
+
+def test_gradients_that_torch_may_still_copy_to_pinned_memory_are_left_to_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grad = torch.nn.Parameter(torch.ones(3))
+    placed = SimpleNamespace(placements=(), _version=0, to_local=lambda: grad)
+    local = meshes.LocalTensors([], True)
+    local.inside = {0: SimpleNamespace(grad=placed, placements=())}
+    local.tensors = [SimpleNamespace(is_pinned=lambda: True, grad=None)]  # type: ignore[list-item]
+    monkeypatch.setattr(meshes, "_COPIES_LATE", True)
+    assert not local.take_gradient(0, final=False) and local.tensors[0].grad is None
+    assert local.take_gradient(0, final=True) and local.tensors[0].grad is not None
+    local.forget()
+    monkeypatch.setattr(meshes, "_COPIES_LATE", False)
+    assert local.take_gradient(0, final=False)
 
 
 @in_a_job

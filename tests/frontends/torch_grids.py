@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import json
+import logging
 import shutil
 import sys
 import tempfile
@@ -404,6 +405,21 @@ def placed() -> dict[str, Any]:
             optimizers[0].step()
         outcomes.append([str(optimizers[0].outcome), digest(p.to_local() for p in whole) == before])
     result["outcomes"] = outcomes
+    # A loss scale that is divided out between backward and step()
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ocomm").addHandler(handler)
+    fresh = [nn.Parameter(distribute_tensor(w, tp, [Replicate()])) for w in began]
+    optimizer = adam([(str(k), p) for k, p in enumerate(fresh)], mesh=mesh, data="dp")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(sum(p.sum() for p in fresh).full_tensor() * (1 + hvd.rank() // 2)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    logging.getLogger("ocomm").removeHandler(handler)
+    result["scaled"] = [text for text in heard if "changed" in text]
     return result
 
 
