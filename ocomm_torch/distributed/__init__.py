@@ -1,0 +1,13 @@
+"""The backend "ocomm" of torch.distributed: process groups of CPU tensors on ocomm's plans and network.
+
+``import ocomm_torch.distributed`` registers the backend, and so does the entry point of an installed ocomm. After that
+``torch.distributed.init_process_group("ocomm")`` works in every process that an MPI launcher has started.
+"""
+
+from ocomm.torch_backend import register
+from ocomm_torch.distributed.group import OcommProcessGroup
+from ocomm_torch.distributed.start import create, rendezvous
+
+__all__ = ["OcommProcessGroup", "create", "rendezvous"]
+
+register()

@@ -1,0 +1,640 @@
+"""The process group of backend "ocomm": the collectives of torch.distributed as plans of ``ocomm.collectives``."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Store, Work
+
+from ocomm import operations
+from ocomm.collectives import dense
+from ocomm.collectives.dense import Context
+from ocomm.collectives.plan import Plan, Stage
+from ocomm.errors import InvalidRequestError, MismatchError
+from ocomm.kernels.base import Bytes
+from ocomm.ordered import Build, Call, Exchange, OrderedChannel
+from ocomm.session import Session
+from ocomm.torch_backend import NAME
+from ocomm.types import DType, ReduceOp
+from ocomm_torch.distributed.futures import Completer
+from ocomm_torch.distributed.tensors import (
+    BITWISE,
+    TORCH_OP,
+    Out,
+    Output,
+    Parts,
+    bytes_of,
+    dtype_of,
+    dtypes_of,
+    joined,
+    on_host,
+    op_of,
+    reduction_of,
+    require_same_size,
+    row_nbytes,
+)
+from ocomm_torch.distributed.work import GroupWork, Messages, Together
+
+#: Seconds for which a rank that has failed waits until the other ranks say what they have called.
+_WORDS_S = 1.0
+
+
+class OcommProcessGroup(ProcessGroup):
+    """A process group of torch.distributed. Creating it is collective over its members.
+
+    All ranks call its collectives in the same order. Two ranks send and receive the messages of one direction and tag
+    in the same order. A collective raises
+
+    - MismatchError if the ranks have called different things,
+    - StallError if it is not over within the group's timeout; the message names the ranks that have not come,
+    - PeerError if a rank has failed or left.
+
+    After such an error the group can do nothing more.
+
+    Args:
+        session: That of ocomm.
+        store: Torch's for this group.
+        rank: This rank's in the group.
+        ranks: World ranks, in ascending order.
+        group_id: Its name.
+        timeout_s: Seconds for each call.
+        token: A word that no other job has, under which ranks that fail leave words in the store.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        store: Store,
+        rank: int,
+        ranks: Sequence[int],
+        group_id: str,
+        timeout_s: float,
+        token: str,
+    ) -> None:
+        super().__init__(rank, len(ranks))
+        self._session = session
+        self._store = store
+        self._token = token
+        self._ranks = tuple(ranks)  # world ranks, by rank of the group; all other ranks here are of the group
+        self._rank, self._size = rank, len(ranks)
+        self._group_name = group_id
+        self._group_description = "undefined"
+        self.timeout_s = timeout_s
+        order = sorted(self._ranks)
+        if order != list(self._ranks):
+            raise InvalidRequestError(
+                f"backend 'ocomm' has groups in ascending order of their ranks only, got {list(self._ranks)}."
+            )
+        self._number = session.add_members(order, f"group {group_id!r}")
+        self._member = session.member_set(self._number)
+        self._channels: dict[str, OrderedChannel] = {}
+        self._open_channel("")
+        self._sent: dict[tuple[int, int, int], int] = defaultdict(int)
+        #: What this rank has sent to itself and not yet received, by tag.
+        self._to_itself: dict[int, deque[Tensor]] = defaultdict(deque)
+        self._completer = Completer(group_id)
+        #: What was started since torch has begun to coalesce calls; None if it does not.
+        self._coalesced: list[GroupWork] | None = None
+        self._is_closed = False
+        self._is_checked = False
+
+    # What torch asks of a group
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        return self._group_description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._group_description = description
+
+    @property
+    def group_name(self) -> str:
+        return self._group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self._group_description
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._group_description = description
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return NAME
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend_name(self) -> str:
+        return NAME
+
+    def _get_backend(self, device: torch.device) -> OcommProcessGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"backend 'ocomm' is for CPU tensors, not for {device}; use 'nccl' there.")
+        return self
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
+        self.timeout_s = timeout.total_seconds()
+        for channel in self._channels.values():
+            channel.timeout_s = self.timeout_s
+
+    set_timeout = _set_default_timeout
+
+    def shutdown(self) -> None:
+        """Leaves the group. Torch calls it in ``destroy_process_group``. Not collective: waits for no other rank."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._completer.close()
+        if self._session.is_initialized:
+            self._session.remove_members(self._number)
+
+    abort = shutdown
+
+    # Channels
+
+    def _open_channel(self, kind: str) -> OrderedChannel:
+        name = f"torch.distributed group {self._group_name!r} of ranks {list(self._ranks)}{kind}"
+        channel = OrderedChannel(self._session, self._number, name, self.timeout_s, lambda said: self._tell(kind, said))
+        self._channels[kind] = channel
+        return channel
+
+    @property
+    def _channel(self) -> OrderedChannel:
+        """The channel of this thread's calls. Callbacks of futures have a channel of their own.
+
+        The calls of callbacks have the same order on all ranks, and so have the calls of other threads. Between the two
+        there is no order that is the same on all ranks.
+        """
+        if not self._completer.is_current():
+            return self._channels[""]
+        kind = ", callbacks"
+        return self._channels.get(kind) or self._open_channel(kind)
+
+    def _tell(self, kind: str, said: str) -> Mapping[int, str]:
+        """Tells the other ranks through the store what this rank has called. Returns what they say within a second."""
+        heard: dict[int, str] = {}
+        try:
+            # torchrun starts jobs again, and keeps the store with what an earlier job has said.
+            prefix = f"ocomm/{self._token}/failed{kind}"
+            keys = {rank: f"{prefix}/{rank}" for rank in range(self._size)}
+            self._store.set(keys[self._rank], said)
+            end = time.monotonic() + _WORDS_S
+            missing = set(keys) - {self._rank}
+            while missing and time.monotonic() < end:
+                for rank in list(missing):
+                    if self._store.check([keys[rank]]):
+                        heard[rank] = self._store.get(keys[rank]).decode()
+                        missing.discard(rank)
+                time.sleep(0.02)
+        except Exception:  # the store has ended with the rank that hosts it; the caller has its own error
+            return heard
+        return heard
+
+    def _require(self, operation: object) -> None:
+        """Raises InvalidRequestError if the group was destroyed, NotImplementedError if it has other backends, too."""
+        if self._is_closed:
+            raise InvalidRequestError(f"{operation}: process group {self._group_name!r} was destroyed.")
+        if self._is_checked:
+            return
+        # Torch registers a group's backends after it has made the group, so they are checked at the first call.
+        config = str(dist.distributed_c10d._world.pg_backend_config.get(self, f"cpu:{NAME}"))
+        others = [part for part in config.split(",") if part.split(":")[-1] != NAME]
+        if others:
+            raise NotImplementedError(
+                f"{operation}: this group was made with the backends {config}, and a backend in Python, as 'ocomm' is, "
+                f"takes the place of all of them: {', '.join(others)} would not be used. Make a group of each backend."
+            )
+        self._is_checked = True
+
+    def _start(
+        self,
+        call: Call,
+        sources: Sequence[Bytes],
+        targets: Sequence[Bytes],
+        build: Build,
+        result: list[Any],
+        *stores: Output,
+        own: tuple[int, ...] = (),
+    ) -> GroupWork:
+        self._require(call)
+        exchange = self._channel.start(call, sources, targets, build, own)
+        return self._under_way(exchange, result, *stores)
+
+    def _under_way(self, exchange: Exchange | Messages, result: list[Any], *stores: Output) -> GroupWork:
+        """Returns the work of a call, and keeps it for ``_end_coalescing`` while torch coalesces calls."""
+
+        def finish() -> None:
+            for each in stores:
+                each.store()
+
+        work = GroupWork(self._completer, exchange, result, finish)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    # Collectives
+
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, *_: Any) -> Work:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        return self._allreduce(given, opts, "allreduce")
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        return self._allreduce(list(tensors), opts, "allreduce_coalesced")
+
+    def _allreduce(self, tensors: list[Tensor], opts: Any, operation: str) -> Work:
+        op = op_of(opts)
+        if op in BITWISE:
+            return self._bitwise(tensors, BITWISE[op], operation)
+        if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
+            return self._sparse_sum(tensors[0], op, tensors)
+        reduction, dtype = reduction_of(op, tensors, operation)
+        outs = [Out(tensor, operation) for tensor in tensors]
+        buffers = [out.bytes for out in outs]
+        call = Call(operation, dtype.label, tuple([tensor.numel() for tensor in tensors]), reduction.label)
+        return self._start(call, buffers, buffers, _sum(reduction, dtype), tensors, *outs)
+
+    def _bitwise(self, tensors: list[Tensor], combine: Callable[..., Tensor], operation: str) -> Work:
+        """Starts a bitwise reduction: every rank gathers the tensors of all ranks, and combines them by itself."""
+        for tensor in tensors:
+            if tensor.is_floating_point() or tensor.is_complex():
+                raise InvalidRequestError(
+                    f"{operation}: {combine.__name__} is for integers and bool, not {dtype_of(tensor)}."
+                )
+        gathered = [torch.empty((self._size, *tensor.shape), dtype=tensor.dtype) for tensor in tensors]
+
+        class Combined:
+            def store(self) -> None:
+                for tensor, rows in zip(tensors, gathered, strict=True):
+                    result = rows[0]
+                    for row in rows[1:]:
+                        result = combine(result, row)
+                    tensor.detach().copy_(result)
+
+        call = Call(operation, dtype_of(tensors[0]), tuple([t.numel() for t in tensors]), combine.__name__)
+        sources = [bytes_of(on_host(tensor, operation).contiguous()) for tensor in tensors]
+        targets = [bytes_of(rows) for rows in gathered]
+        return self._start(call, sources, targets, _gather_equal, tensors, Combined())
+
+    def _sparse_sum(self, tensor: Tensor, op: Any, result: list[Tensor]) -> Work:
+        """Starts a sum of sparse COO tensors: every rank gathers the elements of all ranks, and adds them by itself.
+
+        Waits until all ranks have said how many elements they have, because plans are of known sizes.
+        """
+        operation = "allreduce of sparse tensors"
+        if op != TORCH_OP.SUM or not tensor.is_cpu:
+            raise NotImplementedError(
+                f"{operation}: backend 'ocomm' has sums of tensors of the CPU, not {op} of tensors of {tensor.device}; "
+                "call to_dense()."
+            )
+        mine = tensor.detach().coalesce()
+        form = torch.tensor([mine.sparse_dim(), *mine.shape, mine.values().shape[0]])
+        forms = torch.empty((self._size, len(form)), dtype=form.dtype)
+        self._gather_all(f"form of an {operation}", [form], [forms], []).wait()
+        for rank, other in enumerate(forms[:, :-1].tolist()):
+            if other != form[:-1].tolist():
+                raise MismatchError(
+                    f"{operation}: rank {self._ranks[self._rank]} has shape {tuple(mine.shape)}, of which "
+                    f"{mine.sparse_dim()} sparse dimensions; rank {self._ranks[rank]} {tuple(other[1:])}, of which "
+                    f"{other[0]}. All ranks must have the same."
+                )
+        counts: list[int] = forms[:, -1].tolist()
+        sources = [mine.indices().t().contiguous(), mine.values().contiguous()]
+        gathered = [torch.empty((sum(counts), *source.shape[1:]), dtype=source.dtype) for source in sources]
+        widths = [rows[:1].nbytes for rows in gathered]
+
+        class Summed:
+            def store(self) -> None:
+                indices, values = gathered
+                with torch.no_grad():
+                    tensor.copy_(
+                        torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
+                    )
+
+        def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+            each = zip(sources, targets, widths, strict=True)
+            return dense.allgather(context, [(s, t, [n * width for n in counts]) for s, t, width in each])
+
+        call = Call(operation, dtype_of(mine.values()), tuple(counts), ReduceOp.SUM.label)
+        buffers = [bytes_of(source) for source in sources], [bytes_of(rows) for rows in gathered]
+        return self._start(call, *buffers, build, result, Summed())
+
+    def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = None, *_: Any) -> Work:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        root = opts if isinstance(opts, int) else opts.rootRank
+        out = Out(given[0], "broadcast")
+        call = Call("broadcast", dtype_of(given[0]), (given[0].numel(),), root=root)
+
+        def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+            return dense.broadcast(context, sources[0], targets[0], root)
+
+        buffer = [out.bytes]
+        return self._start(call, buffer, buffer, build, given, out)
+
+    def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, *_: Any) -> Work:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        reduction, dtype = reduction_of(op_of(opts), given, "reduce")
+        root = opts.rootRank
+        out = Out(given[0], "reduce")
+        call = Call("reduce", dtype.label, (given[0].numel(),), reduction.label, root)
+        target = out.bytes if root == self._rank else bytes_of(torch.empty_like(out.contiguous))
+        return self._start(call, [out.bytes], [target], _sum(reduction, dtype), given, out)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        if len(inputs) != 1 or len(outputs[0]) != self._size:
+            raise InvalidRequestError(
+                f"allgather needs one input and {self._size} outputs, one for each rank of the group; got "
+                f"{len(inputs)} and {len(outputs[0])}."
+            )
+        source, results = inputs[0], list(outputs[0])
+        require_same_size("allgather", results, source)
+        parts = Parts(results, "allgather")
+        return self._gather_all("allgather", [source], [parts.buffer], outputs[0], parts)
+
+    def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        if len(output_lists) != self._size or any(len(outputs) != len(inputs) for outputs in output_lists):
+            raise InvalidRequestError(
+                f"allgather_coalesced needs {self._size} lists of {len(inputs)} outputs, one list for each rank of the "
+                f"group; got lists of {[len(outputs) for outputs in output_lists]}."
+            )
+        for k, source in enumerate(inputs):
+            require_same_size("allgather_coalesced", [outputs[k] for outputs in output_lists], source)
+        parts = [Parts([outputs[k] for outputs in output_lists], "allgather_coalesced") for k in range(len(inputs))]
+        flat = [tensor for outputs in output_lists for tensor in outputs]
+        return self._gather_all("allgather_coalesced", inputs, [part.buffer for part in parts], flat, *parts)
+
+    def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        return self._all_gather_singles("all_gather_into_tensor", [output], [source])
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        return self._all_gather_singles("all_gather_into_tensor_coalesced", outputs, inputs)
+
+    def _all_gather_singles(self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        for output, source in zip(outputs, inputs, strict=True):
+            if output.dtype != source.dtype or output.numel() != self._size * source.numel():
+                raise InvalidRequestError(
+                    f"{operation}: the output has {output.numel()} elements of {dtype_of(output)}, and needs "
+                    f"{self._size} times the {source.numel()} of {dtype_of(source)} of the input."
+                )
+        outs = [Out(output, operation, filled=False) for output in outputs]
+        return self._gather_all(operation, inputs, [out.contiguous for out in outs], list(outputs), *outs)
+
+    def _gather_all(
+        self,
+        operation: str,
+        inputs: Sequence[Tensor],
+        gathered: Sequence[Tensor],
+        result: list[Any],
+        *stores: Output,
+    ) -> Work:
+        sources = [bytes_of(on_host(tensor, operation).contiguous()) for tensor in inputs]
+        call = Call(operation, dtypes_of(inputs), tuple([tensor.numel() for tensor in inputs]))
+        targets = [bytes_of(tensor) for tensor in gathered]
+        return self._start(call, sources, targets, _gather_equal, result, *stores)
+
+    def gather(self, outputs: Any, inputs: list[Tensor], opts: Any = None) -> Work:
+        root, source = opts.rootRank, inputs[0]
+        call = Call("gather", dtype_of(source), (source.numel(),), root=root)
+        results = list(outputs[0]) if root == self._rank else []
+        if root == self._rank:
+            self._one_for_each("gather", results)
+            require_same_size("gather", results, source)
+        parts = Parts(results, "gather")
+        table = [[source.nbytes * (peer == root) for peer in range(self._size)] for _ in range(self._size)]
+        sources = [bytes_of(on_host(source, "gather").contiguous())]
+        return self._start(call, sources, [bytes_of(parts.buffer)], _exchange(table), results, parts)
+
+    def _one_for_each(self, operation: str, tensors: Sequence[Tensor]) -> None:
+        """Raises InvalidRequestError unless there is one tensor for each rank."""
+        if len(tensors) != self._size:
+            raise InvalidRequestError(
+                f"{operation}: rank {self._rank} needs {self._size} tensors, one for each rank of the group; got "
+                f"{len(tensors)}."
+            )
+
+    def scatter(self, outputs: list[Tensor], inputs: Any, opts: Any = None) -> Work:
+        root, output = opts.rootRank, outputs[0]
+        call = Call("scatter", dtype_of(output), (output.numel(),), root=root)
+        source = torch.empty(0, dtype=torch.uint8)
+        if root == self._rank:
+            self._one_for_each("scatter", inputs[0])
+            require_same_size("scatter", list(inputs[0]), output)
+            source = joined(inputs[0], "scatter")
+        table = [[output.nbytes * (sender == root)] * self._size for sender in range(self._size)]
+        out = Out(output, "scatter", filled=False)
+        return self._start(call, [bytes_of(source)], [out.bytes], _exchange(table), outputs, out)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        output, parts = outputs[0], list(inputs[0])
+        if len(parts) != self._size or parts[self._rank].numel() != output.numel():
+            raise InvalidRequestError(
+                f"reduce_scatter needs {self._size} inputs, one for each rank, and an output as large as this rank's; "
+                f"got {len(parts)}, and {output.numel()} elements."
+            )
+        whole = joined(parts, "reduce_scatter").view(output.dtype)
+        sizes = [part.numel() for part in parts]
+        return self._scatter_sums("reduce_scatter", [output], [whole], [sizes], opts)
+
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        return self._reduce_scatter_singles("reduce_scatter_tensor", [output], [source], opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        return self._reduce_scatter_singles("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+
+    def _reduce_scatter_singles(
+        self, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        for output, source in zip(outputs, inputs, strict=True):
+            if source.numel() != self._size * output.numel() or source.dtype != output.dtype:
+                raise InvalidRequestError(
+                    f"{operation}: the input has {source.numel()} elements of {dtype_of(source)}, and needs "
+                    f"{self._size} times the {output.numel()} of {dtype_of(output)} of the output."
+                )
+        sizes = [[output.numel()] * self._size for output in outputs]
+        whole = [on_host(source, operation).contiguous() for source in inputs]
+        return self._scatter_sums(operation, outputs, whole, sizes, opts)
+
+    def _scatter_sums(
+        self,
+        operation: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        sizes: Sequence[Sequence[int]],
+        opts: Any,
+    ) -> Work:
+        reduction, dtype = reduction_of(op_of(opts), inputs, operation)
+        call = Call(operation, dtype.label, tuple([n for each in sizes for n in each]), reduction.label)
+        outs = [Out(output, operation, filled=False) for output in outputs]
+
+        def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+            plan = Plan(operation, [])
+            plan.segments.clear()
+            for source, target, each in zip(sources, targets, sizes, strict=True):
+                nbytes = [n * dtype.itemsize for n in each]
+                one = dense.reducescatter(context, source, target, nbytes, dtype, reduction)
+                plan.segments += one.segments
+                plan.keepalive += one.keepalive
+            return plan
+
+        sources = [bytes_of(source) for source in inputs]
+        return self._start(call, sources, [out.bytes for out in outs], build, list(outputs), *outs)
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Work:
+        operation = "all_to_all_single"
+        sent = row_nbytes(source, input_splits, self._size, "input")
+        got = row_nbytes(output, output_splits, self._size, "output")
+        out = Out(output, operation, filled=False)
+        is_even = not input_splits and not output_splits
+        counts = (source.numel(),) if is_even else ()
+        call = Call(operation, dtype_of(source), counts)
+        sources = [bytes_of(on_host(source, operation).contiguous())]
+        return self._start(call, sources, [out.bytes], self._deal(sent, got), [output], out, own=(*sent, *got))
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        if not len(outputs) == len(inputs) == self._size:
+            raise InvalidRequestError(
+                f"all_to_all needs {self._size} inputs and outputs, got {len(inputs)} and {len(outputs)}."
+            )
+        parts = Parts(outputs, "all_to_all")
+        source = joined(inputs, "all_to_all")
+        sent, got = [tensor.nbytes for tensor in inputs], [tensor.nbytes for tensor in outputs]
+        call, deal = Call("all_to_all", dtype_of(inputs[0])), self._deal(sent, got)
+        return self._start(call, [bytes_of(source)], [bytes_of(parts.buffer)], deal, outputs, parts, own=(*sent, *got))
+
+    def _deal(self, sent: Sequence[int], got: Sequence[int]) -> Build:
+        """Returns the builder of an alltoall. This rank knows only how many bytes it sends and receives itself."""
+        table = [[0] * self._size for _ in range(self._size)]
+        for peer in range(self._size):
+            table[peer][self._rank] = got[peer]
+            table[self._rank][peer] = sent[peer]
+        if sent[self._rank] != got[self._rank]:
+            raise InvalidRequestError(
+                f"all_to_all: rank {self._rank} sends itself {sent[self._rank]} bytes and expects {got[self._rank]}."
+            )
+        return _exchange(table)
+
+    def barrier(self, opts: Any = None, *_: Any) -> Work:
+        return self._start(Call("barrier"), [], [], lambda context, sources, targets: Plan("barrier", [[Stage()]]), [])
+
+    # Names of versions after torch 2.13
+
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    # Messages between two ranks
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Work:
+        tensor = on_host(tensors[0], "send").contiguous()
+        if destination == self._rank:
+            self._to_itself[tag].append(tensor.clone())
+            return self._done(tensors)
+        return self._message(tensor, self._rank, destination, tag, tensors)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
+        out = Out(tensors[0], "recv", filled=False)
+        if source == self._rank:
+            if not self._to_itself[tag]:
+                raise InvalidRequestError(
+                    f"recv: rank {source} receives from itself with tag {tag} what it has not sent before."
+                )
+            out.tensor.copy_(self._to_itself[tag].popleft())
+            return self._done(tensors)
+        return self._message(out.contiguous, source, self._rank, tag, tensors, out)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        raise NotImplementedError(
+            "recv: backend 'ocomm' has no receive from any source; pass src=, or use a group of backend 'gloo'."
+        )
+
+    def _message(
+        self, tensor: Tensor, source: int, destination: int, tag: int, result: list[Tensor], *stores: Output
+    ) -> Work:
+        self._require("send or recv")
+        key = source, destination, tag
+        self._sent[key] = count = self._sent[key] + 1
+        name = f"message {count} from rank {self._ranks[source]} to rank {self._ranks[destination]} with tag {tag}"
+        handle = operations.start_message(self._member, name, bytes_of(tensor), source, destination)
+        messages = Messages([handle], f"group {self._group_name!r}: {name}", self.timeout_s)
+        return self._under_way(messages, result, *stores)
+
+    def _done(self, result: list[Tensor]) -> Work:
+        return self._under_way(Messages([], "a message", self.timeout_s), result)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """From now on calls start at once, as always, and are remembered for ``_end_coalescing``."""
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """Returns what waits for all calls since ``_start_coalescing``."""
+        works, self._coalesced = self._coalesced or [], None
+        return GroupWork(self._completer, Together(works), [], lambda: None)
+
+
+def _sum(reduction: ReduceOp, dtype: DType) -> Build:
+    def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+        return dense.allreduce(context, sources, targets, [s.nbytes for s in sources], dtype, reduction)
+
+    return build
+
+
+def _gather_equal(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+    return dense.allgather(context, [(s, t, [s.nbytes] * context.size) for s, t in zip(sources, targets, strict=True)])
+
+
+def _exchange(table: Sequence[Sequence[int]]) -> Build:
+    """Returns the builder of an alltoall of ``table[sender][receiver]`` bytes, in one segment.
+
+    A rank does not know the bytes between two other ranks, and so not how many segments they would need.
+    """
+
+    def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+        return dense.alltoall(context, sources[0], targets[0], table, whole=True)
+
+    return build
