@@ -295,6 +295,34 @@ def test_callbacks_of_many_buckets_communicate_in_one_order() -> None:
     assert done.stdout.count("equal") == 2, done.stdout + done.stderr
 
 
+FAILS = """
+import datetime, os
+import torch
+import torch.distributed as dist
+import ocomm_torch as hvd
+
+hvd.init()
+store = dist.FileStore(os.environ["STORE"], 2)
+dist.init_process_group("ocomm", store=store, rank=hvd.rank(), world_size=2)
+group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=float(os.environ["SECONDS"])))
+if hvd.rank() == 0 or os.environ["CALLS"] == "all":
+    try:
+        dist.all_reduce(torch.ones(4 + hvd.rank()), group=group)
+    except hvd.HorovodInternalError as error:
+        print(f"[{hvd.rank()}] {type(error).__name__}: {error}".replace("\\n", " "), flush=True)
+hvd.barrier()
+"""
+
+
+@alone_in_a_job
+def test_a_job_that_begins_again_with_the_same_store_says_nothing_of_the_one_before(tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    before = run_job(2, FAILS, STORE=store, CALLS="all", SECONDS="60")
+    assert "[1] MismatchError" in before.stdout and "allreduce of 5 elements" in before.stdout, before.stdout
+    after = run_job(2, FAILS, STORE=store, CALLS="one", SECONDS="1")
+    assert "[0] StallError" in after.stdout and "of 5 elements" not in after.stdout, after.stdout
+
+
 # What it is made of
 
 
