@@ -29,6 +29,8 @@ PARTS = ("32", "8", "4", "1", "sync-32", "sync-8", "sync-4", "sync-1", VOTE)
 Kind = tuple[str, ...]
 #: What a method must gain to be worth a larger gap.
 WORTH = 1.05
+#: Gaps below are equal: means over three seeds of runs that differ in rounding alone are as far apart.
+NOISE = 0.0025
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +225,13 @@ def candidates(
 def fastest(found: Iterable[Candidate]) -> Candidate:
     """Returns the fastest method that may be taken, or one with a smaller gap that takes at most ``WORTH`` as long.
 
-    There is one, because exact averages always may. A gap below 0 is noise, and no better than theirs.
+    There is one, because exact averages always may. A gap below ``NOISE`` is no better or worse than another one.
     """
     allowed = [each for each in found if not each.why_not]
     limit = WORTH * min(each.seconds for each in allowed)
 
     def loss_then_time(each: Candidate) -> tuple[float, bool, float]:
-        return max(each.gap or 0.0, 0.0), each.method.wrapper != EXACT, each.seconds
+        return max(each.gap or 0.0, NOISE), each.method.wrapper != EXACT, each.seconds
 
     return min((each for each in allowed if each.seconds <= limit), key=loss_then_time)
 

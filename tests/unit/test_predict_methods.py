@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ocomm.predict.__main__ import main
-from ocomm.predict.methods import EXACT, METHODS, VOTE, Method, Place, candidates, fastest, table
+from ocomm.predict.methods import EXACT, METHODS, NOISE, VOTE, Candidate, Method, Place, candidates, fastest, table
 from ocomm.predict.model import CodecTimes, Network, Training, predict
 
 MODEL = Training(13_817_088, 0.15)
@@ -63,11 +65,18 @@ def test_the_fastest_method_follows_from_the_rate(rate: float, name: str, monkey
     assert sum("it has no place here" in line for line in lines) == len(unfit) * 4
 
 
-@pytest.mark.parametrize("gap", [0.004, 0.0, -0.001])
+@pytest.mark.parametrize("gap", [0.004, 0.001, 0.0, -0.001])
 def test_a_small_gain_is_not_worth_a_loss_and_noise_is_no_gain(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Method, "gap", lambda method, *_: 0.0 if method.wrapper == EXACT else gap)
     found = candidates(place(1e12), Training(1000, 1.0), 1000, "Adam", 0.005, {})
     assert fastest(found).method.wrapper == EXACT
+
+
+def test_of_gaps_that_are_noise_the_faster_method_is_taken() -> None:
+    onebit, codes = (Candidate(BY_NAME[name], 0.0, 0.0) for name in ("1-bit Adam", "averages in 4 bits"))
+    for gap, chosen in ((0.9 * NOISE, onebit), (1.1 * NOISE, codes)):
+        found = [replace(onebit, seconds=1.0, gap=gap), replace(codes, seconds=1.04, gap=-0.0005)]
+        assert fastest(found).method is chosen.method
 
 
 def test_what_was_not_measured_or_costs_too_much_is_not_chosen() -> None:
