@@ -34,7 +34,7 @@ from benchmarks.time_to_loss.losses import ADAM, RESULTS, STEPS, stored
 from benchmarks.time_to_loss.methods import METHODS
 from benchmarks.turns import Result
 from ocomm.predict.methods import METHODS as KNOWN
-from ocomm.predict.methods import Candidate, fastest
+from ocomm.predict.methods import WORTH, Candidate, fastest
 from ocomm_torch.auto import MEASURED_STEPS
 
 CHOICES = RESULTS / "choices.json"
@@ -86,6 +86,11 @@ class Cell:
     def is_right(self) -> bool:
         return self.is_close and self.chosen == self.best
 
+    @property
+    def is_as_good(self) -> bool:
+        """Whether the choice is so little slower than the best one that it may be made for a smaller loss."""
+        return self.is_close and self.chosen_s <= WORTH * self.best_s
+
 
 def cells(
     runs: Mapping[str, Any], measured: Sequence[Network], predicted: Mapping[str, Mapping[str, float]]
@@ -125,12 +130,13 @@ def judged(found: Sequence[Cell]) -> str:
         [c.task, c.network, f"{c.limit:.1%}", c.chosen, f"{c.gap:+.2%}", c.best, f"{c.chosen_s / c.best_s:.2f}"]
         for c in found
     ]
-    right, close = (sum(getattr(c, which) for c in found) for which in ("is_right", "is_close"))
+    right, as_good, close = (sum(getattr(c, which) for c in found) for which in ("is_right", "is_as_good", "is_close"))
     worst = max((c.chosen_s / c.best_s for c in found if c.is_close), default=1.0)
     head = ["judged on", "network", "asked", "chosen", "its loss", "fastest within", "x its seconds"]
     said = (
-        f"{right} of {len(found)} choices are the fastest within the loss that was asked for, "
-        f"{len(found) - close} miss that loss, and the others take at most {worst:.2f} times as long as the fastest."
+        f"{right} of {len(found)} choices are the fastest within the loss that was asked for, {as_good} take at most "
+        f"{WORTH - 1:.0%} longer than it, {len(found) - close} miss that loss, and the others take at most {worst:.2f} "
+        "times as long as the fastest."
     )
     return said + "\n\n" + tabulate(rows, head, "github", disable_numparse=True)
 

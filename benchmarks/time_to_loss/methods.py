@@ -139,8 +139,8 @@ def _ours(wrap: Callable[..., Any], inner: Callable[[nn.Module, float], Any] = a
     return make
 
 
-def _diloco(every: int, bits: int, momentum: float, lr: float, inner: Any = adam) -> Make:
-    return _ours(hvd.DistributedDiLoCo, inner, sync_every=every, bits=bits, outer_momentum=momentum, outer_lr=lr)
+def _diloco(every: int, bits: int) -> Make:
+    return _ours(hvd.DistributedDiLoCo, sync_every=every, bits=bits)
 
 
 def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -185,12 +185,12 @@ METHODS = {
             lambda step, steps: _zero_one_kinds(steps)[step],
         ),
         Method("Birder", _ours(hvd.DistributedBirder, sgd), "Birder"),
-        Method("DiLoCo 10, fp32", _diloco(10, 32, 0.5, 0.7), "DiLoCo", note="torchft's algorithm"),
-        Method("DiLoCo 10, 4 bits", _diloco(10, 4, 0.5, 0.7), "DiLoCo"),
-        Method("DiLoCo 10, 1 bit", _diloco(10, 1, 0.5, 0.7), "DiLoCo"),
-        Method("DiLoCo 30, 4 bits", _diloco(30, 4, 0.5, 0.7), "DiLoCo"),
-        Method("DiLoCo 30, 1 bit", _diloco(30, 1, 0.5, 0.7), "DiLoCo"),
-        Method("DiLoCo 100, 4 bits", _diloco(100, 4, 0.5, 0.7), "DiLoCo"),
+        Method("DiLoCo 10, fp32", _diloco(10, 32), "DiLoCo", note="torchft's algorithm"),
+        Method("DiLoCo 10, 4 bits", _diloco(10, 4), "DiLoCo"),
+        Method("DiLoCo 10, 1 bit", _diloco(10, 1), "DiLoCo"),
+        Method("DiLoCo 30, 4 bits", _diloco(30, 4), "DiLoCo"),
+        Method("DiLoCo 30, 1 bit", _diloco(30, 1), "DiLoCo"),
+        Method("DiLoCo 100, 4 bits", _diloco(100, 4), "DiLoCo"),
     )
 }
 

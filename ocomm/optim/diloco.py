@@ -58,10 +58,10 @@ class DiLoCoOptions(Options):
         fixed=True,
     )
     outer_lr: float = option(
-        0.7, "The learning rate of the outer optimizer, which moves the anchors. 1 without momentum is plain averaging."
+        0.9, "The learning rate of the outer optimizer, which moves the anchors. 1 without momentum is plain averaging."
     )
     outer_momentum: float = option(
-        0.5, "The momentum of the outer optimizer, in Nesterov's form. A run with few syncs needs a smaller one."
+        0.6, "The momentum of the outer optimizer, in Nesterov's form. A run with few syncs needs a smaller one."
     )
     bits: Literal[32, 8, 4, 1] = option(
         32,

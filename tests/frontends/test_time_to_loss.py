@@ -142,7 +142,8 @@ def test_a_choice_that_loses_more_than_was_asked_is_wrong():
     slow = found["large text", 0.01]
     assert slow.is_close and not slow.is_right and slow.chosen_s / slow.best_s == pytest.approx(40 / 15)
     said = judged(list(found.values()))
-    assert "4 of 6" in said and "1 miss that loss" in said and "2.67 times" in said
+    for words in ("4 of 6", "4 take at most 5% longer", "1 miss that loss", "2.67 times"):
+        assert words in said
 
 
 def test_a_wrong_prediction_makes_a_wrong_choice():

@@ -55,7 +55,7 @@ def rank_of(session: Session) -> int:
 
 
 def law(
-    ranks: int, sync_every: int, fragments: int = 1, outer_lr: float = 0.7, outer_momentum: float = 0.5, **options: Any
+    ranks: int, sync_every: int, fragments: int = 1, outer_lr: float = 0.9, outer_momentum: float = 0.6, **options: Any
 ) -> oracle.DiLoCo:
     how = {"sync_every": sync_every, "lr": outer_lr, "momentum": outer_momentum, **options}
     return oracle.DiLoCo(initial(), ranks, FRAGMENTS[fragments], **how)
