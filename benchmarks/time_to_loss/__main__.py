@@ -44,7 +44,7 @@ parameters on two hosts of one core with shaped links: each kind of step that th
 All methods around Adam have the lr that was tuned for DDP. Networks with a delay have it one way."""
 WHOLE_ABOUT = """The same runs, not joined but measured from their first step to their last
 (`benchmarks.time_to_loss.whole`): every rank is a host, on a network that is as slow for the small model as 160 Mbit/s
-are for the large one."""
+are for the large one. DiLoCo had another outer rate and momentum then, 0.7 and 0.5, which change its loss alone."""
 #: By a method's ``steps_of`` and the kind of a step: the measured rows whose exposed times add up to those of the step.
 ROWS: dict[tuple[str, str], tuple[str, ...]] = {
     ("DDP fp32", "32"): ("DDP fp32",),
