@@ -601,11 +601,11 @@ class OcommProcessGroup(ProcessGroup):
         self._sent[key] = count = self._sent[key] + 1
         name = f"message {count} from rank {self._ranks[source]} to rank {self._ranks[destination]} with tag {tag}"
         handle = operations.start_message(self._member, name, bytes_of(tensor), source, destination)
-        messages = Messages([handle], f"group {self._group_name!r}: {name}", self.timeout_s)
+        messages = Messages([handle], f"group {self._group_name!r}: {name}", lambda: self.timeout_s)
         return self._under_way(messages, result, *stores)
 
     def _done(self, result: list[Tensor]) -> Work:
-        return self._under_way(Messages([], "a message", self.timeout_s), result)
+        return self._under_way(Messages([], "a message", lambda: self.timeout_s), result)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """From now on calls start at once, as always, and are remembered for ``_end_coalescing``."""

@@ -87,9 +87,12 @@ class GroupWork(Work):
 
 
 class Messages:
-    """Messages under way between two ranks, with the interface of ``Exchange``. ``timeout_s``: 0 for none."""
+    """Messages under way between two ranks, with the interface of ``Exchange``.
 
-    def __init__(self, handles: Sequence[Handle], what: str, timeout_s: float) -> None:
+    ``timeout_s`` returns the group's timeout, 0 for none: a new one also holds for what is under way, as in a channel.
+    """
+
+    def __init__(self, handles: Sequence[Handle], what: str, timeout_s: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
         self._handles = handles
         self._what = what
@@ -105,7 +108,7 @@ class Messages:
     def wait(self, seconds: float | None = None) -> None:
         if self.error is not None:
             raise self.error
-        limit = seconds or self._timeout_s or None
+        limit = seconds or self._timeout_s() or None
         try:
             for handle in self._handles:
                 handle.wait(limit)
