@@ -42,9 +42,9 @@ def _positive(text: str) -> int:
     return number
 
 
-def _at_most(limit: int) -> Callable[[str], int]:
+def _at_most(limit: int, of: Callable[[str], int] = _positive) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        number = _positive(text)
+        number = of(text)
         if number > limit:
             raise ValueError(f"must be at most {limit}")
         return number
@@ -107,7 +107,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "CYCLE_TIME": ("cycle_time_ms", _duration, True),
     "CACHE_CAPACITY": ("cache_capacity", _count, True),
     "SEGMENT_BYTES": ("segment_nbytes", _at_most(MOST_SEGMENT_NBYTES), False),
-    "WINDOW": ("window", _at_most(MOST_WINDOW), False),
+    "WINDOW": ("window", _at_most(MOST_WINDOW, _count), False),
     "HIERARCHICAL_ALLREDUCE": ("hierarchical_allreduce", _flag, True),
     "DIRECT_PEERS": ("direct_peers", _positive, False),
     "SCRATCH_BYTES": ("scratch_nbytes", _count, False),

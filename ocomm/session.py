@@ -13,10 +13,12 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from ocomm.collectives import pipeline
 from ocomm.collectives.bridge import Bridge
 from ocomm.collectives.engine import Channel, Engine
 from ocomm.collectives.python_engine import PythonEngine
@@ -292,8 +294,10 @@ class Session:
         data = duplicate(transport, self.settings.start_timeout_s)
         hosts = [self.topology.hosts[rank] for rank in ranks]
         nodes = arrange(hosts, "auto" if self.settings.hierarchical_allreduce else False, len(hosts))
+        window = self.settings.window or pipeline.window(len(hosts), len(set(hosts)))
+        settings = replace(self.settings, window=window)
         return ProcessSet(
-            ranks, transport, data, self.engine, self.scratch, self.settings, nodes, number=number, tuner=tuner
+            ranks, transport, data, self.engine, self.scratch, settings, nodes, number=number, tuner=tuner
         )
 
     # Process sets

@@ -279,7 +279,7 @@ class Settings:
     cycle_time_ms: float = 1.0  # how long requests are collected before they are announced, unless someone waits
     cache_capacity: int = 1024  # names; 0: no response cache
     segment_nbytes: int = 8 * 1024 * 1024  # largest piece of an exchange
-    window: int = 4  # segments in flight per channel
+    window: int = 0  # segments in flight per channel; 0: ``collectives.pipeline.window``
     hierarchical_allreduce: bool = True  # dense sums inside hosts first, where several have several ranks each
     direct_peers: int = 63  # a compressed exchange with more peers than this takes two hops
     scratch_nbytes: int = 512 * 1024 * 1024  # idle fusion and staging buffers kept

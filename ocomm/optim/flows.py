@@ -35,7 +35,7 @@ from ocomm.optim.step_channel import Sent, StepChannel
 #: Limit for the number of buckets, and the least number of elements of a bucket. At 1 Gbit/s so many elements take as
 #: long as posting a bucket takes.
 BUCKETS, BUCKET_NUMEL = 8, 1 << 17
-#: Number of segments of a sharded exchange that have memory, which later ones use again: those in flight by default.
+#: Number of segments of a sharded exchange that have memory, which later ones use again: no more are in flight.
 LANES = 4
 #: Number of prepared plans that a flow keeps. Buffers alternate, so two are used in turn.
 _KEPT_PLANS = 4

@@ -50,7 +50,8 @@ def test_our_variable_wins_over_horovods() -> None:
     [
         ("OCOMM_CYLCE_TIME", "1", "OCOMM_CYLCE_TIME is not a setting of ocomm. Did you mean OCOMM_CYCLE_TIME?"),
         ("OCOMM_ZZZ", "1", "OCOMM_ZZZ is not a setting of ocomm."),
-        ("OCOMM_WINDOW", "0", "OCOMM_WINDOW='0' cannot be used: must be at least 1."),
+        ("OCOMM_WINDOW", "-1", "OCOMM_WINDOW='-1' cannot be used: must not be negative."),
+        ("OCOMM_SEGMENT_BYTES", "0", "OCOMM_SEGMENT_BYTES='0' cannot be used: must be at least 1."),
         ("OCOMM_FUSION_THRESHOLD", "-1", "OCOMM_FUSION_THRESHOLD='-1' cannot be used: must not be negative."),
         ("OCOMM_PEER_TIMEOUT_SECONDS", "inf",
          "OCOMM_PEER_TIMEOUT_SECONDS='inf' cannot be used: must be a number that is not negative."),
