@@ -99,11 +99,16 @@ def optimizers(name: str, model: nn.Module, task: str) -> list[torch.optim.Optim
     sgd, muon, adam = RATES[task]
     if name == "SGD":
         return [torch.optim.SGD(model.parameters(), lr=sgd, momentum=0.9)]
+    inner, rest = parted(model)
+    return [torch.optim.Muon(inner, lr=muon), torch.optim.Adam(rest, lr=adam)]
+
+
+def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices inside a model, which Muon moves, and the rest."""
     named = list(model.named_parameters())
     inner = [p for n, p in named if p.ndim == 2 and "token" not in n and "place" not in n and "embed" not in n]
     ids = set(map(id, inner))
-    rest = [p for _, p in named if id(p) not in ids]
-    return [torch.optim.Muon(inner, lr=muon), torch.optim.Adam(rest, lr=adam)]
+    return inner, [p for _, p in named if id(p) not in ids]
 
 
 def train(task: Task, label: str, optimizer: str, method: str, seed: int, steps: int) -> Run:

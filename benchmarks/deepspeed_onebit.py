@@ -47,10 +47,10 @@ class _Gloo:
 class OnebitAdam(adam.OnebitAdam):
     """Averages gradients in the first ``freeze_step`` steps, then compresses momentum."""
 
-    def __init__(self, model: torch.nn.Module, lr: float, freeze_step: int) -> None:
+    def __init__(self, model: torch.nn.Module, lr: float, freeze_step: int, **options: Any) -> None:
         compressed.PackbitsBuilder, compressed.dist, adam.dist = _Packer, _Gloo(), _Gloo()
         self._engine = SimpleNamespace(mpu=None, local_rank=0, enable_backward_allreduce=True)
-        options = {"deepspeed": self._engine, "lr": lr, "freeze_step": freeze_step}
+        options |= {"deepspeed": self._engine, "lr": lr, "freeze_step": freeze_step}
         super().__init__(model.parameters(), comm_backend_name="compressed", **options)
 
     def step(self, closure: Any = None, grads: Any = None) -> Any:

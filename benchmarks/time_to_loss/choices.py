@@ -32,6 +32,7 @@ from benchmarks.step import adam
 from benchmarks.time_to_loss.__main__ import PREDICTED, STEPS_FILE, Network, cost, gaps, networks
 from benchmarks.time_to_loss.losses import ADAM, RESULTS, STEPS, stored
 from benchmarks.time_to_loss.methods import METHODS
+from benchmarks.time_to_loss.steps import rows_at
 from benchmarks.turns import Result
 from ocomm.predict.methods import METHODS as KNOWN
 from ocomm.predict.methods import WORTH, Candidate, fastest
@@ -173,6 +174,8 @@ def main() -> int:
     known = {(each["rate"], each["delay_ms"]) for each in results}
     measured = {(each["rate"], each.get("delay_ms", 0.0)) for each in json.loads(STEPS_FILE.read_text())["results"]}
     for rate, delay in sorted(measured - known):
+        if "onebit" not in rows_at(rate, delay):  # it would begin with minutes of dense steps
+            continue
         results.append(ask(rate, delay))
         CHOICES.write_text(json.dumps(results, indent=1) + "\n")
     return 0

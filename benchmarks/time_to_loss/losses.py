@@ -6,7 +6,7 @@ Runs that are in ``losses.json`` already are not repeated. Each is written when 
 goes on with the next. Models, batches and the schedule of the lr are those of ``benchmarks.convergence``, but images
 are distorted at random: in 3,000 steps they would be learned by heart. The rate of
 Adam is chosen from a grid, over a third of the steps with a seed of its own (``--tune``), and serves all methods around
-Adam; Birder's has a grid of its own.
+Adam that take as many steps; those of ``OWN`` have a grid of their own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GRID = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 #: Losses that are no further apart are equal.
 NOISE = 1.02
 #: The methods whose rate is tuned, and those that use it.
-ADAM, OWN = "DDP fp32", ("Birder",)
+ADAM, OWN = "DDP fp32", ("DDP bf16 hook, 10 accumulated", "Birder", "DiLoCo 30, 4 bits, Muon")
 
 
 def learn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import ocomm_torch as hvd
+from benchmarks.codecs import parted
 from benchmarks.methods import BETAS
+from benchmarks.step import DEEPSPEED
 from ocomm.predict.methods import zero_one_kinds
 
 #: Bits per element that a step can send to other ranks; 0: it sends nothing.
@@ -89,9 +92,44 @@ def _power_sgd(module: DistributedDataParallel) -> None:
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-#: Dense steps of PowerSGD, and of PostLocalSGD, before they begin.
+#: Dense steps of PowerSGD before it begins.
 POWER_SGD_START = 10
+#: Steps between two averages of PostLocalSGD, and batches whose gradients are added up.
 POST_LOCAL = 10
+ACCUMULATED = 10
+
+
+class _Accumulating:
+    """Steps by the mean gradient of ACCUMULATED batches; only in the last one's backward DDP averages."""
+
+    def __init__(self, module: DistributedDataParallel, optim: torch.optim.Optimizer) -> None:
+        self.optim = optim
+        self._module = module
+        self._batches = 0
+
+    def zero_grad(self) -> None:
+        if self._batches % ACCUMULATED == 0:
+            self.optim.zero_grad()
+        # As no_sync() does, which has to be around the forward pass.
+        self._module.require_backward_grad_sync = (self._batches + 1) % ACCUMULATED == 0
+
+    def step(self) -> None:
+        self._batches += 1
+        if self._batches % ACCUMULATED == 0:
+            for parameter in self._module.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= ACCUMULATED
+            self.optim.step()
+
+
+def _accumulating(model: nn.Module, lr: float, steps: int) -> Trained:
+    trained = _ddp(_bf16)(model, lr, steps)
+    return Trained(trained.module, _Accumulating(trained.module, trained.optimizer))
+
+
+def _deepspeed(model: nn.Module, lr: float, steps: int) -> Trained:
+    peer = importlib.import_module(DEEPSPEED)
+    return Trained(model, peer.OnebitAdam(model, lr, _fifth(steps), betas=BETAS))
 
 
 def _post_local(model: nn.Module, lr: float, steps: int) -> Trained:
@@ -139,12 +177,35 @@ def _ours(wrap: Callable[..., Any], inner: Callable[[nn.Module, float], Any] = a
     return make
 
 
-def _diloco(every: int, bits: int) -> Make:
-    return _ours(hvd.DistributedDiLoCo, sync_every=every, bits=bits)
+def _diloco(every: int, bits: int, inner: Callable[[nn.Module, float], Any] = adam, **options: float) -> Make:
+    return _ours(hvd.DistributedDiLoCo, inner, sync_every=every, bits=bits, **options)
+
+
+#: As the paper has them (arXiv 2311.08105), and everybody who uses torchft.
+TORCHFT = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
 
 def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+class MuonAndAdam(torch.optim.Optimizer):
+    """Muon for the matrices inside the model, at MUON times the rate, and Adam for the rest."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        inner, rest = parted(model)
+        self._parts = torch.optim.Muon(inner, lr=MUON * lr), torch.optim.Adam(rest, lr=lr, betas=BETAS)
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        for part in self._parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:
+        for part in self._parts:
+            part.step()
+
+
+#: As ``benchmarks.codecs`` has them: 0.02 beside 4e-3.
+MUON = 5
 
 
 def _fifth(steps: int) -> int:
@@ -155,11 +216,21 @@ def _whole(steps: int) -> int:
     return steps
 
 
+LIKE_TORCHFT = "our code, which a test holds to torchft's numbers"
+MULOCO = "MuLoCo; a rate of its own, and the time of Adam's local step"
+
 METHODS = {
     method.name: method
     for method in (
         Method("DDP fp32", _ddp(), "DDP fp32", lambda step, steps: "32", note="Adam, exact"),
         Method("DDP bf16 hook", _ddp(_bf16), "DDP bf16", lambda step, steps: "16"),
+        Method(
+            "DDP bf16 hook, 10 accumulated",
+            _accumulating,
+            "DDP bf16",
+            lambda step, steps: "0" if (step + 1) % ACCUMULATED else "16",
+            note="a rate of its own",
+        ),
         Method(
             "DDP PowerSGD rank 1",
             _ddp(_power_sgd),
@@ -167,6 +238,17 @@ METHODS = {
             lambda step, steps: "32" if step < POWER_SGD_START else "powersgd",
         ),
         Method("PostLocalSGD, 10", _post_local, "DDP fp32", _post_local_kind),
+        *(
+            Method(f"torchft's DiLoCo {every}", _diloco(every, 32, **TORCHFT), "DiLoCo", note=LIKE_TORCHFT)
+            for every in (10, 30, 100)
+        ),
+        Method(
+            "DeepSpeed 1-bit Adam",
+            _deepspeed,
+            "DeepSpeed 1-bit Adam",
+            lambda step, steps: "1" if step >= _fifth(steps) else "32",
+            note="a warm-up of a fifth",
+        ),
         Method("Adam, Compression.int8", _averaged(hvd.Compression.int8), "ocomm int8"),
         Method("Adam, Compression.int4", _averaged(hvd.Compression.int4), "ocomm int4"),
         Method(
@@ -185,12 +267,11 @@ METHODS = {
             lambda step, steps: _zero_one_kinds(steps)[step],
         ),
         Method("Birder", _ours(hvd.DistributedBirder, sgd), "Birder"),
-        Method("DiLoCo 10, fp32", _diloco(10, 32), "DiLoCo", note="torchft's algorithm"),
         Method("DiLoCo 10, 4 bits", _diloco(10, 4), "DiLoCo"),
-        Method("DiLoCo 10, 1 bit", _diloco(10, 1), "DiLoCo"),
         Method("DiLoCo 30, 4 bits", _diloco(30, 4), "DiLoCo"),
         Method("DiLoCo 30, 1 bit", _diloco(30, 1), "DiLoCo"),
         Method("DiLoCo 100, 4 bits", _diloco(100, 4), "DiLoCo"),
+        Method("DiLoCo 30, 4 bits, Muon", _diloco(30, 4, MuonAndAdam), "DiLoCo", note=MULOCO),
     )
 }
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.time_to_loss.steps [--rate 10mbit ...] [--delay 0 50 ...]
 
-Networks that are in ``steps.json`` already are not measured again. What would take longer than LONGEST_S per step is
+What ``steps.json`` has already is not measured again. What would take longer than LONGEST_S per step is
 not measured, and neither is what begins with dense steps of more than LONGEST_DENSE_S: ``__main__`` computes it from
 the bytes, of which a faster network's row knows the number.
 """
@@ -14,10 +14,11 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step import METHODS
+from benchmarks.step import DEEPSPEED, METHODS, can_import
 from benchmarks.time_to_loss.losses import RESULTS
 from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
 
@@ -27,6 +28,7 @@ ROWS = {
     "ddp": 32,
     "ddp-bf16": 16,
     "powersgd": 1,
+    "deepspeed": 1,
     "dense": 32,
     "int8": 8,
     "int4": 4,
@@ -45,25 +47,27 @@ NETWORKS = (
 )
 LONGEST_S, LONGEST_DENSE_S = 30.0, 100.0
 #: Rows whose first steps are dense.
-BEGIN_DENSE = ("powersgd", "onebit", "zero-one")
+BEGIN_DENSE = ("powersgd", "deepspeed", "onebit", "zero-one")
 PARAMETERS = 13.8e6
 
 
-def rows_at(rate: str) -> list[str]:
+def rows_at(rate: str, delay: float) -> list[str]:
     """The rows whose steps are short enough to be measured."""
     bit_s = PARAMETERS / PAYLOAD_FRACTION / bits_per_second(rate)
     is_dense_short = 32 * bit_s <= LONGEST_DENSE_S
-    return [
+    rows = [
         name for name, bits in ROWS.items() if bits * bit_s <= LONGEST_S and (is_dense_short or name not in BEGIN_DENSE)
     ]
+    # DeepSpeed waits for five messages per tensor: with a delay a step takes half a minute.
+    return [name for name in rows if name != "deepspeed" or not delay]
 
 
-def measure(rate: str, delay: float) -> list[dict[str, Any]]:
+def measure(rate: str, delay: float, methods: Sequence[str]) -> list[dict[str, Any]]:
     """The results of ``benchmarks.step``. CalledProcessError if it fails, as where no lab can be had."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "steps.json"
         words = ["--rounds", "3", "--steps", "2", "--warmup", "4", "--timeout", "3000", "--json", str(file)]
-        where = ["--hosts", "2", "--rate", rate, "--delay", f"{delay:g}", "--methods", *rows_at(rate)]
+        where = ["--hosts", "2", "--rate", rate, "--delay", f"{delay:g}", "--methods", *methods]
         subprocess.run([sys.executable, "-m", "benchmarks.step", *where, *words], check=True)
         found = json.loads(file.read_text())
         return [{**result, "about": found["about"]} for result in found["results"]]
@@ -75,11 +79,14 @@ def main() -> int:
     parser.add_argument("--delay", nargs="+", type=float, help="default: all")
     args = parser.parse_args()
     results = json.loads(STEPS.read_text())["results"] if STEPS.exists() else []
-    known = {(result["rate"], result.get("delay_ms", 0.0)) for result in results}
+    known = {(each["rate"], each.get("delay_ms", 0.0), row["method"]) for each in results for row in each["rows"]}
+    without = () if can_import(DEEPSPEED) else ("deepspeed",)
     for rate, delay in NETWORKS:
         asked = (not args.rate or rate in args.rate) and (args.delay is None or delay in args.delay)
-        if asked and (rate, delay) not in known:
-            results += measure(rate, delay)
+        rows = [name for name in rows_at(rate, delay) if name not in without]
+        missing = [name for name in rows if (rate, delay, METHODS[name][0]) not in known]
+        if asked and missing:
+            results += measure(rate, delay, missing)
             STEPS.parent.mkdir(parents=True, exist_ok=True)
             STEPS.write_text(json.dumps({"methods": {n: METHODS[n][0] for n in ROWS}, "results": results}, indent=1))
     return 0

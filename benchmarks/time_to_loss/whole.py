@@ -2,11 +2,11 @@
 
     python -m benchmarks.time_to_loss.whole --hosts 4 --rate 10mbit [--methods "1-bit Adam, total_steps, 8 bits" ...]
 
-``__main__`` joins losses with step times; this shows for some methods that a run takes as long as the sum of its steps
-says. It makes a lab of namespaces on this machine and trains the small transformer there, one rank per host, with the
-rates of the lr of ``losses.json``. Choose the rate so that DDP spends as much of a step on communication as a large
-model on your network does. DDP's steps are all alike: only ``--exact-steps`` of them are made, and multiplied; its loss
-is that of ``losses.json``.
+``__main__`` joins losses with step times; this shows for some methods, SHOWN if none are named, that a run takes as
+long as the sum of its steps says. It makes a lab of namespaces on this machine and trains the small transformer there,
+one rank per host, with the rates of the lr of ``losses.json``. Choose the rate so that DDP spends as much of a step on
+communication as a large model on your network does. DDP's steps are all alike: only ``--exact-steps`` of them are made,
+and multiplied; its loss is that of ``losses.json``.
 
 seconds    of training from the first step to the last, without evaluations
 loss       at the end, on texts that were not trained on
@@ -30,6 +30,8 @@ from benchmarks.time_to_loss.losses import ADAM, LOADERS, STEPS, learn, rate_of,
 from benchmarks.time_to_loss.methods import METHODS, Method, Trained, adam
 from benchmarks.turns import LOCAL, Result
 
+#: One of each kind: a dense phase and then bits, refreshes and syncs, local steps.
+SHOWN = ("1-bit Adam, total_steps, 8 bits", "0/1 Adam, total_steps, 8 bits", "DiLoCo 30, 4 bits")
 #: Steps without communication, by which its part of DDP's step is known.
 LOCAL_STEPS = 300
 TRAINED_ALONE = Method(LOCAL, lambda model, lr, steps: Trained(model, adam(model, lr)), "", lambda step, steps: "0")
@@ -86,9 +88,8 @@ def show(result: Result) -> str:
 
 def main() -> int:
     parser = turns.parser(__doc__, [], None, "samples")
-    ours = [name for name, method in METHODS.items() if not name.startswith(("DDP", "PostLocal"))]
     parser.add_argument("--task", choices=list(LOADERS), default="text")
-    parser.add_argument("--methods", nargs="+", choices=ours, default=ours, metavar="METHOD")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(SHOWN), metavar="METHOD")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--exact-steps", type=int, default=STEPS // 10, metavar="N", help="default %(default)s")
     parser.set_defaults(steps=STEPS, timeout=3600.0)

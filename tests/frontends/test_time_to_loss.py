@@ -69,15 +69,16 @@ def test_one_seed_that_never_gets_there_is_never():
 
 
 def test_results_of_one_network_are_joined_and_slow_ones_come_first():
-    def result(rate: str, delay: float, row: str, ms: float) -> dict:
-        return {"rate": rate, "delay_ms": delay, "rows": [{"method": row, "step_ms": ms, "sent": 1.0}]}
+    def result(rate: str, local: float, row: str, ms: float) -> dict:
+        times = {LOCAL: local, row: ms}
+        return {"rate": rate, "rows": [{"method": name, "step_ms": ms, "sent": 1.0} for name, ms in times.items()]}
 
     found = networks(
-        [result("50mbit", 0.0, "a", 1.0), result("10mbit", 0.0, "a", 2.0), result("50mbit", 0.0, "b", 3.0)]
+        [result("50mbit", 1.0, "a", 4.0), result("10mbit", 1.0, "a", 2.0), result("50mbit", 2.0, "b", 7.0)]
     )
     assert [(each.name, dict(each.rows)) for each in found] == [
-        ("10 Mbit/s", {"a": 2.0}),
-        ("50 Mbit/s", {"a": 1.0, "b": 3.0}),
+        ("10 Mbit/s", {LOCAL: 1.0, "a": 2.0}),
+        ("50 Mbit/s", {LOCAL: 1.0, "a": 4.0, "b": 6.0}),
     ]
 
 
@@ -95,8 +96,8 @@ def test_the_losses_that_decide_are_those_that_were_measured():
 
 
 def test_what_would_begin_with_minutes_of_dense_steps_is_not_measured():
-    assert rows_at("1mbit") == ["birder", "diloco-1"]
-    assert {"powersgd", "onebit", "diloco-4"} <= set(rows_at("10mbit"))
+    assert rows_at("1mbit", 0.0) == ["birder", "diloco-1"]
+    assert {"powersgd", "onebit", "diloco-4"} <= set(rows_at("10mbit", 50.0))
 
 
 #: One step of each method's: seconds of 100 steps are a tenth of milliseconds per step.
