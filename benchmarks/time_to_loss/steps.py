@@ -58,7 +58,7 @@ def rows_at(rate: str, delay: float) -> list[str]:
     rows = [
         name for name, bits in ROWS.items() if bits * bit_s <= LONGEST_S and (is_dense_short or name not in BEGIN_DENSE)
     ]
-    # DeepSpeed waits for five messages per tensor: with a delay a step takes half a minute.
+    # DeepSpeed waits for five messages per tensor, so with a delay a step would take many seconds.
     return [name for name in rows if name != "deepspeed" or not delay]
 
 
