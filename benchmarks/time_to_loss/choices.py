@@ -29,10 +29,10 @@ import ocomm_torch as hvd
 from benchmarks import turns
 from benchmarks.models import TASKS
 from benchmarks.step import adam
-from benchmarks.time_to_loss.__main__ import PREDICTED, STEPS_FILE, Network, cost, gaps, networks
+from benchmarks.time_to_loss.join import PREDICTED, Network, cost, gaps, networks
 from benchmarks.time_to_loss.losses import ADAM, RESULTS, STEPS, stored
 from benchmarks.time_to_loss.methods import METHODS
-from benchmarks.time_to_loss.steps import rows_at
+from benchmarks.time_to_loss.steps import STEPS_FILE, rows_at
 from benchmarks.turns import Result
 from ocomm.predict.methods import METHODS as KNOWN
 from ocomm.predict.methods import WORTH, Candidate, fastest

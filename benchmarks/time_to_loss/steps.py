@@ -22,7 +22,7 @@ from benchmarks.step import DEEPSPEED, METHODS, can_import
 from benchmarks.time_to_loss.losses import RESULTS
 from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
 
-STEPS = RESULTS / "steps.json"
+STEPS_FILE = RESULTS / "steps.json"
 #: Bits per element that a step of a row sends to another host, of 2: for what is not measured.
 ROWS = {
     "ddp": 32,
@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--rate", nargs="+", help="default: all")
     parser.add_argument("--delay", nargs="+", type=float, help="default: all")
     args = parser.parse_args()
-    results = json.loads(STEPS.read_text())["results"] if STEPS.exists() else []
+    results = json.loads(STEPS_FILE.read_text())["results"] if STEPS_FILE.exists() else []
     known = {(each["rate"], each.get("delay_ms", 0.0), row["method"]) for each in results for row in each["rows"]}
     without = () if can_import(DEEPSPEED) else ("deepspeed",)
     for rate, delay in NETWORKS:
@@ -87,8 +87,10 @@ def main() -> int:
         missing = [name for name in rows if (rate, delay, METHODS[name][0]) not in known]
         if asked and missing:
             results += measure(rate, delay, missing)
-            STEPS.parent.mkdir(parents=True, exist_ok=True)
-            STEPS.write_text(json.dumps({"methods": {n: METHODS[n][0] for n in ROWS}, "results": results}, indent=1))
+            STEPS_FILE.parent.mkdir(parents=True, exist_ok=True)
+            STEPS_FILE.write_text(
+                json.dumps({"methods": {n: METHODS[n][0] for n in ROWS}, "results": results}, indent=1)
+            )
     return 0
 
 

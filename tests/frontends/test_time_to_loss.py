@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.time_to_loss.__main__ import LOCAL, Network, cost, gaps, kinds, networks, reached, to_loss
 from benchmarks.time_to_loss.choices import LIMITS, Cell, cells, judged
+from benchmarks.time_to_loss.join import Network, cost, gaps, kinds, networks, reached, to_loss
 from benchmarks.time_to_loss.losses import stored
 from benchmarks.time_to_loss.methods import METHODS, kind_of
 from benchmarks.time_to_loss.steps import rows_at
+from benchmarks.turns import LOCAL
 from ocomm.predict import methods
 from ocomm.predict.methods import GAPS, VOTE
 
