@@ -192,10 +192,26 @@ def deepspeed(model: nn.Module, loss: Loss, clip: float | None) -> Step:
     return step
 
 
+def peers(model: nn.Module, loss: Loss, clip: float | None) -> Step:
+    """hivemind's averages of gradients, which does not clip."""
+    averager = importlib.import_module(HIVEMIND).Averager(model)
+    optimizer = adam(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        averager.begin()
+        loss(model).backward()
+        averager.finish()
+        optimizer.step()
+
+    step.digest = str  # type: ignore[attr-defined]  # its replicas differ
+    return step
+
+
 FREEZE = {"freeze_step": FREEZE_STEP}
 #: Never frozen: all steps are those of the warm-up.
 WARM = {"freeze_step": 10**9}
-HOROVOD, DEEPSPEED = "horovod.torch", "benchmarks.deepspeed_onebit"
+HOROVOD, DEEPSPEED, HIVEMIND = "horovod.torch", "benchmarks.deepspeed_onebit", "benchmarks.hivemind_averages"
 #: What they are called, and how a model gets its step.
 METHODS: dict[str, tuple[str, Callable[[nn.Module, Loss, float | None], Step]]] = {
     LOCAL: (LOCAL, lambda model, loss, clip: plain(model, loss, model, clip)),
@@ -207,6 +223,7 @@ METHODS: dict[str, tuple[str, Callable[[nn.Module, Loss, float | None], Step]]] 
     "powersgd": ("DDP PowerSGD rank 1", power_sgd()),
     "horovod": ("Horovod", averaged(HOROVOD)),
     "deepspeed": ("DeepSpeed 1-bit Adam", deepspeed),
+    "hivemind": ("hivemind, 8 bits", peers),
     "dense": (DENSE, averaged("ocomm_torch")),
     "dense-flat": ("ocomm dense, flat", averaged("ocomm_torch")),
     "int8": ("ocomm int8", averaged("ocomm_torch", "int8")),
@@ -226,7 +243,7 @@ OVERLAPPED = "limit, overlapped"
 #: In these no host adds up by itself first: where it has several ranks that is another method.
 FLAT = ("dense-flat", "onebit-flat")
 #: Only measured where they are asked for, as ``benchmarks.time_to_loss`` does.
-ON_REQUEST = ("onebit-warm-8", "diloco-32", "diloco-4", "diloco-1")
+ON_REQUEST = ("hivemind", "onebit-warm-8", "diloco-32", "diloco-4", "diloco-1")
 #: How all sums of a job are made is the job's choice.
 NO_HIERARCHY = {"OCOMM_HIERARCHICAL_ALLREDUCE": "0"}
 
@@ -289,7 +306,8 @@ def measure(args: argparse.Namespace) -> list[Result]:
         title, make = METHODS[name]
         steps.append(make(models[-1], lambda model: task.loss(model, batch), args.clip))
         report = getattr(steps[-1], "report", dict)
-        methods.append(Method(title, turns.timed(steps[-1]), lambda model=models[-1]: digest(model), report))
+        parameters = getattr(steps[-1], "digest", lambda model=models[-1]: digest(model))
+        methods.append(Method(title, turns.timed(steps[-1]), parameters, report))
     for method in methods:
         method.run(args.warmup)
     moments = arrivals(models[0], steps[0])

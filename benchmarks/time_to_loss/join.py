@@ -26,6 +26,7 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
     ("DDP PowerSGD rank 1", "powersgd"): ("DDP PowerSGD rank 1",),
     ("DeepSpeed 1-bit Adam", "32"): ("DDP fp32",),
     ("DeepSpeed 1-bit Adam", "1"): ("DeepSpeed 1-bit Adam",),
+    ("hivemind, 8 bits", "8"): ("hivemind, 8 bits",),
     ("ocomm int8", "8"): ("ocomm int8",),
     ("ocomm int4", "4"): ("ocomm int4",),
     ("1-bit Adam", "32"): (DENSE,),

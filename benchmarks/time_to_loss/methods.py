@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ocomm_torch as hvd
 from benchmarks.codecs import parted
 from benchmarks.methods import BETAS
-from benchmarks.step import DEEPSPEED
+from benchmarks.step import DEEPSPEED, HIVEMIND
 from ocomm.predict.methods import zero_one_kinds
 
 #: Bits per element that a step can send to other ranks; 0: it sends nothing.
@@ -130,6 +130,11 @@ def _accumulating(model: nn.Module, lr: float, steps: int) -> Trained:
 def _deepspeed(model: nn.Module, lr: float, steps: int) -> Trained:
     peer = importlib.import_module(DEEPSPEED)
     return Trained(model, peer.OnebitAdam(model, lr, _fifth(steps), betas=BETAS))
+
+
+def _hivemind(model: nn.Module, lr: float, steps: int) -> Trained:
+    peer = importlib.import_module(HIVEMIND)
+    return Trained(model, peer.Simulated(model.parameters(), lr=lr, betas=BETAS))
 
 
 def _post_local(model: nn.Module, lr: float, steps: int) -> Trained:
@@ -248,6 +253,13 @@ METHODS = {
             "DeepSpeed 1-bit Adam",
             lambda step, steps: "1" if step >= _fifth(steps) else "32",
             note="a warm-up of a fifth",
+        ),
+        Method(
+            "hivemind, 8 bits",
+            _hivemind,
+            "hivemind, 8 bits",
+            lambda step, steps: "8",
+            note="without averages of its drifting replicas",
         ),
         Method("Adam, Compression.int8", _averaged(hvd.Compression.int8), "ocomm int8"),
         Method("Adam, Compression.int4", _averaged(hvd.Compression.int4), "ocomm int4"),

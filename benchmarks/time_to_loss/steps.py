@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step import DEEPSPEED, METHODS, can_import
+from benchmarks.step import DEEPSPEED, HIVEMIND, METHODS, can_import
 from benchmarks.time_to_loss.losses import RESULTS
 from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
 
@@ -29,6 +29,7 @@ ROWS = {
     "ddp-bf16": 16,
     "powersgd": 1,
     "deepspeed": 1,
+    "hivemind": 8,
     "dense": 32,
     "int8": 8,
     "int4": 4,
@@ -80,7 +81,7 @@ def main() -> int:
     args = parser.parse_args()
     results = json.loads(STEPS_FILE.read_text())["results"] if STEPS_FILE.exists() else []
     known = {(each["rate"], each.get("delay_ms", 0.0), row["method"]) for each in results for row in each["rows"]}
-    without = () if can_import(DEEPSPEED) else ("deepspeed",)
+    without = [name for name, module in (("deepspeed", DEEPSPEED), ("hivemind", HIVEMIND)) if not can_import(module)]
     for rate, delay in NETWORKS:
         asked = (not args.rate or rate in args.rate) and (args.delay is None or delay in args.delay)
         rows = [name for name in rows_at(rate, delay) if name not in without]

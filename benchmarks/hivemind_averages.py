@@ -1,0 +1,95 @@
+"""hivemind's averages of gradients in 8 bits: as ``step`` measures them, and what they do to a loss.
+
+``pip install hivemind==1.1.12 'numpy<2.4'``: its codec does not run on a newer NumPy. An average is hivemind's own,
+over its libp2p daemon. While a step computes, peers find each other for its average, as in hivemind's Optimizer. That
+also averages parameters and Adam's state in every step, because peers' averages differ by their last rounding; here it
+is left out, to hivemind's favour.
+"""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+import hivemind
+import torch
+import torch.distributed as dist
+from hivemind.compression import CompressionInfo, Uniform8BitQuantization
+from torch import nn
+
+import ocomm_torch as hvd
+
+#: Seconds that peers look for each other; an answer has to come sooner. hivemind's own 5 and 3 are made for peers that
+#: come and go.
+MATCHMAKING_S, REQUEST_S = 0.5, 0.3
+#: Seconds after which an average has failed.
+LONGEST_S = 600.0
+
+
+class Averager:
+    """The peers are the ranks of the job. Collective."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        listens = {"host_maddrs": ["/ip4/0.0.0.0/tcp/0"]}
+        first = hivemind.DHT(start=True, **listens) if hvd.rank() == 0 else None
+        addresses = [str(each) for each in first.get_visible_maddrs()] if first is not None else []
+        addresses = hvd.broadcast_object(addresses, 0)
+        dht = first if first is not None else hivemind.DHT(initial_peers=addresses, start=True, **listens)
+        self._averager = hivemind.DecentralizedAverager(
+            [torch.zeros_like(parameter) for parameter in self._parameters],
+            dht,
+            prefix="gradients",
+            target_group_size=hvd.size(),
+            min_group_size=hvd.size(),
+            min_matchmaking_time=MATCHMAKING_S,
+            request_timeout=REQUEST_S,
+            compression=Uniform8BitQuantization(),
+            start=True,
+        )
+        atexit.register(dht.shutdown)
+        atexit.register(self._averager.shutdown)
+        self._round: Any = None
+
+    def begin(self) -> None:
+        """Looks for the other peers, while gradients are computed."""
+        self._round = self._averager.step(wait=False, require_trigger=True, timeout=LONGEST_S)
+
+    def finish(self) -> None:
+        """Makes gradients their averages."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        with self._averager.get_tensors() as tensors:
+            torch._foreach_copy_(list(tensors), gradients)
+        self._round.allow_allreduce()
+        self._round.result(LONGEST_S)
+        with self._averager.get_tensors() as tensors:
+            torch._foreach_copy_(gradients, list(tensors))
+
+
+class Simulated(torch.optim.Adam):
+    """Steps by the averages that ``Averager`` would make, with hivemind's codec over torch's sums.
+
+    A parameter's average is made by one of the ranks, each of which makes those of as many elements. What others send
+    to it, and by how much its average differs from that, is in codes.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        numel, before = sum(parameter.numel() for parameter in parameters), 0
+        for parameter in parameters:
+            middle = before + parameter.numel() / 2
+            before += parameter.numel()
+            owned = int(ranks * middle / numel) == rank
+            sent = parameter.grad if owned else _coded(parameter.grad)
+            average = sent.clone()
+            dist.all_reduce(average)
+            change = average / ranks - sent
+            parameter.grad += change if owned else _coded(change)
+        super().step(closure)
+
+
+def _coded(tensor: torch.Tensor) -> torch.Tensor:
+    codec = Uniform8BitQuantization()
+    return codec.extract(codec.compress(tensor, CompressionInfo.from_tensor(tensor)))
