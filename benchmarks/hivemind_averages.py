@@ -9,6 +9,7 @@ is left out, to hivemind's favour.
 from __future__ import annotations
 
 import atexit
+import itertools
 from typing import Any
 
 import hivemind
@@ -77,16 +78,19 @@ class Simulated(torch.optim.Adam):
     def step(self, closure: Any = None) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        numel, before = sum(parameter.numel() for parameter in parameters), 0
-        for parameter in parameters:
-            middle = before + parameter.numel() / 2
-            before += parameter.numel()
-            owned = int(ranks * middle / numel) == rank
-            sent = parameter.grad if owned else _coded(parameter.grad)
-            average = sent.clone()
-            dist.all_reduce(average)
-            change = average / ranks - sent
-            parameter.grad += change if owned else _coded(change)
+        gradients = [parameter.grad for parameter in parameters]
+        ends = list(itertools.accumulate(gradient.numel() for gradient in gradients))
+        owned = [
+            int(ranks * (end - gradient.numel() / 2) / ends[-1]) == rank
+            for gradient, end in zip(gradients, ends, strict=True)
+        ]
+        sent = [g if own else _coded(g) for g, own in zip(gradients, owned, strict=True)]
+        total = torch.cat([each.view(-1) for each in sent])
+        dist.all_reduce(total)
+        averages = torch.split(total / ranks, [gradient.numel() for gradient in gradients])
+        for gradient, own, part, average in zip(gradients, owned, sent, averages, strict=True):
+            change = average.view_as(part) - part
+            gradient += change if own else _coded(change)
         super().step(closure)
 
 

@@ -31,6 +31,10 @@ from ocomm.bench._lab import bits_per_second
 WHOLE_FILE = RESULTS / "whole.json"
 #: Fractions above Adam's final loss.
 MARGINS = (0.005, 0.01, 0.03)
+#: The task, margins and delays of the picture.
+DRAWN = "text", (0.01, 0.03), (0.0, 100.0)
+#: Of ten methods with different colours each.
+MARKERS = "os^"
 #: What a reader has to know of the tables.
 ABOUT = """Losses are those of a transformer of 116,256 parameters on four ranks, one of each method and seed over 3,000
 steps (`benchmarks/tasks`, `benchmarks.time_to_loss.losses`). Seconds are those of a BERT-like model of 13.8 million
@@ -81,27 +85,38 @@ def _losses(by_method: Mapping[str, Any], adam: Mapping[int, float]) -> str:
     return tabulate(rows, head, "github", disable_numparse=True)
 
 
-def draw(runs: Mapping[str, Any], measured: Sequence[Network], margins: Sequence[float], path: Path) -> None:
-    """Seconds until Adam's final loss and a margin on each network, a line per method, a panel per task and margin."""
+def draw(runs: Mapping[str, Any], measured: Sequence[Network], path: Path) -> None:
+    """Seconds until DRAWN's target against the rate, a line per method, a panel per margin and delay."""
+    task, margins, delays = DRAWN
+    adam = {run["seed"]: run["losses"][-1] for run in runs[task][ADAM]}
     figure, axes = pyplot.subplots(
-        len(runs), len(margins), figsize=(5.2 * len(margins), 4.4 * len(runs)), squeeze=False
+        len(delays), len(margins), figsize=(11, 8), sharex=True, sharey=True, layout="constrained", squeeze=False
     )
-    networks = sorted(measured, key=lambda network: (-bits_per_second(network.rate), network.delay_ms))
-    for (row, (task, by_method)), (column, margin) in itertools.product(enumerate(runs.items()), enumerate(margins)):
+    lines: dict[str, Any] = {}
+    for (row, delay), (column, margin) in itertools.product(enumerate(delays), enumerate(margins)):
+        networks = [network for network in measured if network.delay_ms == delay]
         axis = axes[row][column]
-        adam = {run["seed"]: run["losses"][-1] for run in by_method[ADAM]}
-        for color, (name, method) in enumerate(METHODS.items()):
-            if by_method.get(name):
-                points = [to_loss(network, method, by_method[name], adam, margin) for network in networks]
-                drawn = [(place, point[0]) for place, point in enumerate(points) if point]
-                if drawn:
-                    style = "--" if name.startswith(("DDP", "PostLocal")) else "-"
-                    look = {"color": pyplot.get_cmap("tab20")(color), "marker": "o", "markersize": 3}
-                    axis.plot(*zip(*drawn, strict=True), style, **look, label=name)
-        axis.set(yscale="log", ylabel="seconds", title=f"{task}: until Adam's final loss + {margin:.0%}")
-        axis.set_xticks(range(len(networks)), [network.name.replace(", ", "\n") for network in networks], fontsize=8)
-        axis.legend(fontsize=6)
-    figure.tight_layout()
+        for number, (name, method) in enumerate(METHODS.items()):
+            found = runs[task].get(name)
+            points = [to_loss(network, method, found, adam, margin) for network in networks] if found else []
+            drawn = [
+                (bits_per_second(network.rate) / 1e6, point[0])
+                for network, point in zip(networks, points, strict=bool(found))
+                if point is not None
+            ]
+            if drawn:
+                look = {
+                    "linestyle": "--" if method.is_peer else "-",
+                    "color": f"C{number}",
+                    "marker": MARKERS[number // 10],
+                }
+                (lines[name],) = axis.plot(*zip(*drawn, strict=True), **look, markersize=4, label=name)
+        axis.set(xscale="log", yscale="log", title=f"Adam's final loss + {margin:.0%}, {delay:g} ms of delay")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.grid(alpha=0.3)
+    figure.supxlabel("Mbit/s")
+    figure.supylabel(f"seconds until a loss, {task}")
+    figure.legend(lines.values(), lines, loc="outside right upper", fontsize=8)
     plots.save(figure, path)
 
 
@@ -125,7 +140,7 @@ def main() -> int:
         text += f"\n\n## Cells measured\n\n{CELLS_ABOUT}\n\n{cells.show(*json.loads(cells.CELLS_FILE.read_text()))}"
     args.into.mkdir(parents=True, exist_ok=True)
     (args.into / "time-to-loss.md").write_text(f"{text}\n")
-    draw(runs, measured, (0.01, 0.03), args.into / "time-to-loss.svg")
+    draw(runs, measured, args.into / "time-to-loss.svg")
     print(text)
     return 0
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
@@ -45,13 +46,14 @@ class Network:
     """Times of steps at one rate and delay: by row, milliseconds.
 
     ``sent``: bytes that a host sends in a step of a row, on any network. A row that was not measured takes as long as
-    its bytes beside the local step, without the delay.
+    its bytes and its ``waits`` beside the local step: the delays that a step of it takes where it takes the fewest.
     """
 
     rate: str
     delay_ms: float
     rows: Mapping[str, float]
     sent: Mapping[str, float]
+    waits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -72,7 +74,8 @@ class Network:
         return local + sum(exposed), sum(self.sent[name] for name in names)
 
     def _wire_s(self, row: str) -> float:
-        return 8 * self.sent[row] / PAYLOAD_FRACTION / bits_per_second(self.rate)
+        wire = 8 * self.sent[row] / PAYLOAD_FRACTION / bits_per_second(self.rate)
+        return wire + self.waits.get(row, 0.0) * self.delay_ms / 1e3
 
 
 def networks(found: Sequence[Mapping[str, Any]]) -> list[Network]:
@@ -86,7 +89,19 @@ def networks(found: Sequence[Mapping[str, Any]]) -> list[Network]:
         rows |= {name: ms - slower for name, ms in times.items()}
         sent |= {row["method"]: row["sent"] for row in result["rows"]}
     order = sorted(joined, key=lambda key: (bits_per_second(key[0]), key[1]))
-    return [Network(*key, joined[key], sent) for key in order]
+    waits = _waits(joined)
+    return [Network(*key, joined[key], sent, waits) for key in order]
+
+
+def _waits(joined: Mapping[tuple[str, float], Mapping[str, float]]) -> dict[str, float]:
+    """By row, how many delays its step takes beside what it takes at the same rate without one."""
+    found: dict[str, float] = {}
+    for (rate, delay), rows in joined.items():
+        without = joined.get((rate, 0.0), {})
+        for name in rows.keys() & without.keys() if delay else ():
+            exposed, before = rows[name] - rows[LOCAL], without[name] - without[LOCAL]
+            found[name] = min(found.get(name, math.inf), max(exposed - before, 0.0) / delay)
+    return found
 
 
 def reached(run: Mapping[str, Any], target: float) -> int | None:

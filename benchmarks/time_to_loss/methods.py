@@ -44,6 +44,8 @@ class Trained:
             yield
 
 
+#: How names of methods begin that are not ocomm's.
+PEERS = ("DDP", "PostLocalSGD", "torchft", "DeepSpeed", "hivemind")
 #: Makes a method from the model, the learning rate and the number of steps of the run. Collective.
 Make = Callable[[nn.Module, float, int], Trained]
 
@@ -65,6 +67,10 @@ class Method:
     kind: Callable[[int, int], str] | None = None
     lr: float = 1.0
     note: str = ""
+
+    @property
+    def is_peer(self) -> bool:
+        return self.name.startswith(PEERS)
 
 
 def adam(model: nn.Module, lr: float) -> torch.optim.Optimizer:

@@ -83,6 +83,18 @@ def test_results_of_one_network_are_joined_and_slow_ones_come_first():
     ]
 
 
+def test_what_was_measured_with_one_delay_waits_as_often_with_another():
+    def result(rate: str, delay: float, ms: float | None) -> dict:
+        times = {LOCAL: 100.0} if ms is None else {LOCAL: 100.0, "1-bit Adam": ms}
+        rows = [{"method": name, "step_ms": ms, "sent": 1e6} for name, ms in times.items()]
+        return {"rate": rate, "delay_ms": delay, "rows": rows}
+
+    found = networks([result("50mbit", 0.0, 300.0), result("50mbit", 50.0, 450.0), result("10mbit", 100.0, None)])
+    (unmeasured,) = (each for each in found if each.rate == "10mbit")
+    assert unmeasured.waits == {LOCAL: 0.0, "1-bit Adam": 3.0}
+    assert unmeasured.step(ONE_BIT, "1")[0] == pytest.approx(0.1 + 8 * 1e6 / (0.95 * 10e6) + 3 * 0.1)
+
+
 @pytest.mark.parametrize(
     ("sent", "syncs", "kind"),
     [(0, False, "0"), (33, False, "1"), (250, False, "8"), (1010, False, "32"), (125, True, "sync-4"), (0, True, "0")],
