@@ -1,9 +1,9 @@
 """hivemind's averages of gradients in 8 bits: as ``step`` measures them, and what they do to a loss.
 
 ``pip install hivemind==1.1.12 'numpy<2.4'``: its codec does not run on a newer NumPy. An average is hivemind's own,
-over its libp2p daemon. While a step computes, peers find each other for its average, as in hivemind's Optimizer. That
-also averages parameters and Adam's state in every step, because peers' averages differ by their last rounding; here it
-is left out, to hivemind's favour.
+over its libp2p daemon. While a step computes, peers find each other for its average, as in hivemind's Optimizer. Peers'
+averages differ by their last rounding, so that their parameters drift apart, and its Optimizer averages them, too, in
+every step by default: here in every tenth, and their time is left out, to hivemind's favour.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import ocomm_torch as hvd
 MATCHMAKING_S, REQUEST_S = 0.5, 0.3
 #: Seconds after which an average has failed.
 LONGEST_S = 600.0
+#: Steps between two averages of parameters.
+STATE_EVERY = 10
 
 
 class Averager:
@@ -70,16 +72,19 @@ class Averager:
 class Simulated(torch.optim.Adam):
     """Steps by the averages that ``Averager`` would make, with hivemind's codec over torch's sums.
 
-    A parameter's average is made by one of the ranks, each of which makes those of as many elements. What others send
-    to it, and by how much its average differs from that, is in codes.
+    A gradient's average is made by one of the ranks, each of which makes those of as many elements. What others send
+    to it, and by how much its average differs from that, is in codes. Averages of parameters are exact.
     """
+
+    _steps = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters]
-        ends = list(itertools.accumulate(gradient.numel() for gradient in gradients))
+        numels = [gradient.numel() for gradient in gradients]
+        ends = list(itertools.accumulate(numels))
         owned = [
             int(ranks * (end - gradient.numel() / 2) / ends[-1]) == rank
             for gradient, end in zip(gradients, ends, strict=True)
@@ -87,11 +92,17 @@ class Simulated(torch.optim.Adam):
         sent = [g if own else _coded(g) for g, own in zip(gradients, owned, strict=True)]
         total = torch.cat([each.view(-1) for each in sent])
         dist.all_reduce(total)
-        averages = torch.split(total / ranks, [gradient.numel() for gradient in gradients])
+        averages = torch.split(total / ranks, numels)
         for gradient, own, part, average in zip(gradients, owned, sent, averages, strict=True):
             change = average.view_as(part) - part
             gradient += change if own else _coded(change)
         super().step(closure)
+        self._steps += 1
+        if self._steps % STATE_EVERY == 0:
+            total = torch.cat([parameter.view(-1) for parameter in parameters])
+            dist.all_reduce(total)
+            for parameter, average in zip(parameters, torch.split(total / ranks, numels), strict=True):
+                parameter.copy_(average.view_as(parameter))
 
 
 def _coded(tensor: torch.Tensor) -> torch.Tensor:

@@ -265,7 +265,7 @@ METHODS = {
             _hivemind,
             "hivemind, 8 bits",
             lambda step, steps: "8",
-            note="without averages of its drifting replicas",
+            note="averages of its drifting replicas take no time here",
         ),
         Method("Adam, Compression.int8", _averaged(hvd.Compression.int8), "ocomm int8"),
         Method("Adam, Compression.int4", _averaged(hvd.Compression.int4), "ocomm int4"),

@@ -50,7 +50,7 @@ LONGEST_S, LONGEST_DENSE_S = 30.0, 100.0
 #: Rows whose first steps are dense.
 BEGIN_DENSE = ("powersgd", "deepspeed", "onebit", "zero-one")
 PARAMETERS = 13.8e6
-DEEPSPEED_DELAY_MS = 50.0
+DEEPSPEED_DELAYED = ("160mbit", 50.0)
 
 
 def rows_at(rate: str, delay: float) -> list[str]:
@@ -60,8 +60,8 @@ def rows_at(rate: str, delay: float) -> list[str]:
     rows = [
         name for name, bits in ROWS.items() if bits * bit_s <= LONGEST_S and (is_dense_short or name not in BEGIN_DENSE)
     ]
-    # DeepSpeed waits for several messages per tensor: with a delay a step takes half a minute, so one has to do.
-    return [name for name in rows if name != "deepspeed" or delay in (0.0, DEEPSPEED_DELAY_MS)]
+    # DeepSpeed waits for several messages per tensor: with a delay a step takes half a minute. One network has to do.
+    return [name for name in rows if name != "deepspeed" or not delay or (rate, delay) == DEEPSPEED_DELAYED]
 
 
 def measure(rate: str, delay: float, methods: Sequence[str]) -> list[dict[str, Any]]:
