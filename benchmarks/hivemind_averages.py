@@ -13,12 +13,17 @@ import itertools
 from typing import Any
 
 import hivemind
+import numpy as np
 import torch
 import torch.distributed as dist
 from hivemind.compression import CompressionInfo, Uniform8BitQuantization
 from torch import nn
 
 import ocomm_torch as hvd
+
+if np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+    # With it each peer's codec raises, and hivemind goes on with the peer's own gradients and a warning.
+    raise ImportError(f"hivemind 1.1.12 cannot average in 8 bits with NumPy {np.__version__}: it needs one before 2.4")
 
 #: Seconds that peers look for each other; an answer has to come sooner. hivemind's own 5 and 3 are made for peers that
 #: come and go.
@@ -64,7 +69,8 @@ class Averager:
         with self._averager.get_tensors() as tensors:
             torch._foreach_copy_(list(tensors), gradients)
         self._round.allow_allreduce()
-        self._round.result(LONGEST_S)
+        if self._round.result(LONGEST_S) is None:
+            raise RuntimeError("hivemind's peers have not found each other for an average.")
         with self._averager.get_tensors() as tensors:
             torch._foreach_copy_(gradients, list(tensors))
 

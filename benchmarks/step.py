@@ -192,7 +192,7 @@ def deepspeed(model: nn.Module, loss: Loss, clip: float | None) -> Step:
     return step
 
 
-def peers(model: nn.Module, loss: Loss, clip: float | None) -> Step:
+def hivemind(model: nn.Module, loss: Loss, clip: float | None) -> Step:
     """hivemind's averages of gradients, which does not clip."""
     averager = importlib.import_module(HIVEMIND).Averager(model)
     optimizer = adam(model)
@@ -223,7 +223,7 @@ METHODS: dict[str, tuple[str, Callable[[nn.Module, Loss, float | None], Step]]] 
     "powersgd": ("DDP PowerSGD rank 1", power_sgd()),
     "horovod": ("Horovod", averaged(HOROVOD)),
     "deepspeed": ("DeepSpeed 1-bit Adam", deepspeed),
-    "hivemind": ("hivemind, 8 bits", peers),
+    "hivemind": ("hivemind, 8 bits", hivemind),
     "dense": (DENSE, averaged("ocomm_torch")),
     "dense-flat": ("ocomm dense, flat", averaged("ocomm_torch")),
     "int8": ("ocomm int8", averaged("ocomm_torch", "int8")),

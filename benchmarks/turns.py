@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import tempfile
 import time
@@ -196,6 +197,19 @@ def in_lab(module: str, args: argparse.Namespace, rate: str, environ: Mapping[st
             share = lab.relay_seconds() / (time.perf_counter() - started)
             results = [{**result, "delay_ms": args.delay, "relay_cores": share} for result in results]
         return results
+
+
+def ask(module: str, rate: str, delay: float, words: Sequence[str] = ()) -> dict[str, Any]:
+    """What the benchmark ``module`` writes of a lab of two hosts; ``words`` are further options of its command line.
+
+    CalledProcessError if it fails, as where no lab can be had.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "results.json"
+        where = ["--hosts", "2", "--rate", rate, "--delay", f"{delay:g}", "--json", str(file)]
+        subprocess.run([sys.executable, "-m", module, *where, *words], check=True)
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
 
 
 def command() -> str:

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,16 +107,6 @@ def show(*results: Result) -> str:
     return tabulate(rows, head, "github", disable_numparse=True)
 
 
-def ask(rate: str, delay: float, method: str, margin: float) -> Result:
-    """Returns a cell's result. CalledProcessError where no lab can be had."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "cells.json"
-        words = ["--hosts", "2", "--rate", rate, "--delay", f"{delay:g}", "--method", method, "--margin", f"{margin}"]
-        words += ["--timeout", "7200", "--json", str(file)]
-        subprocess.run([sys.executable, "-m", "benchmarks.time_to_loss.cells", *words], check=True)
-        return {"delay_ms": delay, **json.loads(file.read_text())["results"][0]}
-
-
 def main() -> int:
     parser = turns.parser(__doc__, [], None, "samples")
     parser.add_argument("--method", choices=list(METHODS), metavar="METHOD")
@@ -132,9 +119,11 @@ def main() -> int:
         return turns.main(args, measure, lambda args, rate: turns.in_lab(job, args, rate), show, versions)
     results = json.loads(CELLS_FILE.read_text()) if CELLS_FILE.exists() else []
     known = {(each["rate"], each["delay_ms"], each["method"], each["margin"]) for each in results}
-    for cell in CELLS:
-        if cell not in known:
-            results.append(ask(*cell))
+    for rate, delay, method, margin in CELLS:
+        if (rate, delay, method, margin) not in known:
+            words = ["--method", method, "--margin", f"{margin}", "--timeout", "7200"]
+            found = turns.ask("benchmarks.time_to_loss.cells", rate, delay, words)
+            results.append({"delay_ms": delay, **found["results"][0]})
             CELLS_FILE.write_text(json.dumps(results, indent=1) + "\n")
     print(show(*results))
     return 0

@@ -13,12 +13,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -142,15 +139,6 @@ def judged(found: Sequence[Cell]) -> str:
     return said + "\n\n" + tabulate(rows, head, "github", disable_numparse=True)
 
 
-def ask(rate: str, delay: float) -> Result:
-    """Returns a network's result. CalledProcessError where no lab can be had."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "choices.json"
-        where = ["--hosts", "2", "--rate", rate, "--delay", f"{delay:g}", "--json", str(file)]
-        subprocess.run([sys.executable, "-m", "benchmarks.time_to_loss.choices", *where], check=True)
-        return {"delay_ms": 0.0, **json.loads(file.read_text())["results"][0]}
-
-
 def main() -> int:
     parser = turns.parser(__doc__, [], None, "samples")
     parser.set_defaults(rate=[])
@@ -176,7 +164,8 @@ def main() -> int:
     for rate, delay in sorted(measured - known):
         if "onebit" not in rows_at(rate, delay):  # it would begin with minutes of dense steps
             continue
-        results.append(ask(rate, delay))
+        found = turns.ask("benchmarks.time_to_loss.choices", rate, delay)
+        results.append({"delay_ms": 0.0, **found["results"][0]})
         CHOICES.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 

@@ -3,7 +3,7 @@
     python -m benchmarks.time_to_loss.steps [--rate 10mbit ...] [--delay 0 50 ...]
 
 What ``steps.json`` has already is not measured again. What would take longer than LONGEST_S per step is
-not measured, and neither is what begins with dense steps of more than LONGEST_DENSE_S: ``__main__`` computes it from
+not measured, and neither is what begins with dense steps of more than LONGEST_DENSE_S: ``join`` computes it from
 the bytes, of which a faster network's row knows the number.
 """
 
@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from benchmarks import turns
 from benchmarks.step import DEEPSPEED, HIVEMIND, METHODS, can_import
 from benchmarks.time_to_loss.losses import RESULTS
 from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
@@ -66,13 +64,9 @@ def rows_at(rate: str, delay: float) -> list[str]:
 
 def measure(rate: str, delay: float, methods: Sequence[str]) -> list[dict[str, Any]]:
     """The results of ``benchmarks.step``. CalledProcessError if it fails, as where no lab can be had."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "steps.json"
-        words = ["--rounds", "3", "--steps", "2", "--warmup", "4", "--timeout", "3000", "--json", str(file)]
-        where = ["--hosts", "2", "--rate", rate, "--delay", f"{delay:g}", "--methods", *methods]
-        subprocess.run([sys.executable, "-m", "benchmarks.step", *where, *words], check=True)
-        found = json.loads(file.read_text())
-        return [{**result, "about": found["about"]} for result in found["results"]]
+    words = ["--rounds", "3", "--steps", "2", "--warmup", "4", "--timeout", "3000", "--methods", *methods]
+    found = turns.ask("benchmarks.step", rate, delay, words)
+    return [{**result, "about": found["about"]} for result in found["results"]]
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from benchmarks.time_to_loss.choices import LIMITS, Cell, cells, judged
 from benchmarks.time_to_loss.join import Network, cost, gaps, kinds, networks, reached, to_loss
 from benchmarks.time_to_loss.losses import stored
 from benchmarks.time_to_loss.methods import METHODS, kind_of
-from benchmarks.time_to_loss.steps import rows_at
+from benchmarks.time_to_loss.steps import NETWORKS, rows_at
 from benchmarks.turns import LOCAL
 from ocomm.predict import methods
 from ocomm.predict.methods import GAPS, VOTE
@@ -111,6 +111,10 @@ def test_the_losses_that_decide_are_those_that_were_measured():
 def test_what_would_begin_with_minutes_of_dense_steps_is_not_measured():
     assert rows_at("1mbit", 0.0) == ["birder", "diloco-1"]
     assert {"powersgd", "onebit", "diloco-4"} <= set(rows_at("10mbit", 50.0))
+
+
+def test_deepspeed_is_measured_with_one_delay_only():
+    assert [where for where in NETWORKS if where[1] and "deepspeed" in rows_at(*where)] == [("160mbit", 50.0)]
 
 
 #: One step of each method's: seconds of 100 steps are a tenth of milliseconds per step.
