@@ -56,10 +56,10 @@ PATIENCE_S = 1.0
 class Auto(HasRankState):
     """Trains with the method that is expected to end the run first, of those whose loss is known to stay close enough.
 
-    The network is measured when the optimizer is made, which takes about ten seconds, and compute in the first four
-    steps, in which gradients are averaged, exactly or in 8 bits. Then rank 0 decides, and says for each method how long
-    the run would take and what it costs in loss (``decision``). Losses were measured on small models
-    (docs/choosing.md), and are known for Adam and AdamW; any other optimizer goes on with exact averages.
+    The network is measured when the optimizer is made, which takes about ten seconds, 20 with a delay of 100 ms, and
+    compute in the first four steps, in which gradients are averaged, exactly or in 8 bits. Then rank 0 decides, and
+    says for each method how long the run would take and what it costs in loss (``decision``). Losses were measured on
+    small models (docs/choosing.md), and are known for Adam and AdamW; any other optimizer goes on with exact averages.
 
     Between backward and ``step()`` gradients are averages or this rank's own, by the method: clip with
     ``max_grad_norm``, and let nothing else depend on them. With DiLoCo the ranks have different parameters between

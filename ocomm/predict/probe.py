@@ -2,7 +2,8 @@
 
 Dense sums of up to ``NUMEL`` elements give the rate of the cables, one over the ranks of a node the rate inside nodes,
 a small compressed exchange the time of a round and of its messages, and the kernels on all ranks at once the codec's
-times. Takes about ten seconds on any network: sums grow only until one takes ``ENOUGH_S``.
+times. Takes about ten seconds on any network, and twice that with a delay of 100 ms: sums grow only until one takes
+``ENOUGH_S`` longer than the first.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ NUMEL = 8_000_000
 _KERNEL_NUMEL = 4 << 20
 #: The first sum, and how much larger the next one is.
 _FIRST_NUMEL, _GROWTH = 4096, 8
-#: Seconds of a sum that tell a rate well enough.
+#: Seconds of a sum, latency not counted, that tell a rate well enough.
 ENOUGH_S = 0.5
-_ROUNDS = 5
-#: Work that takes longer is measured in fewer rounds.
-_SLOW_S = 0.05
+#: Rounds of what is measured: of short work, of what takes _SLOW_S, of what takes _LONG_S.
+_ROUNDS, _SLOW_ROUNDS, _LONG_ROUNDS = 5, 3, 1
+_SLOW_S, _LONG_S = 0.05, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +70,28 @@ def measure(numel: int = NUMEL) -> Probe:
 
 def _rate(values: np.ndarray, nodes: int, per_node: int, node_rate: float, codec: CodecTimes) -> float:
     """Returns the bits per second of a cable: what a larger sum takes longer than a smaller one, without latency."""
-    sums: list[tuple[int, float]] = []
-    numel = min(_FIRST_NUMEL, values.size // 2)
-    while True:
-        seconds = _slowest(partial(_sum, values[:numel], f"cables.{numel}", global_process_set))
-        sums.append((numel, seconds))
-        if len(sums) > 1 and (seconds >= ENOUGH_S or numel == values.size):
-            break
-        numel = min(numel * _GROWTH, values.size)
-    (less, less_s), (more, more_s) = sums[-2:]
+
+    def slowest_s(numel: int) -> float:
+        return _slowest(partial(_sum, values[:numel], f"cables.{numel}", global_process_set))
+
+    (less, less_s), (more, more_s) = _grown(slowest_s, values.size)
     spent_s = codec.dense * (more - less) + _share(more - less, per_node) / node_rate * (per_node > 1)
     taken_s = more_s - less_s
     return 8 * _share(more - less, nodes) / max(taken_s - spent_s, taken_s / 10, more_s / 100) / PAYLOAD_FRACTION
+
+
+def _grown(seconds_of: Callable[[int], float], largest: int) -> tuple[tuple[int, float], tuple[int, float]]:
+    """Returns the last two sizes, with their seconds, of ever larger sums: the larger one takes long enough, without
+    what the first one waits for, to tell the rate; or it is of ``largest`` elements.
+    """
+    less = min(_FIRST_NUMEL, largest // 2)
+    less_s = first_s = seconds_of(less)
+    while True:
+        more = min(less * _GROWTH, largest)
+        more_s = seconds_of(more)
+        if more_s - first_s >= ENOUGH_S or more == largest:
+            return (less, less_s), (more, more_s)
+        less, less_s = more, more_s
 
 
 def _round(ranks: int) -> tuple[float, float]:
@@ -105,30 +116,39 @@ def _sum(values: np.ndarray, name: str, ranks: ProcessSet) -> None:
 
 
 def _codec() -> CodecTimes:
-    """Returns the codec's times on the slowest rank, while all ranks are at work."""
+    """Returns the codec's times on the slowest rank, while all ranks are at work. Collective."""
     bench = Bench(_KERNEL_NUMEL, None, with_numpy=False)
     works = {case.kernel: next(iter(case.forms.values())) for case in bench.cases([2])}
     moved, axpy = bench.yardsticks["axpy"]
-    compress = _slowest(works["compress_momentum, from 1 bit"]) / _KERNEL_NUMEL
-    average = _slowest(works["average of 2 ranks"]) / _KERNEL_NUMEL / 2
     label = OF_BITS[8].label
-    loops = {"compress_codes": 1.0, "average_codes of 2 ranks": 0.5, "unpack_codes": 1.0}
-    codes = sum(part * _slowest(works[f"{loop}, {label}"]) for loop, part in loops.items()) / _KERNEL_NUMEL
-    return CodecTimes(compress, average, DENSE_NBYTES * _slowest(axpy) / moved, codes=codes)
+    kernels = (
+        works["compress_momentum, from 1 bit"],
+        works["average of 2 ranks"],
+        axpy,
+        *(works[f"{loop}, {label}"] for loop in ("compress_codes", "average_codes of 2 ranks", "unpack_codes")),
+    )
+    api.barrier()
+    own = [median([elapsed(kernel) for _ in range(1 + _ROUNDS)][1:]) for kernel in kernels]
+    slowest = api.allreduce(np.array(own), op=api.Max, name="predict.kernels") / _KERNEL_NUMEL
+    compress, average, dense, compress_codes, average_codes, unpack_codes = map(float, slowest)
+    codes = compress_codes + average_codes / 2 + unpack_codes
+    return CodecTimes(compress, average / 2, DENSE_NBYTES * dense * _KERNEL_NUMEL / moved, codes=codes)
 
 
 def _slowest(work: Callable[[], object], takes_part: bool = True, rounds: int = _ROUNDS) -> float:
     """Returns the median seconds over ``rounds`` on the slowest rank, without the first round; over fewer if that was
     slow. Collective.
     """
-    first = _once(work, takes_part)
+    (first,) = _rounds(work, takes_part, 1)
     if first > _SLOW_S:
-        rounds = 1 if first > ENOUGH_S else min(rounds, 3)
-    return median(_once(work, takes_part) for _ in range(rounds))
+        rounds = _LONG_ROUNDS if first > _LONG_S else min(rounds, _SLOW_ROUNDS)
+    return median(_rounds(work, takes_part, rounds))
 
 
-def _once(work: Callable[[], object], takes_part: bool) -> float:
-    """Returns the seconds of one round on the slowest rank. Collective."""
-    api.barrier()
-    seconds = elapsed(work) if takes_part else 0.0
-    return float(api.allreduce(np.array([seconds]), op=api.Max, name="predict.slowest")[0])
+def _rounds(work: Callable[[], object], takes_part: bool, rounds: int) -> list[float]:
+    """Returns the seconds of each round on its slowest rank. Collective."""
+    seconds = np.zeros(rounds)
+    for number in range(rounds):
+        api.barrier()
+        seconds[number] = elapsed(work) if takes_part else 0.0
+    return list(api.allreduce(seconds, op=api.Max, name=f"predict.slowest.{rounds}"))
