@@ -25,6 +25,7 @@ from torch import nn
 
 from benchmarks import convergence_tables as tables
 from benchmarks.convergence import LOADERS, RESULTS
+from benchmarks.muon import parted
 from benchmarks.tasks import Task
 from benchmarks.training import schedule
 
@@ -101,14 +102,6 @@ def optimizers(name: str, model: nn.Module, task: str) -> list[torch.optim.Optim
         return [torch.optim.SGD(model.parameters(), lr=sgd, momentum=0.9)]
     inner, rest = parted(model)
     return [torch.optim.Muon(inner, lr=muon), torch.optim.Adam(rest, lr=adam)]
-
-
-def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The matrices inside a model, which Muon moves, and the rest."""
-    named = list(model.named_parameters())
-    inner = [p for n, p in named if p.ndim == 2 and "token" not in n and "place" not in n and "embed" not in n]
-    ids = set(map(id, inner))
-    return inner, [p for _, p in named if id(p) not in ids]
 
 
 def train(task: Task, label: str, optimizer: str, method: str, seed: int, steps: int) -> Run:

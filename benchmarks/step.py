@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import importlib
 import os
@@ -41,8 +42,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ocomm_torch as hvd
 from benchmarks import turns
 from benchmarks.models import TASKS
+from benchmarks.muon import MuonAndAdam
 from benchmarks.ranks import start
-from benchmarks.turns import DDP, DENSE, LOCAL, Method, Result
+from benchmarks.turns import DDP, DENSE, LOCAL, LOCAL_MUON, Method, Result
 from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
 from ocomm.predict import model as predict
 
@@ -65,9 +67,19 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LR)
 
 
-def plain(model: nn.Module, loss: Loss, wrapped: nn.Module, clip: float | None) -> Step:
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return MuonAndAdam(model, LR, fused=True)
+
+
+def plain(
+    model: nn.Module,
+    loss: Loss,
+    wrapped: nn.Module,
+    clip: float | None,
+    inner: Callable[[nn.Module], torch.optim.Optimizer] = adam,
+) -> Step:
     """A step whose communication, if any, hangs in backward. ``clip``: largest norm of the averaged gradient."""
-    optimizer = adam(model)
+    optimizer = inner(model)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -204,7 +216,6 @@ def hivemind(model: nn.Module, loss: Loss, clip: float | None) -> Step:
         averager.finish()
         optimizer.step()
 
-    step.digest = str  # type: ignore[attr-defined]  # its replicas differ
     return step
 
 
@@ -215,6 +226,7 @@ HOROVOD, DEEPSPEED, HIVEMIND = "horovod.torch", "benchmarks.deepspeed_onebit", "
 #: What they are called, and how a model gets its step.
 METHODS: dict[str, tuple[str, Callable[[nn.Module, Loss, float | None], Step]]] = {
     LOCAL: (LOCAL, lambda model, loss, clip: plain(model, loss, model, clip)),
+    "local-muon": (LOCAL_MUON, lambda model, loss, clip: plain(model, loss, model, clip, muon)),
     "ddp": (DDP, ddp()),
     "ddp-fp16": ("DDP fp16", ddp(default_hooks.fp16_compress_hook)),
     # By its own name DDP refuses this hook without NCCL, though gloo adds bfloat16.
@@ -243,7 +255,7 @@ OVERLAPPED = "limit, overlapped"
 #: In these no host adds up by itself first: where it has several ranks that is another method.
 FLAT = ("dense-flat", "onebit-flat")
 #: Only measured where they are asked for, as ``benchmarks.time_to_loss`` does.
-ON_REQUEST = ("hivemind", "onebit-warm-8", "diloco-32", "diloco-4", "diloco-1")
+ON_REQUEST = ("local-muon", "hivemind", "onebit-warm-8", "diloco-32", "diloco-4", "diloco-1")
 #: How all sums of a job are made is the job's choice.
 NO_HIERARCHY = {"OCOMM_HIERARCHICAL_ALLREDUCE": "0"}
 
@@ -306,8 +318,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
         title, make = METHODS[name]
         steps.append(make(models[-1], lambda model: task.loss(model, batch), args.clip))
         report = getattr(steps[-1], "report", dict)
-        parameters = getattr(steps[-1], "digest", lambda model=models[-1]: digest(model))
-        methods.append(Method(title, turns.timed(steps[-1]), parameters, report))
+        methods.append(Method(title, turns.timed(steps[-1]), functools.partial(digest, models[-1]), report))
     for method in methods:
         method.run(args.warmup)
     moments = arrivals(models[0], steps[0])

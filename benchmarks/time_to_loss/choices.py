@@ -38,8 +38,8 @@ from ocomm_torch.auto import MEASURED_STEPS
 CHOICES = RESULTS / "choices.json"
 #: The largest loss costs that a user might accept.
 LIMITS = (0.005, 0.01, 0.03)
-#: The row of ``losses`` that a method of ``ocomm.predict`` is.
-ROWS = {predicted: name for name, predicted in PREDICTED.items()} | {"exact averages": ADAM}
+#: By a method's name in ``ocomm.predict``: its name in ``losses``.
+NAMES = {predicted: name for name, predicted in PREDICTED.items()} | {"exact averages": ADAM}
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
@@ -61,8 +61,8 @@ def measure(args: argparse.Namespace) -> list[Result]:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One choice. ``chosen_s``, ``best_s``: what whole runs take by measured steps. ``gap``: the chosen method's on the
+class Choice:
+    """``chosen_s``, ``best_s``: what whole runs take by measured steps. ``gap``: the chosen method's on the
     task that judges.
     """
 
@@ -90,10 +90,10 @@ class Cell:
         return self.is_close and self.chosen_s <= WORTH * self.best_s
 
 
-def cells(
+def choices(
     runs: Mapping[str, Any], measured: Sequence[Network], predicted: Mapping[str, Mapping[str, float]]
-) -> Iterator[Cell]:
-    """A cell per network, pair of tasks and limit. ``predicted``: seconds by method, by the name of a network."""
+) -> Iterator[Choice]:
+    """One per network, pair of tasks and limit. ``predicted``: seconds by method, by the name of a network."""
     known = gaps(runs, seeds=1)
     tasks = sorted({task for by_task in known.values() for task in by_task})
     for network, (decides, judges), limit in itertools.product(measured, itertools.permutations(tasks, 2), LIMITS):
@@ -104,7 +104,7 @@ def cells(
             for name in (decides, judges)
         }
         truth = {
-            name: mean(cost(network, METHODS[ROWS[name]], run, run["steps"])[0] for run in runs[judges][ROWS[name]])
+            name: mean(cost(network, METHODS[NAMES[name]], run, run["steps"])[0] for run in runs[judges][NAMES[name]])
             for name in costs[judges]
         }
         expected = [
@@ -115,15 +115,15 @@ def cells(
         asked = [replace(each, why_not="" if _within(each.gap, limit) else "its loss") for each in expected]
         chosen = fastest(asked).method.name
         best = min((name for name in truth if costs[judges][name] <= limit), key=lambda name: truth[name])
-        yield Cell(network.name, judges, limit, chosen, best, truth[chosen], truth[best], costs[judges][chosen])
+        yield Choice(network.name, judges, limit, chosen, best, truth[chosen], truth[best], costs[judges][chosen])
 
 
 def _within(gap: float | None, limit: float) -> bool:
     return gap is not None and gap <= limit
 
 
-def judged(found: Sequence[Cell]) -> str:
-    """A table of all cells, and the part of them that is right."""
+def judged(found: Sequence[Choice]) -> str:
+    """A table of all choices, and the part of them that is right."""
     rows = [
         [c.task, c.network, f"{c.limit:.1%}", c.chosen, f"{c.gap:+.2%}", c.best, f"{c.chosen_s / c.best_s:.2f}"]
         for c in found
@@ -150,7 +150,7 @@ def main() -> int:
             Network(each["rate"], each["delay_ms"], {}, {}).name: each["seconds"]
             for each in json.loads(CHOICES.read_text())
         }
-        print(judged(list(cells(stored()["runs"], steps, predicted))))
+        print(judged(list(choices(stored()["runs"], steps, predicted))))
         return 0
     if args.hosts or args.json:
         job = "benchmarks.time_to_loss.choices"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.step import METHODS as STEP_METHODS
@@ -45,8 +45,9 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
 class Network:
     """Times of steps at one rate and delay: by row, milliseconds.
 
-    ``sent``: bytes that a host sends in a step of a row, on any network. A row that was not measured takes as long as
-    its bytes and its ``waits`` beside the local step: the delays that a step of it takes where it takes the fewest.
+    ``sent``: bytes that a host sends in a step of a row, on any network, most headers not counted. A row that was not
+    measured takes as long as its bytes and its ``waits`` beside the local step: the delays that a step of it takes
+    where it takes the fewest.
     """
 
     rate: str
@@ -61,14 +62,14 @@ class Network:
 
     def step(self, method: Method, kind: str) -> tuple[float, float]:
         """Seconds and bytes of a step."""
-        local = self.rows[LOCAL] / 1e3
+        local = self.rows[method.local] / 1e3
         if kind == "0":
             return local, 0.0
         if kind == VOTE:  # not measured: at most as long as a message's way there and back
             return local + 2 * self.delay_ms / 1e3, 0.0
         names = ROWS[method.steps_of, kind]
         exposed = [
-            self.rows[name] / 1e3 - local if name in self.rows and kind != AVERAGED else self._wire_s(name)
+            (self.rows[name] - self.rows[LOCAL]) / 1e3 if name in self.rows and kind != AVERAGED else self._wire_s(name)
             for name in names
         ]
         return local + sum(exposed), sum(self.sent[name] for name in names)
@@ -79,15 +80,20 @@ class Network:
 
 
 def networks(found: Sequence[Mapping[str, Any]]) -> list[Network]:
-    """From the results of ``benchmarks.step``: those of one network are joined by what they add to their local step."""
+    """From the results of ``benchmarks.step``: what each row adds to its own job's local step, and one local step.
+
+    No network makes a local step slower, only the hour of the measurement does: all have the median's.
+    """
     joined: dict[tuple[str, float], dict[str, float]] = {}
     sent: dict[str, float] = {}
-    for result in found:
+    times = [{row["method"]: row["step_ms"] for row in result["rows"]} for result in found]
+    local = median(each[LOCAL] for each in times)
+    for result, own in zip(found, times, strict=True):
         rows = joined.setdefault((result["rate"], result.get("delay_ms", 0.0)), {})
-        times = {row["method"]: row["step_ms"] for row in result["rows"]}
-        slower = times[LOCAL] - rows.get(LOCAL, times[LOCAL])
-        rows |= {name: ms - slower for name, ms in times.items()}
-        sent |= {row["method"]: row["sent"] for row in result["rows"]}
+        rows |= {name: local + ms - own[LOCAL] for name, ms in own.items()}
+        for row in result["rows"]:
+            # The smallest: hosts count segments of 64 KiB, before they become packets, where no relay is in between.
+            sent[row["method"]] = min(sent.get(row["method"], math.inf), row["sent"])
     order = sorted(joined, key=lambda key: (bits_per_second(key[0]), key[1]))
     waits = _waits(joined)
     return [Network(*key, joined[key], sent, waits) for key in order]

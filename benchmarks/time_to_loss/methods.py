@@ -18,9 +18,10 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import ocomm_torch as hvd
-from benchmarks.codecs import parted
 from benchmarks.methods import BETAS
+from benchmarks.muon import MuonAndAdam
 from benchmarks.step import DEEPSPEED, HIVEMIND
+from benchmarks.turns import LOCAL, LOCAL_MUON
 from ocomm.predict.methods import zero_one_kinds
 
 #: Bits per element that a step can send to other ranks; 0: it sends nothing.
@@ -57,14 +58,15 @@ class Method:
     A kind is the number of bits of an element that is sent, after "sync-" where that cannot overlap with backward; "0"
     is a step without any message, and VOTE one with a header.
 
-    ``steps_of`` names the row of ``steps`` that has the times of its kinds. ``lr`` is a factor on the tuned rate of
-    Adam, for optimizers that need another one. ``note`` is for the reader of the table.
+    ``steps_of`` names the row of ``steps`` that has the times of its kinds, ``local`` that of its local step. ``lr`` is
+    a factor on the tuned rate of Adam, for optimizers that need another one. ``note`` is for the reader of the table.
     """
 
     name: str
     make: Make
     steps_of: str
     kind: Callable[[int, int], str] | None = None
+    local: str = LOCAL
     lr: float = 1.0
     note: str = ""
 
@@ -200,23 +202,8 @@ def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-#: As ``benchmarks.codecs`` has them: 0.02 beside 4e-3.
-MUON = 5
-
-
-class _MuonAndAdam(torch.optim.Optimizer):
-    """Muon for the matrices inside the model, at MUON times the rate, and Adam for the rest."""
-
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        inner, rest = parted(model)
-        self._parts = torch.optim.Muon(inner, lr=MUON * lr), torch.optim.Adam(rest, lr=lr, betas=BETAS)
-        super().__init__([group for part in self._parts for group in part.param_groups], {})
-        for part in self._parts:
-            part.state = self.state
-
-    def step(self, closure: Any = None) -> None:
-        for part in self._parts:
-            part.step()
+def muon(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return MuonAndAdam(model, lr, betas=BETAS)
 
 
 def _fifth(steps: int) -> int:
@@ -228,7 +215,7 @@ def _whole(steps: int) -> int:
 
 
 LIKE_TORCHFT = "our code, which a test holds to torchft's numbers"
-MULOCO = "MuLoCo; a rate of its own, and the time of Adam's local step"
+MULOCO = "MuLoCo; a rate of its own"
 
 METHODS = {
     method.name: method
@@ -289,7 +276,7 @@ METHODS = {
         Method("DiLoCo 30, 4 bits", _diloco(30, 4), "DiLoCo"),
         Method("DiLoCo 30, 1 bit", _diloco(30, 1), "DiLoCo"),
         Method("DiLoCo 100, 4 bits", _diloco(100, 4), "DiLoCo"),
-        Method("DiLoCo 30, 4 bits, Muon", _diloco(30, 4, _MuonAndAdam), "DiLoCo", note=MULOCO),
+        Method("DiLoCo 30, 4 bits, Muon", _diloco(30, 4, muon), "DiLoCo", local=LOCAL_MUON, note=MULOCO),
     )
 }
 

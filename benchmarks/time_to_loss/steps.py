@@ -22,7 +22,8 @@ from ocomm.bench._lab import PAYLOAD_FRACTION, bits_per_second
 
 STEPS_FILE = RESULTS / "steps.json"
 #: Bits per element that a step of a row sends to another host, of 2: for what is not measured.
-ROWS = {
+BITS = {
+    "local-muon": 0,
     "ddp": 32,
     "ddp-bf16": 16,
     "powersgd": 1,
@@ -56,7 +57,7 @@ def rows_at(rate: str, delay: float) -> list[str]:
     bit_s = PARAMETERS / PAYLOAD_FRACTION / bits_per_second(rate)
     is_dense_short = 32 * bit_s <= LONGEST_DENSE_S
     rows = [
-        name for name, bits in ROWS.items() if bits * bit_s <= LONGEST_S and (is_dense_short or name not in BEGIN_DENSE)
+        name for name, bits in BITS.items() if bits * bit_s <= LONGEST_S and (is_dense_short or name not in BEGIN_DENSE)
     ]
     # DeepSpeed waits for several messages per tensor: with a delay a step takes half a minute. One network has to do.
     return [name for name in rows if name != "deepspeed" or not delay or (rate, delay) == DEEPSPEED_DELAYED]
@@ -85,7 +86,7 @@ def main() -> int:
             results += measure(rate, delay, missing)
             STEPS_FILE.parent.mkdir(parents=True, exist_ok=True)
             STEPS_FILE.write_text(
-                json.dumps({"methods": {n: METHODS[n][0] for n in ROWS}, "results": results}, indent=1)
+                json.dumps({"methods": {n: METHODS[n][0] for n in BITS}, "results": results}, indent=1)
             )
     return 0
 

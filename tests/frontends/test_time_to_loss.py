@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.time_to_loss.choices import LIMITS, Cell, cells, judged
+from benchmarks.time_to_loss.choices import LIMITS, Choice, choices, judged
 from benchmarks.time_to_loss.join import Network, cost, gaps, kinds, networks, reached, to_loss
 from benchmarks.time_to_loss.losses import stored
 from benchmarks.time_to_loss.methods import METHODS, kind_of
 from benchmarks.time_to_loss.steps import NETWORKS, rows_at
-from benchmarks.turns import LOCAL
+from benchmarks.turns import LOCAL, LOCAL_MUON
 from ocomm.predict import methods
 from ocomm.predict.methods import GAPS, VOTE
 
@@ -56,6 +56,14 @@ def test_a_step_that_does_two_things_takes_both():
     assert sent == pytest.approx(16e6)
 
 
+def test_another_inner_optimizer_has_a_local_step_of_its_own():
+    method = METHODS["DiLoCo 30, 4 bits, Muon"]
+    rows = network(**{LOCAL_MUON: 180.0, "DiLoCo sync, 4 bit(s)": 160.0})
+    synced = Network("10mbit", 0.0, rows.rows, {"DiLoCo sync, 4 bit(s)": 7e6})
+    assert synced.step(method, "0") == (0.18, 0.0)
+    assert synced.step(method, "sync-4") == (pytest.approx(0.18 + 0.06), 7e6)
+
+
 def test_a_step_of_a_vote_waits_for_an_answer_and_no_more():
     method = METHODS["0/1 Adam, total_steps, 8 bits"]
     assert [method.kind(step, 3000) for step in (0, 20, 2998)] == ["8", "8", VOTE]
@@ -75,12 +83,19 @@ def test_results_of_one_network_are_joined_and_slow_ones_come_first():
         return {"rate": rate, "rows": [{"method": name, "step_ms": ms, "sent": 1.0} for name, ms in times.items()]}
 
     found = networks(
-        [result("50mbit", 1.0, "a", 4.0), result("10mbit", 1.0, "a", 2.0), result("50mbit", 2.0, "b", 7.0)]
+        [result("50mbit", 1.0, "a", 4.0), result("10mbit", 3.0, "a", 4.0), result("50mbit", 2.0, "b", 7.0)]
     )
     assert [(each.name, dict(each.rows)) for each in found] == [
-        ("10 Mbit/s", {LOCAL: 1.0, "a": 2.0}),
-        ("50 Mbit/s", {LOCAL: 1.0, "a": 4.0, "b": 6.0}),
+        ("10 Mbit/s", {LOCAL: 2.0, "a": 3.0}),
+        ("50 Mbit/s", {LOCAL: 2.0, "a": 5.0, "b": 7.0}),
     ]
+
+
+def test_headers_of_packets_that_a_relay_counts_are_no_bytes_of_a_row():
+    def result(delay: float, sent: float) -> dict:
+        return {"rate": "10mbit", "delay_ms": delay, "rows": [{"method": LOCAL, "step_ms": 1.0, "sent": sent}]}
+
+    assert [each.sent for each in networks([result(0.0, 1.0), result(50.0, 1.05)])] == [{LOCAL: 1.0}] * 2
 
 
 def test_what_was_measured_with_one_delay_waits_as_often_with_another():
@@ -109,7 +124,7 @@ def test_the_losses_that_decide_are_those_that_were_measured():
 
 
 def test_what_would_begin_with_minutes_of_dense_steps_is_not_measured():
-    assert rows_at("1mbit", 0.0) == ["birder", "diloco-1"]
+    assert rows_at("1mbit", 0.0) == ["local-muon", "birder", "diloco-1"]
     assert {"powersgd", "onebit", "diloco-4"} <= set(rows_at("10mbit", 50.0))
 
 
@@ -132,9 +147,9 @@ def runs_of(loss: float, diloco: float, int8: float = 1.0) -> dict[str, list[dic
     return found | {"DiLoCo 10, 4 bits": [{"seed": 0, "steps": 100, "losses": [loss * diloco], "kinds": kinds}]}
 
 
-def judge(runs: dict, seconds: dict[str, float]) -> dict[tuple[str, float], Cell]:
+def judge(runs: dict, seconds: dict[str, float]) -> dict[tuple[str, float], Choice]:
     measured = [Network("10mbit", 0.0, JUDGED_STEPS, dict.fromkeys(JUDGED_STEPS, 1.0))]
-    return {(cell.task, cell.limit): cell for cell in cells(runs, measured, {"10 Mbit/s": seconds})}
+    return {(each.task, each.limit): each for each in choices(runs, measured, {"10 Mbit/s": seconds})}
 
 
 #: What is expected of the three methods above, in their true order.
@@ -147,7 +162,7 @@ SECONDS = {method.name: 1000.0 for method in methods.METHODS} | {
 def test_a_choice_is_right_if_it_is_the_fastest_that_keeps_the_loss():
     found = judge({"text": runs_of(3.0, 1.009), "large text": runs_of(2.0, 1.008)}, SECONDS)
     assert len(found) == 2 * len(LIMITS)
-    assert all(cell.is_right for cell in found.values())
+    assert all(each.is_right for each in found.values())
     assert found["text", 0.005].chosen == "averages in 8 bits"
     assert (found["text", 0.01].chosen_s, found["text", 0.01].best_s) == pytest.approx((15.0, 15.0))
 
@@ -166,4 +181,4 @@ def test_a_choice_that_loses_more_than_was_asked_is_wrong():
 
 def test_a_wrong_prediction_makes_a_wrong_choice():
     found = judge({"text": runs_of(3.0, 1.0), "large text": runs_of(2.0, 1.0)}, {**SECONDS, "averages in 8 bits": 5.0})
-    assert not any(cell.is_right for cell in found.values())
+    assert not any(each.is_right for each in found.values())
