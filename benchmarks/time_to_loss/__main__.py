@@ -36,8 +36,8 @@ DRAWN = "text", (0.01, 0.03), (0.0, 100.0)
 #: Of ten methods with different colours each.
 MARKERS = "os^"
 #: What a reader has to know of the tables.
-ABOUT = """Losses are those of a transformer of 116,256 parameters on four ranks, one of each method and seed over 3,000
-steps (`benchmarks/tasks`, `benchmarks.time_to_loss.losses`). Seconds are those of a BERT-like model of 13.8 million
+ABOUT = """Losses are those of a transformer of 116,256 parameters ("large text": 1.2 million) on four ranks, one of each
+method and seed over 3,000 steps (`benchmarks/tasks`, `benchmarks.time_to_loss.losses`). Seconds are those of a BERT-like model of 13.8 million
 parameters on two hosts of one core with shaped links: each kind of step that the run took, as long as
 `benchmarks.time_to_loss.steps` measured it on that network, or as its bytes take where it would be too long to measure.
 All methods around Adam have the lr that was tuned for DDP. A network's delay is one way. No network slows a local step:

@@ -94,7 +94,7 @@ def choices(
     runs: Mapping[str, Any], measured: Sequence[Network], predicted: Mapping[str, Mapping[str, float]]
 ) -> Iterator[Choice]:
     """One per network, pair of tasks and limit. ``predicted``: seconds by method, by the name of a network."""
-    known = gaps(runs, seeds=1)
+    known = gaps(runs)
     tasks = sorted({task for by_task in known.values() for task in by_task})
     for network, (decides, judges), limit in itertools.product(measured, itertools.permutations(tasks, 2), LIMITS):
         if network.name not in predicted:

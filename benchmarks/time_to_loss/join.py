@@ -159,12 +159,13 @@ PREDICTED = {
 #: Tasks on which equal runs end closer together than methods do. On images averages in bfloat16 alone change the loss
 #: of a seed by -7 to +1 %.
 DECIDING = ("text", "code", "large text")
+SEEDS = 2
 
 
-def gaps(runs: Mapping[str, Any], seeds: int = 2) -> dict[str, dict[str, float]]:
+def gaps(runs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """By method and task, how far its final loss is above Adam's, as a part of it: ``ocomm.predict.methods.GAPS``.
 
-    Of fewer than ``seeds`` runs nothing follows: one seed's loss is up to half a percent from the next one's.
+    Of fewer than SEEDS runs nothing follows: one seed's loss is up to half a percent from the next one's.
     """
     found: dict[str, dict[str, float]] = {name: {} for name in PREDICTED.values()}
     for task, by_method in runs.items():
@@ -173,6 +174,6 @@ def gaps(runs: Mapping[str, Any], seeds: int = 2) -> dict[str, dict[str, float]]
         adam = {run["seed"]: run["losses"][-1] for run in by_method[ADAM]}
         for name, predicted in PREDICTED.items():
             changes = [run["losses"][-1] / adam[run["seed"]] - 1 for run in by_method.get(name, ())]
-            if len(changes) >= seeds:
+            if len(changes) >= SEEDS:
                 found[predicted][task] = round(mean(changes), 4)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.time_to_loss.choices import LIMITS, Choice, choices, judged
-from benchmarks.time_to_loss.join import Network, cost, gaps, kinds, networks, reached, to_loss
+from benchmarks.time_to_loss.join import SEEDS, Network, cost, gaps, kinds, networks, reached, to_loss
 from benchmarks.time_to_loss.losses import stored
 from benchmarks.time_to_loss.methods import METHODS, kind_of
 from benchmarks.time_to_loss.steps import NETWORKS, rows_at
@@ -137,14 +137,16 @@ JUDGED_STEPS = {LOCAL: 100.0, "DDP fp32": 1000.0, "ocomm int8": 400.0, "DiLoCo s
 
 
 def runs_of(loss: float, diloco: float, int8: float = 1.0) -> dict[str, list[dict]]:
-    """One seed's, by method: the final loss is ``loss`` times what is given."""
-    ends = {"DDP fp32": ("32", 1.0), "Adam, Compression.int8": ("8", int8)}
-    found = {
-        name: [{"seed": 0, "steps": 100, "losses": [loss * times], "kinds": [[kind, 100]]}]
-        for name, (kind, times) in ends.items()
+    """Two equal seeds', by method: the final loss is ``loss`` times what is given."""
+    ends = {
+        "DDP fp32": (1.0, [["32", 100]]),
+        "Adam, Compression.int8": (int8, [["8", 100]]),
+        "DiLoCo 10, 4 bits": (diloco, [["0", 90], ["sync-4", 10]]),
     }
-    kinds = [["0", 90], ["sync-4", 10]]
-    return found | {"DiLoCo 10, 4 bits": [{"seed": 0, "steps": 100, "losses": [loss * diloco], "kinds": kinds}]}
+    return {
+        name: [{"seed": seed, "steps": 100, "losses": [loss * times], "kinds": kinds} for seed in range(SEEDS)]
+        for name, (times, kinds) in ends.items()
+    }
 
 
 def judge(runs: dict, seconds: dict[str, float]) -> dict[tuple[str, float], Choice]:
