@@ -36,13 +36,14 @@ DRAWN = "text", (0.01, 0.03), (0.0, 100.0)
 #: Of ten methods with different colours each.
 MARKERS = "os^"
 #: What a reader has to know of the tables.
-ABOUT = """Losses are those of a transformer of 116,256 parameters ("large text": 1.2 million) on four ranks, one of each
-method and seed over 3,000 steps (`benchmarks/tasks`, `benchmarks.time_to_loss.losses`). Seconds are those of a BERT-like model of 13.8 million
-parameters on two hosts of one core with shaped links: each kind of step that the run took, as long as
-`benchmarks.time_to_loss.steps` measured it on that network, or as its bytes take where it would be too long to measure.
-All methods around Adam have the lr that was tuned for DDP. A network's delay is one way. No network slows a local step:
-everywhere it takes the median of all jobs, 0.15 s, and 0.38 with Muon instead of Adam. DeepSpeed waits for several
-messages per tensor: 31 s for a step at 160 Mbit/s and 50 ms, from which its other rows with a delay follow."""
+ABOUT = """Losses are those of a transformer of 116,256 parameters ("large text": 1.2 million) on four ranks, one of
+each method and seed over 3,000 steps (`benchmarks/tasks`, `benchmarks.time_to_loss.losses`). Seconds are those of a
+BERT-like model of 13.8 million parameters on two hosts of one core with shaped links: each kind of step that the run
+took, as long as `benchmarks.time_to_loss.steps` measured it on that network, or as its bytes take where it would be too
+long to measure. All methods around Adam have the lr that was tuned for DDP. A network's delay is one way. No network
+slows a local step: everywhere it takes the median of all jobs, 0.15 s, and 0.38 with Muon instead of Adam. DeepSpeed
+waits for several messages per tensor: 31 s for a step at 160 Mbit/s and 50 ms, from which its other rows with a delay
+follow."""
 WHOLE_ABOUT = """The same runs, not joined but measured from their first step to their last
 (`benchmarks.time_to_loss.whole`): every rank is a host, on a network that is as slow for the small model as 160 Mbit/s
 are for the large one."""
