@@ -20,7 +20,7 @@ def parted(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 class MuonAndAdam(torch.optim.Optimizer):
-    """``options`` are Adam's."""
+    """``lr`` and ``options`` are Adam's; Muon's rate is MUON times Adam's."""
 
     def __init__(self, model: nn.Module, lr: float, **options: Any) -> None:
         inner, rest = parted(model)

@@ -61,11 +61,11 @@ def tables(runs: Mapping[str, Any], measured: Sequence[Network]) -> str:
             rows = []
             for name, method in METHODS.items():
                 if by_method.get(name):
-                    cells = [to_loss(network, method, by_method[name], adam, margin) for network in measured]
+                    costs = [to_loss(network, method, by_method[name], adam, margin) for network in measured]
                     steps = [reached(run, adam[run["seed"]] * (1 + margin)) for run in by_method[name]]
                     when = "never" if None in steps else f"{mean(s for s in steps if s is not None):.0f}"
-                    sent = next((f"{cell[1] / 1e9:.3g}" for cell in cells if cell), "")
-                    rows.append([name, when, sent, *(f"{cell[0]:,.0f}" if cell else "never" for cell in cells)])
+                    sent = next((f"{cost[1] / 1e9:.3g}" for cost in costs if cost), "")
+                    rows.append([name, when, sent, *(f"{cost[0]:,.0f}" if cost else "never" for cost in costs)])
             head = ["", "steps", "GB sent", *(f"s at {network.name}" for network in measured)]
             parts += [f"Until Adam's final loss + {margin:.1%}:", tabulate(rows, head, "github", disable_numparse=True)]
     return "\n\n".join(parts)
