@@ -21,10 +21,10 @@ PROGRAM = Path(__file__).with_name("train_auto.py")
 
 @pytest.mark.long  # the probe alone takes ten seconds
 @pytest.mark.alone
-@pytest.mark.parametrize("rate", ["5mbit", "1gbit"])
-def test_two_hosts_choose_together_what_suits_their_link(rate: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rate", "delay_ms"), [("5mbit", 0.0), ("1gbit", 0.0), ("10mbit", 100.0)])
+def test_two_hosts_choose_together_what_suits_their_link(rate: str, delay_ms: float, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
-    with Lab(2, rate) as lab:
+    with Lab(2, rate, delay_ms) as lab:
         done = lab.run(lab.mpirun(2, [sys.executable, str(PROGRAM), str(result)], slots=1), 200)
     assert result.exists(), done.stdout + done.stderr
     first, second = json.loads(result.read_text())
