@@ -257,10 +257,10 @@ class Flag(enum.IntFlag):
     """What a rank tells all others before a step is committed; the flags of all ranks are combined by OR."""
 
     NON_FINITE = 1  # a scale was NaN or Inf
-    CHANGED = 2  # a gradient, or what it was compressed with, changed after it was handed over: do the step again
+    CHANGED = 2  # a gradient, or what it was compressed with, changed after it was posted: do the step again
     SKIP = 4  # this rank does not take the step (loss scaling found an overflow, or zero_grad() came instead)
     RAISED = 8  # this rank raised an exception between backward and step()
-    UNHANDED = 16  # a gradient came after its bucket had been posted (second backward)
+    UNPOSTED = 16  # a gradient came after its bucket had been posted (second backward)
     EDITED = 32  # beside CHANGED: the script has changed a gradient, and no GradScaler
     AVERAGE = 64  # an average that this rank alone has is NaN or Inf
     IDLE = 128  # gradients in a step without a vote, since the last one, were not finite: it changed nothing here

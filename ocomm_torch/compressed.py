@@ -380,7 +380,7 @@ class CompressedOptimizer(HasRankState):
             release(recorded)
         found: dict[int, torch.Tensor] = {}
         for index in tensors:
-            # What another bucket has handed over may be read at this moment.
+            # What another bucket has posted may be read at this moment.
             if index in self._freed or (index in self._fetched and (not final or is_posted(index))):
                 continue
             self._fetched.pop(index, None)
@@ -593,7 +593,7 @@ class CompressedOptimizer(HasRankState):
             self.skip()
             _on_gradient(weakref.ref(self), index, parameter)
         elif self._stepper.buckets.is_posted(index):
-            self._stepper.object(Flag.UNHANDED)
+            self._stepper.object(Flag.UNPOSTED)
 
     def used(self, gradients: Sequence[torch.Tensor]) -> None:
         """Called by ``Watcher``: keeps checksums of posted gradients before they may be changed. An older checksum is

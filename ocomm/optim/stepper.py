@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -35,8 +36,8 @@ from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
 #: Flags after which a step is exchanged again, and flags after which it is over.
-_AGAIN, _OVER = int(Flag.CHANGED | Flag.UNHANDED), int(Flag.SKIP | Flag.RAISED)
-_NON_FINITE, _UNHANDED, _AVERAGE = int(Flag.NON_FINITE), int(Flag.UNHANDED), int(Flag.AVERAGE)
+_AGAIN, _OVER = int(Flag.CHANGED | Flag.UNPOSTED), int(Flag.SKIP | Flag.RAISED)
+_NON_FINITE, _UNPOSTED, _AVERAGE = int(Flag.NON_FINITE), int(Flag.UNPOSTED), int(Flag.AVERAGE)
 _SKIP, _RELEASED = int(Flag.SKIP), int(Flag.RELEASED)
 
 
@@ -47,6 +48,16 @@ class StepOutcome(enum.Enum):
     SKIP = "skip"
     #: All ranks skip it because a loss scale was too large: a gradient is not finite on some rank that skips.
     OVERFLOW = "overflow"
+
+
+class NormOf(enum.Enum):
+    """What ``exchange`` sets ``norm`` to the norm of; in a grid that of all parts."""
+
+    NOTHING = "nothing"
+    #: The ranks' gradients: sqrt(mean over ranks of |g|^2).
+    GRADIENTS = "gradients"
+    #: The averages of tensors that travel dense.
+    AVERAGES = "averages"
 
 
 class Stepper:
@@ -193,8 +204,14 @@ class Stepper:
             self.norm = math.sqrt(grid.total)
         return heard
 
+    def _squares(self, norm_of: NormOf, said: Statement) -> float:
+        """Returns the square of the norm that ``norm_of`` names, after the vote in which this rank has ``said``."""
+        if norm_of is NormOf.GRADIENTS:
+            return self._vote.mean_square
+        return self._average_squares() if said.squares is None else self._vote.square_of_average
+
     def _average_squares(self) -> float:
-        """|g|^2 of the averages of tensors that traveled dense and have a gradient on some rank."""
+        """Returns |g|^2 of the averages of tensors that traveled dense and have a gradient on some rank."""
         addresses = np.zeros(len(self.core.layout.tensors), np.uint64)
         for tensor in np.flatnonzero(self.core.exchange().dense & self.present_anywhere).tolist():
             if self.core.layout.numels[tensor]:
@@ -214,9 +231,7 @@ class Stepper:
         lr: float,
         announcement: int,
         again: Callable[[], None],
-        *,
-        with_norm: bool = False,
-        with_average_norm: bool = False,
+        norm_of: NormOf = NormOf.NOTHING,
     ) -> StepOutcome:
         """Ends the step's exchange on all ranks: posts what is left, votes, and waits; commits nothing. Collective.
 
@@ -226,8 +241,10 @@ class Stepper:
             lr: The learning rate, for messages.
             announcement: The coordinator's announcement to all ranks.
             again: Called before a second attempt, to set the current hyperparameters.
-            with_norm: Whether the vote also sets ``norm``.
-            with_average_norm: Whether the norm of the averages, of all parts of a grid, is set as ``norm``.
+            norm_of: What ``norm`` is set to the norm of.
+
+        Returns:
+            What all ranks do with the step.
 
         Raises:
             NonFiniteError: A gradient is not finite; on all ranks, nothing was changed.
@@ -243,36 +260,28 @@ class Stepper:
         if hyper != self._hyper:
             self.object(Flag.CHANGED)
         try:
-            had_overlap, first = self.overlap, 0
-            lost: list[int] = []
-            for attempt in (0, 1):
-                said = self._finish(attempt, hyper_now, lr, announcement, with_average_norm)
-                heard = self._vote.hold(said, self.flows.flows, with_norm)
-                if not heard & _AGAIN or heard & _OVER:
-                    break
+            finish = partial(self._finish, hyper_now, lr, announcement, norm_of is NormOf.AVERAGES)
+            said, lost = finish(0), []
+            heard = self._vote.hold(said, self.flows.flows, norm_of is NormOf.GRADIENTS)
+            if heard & _AGAIN and not heard & _OVER:
                 if heard & _RELEASED:
-                    lost = self._vote.ranks_with(Flag.CHANGED | Flag.UNHANDED)
-                    heard |= _SKIP
-                    break
-                assert attempt == 0, "a gradient changed while step() was running"
-                first = heard
-                again()
-                self._start_again(hyper)
+                    heard, lost = heard | _SKIP, self._vote.ranks_with(Flag.CHANGED | Flag.UNPOSTED)
+                else:
+                    again()
+                    said, heard = self._exchange_again(heard, hyper, finish, norm_of)
             self.idle_ranks = self._vote.ranks_with(Flag.IDLE) if heard & Flag.IDLE else []
-            if first and had_overlap and self.core.rank == 0:
-                self._say_why(first)
             self._hear()
             if not heard & _OVER and (heard & _AVERAGE or not all(flow.is_finite() for flow in self.flows.flows)):
                 heard |= _NON_FINITE
-            squares = self._vote.mean_square if with_norm else None
-            if with_average_norm:
-                squares = self._average_squares() if said.squares is None else self._vote.square_of_average
-            if squares is not None:
+            squares = None
+            if norm_of is not NormOf.NOTHING:
+                squares = self._squares(norm_of, said)
                 self.norm = math.sqrt(squares)
-            places: list[str] = []
+            losers = f"on rank(s) {lost}" if lost else ""
             if self._grid is not None:
                 heard = self._agree_in_grid(self._grid, FINAL, heard, squares, _RELEASED if lost else 0)
-                places = self._grid.places_with(Flag.RELEASED) if heard & _RELEASED else []
+                places = self._grid.places_with(Flag.RELEASED) if heard & _RELEASED and not lost else []
+                losers = losers or (f"at {', '.join(places)} of the grid" if places else "")
         except BaseException as error:
             self.give_up(error)
             raise
@@ -281,16 +290,30 @@ class Stepper:
         sent = [*(flow.sent for flow in self.flows.flows), self._vote.sent, *self._early_sent]
         if self.flows.sharded is not None and not heard & (_OVER | _NON_FINITE):
             sent.append(self.flows.sharded.gathering.sent)
-        outcome = self._conclude(heard, sent, exposed_s)
-        if lost or places:
-            who = f"on rank(s) {lost}" if lost else f"at {', '.join(places)} of the grid"
-            raise InvalidRequestError(
-                f"{self.name}: in step {self.step} gradients, or what they are compressed with, changed {who} after "
-                "they were exchanged, and free_gradients=True has released those that would be exchanged again; the "
-                "step was discarded on all ranks. Change nothing between backward and step(), or leave free_gradients "
-                "out."
-            )
-        return outcome
+        return self._conclude(heard, sent, exposed_s, losers)
+
+    def _exchange_again(
+        self, heard: int, hyper: int, finish: Callable[[int], Statement], norm_of: NormOf
+    ) -> tuple[Statement, int]:
+        """Exchanges the step once more, without overlap, and votes on it.
+
+        Args:
+            heard: The flags of the first vote, which say why.
+            hyper: Hash of what gradients are compressed with.
+            finish: ``finish(attempt)`` posts what is left, and returns what this rank says.
+            norm_of: As in ``exchange``.
+
+        Returns:
+            What this rank said, and the flags of all ranks.
+        """
+        had_overlap = self.overlap
+        self._start_again(hyper)
+        said = finish(1)
+        settled = self._vote.hold(said, self.flows.flows, norm_of is NormOf.GRADIENTS)
+        assert not settled & _AGAIN or settled & _OVER, "a gradient changed while step() was running"
+        if had_overlap and self.core.rank == 0:
+            self._say_why(heard)
+        return said, settled
 
     def end_silent(self) -> int:
         """Ends a step in which nothing travels, without a vote; commits nothing. Collective in a grid over the parts of
@@ -331,9 +354,7 @@ class Stepper:
         if self._grid is not None:
             self.traffic.add(self._grid.sent)
 
-    def _finish(
-        self, attempt: int, hyper: int, lr: float, announcement: int, with_average_norm: bool = False
-    ) -> Statement:
+    def _finish(self, hyper: int, lr: float, announcement: int, with_average_norm: bool, attempt: int) -> Statement:
         """Posts all buckets that are not posted, and returns what this rank says in the vote."""
         buckets, core, replica = self.buckets, self.core, 0
         buckets.post(final=True)
@@ -350,7 +371,7 @@ class Stepper:
                 core.replica_addresses().__getitem__, range(self._compared + 1, number + 1)
             )
             self._compared = number
-        flags = self.objections | (_UNHANDED if buckets.is_surprised else 0)
+        flags = self.objections | (_UNPOSTED if buckets.is_surprised else 0)
         if not self.keeps_gradients:
             flags |= _RELEASED
         gradients = self._own_gradients() if self.looks_at_gradients else 0
@@ -436,15 +457,31 @@ class Stepper:
         for flow in self.flows.flows:
             present[flow.present_anywhere()] = True
 
-    def _conclude(self, heard: int, sent: Sequence[Sent], exposed_s: float) -> StepOutcome:
-        """Returns what all ranks do with the step, whose exchange is over. Raises NonFiniteError if a gradient is not
-        finite.
+    def _conclude(self, heard: int, sent: Sequence[Sent], exposed_s: float, losers: str = "") -> StepOutcome:
+        """Returns what all ranks do with the step, whose exchange is over.
+
+        Args:
+            heard: The flags of all ranks.
+            sent: What this rank has sent.
+            exposed_s: Seconds in which the step waited.
+            losers: The ranks, or parts of the grid, whose released gradients have changed; "" for none.
+
+        Raises:
+            NonFiniteError: A gradient is not finite.
+            InvalidRequestError: There are ``losers``.
         """
         flows, is_over = self.flows.flows, bool(heard & _OVER)
         is_finite = is_over or not heard & _NON_FINITE
         self.step += 1
         skipped, overlaps = is_over or not is_finite, self.overlap == self.overlapping
         self.traffic.count(sent, flows, self._dense_bytes, skipped, exposed_s, overlaps)
+        if losers:
+            raise InvalidRequestError(
+                f"{self.name}: in step {self.step} gradients, or what they are compressed with, changed {losers} after "
+                "they were exchanged, and free_gradients=True has released those that would be exchanged again; the "
+                "step was discarded on all ranks. Change nothing between backward and step(), or leave free_gradients "
+                "out."
+            )
         if is_over:
             if heard & _SKIP:
                 self.skipped_by = self._with_places(self._vote.ranks_with(Flag.SKIP))

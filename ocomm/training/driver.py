@@ -35,7 +35,7 @@ from ocomm.optim.grid import EARLY, FINAL, Grid, GridVote
 from ocomm.optim.options import Options, option
 from ocomm.optim.replicas import ReplicasDifferError, ReplicaWindows
 from ocomm.optim.step_channel import StepChannel
-from ocomm.optim.stepper import StepOutcome, Stepper
+from ocomm.optim.stepper import NormOf, StepOutcome, Stepper
 from ocomm.session import Session
 from ocomm.telemetry.units import amount
 from ocomm.training import resume
@@ -360,7 +360,7 @@ class Driver:
         return [replace(g, lr=float(str(np.float32(g.lr)))) for g in groups] if self.is_mixed else groups
 
     def compress_hyper(self, groups: Sequence[Group]) -> Hashable:
-        """Returns what gradients are compressed with. If it changes after gradients were handed over, the exchange is
+        """Returns what gradients are compressed with. If it changes after gradients were posted, the exchange is
         done again.
         """
         if self.core.sends_rates:
@@ -406,13 +406,13 @@ class Driver:
 
     @property
     def is_at_start(self) -> bool:
-        """True if the next step begins with what all ranks must agree on. Then gradients are not handed over before
+        """True if the next step begins with what all ranks must agree on. Then gradients are not posted before
         it.
         """
         return self._at_start
 
     def begin(self) -> None:
-        """Opens the next step, if it is not open. Called before the first gradient of a step is handed over."""
+        """Opens the next step, if it is not open. Called before the first gradient of a step is posted."""
         if not self.stepper.begun:
             if self._at_start:
                 self._start()
@@ -427,7 +427,7 @@ class Driver:
 
     def step(self, changed: Callable[[], bool]) -> StepOutcome:
         """Exchanges gradients, and takes the step if all ranks do. ``changed()`` returns True if the script has changed
-        a gradient since it was handed over.
+        a gradient since it was posted.
         """
         self.begin()
         if changed() or (not self.stepper.objections & _CHANGED and self.stepper.buckets.changed_tensors()):
@@ -467,14 +467,18 @@ class Driver:
                 return outcome
             self._clip_by(self.stepper.norm)
             self._set_hyper(groups, hyper)
+        norm_of = NormOf.NOTHING
+        if self.clips and self.common.clip == "previous":
+            norm_of = NormOf.GRADIENTS
+        elif self.has_part_of_norm and not self.clips:
+            norm_of = NormOf.AVERAGES
         outcome = self.stepper.exchange(
             _hyper_digest(hyper),
             _hyper_digest(self.full_hyper(groups)),
             lr,
             self._announcement,
             lambda: self._set_hyper(groups, hyper),
-            with_norm=self.clips and self.common.clip == "previous",
-            with_average_norm=self.has_part_of_norm and not self.clips,
+            norm_of,
         )
         if outcome is StepOutcome.TAKE:
             if self.clips:
