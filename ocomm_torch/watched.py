@@ -2,12 +2,12 @@
 
 Torch counts a tensor's in-place changes in its version, but not those through ``.data``, ``.numpy()``, DLPack or
 ``_foreach_mul_([g.data])``. All of these begin with a use of ``p.grad`` through Torch's Python API. So a gradient that
-is handed over to an exchange gets the class ``WatchedGradient``, whose ``__torch_function__`` Torch calls before any
+is posted gets the class ``WatchedGradient``, whose ``__torch_function__`` Torch calls before any
 such use. It restores the tensor's class, tells the watchers, and continues. That costs two assignments per gradient and
 step. The elements of a DTensor are in its local tensor, which every use reads: there a subclass of DTensor notices it.
 
 Not detected: code that accesses the tensor in C++ without Torch's argument parser (a pybind11 extension, TorchScript),
-and a write through an address, view or array that was taken before the gradient was handed over. For those a part of
+and a write through an address, view or array that was taken before the gradient was posted. For those a part of
 every gradient is read again in each step (``verify``).
 """
 

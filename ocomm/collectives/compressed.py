@@ -75,7 +75,7 @@ def compressed_segment(
         return flat_stages(staging, segment_header, result, [compress], lambda rows: [average(rows)])
     assert isinstance(staging.layout, SegmentLayout) and staging.node is not None
     header, node = staging.layout.header_nbytes, staging.node
-    packs = _packs(staging.layout, node, node_sum)
+    gathers = _gathers(staging.layout, node, node_sum)
     summed = _sums(node, header, node_sum.weight)
     scatters = [
         loop(Kernels.scatter, None, runs, node_sum.targets, message[header:])
@@ -84,7 +84,7 @@ def compressed_segment(
     ]
     shared = scatters if node_sum.shared else None
     work = [compress] if node_sum.shared else [*scatters, compress]
-    return node_stages(staging, segment_header, result, packs, summed, work, lambda rows: [average(rows)], shared)
+    return node_stages(staging, segment_header, result, gathers, summed, work, lambda rows: [average(rows)], shared)
 
 
 def node_segment(
@@ -109,13 +109,13 @@ def node_segment(
         if runs.size
     ]
     return [
-        collect(node, segment_header, _packs(layout, node, node_sum)),
+        collect(node, segment_header, _gathers(layout, node, node_sum)),
         share(node, segment_header, summed),
         Stage(last),
     ]
 
 
-def _packs(layout: SegmentLayout, node: NodeStaging, node_sum: NodeSum) -> list[Computation]:
+def _gathers(layout: SegmentLayout, node: NodeStaging, node_sum: NodeSum) -> list[Computation]:
     header = layout.header_nbytes
     pairs = zip(node.messages, layout.slice_runs, strict=True)
     return [

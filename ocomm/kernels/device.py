@@ -30,7 +30,7 @@ from ocomm.types import DType, ReduceOp
 
 #: Number of tables that are kept on the device without being in use, such as those of buckets that are cut again.
 _REMEMBERED = 4096
-#: Number of copies of a table that may be under way at once. A step has one for each part that is handed over, and all
+#: Number of copies of a table that may be under way at once. A step has one for each part that is posted, and all
 #: are under way while the device is still busy with Torch's work.
 _SLOTS = 16
 #: Bytes of page-locked memory through which the host reads arrays, a part at a time.

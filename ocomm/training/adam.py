@@ -55,7 +55,7 @@ def refuse_other(kind: str, is_sgd: bool, wrapper: str, module: str) -> NoReturn
     """
     instead = "use DistributedOptimizer for other optimizers"
     if is_sgd:
-        instead = "use DistributedEFSGD for SGD: 1 bit per parameter from the first step on, with its lr and schedule"
+        instead = "use DistributedEFSGD for SGD: 1 bit per parameter from the first step on, at half of SGD's lr"
     raise InvalidRequestError(f"{wrapper} wraps {module}.Adam or AdamW, not {kind}; {instead}.")
 
 

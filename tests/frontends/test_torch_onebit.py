@@ -465,7 +465,7 @@ def one_parameter(**options: Any) -> torch.nn.Parameter:
         (
             lambda: torch.optim.SGD([one_parameter()], lr=0.1),
             "DistributedOneBitAdam wraps torch.optim.Adam or AdamW, not SGD; use DistributedEFSGD for SGD: 1 bit per "
-            "parameter from the first step on, with its lr and schedule.",
+            "parameter from the first step on, at half of SGD's lr.",
         ),
         (
             lambda: torch.optim.Adagrad([one_parameter()]),

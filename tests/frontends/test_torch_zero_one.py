@@ -527,7 +527,7 @@ def test_another_optimizer_is_refused_by_name() -> None:
             DistributedZeroOneAdam(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
         assert str(raised.value) == (
             "DistributedZeroOneAdam wraps torch.optim.Adam or AdamW, not SGD; "
-            "use DistributedEFSGD for SGD: 1 bit per parameter from the first step on, with its lr and schedule."
+            "use DistributedEFSGD for SGD: 1 bit per parameter from the first step on, at half of SGD's lr."
         )
 
     run_ranks(1, body)
