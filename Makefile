@@ -11,7 +11,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 unexport PYTHONDONTWRITEBYTECODE
 MPIRUN := timeout 1800 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo docs test-fast test test-long test-gpu test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed test-mpich test-sanitize fuzz check bench convergence time-to-loss soak clean install wheel test-install
+.PHONY: demo docs test-fast test test-long test-gpu test-mpich test-sanitize fuzz check bench convergence time-to-loss soak clean install wheel test-install
 
 install: $(STAMP)
 
@@ -95,41 +95,13 @@ test-long: install $(STAMP)-ptx $(STAMP)-trainers $(VENV)-mpich/bin/mpiexec
 
 # On a GPU, which needs a Torch that can use it for the training: the kernels equal the reference and obey the laws of
 # all kernels; training equals that in the host's memory, on one rank and on several that share the GPU; nothing outside
-# a buffer is touched and no threads race; then speed. Without a GPU all is skipped, with the reason. In an environment
-# that has a CUDA Torch and ocomm already: make -k -o install test-gpu PY=python3 MPIRUN='mpirun --oversubscribe'
-# (docs/gpu.md has the packages). pytest-timeout may be missing there. tools/gpu_day.sh runs all of it, and measures.
-GPU_TESTS = $(PY) -m pytest -q --no-header -W ignore::pytest.PytestConfigWarning
-test-gpu: test-gpu-kernels test-gpu-training test-gpu-ranks test-gpu-tensorflow test-gpu-sanitizer test-gpu-speed
-
-test-gpu-kernels: install
-	TEST_CUDA=1 $(GPU_TESTS) -k cuda tests/contract/test_cuda.py tests/contract/test_kernels.py \
-	    tests/contract/test_quantizer.py || test $$? = 5
-
-test-gpu-training: install
-	$(GPU_TESTS) tests/frontends/test_torch_cuda.py || test $$? = 5
-
-test-gpu-ranks: install
-	$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo 'no GPU that Torch can use'; exit 0; }; \
-	for n in 2 4; do \
-	    TEST_MPI_SIZE=$$n $(MPIRUN) -np $$n $(GPU_TESTS) --capture=no tests/frontends/test_torch_cuda.py </dev/null || exit 1; \
-	done
-
-test-gpu-tensorflow: install
-	$(PY) -c 'import sys, tensorflow as tf; sys.exit(not tf.config.list_physical_devices("GPU"))' \
-	    || { echo 'no GPU that TensorFlow can use'; exit 0; }; \
-	$(GPU_TESTS) tests/frontends/test_tf_cuda.py && \
-	TEST_MPI_SIZE=2 $(MPIRUN) -np 2 $(GPU_TESTS) --capture=no tests/frontends/test_tf_cuda.py </dev/null
-
-test-gpu-sanitizer: install
-	command -v compute-sanitizer >/dev/null || { echo 'compute-sanitizer is not on the PATH'; exit 0; }; \
-	failed=0; \
-	for tool in memcheck racecheck initcheck; do \
-	    PYTEST_TIMEOUT=1800 compute-sanitizer --tool $$tool --error-exitcode 9 $(GPU_TESTS) tests/contract/test_cuda.py \
-	        -k 'every_length or DenseValues' || test $$? = 5 || failed=1; \
-	done; exit $$failed
-
-test-gpu-speed: install
-	$(PY) -m ocomm.bench kernels --device cuda --nbytes 268435456 || test $$? = 77
+# a buffer is touched and no threads race; then speed. Without a GPU all is skipped, with the reason. docs/gpu.md says
+# how tools/gpu_day.sh runs without make in an environment of its own, and what it measures. test-gpu-NAME is one part.
+GPU_PARTS := kernels training ranks tensorflow sanitizer speed
+test-gpu: install
+	PY=$(PY) MPIRUN='$(MPIRUN)' PART_SECONDS=3600 bash tools/gpu_day.sh gpu-output $(GPU_PARTS)
+$(GPU_PARTS:%=test-gpu-%): test-gpu-%: install
+	PY=$(PY) MPIRUN='$(MPIRUN)' PART_SECONDS=3600 bash tools/gpu_day.sh gpu-output $*
 
 # The same extension and mpi4py under another MPI, which has an environment of its own: two MPIs in one get in each
 # other's way.

@@ -3,7 +3,7 @@
  *
  * It is strict where a device is: a call needs a context in its thread, a stream and an event are used in the context that
  * they were made in, only what was allocated is freed, a copy to the device is from page-locked memory, and while some other
- * thread captures a graph nothing is allocated and no event is asked in the usual mode. Streams below 256 are the
+ * thread captures a graph nothing is allocated or freed and no event is asked in the usual mode. Streams below 256 are the
  * framework's, of any context. */
 #include <dlfcn.h>
 #include <stdint.h>
@@ -70,7 +70,7 @@ static int take(void **memory, size_t nbytes) {
     allocated++;
     return 0;
 }
-static int give(void *memory) { free(memory); allocated--; return in(0); }
+static int give(void *memory) { if (captured && !mode) return CAPTURING; free(memory); allocated--; return in(0); }
 int cuMemAlloc_v2(address *memory, size_t nbytes) { return take((void **)memory, nbytes); }
 int cuMemFree_v2(address memory) { return give((void *)memory); }
 /* Which of the pieces of page-locked memory begins, or has n bytes, there; the first free one for NULL; -1. */
@@ -86,7 +86,11 @@ int cuMemHostAlloc(void **memory, size_t nbytes, unsigned flags) {
     locked[k].first = *memory, locked[k].nbytes = nbytes;
     return 0;
 }
-int cuMemFreeHost(void *memory) { int k = piece(memory, 0); if (k < 0) return INVALID; locked[k].first = NULL; return give(memory); }
+int cuMemFreeHost(void *memory) {
+    int k = piece(memory, 0), code = k < 0 ? INVALID : give(memory);
+    if (!code) locked[k].first = NULL;
+    return code;
+}
 int cuMemcpyHtoDAsync_v2(address to, const void *from, size_t n, void *s) {
     int code = in(s) ? in(s) : piece(from, n) < 0 ? INVALID : 0;
     if (!code) memcpy((void *)to, from, n);

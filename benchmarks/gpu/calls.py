@@ -42,15 +42,25 @@ def thread_of(name: str, is_main: bool) -> str:
     return "training" if is_main else "engine" if name == ENGINE else "others"
 
 
-def calls_in(trace: dict[str, Any], threads: dict[int, str], main: int) -> Calls:
-    """Of a trace as Torch's profiler exports it. ``threads``: names by the number that the system gave them."""
+def tids(thread: threading.Thread) -> tuple[int, int]:
+    """The numbers that a thread may have in a trace: the system's or, if none of Torch's operations ran in it, the
+    size of what 32 bits have of its pthread handle.
+    """
+    handle = (thread.ident or 0) & 0xFFFFFFFF
+    return thread.native_id or 0, min(handle, (1 << 32) - handle)
+
+
+def calls_in(trace: dict[str, Any], threads: dict[int, str], main: set[int]) -> Calls:
+    """Of a trace as Torch's profiler exports it. ``threads``: names by the numbers that they may have there; ``main``:
+    those of the thread that trains.
+    """
     found: Calls = Counter()
     for event in trace["traceEvents"]:
         layer, kind = event.get("cat"), kind_of(event["name"])
         # What else is called of the driver, ``Driver`` counts.
         if kind and (layer == "cuda_runtime" or (layer == "cuda_driver" and kind == "launches")):
             tid = int(event["tid"])
-            found[thread_of(threads.get(tid, ""), tid == main), kind] += 1
+            found[thread_of(threads.get(tid, ""), tid in main), kind] += 1
     return found
 
 
@@ -100,8 +110,8 @@ def count(driver: Driver, step: Callable[[], object], steps: int) -> dict[str, f
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text())
-    threads = {thread.native_id or 0: thread.name for thread in threading.enumerate()}
-    called.update(calls_in(trace, threads, threading.main_thread().native_id or 0))
+    threads = {tid: thread.name for thread in threading.enumerate() for tid in tids(thread)}
+    called.update(calls_in(trace, threads, set(tids(threading.main_thread()))))
     return {
         f"{thread} {kind}": called[thread, kind] / steps
         for kind in KINDS

@@ -1,6 +1,6 @@
 """How many parameters train in the GPU memory that plain Adam takes, and how long a step takes.
 
-    python -m benchmarks.gpu.offload [--layers 12] [--json FILE]
+    python -m benchmarks.gpu.offload [--layers 4] [--json FILE]
 
 The model is a chain of layers of 16.8 M parameters, with hardly any activations. Torch's Adam in float32 trains one of
 ``--layers``, and its peak, of Torch and ocomm together, is what the others may use. Each then grows while its own peak
@@ -43,7 +43,7 @@ METHODS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
 #: The fake device has no tensors of Torch's, so what moves those between memories is not rehearsed there.
 REHEARSED = (BASE, "1-bit Adam, float32")
 #: Sizes that are tried for the largest one that fits.
-TRIALS = 3
+TRIALS = 2
 
 
 class Peak(threading.Thread):
@@ -55,7 +55,7 @@ class Peak(threading.Thread):
         self.nbytes = 0
 
     def run(self) -> None:
-        while not self._ended.wait(1e-3):
+        while not self._ended.wait(1e-2):
             self.nbytes = max(self.nbytes, self._device.used())
 
     def end(self) -> None:
@@ -132,7 +132,7 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     options = parser(__doc__)
-    options.add_argument("--layers", type=int, default=12, help="of Adam's model (default 12)")
+    options.add_argument("--layers", type=int, default=4, help="of Adam's model (default 4)")
     args: argparse.Namespace = options.parse_args(argv)
     device = opened(args)
     hvd.init()

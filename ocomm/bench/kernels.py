@@ -130,8 +130,8 @@ def run_on_cuda(args: argparse.Namespace) -> int:
             f"{row.gigabytes_per_second:>8.1f} {row.fraction:>8.3f}",
             flush=True,
         )
-    if args.json:
-        args.json.write_text(json.dumps({**surroundings(args), "device": device, "rows": found}, indent=1) + "\n")
+        if args.json:  # after each row, since time on a GPU may be short
+            args.json.write_text(json.dumps({**surroundings(args), "device": device, "rows": found}, indent=1) + "\n")
     return 0
 
 

@@ -27,6 +27,8 @@ _COMPILER = (
 )  # fmt: skip
 #: Mode of a thread whose calls do not affect CUDA graphs that other threads capture.
 _OF_THIS_THREAD = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+#: Mode of a thread whose calls do not affect CUDA graphs that it captures itself either.
+_RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def _check(answer: tuple[Any, ...]) -> Any:
@@ -45,7 +47,7 @@ class CudaBlock:
     """The ``kernels.device.Block`` of a CUDA device."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
-        with device.current(), _named(f"{nbytes} bytes on {device.name}"):
+        with device.current(), _beside_captures(), _named(f"{nbytes} bytes on {device.name}"):
             pointer = _check(driver.cuMemAlloc(nbytes))
         self.address = int(pointer)
         weakref.finalize(self, _freed, device, driver.cuMemFree, pointer).atexit = False
@@ -55,7 +57,8 @@ class _Pinned:
     """Page-locked memory of the host, with the array interface that keeps it alive."""
 
     def __init__(self, device: CudaDevice, nbytes: int) -> None:
-        with device.current(), _named(f"{nbytes} bytes of the host, page-locked for {device.name}"):
+        what = f"{nbytes} bytes of the host, page-locked for {device.name}"
+        with device.current(), _beside_captures(), _named(what):
             address = int(_check(driver.cuMemHostAlloc(nbytes, driver.CU_MEMHOSTALLOC_PORTABLE)))
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
         weakref.finalize(self, _freed, device, driver.cuMemFreeHost, address).atexit = False
@@ -64,8 +67,21 @@ class _Pinned:
 def _freed(device: CudaDevice, free: Any, pointer: Any) -> None:
     # A forked child has these objects without the device. On a device that has failed nothing can be freed.
     if os.getpid() == device.owner:
-        with contextlib.suppress(HorovodInternalError), device.current():
+        with contextlib.suppress(HorovodInternalError), device.current(), _beside_captures():
             free(pointer)
+
+
+@contextlib.contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Lets this thread make and free memory while a thread captures a CUDA graph, as torch.cuda.graph does: in the
+    usual mode the call would fail, and the graph would be invalid. Memory may be freed in the thread that captures,
+    when the garbage collector runs there, so the mode is the relaxed one.
+    """
+    mode = _check(driver.cuThreadExchangeStreamCaptureMode(_RELAXED))
+    try:
+        yield
+    finally:
+        _check(driver.cuThreadExchangeStreamCaptureMode(mode))
 
 
 @contextlib.contextmanager

@@ -647,7 +647,7 @@ WITHOUT_TIMES = {
 def test_the_benchmark_checks_every_loop_before_it_times_it() -> None:
     from ocomm.bench import _cuda
 
-    names = {row.kernel.partition(",")[0].partition(" of ")[0] for row in _cuda.rows(4096, 1, [2])}
+    names = {row.kernel.partition(",")[0].partition(" of ")[0] for row in _cuda.rows(4096, 1, [2, 3])}
     assert names == {loop.__name__ for loop in loops.KERNELS} - WITHOUT_TIMES
     with pytest.raises(RuntimeError, match="unpack: the result differs"):
         _cuda.check("unpack", lambda k, a: k.unpack(a.blocks, a.messages[k is reference], None, a.out), 1, 2)

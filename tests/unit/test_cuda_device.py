@@ -94,6 +94,12 @@ def captures() -> None:
     event = device.record()
     driver.fake_capture(1)  # in another thread
     assert [event.is_over() for _ in range(3)] == [False, False, True]
+    before = driver.fake_allocated()
+    block, pinned = device.allocate(64), device.pinned(64)
+    assert driver.fake_allocated() == before + 2
+    del block, pinned
+    gc.collect()
+    assert driver.fake_allocated() == before
     assert driver.fake_mode() == 0, "the thread's own mode is as it was"
     with ThreadPoolExecutor(1) as ours:
         ours.submit(device.enter).result()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu.calls import Driver, calls_in, count, kind_of
+from benchmarks.gpu.calls import Driver, calls_in, count, kind_of, tids
 
 MAIN, ENGINE, BACKWARD = 100, 101, 102
 THREADS = {MAIN: "MainThread", ENGINE: "ocomm"}
@@ -52,11 +53,20 @@ def test_a_trace_has_the_runtimes_calls_and_of_the_driver_the_launches() -> None
             {"name": "process_name"},
         ]
     }
-    assert calls_in(trace, THREADS, MAIN) == {
+    assert calls_in(trace, THREADS, {MAIN}) == {
         ("others", "launches"): 1,
         ("training", "waits"): 1,
         ("engine", "launches"): 1,
     }
+
+
+@pytest.mark.parametrize("handle", [0x7F0012345678, 0x7F00FEDCBA98])
+def test_a_thread_without_operations_of_torch_is_known_by_its_pthread_handle(handle: int) -> None:
+    class Thread:
+        ident, native_id = handle, 4711
+
+    found: Any = Thread()
+    assert tids(found) == (4711, abs(ctypes.c_int32(handle & 0xFFFFFFFF).value))
 
 
 @pytest.fixture
