@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ocomm import mpi_settings, torch_store
 from ocomm import session as sessions
-from ocomm import torch_store, tuning
 from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings, without_meaning
 from ocomm.errors import LaunchError, PeerError, clause
 from ocomm.pmi_start import PmiStart
@@ -140,7 +140,7 @@ def _start_mpi(
         launch = replace(launch, job=_pmi.name, is_on_one_host=_pmi.is_on_one_host)
     is_on_one_host = launch is not None and launch.is_on_one_host
     if is_on_one_host:
-        for name, value in tuning.NCCL_ON_ONE_HOST.items():
+        for name, value in mpi_settings.NCCL_ON_ONE_HOST.items():
             os.environ.setdefault(name, value)
     arrival: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if launch is not None:

@@ -18,10 +18,10 @@ from ocomm import session as sessions
 from ocomm.errors import InvalidRequestError, NonFiniteError
 from ocomm.operations import ProcessSet
 from ocomm.optim.core import Group
-from ocomm.optim.gradients import GradientOptions, ReturnedGradients, TapeGradients
+from ocomm.optim.low_bit import LowBitOptions, ReturnedAverages, TapeAverages
 from ocomm.session import Session
 from ocomm.training.driver import Common, Driver
-from ocomm.training.gradients import GradientDriver
+from ocomm.training.low_bit import LowBitDriver
 from ocomm.training.resume import one_state
 from ocomm.types import Flag
 from ocomm_tf import engine, mpi_ops
@@ -157,11 +157,11 @@ def coded(
                     f"variable '{name_of(variable)}' is {tf.as_dtype(variable.dtype).name}; Compression.int{bits} "
                     "needs float32, bfloat16 or float16."
                 )
-        core = TapeGradients if what == "DistributedGradientTape" else ReturnedGradients
-        options = GradientOptions(dense_bits=bits)  # type: ignore[arg-type]
+        core = TapeAverages if what == "DistributedGradientTape" else ReturnedAverages
+        options = LowBitOptions(dense_bits=bits)  # type: ignore[arg-type]
 
         def make(session: Session, number: int, frontend: CodedGradients) -> Driver:
-            return GradientDriver(session, number, frontend.specs, frontend, core, options, Common())
+            return LowBitDriver(session, number, frontend.specs, frontend, core, options, Common())
 
         found = _known[session][key] = CodedGradients(wire_variables(variables, None, names()), process_set, make)
         found.follow(variables)

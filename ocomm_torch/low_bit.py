@@ -22,13 +22,12 @@ import torch
 
 from ocomm.errors import InvalidRequestError, NonFiniteError, OcommError
 from ocomm.operations import ProcessSet
-from ocomm.optim import gradients as optim
 from ocomm.optim.core import Group
-from ocomm.optim.gradients import GradientOptions
+from ocomm.optim.low_bit import LowBitAverages, LowBitOptions
 from ocomm.optim.stepper import StepOutcome
 from ocomm.session import Session
 from ocomm.training.driver import Common
-from ocomm.training.gradients import GradientDriver
+from ocomm.training.low_bit import LowBitDriver
 from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import CompressedOptimizer, check_steps_without_closure, settings_of
 from ocomm_torch.ddp_modules import refuse_averaged
@@ -72,8 +71,8 @@ class Optimizer(CompressedOptimizer):
         NonFiniteError: In ``step``, on all ranks: a rank's gradient has a NaN or infinity. No state was changed.
     """
 
-    _core_class = optim.Gradients
-    _driver_class = GradientDriver
+    _core_class = LowBitAverages
+    _driver_class = LowBitDriver
     has_averages = True
 
     def __init__(
@@ -95,7 +94,7 @@ class Optimizer(CompressedOptimizer):
         #: True once it is known that nothing else averages the same gradients.
         self._is_checked = False
         self._ordinal = next(_ordinals)
-        options = GradientOptions(dense_bits=bits)  # type: ignore[arg-type]
+        options = LowBitOptions(dense_bits=bits)  # type: ignore[arg-type]
         common = Common(backward_passes_per_step=backward_passes_per_step)
         super().__init__(optimizer, named_parameters, process_set, options, common)
         _living.add(self)

@@ -330,7 +330,7 @@ MUTATIONS = [
     Mutation(
         "MPI: settings of Open MPI are left out",
         "ocomm/transport/mpi.py",
-        "wanted = tuning.environment(name, one_host)",
+        "wanted = mpi_settings.environment(name, one_host)",
         "wanted = {}",
         "cluster/test_start.py",
     ),
@@ -448,7 +448,7 @@ MUTATIONS = [
     ),
     Mutation(
         "int4: plain errors instead of moving averages",
-        "ocomm/optim/gradients.py",
+        "ocomm/optim/low_bit.py",
         "self._averages_errors = options.dense_bits == 4",
         "self._averages_errors = False",
         "frontends/test_torch_low_bit.py",

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from ocomm.tuning import OPEN_MPI
+from ocomm.mpi_settings import OPEN_MPI
 
 #: Fraction of its nominal rate that a cable carries as payload: a 1514 byte frame holds 1448 bytes.
 PAYLOAD_FRACTION = 0.95

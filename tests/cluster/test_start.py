@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ocomm import tuning
+from ocomm import mpi_settings
 from tests.cluster.jobs import LIMIT_S, MPIRUN, ROOT
 from tests.cluster.listeners import on_network
 
@@ -21,7 +21,7 @@ pytestmark = [
 LISTENING = str(Path(__file__).with_name("rank_listening.py"))
 PARAMETERS = str(Path(__file__).with_name("rank_parameters.py"))
 PLAIN = [str(MPIRUN), "--oversubscribe", "--bind-to", "none", "-np", "2"]
-TCP = {name: int(value) for name, value in tuning.OPEN_MPI.items()}
+TCP = {name: int(value) for name, value in mpi_settings.OPEN_MPI.items()}
 
 
 def start(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ import torch
 
 import ocomm_torch as hvd
 from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
-from ocomm.optim import gradients as optim
+from ocomm.optim import low_bit
 from ocomm.session import Session
 from ocomm.types import Settings
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial
@@ -116,7 +116,7 @@ def test_the_wrapped_optimizer_steps_on_the_averages_of_the_simulation(bits: int
 
 
 def test_errors_in_4_bits_are_zeroed_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim, "RESET", 5)
+    monkeypatch.setattr(low_bit, "RESET", 5)
     simulation = Simulation(sgd, 2, 4, SHAPES)
     for codes in simulation.codes:
         codes.reset = 5

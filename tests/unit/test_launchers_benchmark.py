@@ -8,7 +8,7 @@ pytest.importorskip("tabulate")
 
 from benchmarks.launchers import compare, interval_of_median, words
 from benchmarks.turns import DDP
-from ocomm import tuning
+from ocomm import mpi_settings
 
 
 @pytest.mark.parametrize(
@@ -32,4 +32,4 @@ def test_a_slow_machine_cancels_out_over_ddp() -> None:
 def test_other_launchers_get_no_settings_of_transports(launcher: str) -> None:
     line = words(launcher, None, 2, ["python", "train.py"], {})
     assert line[-2:] == ["python", "train.py"]
-    assert not set(line) & {*tuning.OPEN_MPI, "pml", "btl"}
+    assert not set(line) & {*mpi_settings.OPEN_MPI, "pml", "btl"}

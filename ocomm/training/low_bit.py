@@ -8,7 +8,7 @@ from typing import Protocol
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import MismatchError
 from ocomm.optim.core import Core, Group
-from ocomm.optim.gradients import GradientOptions
+from ocomm.optim.low_bit import LowBitOptions
 from ocomm.optim.options import Options
 from ocomm.session import Session
 from ocomm.telemetry.units import amount
@@ -23,7 +23,7 @@ class GradientFrontend(Frontend, Protocol):
         ...
 
 
-class GradientDriver(Driver):
+class LowBitDriver(Driver):
     """One rank's part of exchanges of gradients over process set ``number``. Making one is collective.
 
     A step of the driver is an exchange: its averages are valid until the next one begins.
@@ -47,7 +47,7 @@ class GradientDriver(Driver):
         options: Options,
         common: Common,
     ) -> None:
-        assert isinstance(options, GradientOptions)
+        assert isinstance(options, LowBitOptions)
         self._format = f"int{options.dense_bits}"
         super().__init__(session, number, specs, frontend, core_class, options, common, {"compression": self._format})
         self.stepper.compares_replicas &= not self.has_unlike_hosts

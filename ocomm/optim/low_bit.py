@@ -36,16 +36,16 @@ _CHUNK = 1 << 15
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientOptions(DenseOptions):
+class LowBitOptions(DenseOptions):
     """The options of averages of gradients. Raises SettingsError for impossible values."""
 
 
-class Gradients(Core):
+class LowBitAverages(Core):
     """The averages, in ``options.dense_bits`` bits, of gradients of the tensors of ``layout``."""
 
     kind = "Optimizer"
 
-    def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: GradientOptions) -> None:
+    def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: LowBitOptions) -> None:
         super().__init__(layout, rank, kernels, options)
         #: Whether errors are moving averages.
         self._averages_errors = options.dense_bits == 4
@@ -102,14 +102,14 @@ class Gradients(Core):
         return {**super().report(), "dense_bits": self.dense_bits}
 
 
-class ReturnedGradients(Gradients):
-    """``Gradients`` of a frontend that has no parameters here: it returns the averages."""
+class ReturnedAverages(LowBitAverages):
+    """``LowBitAverages`` of a frontend that has no parameters here: it returns the averages."""
 
     def replica_nbytes(self) -> NDArray[np.int64]:
         return np.zeros(len(self.layout.tensors), np.int64)
 
 
-class TapeGradients(ReturnedGradients):
+class TapeAverages(ReturnedAverages):
     """The gradients of a tape, whose averages are returned."""
 
     kind = "GradientTape"

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ocomm import tuning
+from ocomm import mpi_settings
 from ocomm.bootstrap import _left_to_the_launcher
 from ocomm.transport import mpi
 
-OPEN_MPI = {f"OMPI_MCA_{name}": value for name, value in tuning.OPEN_MPI.items()}
+OPEN_MPI = {f"OMPI_MCA_{name}": value for name, value in mpi_settings.OPEN_MPI.items()}
 
 
 def library(tmp_path: Path, vendor: str = "Open MPI") -> Any:
@@ -63,7 +63,7 @@ def test_what_ompi_would_read_from_files_wins(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("OMPI_MCA_mca_base_envar_file_prefix", write("tune", "--mca btl_tcp_max_send_size 70000 -x A\n"))
     users = {"btl_tcp_eager_limit", "mpi_yield_when_idle", "btl_tcp_max_send_size"}
     left = mpi._settings(library(tmp_path), False)
-    assert left == {f"OMPI_MCA_{name}": value for name, value in tuning.OPEN_MPI.items() if name not in users}
+    assert left == {f"OMPI_MCA_{name}": value for name, value in mpi_settings.OPEN_MPI.items() if name not in users}
     # Other files in place of these.
     monkeypatch.setenv("OMPI_MCA_mca_base_param_files", f"/nosuch,{write('mine', 'opal_abort_delay = 0')}")
     left = mpi._settings(library(tmp_path), False)
@@ -94,12 +94,12 @@ def test_ranks_with_their_share_of_cores_are_told_nothing(
 
 
 def test_an_mpich_whose_library_has_debians_name_gets_a_link(tmp_path: Path) -> None:
-    assert tuning.mpich_remedy([str(tmp_path)]) == ""
+    assert mpi_settings.mpich_remedy([str(tmp_path)]) == ""
     folder = tmp_path / "x86_64-linux-gnu"
     folder.mkdir()
     (folder / "libmpich.so.12").touch()
     path = f"{folder}/libmpich.so.12"
-    assert tuning.mpich_remedy([str(tmp_path)]) == (
+    assert mpi_settings.mpich_remedy([str(tmp_path)]) == (
         f"{path} is MPICH, but mpi4py looks for libmpi.so.12. Give it that name, and use it: mkdir -p ~/mpich; ln -s "
         f"{path} ~/mpich/libmpi.so.12; export LD_LIBRARY_PATH=~/mpich MPI4PY_MPIABI=mpich."
     )
