@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from ocomm.collectives.plan import Loop, loop
 from ocomm.compression.codecs import SIGNS
 from ocomm.compression.layout import Layout
 from ocomm.kernels.base import NOISE, OWNERS, Bytes, Floats, Kernels
-from ocomm.optim.core import Bools, Exchange, Flags
+from ocomm.optim.core import Bools, Flags
 from ocomm.optim.options import option, require_seed
 from ocomm.optim.soft_sign import EPS, SoftSignSGD, SoftSignSGDOptions
 
@@ -53,6 +52,7 @@ class Birder(SoftSignSGD):
     kind = "Birder"
     compressor = "birder"
     codec = SIGNS
+    travels_dense = False
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: BirderOptions) -> None:
         super().__init__(layout, rank, kernels, options)
@@ -67,11 +67,6 @@ class Birder(SoftSignSGD):
         self.allocate()
 
     # One step
-
-    @cached_property
-    def _exchange(self) -> Exchange:
-        everything = np.ones(len(self.layout.tensors), np.bool_)
-        return Exchange(everything, ~everything)
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
         """Returns the loop that writes this step's signs into ``packed``. It reads gradients and writes momentum,
@@ -144,5 +139,4 @@ class Birder(SoftSignSGD):
             self.kernels.apply_signs(segment.layout.blocks, self.tensors, self.result(number))
 
     def _exchanged_memory(self) -> dict[str, int]:
-        results = [segment.result for segment in self.segments]
-        return {"packed_result": sum(result.nbytes for result in results if result is not None)}
+        return {"packed_result": self.results_nbytes()}

@@ -183,11 +183,11 @@ class Core(abc.ABC):
         It is the same object as in the last step only if nothing has changed since.
         """
 
-    @abc.abstractmethod
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Computation:
         """Returns the worker's computation for a segment, which writes what is sent into ``packed`` (``packed_nbytes``
-        bytes).
+        bytes). A core of which nothing ever travels compressed has none.
         """
+        raise AssertionError("nothing travels compressed")
 
     def average(self, segment: int, received: Sequence[Bytes], flags: Flags) -> Computation:
         """Returns the server's computation for a segment: the average of the workers' messages, into its part of
@@ -217,6 +217,14 @@ class Core(abc.ABC):
             this.result = self.param_memory.staging(this.layout.packed_nbytes)
             this.result[:] = 0
         return this.result
+
+    def results_nbytes(self) -> int:
+        """Returns the bytes of all ``result`` buffers."""
+        return sum(segment.result.nbytes for segment in self.segments if segment.result is not None)
+
+    def param(self, tensor: int) -> Floats:
+        """Returns the parameter at its address in ``tensors``: a flat view."""
+        return self.param_memory.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
 
     def read_by_address(self) -> list[Any]:
         """Returns memory of this core that plans find through addresses in tables, and which must outlive them."""
@@ -542,6 +550,23 @@ class Core(abc.ABC):
             "sharded_moments": 0 if self.sharded is None else self.sharded.nbytes,
             "sharded_average": 0 if self.sharded is None else self.sharded.average.nbytes,
         }
+
+
+class OneStageCore(Core):
+    """A core all of whose tensors travel in the same way in every step.
+
+    A subclass says which: compressed, unless ``travels_dense``.
+    """
+
+    travels_dense = False
+
+    def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: Options) -> None:
+        super().__init__(layout, rank, kernels, options)
+        dense = np.full(len(layout.tensors), self.travels_dense, np.bool_)
+        self._exchange = Exchange(~dense, dense)
+
+    def exchange(self) -> Exchange:
+        return self._exchange
 
 
 def flat_floats(array: Floats, numel: int, what: str) -> Floats:

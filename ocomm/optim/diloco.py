@@ -390,14 +390,13 @@ class DiLoCo(Core):
 
     def memory(self) -> dict[str, int]:
         """Returns the bytes held, by buffer."""
-        results = [segment.result for segment in self.segments]
         return {
             **super().memory(),
             "anchor": self.anchor.nbytes,
             "momentum": self.momentum.nbytes,
             "delta": self.delta.nbytes,
             "update": self._averages.nbytes,
-            "packed_result": sum(result.nbytes for result in results if result is not None),
+            "packed_result": self.results_nbytes(),
         }
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ import numpy as np
 from ocomm.collectives.plan import Loop, loop
 from ocomm.compression.layout import Layout, all_blocks
 from ocomm.kernels.base import Bytes, Floats, Kernels, Table
-from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, address
+from ocomm.optim.core import Bools, Flags, Group, OneStageCore, address
 from ocomm.optim.options import Options
 
 
@@ -37,7 +36,7 @@ class EFSGDOptions(Options):
     """
 
 
-class EFSGD(Core):
+class EFSGD(OneStageCore):
     """dist-EF-SGD for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``.
 
     A group's ``betas`` are mu, and mu again for Nesterov's momentum, else 0.
@@ -78,14 +77,6 @@ class EFSGD(Core):
 
     # One step
 
-    @cached_property
-    def _exchange(self) -> Exchange:
-        everything = np.ones(len(self.layout.tensors), np.bool_)
-        return Exchange(everything, ~everything)
-
-    def exchange(self) -> Exchange:
-        return self._exchange
-
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
         """Returns the loop of 0/1 Adam that compresses lr * d. It reads gradients and, if the decay is coupled,
         parameters.
@@ -108,8 +99,6 @@ class EFSGD(Core):
         """Swaps the errors with what the exchange has written, and moves momenta and parameters. ``averages`` is not
         used.
         """
-        if present.shape != self.steps.shape:
-            raise ValueError(f"presence of {present.size} tensors, the layout has {self.steps.size}")
         # Copies only go to the buffers that are not in use yet, so nothing changes before the swap.
         for tensor in np.flatnonzero(~present).tolist():
             self.errors.keep(tensor)
@@ -136,8 +125,7 @@ class EFSGD(Core):
         rows["skip"] = ~present
         rows["param"] = address(self._update) + 4 * self.layout.offsets.astype(np.uint64)
         for tensor in np.flatnonzero(present & (rows["weight_decay"] != 0)).tolist():
-            param = self.param_memory.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
-            self._update[self.flat_span(tensor)] = param
+            self._update[self.flat_span(tensor)] = self.param(tensor)
         self.kernels.local_step(self._worker_blocks, rows, self.momentum, None, self.error_out, None)
 
     # State
@@ -152,12 +140,11 @@ class EFSGD(Core):
 
     def memory(self) -> dict[str, int]:
         """Returns the bytes held, by buffer."""
-        results = [segment.result for segment in self.segments]
         return {
             **super().memory(),
             "momentum": self.momentum.nbytes,
             "update": self._update.nbytes,
-            "packed_result": sum(result.nbytes for result in results if result is not None),
+            "packed_result": self.results_nbytes(),
         }
 
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:

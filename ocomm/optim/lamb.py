@@ -138,7 +138,7 @@ class Lamb(OneBitAdam):
 
         is float32 operations in this order, with factors that are float64 rounded once; norms are float64.
         """
-        param, update = self._param(tensor), self._workspace(gradient.size)
+        param, update = self.param(tensor), self._workspace(gradient.size)
         beta1, beta2, eps = (float(values[tensor]) for values in (self._beta1, self._beta2, self._eps))
         self.kernels.adam_update(gradient, momentum, variance, update, beta1, beta2, eps, step)
         if self._decay[tensor]:
@@ -191,7 +191,7 @@ class Lamb(OneBitAdam):
                 self._move_tensor(tensor)
 
     def _move_tensor(self, tensor: int) -> None:
-        param = self._param(tensor)
+        param = self.param(tensor)
         update = self._workspace(param.size)
         factor = max(self._update(tensor, part, update) for part in self._parts_of(tensor))
         decay = float(self._decay[tensor])
@@ -309,7 +309,3 @@ class Lamb(OneBitAdam):
 
     def memory(self) -> dict[str, int]:
         return {**super().memory(), "fresh_variance": self.fresh.nbytes, "scratch": self._scratch.nbytes}
-
-    def _param(self, tensor: int) -> Floats:
-        """Returns the parameter at its address: a flat view."""
-        return self.param_memory.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from ocomm.compression.codecs import SIGNS
 from ocomm.compression.layout import Layout
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import NOISE, OWNERS, Bytes, Floats, Kernels
-from ocomm.optim.core import Bools, Core, Exchange, Flags, Group
+from ocomm.optim.core import Bools, Flags, Group, OneStageCore
 from ocomm.optim.options import Options, option, require_seed
 
 
@@ -49,7 +48,7 @@ class LionOptions(Options):
         require_seed(self.seed)
 
 
-class Lion(Core):
+class Lion(OneStageCore):
     """1-bit Lion for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
     kind = "Lion"
@@ -82,14 +81,6 @@ class Lion(Core):
         self.tensors["decay"][group.tensors] = 1.0 - group.lr * group.decoupled_decay
 
     # One step
-
-    @cached_property
-    def _exchange(self) -> Exchange:
-        everything = np.ones(len(self.layout.tensors), np.bool_)
-        return Exchange(everything, ~everything)
-
-    def exchange(self) -> Exchange:
-        return self._exchange
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
         """Returns the loop that writes this step's signs into ``packed``. It reads gradients and writes the
@@ -133,8 +124,6 @@ class Lion(Core):
 
     def commit(self, present: Bools, averages: Floats) -> None:
         """Swaps the momentum with what the exchange has written, and moves the parameters. ``averages`` is not used."""
-        if present.shape != self.steps.shape:
-            raise ValueError(f"presence of {present.size} tensors, the layout has {self.steps.size}")
         # Copies only go to the buffer that is not in use yet, so nothing changes before the swap.
         for tensor in np.flatnonzero(~present).tolist():
             span = self.local_span(tensor)
@@ -165,9 +154,8 @@ class Lion(Core):
 
     def memory(self) -> dict[str, int]:
         """Returns the bytes held, by buffer."""
-        results = [segment.result for segment in self.segments]
         return {
             **super().memory(),
             "momentum": self.momentum.nbytes + self.momentum_out.nbytes,
-            "packed_result": sum(result.nbytes for result in results if result is not None),
+            "packed_result": self.results_nbytes(),
         }

@@ -16,17 +16,15 @@ errors of the worker 2 * 4 B, of the server 2 * 4/n B.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.collectives.plan import Computation
 from ocomm.compression.layout import Layout
 from ocomm.errors import InvalidRequestError
-from ocomm.kernels.base import Bytes, Floats, Kernels
-from ocomm.optim.core import Bools, Core, Exchange, Flags, Group
+from ocomm.kernels.base import Floats, Kernels
+from ocomm.optim.core import Bools, Group, OneStageCore
 from ocomm.optim.dense_codes import DenseOptions
 
 #: beta of LoCo's errors, and the number of steps after which they are zeroed.
@@ -40,10 +38,11 @@ class LowBitOptions(DenseOptions):
     """The options of averages of gradients. Raises SettingsError for impossible values."""
 
 
-class LowBitAverages(Core):
+class LowBitAverages(OneStageCore):
     """The averages, in ``options.dense_bits`` bits, of gradients of the tensors of ``layout``."""
 
     kind = "Optimizer"
+    travels_dense = True
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: LowBitOptions) -> None:
         super().__init__(layout, rank, kernels, options)
@@ -57,17 +56,6 @@ class LowBitAverages(Core):
 
     def set_hyper(self, group: Group) -> None:
         """Does nothing: gradients travel as they are."""
-
-    @cached_property
-    def _exchange(self) -> Exchange:
-        everything = np.ones(len(self.layout.tensors), np.bool_)
-        return Exchange(~everything, everything)
-
-    def exchange(self) -> Exchange:
-        return self._exchange
-
-    def compress(self, segment: int, packed: Bytes, flags: Flags) -> Computation:
-        raise AssertionError("nothing travels compressed")
 
     def commit_dense(self, present: Bools) -> None:
         if self._averages_errors:

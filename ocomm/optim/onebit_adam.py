@@ -224,8 +224,6 @@ class OneBitAdam(Core):
 
         The arrays returned by ``compress``, ``average`` and ``result`` are invalid afterwards.
         """
-        if present.shape != self.stage.shape:
-            raise ValueError(f"presence of {present.size} tensors, the layout has {self.stage.size}")
         compressed = self.exchange().compressed
         if not compressed.any():
             return

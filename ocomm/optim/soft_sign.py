@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,8 @@ import numpy as np
 from ocomm.collectives.plan import Computation, loop
 from ocomm.compression.layout import Layout, SegmentLayout, all_blocks
 from ocomm.errors import SettingsError
-from ocomm.kernels.base import Bytes, Floats, Kernels, Table
-from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, address
+from ocomm.kernels.base import Floats, Kernels, Table
+from ocomm.optim.core import Bools, Flags, Group, OneStageCore, address
 from ocomm.optim.options import Options, option
 
 EPS = 1e-12
@@ -46,10 +45,11 @@ class SoftSignSGDOptions(Options):
             raise SettingsError(f"amsgrad_after must be a number of steps or None, got {self.amsgrad_after}")
 
 
-class SoftSignSGD(Core):
+class SoftSignSGD(OneStageCore):
     """SoftSignSGD for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
     kind = "SoftSignSGD"
+    travels_dense = True
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: SoftSignSGDOptions) -> None:
         super().__init__(layout, rank, kernels, options)
@@ -84,17 +84,6 @@ class SoftSignSGD(Core):
 
     # One step
 
-    @cached_property
-    def _exchange(self) -> Exchange:
-        everything = np.ones(len(self.layout.tensors), np.bool_)
-        return Exchange(~everything, everything)
-
-    def exchange(self) -> Exchange:
-        return self._exchange
-
-    def compress(self, segment: int, packed: Bytes, flags: Flags) -> Computation:
-        raise AssertionError("nothing travels compressed")
-
     def dense_source(self, segment: SegmentLayout, flags: Flags) -> tuple[list[Computation], Table]:
         soft_sign = loop(
             Kernels.soft_sign,
@@ -116,8 +105,6 @@ class SoftSignSGD(Core):
 
     def commit(self, present: Bools, averages: Floats) -> None:
         """Swaps the state with what the exchange has written, and moves the parameters. Overwrites ``averages``."""
-        if present.shape != self.steps.shape:
-            raise ValueError(f"presence of {present.size} tensors, the layout has {self.steps.size}")
         # Copies only go to the buffers that are not in use yet, so nothing changes before the swap.
         for tensor in np.flatnonzero(~present).tolist():
             self._keep(tensor)

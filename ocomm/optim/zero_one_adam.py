@@ -364,7 +364,7 @@ class ZeroOneAdam(Core):
             first = self.refreshed[tensor] == 0
             decayed = self.param_memory.host(average)
             if rows["weight_decay"][tensor] != 0:
-                decayed = decayed + rows["weight_decay"][tensor] * self.param_memory.host(self._param(tensor))
+                decayed = decayed + rows["weight_decay"][tensor] * self.param_memory.host(self.param(tensor))
             self._refresh(tensor, decayed)
             if first and self.refreshed[tensor]:
                 self._dense_refreshes[tensor] = max(1, refreshes)
@@ -378,7 +378,7 @@ class ZeroOneAdam(Core):
         self._waits[ready] = False
         if self._synced is not None:
             for tensor in np.flatnonzero(ready).tolist():
-                self._synced[self.flat_span(tensor)] = self._param(tensor)
+                self._synced[self.flat_span(tensor)] = self.param(tensor)
 
     def _keep_waiting(self, without: Bools) -> None:
         """Takes a step of tensors without a variance, all of whose elements are masked: parameters only decay, and
@@ -436,14 +436,14 @@ class ZeroOneAdam(Core):
         """Keeps the current parameters of tensors that have not moved since the last sync, as those they start from."""
         if self._synced is not None:
             for tensor in np.flatnonzero(moving & (self._interval_lr == 0)).tolist():
-                self._synced[self.flat_span(tensor)] = self._param(tensor)
+                self._synced[self.flat_span(tensor)] = self.param(tensor)
 
     def _leave_sync(self, tensors: Bools, moves: bool) -> None:
         """Keeps the momentum that a sync has left of ``tensors`` and, if they will move, their parameters."""
         if moves and self._update is None:
             self._update, self._synced = (self.param_memory.zeros(self.layout.flat_numel) for _ in range(2))
             for tensor in np.flatnonzero(self.stage == Stage.COMPRESSED).tolist():
-                self._synced[self.flat_span(tensor)] = self._param(tensor)
+                self._synced[self.flat_span(tensor)] = self.param(tensor)
         if not self._average_momentum.size:
             self._average_momentum = self.param_memory.zeros(self.layout.flat_numel)
         for tensor in np.flatnonzero(tensors & self._is_average).tolist():
@@ -463,7 +463,7 @@ class ZeroOneAdam(Core):
         decay = self.tensors["weight_decay"][tensor]
         if decay != 0:
             span = self.flat_span(tensor)
-            param = self._param(tensor) if self._synced is None else self._synced[span]
+            param = self.param(tensor) if self._synced is None else self._synced[span]
             averages[span] = self.param_memory.host(averages[span]) + decay * self.param_memory.host(param)
 
     def _refresh(self, tensor: int, gradient: Floats) -> None:
@@ -589,7 +589,7 @@ class ZeroOneAdam(Core):
         span = self.flat_span(tensor)
         if self._update is not None and self._synced is not None:
             self._update[span] = 0.0
-            self._synced[span] = self._param(tensor)
+            self._synced[span] = self.param(tensor)
         self._interval_lr[tensor], self._interval_decay[tensor] = 0.0, 1.0
         self._is_average[tensor] = True
         self._waits[tensor] = False
@@ -648,7 +648,7 @@ class ZeroOneAdam(Core):
             if "denominator" in tensor_state:
                 self.preconditioner.load_tensor_state(tensor, tensor_state)
             if "synced" in tensor_state:
-                self._param(tensor)[:] = tensor_state["synced"]
+                self.param(tensor)[:] = tensor_state["synced"]
             self._forget(tensor)
             self.momentum[self.flat_span(tensor)] = momenta[tensor]
             self._variance.pop(tensor, None)
@@ -681,7 +681,7 @@ class ZeroOneAdam(Core):
             flat["update"] = self._saved(self._update)
             flat["parameter"] = np.zeros_like(flat["update"])
             for tensor in range(self.stage.size):
-                flat["parameter"][self.flat_span(tensor)] = self.param_memory.host(self._param(tensor))
+                flat["parameter"][self.flat_span(tensor)] = self.param_memory.host(self.param(tensor))
         return {
             **super().rank_state(),
             "flat": flat,
@@ -720,7 +720,7 @@ class ZeroOneAdam(Core):
             self.momentum[span] = flat["momentum"][span]
             if self._interval_lr[tensor] > 0 and self._update is not None:
                 self._update[span] = flat["update"][span]
-                self._param(tensor)[:] = flat["parameter"][span]
+                self.param(tensor)[:] = flat["parameter"][span]
 
     def reset_rank_state(self) -> None:
         """Resets the rank state to that after the last sync; sets back parameters that have moved since."""
@@ -728,7 +728,7 @@ class ZeroOneAdam(Core):
             span = self.flat_span(tensor)
             self.momentum[span] = self._average_momentum[span]
             if self._interval_lr[tensor] > 0 and self._synced is not None:
-                self._param(tensor)[:] = self._synced[span]
+                self.param(tensor)[:] = self._synced[span]
         if self._update is not None:
             self._update[:] = 0.0
         self._start_interval()
@@ -752,12 +752,8 @@ class ZeroOneAdam(Core):
             "average_momentum": self._average_momentum.nbytes,
             "variance": sum(v.nbytes for v in self._variance.values()),
             **{name: 0 if buffer is None else buffer.nbytes for name, buffer in optional.items()},
-            "packed": sum(s.result.nbytes for s in self.segments if s.result is not None),
+            "packed_result": self.results_nbytes(),
         }
-
-    def _param(self, tensor: int) -> Floats:
-        """Returns the parameter at its address: a flat view."""
-        return self.param_memory.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
 
     def _blocks_of(self, tensors: Sequence[int]) -> Table:
         if len(tensors) == len(self.stage):

@@ -56,7 +56,7 @@ def cores(base: type[Core] = Core) -> Iterator[type[Core]]:
 
 #: Averages in codes, whose options follow from ``compression``.
 WITHOUT_OPTIONS = {"Optimizer", "GradientTape"}
-CORES = {core.kind: core for core in cores() if core.kind not in WITHOUT_OPTIONS}
+CORES = {core.kind: core for core in cores() if getattr(core, "kind", None) not in {None, *WITHOUT_OPTIONS}}
 
 
 def definition_of(kind: str) -> type[Options]:
@@ -89,7 +89,7 @@ def words(text: str) -> str:
 
 
 def test_there_are_the_optimizers_that_we_know() -> None:
-    known = {"Birder", "Lion", "OneBitAdam", "OneBitLamb", "SoftSignSGD", "ZeroOneAdam"}
+    known = {"Birder", "DiLoCo", "EFSGD", "Lion", "OneBitAdam", "OneBitLamb", "SoftSignSGD", "ZeroOneAdam"}
     assert known <= CORES.keys()
 
 

@@ -91,8 +91,3 @@ def test_the_counters_of_a_checkpoint_decide_when_magnitudes_may_fall() -> None:
     core.load_state({"committed": 3, "steps": [3, 1]})
     assert core.amsgrad
     assert core.state()["steps"] == [3, 1]
-
-
-def test_presence_of_another_number_of_tensors_is_refused() -> None:
-    with pytest.raises(ValueError, match="presence of 3 tensors, the layout has 2"):
-        cores(1)[0].commit(np.ones(3, bool), np.zeros(0, np.float32))

@@ -64,8 +64,3 @@ def test_the_counters_of_a_checkpoint_are_those_of_the_next_coins() -> None:
     core.load_state({"committed": 7, "steps": [7, 2]})
     assert core.state() == {"committed": 7, "steps": [7, 2]}
     assert core._owner_noise["step"] == 7
-
-
-def test_presence_of_another_number_of_tensors_is_refused() -> None:
-    with pytest.raises(ValueError, match="presence of 3 tensors, the layout has 2"):
-        cores(1)[0].commit(np.ones(3, bool), np.zeros(0, np.float32))
