@@ -24,6 +24,7 @@ import torch.distributed as dist
 import ocomm_torch as hvd
 from ocomm.config import read_launch
 from ocomm.errors import InvalidRequestError
+from ocomm.optim.options import documented
 from ocomm_torch import trainers
 
 _IS_OLD_NAME = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
@@ -99,6 +100,12 @@ class OcommEnvironment(ClusterEnvironment):
             )
 
 
+@documented(
+    {
+        "optimizer": f'What wraps each optimizer of ``configure_optimizers``: {trainers.ONE_BIT_NAMES}, "dense" for '
+        "``DistributedOptimizer``, or a function with their arguments."
+    }
+)
 class OcommStrategy(DDPStrategy):
     """Data-parallel training whose gradients ocomm's optimizers exchange.
 
@@ -107,9 +114,7 @@ class OcommStrategy(DDPStrategy):
     have a folder beside them, ``NAME.ckpt.ranks``, with what only one rank has of a 1-bit optimizer.
 
     Args:
-        optimizer: What wraps each optimizer of ``configure_optimizers``: "onebit_adam", "onebit_lamb",
-            "zero_one_adam", "birder", "softsign_sgd", "lion", "ef_sgd", "dense" for ``DistributedOptimizer``, or a
-            function with their arguments.
+        {arguments}
         accelerator: As in ``DDPStrategy``.
         parallel_devices: As in ``DDPStrategy``.
         cluster_environment: As in ``DDPStrategy``; None for the launcher's, and Lightning's own launcher without one.

@@ -35,6 +35,8 @@ WRAPPERS: Mapping[str, Callable[..., Any]] = {
     "ef_sgd": DistributedEFSGD,
     "dense": DistributedOptimizer,
 }
+#: The names of those that send 1 bit, for documentation.
+ONE_BIT_NAMES = ", ".join(f'"{name}"' for name in WRAPPERS if name != "dense")
 
 
 def wrapper_of(optimizer: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ocomm_torch as hvd
 from ocomm.errors import InvalidRequestError
+from ocomm.optim.options import documented
 from ocomm_torch import trainers
 from ocomm_torch.compressed import CompressedOptimizer
 
@@ -22,6 +23,9 @@ TrainerCallback: Any = transformers.TrainerCallback
 _CLIPPING = "max_grad_norm of TrainingArguments"
 
 
+@documented(
+    {"optimizer": f"What wraps the Trainer's optimizer: {trainers.ONE_BIT_NAMES}, or a function with their arguments."}
+)
 class OcommCallback(TrainerCallback):
     """Makes a Trainer train with a 1-bit optimizer. Adds itself to the Trainer's callbacks.
 
@@ -32,8 +36,7 @@ class OcommCallback(TrainerCallback):
 
     Args:
         trainer: The ``transformers.Trainer``, or one of a subclass.
-        optimizer: What wraps the Trainer's optimizer: "onebit_adam", "onebit_lamb", "zero_one_adam", "birder",
-            "softsign_sgd", "lion", "ef_sgd", or a function with their arguments.
+        {arguments}
         options: Passed on to the function that wraps.
 
     Raises:

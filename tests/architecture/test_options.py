@@ -10,6 +10,7 @@ import json
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,28 @@ def words(text: str) -> str:
 def test_there_are_the_optimizers_that_we_know() -> None:
     known = {"Birder", "DiLoCo", "EFSGD", "Lion", "OneBitAdam", "OneBitLamb", "SoftSignSGD", "ZeroOneAdam"}
     assert known <= CORES.keys()
+
+
+def test_lists_of_all_optimizers_have_each() -> None:
+    """DiLoCo's steps are of another sort: trainers do not know it, and it has tests of its own."""
+    pytest.importorskip("torch")
+    from ocomm_torch.trainers import WRAPPERS
+    from tests.frontends.every_kind import KINDS
+
+    wrappers = {wrapper_of("ocomm_torch", kind) for kind in CORES.keys() - {"DiLoCo"}}
+    assert wrappers <= {*WRAPPERS.values()}
+    assert wrappers == {kind.wrapper for kind in KINDS.values()}
+    root = Path(__file__).parents[2]
+    page = (root / "docs/trainers/lightning.md").read_text()
+    assert not [name for name in WRAPPERS if f'"{name}"' not in page]
+    for name in ("docs/gpu.md", "docs/choosing.md", "README.md", "docs/api/torch.md", "docs/api/keras.md"):
+        page = (root / name).read_text()
+        missing = [kind for kind in CORES if kind != "SoftSignSGD" and f"Distributed{kind}" not in page]
+        assert not missing, f"{name} does not name {missing}"
+    for name in ("on_fake_gpu.py", "test_tf_options.py"):
+        page = (root / "tests/frontends" / name).read_text()
+        without = {"DiLoCo", "OneBitLamb"} if name == "on_fake_gpu.py" else {"DiLoCo"}
+        assert not [kind for kind in CORES.keys() - without if f"hvd.Distributed{kind}(" not in page], name
 
 
 @pytest.mark.parametrize("frontend", OWN)
