@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from ocomm import bootstrap, operations
 from ocomm import session as sessions
 from ocomm.config import read_launch
+from ocomm.docstrings import AVERAGE_OR_SUM, GATHERED, HANDLE, IN_PLACE, ROWS, SHARE, collective
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import NUMPY, Allreduce, ProcessSet, choose_op, global_process_set, handles
 from ocomm.types import ReduceOp
@@ -272,6 +273,7 @@ def allreduce(
     return operations.allreduce(sessions.current(), NUMPY, call).wait()
 
 
+@collective(HANDLE)
 def allreduce_async(
     array: ArrayLike,
     average: bool | None = None,
@@ -281,11 +283,15 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an ``allreduce`` with the same arguments, and returns a handle at once."""
+    """Starts an ``allreduce``, whose result is a new array."""
     call = Allreduce([np.asarray(array)], name, choose_op(op, average), prescale_factor, postscale_factor, process_set)
     return handles.add(operations.allreduce(sessions.current(), NUMPY, call))
 
 
+@collective(
+    "The same array, with the same bits on every rank.",
+    array=IN_PLACE,
+)
 def allreduce_(
     array: NDArray[Any],
     average: bool | None = None,
@@ -295,13 +301,11 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> NDArray[Any]:
-    """Reduces ``array`` over the ranks in place and returns it. Collective; takes the arguments of ``allreduce``.
-
-    Raises InvalidRequestError if ``array`` is not a writable NumPy array.
-    """
+    """Reduces an array over the ranks in place. Collective; waits for the result."""
     return synchronize(allreduce_async_(array, average, name, op, prescale_factor, postscale_factor, process_set))
 
 
+@collective(HANDLE, array=IN_PLACE)
 def allreduce_async_(
     array: NDArray[Any],
     average: bool | None = None,
@@ -311,15 +315,14 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an ``allreduce_`` and returns a handle at once; ``array`` holds the result once the handle is
-    synchronized.
-    """
+    """Starts an ``allreduce_``; the array holds the result once the handle is synchronized."""
     _writable(array)
     factors = prescale_factor, postscale_factor
     call = Allreduce([array], name, choose_op(op, average), *factors, process_set, in_place=True)
     return handles.add(operations.allreduce(sessions.current(), NUMPY, call))
 
 
+@collective("New arrays of the same shapes and dtypes, with the same bits on every rank.")
 def grouped_allreduce(
     arrays: Sequence[ArrayLike],
     average: bool | None = None,
@@ -330,14 +333,14 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[NDArray[Any]]:
     """Reduces several arrays, which all become ready at the same time: when every rank has submitted all of them.
-
-    Collective. Takes the arguments of ``allreduce``, with a sequence of arrays, and returns a list of new arrays.
+    Collective; waits for the result.
     """
     return synchronize(
         grouped_allreduce_async(arrays, average, name, op, prescale_factor, postscale_factor, process_set)
     )
 
 
+@collective(HANDLE)
 def grouped_allreduce_async(
     arrays: Sequence[ArrayLike],
     average: bool | None = None,
@@ -347,7 +350,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a ``grouped_allreduce`` with the same arguments, and returns one handle for the group at once."""
+    """Starts a ``grouped_allreduce``; the handle is that of the group."""
     inputs, factors = [np.asarray(array) for array in arrays], (prescale_factor, postscale_factor)
     call = Allreduce(inputs, name, choose_op(op, average), *factors, process_set, grouped=True)
     return handles.add(operations.allreduce(sessions.current(), NUMPY, call))
@@ -390,17 +393,23 @@ def compressed_allreduce(
     return operations.compressed_allreduce(session, process_set.number(session), name, values, hierarchical)
 
 
+@collective(
+    "A new array.",
+    array=GATHERED,
+)
 def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> NDArray[Any]:
-    """Concatenates the arrays of all ranks along the first dimension, in rank order. Collective; waits for the result.
-
-    The length of the first dimension may differ between ranks; dtype and the other dimensions are equal. Returns a new
-    array.
+    """Concatenates the arrays of all ranks along the first dimension, in rank order. Collective; waits for the
+    result.
     """
     return synchronize(allgather_async(array, name, process_set))
 
 
+@collective(
+    HANDLE,
+    array=GATHERED,
+)
 def allgather_async(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Starts an ``allgather`` with the same arguments, and returns a handle at once."""
+    """Starts an ``allgather``, whose result is a new array."""
     return handles.add(
         operations.without_sizes(
             operations.allgather(sessions.current(), NUMPY, [np.asarray(array)], name, process_set, False)
@@ -408,40 +417,37 @@ def allgather_async(array: ArrayLike, name: str | None = None, process_set: Proc
     )
 
 
+@collective("A new array with the contents of the root's.")
 def broadcast(
     array: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NDArray[Any]:
-    """Returns a new array with the contents of ``array`` on the rank ``root_rank``. Collective; waits for the result.
-
-    ``root_rank`` is a rank of the whole job, also if a process set is given. Shape and dtype are equal on all ranks.
-    """
+    """Sends an array of the rank ``root_rank`` to all ranks. Collective; waits for the result."""
     return synchronize(broadcast_async(array, root_rank, name, process_set))
 
 
+@collective(HANDLE)
 def broadcast_async(
     array: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Starts a ``broadcast`` with the same arguments, and returns a handle at once."""
+    """Starts a ``broadcast``, whose result is a new array."""
     return handles.add(
         operations.broadcast(sessions.current(), NUMPY, np.asarray(array), root_rank, name, process_set, False)
     )
 
 
+@collective("The same array.", array=IN_PLACE)
 def broadcast_(
     array: NDArray[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> NDArray[Any]:
-    """Replaces ``array`` on every rank by that of ``root_rank``, in place, and returns it. Collective; waits for the
-    result.
-    """
+    """Replaces an array on every rank by that of ``root_rank``, in place. Collective; waits for the result."""
     return synchronize(broadcast_async_(array, root_rank, name, process_set))
 
 
+@collective(HANDLE, array=IN_PLACE)
 def broadcast_async_(
     array: NDArray[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Starts a ``broadcast_`` and returns a handle at once; ``array`` holds the result once the handle is
-    synchronized.
-    """
+    """Starts a ``broadcast_``; the array holds the result once the handle is synchronized."""
     _writable(array)
     return handles.add(operations.broadcast(sessions.current(), NUMPY, array, root_rank, name, process_set, True))
 
@@ -469,19 +475,27 @@ def alltoall(
     return synchronize(alltoall_async(array, splits, name, process_set))
 
 
+@collective(
+    HANDLE,
+    array=ROWS,
+)
 def alltoall_async(
     array: ArrayLike,
     splits: ArrayLike | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an ``alltoall`` with the same arguments, and returns a handle at once."""
+    """Starts an ``alltoall``, with the results that this returns."""
     operation = operations.alltoall(sessions.current(), NUMPY, np.asarray(array), splits, name, process_set)
     if splits is None:
         return handles.add(operations.without_sizes(operation))
     return handles.add(operation.then(lambda result: (result[0], np.array(result[1], np.int32))))
 
 
+@collective(
+    SHARE,
+    op=AVERAGE_OR_SUM,
+)
 def reducescatter(
     array: ArrayLike,
     name: str | None = None,
@@ -490,14 +504,13 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> NDArray[Any]:
-    """Reduces an array over the ranks and returns this rank's share of the rows of the result. Collective; waits.
-
-    Rows are shared out evenly in rank order; the first ranks get one row more if there is a remainder. ``op`` is
-    Average or Sum. ``prescale_factor`` multiplies every input, ``postscale_factor`` the result.
+    """Reduces an array over the ranks and gives each rank a part of the rows of the result. Collective; waits for the
+    result.
     """
     return synchronize(reducescatter_async(array, name, op, process_set, prescale_factor, postscale_factor))
 
 
+@collective(HANDLE, op=AVERAGE_OR_SUM)
 def reducescatter_async(
     array: ArrayLike,
     name: str | None = None,
@@ -506,7 +519,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts a ``reducescatter`` with the same arguments, and returns a handle at once."""
+    """Starts a ``reducescatter``."""
     return handles.add(
         operations.reducescatter(
             sessions.current(),
@@ -522,6 +535,7 @@ def reducescatter_async(
     )
 
 
+@collective()
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until every rank of the process set has called it. Collective."""
     operations.barrier(sessions.current(), process_set)
@@ -549,38 +563,46 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
 
 
 def poll(handle: int) -> bool:
-    """Returns True if ``synchronize(handle)`` will not block. Raises InvalidRequestError for an unknown handle."""
+    """Returns whether an asynchronous call is over.
+
+    Args:
+        handle: What the call has returned.
+
+    Returns:
+        True if ``synchronize(handle)`` will not block.
+
+    Raises:
+        InvalidRequestError: The handle is unknown.
+    """
     return handles.poll(handle)
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for an asynchronous call and returns its result, or None if the handle is unknown or was synchronized
-    before.
+    """Waits for an asynchronous call.
 
-    Raises HorovodInternalError if the call failed: MismatchError, StallError or PeerError.
+    Args:
+        handle: What the call has returned.
+
+    Returns:
+        Its result; None if the handle is unknown or was synchronized before.
+
+    Raises:
+        HorovodInternalError: The collective failed: MismatchError, StallError or PeerError.
     """
     return handles.synchronize(handle)
 
 
+@collective("The object of the root, on the root itself the same one.")
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Returns the object of ``root_rank`` on every rank. Collective; waits for the result.
-
-    ``root_rank`` is a rank of the whole job, also if a process set is given. The object must be picklable. Unpickling
-    runs the code that its bytes name, so the other ranks trust the root, and the network: MPI has neither keys nor
-    encryption (``docs/security.md``).
-    """
+    """Sends an object of the rank ``root_rank`` to all ranks. Collective; waits for the result."""
     return operations.broadcast_object(sessions.current(), obj, root_rank, name, process_set)
 
 
+@collective("The objects in rank order, without those of ranks that have joined.")
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Returns a list of the objects of all ranks in rank order, without those of ranks that have joined. Collective;
-    waits.
-
-    The objects must be picklable. Unpickling runs the code that their bytes name, so the ranks trust each other, and
-    the network: MPI has neither keys nor encryption (``docs/security.md``).
-    """
+    """Sends an object of each rank to all ranks. Collective; waits for the result."""
     return operations.allgather_object(sessions.current(), obj, name, process_set)
 
 

@@ -225,6 +225,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Operations of the set that some of its ranks have not asked for by then fail.
 
+    Args:
+        process_set: The set.
+
     Returns:
         False if the set was not registered, or is the set of all ranks; else True.
 

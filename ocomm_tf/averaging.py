@@ -26,6 +26,28 @@ from ocomm_tf.low_bit import CodedGradients, coded
 from ocomm_tf.naming import key_of, name_of
 from ocomm_tf.replicas import comparison_of, kind_of, options_of, rate_line
 
+#: The arguments that the tape and the optimizers share, by name.
+ARGUMENTS = {
+    "gradtape": "The tape.",
+    "name": "Names a Keras optimizer in messages.",
+    **dict.fromkeys(("device_dense", "device_sparse", "use_locking"), "Accepted as in Horovod, and ignored."),
+    "compression": "A class of ``Compression``. ``int8`` and ``int4`` send whole numbers with a scale for every 128 "
+    "elements, and keep what that loses for the next step (docs/algorithms.md): ``op`` is Average, ``groups`` is not "
+    "given, variables are float32, bfloat16 or float16, ``tf.IndexedSlices`` are made dense, and building a Keras "
+    "optimizer is collective.",
+    "sparse_as_dense": "Makes ``tf.IndexedSlices`` dense instead of gathering them.",
+    "backward_passes_per_step": "The number of passes whose gradients are summed before they are exchanged and "
+    "applied. An optimizer of ``tf.compat.v1`` counts the runs of its graph.",
+    "op": "Average or Sum.",
+    "gradient_predivide_factor": "Divides gradients before the sum; the rest of the average is applied after it.",
+    "average_aggregated_gradients": "Whether gradients of several passes are averaged instead of summed.",
+    "num_groups": "Horovod's older name for a number of ``groups``.",
+    "groups": "A number of groups, or lists of variables; a group is exchanged only when it is complete.",
+    "process_set": "The ranks that train together.",
+    "local_layers": "A Keras layer, or several, whose variables each rank has for itself: their gradients are not "
+    "averaged.",
+    "scale_local_gradients": "Whether gradients that stay on this rank are divided by the number of ranks.",
+}
 #: By runtime, because the ranks of another runtime must agree again.
 _known: weakref.WeakKeyDictionary[Any, dict[Any, tuple[list[str], DenseNotices | None]]] = weakref.WeakKeyDictionary()
 

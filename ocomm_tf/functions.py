@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ocomm import api, operations
 from ocomm import session as sessions
+from ocomm.docstrings import collective
 from ocomm.errors import MismatchError
 from ocomm.operations import NUMPY, ProcessSet, global_process_set
 from ocomm_tf.errors import public
@@ -111,8 +112,9 @@ def _broadcast_in_wire_order(
 
 
 @public
+@collective("The operation that a session must run.")
 def broadcast_global_variables(root_rank: int, process_set: ProcessSet = global_process_set) -> Any:
-    """Overwrites all variables of the graph (tf.compat.v1) with those of ``root_rank``; returns the operation."""
+    """Overwrites all variables of a graph of ``tf.compat.v1`` with those of the rank ``root_rank``. Collective."""
     if tf.executing_eagerly():
         raise RuntimeError(
             "hvd.broadcast_global_variables() does not support eager execution. Please use "
@@ -126,7 +128,13 @@ def _assign_all(variables: Sequence[Any], root_rank: int, process_set: ProcessSe
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Overwrites all variables with those of ``root_rank`` when a ``tf.compat.v1`` session is made. Collective."""
+    """Overwrites all variables with those of ``root_rank`` when a ``tf.compat.v1`` session is made. Collective.
+
+    Args:
+        root_rank: The rank whose values all ranks get, a rank of the whole job.
+        device: Accepted as in Horovod, and ignored.
+        process_set: The ranks that take part.
+    """
 
     def __init__(self, root_rank: int, device: str = "", process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
@@ -142,6 +150,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
 
 
 @public
+@collective("The object of the root, on the root itself the same one.")
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -149,30 +158,24 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the object of ``root_rank``, a rank of the whole job, on every rank. Collective; waits for the result.
-
-    The object must be picklable; ``session`` is ignored. Unpickling runs the code that its bytes name, so the other
-    ranks trust the root and MPI's network (``docs/security.md``).
-    """
+    """Sends an object of the rank ``root_rank`` to all ranks. Collective; waits for the result."""
     return api.broadcast_object(obj, root_rank, name, process_set)
 
 
+@collective("A function of an object, which is collective.")
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """Returns ``broadcast_object`` as a function of the object."""
+    """Makes a function of ``broadcast_object`` with these arguments."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
 @public
+@collective("The objects in rank order, without those of ranks that have joined.")
 def allgather_object(
     obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Returns a list of the objects of all ranks, in rank order. Collective; waits for the result.
-
-    The objects must be picklable; ``session`` is ignored. Unpickling runs the code that their bytes name, so ranks
-    trust each other and MPI's network (``docs/security.md``).
-    """
+    """Sends an object of each rank to all ranks. Collective; waits for the result."""
     return api.allgather_object(obj, name, process_set)
 
 
@@ -180,7 +183,12 @@ def allgather_object(
 def check_replicas(variables: Sequence[Any], process_set: ProcessSet = global_process_set) -> None:
     """Compares the variables of all ranks bit for bit. Collective.
 
-    Raises MismatchError, which names the first variable that differs and the ranks, or says that their number differs.
+    Args:
+        variables: ``tf.Variable`` or Keras variables, in the same order on all ranks.
+        process_set: The ranks that take part.
+
+    Raises:
+        MismatchError: A variable differs, the first of which is named with the ranks, or the number of variables does.
     """
     sums = [hashlib.blake2b(np.ascontiguousarray(v.numpy()).tobytes(), digest_size=8).hexdigest() for v in variables]
     everyone = api.allgather_object(sums, process_set=process_set)

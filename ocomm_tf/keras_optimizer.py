@@ -15,12 +15,13 @@ import numpy as np
 
 from ocomm import session as sessions
 from ocomm.api import Average
+from ocomm.docstrings import documented
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import Floats
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training import report
 from ocomm.training.resume import Source
-from ocomm_tf.averaging import Averaging, groups_of, scaled, variables_of
+from ocomm_tf.averaging import ARGUMENTS, Averaging, groups_of, scaled, variables_of
 from ocomm_tf.compression import Compression, Compressor
 from ocomm_tf.low_bit import CodedGradients
 
@@ -248,6 +249,7 @@ def check_wrappable(optimizer: Any) -> None:
         raise InvalidRequestError(f"this {type(optimizer).__name__} is distributed already; wrap it once.")
 
 
+@documented({**ARGUMENTS, "optimizer": "A Keras optimizer."})
 def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
@@ -267,8 +269,10 @@ def DistributedOptimizer(
     """Makes a Keras optimizer step on gradients that are averaged over the ranks of ``process_set``.
 
     Gradients are averaged before they are clipped, and after Keras has accumulated them if
-    ``gradient_accumulation_steps`` is set. Steps are collective. The arguments are those of
-    ``ocomm_tf.DistributedOptimizer``.
+    ``gradient_accumulation_steps`` is set. Steps are collective.
+
+    Args:
+        {arguments}
 
     Returns:
         An optimizer of a subclass with the same name, which shares the optimizer's state; models saved with it load
@@ -311,6 +315,7 @@ def DistributedOptimizer(
     return wrapped
 
 
+@documented({**ARGUMENTS, "optimizer": "A Keras optimizer."})
 def PartialDistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
@@ -328,8 +333,18 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """``DistributedOptimizer``, except for the variables of ``local_layers`` (one Keras layer, or several), which are
-    not averaged.
+    """Makes a Keras optimizer step on gradients that are averaged over the ranks of ``process_set``, but those of
+    ``local_layers``, which stay on their rank. Steps are collective.
+
+    Args:
+        {arguments}
+
+    Returns:
+        An optimizer, as ``DistributedOptimizer`` returns it.
+
+    Raises:
+        InvalidRequestError: An argument cannot be right (a ValueError).
+        MismatchError: At the first step: the ranks train different variables.
     """
     wrapped = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,

@@ -37,6 +37,7 @@ from ocomm import api, operations
 from ocomm import session as sessions
 from ocomm.api import Adasum, Average, Max, Sum
 from ocomm.collectives.scratch import ALIGNMENT, aligned
+from ocomm.docstrings import AVERAGE_OR_SUM, GATHERED, SHARE, collective, documented
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import Bytes
 from ocomm.operations import NUMPY, Operation, ProcessSet, RepeatedAllreduce, choose_op, global_process_set
@@ -482,6 +483,7 @@ def _allreduce_slices(
 
 
 @public
+@collective("New tensors of the same shapes and dtypes.")
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -497,7 +499,7 @@ def grouped_allreduce(
 ) -> list[Any]:
     """Reduces several tensors, which all become ready at the same time: when every rank has submitted all of them.
 
-    Collective. ``tf.IndexedSlices`` are a group of their own. Returns a list of new tensors.
+    Collective. ``tf.IndexedSlices`` are a group of their own.
     """
     chosen = choose_op(op, average)
     factors = prescale_factor, postscale_factor
@@ -538,6 +540,10 @@ def _allgather(
 
 
 @public
+@collective(
+    "A new tensor.",
+    tensor=GATHERED,
+)
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -546,20 +552,22 @@ def allgather(
 ) -> tf.Tensor:
     """Concatenates the tensors of all ranks along the first dimension, in rank order. Collective.
 
-    The length of the first dimension may differ between ranks; dtype and the other dimensions are equal. Returns a new
-    tensor. The gradient is this rank's rows of the averaged gradient.
+    The gradient is this rank's rows of the averaged gradient.
     """
     return _allgather(_tensors([tensor]), name, process_set, False)[0]
 
 
 @public
+@collective("New tensors.", tensors="The inputs, as for ``allgather``; their number is the same on all ranks.")
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Makes an ``allgather`` of several tensors, which all become ready when every rank has submitted all of them."""
+    """Makes an ``allgather`` of several tensors, which all become ready when every rank has submitted all of them.
+    Collective.
+    """
     return _allgather(_tensors(tensors), name, process_set, True) if tensors else []
 
 
@@ -577,6 +585,7 @@ def start_broadcast(root_rank: int, process_set: ProcessSet) -> Start:
 
 
 @public
+@collective("A new tensor with the contents of the root's.")
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -584,9 +593,9 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Returns a new tensor with the contents of ``tensor`` on ``root_rank``, a rank of the whole job. Collective.
+    """Sends a tensor of the rank ``root_rank`` to all ranks. Collective.
 
-    Shape and dtype are equal on all ranks. The gradient is the averaged gradient on the root, zeros elsewhere.
+    The gradient is the averaged gradient on the root, zeros elsewhere.
     """
     start = start_broadcast(root_rank, process_set)
 
@@ -605,17 +614,17 @@ def broadcast(
 
 
 @public
+@collective("Their values.", variables="``tf.Variable`` or Keras variables, the same on all ranks in the same order.")
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Sequence[Any]:
-    """Overwrites ``variables`` (``tf.Variable`` or Keras variables) with those of ``root_rank``; returns their values.
-    Collective.
+    """Overwrites variables with those of the rank ``root_rank``. Collective.
 
     In a graph the variables have their values when the function has run or, in a session of ``tf.compat.v1``, when the
-    returned values have been fetched. Raises the errors of ``broadcast``.
+    returned values have been fetched.
     """
     start = start_broadcast(root_rank, process_set)
     results = run(
@@ -730,6 +739,10 @@ def _reducescatter(
 
 
 @public
+@collective(
+    SHARE,
+    op=AVERAGE_OR_SUM,
+)
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -741,16 +754,16 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """Reduces a tensor over the ranks and returns this rank's share of the rows of the result. Collective.
+    """Reduces a tensor over the ranks and gives each rank a part of the rows of the result. Collective.
 
-    Rows are shared out evenly in rank order; the first ranks get one row more if there is a remainder. ``op`` is
-    Average or Sum. The gradient is the allgathered gradient, times the number of ranks for Sum (as in Horovod).
+    The gradient is the allgathered gradient, times the number of ranks for Sum (as in Horovod).
     """
     factors = prescale_factor, postscale_factor
     return _reducescatter(_tensors([tensor]), name, op, *factors, process_set, False, compression)[0]
 
 
 @public
+@collective("This rank's share of each result.", op=AVERAGE_OR_SUM)
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
@@ -762,8 +775,8 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """Makes a ``reducescatter`` of several tensors, which all become ready when every rank has submitted all of
-    them.
+    """Makes a ``reducescatter`` of several tensors, which all become ready when every rank has submitted all of them.
+    Collective.
     """
     if not tensors:
         return []
@@ -775,6 +788,7 @@ def grouped_reducescatter(
 
 
 @public
+@collective()
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until every rank of the process set has called it. Collective; not for graphs."""
     operations.barrier(sessions.current(), process_set)
@@ -801,31 +815,78 @@ def _set_ranks(session: Session, process_set_id: int) -> tuple[int, ...]:
     return session.set_ranks[process_set_id]
 
 
+#: The arguments of operations that look up where the process is, by name.
+LOOKUP = {
+    "process_set_id": "The number of the process set, 0 for all ranks.",
+    "name": "The operation's name in the graph.",
+}
+
+
 @public
+@documented(LOOKUP)
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Returns ``size()`` of a process set, looked up whenever the graph runs; int32."""
+    """Returns ``size()`` of a process set, looked up whenever the graph runs.
+
+    Args:
+        {arguments}
+
+    Returns:
+        A scalar of int32.
+    """
     return _topology(lambda session: len(_set_ranks(session, process_set_id)), name)
 
 
 @public
+@documented(LOOKUP)
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """Returns ``rank()``, looked up whenever the graph runs; int32."""
+    """Returns ``rank()``, looked up whenever the graph runs.
+
+    Args:
+        {arguments}
+
+    Returns:
+        A scalar of int32.
+    """
     return _topology(lambda session: session.require_topology().rank, name)
 
 
 @public
+@documented(LOOKUP)
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """Returns ``local_size()``, looked up whenever the graph runs; int32."""
+    """Returns ``local_size()``, looked up whenever the graph runs.
+
+    Args:
+        {arguments}
+
+    Returns:
+        A scalar of int32.
+    """
     return _topology(lambda session: session.require_topology().local_size, name)
 
 
 @public
+@documented(LOOKUP)
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Returns ``local_rank()``, looked up whenever the graph runs; int32."""
+    """Returns ``local_rank()``, looked up whenever the graph runs.
+
+    Args:
+        {arguments}
+
+    Returns:
+        A scalar of int32.
+    """
     return _topology(lambda session: session.require_topology().local_rank, name)
 
 
 @public
+@documented(LOOKUP)
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Returns 1 if this rank is in the process set, else 0, looked up whenever the graph runs; int32."""
+    """Returns 1 if this rank is in the process set, else 0, looked up whenever the graph runs.
+
+    Args:
+        {arguments}
+
+    Returns:
+        A scalar of int32.
+    """
     return _topology(lambda session: int(session.require_topology().rank in _set_ranks(session, process_set_id)), name)

@@ -19,10 +19,11 @@ import tensorflow as tf
 from ocomm import session as sessions
 from ocomm.api import Average
 from ocomm.bootstrap import has_raised
+from ocomm.docstrings import documented
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm_tf import keras_optimizer, mpi_ops
-from ocomm_tf.averaging import Averaging, groups_of, scaled, variables_of
+from ocomm_tf.averaging import ARGUMENTS, Averaging, groups_of, scaled, variables_of
 from ocomm_tf.compression import Compression, Compressor
 from ocomm_tf.errors import public
 
@@ -65,6 +66,7 @@ class _DistributedGradientTape(tf.GradientTape):
 
 
 @public
+@documented(ARGUMENTS)
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -83,10 +85,9 @@ def DistributedGradientTape(
     Inside ``tf.function`` each exchange starts when its gradient is ready. ``gradient()`` is collective.
 
     Args:
-        gradtape: The tape.
-        process_set: The ranks that train together.
+        {arguments}
         scale_local_gradients: Whether a gradient that ``register_local_source(variable)`` keeps on this rank is divided
-            by the number of ranks. The other arguments are those of ``DistributedOptimizer``.
+            by the number of ranks.
 
     Returns:
         A tape with the records of ``gradtape``.
@@ -109,6 +110,7 @@ def DistributedGradientTape(
 
 
 @public
+@documented(ARGUMENTS)
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -123,8 +125,19 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """``DistributedGradientTape``, except for the variables of ``local_layers`` (one Keras layer, or several), which
-    are not averaged.
+    """Makes ``gradtape.gradient()`` average over the ranks of ``process_set``, except for what ``local_layers`` have.
+
+    Inside ``tf.function`` each exchange starts when its gradient is ready. ``gradient()`` is collective.
+
+    Args:
+        {arguments}
+
+    Returns:
+        A tape with the records of ``gradtape``.
+
+    Raises:
+        InvalidRequestError: An argument cannot be right (a ValueError).
+        MismatchError: In ``gradient()``: the ranks take gradients of different variables.
     """
     tape = DistributedGradientTape(
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups,
@@ -252,6 +265,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
         self._averaging.keep_local(var)
 
 
+@documented(ARGUMENTS)
 def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
@@ -273,21 +287,7 @@ def DistributedOptimizer(
 
     Args:
         optimizer: A Keras optimizer, or one of ``tf.compat.v1.train``.
-        name: Accepted as in Horovod, like ``use_locking``, ``device_dense`` and ``device_sparse``.
-        compression: A class of ``Compression``. ``int8`` and ``int4`` send whole numbers with a scale for every 128
-            elements, and keep what that loses for the next step (docs/algorithms.md): ``op`` is Average, ``groups`` is
-            not given, variables are float32, bfloat16 or float16, ``tf.IndexedSlices`` are made dense, and building a
-            Keras optimizer is collective.
-        sparse_as_dense: Makes ``tf.IndexedSlices`` dense instead of gathering them.
-        backward_passes_per_step: The number of passes whose gradients are summed before they are exchanged and applied.
-            An optimizer of ``tf.compat.v1`` counts the runs of its graph.
-        op: Average or Sum.
-        gradient_predivide_factor: Divides gradients before the sum; the rest of the average is applied after it.
-        average_aggregated_gradients: Whether gradients of several passes are averaged instead of summed.
-        num_groups: Horovod's older name for a number of ``groups``.
-        groups: A number of groups, or lists of variables; a group is exchanged only when it is complete.
-        process_set: The ranks that train together.
-        scale_local_gradients: Whether gradients that stay on this rank are divided by the number of ranks.
+        {arguments}
 
     Returns:
         An optimizer of a subclass with the same name, which shares the optimizer's state.

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ocomm import docstrings
 from ocomm import session as sessions
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.kernels.base import NOTHING, Floats
 from ocomm.kernels.device import Event
 from ocomm.operations import ProcessSet, global_process_set
-from ocomm.optim import options
 from ocomm.optim.core import Core, Group
 from ocomm.optim.grid import Grid
 from ocomm.optim.options import Options
@@ -70,7 +70,7 @@ def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
     """Returns a decorator that inserts the documentation of options, and ``texts`` by argument, into a class's
     docstring.
     """
-    return options.documented({**ARGUMENTS, **texts}, definition, Common, MemoryOptions)
+    return docstrings.documented({**ARGUMENTS, **texts}, definition, Common, MemoryOptions)
 
 
 class CompressedOptimizer(HasRankState):

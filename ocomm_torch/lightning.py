@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 import ocomm_torch as hvd
 from ocomm.config import read_launch
+from ocomm.docstrings import documented
 from ocomm.errors import InvalidRequestError
-from ocomm.optim.options import documented
 from ocomm_torch import trainers
 
 _IS_OLD_NAME = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules

@@ -29,6 +29,7 @@ from torch import Tensor
 from ocomm import operations
 from ocomm import session as sessions
 from ocomm.api import Average, Sum
+from ocomm.docstrings import AVERAGE_OR_SUM, GATHERED, HANDLE, ROWS, SHARE, collective
 from ocomm.errors import InvalidRequestError, OcommError, UnsupportedError
 from ocomm.kernels.base import Bytes
 from ocomm.kernels.device import DeviceMemory, is_reduced_on_devices
@@ -187,6 +188,7 @@ def _submit_allreduce(call: Allreduce) -> int:
     return handles.add(operations.prepare_allreduce(session, adapter, call, memory).submit())
 
 
+@collective(HANDLE)
 def allreduce_async(
     tensor: Tensor,
     average: bool | None = None,
@@ -196,11 +198,12 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an ``allreduce`` and returns a handle, whose result is a new tensor."""
+    """Starts an ``allreduce``, whose result is a new tensor."""
     factors = prescale_factor, postscale_factor
     return _submit_allreduce(Allreduce([tensor], name, choose_op(op, average), *factors, process_set))
 
 
+@collective(HANDLE)
 def allreduce_async_(
     tensor: Tensor,
     average: bool | None = None,
@@ -210,7 +213,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an ``allreduce_`` and returns a handle; ``tensor`` holds the result once the handle is synchronized."""
+    """Starts an ``allreduce_``; the tensor holds the result once the handle is synchronized."""
     factors = prescale_factor, postscale_factor
     return _submit_allreduce(Allreduce([tensor], name, choose_op(op, average), *factors, process_set, in_place=True))
 
@@ -294,6 +297,7 @@ def _onebit_allreduce(
     return TORCH.deliver(torch.from_numpy(averaged), tensor)
 
 
+@collective("The same tensor, with the same bits on every rank.")
 def allreduce_(
     tensor: Tensor,
     average: bool | None = None,
@@ -303,10 +307,11 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduces ``tensor`` over the ranks in place and returns it. Collective; not differentiable."""
+    """Reduces a tensor over the ranks in place. Collective; waits for the result. Not differentiable."""
     return synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
 
 
+@collective(HANDLE)
 def grouped_allreduce_async(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -316,11 +321,12 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a ``grouped_allreduce`` and returns a handle, whose result is a list of new tensors."""
+    """Starts a ``grouped_allreduce``, whose result is a list of new tensors."""
     factors = prescale_factor, postscale_factor
     return _submit_allreduce(Allreduce(tensors, name, choose_op(op, average), *factors, process_set, grouped=True))
 
 
+@collective(HANDLE)
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -330,9 +336,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts a ``grouped_allreduce_`` and returns a handle; ``tensors`` hold the results once the handle is
-    synchronized.
-    """
+    """Starts a ``grouped_allreduce_``; the tensors hold the results once the handle is synchronized."""
     factors = prescale_factor, postscale_factor
     return _submit_allreduce(
         Allreduce(tensors, name, choose_op(op, average), *factors, process_set, in_place=True, grouped=True)
@@ -360,6 +364,7 @@ class _GroupedAllreduce(torch.autograd.Function):
         return *_nothing(5), *reduced
 
 
+@collective("New tensors of the same shapes, dtypes and devices.")
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -371,8 +376,9 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Reduces several tensors, which all become ready at the same time: when every rank has submitted all of them.
+    Collective; waits for the result.
 
-    Collective. Takes the arguments of ``allreduce``, with a sequence of tensors, and returns a list of new tensors.
+    The gradient is the same allreduce of the gradients.
     """
     settings = choose_op(op, average), prescale_factor, postscale_factor, process_set
     pairs = [compression.compress(tensor) for tensor in tensors]
@@ -382,6 +388,7 @@ def grouped_allreduce(
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
 
+@collective("The same tensors.")
 def grouped_allreduce_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -391,19 +398,23 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Makes a ``grouped_allreduce`` in place and returns the tensors. Collective; not differentiable."""
+    """Reduces several tensors, as ``grouped_allreduce`` does, in place. Collective; waits for the result. Not
+    differentiable.
+    """
     return synchronize(
         grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     )
 
 
+@collective(
+    "A function that waits for the sum and returns the coalesced tensor, as in Horovod, instead of a handle.",
+    tensor="A sparse COO tensor. Its shape and dtype are the same on all ranks, the number of its values may differ.",
+    op="The reduction: Average if it is None, or Sum.",
+)
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None = None, op: int | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Starts the sum (or Average) of sparse COO tensors: an allgather of the indices and values of all ranks.
-
-    Returns a function that waits for it and returns the coalesced tensor, as in Horovod, instead of a handle.
-    """
+    """Starts the sum (or average) of sparse COO tensors: an allgather of the indices and values of all ranks."""
     chosen = choose_op(op, None)
     if chosen not in (Average, Sum):
         raise UnsupportedError("a sparse allreduce has Average and Sum only.")
@@ -425,8 +436,12 @@ def sparse_allreduce_async(
 # allgather
 
 
+@collective(
+    HANDLE,
+    tensor=GATHERED,
+)
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Starts an ``allgather`` and returns a handle."""
+    """Starts an ``allgather``, whose result is a new tensor."""
     operation = operations.allgather(sessions.current(), TORCH, [tensor], name, process_set, False)
     return handles.add(operations.without_sizes(operation))
 
@@ -449,19 +464,23 @@ def _own_rows(tensor: Tensor, rows: Sequence[int], process_set: ProcessSet) -> T
     return tensor.narrow(0, sum(rows[:mine]), rows[mine])
 
 
+@collective(
+    "A new tensor.",
+    tensor=GATHERED,
+)
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenates the tensors of all ranks along the first dimension, in rank order. Collective; waits for the result.
 
-    The length of the first dimension may differ between ranks; dtype and the other dimensions are equal. Returns a new
-    tensor. The gradient is this rank's rows of the averaged gradient.
+    The gradient is this rank's rows of the averaged gradient.
     """
     return _Allgather.apply(tensor, name, process_set)
 
 
+@collective(HANDLE, tensors="The inputs, as for ``allgather``; their number is the same on all ranks.")
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Starts a ``grouped_allgather`` and returns a handle."""
+    """Starts a ``grouped_allgather``, whose result is a list of new tensors."""
     operation = operations.allgather(sessions.current(), TORCH, tensors, name, process_set, True)
     return handles.add(operation.then(lambda pairs: [tensor for tensor, _ in pairs]))
 
@@ -480,27 +499,32 @@ class _GroupedAllgather(torch.autograd.Function):
         return *_nothing(2), *(_own_rows(g, n, ctx.process_set) for g, n in zip(reduced, ctx.rows, strict=True))
 
 
+@collective("New tensors.", tensors="The inputs, as for ``allgather``; their number is the same on all ranks.")
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Makes an ``allgather`` of several tensors, which all become ready when every rank has submitted all of them."""
+    """Makes an ``allgather`` of several tensors, which all become ready when every rank has submitted all of them.
+    Collective; waits for the result.
+    """
     return list(_GroupedAllgather.apply(name, process_set, *tensors))
 
 
 # broadcast
 
 
+@collective(HANDLE)
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Starts a ``broadcast`` and returns a handle, whose result is a new tensor."""
+    """Starts a ``broadcast``, whose result is a new tensor."""
     return handles.add(operations.broadcast(sessions.current(), TORCH, tensor, root_rank, name, process_set, False))
 
 
+@collective(HANDLE)
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Starts a ``broadcast_`` and returns a handle; ``tensor`` holds the result once the handle is synchronized."""
+    """Starts a ``broadcast_``; the tensor holds the result once the handle is synchronized."""
     return handles.add(operations.broadcast(sessions.current(), TORCH, tensor, root_rank, name, process_set, True))
 
 
@@ -518,21 +542,22 @@ class _Broadcast(torch.autograd.Function):
         return reduced if is_root else torch.zeros_like(reduced), *_nothing(3)
 
 
+@collective("A new tensor with the contents of the root's.")
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Returns a new tensor with the contents of ``tensor`` on ``root_rank``, a rank of the whole job. Collective;
-    waits.
+    """Sends a tensor of the rank ``root_rank`` to all ranks. Collective; waits for the result.
 
-    Shape and dtype are equal on all ranks. The gradient is the averaged gradient on the root, zeros elsewhere.
+    The gradient is the averaged gradient on the root, zeros elsewhere.
     """
     return _Broadcast.apply(tensor, root_rank, name, process_set)
 
 
+@collective("The same tensor.")
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Replaces ``tensor`` on every rank by that of ``root_rank``, in place, and returns it. Collective; not
+    """Replaces a tensor on every rank by that of ``root_rank``, in place. Collective; waits for the result. Not
     differentiable.
     """
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
@@ -541,13 +566,17 @@ def broadcast_(
 # alltoall
 
 
+@collective(
+    HANDLE,
+    tensor=ROWS,
+)
 def alltoall_async(
     tensor: Tensor,
     splits: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts an ``alltoall`` and returns a handle."""
+    """Starts an ``alltoall``, with the results that this returns."""
     operation = operations.alltoall(sessions.current(), TORCH, tensor, _list(splits), name, process_set)
     if splits is None:
         return handles.add(operations.without_sizes(operation))
@@ -606,6 +635,7 @@ def alltoall(
 # reducescatter
 
 
+@collective(HANDLE, op=AVERAGE_OR_SUM)
 def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
@@ -614,10 +644,11 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts a ``reducescatter`` and returns a handle."""
+    """Starts a ``reducescatter``."""
     return _submit_reducescatter([tensor], name, op, process_set, prescale_factor, postscale_factor, False)
 
 
+@collective(HANDLE, op=AVERAGE_OR_SUM)
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -626,7 +657,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts a ``grouped_reducescatter`` and returns a handle."""
+    """Starts a ``grouped_reducescatter``."""
     return _submit_reducescatter(tensors, name, op, process_set, prescale_factor, postscale_factor, True)
 
 
@@ -669,6 +700,10 @@ class _GroupedReducescatter(torch.autograd.Function):
         return *_nothing(6), *grouped_allgather([grad * factor for grad in grads], process_set=process_set)
 
 
+@collective(
+    SHARE,
+    op=AVERAGE_OR_SUM,
+)
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
@@ -678,10 +713,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduces a tensor over the ranks and returns this rank's share of the rows of the result. Collective; waits.
+    """Reduces a tensor over the ranks and gives each rank a part of the rows of the result. Collective; waits for the
+    result.
 
-    Rows are shared out evenly in rank order; the first ranks get one row more if there is a remainder. ``op`` is
-    Average or Sum. The gradient is the allgathered gradient, times the number of ranks for Sum (as in Horovod).
+    The gradient is the allgathered gradient, times the number of ranks for Sum (as in Horovod).
     """
     (part,) = _reducescatter_compressed(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor, False
@@ -710,6 +745,7 @@ def _reducescatter_compressed(
     return [compression.decompress(part, context) for part, (_, context) in zip(parts, pairs, strict=True)]
 
 
+@collective("This rank's share of each result.", op=AVERAGE_OR_SUM)
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
@@ -719,8 +755,8 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Makes a ``reducescatter`` of several tensors, which all become ready when every rank has submitted all of
-    them.
+    """Makes a ``reducescatter`` of several tensors, which all become ready when every rank has submitted all of them.
+    Collective; waits for the result.
     """
     return _reducescatter_compressed(
         tensors, name, compression, op, process_set, prescale_factor, postscale_factor, True
@@ -731,18 +767,36 @@ def grouped_reducescatter(
 
 
 def poll(handle: int) -> bool:
-    """Returns True if ``synchronize(handle)`` will not block. Raises InvalidRequestError for an unknown handle."""
+    """Returns whether an asynchronous call is over.
+
+    Args:
+        handle: What the call has returned.
+
+    Returns:
+        True if ``synchronize(handle)`` will not block.
+
+    Raises:
+        InvalidRequestError: The handle is unknown.
+    """
     return handles.poll(handle)
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for an asynchronous call and returns its tensor or tensors, or None if the handle is unknown.
+    """Waits for an asynchronous call.
 
-    Raises HorovodInternalError if the call failed: MismatchError, StallError or PeerError.
+    Args:
+        handle: What the call has returned.
+
+    Returns:
+        Its tensor or tensors; None if the handle is unknown or was synchronized before.
+
+    Raises:
+        HorovodInternalError: The collective failed: MismatchError, StallError or PeerError.
     """
     return handles.synchronize(handle)
 
 
+@collective()
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits until every rank of the process set has called it. Collective."""
     operations.barrier(sessions.current(), process_set)

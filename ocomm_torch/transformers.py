@@ -14,8 +14,8 @@ import transformers
 from torch.nn.parallel import DistributedDataParallel
 
 import ocomm_torch as hvd
+from ocomm.docstrings import documented
 from ocomm.errors import InvalidRequestError
-from ocomm.optim.options import documented
 from ocomm_torch import trainers
 from ocomm_torch.compressed import CompressedOptimizer
 

@@ -2,16 +2,13 @@
 
 A field is an ``option``: a type, the default of the option, its documentation, whether all ranks must choose the same
 value, and whether a saved state needs the same value. ``__post_init__`` checks the values. Frontends repeat names,
-types and defaults in their signatures, where editors look for them, and show the documentation with ``documented``;
-``tests/architecture/test_options.py`` compares both with the definitions.
+types and defaults in their signatures, where editors look for them, and show the documentation with
+``docstrings.documented``; ``tests/architecture/test_options.py`` compares both with the definitions.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
-import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -20,7 +17,6 @@ import numpy as np
 from ocomm.errors import SettingsError
 
 O = TypeVar("O", bound="Options")  # noqa: E741
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def option(default: Any, text: str, *, agree: bool = True, fixed: bool = False) -> Any:
@@ -80,37 +76,3 @@ def require_seed(seed: int) -> None:
     """Raises SettingsError unless ``seed`` is in [0, 2^64)."""
     if not 0 <= seed < 1 << 64:
         raise SettingsError(f"seed must be in [0, 2^64), got {seed}")
-
-
-def documented(texts: Mapping[str, str], *definitions: type[Options]) -> Callable[[F], F]:
-    """Returns a decorator that replaces ``{arguments}`` in a docstring by entries of ``Args:``, one per parameter.
-
-    A parameter that has an entry in the docstring itself keeps that one.
-
-    Args:
-        texts: The documentation of parameters that are not options, by name.
-        definitions: Where the options are defined.
-    """
-    found = {**texts, **{name: text for definition in definitions for name, text in definition.texts().items()}}
-
-    def decorate(shown: F) -> F:
-        if shown.__doc__ is None:  # python -OO
-            return shown
-        doc = inspect.cleandoc(shown.__doc__)
-        own = set(re.findall(r"^    (\w+): ", doc, re.MULTILINE))
-        names = [name for name in inspect.signature(shown).parameters if name not in own]
-        entries = [
-            textwrap.fill(
-                f"{name}: {found[name]}",
-                118,
-                initial_indent="    ",
-                subsequent_indent="        ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for name in names
-        ]
-        shown.__doc__ = doc.replace("    {arguments}", "\n".join(entries))
-        return shown
-
-    return decorate

@@ -13,12 +13,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ocomm import docstrings
 from ocomm import session as sessions
 from ocomm.api import Min
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import Floats
 from ocomm.operations import ProcessSet
-from ocomm.optim import options
 from ocomm.optim.core import Core
 from ocomm.optim.options import Options
 from ocomm.session import Session
@@ -74,7 +74,7 @@ ADAM = (
 
 def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
     """Returns a decorator that inserts the documentation of options, and ``texts`` by argument, into a docstring."""
-    return options.documented({**ARGUMENTS, **texts}, definition, Common)
+    return docstrings.documented({**ARGUMENTS, **texts}, definition, Common)
 
 
 def _widened(gradients: Sequence[Any]) -> list[Any]:

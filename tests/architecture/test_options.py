@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 import ocomm.optim
+from ocomm.docstrings import documented
 from ocomm.errors import NotInitializedError
 from ocomm.optim.core import Core
-from ocomm.optim.options import Options, documented, option
+from ocomm.optim.options import Options, option
 from ocomm.training.driver import Common
 
 #: Arguments of a frontend that are no options, and have no twin in the other.
