@@ -33,8 +33,9 @@ from ocomm.optim.soft_sign import SoftSignSGD, SoftSignSGDOptions
 from ocomm.optim.zero_one_adam import ZeroOneAdam, ZeroOneAdamOptions
 from ocomm.session import Session
 from ocomm.training.adam import dense_step
+from ocomm.training.common import Common
 from ocomm.training.diloco import DiLoCoDriver
-from ocomm.training.driver import Common, Driver
+from ocomm.training.driver import Driver
 from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm.training.resume import Source, one_state
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -92,3 +94,8 @@ def gather(session: Session, number: int, name: str, text: str) -> list[str]:
     session.reduce(number, name, table, ReduceOp.BITWISE_OR)
     ends = np.cumsum(nbytes).tolist()
     return [table[end - n : end].tobytes().decode() for end, n in zip(ends, nbytes.tolist(), strict=True)]
+
+
+def digest(values: Any) -> int:
+    """Returns a 64-bit hash of a value's ``repr``."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")

@@ -20,7 +20,8 @@ from ocomm.operations import ProcessSet
 from ocomm.optim.core import Group
 from ocomm.optim.low_bit import LowBitOptions, ReturnedAverages, TapeAverages
 from ocomm.session import Session
-from ocomm.training.driver import Common, Driver
+from ocomm.training.common import Common
+from ocomm.training.driver import Driver
 from ocomm.training.low_bit import LowBitDriver
 from ocomm.training.resume import one_state
 from ocomm.types import Flag

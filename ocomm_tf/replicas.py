@@ -23,13 +23,13 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from ocomm import session as sessions
+from ocomm.agreement import digest
 from ocomm.errors import HorovodInternalError, StallError
 from ocomm.kernels.base import Kernels
 from ocomm.operations import Operation, ProcessSet
 from ocomm.optim.replicas import ReplicaWindows
 from ocomm.session import Session
 from ocomm.training.comparison import StepComparison, spelled
-from ocomm.training.driver import digest
 from ocomm.training.notices import DenseNotices
 from ocomm_tf import engine
 

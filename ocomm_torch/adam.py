@@ -19,7 +19,7 @@ from ocomm.optim.checkpoint import fingerprint
 from ocomm.optim.core import Group
 from ocomm.optim.options import Options
 from ocomm.training.adam import AdamDriver, refuse_other
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm_torch.checkpoint import check_plain, read, to_numpy
 from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
 from ocomm_torch.memory_options import MemoryOptions

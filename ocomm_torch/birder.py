@@ -12,7 +12,7 @@ from ocomm.api import Average
 from ocomm.optim import birder, soft_sign
 from ocomm.optim.birder import BirderOptions
 from ocomm.optim.soft_sign import SoftSignSGDOptions
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm_torch.compressed import documented
 from ocomm_torch.mesh import chosen_ranks
 from ocomm_torch.rates import OPTIMIZER, RateOptimizer

@@ -27,7 +27,8 @@ from ocomm.optim.grid import Grid
 from ocomm.optim.options import Options
 from ocomm.optim.stepper import StepOutcome
 from ocomm.training import report
-from ocomm.training.driver import Common, Driver
+from ocomm.training.common import Common
+from ocomm.training.driver import Driver
 from ocomm.types import DType, Flag
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, to_numpy, to_torch

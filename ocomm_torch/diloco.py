@@ -23,8 +23,8 @@ from ocomm.optim.diloco import BUFFERS, DiLoCoOptions
 from ocomm.optim.grid import Grid
 from ocomm.optim.stepper import StepOutcome
 from ocomm.training import report
+from ocomm.training.common import Common
 from ocomm.training.diloco import DiLoCoDriver
-from ocomm.training.driver import Common
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, to_numpy, to_torch
 from ocomm_torch.compiling import eager

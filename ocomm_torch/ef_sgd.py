@@ -15,7 +15,7 @@ from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.optim import ef_sgd as optim
 from ocomm.optim.core import Group
 from ocomm.optim.ef_sgd import EFSGDOptions
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer, documented
 from ocomm_torch.mesh import chosen_ranks, inside
 

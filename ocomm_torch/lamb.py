@@ -14,7 +14,7 @@ from ocomm.kernels.base import Floats
 from ocomm.optim import lamb as optim
 from ocomm.optim.core import Group
 from ocomm.optim.lamb import LambOptions
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm_torch.adam import AdamWrapper
 from ocomm_torch.compressed import documented

@@ -10,7 +10,7 @@ import torch
 from ocomm.api import Average
 from ocomm.optim import lion as optim
 from ocomm.optim.lion import LionOptions
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm_torch.compressed import documented
 from ocomm_torch.mesh import chosen_ranks
 from ocomm_torch.rates import OPTIMIZER, RateOptimizer

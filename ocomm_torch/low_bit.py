@@ -26,7 +26,7 @@ from ocomm.optim.core import Group
 from ocomm.optim.low_bit import LowBitAverages, LowBitOptions
 from ocomm.optim.stepper import StepOutcome
 from ocomm.session import Session
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm.training.low_bit import LowBitDriver
 from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import CompressedOptimizer, check_steps_without_closure, settings_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ocomm.errors import InvalidRequestError
 from ocomm.optim.options import Options, option
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from ocomm.optim import onebit_adam as optim
 from ocomm.optim.adam import DenseAdam
 from ocomm.optim.onebit_adam import OneBitAdamOptions
 from ocomm.training.adam import dense_step
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm_torch.adam import AdamWrapper
 from ocomm_torch.compressed import documented

@@ -27,12 +27,12 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ocomm import operations
 from ocomm import session as sessions
+from ocomm.agreement import digest
 from ocomm.api import Average, broadcast_object
 from ocomm.errors import InvalidRequestError, MismatchError, OcommError, StallError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.grid import Grid
 from ocomm.training.comparison import StepComparison
-from ocomm.training.driver import digest
 from ocomm.training.notices import DenseNotices, follow_dense
 from ocomm.types import ReduceOp
 from ocomm_torch import loss_scaling, low_bit

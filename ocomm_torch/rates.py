@@ -13,7 +13,7 @@ import torch
 from ocomm.errors import InvalidRequestError
 from ocomm.optim.core import Group
 from ocomm.optim.options import Options
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
 
 #: The documentation of the argument ``optimizer``.

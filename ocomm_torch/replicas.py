@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ocomm.agreement import digest
 from ocomm.kernels.base import Kernels
 from ocomm.optim.replicas import ReplicaWindows
 from ocomm.training.comparison import spelled
-from ocomm.training.driver import digest
 
 #: Options that choose between kernels, which round differently, not between algorithms.
 WAYS = ("foreach", "fused", "capturable", "differentiable")

@@ -11,7 +11,7 @@ import torch
 from ocomm.api import Average
 from ocomm.optim import zero_one_adam as optim
 from ocomm.optim.zero_one_adam import ZeroOneAdamOptions
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
 from ocomm_torch.adam import AdamWrapper
 from ocomm_torch.compressed import documented

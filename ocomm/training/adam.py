@@ -17,7 +17,8 @@ from ocomm.optim.onebit_adam import OneBitAdam
 from ocomm.optim.options import Options
 from ocomm.optim.zero_one_adam import ZeroOneAdam
 from ocomm.session import Session
-from ocomm.training.driver import Common, Driver, Frontend
+from ocomm.training.common import Common
+from ocomm.training.driver import Driver, Frontend
 
 
 class MomentsFrontend(Frontend, Protocol):

@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.agreement import LOOKED_AT, MADE_ALIKE, first_difference, say_alike
+from ocomm.agreement import LOOKED_AT, MADE_ALIKE, digest, first_difference, say_alike
 from ocomm.errors import MismatchError, StallError
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.session import Session
-from ocomm.training.driver import digest
 from ocomm.types import DType, ReduceOp
 
 _log = logging.getLogger("ocomm")

@@ -22,7 +22,8 @@ from ocomm.optim.grid import EARLY
 from ocomm.session import Session
 from ocomm.telemetry.units import amount
 from ocomm.training import resume
-from ocomm.training.driver import Common, Driver, Frontend
+from ocomm.training.common import Common
+from ocomm.training.driver import Driver, Frontend
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")

@@ -6,41 +6,46 @@ with the other ranks, and takes or skips steps. Nothing here depends on a framew
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from ocomm.agreement import LOOKED_AT, MADE_ALIKE, by_rank, first_difference, gather, say_alike
-from ocomm.collectives.bridge import IntraNode
+from ocomm.agreement import LOOKED_AT, MADE_ALIKE, by_rank, digest, first_difference, say_alike
 from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.compression.codecs import FLOAT32, Codec
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError
-from ocomm.kernels.base import Kernels, Memory
-from ocomm.kernels.device import DeviceMemory
-from ocomm.nccl_opening import open_bridge
+from ocomm.kernels.base import Kernels
 from ocomm.negotiation.coordinator import FIRST_STEP
 from ocomm.optim import checkpoint
 from ocomm.optim.core import Core, Group
 from ocomm.optim.grid import EARLY, FINAL, Grid, GridVote
-from ocomm.optim.options import Options, option
+from ocomm.optim.options import Options
 from ocomm.optim.replicas import ReplicasDifferError, ReplicaWindows
-from ocomm.optim.step_channel import StepChannel
 from ocomm.optim.stepper import NormOf, StepOutcome, Stepper
 from ocomm.session import Session
 from ocomm.telemetry.units import amount
 from ocomm.training import resume
+from ocomm.training.common import Common
 from ocomm.training.notices import Notices, follow, place
-from ocomm.types import Flag, Nodes, ReduceOp
+from ocomm.training.opening import (
+    ON_HOST,
+    Arrangement,
+    RankFacts,
+    arrange,
+    exchange_facts,
+    open_channel,
+    open_grid,
+    place_of,
+)
+from ocomm.types import Flag, ReduceOp
 
 _log = logging.getLogger("ocomm")
 _CHANGED = int(Flag.CHANGED)
@@ -71,82 +76,6 @@ class Frontend(Protocol):
     def groups(self) -> list[Group]:
         """Returns all parameter groups."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Common(Options):
-    """Options that all compressed optimizers have. Raises InvalidRequestError for impossible values."""
-
-    block_size: int | Literal["tensor"] = option(
-        4096,
-        """The number of elements of a tensor, a multiple of 16, that share one owner and, if the algorithm has
-        scales, one scale. ``"tensor"``: all elements of a tensor.""",
-    )
-    overlap: bool = option(
-        True,
-        """Exchange gradients while backward computes others. With Keras this needs a graph of TensorFlow, in which
-        gradients that are clipped by a common norm wait for each other.""",
-    )
-    max_grad_norm: float | None = option(
-        None,
-        """Clip gradients to this norm. All ranks use the same one, N = sqrt(mean over ranks of |g|^2); in the dense
-        steps of a warm-up the average is clipped by its own norm. None: no clipping.""",
-    )
-    clip: Literal["exact", "previous"] = option(
-        "exact",
-        """``"exact"`` clips by N of this step, for which all gradients wait, so that nothing overlaps;
-        ``"previous"`` clips by N of the last step, with overlap.""",
-    )
-    verify: Literal["sampled", "full", "version"] = option(
-        "sampled",
-        """How much of each gradient is read again to detect a change that the framework does not show
-        (docs/checks.md): another 64th in each step (``"sampled"``), all of it (``"full"``), nothing
-        (``"version"``).""",
-        agree=False,
-    )
-    backward_passes_per_step: int = option(1, "The number of backward passes whose gradients are summed in a step.")
-    hierarchical: bool | Literal["auto"] = option(
-        "auto",
-        """True: the ranks of a host sum their gradients, and each compresses a slice of the sum for the other hosts.
-        ``"auto"``: the same if there are several hosts, all with several ranks.""",
-    )
-    op: int = option(
-        ReduceOp.AVERAGE, "Horovod's argument. ``Average`` is what the optimizer does; others are refused.", agree=False
-    )
-    compression: type[Any] | None = option(  # noqa: RUF009, a class cannot be changed
-        None,
-        """Horovod's argument. None and ``Compression.none`` mean that the optimizer compresses by itself, as always;
-        others are refused.""",
-        agree=False,
-    )
-    gradient_predivide_factor: float = option(
-        1.0, "Horovod's argument. It does not change an average, and has no effect here.", agree=False
-    )
-
-    def __post_init__(self) -> None:
-        size, passes, norm = self.block_size, self.backward_passes_per_step, self.max_grad_norm
-        if size != "tensor" and not isinstance(size, (int, np.integer)):
-            raise InvalidRequestError(f"block_size must be a whole number or 'tensor', got {size!r}")
-        if not isinstance(passes, (int, np.integer)) or passes < 1:
-            raise InvalidRequestError(f"backward_passes_per_step must be > 0, got {passes!r}")
-        if self.clip not in ("exact", "previous"):
-            raise InvalidRequestError(f"clip must be 'exact' or 'previous', got {self.clip!r}")
-        if norm is not None and not (isinstance(norm, (int, float, np.number)) and norm > 0):
-            raise InvalidRequestError(f"max_grad_norm must be > 0 or None, got {norm!r}")
-        if self.op != ReduceOp.AVERAGE:
-            name = ReduceOp(self.op).label if isinstance(self.op, int) and self.op in set(ReduceOp) else repr(self.op)
-            remedy = "Multiply the learning rate of SGD by size() for the effect of a sum; Adam's needs no change."
-            if self.op == ReduceOp.ADASUM:
-                remedy = "Write DistributedOptimizer(optimizer, op=Adasum) where you want Adasum."
-            raise InvalidRequestError(f"op={name}: a 1-bit optimizer averages gradients, so leave op= out. {remedy}")
-        if self.compression is not None and not getattr(self.compression, "changes_nothing", False):
-            name = getattr(self.compression, "__name__", repr(self.compression))
-            raise InvalidRequestError(
-                f"compression={name}: a 1-bit optimizer compresses by itself, to less than that, so leave compression= "
-                "out. DistributedOptimizer takes it."
-            )
-        if self.verify not in ("sampled", "full", "version"):
-            raise InvalidRequestError(f"verify must be 'sampled', 'full' or 'version', got {self.verify!r}")
 
 
 class Driver:
@@ -186,33 +115,30 @@ class Driver:
         self.kind = core_class.kind
         topology = session.require_topology()
         ranks = session.set_ranks[number]
-        nodes = session.nodes(number, common.hierarchical)
+        arrangement = Arrangement(session.nodes(number, common.hierarchical))  # an error if this rank is no member
         name = f"Distributed{self.kind}"
         name += session.ending(name, number)
         self.greet(session, number, name)
         kernels = frontend.kernels or session.kernels
         assert kernels is not None
-        mine = f"{_where(kernels.memory)} {common.hierarchical} {frontend.framework} {frontend.implementation()}"
-        said = [text.split(maxsplit=3) for text in gather(session, number, f"{name}.frameworks", mine)]
-        columns = list(zip(*said, strict=True))
-        places, forms, frameworks = (set(column) for column in columns[:3])
+        asked = common.agreed()["hierarchical"]  # as a JSON value
+        mine = RankFacts(place_of(kernels.memory), asked, frontend.framework, frontend.implementation())
+        facts = exchange_facts(session, number, name, mine)
         #: True if the ranks use several frameworks.
-        self.is_mixed = len(frameworks) > 1
+        self.is_mixed = facts.is_mixed
         #: True if the frontends' own dense steps would round differently. Then ``ocomm.optim.adam`` makes them.
-        self.has_unlike_hosts = self.is_mixed or len(set(columns[3])) > 1
+        self.has_unlike_hosts = facts.rounds_differently
         if self.has_unlike_hosts and not self.is_mixed and topology.rank == ranks[0]:
-            _log.warning("%s: %s", name, self.unlike_text.format(by_rank(_ranks_by(ranks, columns[3]), "have")))
-        direct, intra_node = False, None
-        if len(forms) == 1:  # else opening the channel fails, with the reason
-            nodes, direct, intra_node = _arranged(
-                session, number, common.hierarchical, nodes, places, name, kernels.memory
+            _log.warning("%s: %s", name, self.unlike_text.format(by_rank(facts.by_implementation, "have")))
+        if facts.forms_agree:  # else opening the channel fails, with the reason
+            arrangement = arrange(
+                session, number, common.hierarchical, arrangement.nodes, facts.places, name, kernels.memory
             )
         #: Whether messages go from device to device, and what carries dense values inside nodes, as all ranks have
         #: agreed.
-        self.direct = direct
-        self.intra_node = intra_node
+        self.direct, self.intra_node = arrangement.direct, arrangement.intra_node
         block_size = common.block_size if common.block_size == "tensor" else int(common.block_size)
-        layout = Layout(specs, len(ranks), block_size, nodes)
+        layout = Layout(specs, len(ranks), block_size, arrangement.nodes)
         self.session = session
         self.number = number
         self.common = common
@@ -228,40 +154,15 @@ class Driver:
         self.grid = grid = frontend.grid
         grid_vote = None
         if grid is not None:
-            grid_vote = GridVote(grid, _open_grid(session, grid, name, self.options))
+            grid_vote = GridVote(grid, open_grid(session, grid, name, self.options))
             self.options["grid"] = grid.place
-        channel = _open_channel(session, number, name, layout, self.options)
+        channel = open_channel(session, number, name, layout, self.options)
         weakref.finalize(self, session.release_channel, number, channel).atexit = False
         # The driver belongs to its frontend; a reference back would keep both, and their buffers, alive.
-        self._frontend = reference = weakref.ref(frontend)
-
-        def locate(tensors: list[int], final: bool) -> list[int] | None:
-            alive = reference()
-            assert alive is not None, "the optimizer is gone"
-            return alive.locate(tensors, final)
-
-        self.stepper = Stepper(
-            name,
-            self.core,
-            channel,
-            ranks,
-            session.watch(number, name),
-            locate,
-            segment_nbytes=segment_nbytes(layout.numel // 8, len(ranks), session.settings.segment_nbytes),
-            overlap=common.overlap,
-            # The host would have to wait for a device to read gradients there.
-            verify="version" if kernels.memory.is_device else common.verify,
-            timeout_s=session.settings.stall_shutdown_s,
-            replicas=ReplicaWindows(
-                self.core.replica_nbytes(),
-                -(-session.settings.replica_check_steps // self.core.steps_per_exchange),
-                kernels,
-                on_devices=places != {_ON_HOST},
-            ),
-            direct=self.direct,
-            intra_node=self.intra_node,
-            grid=grid_vote,
-        )
+        self._frontend = weakref.ref(frontend)
+        #: True if some rank's parameters are on a device.
+        self.on_devices = facts.places != {ON_HOST}
+        self.stepper = self._make_stepper(name, channel, grid_vote)
         self.stepper.looks_at_gradients = len(ranks) > 1
         #: Number of first steps in which all ranks had the same gradients.
         self._alike_steps = 0
@@ -293,8 +194,40 @@ class Driver:
         self._notices: Notices | None = None
         if self.speaks:
             self._notices = follow(session, name, self.stepper.traffic, self.why_dense)
-            where = place([topology.hosts[rank] for rank in ranks], session.network, places != {_ON_HOST})
+            where = place([topology.hosts[rank] for rank in ranks], session.network, self.on_devices)
             self._notices.begin(where, layout.numel, self.plan())
+
+    def _make_stepper(self, name: str, channel: Channel, grid: GridVote | None) -> Stepper:
+        session, common, layout = self.session, self.common, self.core.layout
+        reference = self._frontend
+
+        def locate(tensors: list[int], final: bool) -> list[int] | None:
+            alive = reference()
+            assert alive is not None, "the optimizer is gone"
+            return alive.locate(tensors, final)
+
+        return Stepper(
+            name,
+            self.core,
+            channel,
+            session.set_ranks[self.number],
+            session.watch(self.number, name),
+            locate,
+            segment_nbytes=segment_nbytes(layout.numel // 8, layout.ranks, session.settings.segment_nbytes),
+            overlap=common.overlap,
+            # The host would have to wait for a device to read gradients there.
+            verify="version" if self.core.kernels.memory.is_device else common.verify,
+            timeout_s=session.settings.stall_shutdown_s,
+            replicas=ReplicaWindows(
+                self.core.replica_nbytes(),
+                -(-session.settings.replica_check_steps // self.core.steps_per_exchange),
+                self.core.kernels,
+                on_devices=self.on_devices,
+            ),
+            direct=self.direct,
+            intra_node=self.intra_node,
+            grid=grid,
+        )
 
     def greet(self, session: Session, number: int, name: str) -> None:
         """Called before the ranks exchange anything about the optimizer ``name``."""
@@ -753,36 +686,6 @@ class Driver:
         }
 
 
-def _open_grid(session: Session, grid: Grid, name: str, options: Mapping[str, Any]) -> StepChannel:
-    """Opens the channel between the parts of a grid. Raises MismatchError if their options differ."""
-    ranks = session.set_ranks[grid.number]
-    shared = {key: value for key, value in options.items() if key != "warm_start"}
-    # The parts may count their optimizers differently.
-    whole = session.automatic_name("grid", grid.number)
-    try:
-        channel = session.open_channel(grid.number, whole, digest(json.dumps(shared, sort_keys=True)), name)
-    except MismatchError as error:
-        lines = [f"{key}={value!r}" for key, value in sorted(shared.items())]
-        difference = first_difference(session, grid.number, f"{whole}.options", lines, "have")
-        raise MismatchError(
-            f"{name}: the parts of the grid do not have the same options: {difference}." if difference else str(error)
-        ) from None
-    return StepChannel(
-        name,
-        channel,
-        ranks,
-        ranks.index(session.require_topology().rank),
-        Nodes.flat(len(ranks)),
-        session.watch(grid.number, whole),
-        session.settings.stall_shutdown_s,
-    )
-
-
-def digest(values: Any) -> int:
-    """Returns a 64-bit hash of a value's ``repr``."""
-    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")
-
-
 @lru_cache(maxsize=8)  # hyperparameters are most often those of the last step
 def _hyper_digest(values: Hashable) -> int:
     """Returns the same hash for values that compare equal, such as 0, 0.0 and -0.0, because the cache holds one for all
@@ -793,82 +696,3 @@ def _hyper_digest(values: Hashable) -> int:
 
 def _as_floats(values: Any) -> Any:
     return tuple(map(_as_floats, values)) if isinstance(values, tuple) else float(values) + 0.0  # -0.0 + 0.0 is 0.0
-
-
-#: Where a rank's parameters are: in the host's memory, on a device, on a device that the network reaches.
-_ON_HOST, _ON_DEVICE, _REACHED = "0", "1", "2"
-
-
-def _ranks_by(ranks: Sequence[int], texts: Sequence[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank, text in zip(ranks, texts, strict=True):
-        found.setdefault(text, []).append(rank)
-    return found
-
-
-def _where(memory: Memory) -> str:
-    if not memory.is_device:
-        return _ON_HOST
-    assert isinstance(memory, DeviceMemory)
-    return _REACHED if memory.reached_by_network else _ON_DEVICE
-
-
-def _arranged(
-    session: Session,
-    number: int,
-    hierarchical: bool | Literal["auto"],
-    nodes: Nodes,
-    places: set[str],
-    name: str,
-    memory: Memory,
-) -> tuple[Nodes, bool, IntraNode | None]:
-    """Returns the nodes, whether messages go from device to device, and what carries dense values inside nodes, as the
-    ``places`` of the ranks' parameters allow.
-
-    If the sum inside a node would go through the host's memory it costs more than compression saves; then every rank is
-    a node. Raises InvalidRequestError if the user has asked for the hierarchical form.
-    """
-    reached = _REACHED in places and _ON_DEVICE not in places and nodes.ranks > 1
-    direct = reached and nodes.groups == 1
-    if nodes.is_flat or places == {_ON_HOST}:
-        return nodes, direct, None
-    intra_node, words = open_bridge(session, number, name, nodes, memory)
-    is_first = session.require_topology().rank == session.set_ranks[number][0]
-    if intra_node is not None or (direct and session.settings.nccl != "1"):
-        if is_first:
-            way = words if intra_node else f"MPI; not NCCL: {words}"
-            _log.info("%s: hosts add up from device to device, over %s.", name, way)
-        return nodes, direct, intra_node
-    mpi = "there are too many hosts for that (OCOMM_DIRECT_PEERS)" if reached else "some rank's does not"
-    why = f"It needs NCCL ({words}), or an MPI that takes device pointers, but {mpi}"
-    if session.settings.nccl == "1":
-        raise InvalidRequestError(f"{name}: OCOMM_NCCL=1, but there is no NCCL between the GPUs of a host ({words}).")
-    if hierarchical is True:
-        raise InvalidRequestError(
-            f"{name}: hierarchical=True, but parameters are on GPUs, and the sum inside a node would go through the "
-            f"host's memory. {why}; ocommrun --check-build says more. Leave it at 'auto': then every rank compresses "
-            "by itself."
-        )
-    if is_first:
-        _log.warning(
-            "%s: hierarchical='auto' is off, because parameters are on GPUs and the sum inside a node would go through "
-            "the host's memory: every rank compresses by itself. %s.",
-            name,
-            why,
-        )
-    flat = session.nodes(number, False)
-    return flat, reached and flat.groups == 1, None
-
-
-def _open_channel(session: Session, number: int, name: str, layout: Layout, options: Mapping[str, Any]) -> Channel:
-    """Opens the optimizer's channel. If the ranks do not agree, the error says on which tensor or option."""
-    text = json.dumps(options, sort_keys=True)
-    try:
-        return session.open_channel(number, name, layout.digest ^ digest(text), f"{len(layout.tensors)} tensors")
-    except MismatchError as error:
-        specs = [f"tensor '{t.name}' {t.shape} {t.dtype} order {t.order}" for t in layout.tensors]
-        lines = [*specs, *(f"{key}={value!r}" for key, value in sorted(options.items()))]
-        difference = first_difference(session, number, f"{name}.descriptions", lines, "registered")
-        raise MismatchError(
-            f"{name}: the ranks do not wrap the same optimizer: {difference}." if difference else str(error)
-        ) from None

@@ -12,7 +12,8 @@ from ocomm.optim.low_bit import LowBitOptions
 from ocomm.optim.options import Options
 from ocomm.session import Session
 from ocomm.telemetry.units import amount
-from ocomm.training.driver import Common, Driver, Frontend
+from ocomm.training.common import Common
+from ocomm.training.driver import Driver, Frontend
 
 
 class GradientFrontend(Frontend, Protocol):

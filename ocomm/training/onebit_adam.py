@@ -18,7 +18,8 @@ from ocomm.optim.sharded import ShardedAdam
 from ocomm.session import Session
 from ocomm.telemetry.units import amount
 from ocomm.training.adam import AdamDriver, MomentsFrontend
-from ocomm.training.driver import Common, Frontend
+from ocomm.training.common import Common
+from ocomm.training.driver import Frontend
 from ocomm.types import ReduceOp
 
 _log = logging.getLogger("ocomm")

@@ -17,7 +17,7 @@ from ocomm.optim.zero_one_adam import ZeroOneAdam, ZeroOneAdamOptions
 from ocomm.session import Session
 from ocomm.telemetry.units import amount
 from ocomm.training.adam import AdamDriver, MomentsFrontend
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")

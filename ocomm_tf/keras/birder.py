@@ -10,7 +10,7 @@ from ocomm.api import Average
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.birder import Birder, BirderOptions
 from ocomm.optim.soft_sign import SoftSignSGD, SoftSignSGDOptions
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm_tf.keras.compressed import Compressed, documented, wrap
 
 

@@ -23,7 +23,8 @@ from ocomm.optim.core import Core
 from ocomm.optim.options import Options
 from ocomm.session import Session
 from ocomm.training.adam import refuse_other
-from ocomm.training.driver import Common, Driver
+from ocomm.training.common import Common
+from ocomm.training.driver import Driver
 from ocomm.training.resume import Source
 from ocomm_tf import mpi_ops
 from ocomm_tf.averaging import scaled

@@ -25,8 +25,8 @@ from ocomm.optim.core import Group
 from ocomm.optim.diloco import BUFFERS, DiLoCoOptions
 from ocomm.optim.grid import Grid
 from ocomm.session import Session
+from ocomm.training.common import Common
 from ocomm.training.diloco import DiLoCoDriver
-from ocomm.training.driver import Common
 from ocomm.training.resume import Source
 from ocomm_tf import engine, mpi_ops
 from ocomm_tf.errors import of_tensorflow

@@ -11,7 +11,7 @@ from ocomm.api import Average
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.ef_sgd import EFSGD, EFSGDOptions
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm_tf.keras.compressed import Compressed, check_own_step, documented, inner_of, wrap
 
 

@@ -11,7 +11,7 @@ from ocomm.api import Average
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.lamb import Lamb, LambOptions
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm_tf.keras.compressed import CompressedAdam, check_own_step, documented, inner_of, wrap
 

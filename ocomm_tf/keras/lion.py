@@ -10,7 +10,7 @@ import keras
 from ocomm.api import Average
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.lion import Lion, LionOptions
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm_tf.keras.compressed import Compressed, documented, inner_of, wrap
 
 

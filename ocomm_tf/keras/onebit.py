@@ -9,7 +9,7 @@ from ocomm.api import Average
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.onebit_adam import OneBitAdam, OneBitAdamOptions
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm_tf.keras.compressed import ADAM, CompressedAdam, documented, require_adam, wrap
 

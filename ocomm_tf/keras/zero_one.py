@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ocomm.api import Average
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.zero_one_adam import ZeroOneAdam, ZeroOneAdamOptions
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
 from ocomm_tf.keras.compressed import ADAM, CompressedAdam, documented, require_adam, wrap
 from ocomm_tf.keras.driven import refuse_loss_scaling

@@ -21,7 +21,7 @@ from ocomm.docstrings import documented
 from ocomm.errors import NotInitializedError
 from ocomm.optim.core import Core
 from ocomm.optim.options import Options, option
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 
 #: Arguments of a frontend that are no options, and have no twin in the other.
 OWN = {

@@ -23,7 +23,7 @@ from ocomm.errors import InvalidRequestError, NonFiniteError
 from ocomm.kernels import cpu_kernels, files
 from ocomm.kernels.files import FileMemory, in_memory
 from ocomm.session import Session
-from ocomm.training.driver import Common
+from ocomm.training.common import Common
 from ocomm_torch import compressed
 from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.onebit import DistributedOneBitAdam
