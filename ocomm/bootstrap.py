@@ -44,6 +44,13 @@ _pmi: PmiStart | None = None
 _ADDRESS_NBYTES = 512
 
 
+def _is_child() -> bool:
+    """Returns whether multiprocessing has started this process."""
+    # A spawned process imports its parent's script before multiprocessing says whose child it is.
+    is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return is_importing or multiprocessing.parent_process() is not None
+
+
 def initialize(
     communicator: Any = None, process_sets: Sequence[Sequence[int]] = (), store: Store | None = None
 ) -> None:
@@ -77,7 +84,7 @@ def initialize(
     group = torch_store.default_group()
     # Launchers of notebooks start ranks by multiprocessing, too. Such ranks have a store or a default process group;
     # workers of data loaders have neither.
-    if multiprocessing.parent_process() is not None and store is None and group is None:
+    if _is_child() and store is None and group is None:
         raise LaunchError(
             f"init() was called in process {os.getpid()}, which multiprocessing started from process "
             f"{os.getppid()}. Only the processes that the launcher started are ranks: keep init() and the training "

@@ -65,8 +65,9 @@ class BroadcastGlobalVariablesCallback(_Callback):
 
     The model's variables are broadcast before the first batch, since 1-bit optimizers begin with equal replicas, and so
     is their state if only some ranks have loaded one. All variables are broadcast after the first step, when they
-    exist. The optimizers are those that the model has as attributes. A callback that loads a state, such as
-    BackupAndRestore, must come before this one.
+    exist; gradients that an optimizer accumulates over several passes stay each rank's own. The optimizers are those
+    that the model has as attributes. A callback that loads a state, such as BackupAndRestore, must come before this
+    one.
 
     Args:
         root_rank: A rank of the whole job.
@@ -129,7 +130,10 @@ class BroadcastGlobalVariablesCallback(_Callback):
             )
         self._done = True
         if self._names is None and not any(optimizer.steps_alone for optimizer in self.distributed):
-            self._broadcast([*self.model.weights, *(v for o in self.optimizers for v in o.variables)])
+            # Gradients that Keras has accumulated since the last step are each rank's own.
+            own = {id(v) for o in self.optimizers for v in _accumulators(o)}
+            shared = [v for o in self.optimizers for v in o.variables if id(v) not in own]
+            self._broadcast([*self.model.weights, *shared])
 
 
 class MetricAverageCallback(_Callback):
@@ -435,6 +439,12 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 def _passes(optimizer: Any) -> int:
     """Returns the number of batches in one step of the optimizer."""
     return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
+
+
+def _accumulators(optimizer: Any) -> list[Any]:
+    """Returns the variables in which the optimizer sums the gradients of several batches."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return getattr(inner, "_accumulated_gradients", None) or []
 
 
 def _number(value: Any) -> float:

@@ -301,6 +301,41 @@ if __name__ == "__main__":
     ]
 
 
+def test_a_spawned_child_that_runs_the_script_again_is_refused(tmp_path: Path) -> None:
+    """As the worker of a data loader does whose script calls ``init()`` outside of ``if __name__ == "__main__"``."""
+    program = tmp_path / "train.py"
+    program.write_text(
+        """
+import multiprocessing
+import numpy as np
+import ocomm
+
+ocomm.init()
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=print)
+    child.start()
+    child.join()
+    print("child", child.exitcode, "sum", ocomm.allreduce(np.ones(1), op=ocomm.Sum)[0])
+"""
+    )
+    mpi = Path(sys.executable).parent / "mpirun"
+    process = subprocess.run(
+        [
+            *(str(mpi) if mpi.exists() else "mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2"),
+            *(sys.executable, "-W", "ignore::DeprecationWarning", str(program)),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, **AS_ROOT},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (process.returncode, process.stdout) == (0, "child 1 sum 2.0\n" * 2), process.stderr
+    assert process.stderr.count("which multiprocessing started from process") == 2
+
+
 def test_parts_of_the_ranks_are_jobs_of_their_own_in_the_order_of_their_lists() -> None:
     script = """
 import ocomm

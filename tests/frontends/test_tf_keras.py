@@ -135,6 +135,32 @@ class TestFit:
         assert_equal([weights for weights, _ in results])
         assert results[0][1] > 0.3
 
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)),
+            lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=3),
+            lambda: hvd.DistributedOptimizer(
+                keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3))
+            ),
+            lambda: hvd.DistributedLion(keras.optimizers.SGD(1e-3, gradient_accumulation_steps=3)),
+        ],
+        ids=["accumulation", "passes", "loss scale", "1 bit"],
+    )
+    def test_a_broadcast_between_passes_leaves_each_rank_its_own_gradients(self, make: Any) -> None:
+        """Ranks begin equal, so the callback changes nothing; its broadcast comes after the first of three passes."""
+
+        def body(session: Session) -> Any:
+            trained = []
+            for callbacks in ([], [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]):
+                model = compiled(make_model(), make())
+                fit(model, hvd.rank(), 2, 1, callbacks)
+                trained.append(weights_of(model))
+            return trained
+
+        for plain, with_broadcast in run_ranks(2, body):
+            assert_equal([plain, with_broadcast])
+
     def test_gradients_are_exchanged_once_per_accumulated_step(self) -> None:
         def body(session: Session) -> None:
             optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), "once", backward_passes_per_step=4)
