@@ -150,7 +150,7 @@ class Aggregator:
                 del self._named[name]
 
     def take(self, now_s: float) -> bytes:
-        """Returns the aggregate to be sent now; b"" for none."""
+        """Returns the aggregate to be sent now; b"" for none. ``now_s`` is infinite if nothing may be kept."""
         if not self.is_holding:
             return b""
         if self._since_s is not None and now_s - self._since_s >= HOLD_S:

@@ -61,6 +61,7 @@ class Runtime:
         self._retiring: list[ProcessSet] = []
         self._sets_lock = threading.Lock()  # for whoever replaces one of these two lists
         self.waits = Waits()
+        world.link.before_departure = self._pass_on_all
         self._deadlock = Deadlock(world, lambda: self._sets, self.waits, settings.deadlock_s, clock)
         self._leaving: tuple[bool, str] | None = None  # (failed, why), set by the user's thread
         self._left = False
@@ -237,16 +238,11 @@ class Runtime:
             _log.warning("rank %d has shut down and waits for ranks %s to do so", self.world.rank, missing)
 
     def _send_signs_of_life(self) -> None:
-        """Sends them to those who wait for them, and this rank's counters to rank 0 if somebody wants them.
-
-        MPI would keep a message that nobody receives, and deliver it in the next job on a communicator of the same
-        number. So nothing follows this rank's departure to its parent, or the last departure to its children.
-        """
+        """Sends them to those who wait for them, and this rank's counters to rank 0 if somebody wants them."""
         link = self.world.link
-        if len(self._gone) < self.world.size:
-            link.send_down(MessageType.ALIVE)
+        link.send_down(MessageType.ALIVE)
         counters = b"" if self.exporter is None else self.exporter.sample()
-        if self.world.rank and not self._left:
+        if self.world.rank:
             link.send(link.parent, MessageType.ALIVE)
             if counters:
                 link.send_up(MessageType.COUNTERS, counters)
@@ -256,10 +252,10 @@ class Runtime:
             if self.exporter is not None:  # the last counters
                 self._send_signs_of_life()
             self._left = True
-            for process_set in self._sets:
-                process_set.is_leaving = True
             self._waited_s = self.clock()
             self._announce_departure(self.world.rank, *self._leaving)
+            for process_set in self._sets:
+                process_set.link.has_left = True
         self._tell_departures()
         if not self._left:
             return False
@@ -298,6 +294,7 @@ class Runtime:
 
     def _announce_departure(self, rank: int, failed: bool, why: str) -> None:
         """Tells the other ranks that this rank or a neighbour has left."""
+        self._pass_on_all()
         link, departure = self.world.link, (rank, failed, why)
         if self.world.rank == 0:
             self._departures.append(departure)
@@ -316,6 +313,13 @@ class Runtime:
         departures, self._departures = self._departures, []
         if departures:
             self.world.link.send_down(MessageType.GONE, json.dumps(departures).encode())
+        if len(self._gone) == self.world.size:
+            for process_set in self._sets:
+                process_set.link.have_all_left = True
+
+    def _pass_on_all(self) -> None:
+        for process_set in self._sets:
+            process_set.pass_on_all()
 
     def _hear_departure(self, source: int, word: MessageType, payload: bytes) -> None:
         said = expect(json_values.parse(payload), list)

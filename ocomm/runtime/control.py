@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -40,6 +40,17 @@ class MessageType(enum.IntEnum):
 #: Messages to all ranks, which every rank passes on to its children.
 _FOR_ALL = frozenset({MessageType.RESPOND, MessageType.GONE, MessageType.CONFIRM, MessageType.STUCK})
 _RELAY = struct.Struct("<IB")  # origin, type
+#: What a rank says of itself as long as it takes part.
+_OF_MEMBERS = frozenset(
+    {
+        MessageType.ANNOUNCE,
+        MessageType.ALIVE,
+        MessageType.HERE,
+        MessageType.BLOCKED,
+        MessageType.RELEASED,
+        MessageType.COUNTERS,
+    }
+)
 #: Messages that a deadlock cannot have on the way (``deadlock``).
 _COUNTED = frozenset({MessageType.ANNOUNCE, MessageType.RESPOND, MessageType.AGGREGATE})
 
@@ -52,6 +63,10 @@ class Link:
 
     Messages to rank 0 and to all ranks go along a tree, in which a message never overtakes an earlier one. By default
     all ranks are children of rank 0. ``ranks`` are the communicator's ranks as world ranks, for messages to people.
+
+    MPI would keep a message that nobody receives, and deliver it in the next job on a communicator of the same number.
+    So once this rank has left it says nothing more of itself to its parent, which may end as soon as it has heard of
+    the last departure, and once all have left it says nothing at all. What others have said it still passes on.
     """
 
     def __init__(self, transport: Transport, ranks: Sequence[int], tree: Tree | None = None) -> None:
@@ -62,9 +77,15 @@ class Link:
         self.children = [subtree.start for subtree in tree.children]
         self._sending: list[tuple[Request, np.ndarray]] = []
         self.balance = 0  # number of announcements, aggregates and responses sent, minus those received
+        self.has_left = False  # this rank has left the job
+        self.have_all_left = False
+        #: Called before news of a departure of a rank further below is passed on.
+        self.before_departure: Callable[[], None] = lambda: None
 
     def send(self, dest: int, word: MessageType, payload: bytes = b"") -> None:
         """Queues a message to one rank; its memory is kept until it has left."""
+        if self.have_all_left or (self.has_left and dest == self.parent and word in _OF_MEMBERS):
+            return
         self.balance += word in _COUNTED
         buffer = np.frombuffer(struct.pack("<B", word) + payload, np.uint8)
         request = self.transport.isend(buffer, dest, TAG)
@@ -74,7 +95,7 @@ class Link:
         """Queues a message to rank 0, which must not be this one."""
         if self.parent == 0:
             self.send(0, word, payload)
-        else:
+        elif not self.has_left or word not in _OF_MEMBERS:
             self.send(self.parent, MessageType.RELAY, _RELAY.pack(self.transport.rank, word) + payload)
 
     def send_down(self, word: MessageType, payload: bytes = b"") -> None:
@@ -98,6 +119,8 @@ class Link:
             if word in _FOR_ALL:
                 self.send_down(word, payload)
             elif word == MessageType.RELAY and self.transport.rank:
+                if payload[_RELAY.size - 1 : _RELAY.size] == bytes([MessageType.LEAVE]):
+                    self.before_departure()
                 self.send(self.parent, word, payload)
                 continue
             elif word == MessageType.RELAY:

@@ -166,7 +166,6 @@ class ProcessSet:
         self._released: deque[Channel] = deque()  # channels that users have released; any thread appends
         self._kept: list[Transport] = []  # communicators of closed channels on which messages may be under way
         self._retiring = False
-        self.is_leaving = False  # set once by the background thread: this rank has left the job
         self.retired = threading.Event()
         #: Returns True if there is a thread that calls ``cycle``; set by the owner of that thread.
         self.is_served: Callable[[], bool] = lambda: True
@@ -299,13 +298,20 @@ class ProcessSet:
             if self._tuner is not None and (tuned := self._tuner.poll()) is not None:
                 self._respond([Response(Kind.TUNE, (), sizes=(tuned.pack(),))])
         if self._aggregator is not None:
-            if aggregate := self._aggregator.take(now):
-                self.progress += 1
-                self.link.send(self.link.parent, MessageType.AGGREGATE, aggregate)
+            self._pass_on(now)
             due = min(due, self._aggregator.due_s(now))
         self._open_channels()
         self.complete()
         return due
+
+    def pass_on_all(self) -> None:
+        """Passes on to the parent what ranks below have announced, before news of a departure overtakes it."""
+        self._pass_on(math.inf)
+
+    def _pass_on(self, now: float) -> None:
+        if self._aggregator is not None and (aggregate := self._aggregator.take(now)):
+            self.progress += 1
+            self.link.send(self.link.parent, MessageType.AGGREGATE, aggregate)
 
     def handle_message(self, source: int, word: MessageType, payload: bytes) -> None:
         """Takes in a control message of this set. Raises ValueError if it cannot be read."""
@@ -323,7 +329,7 @@ class ProcessSet:
         elif word == MessageType.RESPOND:
             self._execute_all(payload)
         elif word == MessageType.RELEASED:
-            if self.coordinator is not None and not self.is_leaving:
+            if self.coordinator is not None and not self.link.has_left:
                 self.coordinator.release(source, *_RELEASED.unpack(payload))
         elif word == MessageType.WHERE:
             self.link.send_up(MessageType.HERE, user_line(list(self.users)).encode("utf-8", "surrogatepass"))
@@ -406,7 +412,7 @@ class ProcessSet:
         return not self._running and not self._opening and self.link.flush()
 
     def _announce(self, now: float) -> float:
-        if not self._queue:
+        if not self._queue or self.link.has_left:
             return 1.0
         wait = self._announced_s + self._cycle_s - now
         if wait > 0 and not self._hurried:
@@ -691,7 +697,7 @@ class ProcessSet:
         for _ in range(len(self._released)):
             channel = self._released.popleft()
             found = [(number, opened) for number, opened in self._channels.items() if opened.channel is channel]
-            if not found or self.is_leaving:
+            if not found or self.link.has_left:
                 continue  # of another job; or the job ends, and a message about it might come too late
             segments = channel.close()
             if segments is None:

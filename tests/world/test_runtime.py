@@ -488,6 +488,80 @@ def test_nobody_sends_a_sign_of_life_after_its_last_word(size: int, settings: Se
     assert failed or left == [], "a message nobody received would turn up in the next job"
 
 
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[background.Runtime], Callable[[int], None]]]:
+    """Makes ranks whose rounds a test makes: their runtimes, and what makes a round of one."""
+    monkeypatch.setattr(background.Runtime, "start", lambda runtime: None)
+
+    def made(size: int, settings: Settings) -> tuple[list[background.Runtime], Callable[[int], None]]:
+        ranks = Ranks(size, replace(settings, engine="python", stall_check=False))
+        runtimes = [session.runtime for session in ranks.sessions if session.runtime is not None]
+
+        def cycle(rank: int) -> None:
+            runtimes[rank].engine.wake()  # a round that waits for nothing
+            runtimes[rank].cycle()
+
+        return runtimes, cycle
+
+    return made
+
+
+def submit(runtime: background.Runtime, name: str) -> None:
+    runtime.world.submit(allreduce(np.ones(4, np.float32), name))
+
+
+def leave(runtime: background.Runtime) -> None:
+    runtime._leaving = (False, "shut down")
+
+
+def heard(runtime: background.Runtime) -> list[str]:
+    """What has arrived at a rank and was not taken in."""
+    words = []
+    while (message := runtime.world.link.receive()) is not None:
+        words.append(message[1].name)
+    return words
+
+
+@threads_only
+def test_what_is_queued_when_a_rank_leaves_is_not_announced_behind_its_departure(by_hand: Any) -> None:
+    runtimes, cycle = by_hand(2, Settings(cycle_time_ms=60_000))
+    submit(runtimes[1], "first")
+    cycle(1)
+    submit(runtimes[1], "second")  # in the same cycle time
+    leave(runtimes[1])
+    cycle(1)
+    runtimes[1].world._announced_s = -1e9  # it is over
+    cycle(1)
+    assert heard(runtimes[0]) == ["ANNOUNCE", "LEAVE"]
+
+
+@threads_only
+def test_rank_0_says_nothing_behind_the_news_that_all_have_left(by_hand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtimes, cycle = by_hand(2, Settings())
+    submit(runtimes[0], "nobody else's")
+    leave(runtimes[0])
+    cycle(0)
+    leave(runtimes[1])
+    cycle(1)
+    monkeypatch.setattr(runtimes[0].world.link, "flush", lambda: False)  # a message takes its time, so there are rounds
+    for _ in range(3):
+        cycle(0)
+    assert heard(runtimes[1])[-1] == "GONE"
+
+
+@threads_only
+def test_a_departure_does_not_overtake_what_ranks_on_the_way_have_kept(by_hand: Any) -> None:
+    """Rank 7 is below 6, which keeps what it asks for until 6 asks for it, too; that is below 4, below 0."""
+    runtimes, cycle = by_hand(8, BINARY_TREE)
+    assert [runtimes[rank].world.link.parent for rank in (7, 6, 4)] == [6, 4, 0]
+    submit(runtimes[7], "x")
+    leave(runtimes[7])
+    cycle(7)
+    cycle(6)
+    cycle(4)
+    assert heard(runtimes[0]) == ["AGGREGATE", "LEAVE"]
+
+
 @alone
 def test_a_call_without_init_says_so() -> None:
     with pytest.raises(NotInitializedError) as caught:
