@@ -188,6 +188,16 @@ def _submit_allreduce(call: Allreduce) -> int:
     return handles.add(operations.prepare_allreduce(session, adapter, call, memory).submit())
 
 
+def _changed(tensors: Sequence[Tensor], handle: int) -> int:
+    """Returns ``handle``, of a call that writes to the tensors' memory. Autograd, which may have saved them, could not
+    know that it does.
+    """
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+    return handle
+
+
 @collective(HANDLE)
 def allreduce_async(
     tensor: Tensor,
@@ -215,7 +225,8 @@ def allreduce_async_(
 ) -> int:
     """Starts an ``allreduce_``; the tensor holds the result once the handle is synchronized."""
     factors = prescale_factor, postscale_factor
-    return _submit_allreduce(Allreduce([tensor], name, choose_op(op, average), *factors, process_set, in_place=True))
+    call = Allreduce([tensor], name, choose_op(op, average), *factors, process_set, in_place=True)
+    return _changed([tensor], _submit_allreduce(call))
 
 
 class _Allreduce(torch.autograd.Function):
@@ -338,9 +349,8 @@ def grouped_allreduce_async_(
 ) -> int:
     """Starts a ``grouped_allreduce_``; the tensors hold the results once the handle is synchronized."""
     factors = prescale_factor, postscale_factor
-    return _submit_allreduce(
-        Allreduce(tensors, name, choose_op(op, average), *factors, process_set, in_place=True, grouped=True)
-    )
+    call = Allreduce(tensors, name, choose_op(op, average), *factors, process_set, in_place=True, grouped=True)
+    return _changed(tensors, _submit_allreduce(call))
 
 
 class _GroupedAllreduce(torch.autograd.Function):
@@ -525,7 +535,8 @@ def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Starts a ``broadcast_``; the tensor holds the result once the handle is synchronized."""
-    return handles.add(operations.broadcast(sessions.current(), TORCH, tensor, root_rank, name, process_set, True))
+    operation = operations.broadcast(sessions.current(), TORCH, tensor, root_rank, name, process_set, True)
+    return _changed([tensor], handles.add(operation))
 
 
 class _Broadcast(torch.autograd.Function):

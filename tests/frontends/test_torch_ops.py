@@ -56,6 +56,27 @@ class TestCollectives:
 
         run_ranks(2, body)
 
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda t: hvd.allreduce_(t),
+            lambda t: hvd.grouped_allreduce_([t])[0],
+            lambda t: hvd.broadcast_(t, 0),
+            lambda t: hvd.synchronize(hvd.allreduce_async_(t)),
+        ],
+        ids=["allreduce_", "grouped_allreduce_", "broadcast_", "allreduce_async_"],
+    )
+    def test_autograd_notices_that_a_tensor_which_it_has_saved_was_changed(self, change: Any) -> None:
+        def body(session: Session) -> None:
+            saved = torch.ones(3, requires_grad=True).exp()
+            assert change(saved) is saved
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                saved.sum().backward()
+            with torch.inference_mode():
+                assert change(torch.full((2,), float(hvd.rank()))) is not None
+
+        run_ranks(2, body)
+
     def test_groups_and_handles(self) -> None:
         def body(session: Session) -> None:
             xs = [torch.ones(3), torch.full((2,), 2, dtype=torch.int32)]
