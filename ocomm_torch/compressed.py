@@ -570,7 +570,7 @@ class CompressedOptimizer(HasRankState):
         if self._unhooked:
             self._hook_parameters()
         self._stepper.buckets.expected = [p.requires_grad for p in self._parameters]
-        self._driver.begin()
+        self._driver.begin(early)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -344,11 +344,17 @@ class Driver:
         """
         return self._at_start
 
-    def begin(self) -> None:
-        """Opens the next step, if it is not open. Called before the first gradient of a step is posted."""
+    def begin(self, early: bool = False) -> None:
+        """Opens the next step, if it is not open. Called before the first gradient of a step is posted.
+
+        ``early``: before ``step()``. Until then a script may have other parameters on each rank, such as noise for the
+        backward pass, so the first step compares the ranks only there, and posts nothing before.
+        """
+        starts = self._at_start
+        if starts and not early:
+            self._start()
         if not self.stepper.begun:
-            if self._at_start:
-                self._start()
+            if starts:  # a core that was loaded has not been told yet
                 self._compress_hyper = None
             if self.common.max_grad_norm is not None:
                 self._begin_clipping()
@@ -356,7 +362,7 @@ class Driver:
             hyper = self.compress_hyper(groups)
             if self.core.sends_rates or (hyper, self.core.gradient_scale) != self._compress_hyper:
                 self._set_hyper(groups, hyper)
-            self.stepper.begin(_hyper_digest(hyper), early=not self._needs_norm_round)
+            self.stepper.begin(_hyper_digest(hyper), early=not self._needs_norm_round and not self._at_start)
 
     def step(self, changed: Callable[[], bool]) -> StepOutcome:
         """Exchanges gradients, and takes the step if all ranks do. ``changed()`` returns True if the script has changed

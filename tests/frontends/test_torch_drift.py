@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,33 @@ def test_equal_edits_on_all_ranks_are_none_of_its_business() -> None:
 
     results = run_ranks(2, body, SETTINGS)
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_may_differ_until_step_is_called(kind: str) -> None:
+    """As with noise for a forward and backward pass that is taken off before ``step()``, in the first step too."""
+
+    def body(session: Session, noise: float) -> str:
+        rank = session.require_topology().rank
+        parameters = make_parameters()
+        optimizer = KINDS[kind].wrap(parameters)
+        for step in range(1, 2 * WITHIN):
+            optimizer.zero_grad()
+            kept = [p.detach().clone() for p in parameters]
+            with torch.no_grad():
+                for p in parameters:
+                    p += noise * (1 + rank)
+            backward(parameters, gradients(step, rank), range(4))
+            with torch.no_grad():
+                for p, value in zip(parameters, kept, strict=True):
+                    p.copy_(value)
+            optimizer.step()
+        return digest([p.detach().numpy() for p in parameters])
+
+    settings = replace(SETTINGS, replica_check_steps=1)  # all parameters in each step
+    without = run_ranks(2, lambda s: body(s, 0.0), settings)
+    # A local step of 0/1 Adam parts them, until the next average.
+    assert run_ranks(2, lambda s: body(s, 0.01), settings) == without
 
 
 def test_zero_steps_between_checks_switch_it_off() -> None:
