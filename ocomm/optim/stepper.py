@@ -433,8 +433,9 @@ class Stepper:
                 "%s: gradients were changed between backward and step(), before they were averaged: their norm is now "
                 "%.6g on rank %d and %.6g on rank %d. If each rank clips them by its own norm, the average is clipped "
                 "by none: pass max_grad_norm= to the optimizer instead, which clips by the norm over all ranks; with "
-                "clip='previous' the exchange overlaps, too. The step was exchanged again, and from now on nothing "
-                "overlaps; pass overlap=False if you want the changes.",
+                "clip='previous' the exchange overlaps, too. If a step has several backward passes, pass "
+                "backward_passes_per_step=, or use no_sync() in all but the last. The step was exchanged again, and "
+                "from now on nothing overlaps; pass overlap=False if you want the changes.",
                 self.name,
                 norms[low],
                 self.wire.ranks[low],

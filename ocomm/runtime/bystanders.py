@@ -26,8 +26,12 @@ _SERVANTS = tuple(
         ("tensorboard/summary/writer/event_file_writer.py", "_run"),
     )
 )
-#: The innermost function of an idle thread of a pool.
-_IDLE = os.path.join("concurrent", "futures", "thread.py"), "_worker"
+#: The innermost functions of threads that have nothing to do: of a pool, and of that which submits for graphs. A graph
+#: runs for some thread of Python, which waits for it and is looked at itself.
+_IDLE = (
+    (os.path.join("concurrent", "futures", "thread.py"), "_worker"),
+    (os.path.join("ocomm_tf", "engine.py"), "run"),
+)
 _TENSORFLOW = os.sep + os.path.join("tensorflow", "python") + os.sep
 
 
@@ -81,7 +85,7 @@ def is_in_tensorflow(thread: int) -> bool:
 
 
 def _serves(frame: FrameType | None) -> bool:
-    if frame is not None and _is(frame, *_IDLE):
+    if frame is not None and any(_is(frame, *idle) for idle in _IDLE):
         return True
     while frame is not None:
         if any(_is(frame, *servant) for servant in _SERVANTS):

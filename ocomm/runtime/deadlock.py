@@ -219,7 +219,11 @@ def describe_step(step: Wait, reports: Mapping[int, Report]) -> str:
     absent = [rank for rank in step.late if is_absent(reports[rank], step)] or list(step.late)
     where = "; ".join(f"rank {rank} is at {reports[rank].where}" for rank in absent if reports[rank].where)
     are_elsewhere = any(reports[rank].steps for rank in absent)
-    remedy = "Step the optimizers in one order on all ranks" if are_elsewhere else LOADED_ALONE
+    remedy = (
+        "Step the optimizers in one order on all ranks"
+        if are_elsewhere
+        else f"Give all ranks equally many batches. {LOADED_ALONE}"
+    )
     return f"{step.what}: rank(s) {absent} will not come to it{': ' if where else ''}{where}. {remedy}."
 
 

@@ -7,6 +7,7 @@ The algorithms are in ``ocomm.optim``; they use Torch's formula, while Keras' Ad
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ from ocomm_tf.keras_optimizer import (
 from ocomm_tf.naming import name_of
 from ocomm_tf.order import WireVariable, wire_variables
 
+_log = logging.getLogger("ocomm")
 #: The documentation of arguments that all compressed optimizers have.
 ARGUMENTS = {
     "optimizer": (
@@ -76,6 +78,20 @@ ADAM = (
 def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
     """Returns a decorator that inserts the documentation of options, and ``texts`` by argument, into a docstring."""
     return docstrings.documented({**ARGUMENTS, **texts}, definition, Common)
+
+
+def _warn_of_clipping(optimizer: Any, wrapper: str) -> None:
+    """Warns on rank 0 that Keras clips each rank's gradients by themselves, if it clips."""
+    session = sessions.current()
+    found = [name for name in ("clipnorm", "global_clipnorm", "clipvalue") if getattr(optimizer, name, None)]
+    if found and session.is_initialized and session.require_topology().size > 1 and not session.require_topology().rank:
+        _log.warning(
+            "%s: %s=%s clips each rank's gradients by themselves, before they are averaged. Pass max_grad_norm= to "
+            "the 1-bit optimizer instead, which clips by the norm over all ranks.",
+            wrapper,
+            found[0],
+            getattr(optimizer, found[0]),
+        )
 
 
 def _widened(gradients: Sequence[Any]) -> list[Any]:
@@ -116,6 +132,7 @@ class Compressed(Driven):
         super().build(variables)  # type: ignore[misc]
         wrapper = f"Distributed{self.ocomm_core.kind}"
         self._check_dtypes(wrapper)
+        _warn_of_clipping(self, wrapper)
         process_set, names, *chosen = self._setup
         variables = self._trainable_variables
         agreed = agree_on(wrapper, variables, process_set) if names is None else []

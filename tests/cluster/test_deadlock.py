@@ -89,6 +89,38 @@ def test_ranks_that_wait_for_each_other_fail_and_are_told_what_to_do(tmp_path: P
     assert remedy in found["loaded, rank 1"]
 
 
+UNEVEN = """
+import keras
+import numpy as np
+import ocomm_tf.keras as hvd
+
+hvd.init()
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+model.compile(hvd.DistributedOneBitAdam(keras.optimizers.Adam(1e-2), freeze_step=3), "mse")
+images = np.ones((8 * (6 + hvd.rank()), 4), np.float32)
+try:
+    model.fit(
+        images, images[:, :2], batch_size=8, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    )
+    hvd.allreduce(np.ones(1, np.float32), name="metric")
+except Exception as error:
+    print(f"uneven, rank {hvd.rank()}: {error}".replace(chr(10), " "), flush=True)
+"""
+
+
+@pytest.mark.long  # TensorFlow starts on two ranks
+def test_keras_with_one_batch_more_on_a_rank_ends_and_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("tensorflow")
+    script = tmp_path / "train.py"
+    script.write_text(UNEVEN)
+    job = run_job(2, script, OCOMM_DEADLOCK_SECONDS="1")
+    found = said(job.stdout)
+    assert found.keys() == {"uneven, rank 0", "uneven, rank 1"}, job.stdout + job.stderr
+    assert found["uneven, rank 0"].startswith("tensor 'allreduce.metric': rank 0 submitted it N s ago, rank 1 did not.")
+    assert "step 7: rank(s) [0] will not come to it: rank 0 is at HERE" in found["uneven, rank 1"]
+    assert "Give all ranks equally many batches." in found["uneven, rank 1"]
+
+
 LATE = """
 import logging, os, sys, threading, time
 import numpy as np

@@ -363,6 +363,20 @@ class TestCompressed:
             assert len(early) == 1408 // BATCH and not any(late)
             assert_equal([with_overlap, without])
 
+    @pytest.mark.skipif(MPI_SIZE > 0, reason="rank 0's log is another process's")
+    def test_clipping_by_keras_is_a_warning_that_names_our_own(self, caplog: pytest.LogCaptureFixture) -> None:
+        def body(session: Session) -> None:
+            hvd.DistributedLion(keras.optimizers.SGD(1e-3, global_clipnorm=0.5), make_model())
+            hvd.DistributedLion(keras.optimizers.SGD(1e-3), make_model(), max_grad_norm=0.5)
+
+        with caplog.at_level("WARNING", "ocomm"):
+            run_ranks(2, body)
+        (said,) = [each.getMessage() for each in caplog.records if "clips" in each.getMessage()]
+        assert said == (
+            "DistributedLion: global_clipnorm=0.5 clips each rank's gradients by themselves, before they are averaged. "
+            "Pass max_grad_norm= to the 1-bit optimizer instead, which clips by the norm over all ranks."
+        )
+
     def test_schedules_accumulation_and_averages_of_keras(self) -> None:
         def body(session: Session) -> Any:
             rate = keras.optimizers.schedules.ExponentialDecay(3e-3, 10, 0.9)
