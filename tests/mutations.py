@@ -530,6 +530,62 @@ MUTATIONS = [
         "        written = ~_rounds_to(master, parameter)\n        if self._placement.offloads or not written.any():",
         "frontends/test_torch_offload.py",
     ),
+    Mutation(
+        "a rank announces what is queued behind its departure",
+        "ocomm/runtime/process_set.py",
+        "        if not self._queue or self.link.has_left:",
+        "        if not self._queue:",
+        "world/test_runtime.py",
+    ),
+    Mutation(
+        "a departure overtakes what was kept on the way",
+        "ocomm/runtime/background.py",
+        "        world.link.before_departure = self._pass_on_all\n",
+        "",
+        "world/test_runtime.py",
+    ),
+    Mutation(
+        "rank 0 speaks behind the last departure",
+        "ocomm/runtime/background.py",
+        "                process_set.link.have_all_left = True",
+        "                process_set.link.have_all_left = False",
+        "world/test_runtime.py",
+    ),
+    Mutation(
+        "replicas are compared in the first gradient's hook",
+        "ocomm/training/driver.py",
+        "        if starts and not early:",
+        "        if starts:",
+        "frontends/test_torch_drift.py",
+    ),
+    Mutation(
+        "an in-place collective keeps a tensor's version",
+        "ocomm_torch/mpi_ops.py",
+        "            torch.autograd.graph.increment_version(tensor)",
+        "            pass",
+        "frontends/test_torch_ops.py",
+    ),
+    Mutation(
+        "Keras' accumulated gradients are broadcast",
+        "ocomm_tf/keras/callbacks.py",
+        "            own = {id(v) for o in self.optimizers for v in _accumulators(o)}",
+        "            own: set[int] = set()",
+        "frontends/test_tf_keras.py",
+    ),
+    Mutation(
+        "a spawned child that runs the script again is a rank",
+        "ocomm/bootstrap.py",
+        "    return is_importing or multiprocessing.parent_process() is not None",
+        "    return multiprocessing.parent_process() is not None",
+        "cluster/test_failures.py",
+    ),
+    Mutation(
+        "memory is freed in a CUDA graph's way",
+        "ocomm/kernels/cuda_device.py",
+        "        with contextlib.suppress(HorovodInternalError), device.current(), _beside_captures():",
+        "        with contextlib.suppress(HorovodInternalError), device.current():",
+        "unit/test_cuda_device.py",
+    ),
 ]
 # fmt: on
 
