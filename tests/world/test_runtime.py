@@ -536,6 +536,21 @@ def test_what_is_queued_when_a_rank_leaves_is_not_announced_behind_its_departure
 
 
 @threads_only
+def test_nor_does_it_leave_with_what_the_ranks_below_say(by_hand: Any) -> None:
+    """Rank 4 passes on what ranks 5 to 7 announce; 5 leaves after it."""
+    runtimes, cycle = by_hand(8, replace(BINARY_TREE, cycle_time_ms=60_000))
+    submit(runtimes[4], "first")
+    cycle(4)
+    submit(runtimes[4], "second")
+    for rank in (4, 5):
+        leave(runtimes[rank])
+        cycle(rank)
+    runtimes[4].world._announced_s = -1e9
+    cycle(4)
+    assert heard(runtimes[0]) == ["AGGREGATE", "LEAVE", "LEAVE"]
+
+
+@threads_only
 def test_rank_0_says_nothing_behind_the_news_that_all_have_left(by_hand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runtimes, cycle = by_hand(2, Settings())
     submit(runtimes[0], "nobody else's")
