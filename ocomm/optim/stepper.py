@@ -277,11 +277,11 @@ class Stepper:
             if norm_of is not NormOf.NOTHING:
                 squares = self._squares(norm_of, said)
                 self.norm = math.sqrt(squares)
-            losers = f"on rank(s) {lost}" if lost else ""
+            changed_at = f"on rank(s) {lost}" if lost else ""
             if self._grid is not None:
                 heard = self._agree_in_grid(self._grid, FINAL, heard, squares, _RELEASED if lost else 0)
                 places = self._grid.places_with(Flag.RELEASED) if heard & _RELEASED and not lost else []
-                losers = losers or (f"at {', '.join(places)} of the grid" if places else "")
+                changed_at = changed_at or (f"at {', '.join(places)} of the grid" if places else "")
         except BaseException as error:
             self.give_up(error)
             raise
@@ -290,7 +290,7 @@ class Stepper:
         sent = [*(flow.sent for flow in self.flows.flows), self._vote.sent, *self._early_sent]
         if self.flows.sharded is not None and not heard & (_OVER | _NON_FINITE):
             sent.append(self.flows.sharded.gathering.sent)
-        return self._conclude(heard, sent, exposed_s, losers)
+        return self._conclude(heard, sent, exposed_s, changed_at)
 
     def _exchange_again(
         self, heard: int, hyper: int, finish: Callable[[int], Statement], norm_of: NormOf
@@ -458,30 +458,30 @@ class Stepper:
         for flow in self.flows.flows:
             present[flow.present_anywhere()] = True
 
-    def _conclude(self, heard: int, sent: Sequence[Sent], exposed_s: float, losers: str = "") -> StepOutcome:
+    def _conclude(self, heard: int, sent: Sequence[Sent], exposed_s: float, changed_at: str = "") -> StepOutcome:
         """Returns what all ranks do with the step, whose exchange is over.
 
         Args:
             heard: The flags of all ranks.
             sent: What this rank has sent.
             exposed_s: Seconds in which the step waited.
-            losers: The ranks, or parts of the grid, whose released gradients have changed; "" for none.
+            changed_at: On which ranks, or parts of the grid, released gradients have changed; "" for none.
 
         Raises:
             NonFiniteError: A gradient is not finite.
-            InvalidRequestError: There are ``losers``.
+            InvalidRequestError: Released gradients have changed.
         """
         flows, is_over = self.flows.flows, bool(heard & _OVER)
         is_finite = is_over or not heard & _NON_FINITE
         self.step += 1
         skipped, overlaps = is_over or not is_finite, self.overlap == self.overlapping
         self.traffic.count(sent, flows, self._dense_bytes, skipped, exposed_s, overlaps)
-        if losers:
+        if changed_at:
             raise InvalidRequestError(
-                f"{self.name}: in step {self.step} gradients, or what they are compressed with, changed {losers} after "
-                "they were exchanged, and free_gradients=True has released those that would be exchanged again; the "
-                "step was discarded on all ranks. Change nothing between backward and step(), or leave free_gradients "
-                "out."
+                f"{self.name}: in step {self.step} gradients, or what they are compressed with, changed {changed_at} "
+                "after they were exchanged, and free_gradients=True has released those that would be exchanged again; "
+                "the step was discarded on all ranks. Change nothing between backward and step(), or leave "
+                "free_gradients out."
             )
         if is_over:
             if heard & _SKIP:
