@@ -33,6 +33,7 @@ from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer, c
 from ocomm_torch.compression import Compression
 from ocomm_torch.diloco import DiLoCo
 from ocomm_torch.loss_scaling import CollectiveStep
+from ocomm_torch.mpi_ops import grouped_allreduce_
 from ocomm_torch.onebit import OneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
 from ocomm_torch.rank_states import HasRankState
@@ -62,8 +63,9 @@ class Auto(HasRankState):
     small models (docs/choosing.md), and are known for Adam and AdamW; any other optimizer goes on with exact averages.
 
     Between backward and ``step()`` gradients are averages or this rank's own, by the method: clip with
-    ``max_grad_norm``, and let nothing else depend on them. With DiLoCo the ranks have different parameters between
-    syncs: ``evaluation_parameters()`` and ``finish()`` are there for every method. Making the optimizer and its steps
+    ``max_grad_norm``, and let nothing else depend on them. With DiLoCo and 0/1 Adam the ranks have different
+    parameters between syncs: call ``finish()`` at the end, and evaluate in ``evaluation_parameters()``; both are there
+    for every method. Making the optimizer and its steps
     are collective.
 
     Args:
@@ -301,15 +303,19 @@ class Auto(HasRankState):
                 yield
 
     def finish(self) -> None:
-        """Makes the parameters of all ranks equal at the end of DiLoCo; with other methods it does nothing.
-        Collective.
+        """Makes the parameters of all ranks equal at the end of the run: by a last sync of DiLoCo, or an average of
+        what 0/1 Adam has between syncs. With other methods they are equal. Collective.
         """
         if isinstance(self._optimizer, DiLoCo):
             self._optimizer.finish()
+        elif isinstance(self._optimizer, ZeroOneAdam) and not self._optimizer.compression_report()["synced"]:
+            parameters = [p.detach() for group in self.param_groups for p in group["params"]]
+            grouped_allreduce_(parameters, name="DistributedAuto.finish", process_set=self.process_set)
 
     @contextlib.contextmanager
     def evaluation_parameters(self) -> Iterator[None]:
-        """Within this context the parameters are those to evaluate or save: with DiLoCo those of the last syncs. Not
+        """Within this context the parameters are those to evaluate or save: with DiLoCo those of the last syncs, else
+        the parameters themselves, which with 0/1 Adam differ between ranks until a sync or ``finish()``. Not
         collective.
         """
         if isinstance(self._optimizer, DiLoCo):

@@ -32,6 +32,14 @@ class SyncSchedule:
         doublings = min((step - self.start) // self.doubling, self.clip.bit_length())
         return min(self.clip, 1 << doublings)
 
+    def interval_end(self, step: int) -> int | None:
+        """Returns a step up to which the interval stays what it is at ``step``; None if it never changes again."""
+        if step <= self.start:
+            return self.start
+        if self.interval(step) >= self.clip:
+            return None
+        return self.start + ((step - self.start) // self.doubling + 1) * self.doubling - 1
+
     def is_due(self, step: int) -> bool:
         """Returns True if ``step``, the next one, should be a sync. If it cannot be one, ask again for the next."""
         return step - self.last_sync >= self.interval(step)

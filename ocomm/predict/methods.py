@@ -104,7 +104,26 @@ def zero_one_kinds(total: int) -> Iterator[Kind]:
 
 
 def _zero_one_adam(total: int) -> Counter[Kind]:
-    return Counter(zero_one_kinds(total))
+    """Counts ``zero_one_kinds`` of a run of any length: there are few refreshes and few changes of the interval."""
+    syncs, refreshes = ZeroOneAdamOptions(total_steps=total).schedules()
+    refreshed: list[int] = []
+    while refreshes.next_step <= total and not refreshes.is_over(refreshes.next_step):
+        refreshed.append(refreshes.next_step)
+        refreshes.refreshed(refreshes.next_step)
+    synced = both = 0
+    step = 1
+    while step <= total:
+        interval, end = syncs.interval(step), min(syncs.interval_end(step) or total, total)
+        first = max(step, syncs.last_sync + interval)
+        if first <= end:
+            last = end - (end - first) % interval
+            synced += (last - first) // interval + 1
+            both += sum(first <= at <= last and (at - first) % interval == 0 for at in refreshed)
+            syncs.synced(last)
+        step = end + 1
+    alone = total - synced - len(refreshed) + both
+    kinds = {("8", "1"): both, ("8",): len(refreshed) - both, ("1",): synced - both, (VOTE,): alone}
+    return Counter({kind: number for kind, number in kinds.items() if number})
 
 
 def _diloco(every: int, bits: int) -> Method:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ocomm.predict.__main__ import main
-from ocomm.predict.methods import EXACT, METHODS, NOISE, VOTE, Candidate, Method, Place, candidates, fastest, table
+from ocomm.predict.methods import (
+    EXACT,
+    METHODS,
+    NOISE,
+    VOTE,
+    Candidate,
+    Method,
+    Place,
+    candidates,
+    fastest,
+    table,
+    zero_one_kinds,
+)
 from ocomm.predict.model import CodecTimes, Network, Training, predict
 
 MODEL = Training(13_817_088, 0.15)
@@ -45,6 +58,13 @@ def test_a_step_alone_waits_for_nobody_and_a_sync_hides_nothing() -> None:
     assert here.seconds(("8", "1"), MODEL) > here.seconds(("8",), MODEL)
     with pytest.raises(ValueError, match="'2' is none of 32, 8, 4, 1, sync-32"):
         here.seconds(("2",), MODEL)
+
+
+def test_the_steps_of_zero_one_adam_are_counted_without_going_through_them() -> None:
+    count = BY_NAME["0/1 Adam"].kinds
+    for total in [*range(1, 300), 999, 1000, 1001, 12_345]:
+        assert count(total) == Counter(zero_one_kinds(total)), total
+    assert sum(count(10**12).values()) == 10**12
 
 
 def test_a_faster_network_never_makes_a_run_longer() -> None:
