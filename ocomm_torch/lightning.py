@@ -190,6 +190,14 @@ class OcommStrategy(DDPStrategy):
             return "ocomm"
         return super()._get_process_group_backend()
 
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks; not once this rank has failed, because the others may never come: callbacks such as
+        OnExceptionCheckpoint save then, and saving ends with a barrier.
+        """
+        module = self.lightning_module
+        if module is None or module._trainer is None or not module._trainer.interrupted:
+            super().barrier(*args, **kwargs)
+
     # The model and its optimizers
 
     def configure_ddp(self) -> None:

@@ -247,6 +247,27 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     assert "epoch=1.ckpt.ranks/1.pt of step 22 is missing" in without["why"]
 
 
+CRASHING = """
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+class Crashing(Net):
+    def training_step(self, batch, number):
+        if number == 3 and hvd.rank() == 1:
+            raise RuntimeError("a sample that cannot be read")
+        return super().training_step(batch, number)
+
+callbacks = [OnExceptionCheckpoint(sys.argv[1], "failed")]
+trainer(OcommStrategy(freeze_step=4), callbacks=callbacks, enable_checkpointing=True).fit(Crashing(), loader())
+"""
+
+
+def test_a_checkpoint_of_a_rank_that_fails_waits_for_nobody(tmp_path: Path) -> None:
+    done = run_job(2, COMMON + CRASHING, str(tmp_path), OMP_NUM_THREADS="1")
+    assert done.returncode != 0
+    assert "RuntimeError: a sample that cannot be read" in done.stderr, done.stderr
+    assert "PeerError" in done.stderr and (tmp_path / "failed.ckpt").exists()
+
+
 def test_the_example_learns() -> None:
     done = run_by(launchers(2)["mpirun"], "examples/torch_lightning.py", "--epochs", "4")
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -355,6 +356,41 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
         assert str(raised.value) == message
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("clip", ["exact", "previous"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_run_goes_on_with_the_norm_by_which_its_next_step_is_clipped(kind: str, clip: str) -> None:
+    """In an optimizer of its own, and in the one that has gone on meanwhile."""
+
+    def body(session: Session) -> list[list[str]]:
+        rank, options = rank_of(session), {"max_grad_norm": MAX_NORM, "clip": clip}
+
+        def go(parameters: list[torch.nn.Parameter], optimizer: Any, first: int, last: int) -> list[str]:
+            found = []
+            for step in range(first, last):
+                optimizer.zero_grad()
+                backward(parameters, waves(step, rank), range(4))
+                optimizer.step()
+                found.append(whole_state(parameters, optimizer))
+            return found
+
+        parameters = [torch.nn.Parameter(torch.from_numpy(array.copy())) for array in initial()]
+        optimizer = KINDS[kind].wrap(parameters, **options)
+        go(parameters, optimizer, 0, 9)
+        saved = copy.deepcopy(([p.detach() for p in parameters], optimizer.state_dict(), optimizer.rank_state_dict()))
+        histories = [go(parameters, optimizer, 9, 16)]
+        again = [torch.nn.Parameter(torch.from_numpy(array.copy())) for array in initial()]
+        for where, resumed in ((parameters, optimizer), (again, KINDS[kind].wrap(again, **options))):
+            for p, value in zip(where, saved[0], strict=True):
+                p.data.copy_(value)
+            resumed.load_state_dict(copy.deepcopy(saved[1]))
+            resumed.load_rank_state_dict(copy.deepcopy(saved[2]))
+            histories.append(go(where, resumed, 9, 16))
+        return histories
+
+    for straight, rolled_back, resumed in run_ranks(2, body):
+        assert rolled_back == straight and resumed == straight
 
 
 def test_options_may_be_numbers_of_numpy() -> None:
