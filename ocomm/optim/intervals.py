@@ -29,8 +29,10 @@ class SyncSchedule:
         """Returns the number of steps between syncs at ``step``; it never falls."""
         if step <= self.start:
             return 1
-        doublings = min((step - self.start) // self.doubling, self.clip.bit_length())
-        return min(self.clip, 1 << doublings)
+        return min(self.clip, 1 << min(self._doublings(step), self.clip.bit_length()))
+
+    def _doublings(self, step: int) -> int:
+        return (step - self.start) // self.doubling
 
     def interval_end(self, step: int) -> int | None:
         """Returns a step up to which the interval stays what it is at ``step``; None if it never changes again."""
@@ -38,7 +40,7 @@ class SyncSchedule:
             return self.start
         if self.interval(step) >= self.clip:
             return None
-        return self.start + ((step - self.start) // self.doubling + 1) * self.doubling - 1
+        return self.start + (self._doublings(step) + 1) * self.doubling - 1
 
     def is_due(self, step: int) -> bool:
         """Returns True if ``step``, the next one, should be a sync. If it cannot be one, ask again for the next."""
