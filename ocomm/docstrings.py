@@ -26,7 +26,6 @@ COLLECTIVE: Mapping[str, str] = {
     "process_set": "The ranks that take part; all of them must make the call.",
     "root_rank": "The rank whose values all ranks get: a rank of the whole job, also if a process set is given.",
     "splits": "The number of rows for each rank; their sum is at most the length of the input. None for equal parts.",
-    "handle": "What an asynchronous call has returned.",
     "obj": "Anything that can be pickled. Unpickling runs the code that its bytes name, so the ranks trust each other, "
     "and the network: MPI has neither keys nor encryption (docs/security.md).",
     **dict.fromkeys(

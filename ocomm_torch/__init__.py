@@ -7,6 +7,7 @@ from ocomm.api import (
     Min,
     Product,
     Sum,
+    barrier,
     build_info,
     ccl_built,
     cross_rank,
@@ -25,12 +26,14 @@ from ocomm.api import (
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
+    poll,
     rank,
     rocm_built,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
+    synchronize,
 )
 from ocomm.errors import HorovodInternalError, HostsUpdatedInterrupt
 from ocomm.operations import ProcessSet, add_process_set, global_process_set, remove_process_set
@@ -63,7 +66,6 @@ from ocomm_torch.mpi_ops import (
     allreduce_async_,
     alltoall,
     alltoall_async,
-    barrier,
     broadcast,
     broadcast_,
     broadcast_async,
@@ -76,11 +78,9 @@ from ocomm_torch.mpi_ops import (
     grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
-    poll,
     reducescatter,
     reducescatter_async,
     sparse_allreduce_async,
-    synchronize,
 )
 from ocomm_torch.onebit import DistributedOneBitAdam, OneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer

@@ -16,7 +16,7 @@ from ocomm import session as sessions
 from ocomm.agreement import MADE_ALIKE, first_difference
 from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.operations import ProcessSet, global_process_set
-from ocomm_torch.mpi_ops import broadcast_async_, synchronize
+from ocomm_torch.mpi_ops import broadcast_async_
 from ocomm_torch.rank_states import HasRankState
 
 
@@ -33,7 +33,7 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     """
     started = [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in _named(params)]
     for handle in started:
-        synchronize(handle)
+        api.synchronize(handle)
 
 
 def check_replicas(params: Any, process_set: ProcessSet = global_process_set) -> None:
@@ -130,7 +130,7 @@ def broadcast_optimizer_state(
         for position, tensor in enumerate(tensors)
     ]
     for handle in started:
-        synchronize(handle)
+        api.synchronize(handle)
     if not is_root or (isinstance(optimizer, HasRankState) and state["ocomm"]["steps"]):
         optimizer.load_state_dict(state)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ocomm import operations
 from ocomm import session as sessions
-from ocomm.api import Average, Sum
+from ocomm.api import Average, Sum, synchronize
 from ocomm.docstrings import AVERAGE_OR_SUM, GATHERED, HANDLE, ROWS, SHARE, collective
 from ocomm.errors import InvalidRequestError, OcommError, UnsupportedError
 from ocomm.kernels.base import Bytes
@@ -772,45 +772,6 @@ def grouped_reducescatter(
     return _reducescatter_compressed(
         tensors, name, compression, op, process_set, prescale_factor, postscale_factor, True
     )
-
-
-# Waiting
-
-
-def poll(handle: int) -> bool:
-    """Returns whether an asynchronous call is over.
-
-    Args:
-        handle: What the call has returned.
-
-    Returns:
-        True if ``synchronize(handle)`` will not block.
-
-    Raises:
-        InvalidRequestError: The handle is unknown.
-    """
-    return handles.poll(handle)
-
-
-def synchronize(handle: int) -> Any:
-    """Waits for an asynchronous call.
-
-    Args:
-        handle: What the call has returned.
-
-    Returns:
-        Its tensor or tensors; None if the handle is unknown or was synchronized before.
-
-    Raises:
-        HorovodInternalError: The collective failed: MismatchError, StallError or PeerError.
-    """
-    return handles.synchronize(handle)
-
-
-@collective()
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until every rank of the process set has called it. Collective."""
-    operations.barrier(sessions.current(), process_set)
 
 
 def _nothing(count: int) -> tuple[None, ...]:

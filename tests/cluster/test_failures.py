@@ -247,6 +247,24 @@ def test_srun_that_does_not_speak_pmix_is_told_apart() -> None:
     )
 
 
+def by_mpirun(program: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script on two ranks of mpirun alone, in the script's folder."""
+    mpi = Path(sys.executable).parent / "mpirun"
+    return subprocess.run(
+        [
+            *(str(mpi) if mpi.exists() else "mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2"),
+            *(sys.executable, "-W", "ignore::DeprecationWarning", str(program)),
+        ],
+        cwd=program.parent,
+        env={**os.environ, **AS_ROOT, **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
 def test_a_spawned_child_is_refused_and_a_forked_pool_works(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(
@@ -275,20 +293,7 @@ if __name__ == "__main__":
     allreduce()
 """
     )
-    mpi = Path(sys.executable).parent / "mpirun"
-    process = subprocess.run(
-        [
-            *(str(mpi) if mpi.exists() else "mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2"),
-            *(sys.executable, "-W", "ignore::DeprecationWarning", str(program)),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, **AS_ROOT, "SAID": str(tmp_path / "said")},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    process = by_mpirun(program, SAID=str(tmp_path / "said"))
     assert (process.returncode, process.stderr) == (0, "")
     assert sorted((tmp_path / "said").read_text().splitlines()) == [
         "fork: LaunchError: init() was called in process CHILD, which was forked from a rank (pid RANK). Only the"
@@ -318,20 +323,7 @@ if __name__ == "__main__":
     print("child", child.exitcode, "sum", ocomm.allreduce(np.ones(1), op=ocomm.Sum)[0])
 """
     )
-    mpi = Path(sys.executable).parent / "mpirun"
-    process = subprocess.run(
-        [
-            *(str(mpi) if mpi.exists() else "mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2"),
-            *(sys.executable, "-W", "ignore::DeprecationWarning", str(program)),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, **AS_ROOT},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    process = by_mpirun(program)
     assert (process.returncode, process.stdout) == (0, "child 1 sum 2.0\n" * 2), process.stderr
     assert process.stderr.count("which multiprocessing started from process") == 2
 
