@@ -7,6 +7,7 @@ begins with headers in which the ranks compare what they call. A rank that sees 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,7 +22,7 @@ from ocomm.collectives.engine import Channel, State, Ticket
 from ocomm.collectives.outcome import explain
 from ocomm.collectives.plan import HEADER, MAGIC, CheckHeaders, Message, Plan, Stage
 from ocomm.collectives.scratch import aligned
-from ocomm.collectives.waiting import Waits, wait
+from ocomm.collectives.waiting import wait
 from ocomm.errors import InvalidRequestError, MismatchError, OcommError, PeerError, StallError
 from ocomm.kernels.base import Bytes
 from ocomm.session import Session
@@ -92,13 +93,20 @@ class _Prepared:
 class Exchange:
     """One collective under way. It owns the caller's buffers until it is over."""
 
-    __slots__ = ("_call", "_channel", "_is_over", "_kept", "_lock", "_plan", "_ticket", "error")
+    __slots__ = ("_call", "_channel", "_is_over", "_kept", "_lock", "_number", "_plan", "_ticket", "error")
 
     def __init__(
-        self, channel: OrderedChannel, call: Call, plan: _Prepared, kept: Sequence[Bytes] | None, ticket: Ticket
+        self,
+        channel: OrderedChannel,
+        call: Call,
+        number: int,
+        plan: _Prepared,
+        kept: Sequence[Bytes] | None,
+        ticket: Ticket,
     ) -> None:
         self._channel = channel
         self._call = call
+        self._number = number  # of the channel's exchanges, from 0
         self._plan: _Prepared | None = plan
         self._kept = kept  # the caller's targets, if the plan has buffers of its own
         self._ticket = ticket
@@ -133,7 +141,7 @@ class Exchange:
             raise self.error
 
     def _end(self, seconds: float | None) -> None:
-        error = self._channel.finish(self._ticket, self._call, seconds)
+        error = self._channel.finish(self._ticket, self._call, self._number, seconds)
         with self._lock:  # several threads may wait; the first one copies the results
             if self._is_over:
                 return
@@ -146,6 +154,11 @@ class Exchange:
             self._is_over = True
         if error is None:  # after an error the network may still write to the buffers, which the engine keeps
             self._channel.reuse(plan)
+
+
+def _new_name(name: str, begun: Mapping[str, int]) -> str:
+    """Returns a name that no earlier channel of this run has, the same on all ranks, because opening is collective."""
+    return next(new for k in itertools.count() if (new := f"{name}#{k}") not in begun)
 
 
 class OrderedChannel:
@@ -173,14 +186,14 @@ class OrderedChannel:
         self._tell = tell
         self._session, self._number = session, number
         self._channel: Channel = session.open_channel(number, name, 0, "collectives in one order")
+        watch = session.watch(number, name)
+        self._begun = watch.waits.begun
+        self._watch = replace(watch, name=_new_name(name, self._begun))
+        self._begun[self._watch.name] = 0
         self._context = Context(self.rank, self.size, session.settings.segment_nbytes, self.scratch.take, member.nodes)
-        # The channel has ``Waits`` of its own, which no detection of deadlocks reads. A thread may start several
-        # exchanges and wait for any of them, so the one that it waits for does not say which it has come to. No rank
-        # may conclude from such a wait that another one waits for ever.
-        self._watch = replace(session.watch(number, name), waits=Waits())
         self._idle: dict[Hashable, list[_Prepared]] = {}
         self._idle_count = 0
-        self._lock = threading.Lock()  # guards the idle plans
+        self._lock = threading.Lock()  # guards the idle plans, and the number of exchanges that have begun
         self._failure: OcommError | None = None
 
     def start(
@@ -210,7 +223,7 @@ class OrderedChannel:
         nbytes = sum(source.nbytes for source in sources) + sum(target.nbytes for target in targets)
         if nbytes > KEPT_NBYTES:
             plan = self._prepare(call, sources, targets, build)
-            return Exchange(self, call, plan, None, self._channel.submit(plan.prepared, self.timeout_s, False))
+            return self._begin(call, plan, None)
         key = call, own, tuple([b.nbytes for b in sources]), tuple([b.nbytes for b in targets])
         found = self._take(key)
         if found is None:
@@ -220,7 +233,14 @@ class OrderedChannel:
             found.key = key
         for copy, source in zip(found.sources, sources, strict=True):
             np.copyto(copy, source)
-        return Exchange(self, call, found, targets, self._channel.submit(found.prepared, self.timeout_s, False))
+        return self._begin(call, found, targets)
+
+    def _begin(self, call: Call, plan: _Prepared, kept: Sequence[Bytes] | None) -> Exchange:
+        with self._lock:
+            number = self._begun[self._watch.name]
+            self._begun[self._watch.name] = number + 1
+        ticket = self._channel.submit(plan.prepared, self.timeout_s, False)
+        return Exchange(self, call, number, plan, kept, ticket)
 
     def _prepare(self, call: Call, sources: Sequence[Bytes], targets: Sequence[Bytes], build: Build) -> _Prepared:
         plan = build(self._context, sources, targets)
@@ -269,8 +289,8 @@ class OrderedChannel:
             self._idle.setdefault(plan.key, []).append(plan)
             self._idle_count += 1
 
-    def finish(self, ticket: Ticket, call: Call, seconds: float | None) -> OcommError | None:
-        """Waits for an exchange, and returns its error; None if it has succeeded.
+    def finish(self, ticket: Ticket, call: Call, number: int, seconds: float | None) -> OcommError | None:
+        """Waits for exchange ``number`` of the channel, and returns its error; None if it has succeeded.
 
         After the first error of the channel no further collective can be started. That error says what the other ranks
         have called, if they tell.
@@ -283,7 +303,7 @@ class OrderedChannel:
         try:
             if state < State.DONE and seconds is not None:
                 self._wait_until(ticket, what, seconds)
-            if wait(ticket, self._channel, self.ranks, self._watch, what) == State.DONE:
+            if wait(ticket, self._channel, self.ranks, self._watch, what, number) == State.DONE:
                 return None
             raise explain(
                 ticket, self._channel, self.ranks, what, self.timeout_s, mismatch=lambda: self._differ(ticket, call)

@@ -25,13 +25,14 @@ EQUALLY_MANY = (
 
 class Wait(NamedTuple):
     """What a thread waits for: the exchange ``what``, number ``number`` (from 0) of the exchanges of ``name``, and in
-    it the messages of the world ranks ``late``.
+    it the messages of the world ranks ``late``. ``is_step`` is False for a call, which no optimizer makes.
     """
 
     what: str
     name: str
     number: int
     late: tuple[int, ...]
+    is_step: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,14 @@ class Waits:
     """This rank's threads in exchanges that all ranks make in one order. Only single dict operations, from any thread.
 
     - ``waiting``: the threads that have waited for a second.
-    - ``ended``: how many exchanges of each name have ended.
+    - ``begun``: how many exchanges of each name have begun.
     - ``hopeless``: those of ``waiting`` that will wait for ever, and why.
     - ``enclosed``: threads of a framework's pool that make a step for a user's thread, which waits for them. Nothing
       else in the framework can submit before they are done.
     """
 
     waiting: dict[int, Wait] = field(default_factory=dict)
-    ended: dict[str, int] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)
     hopeless: dict[int, str] = field(default_factory=dict)
     enclosed: set[int] = field(default_factory=set)
 
@@ -68,13 +69,21 @@ class Watch:
     is_served: Callable[[], bool] = lambda: True
 
 
-def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, what: str) -> State:
+def wait(
+    ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, what: str, number: int | None = None
+) -> State:
     """Waits until the plan is over, at most until its own deadline, and returns its state.
 
-    ``ranks`` are the channel's world ranks; ``what`` names the exchange. Warns every ``stall_check_s``. Raises the
-    runtime's failure, PeerError if a rank that has left in order owes a message, and StallError if no rank can go on.
+    ``ranks`` are the channel's world ranks; ``what`` names the exchange. ``number`` is its place in ``Waits.begun`` if
+    it is a call, which has been counted when it began; None for a step, which begins here. Warns every
+    ``stall_check_s``. Raises the runtime's failure, PeerError if a rank that has left in order owes a message, and
+    StallError if no rank can go on.
     """
     me, waits = threading.get_ident(), watch.waits
+    is_step = number is None
+    if number is None:
+        number = waits.begun.get(watch.name, 0)
+        waits.begun[watch.name] = number + 1
     begun = warned = time.monotonic()
     owing_since: float | None = None
     try:
@@ -83,7 +92,7 @@ def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, w
                 raise type(failure)(*failure.args)
             now = time.monotonic()
             late = [ranks[rank] for rank in channel.waiting_for()]
-            waits.waiting[me] = Wait(what, watch.name, waits.ended.get(watch.name, 0), tuple(late))
+            waits.waiting[me] = Wait(what, watch.name, number, tuple(late), is_step)
             if (why := waits.hopeless.get(me)) is not None:
                 channel.abandon()
                 raise StallError(why)
@@ -102,7 +111,6 @@ def wait(ticket: Ticket, channel: Channel, ranks: Sequence[int], watch: Watch, w
     finally:
         waits.waiting.pop(me, None)
         waits.hopeless.pop(me, None)
-        waits.ended[watch.name] = waits.ended.get(watch.name, 0) + 1
     if state != State.DONE and (failure := watch.failure()) is not None:
         raise type(failure)(*failure.args)
     return state

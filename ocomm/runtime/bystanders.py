@@ -26,22 +26,25 @@ _SERVANTS = tuple(
         ("tensorboard/summary/writer/event_file_writer.py", "_run"),
     )
 )
-#: The innermost functions of threads that have nothing to do: of a pool, and of that which submits for graphs. A graph
-#: runs for some thread of Python, which waits for it and is looked at itself.
+#: The innermost functions of threads that have nothing to do: of a pool, of that which submits for graphs, and of those
+#: that complete futures. A graph runs for some thread of Python, which waits for it and is looked at itself.
 _IDLE = (
     (os.path.join("concurrent", "futures", "thread.py"), "_worker"),
     (os.path.join("ocomm_tf", "engine.py"), "run"),
+    (os.path.join("ocomm_torch", "distributed", "futures.py"), "_run"),
 )
 _TENSORFLOW = os.sep + os.path.join("tensorflow", "python") + os.sep
 
 
 #: Name of the thread that submits the collectives of TensorFlow's graphs.
 TENSORFLOW = "ocomm-tensorflow"
+#: Name of the threads that complete Torch's futures, and call the user's callbacks.
+FUTURES = "ocomm-futures"
 
 
 def is_ours(thread: threading.Thread) -> bool:
     """Returns True for a thread of ocomm that submits nothing for the user."""
-    return thread.name == "ocomm" or (thread.name.startswith("ocomm-") and thread.name != TENSORFLOW)
+    return thread.name == "ocomm" or (thread.name.startswith("ocomm-") and thread.name not in (TENSORFLOW, FUTURES))
 
 
 def python_threads() -> dict[int, threading.Thread]:
@@ -56,6 +59,12 @@ def python_threads() -> dict[int, threading.Thread]:
         for thread in threading.enumerate()
         if thread.ident is not None and not (is_foreign(thread) and thread.ident not in frames)
     }
+
+
+def idle(threads: Collection[int]) -> set[int]:
+    """Returns those of ``threads`` that have nothing to do until another thread asks them."""
+    frames = current_frames()
+    return {thread for thread in threads if _is_idle(frames.get(thread))}
 
 
 def is_foreign(thread: threading.Thread | None) -> bool:
@@ -85,13 +94,17 @@ def is_in_tensorflow(thread: int) -> bool:
 
 
 def _serves(frame: FrameType | None) -> bool:
-    if frame is not None and any(_is(frame, *idle) for idle in _IDLE):
+    if _is_idle(frame):
         return True
     while frame is not None:
         if any(_is(frame, *servant) for servant in _SERVANTS):
             return True
         frame = frame.f_back
     return False
+
+
+def _is_idle(frame: FrameType | None) -> bool:
+    return frame is not None and any(_is(frame, *innermost) for innermost in _IDLE)
 
 
 def _is(frame: FrameType, path: str, function: str) -> bool:

@@ -6,9 +6,9 @@ blocked rank tells rank 0. When all ranks have, rank 0 asks once more. If nothin
 message is on its way (all that was sent has been received), none of these threads will ever go on (Mattern, Algorithms
 for distributed termination detection, 1987).
 
-Messages of steps are not counted. A thread that waits in a step waits for ever if one of the ranks that it waits for
-has not come to that step. A rank that has come to it may have finished it long ago, while its messages are still on a
-slow wire.
+Messages of steps, and of calls in one order (``ocomm.ordered``), are not counted. A thread that waits in one waits for
+ever if one of the ranks that it waits for has not begun it. A rank that has may have finished it long ago, while its
+messages are still on a slow wire.
 
 A deadlock is reported at once. It becomes an error when it has lasted for ``deadlock_s``: then rank 0 asks again,
 provided that no rank has another live thread that could submit for the first time (``bystanders``).
@@ -42,7 +42,8 @@ class Report:
     """What a rank says of itself.
 
     ``progress`` changes whenever anything moves. ``balance`` is the number of control messages sent minus received.
-    ``steps`` are the steps in which its threads wait, ``ended`` the number of steps of each name that it has finished.
+    ``steps`` are the steps and ordered calls in which its threads wait, ``begun`` the number of those of each name that
+    it has begun.
     ``others`` are the live threads that have not submitted and still could.
     """
 
@@ -51,7 +52,7 @@ class Report:
     balance: int = 0
     where: str = ""
     steps: tuple[Wait, ...] = ()
-    ended: Mapping[str, int] = field(default_factory=dict)
+    begun: Mapping[str, int] = field(default_factory=dict)
     others: tuple[str, ...] = ()
 
 
@@ -120,7 +121,8 @@ class Deadlock:
         waiting = {user for process_set in sets for user in process_set.waiting}
         all_steps = dict(self._waits.waiting)
         served = self._served(alive, waiting | all_steps.keys())
-        users = {user for process_set in sets for user in process_set.users if user in alive} - served
+        users = {user for process_set in sets for user in process_set.users} | all_steps.keys()
+        users = (users & alive.keys()) - served - bystanders.idle(users)
         inside = {user for user in self._waits.enclosed if user in waiting or user in all_steps} if served else set()
         users |= inside
         steps = {user: step for user, step in all_steps.items() if user in users}
@@ -133,7 +135,7 @@ class Deadlock:
         balance = sum(process_set.link.balance for process_set in sets)
         where = ", in ".join(filter(None, [user_line(list(users)), *(step.what for step in steps.values())]))
         others = tuple(bystanders.bystanders(users | served))
-        return Report(True, progress, balance, where, tuple(steps.values()), dict(self._waits.ended), others)
+        return Report(True, progress, balance, where, tuple(steps.values()), dict(self._waits.begun), others)
 
     def _served(self, alive: Mapping[int, threading.Thread], waiting: Collection[int]) -> set[int]:
         """Returns the threads that wait for others and submit nothing before these go on.
@@ -218,32 +220,32 @@ def describe_step(step: Wait, reports: Mapping[int, Report]) -> str:
     """Returns a sentence about a step that will never end: which ranks it waits for, and which lines those are in."""
     absent = [rank for rank in step.late if is_absent(reports[rank], step)] or list(step.late)
     where = "; ".join(f"rank {rank} is at {reports[rank].where}" for rank in absent if reports[rank].where)
-    are_elsewhere = any(reports[rank].steps for rank in absent)
-    remedy = (
-        "Step the optimizers in one order on all ranks"
-        if are_elsewhere
-        else f"Give all ranks equally many batches. {LOADED_ALONE}"
-    )
+    are_in_steps = any(other.is_step for rank in absent for other in reports[rank].steps)
+    if not step.is_step:
+        remedy = "Give all ranks equally many batches, and make the same calls on all of them"
+    elif are_in_steps:
+        remedy = "Step the optimizers in one order on all ranks"
+    else:
+        remedy = f"Give all ranks equally many batches. {LOADED_ALONE}"
     return f"{step.what}: rank(s) {absent} will not come to it{': ' if where else ''}{where}. {remedy}."
 
 
 def is_absent(report: Report, step: Wait) -> bool:
     """Returns True if the rank of ``report`` has not come to that step."""
-    is_in_it = any((other.name, other.number) == (step.name, step.number) for other in report.steps)
-    return not is_in_it and report.ended.get(step.name, 0) <= step.number
+    return report.begun.get(step.name, 0) <= step.number
 
 
 def _read(said: Any, size: int) -> Report:
     """Returns the report of one of ``size`` ranks. Raises ValueError for anything else."""
     names = [each.name for each in dataclasses.fields(Report)]
-    is_blocked, progress, balance, where, steps, ended, others = json_values.fields(said, *names)
+    is_blocked, progress, balance, where, steps, begun, others = json_values.fields(said, *names)
     return Report(
         expect(is_blocked, bool),
         expect(progress, int),
         expect(balance, int),
         expect(where, str),
         tuple(_read_step(step, size) for step in expect(steps, list)),
-        {name: expect(number, int) for name, number in expect(ended, dict).items()},
+        {name: expect(number, int) for name, number in expect(begun, dict).items()},
         tuple(expect(other, str) for other in expect(others, list)),
     )
 
@@ -251,8 +253,10 @@ def _read(said: Any, size: int) -> Report:
 def _read_step(said: Any, size: int) -> Wait:
     if len(expect(said, list)) != len(Wait._fields):
         raise ValueError(f"a step of {len(said)} fields")
-    what, name, number, late = said
-    return Wait(expect(what, str), expect(name, str), expect(number, int), json_values.ranks(late, size))
+    what, name, number, late, is_step = said
+    return Wait(
+        expect(what, str), expect(name, str), expect(number, int), json_values.ranks(late, size), expect(is_step, bool)
+    )
 
 
 def is_certain(reports: Mapping[int, Report]) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ocomm.runtime.bystanders import FUTURES
+
 _log = logging.getLogger("ocomm")
 #: In a thread that completes futures, ``of`` is its ``Completer``.
 _current = threading.local()
@@ -45,7 +47,7 @@ class Completer:
             if not is_now:
                 if self._asked is None:
                     self._asked = queue.SimpleQueue()
-                    threading.Thread(target=self._run, args=[self._asked], name="ocomm-futures", daemon=True).start()
+                    threading.Thread(target=self._run, args=[self._asked], name=FUTURES, daemon=True).start()
                 self._asked.put(complete)
         if is_now:
             complete()

@@ -11,9 +11,11 @@ from tests.cluster.jobs import run_job
 
 TRAINING = """
 import torch
+import torch.distributed as dist
 import ocomm_torch as hvd
 from ocomm.errors import StallError
 hvd.init()
+dist.init_process_group("ocomm", init_method="ocomm://")
 rank = hvd.rank()
 
 def made(name):
@@ -48,6 +50,9 @@ model, optimizer = made("c")
 if rank == 0:
     optimizer.load_state_dict(optimizer.state_dict())
 stuck(lambda: step(model, optimizer))
+what = "barrier"
+model, optimizer = made("d")
+stuck(lambda: step(model, optimizer) if rank == 0 else dist.barrier())
 hvd.shutdown()
 """
 
@@ -70,9 +75,9 @@ def test_ranks_that_wait_for_each_other_fail_and_are_told_what_to_do(tmp_path: P
     script.write_text(TRAINING)
     job = run_job(2, script, OCOMM_DEADLOCK_SECONDS="1")
     found = said(job.stdout)
-    assert set(found) == {f"{what}, rank {rank}" for what in ("names", "order", "loaded") for rank in range(2)}, (
-        job.stdout + job.stderr
-    )
+    assert set(found) == {
+        f"{what}, rank {rank}" for what in ("names", "order", "loaded", "barrier") for rank in range(2)
+    }, job.stdout + job.stderr
     assert all(text.endswith(GAVE_UP) for text in found.values())
     assert "rank 1 did not. rank 1 waits for 'allreduce.of 1' instead, at HERE." in found["names, rank 0"]
     text = found["order, rank 0"]
@@ -87,6 +92,14 @@ def test_ranks_that_wait_for_each_other_fail_and_are_told_what_to_do(tmp_path: P
         "DistributedOneBitAdam#3: step 5: rank(s) [0] will not come to it: rank 0 is"
     )
     assert remedy in found["loaded, rank 1"]
+    assert found["barrier, rank 0"].startswith(
+        "DistributedOneBitAdam#4: step 5: rank(s) [1] will not come to it: rank 1 is at HERE, in torch.distributed "
+        "group '0' of ranks [0, 1]: barrier. Give all ranks equally many batches."
+    )
+    assert found["barrier, rank 1"].startswith(
+        "torch.distributed group '0' of ranks [0, 1]: barrier: rank(s) [0] will not come to it: rank 0 is at HERE, in "
+        "DistributedOneBitAdam#4: step 5. Give all ranks equally many batches, and make the same calls on all of them."
+    )
 
 
 UNEVEN = """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,12 @@ from ocomm.collectives.plan import Plan
 from ocomm.errors import MismatchError
 from ocomm.operations import start_message
 from ocomm.ordered import Call, OrderedChannel
+from ocomm.runtime import bystanders
+from ocomm.runtime.bystanders import FUTURES
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
 from ocomm_torch.distributed import OcommProcessGroup
+from ocomm_torch.distributed.futures import Completer
 from tests.cluster.jobs import run_job
 from tests.worlds import MPI_SIZE, run_ranks
 
@@ -365,6 +370,22 @@ def test_sets_of_members_with_the_same_ranks_do_not_hear_each_other() -> None:
         return [float(value[0]) for value in values]
 
     assert run_ranks(3, body) == [[3.0, 21.0], [3.0, 21.0], []]
+
+
+def test_the_thread_of_futures_could_call_something_while_it_runs_a_callback() -> None:
+    others = {thread.ident or 0 for thread in threading.enumerate()}
+    begun, free = threading.Event(), threading.Event()
+    completer = Completer("a group")
+    completer.later(lambda: (begun.set(), free.wait(60)))
+    assert begun.wait(60)
+    assert bystanders.bystanders(others) == [FUTURES]
+    free.set()
+    end = time.monotonic() + 60
+    while bystanders.bystanders(others):  # until it waits to be asked again
+        assert time.monotonic() < end
+    (thread,) = (each.ident for each in threading.enumerate() if each.ident not in others)
+    assert bystanders.idle([thread]) == {thread}
+    completer.close()
 
 
 def add(context: Context, sources: Any, targets: Any) -> Plan:

@@ -230,7 +230,7 @@ def message(word: int, payload: bytes) -> bytes:
     return struct.pack("<B", word) + payload
 
 
-REPORT = Report(True, 5, 0, "a.py:3", (Wait("step 3", "Adam.1", 2, (0, 2)),), {"Adam.1": 2}, ("Thread-1",))
+REPORT = Report(True, 5, 0, "a.py:3", (Wait("step 3", "Adam.1", 2, (0, 2), True),), {"Adam.1": 2}, ("Thread-1",))
 COUNTERS = RankCounters(
     1,
     "h",

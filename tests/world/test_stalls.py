@@ -17,8 +17,11 @@ import pytest
 
 import ocomm
 from ocomm import operations
+from ocomm.collectives.dense import Context
+from ocomm.collectives.plan import Plan, Stage
 from ocomm.collectives.waiting import Wait
 from ocomm.errors import StallError
+from ocomm.ordered import Call, OrderedChannel
 from ocomm.runtime import bystanders
 from ocomm.runtime.call_sites import user_line
 from ocomm.runtime.control import TAG
@@ -154,16 +157,16 @@ def test_by_default_it_is_a_warning_and_who_moves_after_all_is_served(caplog: py
 
 
 def in_step(number: int, *late: int, name: str = "adam") -> Report:
-    return Report(True, steps=(Wait("a step", name, number, late),), ended={name: number})
+    return Report(True, steps=(Wait("a step", name, number, late),), begun={name: number + 1})
 
 
 @pytest.mark.parametrize(
     ("reports", "expected"),
     [
         ([Report(True), in_step(3, 0)], True),  # rank 0 never came
-        ([Report(True, ended={"adam": 3}), in_step(3, 0)], True),
-        ([Report(True, ended={"adam": 4}), in_step(3, 0)], False),  # it is done, and its message still on the wire
-        ([Report(True, ended={"adam": 4}), in_step(3, 0, 2), Report(True)], True),
+        ([Report(True, begun={"adam": 3}), in_step(3, 0)], True),
+        ([Report(True, begun={"adam": 4}), in_step(3, 0)], False),  # it is done, and its message still on the wire
+        ([Report(True, begun={"adam": 4}), in_step(3, 0, 2), Report(True)], True),
         ([in_step(4, 1), in_step(3, 0)], False),  # rank 0 is a step ahead, and rank 1 will follow
         ([in_step(3, 1), in_step(3, 0)], False),
         ([in_step(0, 1, name="adam"), in_step(0, 0, name="lion")], True),  # each waits in another optimizer's step
@@ -192,6 +195,83 @@ def test_a_line_of_the_users_code_is_found_under_the_libraries() -> None:
     end.set()
     thread.join()
     assert re.fullmatch(r"test_stalls\.py:\d+ in users_code", found[0])
+
+
+# Calls that all ranks make in one order
+
+
+@threads_only
+def test_ranks_that_wait_in_an_ordered_call_and_elsewhere_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bystanders, "bystanders", lambda waiting: [])
+
+    def body(rank: int, session: Session) -> str:
+        channels = [OrderedChannel(session, 0, name, 600.0) for name in ("group one", "group two")]
+        session.agree(0, "opened", "")
+        mine = channels[rank]
+        with pytest.raises(StallError) as error:
+            mine.start(Call("barrier"), [], [], nothing).wait()
+        return str(error.value)
+
+    ranks = Ranks(2, Settings(stall_check_s=600.0, deadlock_s=0.2))
+    for rank, text in enumerate(ranks.together(body)):
+        name, other = ("group one", "group two")[:: 1 - 2 * rank]
+        assert text.startswith(f"{name}: barrier: rank(s) [{1 - rank}] will not come to it: rank {1 - rank} is at ")
+        assert f", in {other}: barrier. Give all ranks equally many batches, and make the same calls on all of" in text
+    ranks.together(lambda _, session: session.shutdown())
+
+
+@threads_only
+def test_a_rank_that_has_begun_an_ordered_call_is_waited_for_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bystanders, "bystanders", lambda waiting: [])
+    held = hold_messages_to_rank_1(monkeypatch)
+
+    def body(rank: int, session: Session) -> str:
+        one, two = (OrderedChannel(session, 0, name, 600.0) for name in ("group one", "group two"))
+        for channel in (one, two):  # the first messages of a channel have the number of control messages
+            channel.start(Call("barrier"), [], [], nothing).wait()
+        held.set()
+        first = one.start(Call("barrier"), [], [], nothing)
+        if rank == 0:  # waits for what rank 1 has not begun, and has begun what rank 1 waits for
+            threading.Thread(target=release_once_both_wait, args=(session, held)).start()
+            two.start(Call("barrier"), [], [], nothing).wait()
+            first.wait()
+        else:
+            first.wait()
+            two.start(Call("barrier"), [], [], nothing).wait()
+        session.agree(0, "all have arrived", "")
+        return "done"
+
+    ranks = Ranks(2, Settings(stall_check_s=600.0, deadlock_s=0.2))
+    assert ranks.together(body) == ["done", "done"]
+    ranks.together(lambda _, session: session.shutdown())
+
+
+def hold_messages_to_rank_1(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Returns an event; while it is set, what is sent to rank 1 does not come, but for control messages."""
+    whole, held = LocalTransport.test, threading.Event()
+
+    def test(transport: LocalTransport, request: Any) -> bool:
+        is_on_its_way = held.is_set() and transport.rank == 1 and request is not None and request.key[3] != TAG
+        return not is_on_its_way and whole(transport, request)
+
+    monkeypatch.setattr(LocalTransport, "test", test)
+    return held
+
+
+def release_once_both_wait(session: Session, held: threading.Event) -> None:
+    """Clears ``held`` some time after both ranks have said that they wait. ``session`` is rank 0's."""
+    assert session.runtime is not None
+    deadlock = session.runtime._deadlock
+    end = time.monotonic() + LIMIT_S
+    while len(deadlock._reports) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(deadlock._reports) == 2
+    inspections(session, 4)
+    held.clear()
+
+
+def nothing(context: Context, sources: Any, targets: Any) -> Plan:
+    return Plan("nothing", [[Stage()]])
 
 
 # When it becomes an error
@@ -312,14 +392,7 @@ def test_a_thread_that_waits_in_tensorflow_for_an_enclosed_step_is_no_bystander(
 @threads_only
 def test_a_slow_step_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bystanders, "bystanders", lambda waiting: [])
-    whole, held = LocalTransport.test, threading.Event()
-
-    def test(transport: LocalTransport, request: Any) -> bool:
-        """A wire on which what is sent to rank 1 does not come, but for control messages."""
-        is_on_its_way = held.is_set() and transport.rank == 1 and request is not None and request.key[3] != TAG
-        return not is_on_its_way and whole(transport, request)
-
-    monkeypatch.setattr(LocalTransport, "test", test)
+    held = hold_messages_to_rank_1(monkeypatch)
 
     def body(rank: int, session: Session) -> list[float]:
         values = np.ones(4, np.float32)
@@ -327,18 +400,7 @@ def test_a_slow_step_is_no_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
         session.agree(0, "held from here on", "")
         held.set()
         if rank == 0:
-
-            def release() -> None:
-                assert session.runtime is not None
-                deadlock = session.runtime._deadlock
-                end = time.monotonic() + LIMIT_S
-                while len(deadlock._reports) < 2 and time.monotonic() < end:  # both say that they wait
-                    time.sleep(0.01)
-                assert len(deadlock._reports) == 2
-                inspections(session, 4)
-                held.clear()
-
-            threading.Thread(target=release).start()
+            threading.Thread(target=release_once_both_wait, args=(session, held)).start()
         result = operations.compressed_allreduce(session, 0, "x", values).tolist()
         session.agree(0, "after it", "")  # for which rank 0 waits while its messages are still on their way
         return result
